@@ -1,0 +1,76 @@
+"""The contract of openinfer: what flows between a frontend, an engine, a scheduler and a model family.
+
+Importing this package loads neither NumPy nor a network stack. Submodules hold the rest: `scheduling` (the
+scheduler's contract, NumPy columns), `queue_policies`, `host`/`local`/`remote` (running an engine), `simulated`
+(an engine without a model) and `testing` (conformance kits).
+"""
+
+from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
+from openinfer_core.errors import (
+    AmbiguousPlugin,
+    BrokenPlugin,
+    ContractViolation,
+    EngineClosed,
+    InvalidCheckpoint,
+    InvalidRequest,
+    OpenInferError,
+    PluginError,
+    Refused,
+    UnclaimedModel,
+    UnknownPlugin,
+)
+from openinfer_core.events import (
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    Scheduled,
+    TerminalEvent,
+    TokenEvent,
+    TokenLogprobs,
+    Tokens,
+)
+from openinfer_core.family import FamilyPlan, ModelFamily, claim, read_config
+from openinfer_core.ledger import Ledger
+from openinfer_core.plugins import Plugin, find_plugin, list_plugins
+from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.sampling import Grammar, GrammarKind, SamplingParams
+
+__all__ = [
+    "AmbiguousPlugin",
+    "BrokenPlugin",
+    "ContractViolation",
+    "EngineClosed",
+    "EngineHandle",
+    "EngineInfo",
+    "EngineStats",
+    "Failed",
+    "FailureKind",
+    "FamilyPlan",
+    "FinishReason",
+    "Finished",
+    "GenerateRequest",
+    "Grammar",
+    "GrammarKind",
+    "InvalidCheckpoint",
+    "InvalidRequest",
+    "Ledger",
+    "ModelFamily",
+    "OpenInferError",
+    "Plugin",
+    "PluginError",
+    "Refused",
+    "RequestId",
+    "SamplingParams",
+    "Scheduled",
+    "TerminalEvent",
+    "TokenEvent",
+    "TokenLogprobs",
+    "Tokens",
+    "UnclaimedModel",
+    "UnknownPlugin",
+    "claim",
+    "find_plugin",
+    "list_plugins",
+    "read_config",
+]

@@ -1,0 +1,98 @@
+"""`EngineHandle`: an engine as its caller sees it, in this process or in another one."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from openinfer_core.events import TokenEvent
+from openinfer_core.request import GenerateRequest, RequestId
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What does not change while an engine lives."""
+
+    model: str
+    """Name of the model folder."""
+    family: str
+    max_model_tokens: int
+    """Longest context: prompt and completion together."""
+    num_token_ids: int
+    """Ids from here on are padding of the embedding: refused in prompts and never sampled."""
+    eos_token_ids: tuple[int, ...]
+    """Stop tokens of the model; a frontend adds them to `stop_token_ids` unless told to ignore them."""
+    block_size_tokens: int
+    num_blocks: int
+    max_num_seqs: int
+    """Sequences in one step at most."""
+    max_waiting: int
+    """Requests in the queue at most; beyond it `submit` is answered with `Failed(OVERLOADED)`."""
+    composition: dict[str, str] = {}
+    """What supplies each part: name -> distribution and version, as `openinfer plan` prints it."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A snapshot of gauges and counters (counters start at 0 with the engine)."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    """Blocks that belong to a running sequence."""
+    blocks_total: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed (cache hits not counted)."""
+    cached_tokens: int = 0
+    """Prompt tokens found in a cache."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    wasted_rows: int = 0
+    """Rows computed after their sequence had ended: the price of overlap."""
+    failed_requests: int = 0
+    step_age_s: float = 0.0
+    """Seconds since the loop last completed an iteration while there was work; 0 when idle. Health is this number."""
+
+
+@runtime_checkable
+class EngineHandle(Protocol):
+    """An engine that runs. `submit` and `abort` never block; answers arrive as events.
+
+    One task consumes `events()`. All methods are called from the thread of that task's event loop.
+    """
+
+    @property
+    def info(self) -> EngineInfo:
+        """What does not change while the engine lives."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queues a request. It is answered by exactly one terminal event, also when it cannot be served.
+
+        Raises:
+            EngineClosed: the engine has ended.
+        """
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Ends a request with `Finished(ABORT)`; does nothing if it has ended or is unknown."""
+        ...
+
+    def events(self) -> AsyncIterator[list[TokenEvent]]:
+        """Yields all events that are there, each time there are any.
+
+        Ends after `close`. When the engine dies, yields `Failed(SHUTDOWN)` for every open request and then
+        raises `EngineClosed`.
+        """
+        ...
+
+    async def stats(self) -> EngineStats:
+        """A fresh snapshot.
+
+        Raises:
+            EngineClosed: the engine has ended.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine: open requests get `Failed(SHUTDOWN)`, resources are freed. Idempotent."""
+        ...

@@ -1,0 +1,66 @@
+"""The exception tree of the contract.
+
+    OpenInferError
+    ├── InvalidRequest        a caller's value is out of range; names the field
+    ├── Refused               something valid that this composition cannot do
+    │   ├── UnclaimedModel    no installed family, or more than one, claims a config
+    │   └── InvalidCheckpoint a model folder is incomplete or contradicts its config
+    ├── PluginError           discovery of entry points
+    │   ├── UnknownPlugin     no installed package offers the name
+    │   ├── AmbiguousPlugin   two packages offer the same name
+    │   └── BrokenPlugin      the plug-in's own import failed (its traceback is the cause)
+    ├── EngineClosed          the engine has ended or its process died
+    └── ContractViolation     a part broke the contract: a bug of that part, never of the user
+"""
+
+
+class OpenInferError(Exception):
+    """Root of everything openinfer raises on purpose."""
+
+
+class InvalidRequest(OpenInferError):
+    """A request, or one of its parameters, is out of range.
+
+    Attributes:
+        field: the field's name, or None when several are at odds.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Refused(OpenInferError):
+    """What was asked is understood and not possible here; the message says what is."""
+
+
+class UnclaimedModel(Refused):
+    """Not exactly one installed family claims a model's `config.json`."""
+
+
+class InvalidCheckpoint(Refused):
+    """A model folder lacks files or tensors, or they contradict its `config.json`."""
+
+
+class PluginError(OpenInferError):
+    """Discovery of a plug-in failed."""
+
+
+class UnknownPlugin(PluginError):
+    """No installed distribution offers the name asked for."""
+
+
+class AmbiguousPlugin(PluginError):
+    """Two installed distributions offer the same name."""
+
+
+class BrokenPlugin(PluginError):
+    """The plug-in was found and failed to load; its own exception is the `__cause__`."""
+
+
+class EngineClosed(OpenInferError):
+    """The engine was closed, or its process died."""
+
+
+class ContractViolation(OpenInferError):
+    """A scheduler, runner or plug-in did what the contract forbids."""

@@ -1,0 +1,119 @@
+"""Model families: who serves a `config.json`, found through the entry-point group `openinfer.models`."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from openinfer_core.engine import EngineHandle
+from openinfer_core.errors import InvalidCheckpoint, UnclaimedModel
+
+KNOWN_FAMILIES: Mapping[str, str] = {
+    "qwen3": "openinfer-qwen3",
+    "qwen3_5": "openinfer-qwen35",
+    "qwen3_5_text": "openinfer-qwen35",
+    "deepseek_v2": "openinfer-deepseek-v2-lite",
+    "deepseek_v4": "openinfer-deepseek-v4",
+    "kimi_k2": "openinfer-kimi-k2",
+}
+"""`model_type` -> the distribution that serves it, for the message when it is not installed."""
+
+
+class ModelFamily(Protocol):
+    """One architecture. The entry point's object is an instance, or a class without arguments."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages and in `--family`."""
+        ...
+
+    @property
+    def options_type(self) -> type[msgspec.Struct]:
+        """The Struct of what a user may set; field names are the command's flags (`_` becomes `-`)."""
+        ...
+
+    def refusal(self, config: Mapping[str, Any]) -> str | None:
+        """None if this family serves the model of this `config.json`, else why not, in one sentence.
+
+        A config of another architecture is refused with a sentence that begins with `not `: it is not this
+        family's business. Any other sentence means: this family's architecture, asked in a way it does not serve.
+        """
+        ...
+
+    def plan(self, model_dir: Path, options: msgspec.Struct) -> "FamilyPlan":
+        """What `launch` would do, resolved without loading weights.
+
+        Raises:
+            InvalidCheckpoint: the folder is incomplete or contradicts its config.
+            Refused: the options cannot be served.
+        """
+        ...
+
+    def launch(self, model_dir: Path, options: msgspec.Struct) -> EngineHandle:
+        """Loads the model and returns its running engine.
+
+        Raises:
+            InvalidCheckpoint: the folder is incomplete or contradicts its config.
+            Refused: the options cannot be served (memory, devices, plug-ins).
+        """
+        ...
+
+
+class FamilyPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The resolved composition of a family's engine, for `openinfer plan`."""
+
+    parts: dict[str, str]
+    """What supplies each part: `scheduler` -> `token-budget (openinfer-engine 0.1.0)`."""
+    kernels: dict[str, str]
+    """Which implementation serves each phase of the model."""
+    memory_bytes: dict[str, int]
+    """Memory ledger of one rank: weights, kv_cache, workspace."""
+    limits: dict[str, int]
+    """max_model_tokens, num_blocks, block_size_tokens, max_num_seqs, max_step_tokens."""
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """`config.json` of a model folder.
+
+    Raises:
+        InvalidCheckpoint: the folder or file is missing, or is not a JSON object.
+    """
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise InvalidCheckpoint(f"{model_dir} has no config.json; a Hugging Face model folder is needed")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise InvalidCheckpoint(f"{path} is not a JSON object: {error}") from error
+
+
+def claim(config: Mapping[str, Any], families: Iterable[ModelFamily]) -> ModelFamily:
+    """The one family that serves a config.
+
+    Raises:
+        UnclaimedModel: none does (the message has each family's reason, and the package to install if it is
+            known), or more than one does.
+    """
+    refusals = [(family, family.refusal(config)) for family in families]
+    claiming = [family for family, refusal in refusals if refusal is None]
+    if len(claiming) == 1:
+        return claiming[0]
+    model_type = config.get("model_type")
+    if claiming:
+        names = ", ".join(sorted(family.name for family in claiming))
+        raise UnclaimedModel(f"model_type {model_type!r} is claimed by {names}; choose one with --family NAME")
+    raise UnclaimedModel(_nobody(model_type, [(family.name, refusal or "") for family, refusal in refusals]))
+
+
+def _nobody(model_type: object, refusals: list[tuple[str, str]]) -> str:
+    concerned = [f"{name}: {text}" for name, text in refusals if not text.startswith("not ")]
+    if concerned:
+        return "; ".join(concerned)
+    lines = [f"no installed family serves model_type {model_type!r}"]
+    package = KNOWN_FAMILIES.get(str(model_type))
+    if package is not None:
+        lines.append(f"install it with: pip install {package}")
+    else:
+        lines.append("installed: " + (", ".join(sorted(name for name, _ in refusals)) or "none"))
+    return "; ".join(lines)

@@ -1,0 +1,74 @@
+"""Discovery of plug-ins through entry points. Names are listed without importing; one is loaded when chosen."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from openinfer_core.errors import AmbiguousPlugin, BrokenPlugin, UnknownPlugin
+
+MODELS = "openinfer.models"
+CHECKPOINTS = "openinfer.checkpoints"
+SCHEDULERS = "openinfer.schedulers"
+QUEUE_POLICIES = "openinfer.queue_policies"
+
+Lister = Callable[[str], Iterable[EntryPoint]]
+"""Lists the entry points of a group; the default reads the installed distributions."""
+
+
+def installed(group: str) -> Iterable[EntryPoint]:
+    """The entry points of a group among the installed distributions."""
+    return entry_points(group=group)
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """One entry point of a group, not loaded."""
+
+    group: str
+    name: str
+    entry_point: EntryPoint
+
+    @property
+    def origin(self) -> str:
+        """The distribution that offers it, with its version: `openinfer-engine 0.1.0`."""
+        distribution = self.entry_point.dist
+        return f"{distribution.name} {distribution.version}" if distribution else self.entry_point.value
+
+    def load(self) -> Any:
+        """The plug-in's object.
+
+        Raises:
+            BrokenPlugin: its import failed; the plug-in's own exception is the cause.
+        """
+        try:
+            return self.entry_point.load()
+        except Exception as error:
+            raise BrokenPlugin(
+                f"{self.group} plug-in {self.name!r} of {self.origin} ({self.entry_point.value}) failed to load: "
+                f"{type(error).__name__}: {error}; repair or uninstall that package"
+            ) from error
+
+
+def list_plugins(group: str, *, lister: Lister = installed) -> list[Plugin]:
+    """Every plug-in of a group, sorted by name; nothing is imported."""
+    found = [Plugin(group, entry_point.name, entry_point) for entry_point in lister(group)]
+    return sorted(found, key=lambda plugin: (plugin.name, plugin.entry_point.value))
+
+
+def find_plugin(group: str, name: str, *, lister: Lister = installed) -> Plugin:
+    """The one plug-in of that name.
+
+    Raises:
+        UnknownPlugin: none has it; the message lists those that are there.
+        AmbiguousPlugin: more than one distribution offers it.
+    """
+    plugins = list_plugins(group, lister=lister)
+    matches = {plugin.entry_point.value: plugin for plugin in plugins if plugin.name == name}
+    if not matches:
+        names = ", ".join(sorted({plugin.name for plugin in plugins})) or "none"
+        raise UnknownPlugin(f"no installed package offers {name!r} in {group}; installed: {names}")
+    if len(matches) > 1:
+        origins = "; ".join(f"{plugin.origin} ({value})" for value, plugin in sorted(matches.items()))
+        raise AmbiguousPlugin(f"{name!r} in {group} is offered more than once: {origins}; uninstall all but one")
+    return next(iter(matches.values()))

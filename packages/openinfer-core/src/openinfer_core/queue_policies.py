@@ -1,0 +1,77 @@
+"""The queue policies that come with the contract: first come first served, priority, weighted fair share."""
+
+from openinfer_core.request import GenerateRequest
+from openinfer_core.scheduling import QueuePolicyConfig
+
+
+class FirstComeFirstServed:
+    """Order of arrival."""
+
+    def __init__(self, config: QueuePolicyConfig) -> None:
+        del config
+
+    def key(self, request: GenerateRequest, arrival: int) -> int:
+        """The arrival number."""
+        del request
+        return arrival
+
+    def admitted(self, request: GenerateRequest) -> None:
+        """Keeps no account."""
+
+    def withdrawn(self, request: GenerateRequest) -> None:
+        """Keeps no account."""
+
+
+class Priority:
+    """`GenerateRequest.priority`, smaller first; order of arrival among equals."""
+
+    def __init__(self, config: QueuePolicyConfig) -> None:
+        del config
+
+    def key(self, request: GenerateRequest, arrival: int) -> tuple[int, int]:
+        """Priority, then arrival."""
+        return request.priority, arrival
+
+    def admitted(self, request: GenerateRequest) -> None:
+        """Keeps no account."""
+
+    def withdrawn(self, request: GenerateRequest) -> None:
+        """Keeps no account."""
+
+
+class FairShare:
+    """Weighted fair share of tokens per tenant: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996).
+
+    A request's start tag is the later of the virtual time and its tenant's last finish tag; the finish tag adds
+    its cost (prompt and at most `max_tokens` tokens) over the tenant's weight. The smallest start tag is served
+    first, and the virtual time is the start tag of the request admitted last. A tenant that was idle gains no credit for it.
+    """
+
+    def __init__(self, config: QueuePolicyConfig) -> None:
+        self._weights = config.tenant_weights
+        self._virtual_time = 0.0
+        self._finish_tags: dict[str, float] = {}
+        self._start_tags: dict[int, float] = {}
+
+    def key(self, request: GenerateRequest, arrival: int) -> tuple[float, int]:
+        """Start tag, then arrival."""
+        start = max(self._virtual_time, self._finish_tags.get(request.tenant, 0.0))
+        self._finish_tags[request.tenant] = start + self._cost(request)
+        self._start_tags[request.request_id] = start
+        return start, arrival
+
+    def admitted(self, request: GenerateRequest) -> None:
+        """Moves the virtual time on and forgets tenants that hold no credit or debt."""
+        start = self._start_tags.pop(request.request_id, self._virtual_time)
+        self._virtual_time = max(self._virtual_time, start)
+        if len(self._finish_tags) > 2 * len(self._start_tags) + 64:
+            self._finish_tags = {t: tag for t, tag in self._finish_tags.items() if tag > self._virtual_time}
+
+    def withdrawn(self, request: GenerateRequest) -> None:
+        """Gives the request's cost back to its tenant."""
+        if self._start_tags.pop(request.request_id, None) is not None:
+            self._finish_tags[request.tenant] -= self._cost(request)
+
+    def _cost(self, request: GenerateRequest) -> float:
+        tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        return tokens / self._weights.get(request.tenant, 1.0)

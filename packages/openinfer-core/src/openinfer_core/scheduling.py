@@ -1,0 +1,203 @@
+"""Scheduling: what one forward pass is, and who decides it. No tensors, no model names.
+
+A step is three verbs: `plan`, run, `apply`. The loop overlaps them: it may call `plan` for step N + 1 before
+`apply` of step N. A decode row therefore takes its input id on the device, from the last id sampled in its slot.
+
+    submit ─► Scheduler.add ─► plan() ─► StepPlan ─► runner ─► StepResult ─► apply() ─► events
+                                 └────── step N + 1 is planned while step N runs ──────┘
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_core.engine import EngineStats
+from openinfer_core.errors import InvalidRequest
+from openinfer_core.events import TokenEvent, TokenLogprobs
+from openinfer_core.request import GenerateRequest, RequestId
+
+Int32Column: TypeAlias = NDArray[np.int32]
+BoolColumn: TypeAlias = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotStart:
+    """A sequence takes a slot in this step: for the first time, or again after a preemption."""
+
+    slot: int
+    request: GenerateRequest
+    seed: int
+    """Of the request, or drawn when it was added; the same after every preemption."""
+    output_token_ids: tuple[int, ...] = ()
+    """What was generated before a preemption; the penalties need it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One forward pass as columns, one entry per row; a row is a piece of one sequence.
+
+    Row `i` computes positions `starts[i] : starts[i] + counts[i]` of the sequence in `slots[i]`. Its first
+    `counts[i] - given_counts[i]` input ids (0 or 1) are the last ids sampled in that slot, on the device; the
+    rest come from `token_ids`, where the rows' pieces follow each other.
+    """
+
+    step: int
+    """Number of the step, from 0, without gaps."""
+    slots: Int32Column
+    starts: Int32Column
+    counts: Int32Column
+    given_counts: Int32Column
+    sample: BoolColumn
+    """Whether the row's last position is sampled."""
+    token_ids: Int32Column
+    """`[sum(given_counts)]`."""
+    new_block_counts: Int32Column
+    """Blocks appended to each row's block table since its last row; after a `SlotStart` the table begins empty."""
+    new_blocks: Int32Column
+    """`[sum(new_block_counts)]`."""
+    started: tuple[SlotStart, ...] = ()
+    """Slots that begin anew before this step runs; all state of their last owner is void."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step."""
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step produced, in row order."""
+
+    token_ids: Int32Column
+    """`[rows]` the sampled id; -1 where the row does not sample or failed."""
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
+    """Row -> log-probabilities of its sampled id, for rows whose request asked."""
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(
+        default_factory=dict[int, tuple[TokenLogprobs, ...]]
+    )
+    """Row -> of the prompt tokens that this row's positions predict, for rows whose request asked."""
+    failed_rows: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Row -> message, safe to show: the request fails, the others live."""
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The limits a scheduler works within.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+    """
+
+    num_blocks: int
+    """KV blocks of the pool."""
+    block_size_tokens: int
+    max_num_seqs: int
+    """Slots, hence rows of one step, at most."""
+    max_step_tokens: int
+    """Token budget of one step."""
+    max_model_tokens: int
+    """Longest context; a request reaching it finishes with `length`."""
+    max_waiting: int = 4096
+    prefix_cache: bool = True
+    layout_digest: str = ""
+    """Of the KV layout: part of every block's identity."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size_tokens", "max_num_seqs", "max_step_tokens", "max_model_tokens", "max_waiting"):
+            value = getattr(self, name)
+            if not 1 <= value < 2**31:
+                raise InvalidRequest(f"{name} is {value}; it must be in 1 .. 2^31 - 1", field=name)
+        if self.max_step_tokens < self.max_num_seqs:
+            raise InvalidRequest(
+                f"max_step_tokens ({self.max_step_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
+                "a step could not give every sequence one token",
+                field="max_step_tokens",
+            )
+
+
+class QueuePolicy(Protocol):
+    """The order of the waiting queue: the small hook most people want.
+
+    A plug-in of the group `openinfer.queue_policies` is a callable taking a `QueuePolicyConfig`. The queue serves the smallest
+    key first and never passes over its head, so that no request starves behind ones that fit.
+    """
+
+    def key(self, request: GenerateRequest, arrival: int) -> Any:
+        """The request's place, asked once when it arrives; keys must order among each other.
+
+        Args:
+            request: the request.
+            arrival: its number in order of arrival; end the key with it to break ties fairly.
+        """
+        ...
+
+    def admitted(self, request: GenerateRequest) -> None:
+        """The request leaves the queue to run: accounting (virtual time) goes here. Not called again after a preemption."""
+        ...
+
+    def withdrawn(self, request: GenerateRequest) -> None:
+        """The request leaves the queue unserved (aborted, failed)."""
+        ...
+
+
+class QueuePolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user may tell a queue policy."""
+
+    tenant_weights: dict[str, float] = {}
+    """Shares per tenant; tenants not named weigh 1."""
+
+    def __post_init__(self) -> None:
+        for tenant, weight in self.tenant_weights.items():
+            if not 1e-6 <= weight <= 1e6:
+                raise InvalidRequest(
+                    f"weight of tenant {tenant!r} is {weight}; it must be in 1e-6 .. 1e6", field="tenant_weights"
+                )
+
+
+class Scheduler(Protocol):
+    """Decides each step. A plug-in of the group `openinfer.schedulers` is a callable `(SchedulerConfig, QueuePolicy)`.
+
+    Called from one thread. `apply` is called once for every plan, in order; between `plan` and its `apply` at
+    most one further `plan` is made.
+    """
+
+    def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
+        """Queues a request; returns a terminal event at once if it can never be served or the queue is full.
+
+        Args:
+            request: the request; its id is not in use.
+            now_s: monotonic seconds.
+        """
+        ...
+
+    def abort(self, request_id: RequestId) -> list[TokenEvent]:
+        """Ends a request, waiting or running, with `Finished(ABORT)`; unknown ids give no event."""
+        ...
+
+    def plan(self, *, now_s: float) -> StepPlan | None:
+        """The next step, or None if nothing can run now.
+
+        With requests unfinished and no plan outstanding it must not return None: that would be a wedge.
+        """
+        ...
+
+    def apply(self, plan: StepPlan, result: StepResult, *, now_s: float) -> list[TokenEvent]:
+        """Takes a step's result; returns what happened to its requests, in row order."""
+        ...
+
+    @property
+    def unfinished(self) -> int:
+        """Requests added and not ended."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters; `step_age_s` is the loop's."""
+        ...

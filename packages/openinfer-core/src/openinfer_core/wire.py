@@ -1,0 +1,124 @@
+"""The wire between a frontend process and an engine process: length-prefixed msgspec frames, no pickle.
+
+    connect ─► Hello ─► Welcome | Refusal            (client ► engine, engine ► client)
+    Submit | Abort | AskStats | Close  ─►            requests, any time
+    ◄─ Events (one per step) | Stats                 answers
+
+A frame is a little-endian u32 length and that many bytes of msgpack. End of file means that the other side is
+gone. The link is a Unix stream socket in a folder only its owner can enter, or loopback TCP where there are
+none; either way the client shows a secret token first, because anyone on the machine can reach a port.
+"""
+
+import struct
+from typing import TypeAlias
+
+import msgspec
+
+from openinfer_core.engine import EngineInfo, EngineStats
+from openinfer_core.errors import ContractViolation
+from openinfer_core.events import TokenEvent
+from openinfer_core.request import GenerateRequest, RequestId
+
+MAX_FRAME_BYTES = 256 * 2**20
+"""A longer frame is a broken peer, not a request."""
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """First frame of a client."""
+
+    token: str
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """The engine is loaded and serves this link."""
+
+    info: EngineInfo
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+    """The engine could not start; the message is for the person who started it."""
+
+    message: str
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """A request; ids are the link's own."""
+
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """Ends a request."""
+
+    request_id: RequestId
+
+
+class AskStats(msgspec.Struct, frozen=True, array_like=True, tag="ask_stats"):
+    """Asks for one `Stats`; answered in order."""
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    """Ends the engine process."""
+
+
+class Events(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="e"):
+    """All events of one step for this link."""
+
+    events: list[TokenEvent]
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
+    """Answer to `AskStats`."""
+
+    stats: EngineStats
+
+
+ToEngine: TypeAlias = Hello | Submit | Abort | AskStats | Close
+ToClient: TypeAlias = Welcome | Refusal | Events | Stats
+
+_encoder = msgspec.msgpack.Encoder()
+to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+to_client_decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+
+
+def encode_frame(message: ToEngine | ToClient) -> bytearray:
+    """One frame: length and body in one buffer."""
+    frame = bytearray(_LENGTH.size)
+    _encoder.encode_into(message, frame, _LENGTH.size)
+    body_bytes = len(frame) - _LENGTH.size
+    if body_bytes > MAX_FRAME_BYTES:
+        raise ContractViolation(f"a frame of {body_bytes} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    _LENGTH.pack_into(frame, 0, body_bytes)
+    return frame
+
+
+class FrameBuffer:
+    """Cuts received bytes into frames."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Takes received bytes; returns the bodies that are complete.
+
+        Raises:
+            ContractViolation: the peer announces a frame beyond `MAX_FRAME_BYTES`.
+        """
+        self._data += data
+        frames: list[bytes] = []
+        begin, available = 0, len(self._data)
+        while available - begin >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data, begin)
+            if length > MAX_FRAME_BYTES:
+                raise ContractViolation(f"the peer announces a frame of {length} bytes")
+            end = begin + _LENGTH.size + length
+            if end > available:
+                break
+            frames.append(bytes(self._data[begin + _LENGTH.size : end]))
+            begin = end
+        if begin:
+            del self._data[:begin]
+        return frames

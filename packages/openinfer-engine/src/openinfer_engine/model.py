@@ -1,0 +1,100 @@
+"""What a model family gives the engine: a `ModelDefinition`, and the `Model` it loads on each rank.
+
+The engine owns memory, batches and sampling; a model owns its equations. A model sees operators, a communicator
+and a batch, and never asks which device or how many ranks there are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+from openinfer_engine.communicator import Communicator
+from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
+from openinfer_kv_cache import KvSpec
+
+Config = TypeVar("Config")
+
+
+class Cut(IntEnum):
+    """How a tensor is cut across ranks; the value is the axis."""
+
+    WHOLE = -1
+    """Every rank has all of it."""
+    ROWS = 0
+    """Column-parallel layers: each rank has a piece of the outputs."""
+    COLUMNS = 1
+    """Row-parallel layers: each rank has a piece of the inputs; the results are summed."""
+
+
+class WeightSource(Protocol):
+    """The tensors of one checkpoint as one rank sees them."""
+
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+        """This rank's piece of a tensor: float32, float16, or uint16 holding BF16 bits, C-contiguous.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What a config bounds."""
+
+    max_model_tokens: int
+    """Longest context its position encoding allows."""
+    vocab_size: int
+    """Rows of the embedding; the tokenizer may have fewer ids."""
+
+
+class Model(Protocol):
+    """A loaded model on one rank."""
+
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """Hidden states after the final norm, `[T, h]`; appends this step's K and V to `kv_cache`."""
+        ...
+
+    def logits(self, hidden: Array) -> Array:
+        """`[n, V]` for `hidden [n, h]`, whole vocabulary on every rank."""
+        ...
+
+
+class ModelDefinition(Protocol, Generic[Config]):
+    """A family's architecture, before any weight is read."""
+
+    @property
+    def name(self) -> str:
+        """The family's name."""
+        ...
+
+    def parse(self, config: Mapping[str, Any]) -> Config:
+        """The typed config.
+
+        Raises:
+            InvalidCheckpoint: a key is missing or out of range.
+        """
+        ...
+
+    def limits(self, config: Config) -> ModelLimits:
+        """What the config bounds."""
+        ...
+
+    def tensors(self, config: Config) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor that `load` reads, with its whole shape; the checkpoint is checked against it first."""
+        ...
+
+    def kv_spec(self, config: Config) -> KvSpec:
+        """What the whole model (all ranks) asks of the KV cache."""
+        ...
+
+    def check_ranks(self, config: Config, ranks: int) -> None:
+        """Raises `Refused` if the model cannot be cut into so many ranks."""
+        ...
+
+    def load(
+        self, config: Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
+    ) -> Model:
+        """Uploads this rank's weights."""
+        ...
