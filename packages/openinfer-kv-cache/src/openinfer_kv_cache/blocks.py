@@ -1,0 +1,508 @@
+"""`BlockPool`: the one owner of every block's state.
+
+            allocate            seal             retire
+    free ─────────────► writable ──────► sealed ◄──────► idle
+     ▲ ▲     abandon       │                    revive     │
+     │ └───────────────────┘                               │
+     └─────────────────────────────────────────────────────┘
+                              evict
+
+    free      no content, no user
+    writable  one user, which may write; never shared
+    sealed    content final, one user or more (sequences and pins), nobody may write
+    idle      content final and found by its digest, no user; evicted when blocks are short
+
+`StateTable.move` enforces the diagram: anything else raises `BlockStateError` and changes nothing.
+
+A sealed block is *registered* when its digest leads to it. Sealing content that is registered already keeps
+the block as an unregistered duplicate, because its id is in a block table that the runner holds. A duplicate
+that loses its last user takes over the registration if that has become vacant (the first copy was evicted),
+else it passes through idle straight to free.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+from openinfer_kv_cache.digest import Digest
+from openinfer_kv_cache.errors import BlockStateError, EvictionPolicyError, IntegrityError, KvConfigError
+from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
+from openinfer_kv_cache.expiry import Expiry
+from openinfer_kv_cache.states import Move, StateTable
+
+
+class BlockState(IntEnum):
+    """See the module's diagram."""
+
+    FREE = 0
+    WRITABLE = 1
+    SEALED = 2
+    IDLE = 3
+
+
+_ALLOCATE = Move("allocate", BlockState.FREE, BlockState.WRITABLE)
+_ABANDON = Move("abandon", BlockState.WRITABLE, BlockState.FREE)
+_SEAL = Move("seal", BlockState.WRITABLE, BlockState.SEALED)
+_RETIRE = Move("retire", BlockState.SEALED, BlockState.IDLE)
+_REVIVE = Move("revive", BlockState.IDLE, BlockState.SEALED)
+_EVICT = Move("evict", BlockState.IDLE, BlockState.FREE)
+
+
+class EvictionReason(StrEnum):
+    """Why a sealed block lost its content."""
+
+    CAPACITY = "capacity"
+    """Another sequence needed the space."""
+    EXPIRED = "expired"
+    """Idle for longer than the time-to-live."""
+    DUPLICATE = "duplicate"
+    """A second copy of registered content lost its last user."""
+    CLEARED = "cleared"
+    """`BlockPool.clear` voided it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCounters:
+    """Totals since the pool was made."""
+
+    num_matches: int
+    hit_blocks: int
+    missed_blocks: int
+    """Full blocks that a match was allowed to find and did not."""
+    sealed_blocks: int
+    duplicate_blocks: int
+    """Of those sealed, how many held content that was registered already."""
+    evicted_blocks: Mapping[EvictionReason, int]
+    """Every reason is present; read-only."""
+
+
+class BlockPin:
+    """A user of sealed blocks that is no sequence: keeps their content while a copy reads it."""
+
+    __slots__ = ("_unpin", "block_ids")
+
+    def __init__(self, block_ids: tuple[int, ...], unpin: Callable[[tuple[int, ...]], None]) -> None:
+        self.block_ids = block_ids
+        self._unpin: Callable[[tuple[int, ...]], None] | None = unpin
+
+    def close(self) -> None:
+        """Gives the blocks back; those without another user become idle. Closing again does nothing."""
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            unpin(self.block_ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class BlockPool:
+    """Blocks `0 .. num_blocks - 1`, their states, users and digests. Used from one thread.
+
+    Args:
+        num_blocks: blocks of the pool.
+        block_size_tokens: tokens of one block.
+        policy: order of eviction; least recently used if None. The pool owns it from here on.
+        idle_ttl_s: seconds after which an idle block is no longer found; None keeps it until space is short.
+        clock: monotonic seconds; read only when `idle_ttl_s` is given.
+
+    Raises:
+        KvConfigError: a number is out of range.
+    """
+
+    __slots__ = (
+        "_digests",
+        "_duplicate_blocks",
+        "_evicted",
+        "_expiry",
+        "_free",
+        "_generation",
+        "_hit_blocks",
+        "_missed_blocks",
+        "_num_idle",
+        "_num_matches",
+        "_pins",
+        "_policy",
+        "_registry",
+        "_sealed_blocks",
+        "_states",
+        "_users",
+        "block_size_tokens",
+        "num_blocks",
+    )
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size_tokens: int,
+        *,
+        policy: EvictionPolicy | None = None,
+        idle_ttl_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _require_at_least_one("num_blocks", num_blocks)
+        _require_at_least_one("block_size_tokens", block_size_tokens)
+        if idle_ttl_s is not None and not idle_ttl_s > 0:
+            raise KvConfigError(
+                f"idle_ttl_s is {idle_ttl_s}; it must be positive, or None to keep idle blocks"
+            )
+        self.num_blocks = num_blocks
+        self.block_size_tokens = block_size_tokens
+        self._states = StateTable(num_blocks, BlockState, noun="block")
+        self._users = [0] * num_blocks
+        self._digests: list[Digest | None] = [None] * num_blocks
+        self._registry: dict[Digest, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_idle = 0
+        self._policy: EvictionPolicy = LeastRecentlyUsed() if policy is None else policy
+        self._expiry = None if idle_ttl_s is None else Expiry(idle_ttl_s, clock)
+        self._pins: Counter[int] = Counter()
+        self._generation = 0
+        self._num_matches = self._hit_blocks = self._missed_blocks = 0
+        self._sealed_blocks = self._duplicate_blocks = 0
+        self._evicted: Counter[EvictionReason] = Counter()
+
+    # Questions.
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that `allocate` can hand out: free or idle."""
+        return len(self._free) + self._num_idle
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without content."""
+        return len(self._free)
+
+    @property
+    def idle_blocks(self) -> int:
+        """Blocks with content and without a user."""
+        return self._num_idle
+
+    @property
+    def generation(self) -> int:
+        """How often the pool was cleared; content computed in an earlier generation is never registered."""
+        return self._generation
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size_tokens)
+
+    def state(self, block_id: int) -> BlockState:
+        """State of one block."""
+        return self._states[block_id]
+
+    def num_users(self, block_id: int) -> int:
+        """Sequences and pins that use one block."""
+        return self._users[block_id]
+
+    def num_pins(self, block_id: int) -> int:
+        """Pins on one block."""
+        return self._pins[block_id]
+
+    def digest(self, block_id: int) -> Digest | None:
+        """Identity of a sealed or idle block's content; None if it has none, or `clear` voided it."""
+        return self._digests[block_id]
+
+    def find(self, digest: Digest) -> int | None:
+        """The block registered under `digest`, sealed or idle; takes no user and counts no hit."""
+        return self._registry.get(digest)
+
+    def is_idle(self, block_id: int) -> bool:
+        """Whether a sealed block has no user."""
+        return self._states.is_in(block_id, BlockState.IDLE)
+
+    def counters(self) -> PoolCounters:
+        """A snapshot of the totals."""
+        return PoolCounters(
+            num_matches=self._num_matches,
+            hit_blocks=self._hit_blocks,
+            missed_blocks=self._missed_blocks,
+            sealed_blocks=self._sealed_blocks,
+            duplicate_blocks=self._duplicate_blocks,
+            evicted_blocks=MappingProxyType({reason: self._evicted[reason] for reason in EvictionReason}),
+        )
+
+    # Moves.
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Hands out writable blocks with one user each, evicting idle ones as needed.
+
+        Returns:
+            The block ids; None if fewer than `num_blocks` are available, and then nothing has changed.
+        """
+        short = num_blocks - len(self._free)
+        if short > 0:
+            if short > self._num_idle:
+                return None
+            self._evict(self._select_victims(short), EvictionReason.CAPACITY)
+        if num_blocks < 1:
+            return []
+        taken = self._free[-num_blocks:]
+        del self._free[-num_blocks:]
+        taken.reverse()
+        self._states.move(taken, _ALLOCATE)
+        users = self._users
+        for block_id in taken:
+            users[block_id] = 1
+        return taken
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """Adds one user to each of some distinct sealed or idle blocks, as `find` returned them.
+
+        Raises:
+            BlockStateError: one is free or writable; nothing has changed.
+        """
+        users = self._users
+        idle: list[int] = []
+        used: list[int] = []
+        for block_id in block_ids:
+            (used if users[block_id] else idle).append(block_id)
+        if used:
+            self._states.require(used, BlockState.SEALED, verb="share")
+        if idle:
+            self._revive(idle)
+        for block_id in block_ids:
+            users[block_id] += 1
+
+    def seal(self, block_ids: Sequence[int], digests: Sequence[Digest] | None) -> None:
+        """Declares the content of writable blocks final, and registers it where its digest is new.
+
+        Args:
+            block_ids: writable blocks.
+            digests: one for each block; None keeps the content private to its present user.
+
+        Raises:
+            BlockStateError: one is not writable, or the lengths differ; nothing has changed.
+        """
+        if digests is not None and len(digests) != len(block_ids):
+            raise BlockStateError(f"cannot seal {len(block_ids)} blocks with {len(digests)} digests")
+        self._states.move(block_ids, _SEAL)
+        self._sealed_blocks += len(block_ids)
+        if digests is None:
+            return
+        registry, known = self._registry, self._digests
+        for block_id, digest in zip(block_ids, digests, strict=False):
+            known[block_id] = digest
+            if registry.setdefault(digest, block_id) != block_id:
+                self._duplicate_blocks += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Takes one user from each block; list the tail of a sequence before its head.
+
+        Without a user, a writable block becomes free and a sealed one idle.
+
+        Raises:
+            BlockStateError: one has no user; nothing has changed.
+        """
+        users = self._users
+        unused: list[int] = []
+        for position, block_id in enumerate(block_ids):
+            left = users[block_id] - 1
+            if left < 0:
+                for undone in block_ids[:position]:
+                    users[undone] += 1
+                raise BlockStateError(
+                    f"cannot release block {block_id}: it is {self.state(block_id).name.lower()}, without a user"
+                )
+            users[block_id] = left
+            if not left:
+                unused.append(block_id)
+        if unused:
+            self._drop(unused)
+
+    def pin(self, block_ids: Sequence[int]) -> BlockPin:
+        """Keeps distinct sealed or idle blocks from eviction until the pin is closed.
+
+        Raises:
+            BlockStateError: one is free or writable; nothing has changed.
+        """
+        self.acquire(block_ids)
+        self._pins.update(block_ids)
+        return BlockPin(tuple(block_ids), self._unpin)
+
+    def expire(self) -> int:
+        """Evicts the idle blocks whose time-to-live has passed, and returns how many; 0 if none was set."""
+        if self._expiry is None:
+            return 0
+        due = self._expiry.due()
+        self._policy.forget(due)
+        self._evict(due, EvictionReason.EXPIRED)
+        return len(due)
+
+    def clear(self) -> int:
+        """Voids all content, as after a change of weights: nothing sealed or computed so far is found again.
+
+        Idle blocks become free. Blocks in use keep their state and bytes for their users, without a digest,
+        and become free when the last user leaves.
+
+        Returns:
+            How many idle blocks became free.
+        """
+        idle = [block_id for block_id in range(self.num_blocks) if self.is_idle(block_id)]
+        self._policy.forget(idle)
+        self._evict(idle, EvictionReason.CLEARED)
+        self._registry.clear()
+        self._digests = [None] * self.num_blocks
+        self._generation += 1
+        return len(idle)
+
+    def count_match(self, *, hit_blocks: int, missed_blocks: int) -> None:
+        """Adds one match to the counters."""
+        self._num_matches += 1
+        self._hit_blocks += hit_blocks
+        self._missed_blocks += missed_blocks
+
+    def _unpin(self, block_ids: tuple[int, ...]) -> None:
+        for block_id in block_ids:
+            if self._pins[block_id] == 1:
+                del self._pins[block_id]
+            else:
+                self._pins[block_id] -= 1
+        self.release(block_ids)
+
+    def _revive(self, idle: list[int]) -> None:
+        """Idle → sealed."""
+        self._states.move(idle, _REVIVE)
+        self._policy.reuse(idle)
+        self._num_idle -= len(idle)
+        if self._expiry is not None:
+            self._expiry.remove(idle)
+
+    def _drop(self, unused: list[int]) -> None:
+        """Writable → free, sealed → idle, and on to free if nobody can find it."""
+        digests, registry = self._digests, self._registry
+        findable: list[int] = []
+        duplicates: list[int] = []
+        unnamed: list[int] = []
+        for block_id in unused:
+            digest = digests[block_id]
+            if digest is None:
+                unnamed.append(block_id)
+            elif registry.setdefault(digest, block_id) == block_id:
+                findable.append(block_id)
+            else:
+                duplicates.append(block_id)
+        if findable:
+            self._retire(findable)
+        if duplicates:
+            self._discard(duplicates, EvictionReason.DUPLICATE)
+        if unnamed:
+            self._drop_unnamed(unnamed)
+
+    def _retire(self, findable: list[int]) -> None:
+        """Sealed → idle."""
+        self._states.move(findable, _RETIRE)
+        self._policy.admit(findable)
+        self._num_idle += len(findable)
+        if self._expiry is not None:
+            self._expiry.admit(findable)
+
+    def _drop_unnamed(self, unnamed: list[int]) -> None:
+        """Writable → free; sealed without a digest → idle → free."""
+        writable: list[int] = []
+        voided: list[int] = []
+        for block_id in unnamed:
+            (writable if self._states.is_in(block_id, BlockState.WRITABLE) else voided).append(block_id)
+        self._states.move(writable, _ABANDON)
+        self._free.extend(writable)
+        self._discard(voided, EvictionReason.CLEARED)
+
+    def _discard(self, block_ids: list[int], reason: EvictionReason) -> None:
+        """Sealed → idle → free, for content that is not registered."""
+        self._states.move(block_ids, _RETIRE)
+        self._states.move(block_ids, _EVICT)
+        self._empty(block_ids, reason)
+
+    def _evict(self, block_ids: list[int], reason: EvictionReason) -> None:
+        """Idle → free, for blocks that the policy holds no longer."""
+        self._states.move(block_ids, _EVICT)
+        registry, digests = self._registry, self._digests
+        for block_id in block_ids:
+            del registry[digests[block_id]]  # pyright: ignore[reportArgumentType] -- idle blocks are registered
+        if self._expiry is not None:
+            self._expiry.remove(block_ids)
+        self._num_idle -= len(block_ids)
+        self._empty(block_ids, reason)
+
+    def _empty(self, block_ids: list[int], reason: EvictionReason) -> None:
+        """Forgets content and puts the blocks on the free list."""
+        digests = self._digests
+        for block_id in block_ids:
+            digests[block_id] = None
+        self._free.extend(block_ids)
+        self._evicted[reason] += len(block_ids)
+
+    def _select_victims(self, num_blocks: int) -> list[int]:
+        """Asks the policy, and checks its answer."""
+        victims = self._policy.select(num_blocks)
+        valid = {
+            block_id for block_id in victims if 0 <= block_id < self.num_blocks and self.is_idle(block_id)
+        }
+        if not len(valid) == len(victims) == num_blocks:
+            raise EvictionPolicyError(
+                f"{type(self._policy).__name__}.select({num_blocks}) returned {victims}; "
+                f"it must return {num_blocks} different idle blocks"
+            )
+        return victims
+
+    # Integrity.
+
+    def check_integrity(self) -> None:
+        """Compares everything the pool knows with everything else it knows; O(num_blocks).
+
+        Raises:
+            IntegrityError: with the first contradiction found.
+        """
+        free = set(self._free)
+        _require(len(free) == len(self._free), "the free list names a block twice")
+        for block_id in range(self.num_blocks):
+            self._check_block(block_id, is_listed_free=block_id in free)
+        num_idle = self._states.count(BlockState.IDLE)
+        _require(self._num_idle == num_idle, f"{num_idle} blocks are idle and {self._num_idle} are counted")
+        _require(
+            self._expiry is None or len(self._expiry) == num_idle,
+            "the expiry does not hold exactly the idle blocks",
+        )
+        for digest, block_id in self._registry.items():
+            _require(
+                self._digests[block_id] == digest,
+                f"block {block_id} is registered under a digest not its own",
+            )
+
+    def _check_block(self, block_id: int, *, is_listed_free: bool) -> None:
+        state, users, digest = self.state(block_id), self._users[block_id], self._digests[block_id]
+        what = f"block {block_id} ({state.name.lower()}, {users} users)"
+        _require(is_listed_free == (state is BlockState.FREE), f"{what} and the free list disagree")
+        _require(users >= self._pins[block_id] >= 0, f"{what} has {self._pins[block_id]} pins")
+        match state:
+            case BlockState.FREE:
+                _require(users == 0 and digest is None, f"{what} has content")
+            case BlockState.WRITABLE:
+                _require(users == 1 and digest is None, f"{what} is shared or has a digest")
+            case BlockState.SEALED:
+                _require(users >= 1, f"{what} should be idle")
+            case BlockState.IDLE:
+                _require(users == 0, f"{what} is in use")
+                _require(
+                    digest is not None and self._registry.get(digest) == block_id, f"{what} cannot be found"
+                )
+                _require(self._expiry is None or block_id in self._expiry, f"{what} never expires")
+
+
+def _require_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise KvConfigError(f"{name} is {value}; it must be at least 1")
+
+
+def _require(condition: bool, contradiction: str) -> None:  # noqa: FBT001 -- an assertion's condition
+    if not condition:
+        raise IntegrityError(contradiction)

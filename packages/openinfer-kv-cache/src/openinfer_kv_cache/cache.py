@@ -1,0 +1,124 @@
+"""`KvCache`: one pool, its hasher and the sequences that are alive; what an engine holds."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from openinfer_kv_cache.blocks import BlockPool, BlockState
+from openinfer_kv_cache.digest import PrefixHasher
+from openinfer_kv_cache.errors import IntegrityError, KvConfigError
+from openinfer_kv_cache.eviction import EvictionPolicy
+from openinfer_kv_cache.sequence import BlockSequence
+
+
+class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user may choose.
+
+    Raises:
+        KvConfigError: a value is out of range.
+    """
+
+    num_blocks: int
+    block_size_tokens: int = 16
+    idle_ttl_s: float | None = None
+    """Seconds after which unused content is forgotten; None keeps it until the space is needed."""
+    layout_digest: str = ""
+    """`KvLayout.digest`; part of every block's identity. Empty if the KV never leaves this process."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size_tokens"):
+            value = getattr(self, name)
+            if not 1 <= value < 2**31:
+                raise KvConfigError(f"{name} is {value}; it must be in 1 .. 2^31 - 1")
+        if self.idle_ttl_s is not None and not 0 < self.idle_ttl_s < float("inf"):
+            raise KvConfigError(f"idle_ttl_s is {self.idle_ttl_s}; it must be positive and finite, or None")
+
+
+class KvCache:
+    """Block bookkeeping of one engine. Used from one thread.
+
+    Args:
+        options: sizes and lifetimes. digest_key: 16 to 64 secret bytes, the same in every process that shares
+            a tier; None draws a random key. policy: order of eviction; least recently used if None. clock:
+            monotonic seconds; read only when a time-to-live is set.
+    """
+
+    __slots__ = ("_live", "hasher", "pool")
+
+    def __init__(
+        self,
+        options: KvCacheOptions,
+        *,
+        digest_key: bytes | None = None,
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool = BlockPool(
+            options.num_blocks,
+            options.block_size_tokens,
+            policy=policy,
+            idle_ttl_s=options.idle_ttl_s,
+            clock=clock,
+        )
+        self.hasher = PrefixHasher(
+            options.block_size_tokens, key=digest_key, layout_digest=options.layout_digest
+        )
+        self._live: set[BlockSequence] = set()
+
+    @property
+    def num_live_sequences(self) -> int:
+        """Sequences made and not released."""
+        return len(self._live)
+
+    def sequence(
+        self, token_ids: Iterable[int], *, lora_name: str | None = None, cache_salt: str | None = None
+    ) -> BlockSequence:
+        """A sequence that knows `token_ids` and holds no blocks; the caller releases it.
+
+        Raises:
+            OverflowError: a token id does not fit in uint32.
+        """
+        root = self.hasher.root(lora_name=lora_name, cache_salt=cache_salt)
+        sequence = BlockSequence(self.pool, self.hasher, root, token_ids, on_release=self._live.discard)
+        self._live.add(sequence)
+        return sequence
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether `num_tokens` tokens fit into the empty pool; if not, the request must be refused."""
+        return self.pool.blocks_for(num_tokens) <= self.pool.num_blocks
+
+    def check_integrity(self) -> None:
+        """Compares pool, sequences and pins with each other; for tests and after faults, O(blocks + tokens).
+
+        Raises:
+            IntegrityError: with the first contradiction found.
+        """
+        self.pool.check_integrity()
+        users: Counter[int] = Counter()
+        for sequence in self._live:
+            sequence.check_integrity()
+            self._check_states(sequence)
+            users.update(sequence.blocks)
+        for block_id in range(self.pool.num_blocks):
+            held = users[block_id] + self.pool.num_pins(block_id)
+            if held != self.pool.num_users(block_id):
+                raise IntegrityError(
+                    f"block {block_id} counts {self.pool.num_users(block_id)} users; "
+                    f"sequences and pins account for {held}"
+                )
+
+    def _check_states(self, sequence: BlockSequence) -> None:
+        """Sealed in front, writable behind; a sealed block has the sequence's digest, or a voided one."""
+        digests = sequence.prefix_digests()
+        for position, block_id in enumerate(sequence.blocks):
+            is_sealed = position < sequence.num_sealed_blocks
+            if self.pool.state(block_id) is not (BlockState.SEALED if is_sealed else BlockState.WRITABLE):
+                raise IntegrityError(
+                    f"position {position} of a sequence is {self.pool.state(block_id).name.lower()}"
+                )
+            if is_sealed and self.pool.digest(block_id) not in (digests[position], None):
+                raise IntegrityError(
+                    f"position {position} of a sequence holds another prefix (block {block_id})"
+                )

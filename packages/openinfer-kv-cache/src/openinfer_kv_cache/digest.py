@@ -1,0 +1,89 @@
+"""Identity of prefixes: chained, keyed 128-bit digests.
+
+    root      = H("openinfer-root",  version, block size, layout digest, LoRA name, cache salt)
+    digest[i] = H("openinfer-block", digest[i - 1], or root for i = 0, token ids of block i as uint32 LE)
+    H(person, message) = BLAKE2b-128 with the key and the personalisation `person`
+
+A block's digest binds every token before it and, through the root, everything else that shapes its KV. Chains
+of different salts or adapters differ from the root on, so they share no digest. The key makes digests
+impossible to forge: who does not know it cannot search for tokens that collide with another tenant's (keyed
+BLAKE2b is a MAC, RFC 7693 section 2.9). With a random key (the default) digests mean something in this
+process only; give the same key to every process that shares a tier.
+"""
+
+import hashlib
+import secrets
+import struct
+from collections.abc import Sequence
+from typing import NewType
+
+from openinfer_kv_cache.errors import KvConfigError
+
+Digest = NewType("Digest", bytes)
+"""16 bytes."""
+
+DIGEST_BYTES = 16
+MIN_KEY_BYTES = 16
+MAX_KEY_BYTES = 64
+_ROOT_VERSION = b"1"
+
+
+class PrefixHasher:
+    """Computes the digests of one pool's blocks.
+
+    Args:
+        block_size_tokens: tokens of one block. key: 16 to 64 secret bytes; None draws 32 random ones.
+            layout_digest: `KvLayout.digest` of the KV that the digests name; empty if it never leaves the
+            process.
+
+    Raises:
+        KvConfigError: the key's length or the block size is out of range.
+    """
+
+    __slots__ = ("_block", "_key", "_layout_digest", "_pack", "block_size_tokens")
+
+    def __init__(self, block_size_tokens: int, *, key: bytes | None = None, layout_digest: str = "") -> None:
+        if block_size_tokens < 1:
+            raise KvConfigError(f"block_size_tokens is {block_size_tokens}; it must be at least 1")
+        if key is not None and not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            raise KvConfigError(
+                f"the digest key has {len(key)} bytes; it must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
+            )
+        self.block_size_tokens = block_size_tokens
+        self._key = secrets.token_bytes(32) if key is None else key
+        self._layout_digest = layout_digest
+        self._block = hashlib.blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-block")
+        self._pack = struct.Struct(f"<{block_size_tokens}I").pack
+
+    def root(self, *, lora_name: str | None = None, cache_salt: str | None = None) -> Digest:
+        """The start of a chain: what a prefix depends on besides its tokens."""
+        fields = (_ROOT_VERSION, str(self.block_size_tokens).encode(), self._layout_digest.encode())
+        names = (lora_name, cache_salt)
+        message = b"".join(map(_encode_field, fields)) + b"".join(map(_encode_name, names))
+        root = hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-root")
+        return Digest(root.digest())
+
+    def extend(self, parent: Digest, token_ids: Sequence[int]) -> Digest:
+        """The digest of the block that follows `parent` and holds `token_ids`, exactly one block of them."""
+        block = self._block.copy()
+        block.update(parent + self._pack(*token_ids))
+        return Digest(block.digest())
+
+    def chain(self, root: Digest, token_ids: Sequence[int]) -> list[Digest]:
+        """The digests of all full blocks of `token_ids`."""
+        size = self.block_size_tokens
+        digests: list[Digest] = []
+        for start in range(0, len(token_ids) - size + 1, size):
+            root = self.extend(root, token_ids[start : start + size])
+            digests.append(root)
+        return digests
+
+
+def _encode_field(value: bytes) -> bytes:
+    """Length first, so that no two lists of fields have the same bytes."""
+    return len(value).to_bytes(8, "little") + value
+
+
+def _encode_name(name: str | None) -> bytes:
+    """Absent and empty differ; `surrogatepass` because a JSON string may hold lone surrogates."""
+    return b"\x00" if name is None else b"\x01" + _encode_field(name.encode("utf-8", "surrogatepass"))

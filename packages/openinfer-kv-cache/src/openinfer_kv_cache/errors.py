@@ -1,0 +1,46 @@
+"""The exception tree of the package.
+
+    openinfer_core.errors.OpenInferError
+    └── KvCacheError
+        ├── BlockStateError      a block or slot was asked for a move its state diagram does not have
+        ├── SequenceStateError   a sequence was used out of order: matched twice, sealed too far
+        ├── EvictionPolicyError  an eviction policy answered with blocks that it does not hold
+        ├── KvConfigError        a spec, layout, option or key is out of range (also a ValueError)
+        ├── LayoutMismatchError  two sides that would exchange KV disagree about its layout
+        └── IntegrityError       the bookkeeping contradicts itself: a bug, never a user's doing
+
+A pool that is short is not an error: `reserve` and `allocate` answer None and change nothing.
+"""
+
+from openinfer_core.errors import OpenInferError
+
+
+class KvCacheError(OpenInferError):
+    """Root of everything this package raises on purpose."""
+
+
+class BlockStateError(KvCacheError):
+    """A block or slot is not in the state that the move asked for starts from; nothing was changed."""
+
+
+class SequenceStateError(KvCacheError):
+    """A sequence was used in an order that cannot be right; nothing was changed."""
+
+
+class EvictionPolicyError(KvCacheError):
+    """An eviction policy broke its contract; no block was evicted."""
+
+
+class KvConfigError(KvCacheError, ValueError):
+    """A spec, a layout, an option or a digest key is out of range.
+
+    A `ValueError` too, so that msgspec reports it as a validation error when it decodes one.
+    """
+
+
+class LayoutMismatchError(KvCacheError):
+    """Two sides that would exchange KV bytes describe them differently."""
+
+
+class IntegrityError(KvCacheError):
+    """`check_integrity` found the books contradicting themselves."""

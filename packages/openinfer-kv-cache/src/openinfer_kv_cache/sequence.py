@@ -1,0 +1,337 @@
+"""`BlockSequence`: the tokens and the block table of one request.
+
+    token ids   0 ........................................ num_tokens          known: prompt, then sampled ids
+    blocks      |  sealed  |  sealed  | writable | writable |                  capacity_tokens
+                           ▲ num_sealed_blocks * block_size_tokens
+
+Ids and blocks grow independently: `reserve` makes room for a token before its id is known, `append` adds the
+id when it is, `seal` closes the blocks whose ids are known and whose KV is computed. A block table only ever
+changes at its end, and no call replaces a block that it has handed out.
+
+    empty ── match ──► holding ── release ──► released
+      │                 ▲  │ ▲
+      └──── reserve ────┘  │ └─ reserve, append, seal, shrink, truncate
+      ▲                    │
+      └──── shrink(0) ─────┘   (preemption: the ids stay, so that `match` can find what is still cached)
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from openinfer_kv_cache.blocks import BlockPool
+from openinfer_kv_cache.digest import Digest, PrefixHasher
+from openinfer_kv_cache.errors import IntegrityError, SequenceStateError
+
+_NO_BLOCKS: Sequence[int] = ()
+
+
+class BlockSequence:
+    """Made by `KvCache.sequence`; used from the thread of its pool.
+
+    Args:
+        pool: owner of the blocks.
+        hasher: of the same block size.
+        root: start of the digest chain.
+        token_ids: the ids known so far, each 0 .. 2^32 - 1; copied.
+        on_release: called once, by `release`.
+
+    Raises:
+        OverflowError: a token id does not fit in uint32.
+    """
+
+    __slots__ = (
+        "_block_size",
+        "_blocks",
+        "_digests",
+        "_generation",
+        "_hasher",
+        "_num_sealed",
+        "_on_release",
+        "_pool",
+        "_released",
+        "_root",
+        "_seal_at_tokens",
+        "_token_ids",
+    )
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        hasher: PrefixHasher,
+        root: Digest,
+        token_ids: Iterable[int],
+        *,
+        on_release: Callable[["BlockSequence"], None] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._hasher = hasher
+        self._root = root
+        self._token_ids = array("I", token_ids)
+        self._on_release = on_release
+        self._block_size = pool.block_size_tokens
+        self._blocks: list[int] = []
+        self._digests: list[Digest] = []
+        self._num_sealed = 0
+        self._seal_at_tokens = self._block_size
+        self._generation = pool.generation
+        self._released = False
+
+    # Questions.
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """The known ids, as uint32 (`array("I")`, the buffer protocol works on it); not to be changed."""
+        return self._token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """How many ids are known."""
+        return len(self._token_ids)
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The block table, position by position; a live view, not to be changed."""
+        return self._blocks
+
+    @property
+    def num_sealed_blocks(self) -> int:
+        """Blocks at the front of the table that are sealed."""
+        return self._num_sealed
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens for which there is room."""
+        return len(self._blocks) * self._block_size
+
+    @property
+    def is_released(self) -> bool:
+        """Whether `release` was called."""
+        return self._released
+
+    def prefix_digests(self) -> Sequence[Digest]:
+        """Digests of all full blocks of known ids: what a tier is asked for; not to be changed."""
+        self._hash_blocks(len(self._token_ids) // self._block_size)
+        return self._digests
+
+    def count_cached_tokens(self) -> int:
+        """What `match` would find now; changes nothing and counts nothing."""
+        return len(self._find_prefix()) * self._block_size
+
+    def would_fit(self, num_tokens: int, *, spare_blocks: int = 0) -> bool:
+        """Whether the sequence can get room for `num_tokens` tokens now, leaving `spare_blocks` available.
+
+        For a sequence without blocks that is `match`, then `reserve`; else it is `reserve`. Changes nothing.
+        O(1) if the answer is yes without cached blocks, else O(cached blocks).
+        """
+        missing = self._pool.blocks_for(num_tokens) - len(self._blocks)
+        room = self._pool.available_blocks - spare_blocks
+        if missing <= 0 or missing <= room:
+            return True
+        if self._blocks:
+            return False
+        cached = self._find_prefix()
+        num_idle = sum(map(self._pool.is_idle, cached))
+        return missing - len(cached) <= room - num_idle
+
+    # Verbs.
+
+    def match(self) -> int:
+        """Takes the longest cached prefix, in full blocks; at least one known token is left to compute.
+
+        Returns:
+            The number of tokens whose KV is there.
+
+        Raises:
+            SequenceStateError: the sequence holds blocks already, or was released.
+        """
+        self._require_live("match")
+        if self._blocks:
+            raise SequenceStateError(
+                f"cannot match: the sequence holds {len(self._blocks)} blocks; match comes first"
+            )
+        self._pool.expire()
+        found = self._find_prefix()
+        self._pool.acquire(found)
+        self._pool.count_match(hit_blocks=len(found), missed_blocks=self._num_matchable_blocks() - len(found))
+        self._generation = self._pool.generation
+        self._blocks = found
+        self._set_sealed(len(found))
+        return len(found) * self._block_size
+
+    def reserve(self, num_tokens: int) -> Sequence[int] | None:
+        """Makes room for `num_tokens` tokens in all, known or to come.
+
+        Returns:
+            The blocks added at the end of the table, empty if there was room; None if the pool is short, and
+            then nothing has changed.
+
+        Raises:
+            SequenceStateError: the sequence was released.
+        """
+        missing = -(-num_tokens // self._block_size) - len(self._blocks)
+        if missing <= 0:
+            return _NO_BLOCKS
+        self._require_live("reserve")
+        added = self._pool.allocate(missing)
+        if added is None:
+            return None
+        if not self._blocks:
+            self._generation = self._pool.generation
+        self._blocks.extend(added)
+        return added
+
+    def append(self, token_id: int) -> None:
+        """Adds the id of the next token.
+
+        Raises:
+            OverflowError: the id does not fit in uint32.
+        """
+        self._token_ids.append(token_id)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Adds the ids of the next tokens.
+
+        Raises:
+            OverflowError: an id does not fit in uint32.
+        """
+        self._token_ids.extend(token_ids)
+
+    def seal(self, num_computed_tokens: int) -> Sequence[int]:
+        """Seals the blocks that are full of known ids and computed KV, and registers their digests.
+
+        Args:
+            num_computed_tokens: the KV of positions `0 .. num_computed_tokens - 1` is computed and final.
+                Computed by a step that was launched is enough for other sequences of the same stream; a tier
+                that copies on another stream has to wait for the step.
+
+        Returns:
+            The blocks newly sealed; their digests are `prefix_digests()` at the same positions. Sealing up to
+            the same place again returns none.
+
+        Raises:
+            SequenceStateError: more is computed than there is room for.
+        """
+        if num_computed_tokens < self._seal_at_tokens:
+            return _NO_BLOCKS
+        first = self._num_sealed
+        end = min(num_computed_tokens, len(self._token_ids)) // self._block_size
+        if num_computed_tokens > self.capacity_tokens:
+            raise SequenceStateError(
+                f"cannot seal {num_computed_tokens} computed tokens: there is room for {self.capacity_tokens}"
+            )
+        if end <= first:
+            return _NO_BLOCKS
+        self._hash_blocks(end)
+        sealed = self._blocks[first:end]
+        is_current = self._generation == self._pool.generation
+        self._pool.seal(sealed, self._digests[first:end] if is_current else None)
+        self._set_sealed(end)
+        return sealed
+
+    def shrink(self, num_tokens: int) -> int:
+        """Gives back the blocks behind the first `num_tokens` tokens; the ids stay.
+
+        A sealed block that `num_tokens` cuts is given back as well, since nobody may write to it again.
+        `shrink(0)` is preemption: the sequence can `match` and `reserve` again.
+
+        Returns:
+            How many of the `num_tokens` tokens still have room; positions behind must be computed (again).
+
+        Raises:
+            SequenceStateError: `num_tokens` is negative.
+        """
+        _require_not_negative(num_tokens)
+        keep = min(self._pool.blocks_for(num_tokens), len(self._blocks))
+        if keep <= self._num_sealed:
+            keep = min(keep, num_tokens // self._block_size)
+        dropped = self._blocks[keep:]
+        if dropped:
+            del self._blocks[keep:]
+            self._set_sealed(min(self._num_sealed, keep))
+            dropped.reverse()
+            self._pool.release(dropped)
+        return min(num_tokens, keep * self._block_size)
+
+    def truncate(self, num_tokens: int) -> int:
+        """Forgets the ids from position `num_tokens` on, and shrinks to it: a rejected speculation.
+
+        Seal only what is accepted and this never meets a sealed block.
+
+        Returns:
+            What `shrink` returns.
+
+        Raises:
+            SequenceStateError: `num_tokens` is negative.
+        """
+        _require_not_negative(num_tokens)
+        del self._token_ids[num_tokens:]
+        del self._digests[len(self._token_ids) // self._block_size :]
+        return self.shrink(num_tokens)
+
+    def release(self) -> None:
+        """Gives everything back; the sealed blocks stay cached. Releasing again does nothing."""
+        if self._released:
+            return
+        self.shrink(0)
+        self._released = True
+        if self._on_release is not None:
+            self._on_release(self)
+
+    # Integrity.
+
+    def check_integrity(self) -> None:
+        """Compares the sequence with itself.
+
+        Raises:
+            IntegrityError: with the first contradiction found.
+        """
+        if not 0 <= self._num_sealed <= min(len(self._blocks), len(self._digests)):
+            raise IntegrityError(
+                f"{self._num_sealed} of {len(self._blocks)} blocks sealed, {len(self._digests)} digests"
+            )
+        if len(self._digests) * self._block_size > len(self._token_ids):
+            raise IntegrityError(f"{len(self._digests)} digests for {len(self._token_ids)} ids")
+        if self._digests != self._hasher.chain(self._root, self._token_ids)[: len(self._digests)]:
+            raise IntegrityError("the digests are not those of the ids")
+        if self._released and self._blocks:
+            raise IntegrityError(f"a released sequence holds {len(self._blocks)} blocks")
+
+    # Private.
+
+    def _num_matchable_blocks(self) -> int:
+        """Full blocks that leave at least one known token to compute."""
+        return max(len(self._token_ids) - 1, 0) // self._block_size
+
+    def _find_prefix(self) -> list[int]:
+        """The blocks of the longest cached prefix; hashes one block past it at most."""
+        find, digests = self._pool.find, self._digests
+        found: list[int] = []
+        for index in range(self._num_matchable_blocks()):
+            if index == len(digests):
+                self._hash_blocks(index + 1)
+            block_id = find(digests[index])
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def _hash_blocks(self, end: int) -> None:
+        """Computes the digests of blocks up to `end` that are not computed yet."""
+        digests, size, ids, extend = self._digests, self._block_size, self._token_ids, self._hasher.extend
+        parent = digests[-1] if digests else self._root
+        for start in range(len(digests) * size, end * size, size):
+            parent = extend(parent, ids[start : start + size])
+            digests.append(parent)
+
+    def _set_sealed(self, num_sealed: int) -> None:
+        self._num_sealed = num_sealed
+        self._seal_at_tokens = (num_sealed + 1) * self._block_size
+
+    def _require_live(self, verb: str) -> None:
+        if self._released:
+            raise SequenceStateError(f"cannot {verb}: the sequence was released")
+
+
+def _require_not_negative(num_tokens: int) -> None:
+    if num_tokens < 0:
+        raise SequenceStateError(f"cannot keep {num_tokens} tokens")
