@@ -1,0 +1,35 @@
+"""Products with weights stored `[out, in]`.
+
+Overflow and NaN pass through without a warning: they belong to one request, which the sampler reports, not to the step.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None = None) -> NDArray[Any]:
+    """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`."""
+    out = x @ weight.T
+    if bias is not None:
+        out += bias
+    return out
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def linear_swiglu(x: NDArray[Any], gate_up: NDArray[Any]) -> NDArray[Any]:
+    """`silu(x @ gate.T) * (x @ up.T)` for `gate_up [2 F, h]`: `[T, F]`.
+
+    `silu(g) = g / (1 + exp(-g))`; where `exp(-g)` overflows to infinity the quotient is zero, which is right.
+    """
+    both = x @ gate_up.T
+    width = both.shape[-1] // 2
+    gate, up = both[:, :width], both[:, width:]
+    out = np.negative(gate)
+    np.exp(out, out=out)
+    out += 1.0
+    np.divide(gate, out, out=out)
+    out *= up
+    return out

@@ -1,0 +1,35 @@
+"""RMSNorm: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
+
+The rounding to the input dtype before the multiplication with the weight does nothing here: everything is float32.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def rms_norm(x: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[Any]:
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last axis of `x [..., n]`."""
+    out = x * inverse_rms(x, eps=eps)
+    out *= weight
+    return out
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def add_rms_norm(
+    x: NDArray[Any], residual: NDArray[Any], weight: NDArray[Any], *, eps: float
+) -> NDArray[Any]:
+    """Adds `x` into `residual` in place and returns `rms_norm(residual)`."""
+    residual += x
+    return rms_norm(residual, weight, eps=eps)
+
+
+def inverse_rms(x: NDArray[Any], *, eps: float) -> NDArray[Any]:
+    """`1 / sqrt(mean(x^2) + eps)` over the last axis, which stays with length 1."""
+    scales = np.vecdot(x, x)[..., None]
+    scales /= x.shape[-1]
+    scales += eps
+    np.sqrt(scales, out=scales)
+    return np.reciprocal(scales, out=scales)

@@ -1,0 +1,99 @@
+"""`CpuOps`: the operator contract over the NumPy functions beside this file."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_kernels.cpu.attention import paged_attention
+from openinfer_kernels.cpu.bfloat16 import widened_weight
+from openinfer_kernels.cpu.embedding import embedding
+from openinfer_kernels.cpu.linear import linear, linear_swiglu
+from openinfer_kernels.cpu.logprobs import logprobs
+from openinfer_kernels.cpu.norm import add_rms_norm, rms_norm
+from openinfer_kernels.cpu.qk_norm_rope_append import qk_norm_rope_append
+from openinfer_kernels.cpu.sampling import sample
+from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
+
+
+class CpuOps:
+    """`openinfer_kernels.Ops` in host memory; the contract describes every method. Stateless, so threads may share one."""
+
+    @property
+    def name(self) -> str:
+        """`cpu`."""
+        return "cpu"
+
+    def upload(self, host: HostArray) -> Array:
+        """A copy, as the contract says, so that the caller may reuse its array."""
+        return np.array(host, order="C")
+
+    def upload_weight(self, host: HostArray, /) -> Array:
+        """A float32 copy."""
+        return widened_weight(host)
+
+    def download(self, array: Array) -> HostArray:
+        """A copy."""
+        return np.array(array, order="C")
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
+        """Zeros, float32 unless said otherwise."""
+        return np.zeros(shape, np.float32 if dtype is None else dtype)
+
+    def embedding(self, token_ids: Array, table: Array) -> Array:
+        """See `openinfer_kernels.cpu.embedding`."""
+        return embedding(token_ids, table)
+
+    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
+        """See `openinfer_kernels.cpu.linear`."""
+        return linear(x, weight, bias)
+
+    def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
+        """See `openinfer_kernels.cpu.linear`."""
+        return linear_swiglu(x, gate_up)
+
+    def rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
+        """See `openinfer_kernels.cpu.norm`."""
+        return rms_norm(x, weight, eps=eps)
+
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
+        """See `openinfer_kernels.cpu.norm`."""
+        return add_rms_norm(x, residual, weight, eps=eps)
+
+    def qk_norm_rope_append(
+        self,
+        qkv: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """See `openinfer_kernels.cpu.qk_norm_rope_append`."""
+        return qk_norm_rope_append(
+            qkv,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            rope=rope,
+            kv_cache=kv_cache,
+            layer=layer,
+            batch=batch,
+        )
+
+    def paged_attention(
+        self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float
+    ) -> Array:
+        """See `openinfer_kernels.cpu.attention`."""
+        return paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
+
+    def sample(self, logits: Array, sampling: SamplingBatch) -> NDArray[np.int32]:
+        """See `openinfer_kernels.cpu.sampling`."""
+        return sample(logits, sampling)
+
+    def logprobs(self, logits: Array, token_ids: Array, *, top: int) -> Logprobs:
+        """See `openinfer_kernels.cpu.logprobs`."""
+        return logprobs(logits, token_ids, top=top)

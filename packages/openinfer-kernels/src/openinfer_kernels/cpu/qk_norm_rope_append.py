@@ -1,0 +1,52 @@
+"""What happens to Q, K and V between their projection and attention: norms, RoPE, and the write into the cache."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_kernels.cpu.norm import inverse_rms
+from openinfer_kernels.ops import AttentionBatch
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def qk_norm_rope_append(
+    qkv: NDArray[Any],
+    *,
+    q_norm: NDArray[Any],
+    k_norm: NDArray[Any],
+    eps: float,
+    rope: NDArray[Any],
+    kv_cache: NDArray[Any],
+    layer: int,
+    batch: AttentionBatch,
+) -> NDArray[Any]:
+    """Writes K and V of `qkv [T, (H + 2 K) D]` into `kv_cache` and returns Q after norm and RoPE, `[T, H, D]`."""
+    num_kv_heads, head_dim = kv_cache.shape[3], q_norm.shape[0]
+    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
+    q, k, v = np.split(heads, [heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads], axis=1)
+    cos = rope[0][batch.positions][:, None, :]
+    sin = rope[1][batch.positions][:, None, :]
+    append(kv_cache, layer, _norm_rope(k, k_norm, eps, cos, sin), v, batch.cache_slots)
+    return _norm_rope(q, q_norm, eps, cos, sin)
+
+
+def append(kv_cache: NDArray[Any], layer: int, k: NDArray[Any], v: NDArray[Any], slots: NDArray[Any]) -> None:
+    """Writes `k` and `v`, each `[T, K, D]`, to `slots [T]` (block id * B + offset) of one layer of the cache."""
+    blocks, offsets = np.divmod(slots, kv_cache.shape[4])
+    kv_cache[blocks, layer, 0, :, offsets] = k
+    kv_cache[blocks, layer, 1, :, offsets] = v
+
+
+def _norm_rope(
+    x: NDArray[Any], weight: NDArray[Any], eps: float, cos: NDArray[Any], sin: NDArray[Any]
+) -> NDArray[Any]:
+    """RMSNorm over the last axis of `x [T, heads, D]`, then the rotation of the pairs `(i, i + D/2)`."""
+    half = x.shape[-1] // 2
+    normed = x * inverse_rms(x, eps=eps)
+    normed *= weight
+    first, second = normed[..., :half], normed[..., half:]
+    out = np.empty_like(normed)
+    np.subtract(first * cos, second * sin, out=out[..., :half])
+    np.add(second * cos, first * sin, out=out[..., half:])
+    return out
