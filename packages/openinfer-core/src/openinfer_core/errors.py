@@ -1,16 +1,16 @@
 """The exception tree of the contract.
 
-    OpenInferError
-    ├── InvalidRequest        a caller's value is out of range; names the field
-    ├── Refused               something valid that this composition cannot do
-    │   ├── UnclaimedModel    no installed family, or more than one, claims a config
-    │   └── InvalidCheckpoint a model folder is incomplete or contradicts its config
-    ├── PluginError           discovery of entry points
-    │   ├── UnknownPlugin     no installed package offers the name
-    │   ├── AmbiguousPlugin   two packages offer the same name
-    │   └── BrokenPlugin      the plug-in's own import failed (its traceback is the cause)
-    ├── EngineClosed          the engine has ended or its process died
-    └── ContractViolation     a part broke the contract: a bug of that part, never of the user
+OpenInferError
+├── InvalidRequest        a caller's value is out of range; names the field
+├── Refused               something valid that this composition cannot do
+│   ├── UnclaimedModel    no installed family, or more than one, claims a config
+│   └── InvalidCheckpoint a model folder is incomplete or contradicts its config
+├── PluginError           discovery of entry points
+│   ├── UnknownPlugin     no installed package offers the name
+│   ├── AmbiguousPlugin   two packages offer the same name
+│   └── BrokenPlugin      the plug-in's own import failed (its traceback is the cause)
+├── EngineClosed          the engine has ended or its process died
+└── ContractViolation     a part broke the contract: a bug of that part, never of the user
 """
 
 

@@ -93,7 +93,7 @@ class EngineHost:
                 events = self._iterate()
                 if events:
                     deliver(events)
-        except Exception as error:  # noqa: BLE001 - whatever it is, clients must hear of it before the end
+        except Exception as error:
             self.died = error
             logger.critical("the engine loop failed and ends", exc_info=error)
         finally:

@@ -171,9 +171,7 @@ class LinkServer:
         if link.lost:
             return
         more = link.flush()
-        self._selector.modify(
-            link.connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0), link
-        )
+        self._selector.modify(link.connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0), link)
 
     def _read(self, link: Link) -> None:
         try:

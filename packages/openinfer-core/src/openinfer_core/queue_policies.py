@@ -44,7 +44,8 @@ class FairShare:
 
     A request's start tag is the later of the virtual time and its tenant's last finish tag; the finish tag adds
     its cost (prompt and at most `max_tokens` tokens) over the tenant's weight. The smallest start tag is served
-    first, and the virtual time is the start tag of the request admitted last. A tenant that was idle gains no credit for it.
+    first, and the virtual time is the start tag of the request admitted last. A tenant that was idle gains no
+    credit for it.
     """
 
     def __init__(self, config: QueuePolicyConfig) -> None:

@@ -41,7 +41,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         prompt = self.prompt_token_ids
         if not 1 <= len(prompt) <= MAX_TOKENS:
             raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens; it must have between 1 and {MAX_TOKENS}", field="prompt_token_ids"
+                f"the prompt has {len(prompt)} tokens; it must have between 1 and {MAX_TOKENS}",
+                field="prompt_token_ids",
             )
         if min(prompt) < 0 or max(prompt) > MAX_TOKEN_ID:
             raise InvalidRequest("a prompt token id is negative or exceeds int32", field="prompt_token_ids")

@@ -111,7 +111,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Of the KV layout: part of every block's identity."""
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size_tokens", "max_num_seqs", "max_step_tokens", "max_model_tokens", "max_waiting"):
+        for name in (
+            "num_blocks",
+            "block_size_tokens",
+            "max_num_seqs",
+            "max_step_tokens",
+            "max_model_tokens",
+            "max_waiting",
+        ):
             value = getattr(self, name)
             if not 1 <= value < 2**31:
                 raise InvalidRequest(f"{name} is {value}; it must be in 1 .. 2^31 - 1", field=name)
@@ -126,8 +133,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class QueuePolicy(Protocol):
     """The order of the waiting queue: the small hook most people want.
 
-    A plug-in of the group `openinfer.queue_policies` is a callable taking a `QueuePolicyConfig`. The queue serves the smallest
-    key first and never passes over its head, so that no request starves behind ones that fit.
+    A plug-in of the group `openinfer.queue_policies` is a callable taking a `QueuePolicyConfig`. The queue serves
+    the smallest key first and never passes over its head, so that no request starves behind ones that fit.
     """
 
     def key(self, request: GenerateRequest, arrival: int) -> Any:
@@ -140,7 +147,7 @@ class QueuePolicy(Protocol):
         ...
 
     def admitted(self, request: GenerateRequest) -> None:
-        """The request leaves the queue to run: accounting (virtual time) goes here. Not called again after a preemption."""
+        """The request leaves the queue to run: accounting goes here. Not called again after a preemption."""
         ...
 
     def withdrawn(self, request: GenerateRequest) -> None:

@@ -1,8 +1,8 @@
 """A simulated engine: real requests, events and timing, no model. For tests and for measuring frontends.
 
 It takes requests in order of arrival, gives each its first token `ttft_s` after submission and one more every
-`tpot_s`, at most `rows_per_step` of them in one step. Tokens are a function of the prompt and the position, so that two runs
-agree. Run in a thread with `InProcessEngine(SimulatedLoop(options))`, or in a process with `spawn_simulated(options)`.
+`tpot_s`, at most `rows_per_step` of them in one step. Tokens are a function of the prompt and the position, so that
+two runs agree. Run it in a thread with `InProcessEngine(SimulatedLoop(options))`, or in a process with `spawn_simulated(options)`.
 """
 
 import time
