@@ -1,7 +1,8 @@
 """KV block bookkeeping: a prefix-caching pool, sequences, state slots, layouts as data. No GPU needed."""
 
-from openinfer_kv_cache.blocks import BlockPin, BlockPool, BlockState, EvictionReason, PoolCounters
+from openinfer_kv_cache.blocks import BlockPool, BlockState
 from openinfer_kv_cache.cache import KvCache, KvCacheOptions
+from openinfer_kv_cache.counters import EvictionReason, PoolCounters
 from openinfer_kv_cache.digest import Digest, PrefixHasher
 from openinfer_kv_cache.errors import (
     BlockStateError,
@@ -13,7 +14,11 @@ from openinfer_kv_cache.errors import (
     SequenceStateError,
 )
 from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
+from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
+from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.sequence import BlockSequence
+from openinfer_kv_cache.slots import CopyKind, SlotCopy, SlotPool, SlotState
+from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
 
 __all__ = [
     "BlockPin",
@@ -21,18 +26,33 @@ __all__ = [
     "BlockSequence",
     "BlockState",
     "BlockStateError",
+    "CopyKind",
     "Digest",
     "EvictionPolicy",
     "EvictionPolicyError",
     "EvictionReason",
+    "GroupKind",
     "IntegrityError",
     "KvCache",
     "KvCacheError",
     "KvCacheOptions",
     "KvConfigError",
+    "KvDtype",
+    "KvGroupLayout",
+    "KvLayout",
+    "KvRegion",
+    "KvSpec",
     "LayoutMismatchError",
     "LeastRecentlyUsed",
+    "PagedGroup",
+    "PagedTensor",
     "PoolCounters",
     "PrefixHasher",
     "SequenceStateError",
+    "SlotCopy",
+    "SlotGroup",
+    "SlotPool",
+    "SlotState",
+    "SlotTensor",
+    "check_same_layout",
 ]

@@ -22,16 +22,17 @@ else it passes through idle straight to free.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum, StrEnum
-from types import MappingProxyType, TracebackType
-from typing import Self
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from types import MappingProxyType
 
+from openinfer_kv_cache.checks import check_count, require
+from openinfer_kv_cache.counters import EvictionReason, PoolCounters
 from openinfer_kv_cache.digest import Digest
-from openinfer_kv_cache.errors import BlockStateError, EvictionPolicyError, IntegrityError, KvConfigError
+from openinfer_kv_cache.errors import BlockStateError, EvictionPolicyError, KvConfigError
 from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from openinfer_kv_cache.expiry import Expiry
+from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.states import Move, StateTable
 
 
@@ -50,58 +51,6 @@ _SEAL = Move("seal", BlockState.WRITABLE, BlockState.SEALED)
 _RETIRE = Move("retire", BlockState.SEALED, BlockState.IDLE)
 _REVIVE = Move("revive", BlockState.IDLE, BlockState.SEALED)
 _EVICT = Move("evict", BlockState.IDLE, BlockState.FREE)
-
-
-class EvictionReason(StrEnum):
-    """Why a sealed block lost its content."""
-
-    CAPACITY = "capacity"
-    """Another sequence needed the space."""
-    EXPIRED = "expired"
-    """Idle for longer than the time-to-live."""
-    DUPLICATE = "duplicate"
-    """A second copy of registered content lost its last user."""
-    CLEARED = "cleared"
-    """`BlockPool.clear` voided it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolCounters:
-    """Totals since the pool was made."""
-
-    num_matches: int
-    hit_blocks: int
-    missed_blocks: int
-    """Full blocks that a match was allowed to find and did not."""
-    sealed_blocks: int
-    duplicate_blocks: int
-    """Of those sealed, how many held content that was registered already."""
-    evicted_blocks: Mapping[EvictionReason, int]
-    """Every reason is present; read-only."""
-
-
-class BlockPin:
-    """A user of sealed blocks that is no sequence: keeps their content while a copy reads it."""
-
-    __slots__ = ("_unpin", "block_ids")
-
-    def __init__(self, block_ids: tuple[int, ...], unpin: Callable[[tuple[int, ...]], None]) -> None:
-        self.block_ids = block_ids
-        self._unpin: Callable[[tuple[int, ...]], None] | None = unpin
-
-    def close(self) -> None:
-        """Gives the blocks back; those without another user become idle. Closing again does nothing."""
-        unpin, self._unpin = self._unpin, None
-        if unpin is not None:
-            unpin(self.block_ids)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class BlockPool:
@@ -148,12 +97,10 @@ class BlockPool:
         idle_ttl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _require_at_least_one("num_blocks", num_blocks)
-        _require_at_least_one("block_size_tokens", block_size_tokens)
+        check_count("num_blocks", num_blocks)
+        check_count("block_size_tokens", block_size_tokens)
         if idle_ttl_s is not None and not idle_ttl_s > 0:
-            raise KvConfigError(
-                f"idle_ttl_s is {idle_ttl_s}; it must be positive, or None to keep idle blocks"
-            )
+            raise KvConfigError(f"idle_ttl_s is {idle_ttl_s}; it must be positive, or None to keep idle blocks")
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
         self._states = StateTable(num_blocks, BlockState, noun="block")
@@ -310,9 +257,8 @@ class BlockPool:
             if left < 0:
                 for undone in block_ids[:position]:
                     users[undone] += 1
-                raise BlockStateError(
-                    f"cannot release block {block_id}: it is {self.state(block_id).name.lower()}, without a user"
-                )
+                state = self.state(block_id).name.lower()
+                raise BlockStateError(f"cannot release block {block_id}: it is {state}, without a user")
             users[block_id] = left
             if not left:
                 unused.append(block_id)
@@ -444,9 +390,7 @@ class BlockPool:
     def _select_victims(self, num_blocks: int) -> list[int]:
         """Asks the policy, and checks its answer."""
         victims = self._policy.select(num_blocks)
-        valid = {
-            block_id for block_id in victims if 0 <= block_id < self.num_blocks and self.is_idle(block_id)
-        }
+        valid = {block_id for block_id in victims if 0 <= block_id < self.num_blocks and self.is_idle(block_id)}
         if not len(valid) == len(victims) == num_blocks:
             raise EvictionPolicyError(
                 f"{type(self._policy).__name__}.select({num_blocks}) returned {victims}; "
@@ -463,17 +407,17 @@ class BlockPool:
             IntegrityError: with the first contradiction found.
         """
         free = set(self._free)
-        _require(len(free) == len(self._free), "the free list names a block twice")
+        require(len(free) == len(self._free), "the free list names a block twice")
         for block_id in range(self.num_blocks):
             self._check_block(block_id, is_listed_free=block_id in free)
         num_idle = self._states.count(BlockState.IDLE)
-        _require(self._num_idle == num_idle, f"{num_idle} blocks are idle and {self._num_idle} are counted")
-        _require(
+        require(self._num_idle == num_idle, f"{num_idle} blocks are idle and {self._num_idle} are counted")
+        require(
             self._expiry is None or len(self._expiry) == num_idle,
             "the expiry does not hold exactly the idle blocks",
         )
         for digest, block_id in self._registry.items():
-            _require(
+            require(
                 self._digests[block_id] == digest,
                 f"block {block_id} is registered under a digest not its own",
             )
@@ -481,28 +425,16 @@ class BlockPool:
     def _check_block(self, block_id: int, *, is_listed_free: bool) -> None:
         state, users, digest = self.state(block_id), self._users[block_id], self._digests[block_id]
         what = f"block {block_id} ({state.name.lower()}, {users} users)"
-        _require(is_listed_free == (state is BlockState.FREE), f"{what} and the free list disagree")
-        _require(users >= self._pins[block_id] >= 0, f"{what} has {self._pins[block_id]} pins")
+        require(is_listed_free == (state is BlockState.FREE), f"{what} and the free list disagree")
+        require(users >= self._pins[block_id] >= 0, f"{what} has {self._pins[block_id]} pins")
         match state:
             case BlockState.FREE:
-                _require(users == 0 and digest is None, f"{what} has content")
+                require(users == 0 and digest is None, f"{what} has content")
             case BlockState.WRITABLE:
-                _require(users == 1 and digest is None, f"{what} is shared or has a digest")
+                require(users == 1 and digest is None, f"{what} is shared or has a digest")
             case BlockState.SEALED:
-                _require(users >= 1, f"{what} should be idle")
+                require(users >= 1, f"{what} should be idle")
             case BlockState.IDLE:
-                _require(users == 0, f"{what} is in use")
-                _require(
-                    digest is not None and self._registry.get(digest) == block_id, f"{what} cannot be found"
-                )
-                _require(self._expiry is None or block_id in self._expiry, f"{what} never expires")
-
-
-def _require_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise KvConfigError(f"{name} is {value}; it must be at least 1")
-
-
-def _require(condition: bool, contradiction: str) -> None:  # noqa: FBT001 -- an assertion's condition
-    if not condition:
-        raise IntegrityError(contradiction)
+                require(users == 0, f"{what} is in use")
+                require(digest is not None and self._registry.get(digest) == block_id, f"{what} cannot be found")
+                require(self._expiry is None or block_id in self._expiry, f"{what} never expires")

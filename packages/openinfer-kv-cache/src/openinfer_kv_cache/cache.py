@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from openinfer_kv_cache.blocks import BlockPool, BlockState
+from openinfer_kv_cache.checks import check_count
 from openinfer_kv_cache.digest import PrefixHasher
 from openinfer_kv_cache.errors import IntegrityError, KvConfigError
 from openinfer_kv_cache.eviction import EvictionPolicy
 from openinfer_kv_cache.sequence import BlockSequence
+from openinfer_kv_cache.slots import SlotPool
 
 
 class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,20 +26,24 @@ class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     block_size_tokens: int = 16
     idle_ttl_s: float | None = None
     """Seconds after which unused content is forgotten; None keeps it until the space is needed."""
+    num_slots: int = 0
+    """State slots, for a model with slot groups; live ones and snapshots together."""
+    max_snapshots: int = 0
+    """How many slots may hold snapshots; fewer than there are slots."""
     layout_digest: str = ""
     """`KvLayout.digest`; part of every block's identity. Empty if the KV never leaves this process."""
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size_tokens"):
-            value = getattr(self, name)
-            if not 1 <= value < 2**31:
-                raise KvConfigError(f"{name} is {value}; it must be in 1 .. 2^31 - 1")
+        check_count("num_blocks", self.num_blocks)
+        check_count("block_size_tokens", self.block_size_tokens)
+        check_count("num_slots", self.num_slots, least=0)
+        check_count("max_snapshots", self.max_snapshots, least=0, most=max(self.num_slots - 1, 0))
         if self.idle_ttl_s is not None and not 0 < self.idle_ttl_s < float("inf"):
             raise KvConfigError(f"idle_ttl_s is {self.idle_ttl_s}; it must be positive and finite, or None")
 
 
 class KvCache:
-    """Block bookkeeping of one engine. Used from one thread.
+    """Bookkeeping of one engine: `pool`, `hasher`, and `slots` (None without slot groups). Used from one thread.
 
     Args:
         options: sizes and lifetimes. digest_key: 16 to 64 secret bytes, the same in every process that shares
@@ -45,7 +51,7 @@ class KvCache:
             monotonic seconds; read only when a time-to-live is set.
     """
 
-    __slots__ = ("_live", "hasher", "pool")
+    __slots__ = ("_live", "hasher", "pool", "slots")
 
     def __init__(
         self,
@@ -62,9 +68,8 @@ class KvCache:
             idle_ttl_s=options.idle_ttl_s,
             clock=clock,
         )
-        self.hasher = PrefixHasher(
-            options.block_size_tokens, key=digest_key, layout_digest=options.layout_digest
-        )
+        self.hasher = PrefixHasher(options.block_size_tokens, key=digest_key, layout_digest=options.layout_digest)
+        self.slots = SlotPool(options.num_slots, max_snapshots=options.max_snapshots) if options.num_slots else None
         self._live: set[BlockSequence] = set()
 
     @property
@@ -89,13 +94,25 @@ class KvCache:
         """Whether `num_tokens` tokens fit into the empty pool; if not, the request must be refused."""
         return self.pool.blocks_for(num_tokens) <= self.pool.num_blocks
 
+    def clear(self) -> None:
+        """Voids all cached content, as after a change of weights; see `BlockPool.clear` and `SlotPool.clear`.
+
+        Raises:
+            BlockStateError: copies between slots have not landed; nothing has changed.
+        """
+        if self.slots is not None:
+            self.slots.clear()
+        self.pool.clear()
+
     def check_integrity(self) -> None:
-        """Compares pool, sequences and pins with each other; for tests and after faults, O(blocks + tokens).
+        """Compares pool, slots, sequences and pins with each other; for tests and after faults, O(blocks + tokens).
 
         Raises:
             IntegrityError: with the first contradiction found.
         """
         self.pool.check_integrity()
+        if self.slots is not None:
+            self.slots.check_integrity()
         users: Counter[int] = Counter()
         for sequence in self._live:
             sequence.check_integrity()
@@ -115,10 +132,6 @@ class KvCache:
         for position, block_id in enumerate(sequence.blocks):
             is_sealed = position < sequence.num_sealed_blocks
             if self.pool.state(block_id) is not (BlockState.SEALED if is_sealed else BlockState.WRITABLE):
-                raise IntegrityError(
-                    f"position {position} of a sequence is {self.pool.state(block_id).name.lower()}"
-                )
+                raise IntegrityError(f"position {position} of a sequence is {self.pool.state(block_id).name.lower()}")
             if is_sealed and self.pool.digest(block_id) not in (digests[position], None):
-                raise IntegrityError(
-                    f"position {position} of a sequence holds another prefix (block {block_id})"
-                )
+                raise IntegrityError(f"position {position} of a sequence holds another prefix (block {block_id})")

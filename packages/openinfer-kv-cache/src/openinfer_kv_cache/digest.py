@@ -46,9 +46,7 @@ class PrefixHasher:
         if block_size_tokens < 1:
             raise KvConfigError(f"block_size_tokens is {block_size_tokens}; it must be at least 1")
         if key is not None and not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-            raise KvConfigError(
-                f"the digest key has {len(key)} bytes; it must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
-            )
+            raise KvConfigError(f"the digest key has {len(key)} bytes; it must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
         self.block_size_tokens = block_size_tokens
         self._key = secrets.token_bytes(32) if key is None else key
         self._layout_digest = layout_digest

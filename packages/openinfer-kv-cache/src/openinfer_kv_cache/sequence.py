@@ -146,9 +146,7 @@ class BlockSequence:
         """
         self._require_live("match")
         if self._blocks:
-            raise SequenceStateError(
-                f"cannot match: the sequence holds {len(self._blocks)} blocks; match comes first"
-            )
+            raise SequenceStateError(f"cannot match: the sequence holds {len(self._blocks)} blocks; match comes first")
         self._pool.expire()
         found = self._find_prefix()
         self._pool.acquire(found)

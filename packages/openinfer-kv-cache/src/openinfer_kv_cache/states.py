@@ -55,8 +55,7 @@ class StateTable(Generic[State]):
         for index in indices:
             if states[index] != state:
                 raise BlockStateError(
-                    f"cannot {verb} {self._noun} {index}: "
-                    f"it is {self[index].name.lower()}, not {state.name.lower()}"
+                    f"cannot {verb} {self._noun} {index}: it is {self[index].name.lower()}, not {state.name.lower()}"
                 )
 
     def move(self, indices: Collection[int], move: Move) -> None:

@@ -1,0 +1,341 @@
+"""`KvLayout`: where every byte of a block and of a slot is, as data with a digest.
+
+Page-first: a block holds all groups and all layers of its tokens in one contiguous piece, so that it moves with
+one copy. Groups follow each other; inside a group layers follow each other; inside a layer its tensors do, each as
+`[num_heads, block_size_tokens, head_dim]`, so that one head's rows of one tensor are contiguous:
+
+    block of Qwen3   [layers, 2 (k, v), kv_heads, block_size_tokens, head_dim]
+    region "k"       base 0,  stride 2 * size,  size kv_heads * block_size_tokens * head_dim * itemsize
+    region "v"       base size, the same stride and size
+    layer l of k     bytes base + l * stride .. + size
+
+A slot is laid out the same way from the slot groups. Padding appears only where a larger element follows a smaller
+one.
+
+The digest covers every field. Whoever moves KV between two owners compares digests first (`check_same_layout`):
+with equal digests the bytes mean the same, otherwise nothing may be exchanged.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from functools import cached_property
+from typing import cast
+
+import msgspec
+
+from openinfer_kv_cache.checks import MAX_LAYERS, check_count, check_distinct, check_name, check_tag
+from openinfer_kv_cache.errors import KvConfigError, LayoutMismatchError
+from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor, check_ranks
+
+LAYOUT_VERSION = 1
+_DIGEST_PERSON = b"openinfer-layout"
+
+
+class GroupKind(StrEnum):
+    """What a group's regions are offsets into."""
+
+    PAGED = "paged"
+    """A block."""
+    SLOT = "slot"
+    """A slot."""
+
+
+class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of all layers of a group: layer `l` is at `base_bytes + l * stride_bytes`.
+
+    Raises:
+        KvConfigError: the fields contradict each other.
+    """
+
+    name: str
+    dtype: KvDtype
+    shape: tuple[int, ...]
+    """Of one layer's piece, row-major; a paged one is `[num_heads, block_size_tokens, head_dim]`."""
+    base_bytes: int
+    stride_bytes: int
+    size_bytes: int
+    """Of one layer's piece."""
+
+    def __post_init__(self) -> None:
+        check_name("a region's name", self.name)
+        where = f"of region {self.name!r}"
+        if not self.shape or min(self.shape) < 1:
+            raise KvConfigError(f"shape {where} is {self.shape}; every dimension must be at least 1")
+        size_bytes = math.prod(self.shape) * self.dtype.itemsize_bytes
+        if self.size_bytes != size_bytes:
+            raise KvConfigError(f"size_bytes {where} is {self.size_bytes}; {self.shape} {self.dtype} is {size_bytes}")
+        if self.base_bytes < 0 or self.base_bytes % self.dtype.itemsize_bytes:
+            raise KvConfigError(f"base_bytes {where} is {self.base_bytes}; it must be a multiple of its element")
+        if self.stride_bytes < size_bytes or self.stride_bytes % self.dtype.itemsize_bytes:
+            raise KvConfigError(
+                f"stride_bytes {where} is {self.stride_bytes}; "
+                f"it must be at least {size_bytes} and a multiple of its element"
+            )
+
+
+class KvGroupLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One group of a spec, laid out.
+
+    Raises:
+        KvConfigError: a field is out of range.
+    """
+
+    name: str
+    kind: GroupKind
+    num_layers: int
+    rope_tag: str
+    quantization_tag: str
+    regions: tuple[KvRegion, ...]
+
+    def __post_init__(self) -> None:
+        check_name("a group's name", self.name)
+        where = f"of group {self.name!r}"
+        check_count(f"num_layers {where}", self.num_layers, most=MAX_LAYERS)
+        check_tag(f"rope_tag {where}", self.rope_tag)
+        check_tag(f"quantization_tag {where}", self.quantization_tag)
+        if not self.regions:
+            raise KvConfigError(f"group {self.name!r} has no regions; it needs at least one")
+        check_distinct(f"group {self.name!r}", (region.name for region in self.regions))
+
+    def region(self, name: str) -> KvRegion:
+        """The region of one tensor.
+
+        Raises:
+            KvConfigError: there is none of that name.
+        """
+        for region in self.regions:
+            if region.name == name:
+                return region
+        names = ", ".join(region.name for region in self.regions)
+        raise KvConfigError(f"group {self.name!r} has no region {name!r}; it has {names}")
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """The bytes of one rank's blocks and slots. Build it with `from_spec`; decode it with msgspec.
+
+    Raises:
+        KvConfigError: the fields contradict each other: regions overlap, or reach beyond the block.
+    """
+
+    model_tag: str
+    block_size_tokens: int
+    block_bytes: int
+    slot_bytes: int
+    """0 without slot groups."""
+    num_ranks: int
+    rank_index: int
+    groups: tuple[KvGroupLayout, ...]
+    version: int = LAYOUT_VERSION
+    """Of this description's own format."""
+
+    def __post_init__(self) -> None:
+        if self.version != LAYOUT_VERSION:
+            raise KvConfigError(f"the layout has version {self.version}; this release reads {LAYOUT_VERSION}")
+        check_tag("model_tag", self.model_tag)
+        check_count("block_size_tokens", self.block_size_tokens)
+        check_ranks(self.num_ranks, self.rank_index)
+        check_distinct("the layout", (group.name for group in self.groups))
+        _check_extent("a block", self.block_bytes, self._of_kind(GroupKind.PAGED))
+        _check_extent("a slot", self.slot_bytes, self._of_kind(GroupKind.SLOT))
+        if self.block_bytes < 1:
+            raise KvConfigError("the layout has no paged group; it needs at least one")
+        for group in self._of_kind(GroupKind.PAGED):
+            _check_paged_shapes(group, self.block_size_tokens)
+
+    @classmethod
+    def from_spec(cls, spec: KvSpec, *, block_size_tokens: int = 16) -> "KvLayout":
+        """Lays out a spec's groups in their order.
+
+        Raises:
+            KvConfigError: the block size is out of range.
+        """
+        check_count("block_size_tokens", block_size_tokens)
+        paged, block_bytes = _lay_out(spec.paged, block_size_tokens)
+        slots, slot_bytes = _lay_out(spec.slots, block_size_tokens)
+        return cls(
+            model_tag=spec.model_tag,
+            block_size_tokens=block_size_tokens,
+            block_bytes=block_bytes,
+            slot_bytes=slot_bytes,
+            num_ranks=spec.num_ranks,
+            rank_index=spec.rank_index,
+            groups=(*paged, *slots),
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """128 bits in hexadecimal over the canonical encoding (JSON, keys sorted, no white space) of all fields."""
+        encoded = msgspec.json.encode(self, order="sorted")
+        return hashlib.blake2b(encoded, digest_size=16, person=_DIGEST_PERSON).hexdigest()
+
+    def group(self, name: str) -> KvGroupLayout:
+        """One group.
+
+        Raises:
+            KvConfigError: there is none of that name.
+        """
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise KvConfigError(f"no group {name!r}; there are {', '.join(group.name for group in self.groups)}")
+
+    def block_shape(self) -> tuple[int, ...]:
+        """`[layers, tensors, num_heads, block_size_tokens, head_dim]`: a whole block as one dense array.
+
+        Raises:
+            KvConfigError: the block is not one: several paged groups, or tensors that differ.
+        """
+        groups = list(self._of_kind(GroupKind.PAGED))
+        kinds = {(region.shape, region.dtype) for group in groups for region in group.regions}
+        if len(groups) != 1 or len(kinds) != 1:
+            raise KvConfigError(
+                f"a block is not one dense array: it has {len(groups)} paged groups with {len(kinds)} kinds of "
+                "tensors; address it by region"
+            )
+        group = groups[0]
+        return (group.num_layers, len(group.regions), *group.regions[0].shape)
+
+    def pool_bytes(self, *, num_blocks: int, num_slots: int = 0) -> int:
+        """Memory of that many blocks and slots."""
+        return num_blocks * self.block_bytes + num_slots * self.slot_bytes
+
+    def num_blocks_for(self, budget_bytes: int, *, num_slots: int = 0) -> int:
+        """Blocks that fit into a budget beside `num_slots` slots.
+
+        Raises:
+            KvConfigError: not even one fits.
+        """
+        num_blocks = (budget_bytes - num_slots * self.slot_bytes) // self.block_bytes
+        if num_blocks < 1:
+            need = self.pool_bytes(num_blocks=1, num_slots=num_slots)
+            raise KvConfigError(
+                f"{budget_bytes} bytes hold no block: one block of {self.block_bytes} bytes and {num_slots} slots "
+                f"of {self.slot_bytes} need {need}; give more memory, or ask for fewer slots"
+            )
+        return num_blocks
+
+    def _of_kind(self, kind: GroupKind) -> Iterator[KvGroupLayout]:
+        return (group for group in self.groups if group.kind is kind)
+
+
+def check_same_layout(ours: KvLayout, theirs: KvLayout) -> None:
+    """Checks that KV bytes may pass between two owners.
+
+    Raises:
+        LayoutMismatchError: with the fields that differ.
+    """
+    if ours.digest == theirs.digest:
+        return
+    differences = _differences(msgspec.to_builtins(ours), msgspec.to_builtins(theirs))
+    shown = "; ".join(differences[:5]) + ("; …" if len(differences) > 5 else "")
+    raise LayoutMismatchError(f"KV layout {theirs.digest} is not ours, {ours.digest}: {shown}")
+
+
+def _lay_out(groups: Iterable[PagedGroup | SlotGroup], block_size_tokens: int) -> tuple[list[KvGroupLayout], int]:
+    """The groups one after the other, and the bytes of all, a multiple of the largest element."""
+    laid_out: list[KvGroupLayout] = []
+    end_bytes = 0
+    align_bytes = 1
+    for group in groups:
+        group_align = max(tensor.dtype.itemsize_bytes for tensor in group.tensors)
+        align_bytes = max(align_bytes, group_align)
+        regions, end_bytes = _lay_out_group(group, _round_up(end_bytes, group_align), block_size_tokens)
+        laid_out.append(
+            KvGroupLayout(
+                name=group.name,
+                kind=GroupKind.PAGED if isinstance(group, PagedGroup) else GroupKind.SLOT,
+                num_layers=group.num_layers,
+                rope_tag=group.rope_tag,
+                quantization_tag=group.quantization_tag,
+                regions=regions,
+            )
+        )
+    return laid_out, _round_up(end_bytes, align_bytes)
+
+
+def _lay_out_group(
+    group: PagedGroup | SlotGroup, base_bytes: int, block_size_tokens: int
+) -> tuple[tuple[KvRegion, ...], int]:
+    """The regions of one group from `base_bytes` on, and where the group ends."""
+    shapes = [_piece_shape(tensor, block_size_tokens) for tensor in group.tensors]
+    offsets: list[int] = []
+    layer_bytes = 0
+    for tensor, shape in zip(group.tensors, shapes, strict=True):
+        offsets.append(_round_up(layer_bytes, tensor.dtype.itemsize_bytes))
+        layer_bytes = offsets[-1] + math.prod(shape) * tensor.dtype.itemsize_bytes
+    stride_bytes = _round_up(layer_bytes, max(tensor.dtype.itemsize_bytes for tensor in group.tensors))
+    regions = tuple(
+        KvRegion(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=shape,
+            base_bytes=base_bytes + offset,
+            stride_bytes=stride_bytes,
+            size_bytes=math.prod(shape) * tensor.dtype.itemsize_bytes,
+        )
+        for tensor, shape, offset in zip(group.tensors, shapes, offsets, strict=True)
+    )
+    return regions, base_bytes + group.num_layers * stride_bytes
+
+
+def _piece_shape(tensor: PagedTensor | SlotTensor, block_size_tokens: int) -> tuple[int, ...]:
+    """What one layer of one block or slot holds of a tensor."""
+    if isinstance(tensor, SlotTensor):
+        return tensor.shape
+    return (tensor.num_heads, block_size_tokens, tensor.head_dim)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _check_extent(what: str, extent_bytes: int, groups: Iterable[KvGroupLayout]) -> None:
+    """Checks that the pieces of all layers lie inside `extent_bytes` and do not overlap."""
+    pieces = sorted(
+        (region.base_bytes + layer * region.stride_bytes, region.size_bytes, f"{group.name}.{region.name}[{layer}]")
+        for group in groups
+        for region in group.regions
+        for layer in range(group.num_layers)
+    )
+    end_bytes = 0
+    previous = "the start"
+    for start_bytes, size_bytes, name in pieces:
+        if start_bytes < end_bytes:
+            raise KvConfigError(f"{name} begins at byte {start_bytes} of {what}, inside {previous}")
+        end_bytes, previous = start_bytes + size_bytes, name
+    if end_bytes > extent_bytes or (not pieces and extent_bytes):
+        raise KvConfigError(f"{what} has {extent_bytes} bytes and its last piece, {previous}, ends at {end_bytes}")
+
+
+def _check_paged_shapes(group: KvGroupLayout, block_size_tokens: int) -> None:
+    for region in group.regions:
+        if len(region.shape) != 3 or region.shape[1] != block_size_tokens:
+            raise KvConfigError(
+                f"shape of {group.name}.{region.name} is {region.shape}; "
+                f"a paged region is [num_heads, {block_size_tokens}, head_dim]"
+            )
+
+
+def _differences(ours: object, theirs: object) -> list[str]:
+    """Every leaf at which two trees of builtins differ."""
+    our_leaves, their_leaves = dict(_leaves("", ours)), dict(_leaves("", theirs))
+    paths = sorted({*our_leaves, *their_leaves})
+    return [
+        f"{path} is {their_leaves.get(path, 'absent')!r}, ours {our_leaves.get(path, 'absent')!r}"
+        for path in paths
+        if our_leaves.get(path) != their_leaves.get(path)
+    ]
+
+
+def _leaves(path: str, tree: object) -> Iterator[tuple[str, object]]:
+    """`groups[0].regions[1].dtype` and its value, for every leaf."""
+    if isinstance(tree, dict):
+        for key, value in cast("dict[str, object]", tree).items():
+            yield from _leaves(f"{path}.{key}".lstrip("."), value)
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(cast("Sequence[object]", tree)):
+            yield from _leaves(f"{path}[{index}]", value)
+    else:
+        yield path, tree

@@ -1,0 +1,393 @@
+"""`SlotPool`: fixed-size states that are rewritten in place, and snapshots of them.
+
+              leave           fill            publish           retire
+    live ◄──────────► free ─────────► filling ────────► sealed ◄────────► idle
+           allocate    ▲▲     discard    │                       revive     │
+                       │└────────────────┘                                  │
+                       └────────────────────────────────────────────────────┘
+                                               evict
+    free     no content
+    live     one sequence's state, rewritten every step
+    filling  destination of a copy that has not landed
+    sealed   a snapshot that a copy is reading
+    idle     a snapshot that nobody reads; evicted, least recently used first, when slots or the budget are short
+
+A recurrent state cannot be cut back to an earlier token as a block table can. To reuse a prefix, or to roll back a
+speculation, the state at a boundary is copied into another slot and kept under the digest of the prefix that it
+ends (`BlockSequence.prefix_digests`). A copy runs on the device after the call that plans it, so it is a
+`SlotCopy`: until it is landed or cancelled, neither of its slots can be handed to anyone else, even if the
+sequence leaves meanwhile. `StateTable.move` enforces the diagram.
+"""
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+from openinfer_kv_cache.checks import check_count, require
+from openinfer_kv_cache.digest import Digest
+from openinfer_kv_cache.errors import BlockStateError, KvConfigError
+from openinfer_kv_cache.states import Move, StateTable
+
+
+class SlotState(IntEnum):
+    """See the module's diagram."""
+
+    FREE = 0
+    LIVE = 1
+    FILLING = 2
+    SEALED = 3
+    IDLE = 4
+
+
+_ALLOCATE = Move("allocate", SlotState.FREE, SlotState.LIVE)
+_LEAVE = Move("leave", SlotState.LIVE, SlotState.FREE)
+_FILL = Move("fill", SlotState.FREE, SlotState.FILLING)
+_DISCARD = Move("discard", SlotState.FILLING, SlotState.FREE)
+_PUBLISH = Move("publish", SlotState.FILLING, SlotState.SEALED)
+_RETIRE = Move("retire", SlotState.SEALED, SlotState.IDLE)
+_REVIVE = Move("revive", SlotState.IDLE, SlotState.SEALED)
+_EVICT = Move("evict", SlotState.IDLE, SlotState.FREE)
+
+
+class CopyKind(StrEnum):
+    """Direction of a `SlotCopy`."""
+
+    SNAPSHOT = "snapshot"
+    """Live slot → snapshot."""
+    RESTORE = "restore"
+    """Snapshot → live slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotCopy:
+    """A copy from slot to slot that somebody has to run, then `land` or `cancel`."""
+
+    kind: CopyKind
+    source: int
+    target: int
+    digest: Digest
+    num_tokens: int
+    """Tokens that the state has consumed: the boundary that the digest names."""
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    slot: int
+    num_tokens: int
+    num_readers: int = 0
+
+
+class SlotPool:
+    """Slots `0 .. num_slots - 1`. Used from one thread.
+
+    Args:
+        num_slots: all slots, live and snapshots together.
+        max_snapshots: how many of them may hold snapshots at one time.
+
+    Raises:
+        KvConfigError: a number is out of range.
+    """
+
+    __slots__ = (
+        "_copies",
+        "_copying",
+        "_evicted_snapshots",
+        "_free",
+        "_idle",
+        "_left",
+        "_num_snapshot_slots",
+        "_snapshots",
+        "_stale",
+        "_states",
+        "max_snapshots",
+        "num_slots",
+    )
+
+    def __init__(self, num_slots: int, *, max_snapshots: int) -> None:
+        check_count("num_slots", num_slots)
+        if not 0 <= max_snapshots < num_slots:
+            raise KvConfigError(
+                f"max_snapshots is {max_snapshots}; with {num_slots} slots it must be 0 .. {num_slots - 1}, "
+                "so that a sequence can always have one"
+            )
+        self.num_slots = num_slots
+        self.max_snapshots = max_snapshots
+        self._states = StateTable(num_slots, SlotState, noun="slot")
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._snapshots: dict[Digest, _Snapshot] = {}
+        self._idle: OrderedDict[Digest, None] = OrderedDict()
+        self._num_snapshot_slots = 0
+        self._copies: set[SlotCopy] = set()
+        self._copying: Counter[int] = Counter()
+        self._left: set[int] = set()
+        self._stale: set[int] = set()
+        self._evicted_snapshots = 0
+
+    # Questions.
+
+    @property
+    def available_slots(self) -> int:
+        """Slots that `allocate` can hand out: free or idle snapshots."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots that can be found."""
+        return len(self._snapshots)
+
+    @property
+    def num_snapshot_slots(self) -> int:
+        """Slots that count against `max_snapshots`: snapshots that can be found, and those being filled."""
+        return self._num_snapshot_slots
+
+    @property
+    def evicted_snapshots(self) -> int:
+        """Snapshots given up for their slot, since the pool was made."""
+        return self._evicted_snapshots
+
+    def state(self, slot: int) -> SlotState:
+        """State of one slot."""
+        return self._states[slot]
+
+    def find(self, digest: Digest) -> int | None:
+        """How many tokens the snapshot of a boundary covers; None if there is no such snapshot."""
+        snapshot = self._snapshots.get(digest)
+        return None if snapshot is None else snapshot.num_tokens
+
+    # Live slots.
+
+    def allocate(self) -> int | None:
+        """A live slot with undefined content; None if every slot is live or in a copy."""
+        slot = self._take_slot()
+        if slot is not None:
+            self._states.move((slot,), _ALLOCATE)
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """The sequence of a live slot is done with it; it becomes free once no copy reads or writes it.
+
+        Raises:
+            BlockStateError: the slot is not a sequence's.
+        """
+        self._require_owned(slot, verb="leave")
+        self._left.add(slot)
+        self._free_if_left(slot)
+
+    # Copies.
+
+    def begin_snapshot(self, slot: int, digest: Digest, *, num_tokens: int) -> SlotCopy | None:
+        """Plans to keep a live slot's present state under the digest of the prefix that it has consumed.
+
+        Returns:
+            The copy to run; None, and nothing has changed, if the boundary is kept already, if slots or the
+            budget are short and no snapshot is idle, or if the state is from before a `clear`.
+
+        Raises:
+            BlockStateError: the slot is not a sequence's, or is being restored.
+        """
+        self._require_owned(slot, verb="snapshot")
+        if any(copy.kind is CopyKind.RESTORE and copy.target == slot for copy in self._copies):
+            raise BlockStateError(f"cannot snapshot slot {slot}: a restore into it has not landed")
+        if slot in self._stale or digest in self._snapshots or self._is_being_filled(digest):
+            return None
+        if self._num_snapshot_slots >= self.max_snapshots and not self._evict_oldest():
+            return None
+        target = self._take_slot()
+        if target is None:
+            return None
+        self._states.move((target,), _FILL)
+        self._num_snapshot_slots += 1
+        return self._start(
+            SlotCopy(kind=CopyKind.SNAPSHOT, source=slot, target=target, digest=digest, num_tokens=num_tokens)
+        )
+
+    def begin_restore(self, digest: Digest, slot: int) -> SlotCopy | None:
+        """Plans to overwrite a live slot with the snapshot of a boundary.
+
+        Returns:
+            The copy to run; None if there is no such snapshot. Compare its `num_tokens` with the length of the
+            KV that was matched, on every rank, before it is run.
+
+        Raises:
+            BlockStateError: the slot is not a sequence's, or another copy uses it.
+        """
+        self._require_owned(slot, verb="restore into")
+        if self._copying[slot]:
+            raise BlockStateError(f"cannot restore into slot {slot}: another copy uses it; land that one first")
+        snapshot = self._snapshots.get(digest)
+        if snapshot is None:
+            return None
+        self._start_reading(digest, snapshot)
+        return self._start(
+            SlotCopy(
+                kind=CopyKind.RESTORE,
+                source=snapshot.slot,
+                target=slot,
+                digest=digest,
+                num_tokens=snapshot.num_tokens,
+            )
+        )
+
+    def land(self, copy: SlotCopy) -> None:
+        """The copy has run on every rank: a snapshot can be found now, a restored slot can be stepped.
+
+        Raises:
+            BlockStateError: the copy has ended already.
+        """
+        self._end(copy)
+        if copy.kind is CopyKind.SNAPSHOT:
+            self._states.move((copy.target,), _PUBLISH)
+            self._snapshots[copy.digest] = _Snapshot(copy.target, copy.num_tokens, num_readers=1)
+        else:
+            self._stale.discard(copy.target)
+        self._stop_reading(copy.digest)
+
+    def cancel(self, copy: SlotCopy) -> None:
+        """The copy will not run, or has run and is not wanted. Never call it while the copy runs.
+
+        A snapshot's slot becomes free; a live slot's content is undefined after a cancelled restore.
+
+        Raises:
+            BlockStateError: the copy has ended already.
+        """
+        self._end(copy)
+        if copy.kind is CopyKind.SNAPSHOT:
+            self._states.move((copy.target,), _DISCARD)
+            self._free.append(copy.target)
+            self._num_snapshot_slots -= 1
+        else:
+            self._stop_reading(copy.digest)
+
+    def clear(self) -> int:
+        """Voids all snapshots and what live slots hold, as after a change of weights.
+
+        Live slots stay with their sequences; their states are never kept.
+
+        Returns:
+            How many snapshots were dropped.
+
+        Raises:
+            BlockStateError: copies have not landed; nothing has changed.
+        """
+        if self._copies:
+            raise BlockStateError(f"cannot clear: {len(self._copies)} copies have not landed; land or cancel them")
+        dropped = len(self._idle)
+        while self._evict_oldest():
+            pass
+        self._stale = {slot for slot in range(self.num_slots) if self._states.is_in(slot, SlotState.LIVE)}
+        return dropped
+
+    # Private.
+
+    def _require_owned(self, slot: int, *, verb: str) -> None:
+        self._states.require((slot,), SlotState.LIVE, verb=verb)
+        if slot in self._left:
+            raise BlockStateError(f"cannot {verb} slot {slot}: its sequence has left, and a copy still uses it")
+
+    def _is_being_filled(self, digest: Digest) -> bool:
+        return any(copy.kind is CopyKind.SNAPSHOT and copy.digest == digest for copy in self._copies)
+
+    def _start(self, copy: SlotCopy) -> SlotCopy:
+        self._copies.add(copy)
+        self._copying.update((copy.source, copy.target))
+        return copy
+
+    def _end(self, copy: SlotCopy) -> None:
+        if copy not in self._copies:
+            raise BlockStateError(f"the {copy.kind} of slot {copy.source} to {copy.target} has ended already")
+        self._copies.remove(copy)
+        for slot in (copy.source, copy.target):
+            self._copying[slot] -= 1
+            self._free_if_left(slot)
+
+    def _start_reading(self, digest: Digest, snapshot: _Snapshot) -> None:
+        if not snapshot.num_readers:
+            self._states.move((snapshot.slot,), _REVIVE)
+            del self._idle[digest]
+        snapshot.num_readers += 1
+
+    def _stop_reading(self, digest: Digest) -> None:
+        snapshot = self._snapshots[digest]
+        snapshot.num_readers -= 1
+        if not snapshot.num_readers:
+            self._states.move((snapshot.slot,), _RETIRE)
+            self._idle[digest] = None
+
+    def _free_if_left(self, slot: int) -> None:
+        if slot in self._left and not self._copying[slot]:
+            self._states.move((slot,), _LEAVE)
+            self._left.remove(slot)
+            self._stale.discard(slot)
+            self._free.append(slot)
+
+    def _take_slot(self) -> int | None:
+        """A free slot off the list, evicting a snapshot for it if need be; its state is still free."""
+        if not self._free and not self._evict_oldest():
+            return None
+        return self._free.pop()
+
+    def _evict_oldest(self) -> bool:
+        """Gives up the snapshot that has been idle longest, if there is one."""
+        if not self._idle:
+            return False
+        digest, _ = self._idle.popitem(last=False)
+        slot = self._snapshots.pop(digest).slot
+        self._states.move((slot,), _EVICT)
+        self._free.append(slot)
+        self._num_snapshot_slots -= 1
+        self._evicted_snapshots += 1
+        return True
+
+    # Integrity.
+
+    def check_integrity(self) -> None:
+        """Compares everything the pool knows with everything else it knows; O(num_slots).
+
+        Raises:
+            IntegrityError: with the first contradiction found.
+        """
+        self._check_slots()
+        self._check_snapshots()
+        self._check_copies()
+
+    def _check_slots(self) -> None:
+        free = {slot for slot in range(self.num_slots) if self._states.is_in(slot, SlotState.FREE)}
+        require(sorted(self._free) == sorted(free), "the free list is not the free slots")
+        kept = sum(map(self._states.count, (SlotState.FILLING, SlotState.SEALED, SlotState.IDLE)))
+        require(kept == self._num_snapshot_slots, f"{kept} slots are snapshots, {self._num_snapshot_slots} counted")
+        require(kept <= self.max_snapshots, f"{kept} snapshots, {self.max_snapshots} allowed")
+        for slot in self._left:
+            require(self._states.is_in(slot, SlotState.LIVE), f"slot {slot} was left and is not live")
+            require(self._copying[slot] > 0, f"slot {slot} was left and is in no copy, but not free")
+        for slot in self._stale:
+            require(self._states.is_in(slot, SlotState.LIVE), f"slot {slot} is stale and not live")
+
+    def _check_snapshots(self) -> None:
+        for digest, snapshot in self._snapshots.items():
+            is_idle = not snapshot.num_readers
+            expected = SlotState.IDLE if is_idle else SlotState.SEALED
+            state = self._states[snapshot.slot]
+            require(state is expected, f"slot {snapshot.slot} is {state.name}, {snapshot.num_readers} read it")
+            require(is_idle == (digest in self._idle), f"slot {snapshot.slot} and the order of eviction disagree")
+        require(len(self._idle) <= len(self._snapshots), "the order of eviction names unknown snapshots")
+        slots = {snapshot.slot for snapshot in self._snapshots.values()}
+        require(len(slots) == len(self._snapshots), "two snapshots share a slot")
+        kept = self._states.count(SlotState.SEALED) + self._states.count(SlotState.IDLE)
+        require(kept == len(slots), f"{kept} slots hold snapshots, {len(slots)} can be found")
+
+    def _check_copies(self) -> None:
+        copying: Counter[int] = Counter()
+        readers: Counter[Digest] = Counter()
+        filling: set[int] = set()
+        for copy in self._copies:
+            copying.update((copy.source, copy.target))
+            if copy.kind is CopyKind.SNAPSHOT:
+                filling.add(copy.target)
+            else:
+                readers[copy.digest] += 1
+        require(+self._copying == copying, "the count of copies per slot is not that of the copies")
+        for slot in range(self.num_slots):
+            is_filling = self._states.is_in(slot, SlotState.FILLING)
+            require(is_filling == (slot in filling), f"slot {slot} and the copies disagree on whether it is filling")
+        for digest, snapshot in self._snapshots.items():
+            require(snapshot.num_readers == readers[digest], f"the readers of slot {snapshot.slot} are miscounted")

@@ -1,0 +1,194 @@
+"""`KvSpec`: what one rank of a model asks of memory.
+
+    KvSpec
+    ├── paged: PagedGroup …    grows with the tokens; lives in blocks, sealed in place, shared between sequences
+    │   └── PagedTensor …      per token and layer `[num_heads, head_dim]`
+    └── slots: SlotGroup …     fixed size per sequence, rewritten in place; copied to be kept
+        └── SlotTensor …       per layer `shape`
+
+All layers of a group hold the same tensors; a model whose layers differ has one group per kind of layer.
+"""
+
+import math
+from enum import StrEnum
+
+import msgspec
+
+from openinfer_kv_cache.checks import MAX_LAYERS, check_count, check_distinct, check_name, check_tag
+from openinfer_kv_cache.errors import KvConfigError
+
+
+class KvDtype(StrEnum):
+    """Element types of stored KV and state."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT8_E4M3 = "float8_e4m3"
+    FLOAT8_E5M2 = "float8_e5m2"
+    INT8 = "int8"
+    UINT8 = "uint8"
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE_BYTES[self]
+
+
+_ITEMSIZE_BYTES = {
+    KvDtype.FLOAT32: 4,
+    KvDtype.FLOAT16: 2,
+    KvDtype.BFLOAT16: 2,
+    KvDtype.FLOAT8_E4M3: 1,
+    KvDtype.FLOAT8_E5M2: 1,
+    KvDtype.INT8: 1,
+    KvDtype.UINT8: 1,
+}
+
+
+class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of a paged group; a block holds it as `[num_heads, block_size_tokens, head_dim]` per layer.
+
+    Raises:
+        KvConfigError: a field is out of range.
+    """
+
+    name: str
+    num_heads: int
+    """Of this rank; 1 for a latent that all heads share."""
+    head_dim: int
+    dtype: KvDtype
+
+    def __post_init__(self) -> None:
+        check_name("a tensor's name", self.name)
+        check_count(f"num_heads of tensor {self.name!r}", self.num_heads)
+        check_count(f"head_dim of tensor {self.name!r}", self.head_dim)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one layer."""
+        return self.num_heads * self.head_dim * self.dtype.itemsize_bytes
+
+
+class PagedGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers whose KV grows with the tokens.
+
+    Raises:
+        KvConfigError: a field is out of range.
+    """
+
+    name: str
+    num_layers: int
+    tensors: tuple[PagedTensor, ...]
+    """In the order in which one layer stores them."""
+    rope_tag: str = "none"
+    """What was done to the keys before they were stored, e.g. `half:theta=1000000:dim=128`."""
+    quantization_tag: str = "none"
+    """How the numbers stand for values, where the dtype does not say it, e.g. `fp8:scale=per-tensor`."""
+
+    def __post_init__(self) -> None:
+        _check_group(self)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers."""
+        return self.num_layers * sum(tensor.bytes_per_token for tensor in self.tensors)
+
+
+class SlotTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of a slot group.
+
+    Raises:
+        KvConfigError: a field is out of range.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one layer of one sequence, on this rank."""
+    dtype: KvDtype
+
+    def __post_init__(self) -> None:
+        check_name("a tensor's name", self.name)
+        if not self.shape:
+            raise KvConfigError(f"shape of tensor {self.name!r} is (); it needs at least one dimension")
+        for size in self.shape:
+            check_count(f"a dimension of tensor {self.name!r}", size)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Of one layer."""
+        return math.prod(self.shape) * self.dtype.itemsize_bytes
+
+
+class SlotGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers with a state of fixed size per sequence: recurrent state, convolution inputs, a sliding window.
+
+    Raises:
+        KvConfigError: a field is out of range.
+    """
+
+    name: str
+    num_layers: int
+    tensors: tuple[SlotTensor, ...]
+    rope_tag: str = "none"
+    quantization_tag: str = "none"
+
+    def __post_init__(self) -> None:
+        _check_group(self)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Of all layers."""
+        return self.num_layers * sum(tensor.bytes_per_slot for tensor in self.tensors)
+
+
+class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that one rank keeps between steps.
+
+    Raises:
+        KvConfigError: a field is out of range.
+    """
+
+    model_tag: str
+    """Names the weights that compute the KV, so that no store ever mixes two checkpoints of one shape: best a
+    fingerprint of the checkpoint."""
+    paged: tuple[PagedGroup, ...]
+    slots: tuple[SlotGroup, ...] = ()
+    num_ranks: int = 1
+    rank_index: int = 0
+    """Which share of the heads this is."""
+
+    def __post_init__(self) -> None:
+        check_tag("model_tag", self.model_tag)
+        if not self.paged:
+            raise KvConfigError("the spec has no paged group; it needs at least one")
+        check_distinct("the spec", (group.name for group in (*self.paged, *self.slots)))
+        check_ranks(self.num_ranks, self.rank_index)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all paged groups, without padding."""
+        return sum(group.bytes_per_token for group in self.paged)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Of all slot groups, without padding."""
+        return sum(group.bytes_per_slot for group in self.slots)
+
+
+def check_ranks(num_ranks: int, rank_index: int) -> None:
+    """Raises `KvConfigError` unless `0 <= rank_index < num_ranks`."""
+    check_count("num_ranks", num_ranks)
+    if not 0 <= rank_index < num_ranks:
+        raise KvConfigError(f"rank_index is {rank_index}; with num_ranks {num_ranks} it must be 0 .. {num_ranks - 1}")
+
+
+def _check_group(group: PagedGroup | SlotGroup) -> None:
+    check_name("a group's name", group.name)
+    where = f"of group {group.name!r}"
+    check_count(f"num_layers {where}", group.num_layers, most=MAX_LAYERS)
+    check_tag(f"rope_tag {where}", group.rope_tag)
+    check_tag(f"quantization_tag {where}", group.quantization_tag)
+    if not group.tensors:
+        raise KvConfigError(f"group {group.name!r} has no tensors; it needs at least one")
+    check_distinct(f"group {group.name!r}", (tensor.name for tensor in group.tensors))
