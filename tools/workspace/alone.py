@@ -1,0 +1,201 @@
+"""Install each package from its built wheel into an empty environment, and run its tests there.
+
+    python tools/workspace/alone.py [NAME ...] [--python 3.12] [--without-tests]
+
+This is the proof that `pip install` works: an editable checkout hides a missing dependency, a file left out of the
+wheel and an import of a sibling that was never declared. For each package, in a folder outside the checkout:
+
+1.  an empty environment gets the package's wheel and what it requires; our own packages come from the wheels built
+    here and from nowhere else, third parties from the registry;
+2.  the package is imported and its entry points are loaded, before any test requirement is there to help;
+3.  what was installed is held against the rules (`broken_rules`) and weighed;
+4.  the package's `test` group is added and its tests run, copied out of the checkout.
+
+The whole is done once more for `openinfer[qwen3]`, the install that DESIGN promises to be small.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = Path(__file__).with_name("installed.py")
+NEVER_INSTALLED = frozenset({"torch", "transformers", "tensorflow", "jax"})
+SMALL_INSTALL = "openinfer[qwen3]"
+SMALL_INSTALL_MAX_BYTES = 60_000_000
+
+
+@dataclass(frozen=True)
+class Package:
+    """One distribution of this repository."""
+
+    folder: Path
+    name: str
+    version: str
+
+    @property
+    def tests(self) -> Path:
+        return self.folder / "tests"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What `installed.py` saw inside one environment: bytes per distribution, and the model families among them."""
+
+    size_bytes: dict[str, int]
+    families: list[str]
+
+    @property
+    def beside_numpy_bytes(self) -> int:
+        return sum(size for name, size in self.size_bytes.items() if name != "numpy")
+
+
+class Failure(Exception):
+    """A step of one package's run went wrong; the message says which."""
+
+
+def main() -> int:
+    options = parse_arguments()
+    packages = find_packages()
+    chosen = choose(packages, options.names)
+    failures = []
+    with tempfile.TemporaryDirectory(prefix="openinfer-alone-") as scratch:
+        wheels = build_wheels(packages, Path(scratch) / "wheels")
+        for requirement, package in chosen.items():
+            heading(requirement)
+            try:
+                check_alone(requirement, package, wheels, Path(scratch) / requirement, options)
+            except Failure as failure:
+                print(f"FAILED: {failure}", flush=True)
+                failures.append(f"{requirement}: {failure}")
+    heading("alone: summary")
+    print("\n".join(failures) if failures else f"{len(chosen)} installs, each alone: all is well", flush=True)
+    return 1 if failures else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="distributions to check (default: all)")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the empty environments")
+    parser.add_argument("--without-tests", action="store_true", help="install, import and weigh only")
+    return parser.parse_args()
+
+
+def find_packages() -> list[Package]:
+    found = []
+    for project_file in sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]):
+        project = tomllib.loads(project_file.read_text(encoding="utf-8"))["project"]
+        found.append(Package(project_file.parent, project["name"], project["version"]))
+    return found
+
+
+def choose(packages: list[Package], names: list[str]) -> dict[str, Package]:
+    """Map each requirement to check to the package whose wheel and tests it stands for."""
+    chosen = {package.name: package for package in packages}
+    if "openinfer" in chosen:
+        chosen[SMALL_INSTALL] = chosen["openinfer"]
+    unknown = set(names) - set(chosen)
+    if unknown:
+        sys.exit(f"alone: no such package: {', '.join(sorted(unknown))}; there are: {', '.join(chosen)}")
+    return {name: package for name, package in chosen.items() if not names or name in names}
+
+
+def build_wheels(packages: list[Package], folder: Path) -> Path:
+    """Build every package (source archive first, then the wheel from it, as an index would get them).
+
+    Returns the path of a constraints file that binds our names to these wheels: no index can supply one of them.
+    """
+    heading("building the wheels")
+    lines = []
+    for package in packages:
+        run("uv", "build", "--quiet", "--out-dir", str(folder), str(package.folder), cwd=ROOT)
+        wheel = folder / f"{package.name.replace('-', '_')}-{package.version}-py3-none-any.whl"
+        print(f"  {wheel.stat().st_size / 1e6:7.2f} MB  {wheel.name}", flush=True)
+        lines.append(f"{package.name} @ {wheel.as_uri()}\n")
+    constraints = folder / "constraints.txt"
+    constraints.write_text("".join(lines), encoding="utf-8")
+    return constraints
+
+
+def check_alone(requirement: str, package: Package, wheels: Path, folder: Path, options: argparse.Namespace) -> None:
+    """Take one requirement through the four steps of the module docstring; `wheels` is from `build_wheels`.
+
+    Raises:
+        Failure: a step failed; its output has been printed.
+    """
+    python = make_environment(folder, options.python)
+    install(python, wheels, requirement)
+    installed = probe(python, package.name)
+    print_sizes(installed)
+    problems = broken_rules(requirement, package, installed)
+    if problems:
+        raise Failure("; ".join(problems))
+    if options.without_tests or requirement != package.name:
+        return
+    if not any(package.tests.rglob("test_*.py")):
+        raise Failure(f"no tests in {package.tests.relative_to(ROOT)}")
+    install(python, wheels, requirement, "--group", f"{package.folder / 'pyproject.toml'}:test")
+    shutil.copytree(package.tests, folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    options_of_pytest = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
+    run(python, "-I", "-m", "pytest", *options_of_pytest, "tests", cwd=folder)
+
+
+def make_environment(folder: Path, python: str) -> str:
+    """Create an empty environment and return its interpreter."""
+    run("uv", "venv", "--quiet", "--python", python, str(folder / "venv"), cwd=ROOT)
+    on_windows = folder / "venv" / "Scripts" / "python.exe"
+    return str(on_windows if on_windows.exists() else folder / "venv" / "bin" / "python")
+
+
+def install(python: str, wheels: Path, *arguments: str) -> None:
+    run("uv", "pip", "install", "--quiet", "--python", python, "--constraints", str(wheels), *arguments, cwd=ROOT)
+
+
+def probe(python: str, name: str) -> Installed:
+    """Import the package in its environment, load its entry points, and report what is installed there."""
+    answer = run(python, "-I", str(PROBE), name, cwd=Path(python).parent, capture=True)
+    return Installed(**json.loads(answer))
+
+
+def broken_rules(requirement: str, package: Package, installed: Installed) -> list[str]:
+    """Return, in words, each promise about a lean install that this environment breaks."""
+    problems = []
+    if heavy := NEVER_INSTALLED & installed.size_bytes.keys():
+        problems.append(f"pulls in {', '.join(sorted(heavy))}")
+    allowed = {package.name} if requirement == package.name else {"openinfer-qwen3"}
+    if others := set(installed.families) - allowed:
+        problems.append(f"pulls in the model families {', '.join(sorted(others))}")
+    if requirement == SMALL_INSTALL and installed.beside_numpy_bytes >= SMALL_INSTALL_MAX_BYTES:
+        problems.append(f"{installed.beside_numpy_bytes:,} bytes beside NumPy; {SMALL_INSTALL_MAX_BYTES:,} is too much")
+    return problems
+
+
+def print_sizes(installed: Installed) -> None:
+    for name, size in sorted(installed.size_bytes.items(), key=lambda item: -item[1]):
+        print(f"  {size / 1e6:7.2f} MB  {name}")
+    print(f"  {installed.beside_numpy_bytes / 1e6:7.2f} MB  in all, beside NumPy", flush=True)
+
+
+def heading(text: str) -> None:
+    print(f"\n---- {text} ----", flush=True)
+
+
+def run(*command: str, cwd: Path, capture: bool = False) -> str:
+    """Run a command without the settings of the environment that this script runs in; return its output if captured."""
+    leaky = ("PYTHON", "VIRTUAL_ENV", "HATCH_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(leaky)}
+    done = subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE if capture else None, check=False)
+    if done.returncode:
+        raise Failure(f"exit code {done.returncode} from {' '.join(command)}")
+    return (done.stdout or b"").decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
