@@ -63,6 +63,8 @@ class ModelFamily(Protocol):
 class FamilyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved composition of a family's engine, for `openinfer plan`."""
 
+    model_type: str
+    """Of the `config.json`."""
     parts: dict[str, str]
     """What supplies each part: `scheduler` -> `token-budget (openinfer-engine 0.1.0)`."""
     kernels: dict[str, str]

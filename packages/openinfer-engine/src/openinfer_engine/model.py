@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from openinfer_engine.communicator import Communicator
 from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
-from openinfer_kv_cache import KvSpec
+from openinfer_kv_cache import KvDtype, KvSpec
 
 Config = TypeVar("Config")
 
@@ -85,8 +85,16 @@ class ModelDefinition(Protocol, Generic[Config]):
         """Every tensor that `load` reads, with its whole shape; the checkpoint is checked against it first."""
         ...
 
-    def kv_spec(self, config: Config) -> KvSpec:
-        """What the whole model (all ranks) asks of the KV cache."""
+    def kv_spec(self, config: Config, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int) -> KvSpec:
+        """What one rank asks of the KV cache.
+
+        Args:
+            config: the model's.
+            model_tag: fingerprint of the checkpoint.
+            dtype: the operators' compute dtype.
+            num_ranks: ranks the model is cut into.
+            rank_index: this one.
+        """
         ...
 
     def check_ranks(self, config: Config, ranks: int) -> None:

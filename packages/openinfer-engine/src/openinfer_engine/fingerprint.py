@@ -1,0 +1,27 @@
+"""A checkpoint's fingerprint: names the weights that compute KV, so that no store ever mixes two checkpoints.
+
+Reading every byte would take as long as loading, so each file gives its size, its first pages (the header with
+all names, shapes and offsets) and pages spread evenly over the rest.
+"""
+
+from hashlib import blake2b
+from pathlib import Path
+
+_HEAD_BYTES = 1 << 20
+_PAGE_BYTES = 4096
+_PAGES = 64
+
+
+def fingerprint(model_dir: Path) -> str:
+    """128 bits in hexadecimal over `config.json` and a sample of every safetensors file, in order of name."""
+    digest = blake2b(digest_size=16)
+    digest.update((model_dir / "config.json").read_bytes())
+    for path in sorted(model_dir.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"\0{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HEAD_BYTES))
+            for page in range(_PAGES):
+                file.seek(size * page // _PAGES)
+                digest.update(file.read(_PAGE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,81 @@
+"""`EngineOptions`: everything a user may set about an engine. Field names are the command's flags."""
+
+from enum import StrEnum
+
+import msgspec
+
+from openinfer_core import InvalidRequest
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    SAFETENSORS = "safetensors"
+    """The model folder."""
+    DUMMY = "dummy"
+    """Random numbers of the right shapes: for sizing and speed. The folder needs no weights."""
+
+
+class EngineHost(StrEnum):
+    """Where the step loop runs."""
+
+    PROCESS = "process"
+    """In a process of its own: it shares no interpreter lock with the frontend."""
+    THREAD = "thread"
+    """In a thread of the caller's process."""
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user may set about an engine; a family may extend it by inheritance.
+
+    Raises:
+        InvalidRequest: a value is out of range; `field` names it.
+    """
+
+    max_model_tokens: int | None = None
+    """Longest context, prompt and completion together; None takes the model's own."""
+    max_num_seqs: int = 256
+    """Sequences that run at a time at most."""
+    max_step_tokens: int = 2048
+    """Token budget of one step: decode rows and prompt chunks together."""
+    max_waiting: int = 4096
+    """Requests that wait at most; more are refused as overloaded."""
+    block_size_tokens: int = 16
+    """Tokens per KV block."""
+    kv_cache_bytes: int | None = None
+    """Bytes of KV cache over all ranks; None takes 1 GiB, or what max_num_seqs full sequences need if that is less."""
+    num_blocks: int | None = None
+    """KV blocks, instead of kv_cache_bytes."""
+    prefix_cache: bool = True
+    """Whether requests share the KV of equal prompt prefixes."""
+    scheduler: str = "token-budget"
+    """Name in the group openinfer.schedulers."""
+    queue_policy: str = "fcfs"
+    """Name in the group openinfer.queue_policies."""
+    tenant_weights: dict[str, float] = {}
+    """Shares per tenant for the fair-share policy: gold=4,free=1."""
+    load_format: LoadFormat = LoadFormat.SAFETENSORS
+    """Where weights come from."""
+    tensor_parallel_size: int = 1
+    """Ranks that share each layer."""
+    engine_host: EngineHost = EngineHost.PROCESS
+    """Where the step loop runs."""
+
+    def __post_init__(self) -> None:
+        _check("max_model_tokens", self.max_model_tokens, 1, 2**24)
+        _check("max_num_seqs", self.max_num_seqs, 1, 2**16)
+        _check("max_step_tokens", self.max_step_tokens, 1, 2**24)
+        _check("max_waiting", self.max_waiting, 1, 2**24)
+        _check("block_size_tokens", self.block_size_tokens, 1, 2**12)
+        _check("kv_cache_bytes", self.kv_cache_bytes, 1, 2**48)
+        _check("num_blocks", self.num_blocks, 1, 2**31 - 1)
+        _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
+        if self.kv_cache_bytes is not None and self.num_blocks is not None:
+            raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")
+
+
+def _check(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", field=name)

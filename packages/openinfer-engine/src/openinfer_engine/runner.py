@@ -1,0 +1,59 @@
+"""`Runner`: executes steps in order, asynchronously; `ThreadRunner` runs each rank in a thread of its own."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from openinfer_core.scheduling import StepPlan, StepResult
+from openinfer_engine.rank import RankRunner
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Waits for the step and returns what it produced."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes steps one after the other; `launch` does not wait for them."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Queues a step behind those launched before."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what was launched and frees everything. Idempotent."""
+        ...
+
+
+class ThreadRunner:
+    """One thread per rank; a step's result is rank 0's."""
+
+    def __init__(self, ranks: Sequence[RankRunner]) -> None:
+        self._ranks = list(ranks)
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{rank}") for rank in range(len(self._ranks))
+        ]
+
+    def launch(self, plan: StepPlan) -> "_PendingStep":
+        """Queues a step on every rank."""
+        return _PendingStep(
+            [thread.submit(rank.run, plan) for thread, rank in zip(self._threads, self._ranks, strict=True)]
+        )
+
+    def close(self) -> None:
+        """Waits for the threads and drops the ranks."""
+        for thread in self._threads:
+            thread.shutdown()
+        self._ranks.clear()
+
+
+class _PendingStep:
+    def __init__(self, futures: "list[Future[StepResult]]") -> None:
+        self._futures = futures
+
+    def result(self) -> StepResult:
+        results = [future.result() for future in self._futures]
+        return results[0]

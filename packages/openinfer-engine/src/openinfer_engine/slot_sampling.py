@@ -1,0 +1,167 @@
+"""`SlotSampling`: how the sequence in each slot is sampled, and the sampling batch of a step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from openinfer_core import SamplingParams
+from openinfer_core.scheduling import SlotStart
+from openinfer_kernels import Bias, HostArray, Ops, Penalties, SamplingBatch
+
+
+@dataclass(slots=True)
+class _Penalised:
+    """Token statistics of a sequence with penalties."""
+
+    params: SamplingParams
+    output_counts: HostArray
+    """`[V]` int32."""
+    prompt_seen: HostArray
+    """`[V]` bool."""
+
+
+@dataclass(slots=True)
+class _Biased:
+    """Changes of single logits of a sequence."""
+
+    token_ids: HostArray
+    values: HostArray
+    stop_token_ids: HostArray
+    """Forbidden while fewer than `min_tokens` tokens were generated."""
+    no_stop: HostArray
+    """Mask of `token_ids`: those that are no stop tokens."""
+
+
+class SlotSampling:
+    """One row of parameters per slot, written when a sequence takes the slot."""
+
+    def __init__(self, *, max_num_seqs: int, num_token_ids: int, vocab_size: int) -> None:
+        self._num_token_ids = num_token_ids
+        self._vocab_size = vocab_size
+        self.logprobs: HostArray = np.full(max_num_seqs, -1, np.int32)
+        """Alternatives per sampled token that each slot's request asked for; -1 for no log-probabilities."""
+        self.prompt_logprobs: HostArray = np.full(max_num_seqs, -1, np.int32)
+        """The same for prompt tokens."""
+        self._temperature = np.zeros(max_num_seqs, np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int32)
+        self._top_p = np.ones(max_num_seqs, np.float32)
+        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self._min_tokens = np.zeros(max_num_seqs, np.int64)
+        self._penalised: dict[int, _Penalised] = {}
+        self._biased: dict[int, _Biased] = {}
+
+    def start(self, start: SlotStart) -> None:
+        """Takes over a slot for a sequence; everything of the last one is void."""
+        slot, params = start.slot, start.request.sampling
+        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = min(params.top_k, self._vocab_size)
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seeds[slot] = start.seed
+        self._prompt_tokens[slot] = len(start.request.prompt_token_ids)
+        self._min_tokens[slot] = params.min_tokens
+        self._penalised.pop(slot, None)
+        self._biased.pop(slot, None)
+        if _has_penalties(params):
+            self._penalised[slot] = self._statistics(start)
+        if params.logit_bias or params.min_tokens:
+            self._biased[slot] = _biased(params)
+
+    def batch(self, slots: HostArray, positions: HostArray, ops: Ops) -> SamplingBatch:
+        """How rows are sampled.
+
+        Args:
+            slots: `[R]` slot of each row.
+            positions: `[R]` int64 position that the sampled token will have.
+            ops: where the arrays go.
+        """
+        return SamplingBatch(
+            num_token_ids=self._num_token_ids,
+            temperature=ops.upload(self._temperature[slots]),
+            top_k=ops.upload(self._top_k[slots]),
+            top_p=ops.upload(self._top_p[slots]),
+            min_p=ops.upload(self._min_p[slots]),
+            seeds=ops.upload(self._seeds[slots]),
+            positions=ops.upload(positions),
+            bias=self._bias(slots, positions, ops) if self._biased else None,
+            penalties=self._penalties(slots, ops) if self._penalised else None,
+        )
+
+    def count(self, slots: HostArray, token_ids: HostArray) -> None:
+        """Notes sampled tokens for the penalties."""
+        if self._penalised:
+            for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+                if token_id >= 0 and slot in self._penalised:
+                    self._penalised[slot].output_counts[token_id] += 1
+
+    def _statistics(self, start: SlotStart) -> _Penalised:
+        params = start.request.sampling
+        prompt_seen = np.zeros(self._vocab_size, np.bool_)
+        prompt_seen[np.asarray(start.request.prompt_token_ids, np.int64)] = True
+        outputs = np.asarray(start.output_token_ids, np.int64)
+        return _Penalised(params, np.bincount(outputs, minlength=self._vocab_size).astype(np.int32), prompt_seen)
+
+    def _penalties(self, slots: HostArray, ops: Ops) -> Penalties | None:
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._penalised]
+        if not rows:
+            return None
+        chosen = [self._penalised[int(slots[row])] for row in rows]
+        params = [penalised.params for penalised in chosen]
+        return Penalties(
+            rows=ops.upload(np.asarray(rows, np.int32)),
+            presence=ops.upload(np.asarray([p.presence_penalty for p in params], np.float32)),
+            frequency=ops.upload(np.asarray([p.frequency_penalty for p in params], np.float32)),
+            repetition=ops.upload(np.asarray([p.repetition_penalty for p in params], np.float32)),
+            output_counts=ops.upload(np.stack([penalised.output_counts for penalised in chosen])),
+            prompt_seen=ops.upload(np.stack([penalised.prompt_seen for penalised in chosen])),
+        )
+
+    def _bias(self, slots: HostArray, positions: HostArray, ops: Ops) -> Bias | None:
+        rows: list[HostArray] = []
+        token_ids: list[HostArray] = []
+        values: list[HostArray] = []
+        generated = positions - self._prompt_tokens[slots]
+        early = generated < self._min_tokens[slots]
+        for row, slot in enumerate(slots.tolist()):
+            biased = self._biased.get(slot)
+            if biased is None:
+                continue
+            ids, row_values = _changes(biased, forbid_stop=bool(early[row]))
+            rows.append(np.full(len(ids), row, np.int32))
+            token_ids.append(ids)
+            values.append(row_values)
+        if not rows:
+            return None
+        return Bias(
+            rows=ops.upload(np.concatenate(rows)),
+            token_ids=ops.upload(np.concatenate(token_ids)),
+            values=ops.upload(np.concatenate(values)),
+        )
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+def _biased(params: SamplingParams) -> _Biased:
+    token_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
+    stop = np.unique(np.asarray(params.stop_token_ids, np.int32))
+    return _Biased(
+        token_ids=token_ids,
+        values=np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias)),
+        stop_token_ids=stop,
+        no_stop=~np.isin(token_ids, stop),
+    )
+
+
+def _changes(biased: _Biased, *, forbid_stop: bool) -> tuple[HostArray, HostArray]:
+    """Token ids and what is added to their logits; ids are unique."""
+    if not forbid_stop:
+        return biased.token_ids, biased.values
+    forbidden = np.full(len(biased.stop_token_ids), -np.inf, np.float32)
+    ids = np.concatenate([biased.token_ids[biased.no_stop], biased.stop_token_ids])
+    return ids, np.concatenate([biased.values[biased.no_stop], forbidden])

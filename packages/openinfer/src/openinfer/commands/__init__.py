@@ -1,0 +1,1 @@
+"""The `openinfer` command: one file per subcommand."""

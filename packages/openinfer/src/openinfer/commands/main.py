@@ -1,0 +1,45 @@
+"""The `openinfer` command: finds the subcommand, turns errors into one line, returns the exit code."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from openinfer.commands import bench, demo, generate, plan, serve
+from openinfer_core import OpenInferError
+
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "serve": (serve.run, "serve a model through an OpenAI-compatible API"),
+    "generate": (generate.run, "continue a prompt on the terminal"),
+    "plan": (plan.run, "print what would serve a model: packages, kernels, memory"),
+    "bench": (bench.run, "measure a part"),
+    "demo": (demo.run, "load the tiny model, stream a completion and a chat turn"),
+}
+
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns its exit code, 2 for what the user can mend."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="openinfer",
+        description="An LLM inference engine that you can take apart.",
+        epilog="\n".join(f"  {name:10} {text}" for name, (_, text) in _COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"openinfer {version('openinfer')}")
+    parser.add_argument("command", choices=tuple(_COMMANDS), metavar="COMMAND", help="one of the commands below")
+    chosen = parser.parse_args(arguments[:1])
+    run, _ = _COMMANDS[chosen.command]
+    try:
+        return run(arguments[1:])
+    except OpenInferError as error:
+        print(f"openinfer {chosen.command}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

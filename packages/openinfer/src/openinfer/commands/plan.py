@@ -1,0 +1,113 @@
+"""`openinfer plan`: what would serve a model, before anything is loaded; writes and checks lock files."""
+
+import argparse
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from openinfer.commands.model_arguments import ModelArguments, parse
+from openinfer_core import FamilyPlan, InvalidRequest, OpenInferError
+
+LOCK_FORMAT = 1
+
+
+class Composition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A resolved composition, as a lock file holds it."""
+
+    format: int = LOCK_FORMAT
+    model: str
+    model_type: str
+    parts: dict[str, str]
+    kernels: dict[str, str]
+    memory_bytes: dict[str, int]
+    limits: dict[str, int]
+
+
+class LockDiffers(OpenInferError):
+    """The composition is not the one that was locked."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prints the composition; with `--lock` also writes it."""
+    arguments = parse(argv, command="plan", description=__doc__ or "", configure=_configure)
+    composition = resolve(arguments)
+    if arguments.namespace.json:
+        print(msgspec.json.format(msgspec.json.encode(composition)).decode())
+    else:
+        print(_table(composition))
+    if arguments.namespace.lock is not None:
+        Path(arguments.namespace.lock).write_bytes(msgspec.json.format(msgspec.json.encode(composition)) + b"\n")
+    return 0
+
+
+def resolve(arguments: ModelArguments) -> Composition:
+    """What would serve the model of a command line."""
+    plan: FamilyPlan = arguments.family.plan(arguments.model_dir, arguments.options)
+    parts = {
+        "openinfer": f"openinfer {version('openinfer')}",
+        "contract": f"openinfer-core {version('openinfer-core')}",
+        "family": f"{arguments.family.name} ({arguments.plugin.origin})",
+        "server": f"openinfer-server {version('openinfer-server')}",
+        **plan.parts,
+    }
+    return Composition(
+        model=arguments.model_dir.name,
+        model_type=plan.model_type,
+        parts=parts,
+        kernels=plan.kernels,
+        memory_bytes=plan.memory_bytes,
+        limits=plan.limits,
+    )
+
+
+def check_lock(path: Path, composition: Composition) -> None:
+    """Refuses to go on if a composition differs from a lock file.
+
+    Raises:
+        LockDiffers: with every difference.
+        InvalidRequest: the file is no lock file.
+    """
+    try:
+        locked = msgspec.json.decode(path.read_bytes(), type=Composition)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"--locked {path}: {error}", field="locked") from error
+    differences = _differences(msgspec.to_builtins(locked), msgspec.to_builtins(composition))
+    if differences:
+        raise LockDiffers(f"the composition differs from {path}: " + "; ".join(differences))
+
+
+def _differences(locked: dict[str, object], found: dict[str, object], prefix: str = "") -> list[str]:
+    differences: list[str] = []
+    for key in sorted({*locked, *found}):
+        before, after = locked.get(key), found.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            differences += _differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            differences.append(f"{prefix}{key} is {after!r}, locked {before!r}")
+    return differences
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--lock", metavar="FILE", help="also write the composition to FILE, for serve --locked")
+
+
+def _table(composition: Composition) -> str:
+    lines = [f"model       {composition.model} ({composition.model_type})"]
+    for title, rows in (("parts", composition.parts), ("kernels", composition.kernels)):
+        lines += ["", title, *(f"  {name:22} {value}" for name, value in rows.items())]
+    lines += ["", "memory", *(f"  {name:22} {_size(size):>12}" for name, size in composition.memory_bytes.items())]
+    lines.append(f"  {'total':22} {_size(sum(composition.memory_bytes.values())):>12}")
+    lines += ["", "limits", *(f"  {name:22} {value:>12,}" for name, value in composition.limits.items())]
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
+        size /= 1024
+    return f"{size:.2f} GiB"
