@@ -25,7 +25,10 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+import uv
+
 ROOT = Path(__file__).resolve().parents[2]
+UV = uv.find_uv_bin()
 PROBE = Path(__file__).with_name("installed.py")
 NEVER_INSTALLED = frozenset({"torch", "transformers", "tensorflow", "jax"})
 SMALL_INSTALL = "openinfer[qwen3]"
@@ -115,7 +118,7 @@ def build_wheels(packages: list[Package], folder: Path) -> Path:
     heading("building the wheels")
     lines = []
     for package in packages:
-        run("uv", "build", "--quiet", "--out-dir", str(folder), str(package.folder), cwd=ROOT)
+        run(UV, "build", "--quiet", "--out-dir", str(folder), str(package.folder), cwd=ROOT)
         wheel = folder / f"{package.name.replace('-', '_')}-{package.version}-py3-none-any.whl"
         print(f"  {wheel.stat().st_size / 1e6:7.2f} MB  {wheel.name}", flush=True)
         lines.append(f"{package.name} @ {wheel.as_uri()}\n")
@@ -149,13 +152,13 @@ def check_alone(requirement: str, package: Package, wheels: Path, folder: Path, 
 
 def make_environment(folder: Path, python: str) -> str:
     """Create an empty environment and return its interpreter."""
-    run("uv", "venv", "--quiet", "--python", python, str(folder / "venv"), cwd=ROOT)
+    run(UV, "venv", "--quiet", "--python", python, str(folder / "venv"), cwd=ROOT)
     on_windows = folder / "venv" / "Scripts" / "python.exe"
     return str(on_windows if on_windows.exists() else folder / "venv" / "bin" / "python")
 
 
 def install(python: str, wheels: Path, *arguments: str) -> None:
-    run("uv", "pip", "install", "--quiet", "--python", python, "--constraints", str(wheels), *arguments, cwd=ROOT)
+    run(UV, "pip", "install", "--quiet", "--python", python, "--constraints", str(wheels), *arguments, cwd=ROOT)
 
 
 def probe(python: str, name: str) -> Installed:
@@ -188,13 +191,20 @@ def heading(text: str) -> None:
 
 
 def run(*command: str, cwd: Path, capture: bool = False) -> str:
-    """Run a command without the settings of the environment that this script runs in; return its output if captured."""
-    leaky = ("PYTHON", "VIRTUAL_ENV", "HATCH_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(leaky)}
+    """Run a command as if its environment were active and no other had ever been; return its output if captured."""
+    environment = environment_of(Path(command[0]).parent)
     done = subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE if capture else None, check=False)
     if done.returncode:
         raise Failure(f"exit code {done.returncode} from {' '.join(command)}")
     return (done.stdout or b"").decode()
+
+
+def environment_of(bin_folder: Path) -> dict[str, str]:
+    """Drop what hatch and an outer environment have set: no command of the checkout may be found by its name."""
+    leaky = ("PYTHON", "VIRTUAL_ENV", "HATCH_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(leaky)}
+    outside = [path for path in os.environ["PATH"].split(os.pathsep) if not Path(path).is_relative_to(ROOT)]
+    return kept | {"PATH": os.pathsep.join([str(bin_folder), *outside])}
 
 
 if __name__ == "__main__":
