@@ -118,7 +118,7 @@ def build_wheels(packages: list[Package], folder: Path) -> Path:
     heading("building the wheels")
     lines = []
     for package in packages:
-        run(UV, "build", "--quiet", "--out-dir", str(folder), str(package.folder), cwd=ROOT)
+        run(UV, "build", "--out-dir", str(folder), str(package.folder), cwd=ROOT)
         wheel = folder / f"{package.name.replace('-', '_')}-{package.version}-py3-none-any.whl"
         print(f"  {wheel.stat().st_size / 1e6:7.2f} MB  {wheel.name}", flush=True)
         lines.append(f"{package.name} @ {wheel.as_uri()}\n")
@@ -208,4 +208,7 @@ def environment_of(bin_folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Failure as failure:
+        sys.exit(f"FAILED: {failure}")
