@@ -4,8 +4,8 @@
 names, and one parametrised test compares them. A model receives `ops` and never asks which one it is.
 
 Letters used for shapes: `T` tokens of this step over all rows, `R` rows (sequences) of this step, `h` hidden
-size, `H`/`K` query/KV heads on this rank, `D` head dimension, `F` MLP width on this rank, `V` vocabulary rows,
-`B` tokens per KV block. `x @ W.T` always means a weight stored `[out, in]`, as checkpoints publish it.
+size, `H`/`K` query/KV heads on this rank, `D` head dimension, `F` MLP width on this rank, `V` vocabulary
+rows, `B` tokens per KV block. `x @ W.T` always means a weight stored `[out, in]`, as checkpoints publish it.
 
 Compute dtype: float32 on the CPU (BF16 weights are widened when they are uploaded); BF16 storage with float32
 accumulation on a GPU. Integer arrays are int32 unless said otherwise.
@@ -28,8 +28,9 @@ HostArray: TypeAlias = NDArray[Any]
 class AttentionBatch:
     """Where the tokens of one step stand. A chunk of a prompt and a decode row are the same kind of row.
 
-    The tokens of row `r` are `query_starts[r] : query_starts[r + 1]`, at least one, with consecutive positions; the
-    last one has position `context_lens[r] - 1`. Arrays are on the device; the plain integers are known to the host.
+    The tokens of row `r` are `query_starts[r] : query_starts[r + 1]`, at least one, with consecutive
+    positions; the last one has position `context_lens[r] - 1`. Arrays are on the device; the plain integers
+    are known to the host.
     """
 
     positions: Array
@@ -96,21 +97,23 @@ class TokenMask:
 class SamplingBatch:
     """How each row of a `[R, V]` logits array is sampled; all arrays `[R]` unless said otherwise.
 
-    The order is: repetition, frequency and presence penalties; bias; token mask; division by the temperature; min-p; top-k;
-    top-p over what top-k left, renormalised; one draw. Ids from `num_token_ids` on are padding of the embedding
-    and never sampled. Rows with temperature 0 take the largest logit (the lowest id among equals) after
-    penalties, bias and mask.
+    The order is: repetition, frequency and presence penalties; bias; token mask; division by the temperature;
+    min-p; top-k; top-p over what top-k left, renormalised; one draw. Ids from `num_token_ids` on are padding
+    of the embedding and never sampled. Rows with temperature 0 take the largest logit (the lowest id among
+    equals) after penalties, bias and mask.
 
-    Among equal logits top-k and top-p keep the lower ids first, so that top-k 1 is the greedy choice and exactly
-    k tokens are kept. Top-p keeps the fewest of the likeliest tokens whose probabilities sum to at least `top_p`.
+    Among equal logits top-k and top-p keep the lower ids first, so that top-k 1 is the greedy choice and
+    exactly k tokens are kept. Top-p keeps the fewest of the likeliest tokens whose probabilities sum to at
+    least `top_p`.
 
     A row has no answer where its largest logit after penalties, bias and mask is not finite: every token is
-    forbidden, or a NaN came out of the model. Its token is -1, the other rows are sampled as ever, and the engine
-    fails that request alone.
+    forbidden, or a NaN came out of the model. Its token is -1, the other rows are sampled as ever, and the
+    engine fails that request alone.
 
-    The draw of a row depends on its seed and position only, never on the batch: the uniform number in [0, 1) is
-    made from the first word of Philox-4x32-10 (Salmon et al., SC 2011), `word * 2**-32`, with the seed as key and the
-    position as counter (low words first, the upper two counter words 0), and the token is found by inverting the cumulative distribution in order of token id.
+    The draw of a row depends on its seed and position only, never on the batch: the uniform number in [0, 1)
+    is made from the first word of Philox-4x32-10 (Salmon et al., SC 2011), `word * 2**-32`, with the seed as
+    key and the position as counter (low words first, the upper two counter words 0), and the token is found
+    by inverting the cumulative distribution in order of token id.
     """
 
     num_token_ids: int
@@ -236,19 +239,18 @@ class Ops(Protocol):
             q_norm: `[D]`, shared by all query heads.
             k_norm: `[D]`, shared by all key heads.
             eps: of both norms.
-            rope: `[2, positions, D / 2]` float32, cosines then sines (`rope.rope_table`).
-            kv_cache: `[blocks, layers, 2, K, B, D]`, mutated: the rows named by `batch.cache_slots` of this layer.
+            rope: `[2, positions, D / 2]` float32, cosines then sines (`rope_table`).
+            kv_cache: `[blocks, layers, 2, K, B, D]`, mutated: the entries that `batch.cache_slots` name in this layer.
             layer: index into the layer axis.
             batch: positions and cache slots of the tokens.
 
         Returns:
-            `[T, H, D]` queries after norm and rope. Pairs are `(i, i + D/2)`: Su et al. 2021, eq. 34, in the half layout of GPT-NeoX.
+            `[T, H, D]` queries after norm and rope. Pairs are `(i, i + D/2)`: Su et al. 2021, eq. 34, in the
+            half layout of GPT-NeoX.
         """
         ...
 
-    def paged_attention(
-        self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float
-    ) -> Array:
+    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """Causal attention of each row's tokens over its paged context, softmax in float32.
 
         Query head `j` reads KV head `j // (H / K)`. A token at position p sees positions 0..p.

@@ -1,9 +1,10 @@
 """Tables of rotary position embeddings: plain, and stretched to longer contexts by YaRN.
 
-Plain: Su et al. 2021, "RoFormer", eq. 34 (`inv_i = theta^(-2 i / D)`). YaRN: Peng et al. 2023, "YaRN", section 3.2 to
-3.4, with the parameters, defaults and rounding of bounds of Hugging Face's `_compute_yarn_parameters`. Both are static:
-nothing depends on the length of a sequence, so that one table serves all sequences. Angles are computed in float64;
-the reference multiplies position and frequency in float32, which differs by up to `position * 6e-8` radians.
+Plain: Su et al. 2021, "RoFormer", eq. 34 (`inv_i = theta^(-2 i / D)`). YaRN: Peng et al. 2023, "YaRN",
+section 3.2 to 3.4, with the parameters, defaults and rounding of bounds of Hugging Face's
+`_compute_yarn_parameters`. Both are static: nothing depends on the length of a sequence, so that one table
+serves all sequences. Angles are computed in float64; the reference multiplies position and frequency in
+float32, which differs by up to `position * 6e-8` radians.
 """
 
 import math
@@ -109,7 +110,7 @@ def rope_table(parameters: RopeParameters, *, head_dim: int, positions: int) -> 
 
 
 def attention_factor(yarn: YarnScaling) -> float:
-    """What YaRN multiplies cosines and sines by: the given value, or `0.1 ln(factor) + 1` (eq. 22), or a ratio of two."""
+    """What YaRN multiplies cosines and sines by: as given, or from the mscale fields, or `0.1 ln(factor) + 1`."""
     if yarn.attention_factor is not None:
         return yarn.attention_factor
     if yarn.mscale and yarn.mscale_all_dim:
@@ -152,7 +153,7 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         raise RopeConfigError(
             f"config has rope_parameters {new} and a different rope_scaling {old}: remove one of them"
         )
-    given = new or old or {}
+    given: object = new or old or {}
     if not isinstance(given, dict):
         raise RopeConfigError(f"rope parameters must be a JSON object, not {given!r}")
     fields = cast("dict[str, Any]", given)

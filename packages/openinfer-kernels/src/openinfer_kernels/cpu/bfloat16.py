@@ -18,7 +18,7 @@ def widened_weight(host: NDArray[Any]) -> NDArray[np.float32]:
         bits = host.astype(np.uint32, order="C")
         bits <<= 16
         return bits.view(np.float32)
-    if host.dtype in (np.float32, np.float16):
+    if host.dtype.name in ("float32", "float16"):
         return host.astype(np.float32, order="C")
     raise WeightDtypeError(
         f"a weight of dtype {host.dtype} was uploaded; possible are float32, float16, and uint16 for BF16 bits"

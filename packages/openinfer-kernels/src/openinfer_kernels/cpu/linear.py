@@ -1,6 +1,7 @@
 """Products with weights stored `[out, in]`.
 
-Overflow and NaN pass through without a warning: they belong to one request, which the sampler reports, not to the step.
+Overflow and NaN pass through without a warning: they belong to one request, which the sampler reports, not to
+the step.
 """
 
 from typing import Any

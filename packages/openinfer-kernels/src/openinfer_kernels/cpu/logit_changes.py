@@ -29,12 +29,10 @@ def _penalise(scores: NDArray[Any], penalties: Penalties) -> None:
     for index, row in enumerate(penalties.rows.tolist()):
         counts = penalties.output_counts[index, :num_ids]
         ids = np.flatnonzero((counts > 0) | penalties.prompt_seen[index, :num_ids])
+        old, counts = scores[row, ids], counts[ids].astype(np.float32)
         repetition = penalties.repetition[index]
-        values, counts = scores[row, ids], counts[ids]
-        values = np.where(values > 0, values / repetition, values * repetition)
-        values -= penalties.frequency[index] * counts.astype(np.float32)
-        values -= penalties.presence[index] * (counts > 0)
-        scores[row, ids] = values
+        scores[row, ids] = np.where(old > 0, old / repetition, old * repetition)
+        scores[row, ids] -= penalties.frequency[index] * counts + penalties.presence[index] * (counts > 0)
 
 
 def _add_bias(scores: NDArray[Any], bias: Bias) -> None:

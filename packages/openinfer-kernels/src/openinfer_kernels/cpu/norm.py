@@ -1,6 +1,7 @@
 """RMSNorm: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
 
-The rounding to the input dtype before the multiplication with the weight does nothing here: everything is float32.
+The rounding to the input dtype before the multiplication with the weight does nothing here: everything is
+float32.
 """
 
 from typing import Any
@@ -18,9 +19,7 @@ def rms_norm(x: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[An
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def add_rms_norm(
-    x: NDArray[Any], residual: NDArray[Any], weight: NDArray[Any], *, eps: float
-) -> NDArray[Any]:
+def add_rms_norm(x: NDArray[Any], residual: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[Any]:
     """Adds `x` into `residual` in place and returns `rms_norm(residual)`."""
     residual += x
     return rms_norm(residual, weight, eps=eps)

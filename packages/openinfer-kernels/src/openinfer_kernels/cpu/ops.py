@@ -17,7 +17,7 @@ from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, Sa
 
 
 class CpuOps:
-    """`openinfer_kernels.Ops` in host memory; the contract describes every method. Stateless, so threads may share one."""
+    """`openinfer_kernels.Ops` in host memory. It has no state: threads may share one."""
 
     @property
     def name(self) -> str:
@@ -84,9 +84,7 @@ class CpuOps:
             batch=batch,
         )
 
-    def paged_attention(
-        self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float
-    ) -> Array:
+    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `openinfer_kernels.cpu.attention`."""
         return paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
 

@@ -1,4 +1,4 @@
-"""Philox-4x32-10, the counter-based generator of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011."""
+"""Philox-4x32-10, a counter-based generator: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def philox(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np
 
 
 def uniforms(seeds: NDArray[Any], positions: NDArray[Any]) -> NDArray[np.float64]:
-    """One number in [0, 1) per row, multiples of 2^-32: seed `[n]` uint64 is the key, position `[n]` int64 the counter."""
+    """A multiple of 2^-32 in [0, 1) per row: seeds `[n]` uint64 are the keys, positions `[n]` int64 the counters."""
     seeds, positions = seeds.astype(np.uint64), positions.astype(np.uint64)
     nothing = np.zeros_like(positions)
     counters = np.stack([positions & _LOW, positions >> _SHIFT, nothing, nothing])

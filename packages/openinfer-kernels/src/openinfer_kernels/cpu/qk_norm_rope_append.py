@@ -38,9 +38,7 @@ def append(kv_cache: NDArray[Any], layer: int, k: NDArray[Any], v: NDArray[Any],
     kv_cache[blocks, layer, 1, :, offsets] = v
 
 
-def _norm_rope(
-    x: NDArray[Any], weight: NDArray[Any], eps: float, cos: NDArray[Any], sin: NDArray[Any]
-) -> NDArray[Any]:
+def _norm_rope(x: NDArray[Any], weight: NDArray[Any], eps: float, cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[Any]:
     """RMSNorm over the last axis of `x [T, heads, D]`, then the rotation of the pairs `(i, i + D/2)`."""
     half = x.shape[-1] // 2
     normed = x * inverse_rms(x, eps=eps)
