@@ -51,7 +51,14 @@ class RankRunner:
         self._last_ids: Array = ops.zeros((limits.max_num_seqs,), np.int32)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Executes one step."""
+        """Executes one step. If it fails, the other ranks are told, so that none waits for this one."""
+        try:
+            return self._execute(plan)
+        except BaseException as error:
+            self._communicator.abort(error)
+            raise
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         for start in plan.started:
             self._sampling.start(start)
             self._prompts[start.slot] = start.request.prompt_token_ids

@@ -1,0 +1,197 @@
+"""Resolving a model folder and options into everything an engine is made of, before a weight is read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from openinfer_core import EngineInfo, FamilyPlan, InvalidRequest, Plugin, Refused, find_plugin, read_config
+from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
+from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig
+from openinfer_engine.checkpoint import Checkpoint
+from openinfer_engine.fingerprint import fingerprint
+from openinfer_engine.model import ModelDefinition, ModelLimits
+from openinfer_engine.options import DEFAULT_KV_CACHE_BYTES, EngineOptions, LoadFormat
+from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
+from openinfer_kv_cache import KvDtype, KvLayout
+
+COMPUTE_DTYPE = KvDtype.FLOAT32
+"""What the CPU operators compute and store in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """Everything that is known before loading."""
+
+    definition: ModelDefinition[Any]
+    config: Any
+    """The definition's typed config."""
+    model_type: str
+    model_dir: Path
+    options: EngineOptions
+    limits: ModelLimits
+    num_token_ids: int
+    eos_token_ids: tuple[int, ...]
+    max_model_tokens: int
+    layouts: tuple[KvLayout, ...]
+    """One per rank."""
+    num_blocks: int
+    scheduler: Plugin
+    queue_policy: Plugin
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits the scheduler works within."""
+        options = self.options
+        return SchedulerConfig(
+            num_blocks=self.num_blocks,
+            block_size_tokens=options.block_size_tokens,
+            max_num_seqs=options.max_num_seqs,
+            max_step_tokens=options.max_step_tokens,
+            max_model_tokens=self.max_model_tokens,
+            max_waiting=options.max_waiting,
+            prefix_cache=options.prefix_cache,
+            layout_digest=self.layouts[0].digest,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """What a frontend is told."""
+        return EngineInfo(
+            model=self.model_dir.name,
+            family=self.definition.name,
+            max_model_tokens=self.max_model_tokens,
+            num_token_ids=self.num_token_ids,
+            eos_token_ids=self.eos_token_ids,
+            block_size_tokens=self.options.block_size_tokens,
+            num_blocks=self.num_blocks,
+            max_num_seqs=self.options.max_num_seqs,
+            max_waiting=self.options.max_waiting,
+            composition=self.parts,
+        )
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What supplies each part of the engine."""
+        return {
+            "engine": f"openinfer-engine {version('openinfer-engine')}",
+            "scheduler": f"{self.scheduler.name} ({self.scheduler.origin})",
+            "queue_policy": f"{self.queue_policy.name} ({self.queue_policy.origin})",
+            "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
+            "kernels": f"cpu (openinfer-kernels {version('openinfer-kernels')})",
+            "weights": str(self.options.load_format),
+        }
+
+    def make_scheduler(self) -> Scheduler:
+        """The chosen scheduler with the chosen queue policy.
+
+        Raises:
+            BrokenPlugin: one of them failed to load.
+        """
+        policy = self.queue_policy.load()(QueuePolicyConfig(tenant_weights=self.options.tenant_weights))
+        make: Callable[..., Scheduler] = self.scheduler.load()
+        return make(self.scheduler_config, policy)
+
+    def plan(self) -> FamilyPlan:
+        """What `openinfer plan` prints."""
+        ranks = self.options.tensor_parallel_size
+        weights = sum(_num_elements(shape) for shape in self.definition.tensors(self.config).values())
+        config = self.scheduler_config
+        return FamilyPlan(
+            model_type=self.model_type,
+            parts=self.parts,
+            kernels={"prefill": "cpu NumPy, float32", "decode": "cpu NumPy, float32", "sampling": "cpu NumPy, float64 sums"},
+            memory_bytes={
+                "weights": weights * COMPUTE_DTYPE.itemsize_bytes,
+                "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
+            },
+            limits={
+                "max_model_tokens": self.max_model_tokens,
+                "num_blocks": self.num_blocks,
+                "block_size_tokens": config.block_size_tokens,
+                "kv_cache_tokens": self.num_blocks * config.block_size_tokens,
+                "max_num_seqs": config.max_num_seqs,
+                "max_step_tokens": config.max_step_tokens,
+                "tensor_parallel_size": ranks,
+            },
+        )
+
+
+def resolve(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> Composition:
+    """Checks a model folder and options against each other; reads no weights.
+
+    Raises:
+        InvalidCheckpoint: the folder is incomplete or contradicts its config.
+        InvalidRequest: an option is out of the model's range.
+        Refused: the options cannot be served.
+        PluginError: the scheduler or queue policy is not there.
+    """
+    published = read_config(model_dir)
+    config = definition.parse(published)
+    limits = definition.limits(config)
+    definition.check_ranks(config, options.tensor_parallel_size)
+    if options.load_format is LoadFormat.SAFETENSORS:
+        with Checkpoint.open(model_dir) as checkpoint:
+            checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))
+    max_model_tokens = _max_model_tokens(options, limits)
+    layouts = _layouts(definition, config, model_dir, options)
+    return Composition(
+        definition=definition,
+        config=config,
+        model_type=str(published.get("model_type")),
+        model_dir=model_dir,
+        options=options,
+        limits=limits,
+        num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
+        eos_token_ids=read_eos_token_ids(model_dir, published),
+        max_model_tokens=max_model_tokens,
+        layouts=layouts,
+        num_blocks=_num_blocks(options, layouts[0], max_model_tokens),
+        scheduler=find_plugin(SCHEDULERS, options.scheduler),
+        queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
+    )
+
+
+def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:
+    asked = options.max_model_tokens
+    if asked is not None and asked > limits.max_model_tokens:
+        raise InvalidRequest(
+            f"max_model_tokens is {asked}; the model's position encoding reaches {limits.max_model_tokens}",
+            field="max_model_tokens",
+        )
+    return limits.max_model_tokens if asked is None else asked
+
+
+def _layouts(
+    definition: ModelDefinition[Any], config: Any, model_dir: Path, options: EngineOptions
+) -> tuple[KvLayout, ...]:
+    ranks = options.tensor_parallel_size
+    tag = fingerprint(model_dir)
+    specs = [
+        definition.kv_spec(config, model_tag=tag, dtype=COMPUTE_DTYPE, num_ranks=ranks, rank_index=rank)
+        for rank in range(ranks)
+    ]
+    return tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)
+
+
+def _num_blocks(options: EngineOptions, layout: KvLayout, max_model_tokens: int) -> int:
+    """Blocks of the pool: as asked, or what the budget holds, at most what all slots can use."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    budget_bytes = DEFAULT_KV_CACHE_BYTES if options.kv_cache_bytes is None else options.kv_cache_bytes
+    fitting = layout.num_blocks_for(budget_bytes // options.tensor_parallel_size)
+    if fitting == 0:
+        raise Refused(
+            f"kv_cache_bytes is {budget_bytes}; one block of {options.block_size_tokens} tokens takes "
+            f"{layout.pool_bytes(num_blocks=1) * options.tensor_parallel_size} bytes"
+        )
+    usable = options.max_num_seqs * -(-max_model_tokens // options.block_size_tokens)
+    return fitting if options.kv_cache_bytes is not None else min(fitting, usable)
+
+
+def _num_elements(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

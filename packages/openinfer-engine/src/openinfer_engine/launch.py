@@ -1,0 +1,100 @@
+"""Launching a family's engine: in a thread of this process, or in a process of its own."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from openinfer_core import EngineHandle, FamilyPlan
+from openinfer_core.local import InProcessEngine
+from openinfer_core.remote import spawn_engine
+from openinfer_engine.checkpoint import Checkpoint, RankWeights
+from openinfer_engine.communicator import Communicator, SoloCommunicator
+from openinfer_engine.composition import Composition, resolve
+from openinfer_engine.dummy import DummyWeights
+from openinfer_engine.local_group import LocalGroup
+from openinfer_engine.loop import StepLoop
+from openinfer_engine.model import ModelDefinition, WeightSource
+from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
+from openinfer_engine.rank import RankRunner, RunnerLimits
+from openinfer_engine.runner import ThreadRunner
+from openinfer_kernels.cpu import CpuOps
+
+CHILD_MODULE = "openinfer_engine.child"
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the engine process is told to build."""
+
+    family: str
+    """Name in the group `openinfer.models`; its object has a `definition`."""
+    model_dir: str
+    options: msgspec.Raw
+    """The family's own options type, as JSON."""
+
+
+def plan(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> FamilyPlan:
+    """What `launch` would do; see `resolve` for what it raises."""
+    return resolve(definition, model_dir, options).plan()
+
+
+def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> EngineHandle:
+    """Loads a model and returns its running engine; see `resolve` for what it raises.
+
+    With `EngineHost.PROCESS`, the family must be installed under `definition.name` in the group
+    `openinfer.models`, because the child finds it there.
+    """
+    if options.engine_host is EngineHost.THREAD:
+        return InProcessEngine(build_loop(resolve(definition, model_dir, options)))
+    raw = msgspec.Raw(msgspec.json.encode(options))
+    spec = EngineSpec(family=definition.name, model_dir=str(model_dir.resolve()), options=raw)
+    return spawn_engine(CHILD_MODULE, spec)
+
+
+def build_loop(composition: Composition) -> StepLoop:
+    """Loads the weights of every rank and puts the engine together, without a host."""
+    scheduler = composition.make_scheduler()
+    return StepLoop(info=composition.info, scheduler=scheduler, runner=ThreadRunner(_load_ranks(composition)))
+
+
+def _load_ranks(composition: Composition) -> Sequence[RankRunner]:
+    size = composition.options.tensor_parallel_size
+    communicators: Sequence[Communicator] = [SoloCommunicator()] if size == 1 else LocalGroup(size).communicators
+    with _weights(composition) as checkpoint, ThreadPoolExecutor(size) as pool:
+        loading = [pool.submit(_load_rank, composition, checkpoint, communicator) for communicator in communicators]
+        return [future.result() for future in loading]
+
+
+def _weights(composition: Composition) -> AbstractContextManager[Checkpoint | None]:
+    if composition.options.load_format is LoadFormat.DUMMY:
+        return nullcontext()
+    return Checkpoint.open(composition.model_dir)
+
+
+def _load_rank(composition: Composition, checkpoint: Checkpoint | None, communicator: Communicator) -> RankRunner:
+    ops = CpuOps()
+    definition, config, rank = composition.definition, composition.config, communicator.rank
+    weights: WeightSource
+    if checkpoint is None:
+        weights = DummyWeights(definition.tensors(config), rank=rank, size=communicator.size)
+    else:
+        weights = RankWeights(checkpoint, rank=rank, size=communicator.size)
+    model = definition.load(
+        config, weights, ops=ops, communicator=communicator, max_model_tokens=composition.max_model_tokens
+    )
+    return RankRunner(
+        model,
+        kv_cache=ops.zeros((composition.num_blocks, *composition.layouts[rank].block_shape)),
+        ops=ops,
+        communicator=communicator,
+        limits=RunnerLimits(
+            max_num_seqs=composition.options.max_num_seqs,
+            max_model_tokens=composition.max_model_tokens,
+            block_size_tokens=composition.options.block_size_tokens,
+            num_token_ids=composition.num_token_ids,
+            vocab_size=composition.limits.vocab_size,
+        ),
+    )
