@@ -41,7 +41,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blocks_total: int = 0
     steps: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens computed (cache hits not counted)."""
+    """Given tokens computed: prompts, without what a cache had, and what preemptions made sequences compute again."""
     cached_tokens: int = 0
     """Prompt tokens found in a cache."""
     generated_tokens: int = 0
@@ -49,6 +49,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     wasted_rows: int = 0
     """Rows computed after their sequence had ended: the price of overlap."""
     failed_requests: int = 0
+    policy_faults: int = 0
+    """Times the queue policy raised; each cost the request it was asked about."""
     step_age_s: float = 0.0
     """Seconds since the loop last completed an iteration while there was work; 0 when idle. Health is this number."""
 

@@ -1,0 +1,137 @@
+"""A step while it is planned, and what the scheduler remembers of it until its result is applied."""
+
+from array import array
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+import numpy as np
+
+from openinfer_core.scheduling import SlotStart, StepPlan
+from openinfer_engine.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class StepInFlight:
+    """What `apply` needs to know of a planned step; lists in row order."""
+
+    step: int
+    planned_s: float
+    rows: list[Sequence]
+    starts: list[int]
+    ends: list[int]
+    """Position behind each row's last one."""
+    samples: list[bool]
+    faults: dict[int, str]
+    """Row -> why its request fails whatever the step gives."""
+
+
+class StepDraft:
+    """The columns of one step, grown row by row. Lists, because a NumPy scalar per row costs more than the row."""
+
+    __slots__ = (
+        "budget_tokens",
+        "counts",
+        "ends",
+        "faults",
+        "given_counts",
+        "new_block_counts",
+        "new_blocks",
+        "rows",
+        "samples",
+        "slots",
+        "started",
+        "starts",
+        "token_ids",
+    )
+
+    def __init__(self, budget_tokens: int) -> None:
+        self.budget_tokens = budget_tokens
+        """What is left of the step's token budget."""
+        self.rows: list[Sequence] = []
+        self.slots: list[int] = []
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.counts: list[int] = []
+        self.given_counts: list[int] = []
+        self.samples: list[bool] = []
+        self.token_ids = array("I")
+        self.new_block_counts: list[int] = []
+        self.new_blocks: list[int] = []
+        self.started: list[SlotStart] = []
+        self.faults: dict[int, str] = {}
+
+    def add_decode_row(self, sequence: Sequence, new_blocks: ListLike[int]) -> None:
+        """Plans the one position whose input id is the last one sampled in the sequence's slot.
+
+        Half of the row is left to `close_decode_rows`, because it is the same for all of them.
+        """
+        start = sequence.computed_tokens
+        end = start + 1
+        self.rows.append(sequence)
+        self.slots.append(sequence.slot)
+        self.starts.append(start)
+        self.ends.append(end)
+        self.new_block_counts.append(len(new_blocks))
+        if new_blocks:
+            self.new_blocks.extend(new_blocks)
+            sequence.sent_blocks += len(new_blocks)
+        sequence.computed_tokens = end
+        if end < sequence.final_tokens:
+            sequence.target_tokens = end + 1
+        sequence.rows_in_flight += 1
+
+    def close_decode_rows(self) -> None:
+        """Fills in what all decode rows share; no row of another kind is there yet."""
+        num_rows = len(self.rows)
+        self.counts = [1] * num_rows
+        self.given_counts = [0] * num_rows
+        self.samples = [True] * num_rows
+        self.budget_tokens -= num_rows
+
+    def add_chunk(self, sequence: Sequence) -> None:
+        """Plans as many of the sequence's given ids as the budget allows, at least one of each."""
+        start = sequence.computed_tokens
+        end = min(sequence.given_tokens, start + self.budget_tokens)
+        samples = end == sequence.given_tokens and sequence.samples
+        new_blocks = sequence.kv.blocks[sequence.sent_blocks :]
+        self.rows.append(sequence)
+        self.slots.append(sequence.slot)
+        self.starts.append(start)
+        self.ends.append(end)
+        self.counts.append(end - start)
+        self.given_counts.append(end - start)
+        self.samples.append(samples)
+        self.token_ids.extend(sequence.kv.token_ids[start:end])
+        self.new_block_counts.append(len(new_blocks))
+        self.new_blocks.extend(new_blocks)
+        self.budget_tokens -= end - start
+        sequence.sent_blocks += len(new_blocks)
+        sequence.computed_tokens = end
+        if samples and end < sequence.final_tokens:
+            sequence.target_tokens = end + 1
+        sequence.rows_in_flight += 1
+
+    def finish(self, step: int, *, planned_s: float) -> tuple[StepPlan, StepInFlight]:
+        """The plan for the runner, and the scheduler's record of it."""
+        plan = StepPlan(
+            step=step,
+            slots=np.array(self.slots, np.int32),
+            starts=np.array(self.starts, np.int32),
+            counts=np.array(self.counts, np.int32),
+            given_counts=np.array(self.given_counts, np.int32),
+            sample=np.array(self.samples, np.bool_),
+            token_ids=np.frombuffer(self.token_ids, np.int32),
+            new_block_counts=np.array(self.new_block_counts, np.int32),
+            new_blocks=np.array(self.new_blocks, np.int32),
+            started=tuple(self.started),
+        )
+        record = StepInFlight(
+            step=step,
+            planned_s=planned_s,
+            rows=self.rows,
+            starts=self.starts,
+            ends=self.ends,
+            samples=self.samples,
+            faults=self.faults,
+        )
+        return plan, record

@@ -1,0 +1,158 @@
+"""One request inside the scheduler, and the states it goes through.
+
+                admit             preempt
+    waiting ────────────► running ◄────────► preempted
+       │                     │      resume       │
+       │ finish              │ finish            │ finish
+       └─────────────────────┴───────────────────┴──────► finished
+
+    waiting    in the queue, without slot and blocks
+    running    has a slot, and blocks for every position it has computed or that is planned
+    preempted  gave way when blocks were short; resumes from the ids it knows, before anything waiting is admitted
+    finished   its terminal event is out; it is never planned again
+
+`Sequence.move` enforces the diagram. A preempted or finished sequence keeps its slot and blocks while a step in
+flight has a row of it (`rows_in_flight`), because that step still writes to them.
+
+Positions of a running sequence, each mark at or behind the one before it:
+
+    0 ──── given ────► given_tokens ──── from the device ────► target_tokens ────► final_tokens
+                computed_tokens moves from the cached prefix to target_tokens
+
+`given_tokens` ids were known when it took its slot and are sent by the host. Every later id is sampled in the
+slot and read on the device, one per step, so that a step can be planned before the last one's ids are known.
+"""
+
+from enum import IntEnum
+
+from openinfer_core.errors import ContractViolation
+from openinfer_core.request import GenerateRequest
+from openinfer_core.scheduling import SlotStart
+from openinfer_kv_cache import BlockSequence
+
+NO_SLOT = -1
+
+
+class SequenceState(IntEnum):
+    """See the module's diagram."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED = 3
+
+
+_MOVES = frozenset(
+    {
+        (SequenceState.WAITING, SequenceState.RUNNING),
+        (SequenceState.WAITING, SequenceState.FINISHED),
+        (SequenceState.RUNNING, SequenceState.PREEMPTED),
+        (SequenceState.RUNNING, SequenceState.FINISHED),
+        (SequenceState.PREEMPTED, SequenceState.RUNNING),
+        (SequenceState.PREEMPTED, SequenceState.FINISHED),
+    }
+)
+
+
+def count_limit_tokens(request: GenerateRequest, max_model_tokens: int) -> int:
+    """Known ids (prompt and output) at which a request finishes with `length`."""
+    return min(len(request.prompt_token_ids) + request.sampling.max_tokens, max_model_tokens)
+
+
+def count_final_tokens(request: GenerateRequest, max_model_tokens: int) -> int:
+    """Positions a request ever computes: the last sampled token is never fed back."""
+    limit_tokens = count_limit_tokens(request, max_model_tokens)
+    return limit_tokens - 1 if request.sampling.max_tokens else limit_tokens
+
+
+class Sequence:
+    """What the scheduler knows of one request. Plain attributes: the step's loops read them."""
+
+    __slots__ = (
+        "admission",
+        "arrived_s",
+        "cached_tokens",
+        "capacity_tokens",
+        "computed_tokens",
+        "final_tokens",
+        "given_tokens",
+        "is_announced",
+        "known_tokens",
+        "kv",
+        "limit_tokens",
+        "prompt_logprobs_sent",
+        "prompt_tokens",
+        "request",
+        "request_id",
+        "rows_in_flight",
+        "samples",
+        "seed",
+        "sent_blocks",
+        "slot",
+        "state",
+        "stop_token_ids",
+        "target_tokens",
+    )
+
+    def __init__(
+        self, request: GenerateRequest, kv: BlockSequence, *, seed: int, arrived_s: float, max_model_tokens: int
+    ) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.kv = kv
+        self.seed = seed
+        self.arrived_s = arrived_s
+        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
+        self.state = SequenceState.WAITING
+        self.admission = -1
+        """Number in order of first admission: its age."""
+        self.slot = NO_SLOT
+        self.rows_in_flight = 0
+        self.prompt_tokens = len(request.prompt_token_ids)
+        self.known_tokens = self.prompt_tokens
+        """Ids that `kv` holds: the prompt's and those of applied steps."""
+        self.limit_tokens = count_limit_tokens(request, max_model_tokens)
+        self.final_tokens = count_final_tokens(request, max_model_tokens)
+        self.samples = request.sampling.max_tokens > 0
+        """Whether anything is generated; otherwise only the prompt's log-probabilities are wanted."""
+        self.given_tokens = self.target_tokens = self.computed_tokens = self.capacity_tokens = self.sent_blocks = 0
+        self.cached_tokens = 0
+        """Of the first admission."""
+        self.is_announced = False
+        """Whether `Scheduled` is out."""
+        self.prompt_logprobs_sent = 0
+
+    def move(self, state: SequenceState) -> None:
+        """Changes the state.
+
+        Raises:
+            ContractViolation: the diagram has no such arrow.
+        """
+        if (self.state, state) not in _MOVES:
+            raise ContractViolation(f"request {self.request_id} cannot go from {self.state.name} to {state.name}")
+        self.state = state
+
+    @property
+    def completion_tokens(self) -> int:
+        """Ids generated and known."""
+        return self.known_tokens - self.prompt_tokens
+
+    @property
+    def may_match(self) -> bool:
+        """Whether a cached prefix helps; not while log-probabilities of prompt positions are still owed."""
+        owes_logprobs = self.request.sampling.prompt_logprobs is not None
+        return not owes_logprobs or self.prompt_logprobs_sent >= self.prompt_tokens - 1
+
+    def take_slot(self, slot: int, *, cached_tokens: int) -> SlotStart:
+        """Begins, or begins again, to run in a slot; the blocks for every known id are reserved."""
+        self.slot = slot
+        self.computed_tokens = cached_tokens
+        self.given_tokens = self.target_tokens = self.known_tokens
+        self.capacity_tokens = self.kv.capacity_tokens
+        self.sent_blocks = 0
+        return SlotStart(
+            slot=slot,
+            request=self.request,
+            seed=self.seed,
+            output_token_ids=tuple(self.kv.token_ids[self.prompt_tokens :]),
+        )
