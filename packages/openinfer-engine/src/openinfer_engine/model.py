@@ -4,7 +4,7 @@ The engine owns memory, batches and sampling; a model owns its equations. A mode
 and a batch, and never asks which device or how many ranks there are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
@@ -83,6 +83,10 @@ class ModelDefinition(Protocol, Generic[Config]):
 
     def tensors(self, config: Config) -> Mapping[str, tuple[int, ...]]:
         """Every tensor that `load` reads, with its whole shape; the checkpoint is checked against it first."""
+        ...
+
+    def ignorable_tensors(self, config: Config) -> Collection[str]:
+        """Names of tensors that `load` does not read and that a checkpoint may have: derived or redundant ones."""
         ...
 
     def kv_spec(self, config: Config, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int) -> KvSpec:

@@ -1,0 +1,222 @@
+"""Checkpoints: the tensors of a Hugging Face model folder, checked as a whole before any is read.
+
+    Checkpoint.open(folder) ─► validate(names and shapes) ─► RankWeights(checkpoint, rank=…, size=…).read(name, cut)
+
+A folder has one `model.safetensors`, or shards named by `model.safetensors.index.json`. Nothing is ever read from
+outside it, and nothing but safetensors is read at all.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from openinfer_core import InvalidCheckpoint
+from openinfer_engine.model import Cut
+from openinfer_engine.safetensors_file import SafetensorsFile, TensorInfo
+from openinfer_engine.unique_json import decode_unique_json
+from openinfer_kernels import HostArray
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+WEIGHT_DTYPES = frozenset({"BF16", "F16", "F32"})
+"""The dtypes that `Ops.upload_weight` reads."""
+
+_PROBLEMS_SHOWN = 5
+
+
+class _Index(msgspec.Struct):
+    """`model.safetensors.index.json`; it also has a `metadata`, which says nothing that the files do not."""
+
+    weight_map: dict[str, str]
+
+
+class Checkpoint:
+    """All tensors of a model folder. A context manager; arrays that were read stay valid after it is closed.
+
+    Args:
+        files: open files; no two may have a tensor of the same name.
+
+    Raises:
+        InvalidCheckpoint: they have.
+    """
+
+    def __init__(self, files: Collection[SafetensorsFile]) -> None:
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for file in files:
+            for name in file.tensors:
+                first = self._file_of.setdefault(name, file)
+                if first is not file:
+                    raise InvalidCheckpoint(f"tensor {name!r} is in {first.path.name} and in {file.path.name}")
+
+    @classmethod
+    def open(cls, model_dir: Path) -> "Checkpoint":
+        """Opens a folder's files and checks that they are whole.
+
+        Raises:
+            InvalidCheckpoint: files are missing or damaged, or the index contradicts them.
+        """
+        single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
+        if single.exists() and index.exists():
+            raise InvalidCheckpoint(
+                f"{model_dir} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale"
+            )
+        if single.exists():
+            return cls([SafetensorsFile(single)])
+        if index.exists():
+            return _open_shards(index)
+        raise InvalidCheckpoint(_no_weights(model_dir))
+
+    def close(self) -> None:
+        """Lets go of the files: no further tensor can be read. Each map goes with the last array over it. Idempotent."""
+        self._file_of.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name -> dtype, shape and place of every tensor of all files."""
+        return MappingProxyType({name: file.tensors[name] for name, file in self._file_of.items()})
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(file.tensors[name].num_bytes for name, file in self._file_of.items())
+
+    def validate(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        *,
+        ignorable: Collection[str] = (),
+        dtypes: Collection[str] = WEIGHT_DTYPES,
+    ) -> None:
+        """Checks every tensor against what a model reads, before any is read.
+
+        Args:
+            expected: name -> shape of every tensor that the model reads.
+            ignorable: names that the model does not read and that may be there.
+            dtypes: those that the model reads.
+
+        Raises:
+            InvalidCheckpoint: tensors are missing, unknown, or of another shape or dtype; names the first few.
+        """
+        problems = list(_problems(self.tensors, expected, ignorable, dtypes))
+        if problems:
+            shown = "; ".join(problems[:_PROBLEMS_SHOWN])
+            more = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+            raise InvalidCheckpoint(f"the checkpoint does not fit its config.json: {shown}{more}")
+
+    def read(self, name: str) -> HostArray:
+        """A whole tensor, read-only and not copied; BF16 as its bits in uint16.
+
+        Raises:
+            InvalidCheckpoint: there is none of that name.
+        """
+        file = self._file_of.get(name)
+        if file is None:
+            raise InvalidCheckpoint(f"the checkpoint has no tensor {name!r}, or is closed")
+        return file.read(name)
+
+
+class RankWeights:
+    """A checkpoint as one rank sees it: the `WeightSource` of real weights.
+
+    Args:
+        checkpoint: validated.
+        rank: this rank.
+        size: ranks that the model is cut into.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, rank: int, size: int) -> None:
+        self._checkpoint = checkpoint
+        self._rank = rank
+        self._size = size
+
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+        """This rank's piece; a copy only if the piece is not contiguous in the file.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        return cut_for_rank(self._checkpoint.read(name), name, cut, rank=self._rank, size=self._size)
+
+
+def cut_for_rank(whole: HostArray, name: str, cut: Cut, *, rank: int, size: int) -> HostArray:
+    """One rank's piece of a whole tensor, C-contiguous.
+
+    Raises:
+        InvalidCheckpoint: the tensor's size does not divide by the ranks.
+    """
+    if cut is Cut.WHOLE:
+        return whole
+    if cut >= whole.ndim or whole.shape[cut] % size:
+        raise InvalidCheckpoint(
+            f"tensor {name!r} of shape {list(whole.shape)} cannot be cut by {cut.name} for {size} ranks"
+        )
+    piece = whole.shape[cut] // size
+    span = slice(rank * piece, (rank + 1) * piece)
+    return np.ascontiguousarray(whole[span] if cut is Cut.ROWS else whole[:, span])
+
+
+def _open_shards(index: Path) -> Checkpoint:
+    try:
+        decoded = decode_unique_json(index.read_bytes(), what=str(index))
+        weight_map = msgspec.convert(decoded, _Index).weight_map
+    except msgspec.ValidationError as error:
+        raise InvalidCheckpoint(f"{index} is invalid: {error}") from error
+    except OSError as error:
+        raise InvalidCheckpoint(f"{index} cannot be read: {error.strerror}") from error
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        _check_shard_name(name, index)
+    missing = [name for name in names if not (index.parent / name).exists()]
+    if missing:
+        listed = ", ".join(missing[:3])
+        raise InvalidCheckpoint(f"{index.parent} lacks {len(missing)} of the {len(names)} files of its index: {listed}")
+    files = {name: SafetensorsFile(index.parent / name) for name in names}
+    for tensor, name in weight_map.items():
+        if tensor not in files[name].tensors:
+            raise InvalidCheckpoint(f"{index.name} places tensor {tensor!r} in {name}, which does not have it")
+    return Checkpoint(files.values())
+
+
+def _check_shard_name(name: str, index: Path) -> None:
+    """Raises unless `name` is a plain name of a safetensors file: an index comes from strangers."""
+    plain = PurePosixPath(name).name == name == PureWindowsPath(name).name and "\0" not in name
+    if not plain or not name.endswith(".safetensors"):
+        raise InvalidCheckpoint(f"{index} names the file {name!r}; only .safetensors files of the same folder are read")
+
+
+def _no_weights(model_dir: Path) -> str:
+    found = sorted(
+        path.name for path in model_dir.glob("*") if path.suffix in {".bin", ".pt", ".pth", ".safetensors", ".gguf"}
+    )
+    hint = f"; it has {', '.join(found[:3])}" if found else ""
+    return f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}; weights are read from safetensors only"
+
+
+def _problems(
+    tensors: Mapping[str, TensorInfo],
+    expected: Mapping[str, tuple[int, ...]],
+    ignorable: Collection[str],
+    dtypes: Collection[str],
+) -> Iterator[str]:
+    for name, shape in expected.items():
+        info = tensors.get(name)
+        if info is None:
+            yield f"{name} is missing"
+        elif info.shape != shape:
+            yield f"{name} has shape {list(info.shape)}, not {list(shape)}"
+        elif info.dtype not in dtypes:
+            yield f"{name} has dtype {info.dtype}, not one of {', '.join(sorted(dtypes))}"
+    for name in tensors:
+        if name not in expected and name not in ignorable:
+            yield f"{name} is not a tensor of this model"

@@ -1,0 +1,223 @@
+"""`LocalGroup`: ranks as threads of one process, over NumPy arrays; the CPU's way to run and test several ranks.
+
+A collective is two meetings of all ranks:
+
+    offer my array ─► meet ─► read everybody's array, compute my result ─► meet ─► return
+
+After the first, all arrays can be read; until the second, none may be changed. A rank that waits sleeps on a
+condition; it is woken when the last rank arrives or when the group breaks.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from openinfer_engine.communicator import Communicator, check_axis, check_pieces, check_root
+from openinfer_engine.errors import GroupBroken
+from openinfer_kernels import HostArray
+
+Result = TypeVar("Result")
+
+
+class LocalGroup:
+    """Ranks that share this process, each called from a thread of its own.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a group needs at least one rank, not {size}")
+        meeting = _Meeting(size)
+        self._members = tuple(LocalCommunicator(rank, meeting) for rank in range(size))
+
+    @property
+    def communicators(self) -> "Sequence[LocalCommunicator]":
+        """One per rank, in order."""
+        return self._members
+
+    def run(self, work: Callable[[Communicator], Result]) -> list[Result]:
+        """Calls `work` once per rank, each in a thread, and returns what they returned in order of ranks.
+
+        Raises:
+            Exception: what the first rank that failed raised; the group is broken then.
+        """
+        with ThreadPoolExecutor(len(self._members), thread_name_prefix="openinfer-rank") as threads:
+            futures = [threads.submit(_take_part, member, work) for member in self._members]
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        for error in errors:
+            if not isinstance(error, GroupBroken):
+                raise error
+        return [future.result() for future in futures]
+
+
+class LocalCommunicator:
+    """One rank of a `LocalGroup`. Sums of float16 are accumulated in float32, those of integers in their own dtype."""
+
+    def __init__(self, rank: int, meeting: "_Meeting") -> None:
+        self._rank = rank
+        self._meeting = meeting
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self._meeting.size
+
+    def all_reduce(self, array: HostArray) -> HostArray:
+        """The sum over all ranks, a new array."""
+        return self._exchange("all_reduce", array, _sum)
+
+    def all_gather(self, array: HostArray, *, axis: int) -> HostArray:
+        """All ranks' arrays joined along `axis`, a new array."""
+        check_axis(array, axis)
+        return self._exchange(f"all_gather(axis={axis})", array, lambda arrays: np.concatenate(arrays, axis))
+
+    def reduce_scatter(self, array: HostArray, *, axis: int) -> HostArray:
+        """This rank's piece of the sum, a new array."""
+        check_axis(array, axis, pieces=self.size)
+        return self._exchange(
+            f"reduce_scatter(axis={axis})",
+            array,
+            lambda arrays: _sum([np.split(each, self.size, axis)[self._rank] for each in arrays]),
+        )
+
+    def all_to_all(self, array: HostArray) -> HostArray:
+        """Element `i` came from rank `i`, a new array."""
+        check_pieces(array, self.size)
+        return self._exchange("all_to_all", array, lambda arrays: np.stack([each[self._rank] for each in arrays]))
+
+    def broadcast(self, array: HostArray, *, root: int) -> HostArray:
+        """A copy of the array of rank `root`."""
+        check_root(root, self.size)
+        return self._exchange(f"broadcast(root={root})", array, lambda arrays: arrays[root].copy())
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        self._exchange("barrier", np.empty(0, np.uint8), lambda arrays: arrays[self._rank])
+
+    def abort(self, error: BaseException) -> None:
+        """Breaks the group, unless it is broken already."""
+        self._meeting.break_up(f"rank {self._rank} failed: {type(error).__name__}: {error}", error)
+
+    def leave(self) -> None:
+        """This rank takes part in no further collective; whoever waits for it, now or later, gets `GroupBroken`."""
+        self._meeting.leave(self._rank)
+
+    def _exchange(self, operation: str, array: HostArray, combine: Callable[[list[HostArray]], HostArray]) -> HostArray:
+        offers = self._meeting.offer(self._rank, _Offer(operation, array))
+        try:
+            _check_alike(offers)
+            result = combine([offer.array for offer in offers])
+        except BaseException as error:
+            self.abort(error)
+            raise
+        self._meeting.wait()
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    operation: str
+    array: HostArray
+
+
+class _Meeting:
+    """Where the ranks of a group wait for each other. All state is guarded by one condition."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self._offers: list[_Offer | None] = [None] * size
+        self._arrived = 0
+        self._round = 0
+        self._left: set[int] = set()
+        self._broken: tuple[str, BaseException | None] | None = None
+
+    def offer(self, rank: int, offer: _Offer) -> list[_Offer]:
+        """Waits for all ranks' offers and returns them in order; they stay as they are until all have called `wait`."""
+        with self._changed:
+            self._check()
+            self._offers[rank] = offer
+        self.wait()
+        return [each for each in self._offers if each is not None]
+
+    def wait(self) -> None:
+        """Returns once all ranks have called it.
+
+        Raises:
+            GroupBroken: that will never happen.
+        """
+        with self._changed:
+            if self._left:
+                self._break(_left(self._left), None)
+            self._check()
+            this_round = self._round
+            self._arrived += 1
+            if self._arrived == self.size:
+                self._arrived = 0
+                self._round += 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._round != this_round or self._broken is not None)
+            if self._round == this_round:
+                self._check()
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._left.add(rank)
+            if self._arrived:
+                self._break(_left(self._left), None)
+
+    def break_up(self, reason: str, cause: BaseException | None) -> None:
+        with self._changed:
+            self._break(reason, cause)
+
+    def _break(self, reason: str, cause: BaseException | None) -> None:
+        if self._broken is None:
+            self._broken = (reason, cause)
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            reason, cause = self._broken
+            raise GroupBroken(f"the group of {self.size} ranks is broken: {reason}") from cause
+
+
+def _take_part(member: LocalCommunicator, work: Callable[[Communicator], Result]) -> Result:
+    try:
+        result = work(member)
+    except BaseException as error:
+        member.abort(error)
+        raise
+    member.leave()
+    return result
+
+
+def _left(ranks: set[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(ranks)))} has left while others wait for a collective"
+
+
+def _check_alike(offers: Sequence[_Offer]) -> None:
+    """Raises `GroupBroken`, on every rank, unless all ranks ask for the same thing."""
+    asked = [f"{offer.operation} of {offer.array.dtype} {list(offer.array.shape)}" for offer in offers]
+    if len(set(asked)) > 1:
+        listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked))
+        raise GroupBroken(f"the ranks called different collectives: {listed}")
+
+
+def _sum(arrays: Sequence[HostArray]) -> HostArray:
+    """The sum in order of ranks, a new array of the same dtype."""
+    dtype = arrays[0].dtype
+    total = arrays[0].astype(np.float32 if dtype == np.float16 else dtype)
+    for each in arrays[1:]:
+        total += each
+    return total.astype(dtype, copy=False)

@@ -1,0 +1,31 @@
+"""JSON of a checkpoint: a name that occurs twice in one object is an error, not the last one's win."""
+
+import json
+from typing import Any
+
+from openinfer_core import InvalidCheckpoint
+
+
+def decode_unique_json(encoded: bytes, *, what: str) -> Any:
+    """Decodes UTF-8 JSON.
+
+    Args:
+        encoded: one JSON value.
+        what: names it in messages.
+
+    Raises:
+        InvalidCheckpoint: it is not JSON, or an object names something twice.
+    """
+    try:
+        return json.loads(encoded.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise InvalidCheckpoint(f"{what} is not valid JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    decoded = dict(pairs)
+    if len(decoded) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise ValueError(f"the name {twice!r} occurs twice")
+    return decoded

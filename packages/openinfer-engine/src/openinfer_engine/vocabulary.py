@@ -1,0 +1,102 @@
+"""Which token ids a model may emit, and which of them end a text: facts of its folder that the engine needs.
+
+The engine never tokenises; the frontend does. Both read the same files.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from openinfer_core import InvalidCheckpoint
+
+Decoded = TypeVar("Decoded")
+
+
+class _Model(msgspec.Struct):
+    """The part of a tokenizer that gives most ids; BPE, WordPiece and WordLevel have a map, Unigram a list."""
+
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+
+
+class _Tokenizer(msgspec.Struct):
+    """`tokenizer.json`, of which only the ids are read."""
+
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+
+
+class _EndOfText(msgspec.Struct):
+    """Of `generation_config.json` and `config.json`."""
+
+    eos_token_id: int | list[int] | None = None
+
+
+def read_num_token_ids(model_dir: Path, *, vocab_size: int) -> int:
+    """Token ids in use: those below this number may be sampled; further rows of the embedding are padding.
+
+    Without a `tokenizer.json` all rows are in use.
+
+    Args:
+        model_dir: the model folder.
+        vocab_size: rows of the embedding.
+
+    Raises:
+        InvalidCheckpoint: the tokenizer cannot be read, or has an id that the embedding has no row for.
+    """
+    path = model_dir / "tokenizer.json"
+    if not path.exists():
+        return vocab_size
+    tokenizer = _decode(path, _Tokenizer)
+    vocab = tokenizer.model.vocab
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    ids += [token.id for token in tokenizer.added_tokens]
+    if not ids or min(ids) < 0:
+        raise InvalidCheckpoint(f"{path} has no token ids, or negative ones")
+    if max(ids) >= vocab_size:
+        raise InvalidCheckpoint(
+            f"{path} has token id {max(ids)}, but config.json says vocab_size {vocab_size}: "
+            "tokenizer and weights are not of the same model"
+        )
+    return max(ids) + 1
+
+
+def read_eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Token ids that end a text: those of `generation_config.json`, else those of the config, else none.
+
+    Args:
+        model_dir: the model folder.
+        config: its parsed `config.json`.
+
+    Raises:
+        InvalidCheckpoint: a file cannot be read, or an id is negative.
+    """
+    path = model_dir / "generation_config.json"
+    ids = _listed(_decode(path, _EndOfText)) if path.exists() else ()
+    if not ids:
+        try:
+            ids = _listed(msgspec.convert(config, _EndOfText))
+        except msgspec.ValidationError as error:
+            raise InvalidCheckpoint(f"config.json of {model_dir} is invalid: {error}") from error
+    if any(token_id < 0 for token_id in ids):
+        raise InvalidCheckpoint(f"{model_dir} has a negative eos_token_id: {list(ids)}")
+    return ids
+
+
+def _listed(end: _EndOfText) -> tuple[int, ...]:
+    ids: Iterable[int] = end.eos_token_id if isinstance(end.eos_token_id, list) else [end.eos_token_id or 0]
+    return () if end.eos_token_id is None else tuple(dict.fromkeys(ids))
+
+
+def _decode(path: Path, decoded_type: type[Decoded]) -> Decoded:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=decoded_type)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidCheckpoint(f"{path} is invalid: {error}") from error
+    except OSError as error:
+        raise InvalidCheckpoint(f"{path} cannot be read: {error.strerror}") from error
