@@ -22,7 +22,7 @@ else it passes through idle straight to free.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from types import MappingProxyType
 
@@ -162,6 +162,17 @@ class BlockPool:
     def find(self, digest: Digest) -> int | None:
         """The block registered under `digest`, sealed or idle; takes no user and counts no hit."""
         return self._registry.get(digest)
+
+    def find_prefix(self, digests: Iterable[Digest]) -> list[int]:
+        """The blocks of the longest registered beginning of a chain; like `find`."""
+        lookup = self._registry.get
+        found: list[int] = []
+        for digest in digests:
+            block_id = lookup(digest)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
 
     def is_idle(self, block_id: int) -> bool:
         """Whether a sealed block has no user."""

@@ -13,8 +13,9 @@ process only; give the same key to every process that shares a tier.
 
 import hashlib
 import secrets
-import struct
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterable
 from typing import NewType
 
 from openinfer_kv_cache.errors import KvConfigError
@@ -40,7 +41,7 @@ class PrefixHasher:
         KvConfigError: the key's length or the block size is out of range.
     """
 
-    __slots__ = ("_block", "_key", "_layout_digest", "_pack", "block_size_tokens")
+    __slots__ = ("_block", "_key", "_layout_digest", "block_size_tokens")
 
     def __init__(self, block_size_tokens: int, *, key: bytes | None = None, layout_digest: str = "") -> None:
         if block_size_tokens < 1:
@@ -51,7 +52,6 @@ class PrefixHasher:
         self._key = secrets.token_bytes(32) if key is None else key
         self._layout_digest = layout_digest
         self._block = hashlib.blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-block")
-        self._pack = struct.Struct(f"<{block_size_tokens}I").pack
 
     def root(self, *, lora_name: str | None = None, cache_salt: str | None = None) -> Digest:
         """The start of a chain: what a prefix depends on besides its tokens."""
@@ -61,20 +61,44 @@ class PrefixHasher:
         root = hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-root")
         return Digest(root.digest())
 
-    def extend(self, parent: Digest, token_ids: Sequence[int]) -> Digest:
-        """The digest of the block that follows `parent` and holds `token_ids`, exactly one block of them."""
-        block = self._block.copy()
-        block.update(parent + self._pack(*token_ids))
-        return Digest(block.digest())
+    def chain(self, root: Digest, token_ids: Iterable[int]) -> list[Digest]:
+        """The digests of all full blocks of `token_ids`.
 
-    def chain(self, root: Digest, token_ids: Sequence[int]) -> list[Digest]:
-        """The digests of all full blocks of `token_ids`."""
-        size = self.block_size_tokens
+        Raises:
+            OverflowError: a token id does not fit in uint32.
+        """
+        ids = array("I", token_ids)
         digests: list[Digest] = []
-        for start in range(0, len(token_ids) - size + 1, size):
-            root = self.extend(root, token_ids[start : start + size])
-            digests.append(root)
+        self.extend_chain(digests, root, ids, num_blocks=len(ids) // self.block_size_tokens)
         return digests
+
+    def extend_chain(self, digests: list[Digest], root: Digest, token_ids: "array[int]", *, num_blocks: int) -> None:
+        """Appends to `digests` until it has those of the first `num_blocks` blocks of `token_ids`.
+
+        Args:
+            digests: of the first blocks of the chain, or empty.
+            root: of the chain.
+            token_ids: `array("I")`, at least `num_blocks` blocks of them.
+            num_blocks: nothing happens if there are that many already.
+        """
+        size = self.block_size_tokens
+        encoded = encode_token_ids(token_ids[len(digests) * size : num_blocks * size])
+        parent: bytes = digests[-1] if digests else root
+        new_block = self._block.copy
+        for start in range(0, len(encoded), size * 4):
+            block = new_block()
+            block.update(parent + encoded[start : start + size * 4])
+            parent = block.digest()
+            digests.append(Digest(parent))
+
+
+def encode_token_ids(token_ids: "array[int]", *, byteorder: str = sys.byteorder) -> bytes:
+    """Little-endian uint32, on a machine of any byte order."""
+    if byteorder == "little":
+        return token_ids.tobytes()
+    swapped = token_ids[:]
+    swapped.byteswap()
+    return swapped.tobytes()
 
 
 def _encode_field(value: bytes) -> bytes:

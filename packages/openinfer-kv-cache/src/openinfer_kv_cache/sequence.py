@@ -23,6 +23,7 @@ from openinfer_kv_cache.digest import Digest, PrefixHasher
 from openinfer_kv_cache.errors import IntegrityError, SequenceStateError
 
 _NO_BLOCKS: Sequence[int] = ()
+_HASH_AHEAD_BLOCKS = 32
 
 
 class BlockSequence:
@@ -301,25 +302,22 @@ class BlockSequence:
         return max(len(self._token_ids) - 1, 0) // self._block_size
 
     def _find_prefix(self) -> list[int]:
-        """The blocks of the longest cached prefix; hashes one block past it at most."""
-        find, digests = self._pool.find, self._digests
+        """The blocks of the longest cached prefix; hashes a few blocks past it at most."""
+        num_matchable = self._num_matchable_blocks()
         found: list[int] = []
-        for index in range(self._num_matchable_blocks()):
-            if index == len(digests):
-                self._hash_blocks(index + 1)
-            block_id = find(digests[index])
-            if block_id is None:
+        while len(found) < num_matchable:
+            first = len(found)
+            end = min(first + _HASH_AHEAD_BLOCKS, num_matchable)
+            self._hash_blocks(end)
+            found.extend(self._pool.find_prefix(self._digests[first:end]))
+            if len(found) < end:
                 break
-            found.append(block_id)
         return found
 
     def _hash_blocks(self, end: int) -> None:
-        """Computes the digests of blocks up to `end` that are not computed yet."""
-        digests, size, ids, extend = self._digests, self._block_size, self._token_ids, self._hasher.extend
-        parent = digests[-1] if digests else self._root
-        for start in range(len(digests) * size, end * size, size):
-            parent = extend(parent, ids[start : start + size])
-            digests.append(parent)
+        """Computes the digests of the first `end` blocks, as far as they are not computed yet."""
+        if len(self._digests) < end:
+            self._hasher.extend_chain(self._digests, self._root, self._token_ids, num_blocks=end)
 
     def _set_sealed(self, num_sealed: int) -> None:
         self._num_sealed = num_sealed

@@ -1,0 +1,148 @@
+"""For those who extend or embed the package: a conformance test and a measurement.
+
+`check_eviction_policy` is the contract of `EvictionPolicy` as code: call it from a test of your policy.
+`measure_bookkeeping` times the four verbs of a sequence on this machine.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from openinfer_kv_cache.cache import KvCache, KvCacheOptions
+from openinfer_kv_cache.eviction import EvictionPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookkeepingTimes:
+    """Seconds per block of each verb, over the blocks that the verb handled."""
+
+    num_blocks: int
+    """Blocks that went through each verb."""
+    match_s: float
+    """Making the sequence, hashing and finding, per block found."""
+    reserve_s: float
+    """Per block allocated; every one evicts another."""
+    seal_s: float
+    """Hashing and registering, per block sealed."""
+    release_s: float
+    """Per block given back."""
+
+    @property
+    def total_s(self) -> float:
+        """The four together: more than any real block costs, since none is both found and computed."""
+        return self.match_s + self.reserve_s + self.seal_s + self.release_s
+
+
+def measure_bookkeeping(
+    *, prompt_blocks: int = 128, block_size_tokens: int = 16, num_prompts: int = 200
+) -> BookkeepingTimes:
+    """Times match, reserve, seal and release, single-threaded, with a pool that is full and evicts all the time.
+
+    Each prompt is new: it is reserved, sealed and released as if computed; then a second sequence of the same
+    prompt finds all of its full blocks.
+
+    Args:
+        prompt_blocks: full blocks of each prompt.
+        block_size_tokens: tokens of one block.
+        num_prompts: prompts to measure, after the pool was filled.
+    """
+    filling_prompts = 4
+    cache = KvCache(
+        KvCacheOptions(num_blocks=(prompt_blocks + 1) * filling_prompts, block_size_tokens=block_size_tokens)
+    )
+    for index in range(filling_prompts):
+        _run_prompt(cache, index, prompt_blocks, _Stopwatch())
+    watch = _Stopwatch()
+    for index in range(filling_prompts, filling_prompts + num_prompts):
+        _run_prompt(cache, index, prompt_blocks, watch)
+    cache.check_integrity()
+    num_blocks = num_prompts * prompt_blocks
+    return BookkeepingTimes(
+        num_blocks=num_blocks,
+        match_s=watch.seconds["match"] / num_blocks,
+        reserve_s=watch.seconds["reserve"] / num_blocks,
+        seal_s=watch.seconds["seal"] / num_blocks,
+        release_s=watch.seconds["release"] / num_blocks,
+    )
+
+
+class _Stopwatch:
+    """Seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {"match": 0.0, "reserve": 0.0, "seal": 0.0, "release": 0.0}
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start_s
+
+
+def _run_prompt(cache: KvCache, index: int, prompt_blocks: int, watch: _Stopwatch) -> None:
+    """One prompt cold, then warm; one token more than full blocks, so that all of them can be found."""
+    num_tokens = prompt_blocks * cache.pool.block_size_tokens + 1
+    token_ids = tuple(range(index * num_tokens, (index + 1) * num_tokens))
+    cold = cache.sequence(token_ids)
+    with watch.on("reserve"):
+        reserved = cold.reserve(num_tokens)
+    with watch.on("seal"):
+        sealed = cold.seal(num_tokens)
+    with watch.on("release"):
+        cold.release()
+    with watch.on("match"):
+        warm = cache.sequence(token_ids)
+        cached_tokens = warm.match()
+    warm.release()
+    assert reserved is not None
+    assert len(reserved) == prompt_blocks + 1
+    assert len(sealed) * cache.pool.block_size_tokens == cached_tokens == num_tokens - 1
+
+
+def check_eviction_policy(make_policy: Callable[[], EvictionPolicy]) -> None:
+    """Runs the contract of `EvictionPolicy` against new policies; asserts every rule that a pool relies on.
+
+    Args:
+        make_policy: returns a policy that holds nothing.
+
+    Raises:
+        AssertionError: a rule is broken; the message says which.
+    """
+    _check_selects_each_block_once(make_policy())
+    _check_never_selects_what_left(make_policy())
+    _check_pool_stays_whole(make_policy())
+
+
+def _check_selects_each_block_once(policy: EvictionPolicy) -> None:
+    policy.admit([5, 3, 9])
+    policy.admit([0])
+    victims = [*policy.select(1), *policy.select(3)]
+    assert sorted(victims) == [0, 3, 5, 9], f"select gave {victims} of the blocks 0, 3, 5, 9"
+    policy.admit([3])
+    again = policy.select(1)
+    assert again == [3], f"block 3 was admitted again after its eviction, and select gave {again}"
+
+
+def _check_never_selects_what_left(policy: EvictionPolicy) -> None:
+    policy.admit([0, 1, 2, 3, 4, 5])
+    policy.reuse([1, 4])
+    policy.forget([2])
+    victims = policy.select(3)
+    assert sorted(victims) == [0, 3, 5], f"1 and 4 are in use and 2 is gone, and select gave {victims}"
+    policy.admit([4, 1])
+    assert sorted(policy.select(2)) == [1, 4], "blocks admitted again after reuse were not selected"
+    assert policy.select(0) == [], "select(0) must give no block"
+
+
+def _check_pool_stays_whole(policy: EvictionPolicy) -> None:
+    """Prompts that share prefixes in a pool that is too small for them."""
+    cache = KvCache(KvCacheOptions(num_blocks=7, block_size_tokens=2), policy=policy)
+    for step in range(60):
+        kept = cache.sequence([0, 0, step % 3, 1, step % 5, 2, 9])
+        kept.match()
+        added = kept.reserve(7)
+        assert added is not None, "the pool was empty of users and had no room"
+        kept.seal(6)
+        kept.release()
+        cache.check_integrity()

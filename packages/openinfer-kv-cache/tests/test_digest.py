@@ -1,0 +1,141 @@
+import struct
+import sys
+from array import array
+from hashlib import blake2b
+
+import pytest
+
+from openinfer_kv_cache import KvConfigError, PrefixHasher
+from openinfer_kv_cache.digest import encode_token_ids
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def hasher():
+    return PrefixHasher(4, key=KEY)
+
+
+def test_chain_two_blocks_golden_value(hasher):
+    """Digests are stored on disks: they must not drift between releases."""
+    root = hasher.root(lora_name="adapter", cache_salt="tenant")
+    assert root.hex() == ROOT_GOLDEN
+    assert [digest.hex() for digest in hasher.chain(root, range(8))] == CHAIN_GOLDEN
+
+
+def test_extend_is_keyed_blake2b_of_parent_and_little_endian_ids(hasher):
+    root = hasher.root()
+    expected = blake2b(
+        root + struct.pack("<4I", 1, 2, 3, 2**32 - 1), digest_size=16, key=KEY, person=b"openinfer-block"
+    )
+    assert hasher.chain(root, [1, 2, 3, 2**32 - 1]) == [expected.digest()]
+
+
+def test_encode_token_ids_is_little_endian_on_every_machine():
+    """What a big-endian machine has in memory is what byteswap makes of ours, or the other way round."""
+    foreign = "big" if sys.byteorder == "little" else "little"
+    ids = array("I", [1, 0x01020304])
+    swapped = ids[:]
+    swapped.byteswap()
+    expected = struct.pack("<2I", 1, 0x01020304)
+    assert encode_token_ids(ids) == encode_token_ids(swapped, byteorder=foreign) == expected
+    assert list(ids) == [1, 0x01020304]
+
+
+def test_extend_chain_in_pieces_is_the_whole_chain(hasher):
+    root, ids = hasher.root(), array("I", range(23))
+    digests = []
+    for num_blocks in (0, 1, 1, 4, 2, 5):
+        hasher.extend_chain(digests, root, ids, num_blocks=num_blocks)
+    assert digests == hasher.chain(root, ids)
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_chain_token_id_out_of_range_raises(hasher, token_id):
+    with pytest.raises(OverflowError):
+        hasher.chain(hasher.root(), [0, 1, 2, token_id])
+
+
+def test_chain_partial_block_is_left_out(hasher):
+    root = hasher.root()
+    assert len(hasher.chain(root, range(3))) == 0
+    assert len(hasher.chain(root, range(7))) == 1
+    assert hasher.chain(root, range(8))[:1] == hasher.chain(root, range(7))
+
+
+def test_chain_block_order_matters(hasher):
+    root = hasher.root()
+    first, second = [1, 2, 3, 4], [5, 6, 7, 8]
+    assert hasher.chain(root, first + second)[1] != hasher.chain(root, second + first)[1]
+    assert hasher.chain(root, second)[0] != hasher.chain(root, first + second)[1]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"cache_salt": "a"},
+        {"cache_salt": ""},
+        {"lora_name": "a"},
+        {"lora_name": ""},
+        {"lora_name": "a", "cache_salt": "b"},
+        {"lora_name": "ab"},
+        {"cache_salt": "ab"},
+        {"lora_name": "b", "cache_salt": "a"},
+        {"cache_salt": "\ud800"},
+    ],
+)
+def test_root_every_combination_of_names_is_a_world_of_its_own(hasher, names):
+    everything = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": ""},
+        {"lora_name": "a"},
+        {"lora_name": ""},
+        {"lora_name": "a", "cache_salt": "b"},
+        {"lora_name": "ab"},
+        {"cache_salt": "ab"},
+        {"lora_name": "b", "cache_salt": "a"},
+        {"cache_salt": "\ud800"},
+    ]
+    same = [other for other in everything if hasher.root(**other) == hasher.root(**names)]
+    assert same == [names]
+
+
+def test_root_layout_and_block_size_are_bound():
+    roots = {
+        PrefixHasher(4, key=KEY).root(),
+        PrefixHasher(8, key=KEY).root(),
+        PrefixHasher(4, key=KEY, layout_digest="00").root(),
+        PrefixHasher(4, key=KEY, layout_digest="01").root(),
+        PrefixHasher(4, key=KEY[::-1]).root(),
+    }
+    assert len(roots) == 5
+
+
+def test_key_same_key_same_digests_across_hashers(hasher):
+    other = PrefixHasher(4, key=KEY)
+    assert other.chain(other.root(), range(16)) == hasher.chain(hasher.root(), range(16))
+
+
+def test_key_default_is_random_per_hasher():
+    assert PrefixHasher(4).root() != PrefixHasher(4).root()
+
+
+def test_key_changes_block_digests_even_under_one_root(hasher):
+    root = hasher.root()
+    assert PrefixHasher(4, key=KEY[::-1]).chain(root, range(4)) != hasher.chain(root, range(4))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 15, 65])
+def test_key_length_out_of_range_is_refused(num_bytes):
+    with pytest.raises(KvConfigError, match=f"{num_bytes} bytes"):
+        PrefixHasher(4, key=bytes(num_bytes))
+
+
+def test_block_size_zero_is_refused():
+    with pytest.raises(KvConfigError, match="block_size_tokens is 0"):
+        PrefixHasher(0)
+
+
+ROOT_GOLDEN = "4cf47dc28b0958ea312cb7c523c9e0f3"
+CHAIN_GOLDEN = ["3606d18914e82cddfc1b170cdb98c0e5", "1a6de505686d635375f4b2a227bec0b8"]
