@@ -1,0 +1,129 @@
+"""What the tests of every operator share.
+
+Tests speak to an implementation through the contract only: inputs go through `upload`, results through `download`.
+A second implementation joins them by one more entry in `IMPLEMENTATIONS`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer_kernels import AttentionBatch, Ops, SamplingBatch
+from openinfer_kernels.cpu import CpuOps
+
+IMPLEMENTATIONS = [pytest.param(CpuOps, id="cpu")]
+
+
+@pytest.fixture(scope="session", params=IMPLEMENTATIONS)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return request.param()
+
+
+@pytest.fixture(scope="session")
+def upload(ops: Ops) -> Callable[[Any], Any]:
+    """Copies an array, or every array in a batch type of the contract, to the device."""
+
+    def uploaded(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return ops.upload(value)
+        if dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            return dataclasses.replace(value, **{f.name: uploaded(getattr(value, f.name)) for f in fields})
+        return value
+
+    return uploaded
+
+
+@dataclasses.dataclass(kw_only=True)
+class PagedCase:
+    """Rows in a paged cache, and the same keys and values unpaged."""
+
+    batch: AttentionBatch
+    kv_cache: np.ndarray
+    """`[blocks, layers, 2, K, B, D]`; NaN wherever no row's context is."""
+    contexts: list[np.ndarray]
+    """Per row `[layers, 2, K, context, D]`."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.batch.positions)
+
+
+@pytest.fixture(scope="session")
+def paged_case() -> Callable[..., PagedCase]:
+    """Builds a case of `(context tokens, query tokens)` rows whose blocks are scattered over the cache."""
+
+    def build(
+        rng: np.random.Generator,
+        rows: list[tuple[int, int]],
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        num_layers: int = 2,
+    ) -> PagedCase:
+        num_blocks = [-(-context // block_tokens) for context, _ in rows]
+        total = sum(num_blocks) + 3
+        free = rng.permutation(np.arange(1, total)).tolist()
+        shape = (num_layers, 2, num_kv_heads)
+        kv_cache = np.full((total, *shape, block_tokens, head_dim), np.nan, np.float32)
+        block_tables = np.zeros((len(rows), max(num_blocks) + 2), np.int32)
+        positions, slots, contexts = [], [], []
+        for row, (context, queries) in enumerate(rows):
+            block_tables[row, : num_blocks[row]] = [free.pop() for _ in range(num_blocks[row])]
+            contexts.append(rng.normal(size=(*shape, context, head_dim)).astype(np.float32))
+            for position in range(context):
+                block, offset = block_tables[row, position // block_tokens], position % block_tokens
+                kv_cache[block, :, :, :, offset] = contexts[row][:, :, :, position]
+                if position >= context - queries:
+                    positions.append(position)
+                    slots.append(int(block) * block_tokens + offset)
+        query_tokens = [queries for _, queries in rows]
+        batch = AttentionBatch(
+            positions=np.array(positions, np.int32),
+            query_starts=np.cumsum([0, *query_tokens]).astype(np.int32),
+            context_lens=np.array([context for context, _ in rows], np.int32),
+            block_tables=block_tables,
+            cache_slots=np.array(slots, np.int64),
+            max_query_tokens=max(query_tokens),
+            max_context_tokens=max(context for context, _ in rows),
+        )
+        return PagedCase(batch=batch, kv_cache=kv_cache, contexts=contexts)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def sampling() -> Callable[..., SamplingBatch]:
+    """Builds the sampling of `num_rows` rows; what is not named is off, each value a scalar or one per row."""
+
+    def build(
+        num_rows: int,
+        *,
+        num_token_ids: int,
+        temperature: Any = 1.0,
+        top_k: Any = 0,
+        top_p: Any = 1.0,
+        min_p: Any = 0.0,
+        seeds: Any = None,
+        positions: Any = 0,
+        **changes: Any,
+    ) -> SamplingBatch:
+        def column(value: Any, dtype: Any) -> np.ndarray:
+            return np.array(np.broadcast_to(np.asarray(value, dtype), (num_rows,)))
+
+        return SamplingBatch(
+            num_token_ids=num_token_ids,
+            temperature=column(temperature, np.float32),
+            top_k=column(top_k, np.int32),
+            top_p=column(top_p, np.float32),
+            min_p=column(min_p, np.float32),
+            seeds=column(np.arange(num_rows) if seeds is None else seeds, np.uint64),
+            positions=column(positions, np.int64),
+            **changes,
+        )
+
+    return build

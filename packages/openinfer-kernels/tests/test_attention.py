@@ -1,0 +1,163 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def naive_attention(q: np.ndarray, case, layer: int, scale: float) -> np.ndarray:
+    """Token by token and head by head over the unpaged keys and values, in float64."""
+    num_tokens, num_heads, head_dim = q.shape
+    out = np.empty((num_tokens, num_heads, head_dim))
+    token = 0
+    for context, queries in zip(case.contexts, np.diff(case.batch.query_starts).tolist(), strict=True):
+        keys, values = context[layer].astype(np.float64)
+        for position in range(keys.shape[1] - queries, keys.shape[1]):
+            for head in range(num_heads):
+                kv_head = head * keys.shape[0] // num_heads
+                scores = [scale * float(q[token, head] @ keys[kv_head, p]) for p in range(position + 1)]
+                weights = [math.exp(score - max(scores)) for score in scores]
+                mixed = sum(w * values[kv_head, p] for p, w in enumerate(weights))
+                out[token, head] = mixed / math.fsum(weights)
+            token += 1
+    return out.reshape(num_tokens, -1)
+
+
+def run(ops, upload, q, case, *, layer, scale):
+    return ops.download(
+        ops.paged_attention(upload(q), upload(case.kv_cache), layer=layer, batch=upload(case.batch), scale=scale)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=SEEDS,
+    group=st.integers(1, 8),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([1, 2, 5, 8, 16]),
+    block_tokens=st.sampled_from([1, 2, 3, 4, 16]),
+    rows=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 7])), min_size=1, max_size=6),
+)
+def test_paged_attention_rows_of_any_length_equal_float64(
+    ops, upload, paged_case, seed, group, num_kv_heads, head_dim, block_tokens, rows
+):
+    rng = np.random.default_rng(seed)
+    rows = [(past + queries, queries) for past, queries in rows]
+    case = paged_case(rng, rows, num_kv_heads=num_kv_heads, head_dim=head_dim, block_tokens=block_tokens)
+    q = rng.normal(size=(case.num_tokens, group * num_kv_heads, head_dim)).astype(np.float32)
+    out = run(ops, upload, q, case, layer=1, scale=head_dim**-0.5)
+    assert out.shape == (case.num_tokens, group * num_kv_heads * head_dim)
+    np.testing.assert_allclose(out, naive_attention(q, case, 1, head_dim**-0.5), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("past", [0, 1, 15, 16, 17, 31])
+@pytest.mark.parametrize("queries", [1, 2, 15, 16, 17, 33])
+def test_paged_attention_across_block_boundaries(ops, upload, paged_case, past, queries):
+    rng = np.random.default_rng([past, queries])
+    case = paged_case(rng, [(past + queries, queries)], num_kv_heads=2, head_dim=8, block_tokens=16)
+    q = rng.normal(size=(queries, 4, 8)).astype(np.float32)
+    out = run(ops, upload, q, case, layer=0, scale=0.3)
+    np.testing.assert_allclose(out, naive_attention(q, case, 0, 0.3), rtol=1e-4, atol=1e-5)
+
+
+def test_paged_attention_large_scores_pick_one_value(ops, upload, paged_case):
+    rng = np.random.default_rng(5)
+    case = paged_case(rng, [(20, 3)], num_kv_heads=1, head_dim=4, block_tokens=4)
+    q = rng.normal(size=(3, 2, 4)).astype(np.float32)
+    out = run(ops, upload, q, case, layer=0, scale=1e4)
+    np.testing.assert_allclose(out, naive_attention(q, case, 0, 1e4), rtol=1e-3, atol=1e-4)
+
+
+def vectorised_attention(q: np.ndarray, context: np.ndarray, scale: float) -> np.ndarray:
+    """One row in float64 without paging, for shapes that are too large for loops."""
+    keys, values = context.astype(np.float64)
+    group = q.shape[1] // keys.shape[0]
+    scores = np.einsum("qhd,hkd->hqk", q.astype(np.float64), np.repeat(keys, group, axis=0)) * scale
+    past = keys.shape[1] - len(q)
+    scores[:, np.arange(keys.shape[1])[None] > (past + np.arange(len(q)))[:, None]] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hqk,hkd->qhd", weights, np.repeat(values, group, axis=0)).reshape(len(q), -1)
+
+
+@pytest.mark.parametrize(("context", "queries"), [(700, 700), (1500, 333), (4000, 40)])
+def test_paged_attention_long_prompt_chunk(ops, upload, paged_case, context, queries):
+    rng = np.random.default_rng(context)
+    case = paged_case(rng, [(context, queries)], num_kv_heads=2, head_dim=16, block_tokens=16, num_layers=1)
+    q = rng.normal(size=(queries, 8, 16)).astype(np.float32)
+    out = run(ops, upload, q, case, layer=0, scale=0.25)
+    np.testing.assert_allclose(out, vectorised_attention(q, case.contexts[0][0], 0.25), rtol=1e-4, atol=1e-5)
+
+
+def test_paged_attention_many_rows_of_mixed_kinds(ops, upload, paged_case):
+    rng = np.random.default_rng(11)
+    rows = [(int(context), 1) for context in rng.integers(1, 400, size=70)]
+    rows += [(int(context) + 30, 30) for context in rng.integers(0, 90, size=9)]
+    rows = [rows[i] for i in rng.permutation(len(rows))]
+    case = paged_case(rng, rows, num_kv_heads=2, head_dim=32, block_tokens=16, num_layers=1)
+    q = rng.normal(size=(case.num_tokens, 6, 32)).astype(np.float32)
+    out = run(ops, upload, q, case, layer=0, scale=0.2)
+    for row, context in enumerate(case.contexts):
+        tokens = slice(*case.batch.query_starts[row : row + 2])
+        np.testing.assert_allclose(out[tokens], vectorised_attention(q[tokens], context[0], 0.2), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS, length=st.integers(2, 60), data=st.data())
+def test_paged_attention_chunks_equal_the_whole(ops, upload, paged_case, seed, length, data):
+    rng = np.random.default_rng(seed)
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4)))
+    case = paged_case(rng, [(length, length)], num_kv_heads=2, head_dim=8, block_tokens=4)
+    q = rng.normal(size=(length, 6, 8)).astype(np.float32)
+    whole = run(ops, upload, q, case, layer=0, scale=0.35)
+    for first, end in zip([0, *cuts], [*cuts, length], strict=True):
+        chunk = paged_case(rng, [(end, end - first)], num_kv_heads=2, head_dim=8, block_tokens=4)
+        chunk.kv_cache, chunk.batch = case.kv_cache, with_row(chunk.batch, case.batch)
+        out = run(ops, upload, q[first:end], chunk, layer=0, scale=0.35)
+        np.testing.assert_allclose(out, whole[first:end], rtol=1e-5, atol=1e-6)
+
+
+def with_row(batch, other):
+    """`batch` over the blocks of `other`."""
+    slots = other.cache_slots[batch.positions[0] : batch.positions[-1] + 1]
+    return dataclasses.replace(batch, block_tables=other.block_tables, cache_slots=slots)
+
+
+def test_paged_attention_shared_blocks_equal_own_blocks(ops, upload, paged_case):
+    rng = np.random.default_rng(3)
+    case = paged_case(rng, [(24, 1)], num_kv_heads=2, head_dim=8, block_tokens=8)
+    q = rng.normal(size=(1, 4, 8)).astype(np.float32)
+    alone = run(ops, upload, q, case, layer=0, scale=0.35)
+    twice = dataclasses.replace(
+        case.batch,
+        positions=np.array([23, 15], np.int32),
+        query_starts=np.array([0, 1, 2], np.int32),
+        context_lens=np.array([24, 16], np.int32),
+        block_tables=np.repeat(case.batch.block_tables, 2, axis=0),
+        cache_slots=np.repeat(case.batch.cache_slots, 2),
+    )
+    both = dataclasses.replace(case, batch=twice)
+    out = run(ops, upload, np.repeat(q, 2, axis=0), both, layer=0, scale=0.35)
+    np.testing.assert_allclose(out[0], alone[0], rtol=1e-6, atol=1e-6)
+    expected = vectorised_attention(q, case.contexts[0][0][:, :, :16], 0.35)
+    np.testing.assert_allclose(out[1], expected[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [[(9, 1), (11, 1), (10, 1)], [(9, 4), (11, 4)], [(9, 9), (11, 2), (5, 1)]])
+def test_paged_attention_not_finite_row_stays_alone(ops, upload, paged_case, rows):
+    rng = np.random.default_rng(4)
+    case = paged_case(rng, rows, num_kv_heads=1, head_dim=4, block_tokens=4)
+    q = rng.normal(size=(case.num_tokens, 2, 4)).astype(np.float32)
+    clean = run(ops, upload, q, case, layer=0, scale=0.5)
+    broken = slice(*case.batch.query_starts[1:3])
+    q[broken] = np.nan
+    first_block = case.batch.block_tables[1, 0]
+    case.kv_cache[first_block] = np.inf
+    out = run(ops, upload, q, case, layer=0, scale=0.5)
+    assert not np.isfinite(out[broken]).any()
+    rest = np.delete(np.arange(case.num_tokens), broken)
+    np.testing.assert_array_equal(out[rest], clean[rest])
