@@ -72,7 +72,7 @@ class Checkpoint:
         raise InvalidCheckpoint(_no_weights(model_dir))
 
     def close(self) -> None:
-        """Lets go of the files: no further tensor can be read. Each map goes with the last array over it. Idempotent."""
+        """Lets go of the files: no further tensor can be read. A map goes with the last array over it. Idempotent."""
         self._file_of.clear()
 
     def __enter__(self) -> Self:
