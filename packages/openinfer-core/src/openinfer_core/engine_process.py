@@ -7,8 +7,11 @@
     ◄────────── Welcome | Refusal            serves until Close, or until stdin ends: the parent died
 
 The child's own standard output goes to standard error from then on, so that nothing printed can break the protocol.
+It ignores SIGINT and SIGTERM, which a terminal or a service manager sends to parent and child alike: the parent
+drains its requests first and then says Close. `OPENINFER_LOG_LEVEL` sets the level of its log (default INFO).
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,20 +19,34 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator, Mapping
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
-from openinfer_core.errors import OpenInferError
+from openinfer_core.errors import OpenInferError, Refused
 from openinfer_core.host import EngineHost, EngineLoop
-from openinfer_core.links import LinkServer
-from openinfer_core.wire import Close, Refusal, Welcome, encode_frame
+from openinfer_core.links import LinkServer, shows_token
+from openinfer_core.wire import Close, FrameBuffer, Hello, Refusal, Welcome, encode_frame, to_engine_decoder
 
 logger = logging.getLogger("openinfer.engine")
 
-_LONGEST_UNIX_PATH = 100
+_LONGEST_UNIX_PATH_BYTES = 100
 """`sockaddr_un.sun_path` has 104 bytes on macOS, 108 on Linux."""
+_REFUSAL_DEADLINE_S = 10.0
+_ORPHAN_DEADLINE_S = 5.0
+"""What an engine whose parent has died may take to end by itself."""
+
+
+class LinkKind(StrEnum):
+    """What a link is made of."""
+
+    UNIX = "unix"
+    """A Unix stream socket in a folder only its owner can enter."""
+    TCP = "tcp"
+    """A port of 127.0.0.1; where there are no Unix sockets, or the temporary folder's path is too long for one."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +56,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What a client must show."""
     spec: msgspec.Raw
     """What to build; the module knows its type."""
+    link: LinkKind
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,37 +67,75 @@ class Address(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """On 127.0.0.1."""
 
 
+def default_link() -> LinkKind:
+    """The best link this platform has."""
+    return LinkKind.UNIX if hasattr(socket, "AF_UNIX") else LinkKind.TCP
+
+
+@contextlib.contextmanager
+def listening(kind: LinkKind) -> Generator[tuple[socket.socket, Address]]:
+    """A listening socket and where it is; closed and removed at the end."""
+    if kind is LinkKind.UNIX:
+        folder = tempfile.mkdtemp(prefix="openinfer-")  # mode 0700
+        path = str(Path(folder) / "engine")
+        if len(path.encode()) <= _LONGEST_UNIX_PATH_BYTES:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                address = Address(unix_path=path)
+                try:
+                    listener.bind(path)
+                    listener.listen()
+                    yield listener, address
+                finally:
+                    remove_socket_file(address)
+            return
+        Path(folder).rmdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener, Address(tcp_port=listener.getsockname()[1])
+
+
+def remove_socket_file(address: Address) -> None:
+    """Removes a Unix socket's file and folder. Idempotent: whichever process lives longer does it."""
+    if address.unix_path is not None:
+        path = Path(address.unix_path)
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            path.parent.rmdir()
+
+
 def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
     """Runs an engine in this process; returns the exit code (0 after `Close`, 1 if the engine could not start or died).
 
     Args:
         build: makes the engine from the launch's spec; an `OpenInferError` it raises is shown to the parent's user.
     """
-    logging.basicConfig(level=os.environ.get("OPENINFER_LOG_LEVEL", "INFO"), format="%(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    listener, address, folder = _listen()
-    try:
+    with listening(launch.link) as (listener, address):
         _say(address)
-        return _serve(build, launch, listener)
-    finally:
-        if address.unix_path is not None:
-            Path(address.unix_path).unlink(missing_ok=True)
-            Path(folder).rmdir()
+        parent = _ParentWatch(clean_up=lambda: remove_socket_file(address))
+        try:
+            set_log_level(os.environ)
+            loop = build(launch.spec)
+        except OpenInferError as error:
+            _refuse(listener, launch.token, str(error))
+            return 1
+        return _serve(loop, listener, launch.token, parent)
 
 
-def _listen() -> tuple[socket.socket, Address, str]:
-    if hasattr(socket, "AF_UNIX"):
-        folder = tempfile.mkdtemp(prefix="openinfer-")  # mode 0700
-        path = str(Path(folder) / "engine")
-        if len(path.encode()) <= _LONGEST_UNIX_PATH:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(path)
-            listener.listen()
-            return listener, Address(unix_path=path), folder
-        Path(folder).rmdir()
-    listener = socket.create_server(("127.0.0.1", 0))
-    return listener, Address(tcp_port=listener.getsockname()[1]), ""
+def set_log_level(environ: Mapping[str, str]) -> None:
+    """Logs to standard error from the level that `OPENINFER_LOG_LEVEL` names.
+
+    Raises:
+        Refused: there is no such level.
+    """
+    name = environ.get("OPENINFER_LOG_LEVEL", "INFO")
+    levels = logging.getLevelNamesMapping()
+    if name.upper() not in levels:
+        raise Refused(
+            f"OPENINFER_LOG_LEVEL is {name!r}; possible are {', '.join(sorted(levels, key=levels.__getitem__))}"
+        )
+    logging.basicConfig(level=levels[name.upper()], format="%(name)s: %(message)s")
 
 
 def _say(address: Address) -> None:
@@ -88,33 +144,73 @@ def _say(address: Address) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
-def _serve(build: Callable[[msgspec.Raw], EngineLoop], launch: Launch, listener: socket.socket) -> int:
-    try:
-        loop = build(launch.spec)
-    except OpenInferError as error:
-        _refuse(listener, str(error))
-        return 1
+def _serve(loop: EngineLoop, listener: socket.socket, token: str, parent: "_ParentWatch") -> int:
     host = EngineHost(loop)
-    links = LinkServer(listener, token=launch.token, host=host, welcome=Welcome(loop.info))
+    links = LinkServer(listener, token=token, host=host, welcome=Welcome(loop.info))
     links.start()
-    threading.Thread(target=_watch_parent, args=(host,), name="openinfer-parent", daemon=True).start()
+    parent.serve(host)
     host.run(links.deliver)
     links.close()
+    parent.stop()
     return 0 if host.died is None else 1
 
 
-def _watch_parent(host: EngineHost) -> None:
-    while sys.stdin.buffer.read(4096):
-        pass
-    host.post(Close())
+def _refuse(listener: socket.socket, token: str, message: str) -> None:
+    """Tells the one who started this process why it ends."""
+    deadline_s = time.monotonic() + _REFUSAL_DEADLINE_S
+    with contextlib.suppress(OSError):
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            listener.settimeout(left_s)
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(left_s)
+                if _says_hello(connection, token):
+                    connection.sendall(encode_frame(Refusal(message)))
+                    return
+    logger.error("%s", message)
 
 
-def _refuse(listener: socket.socket, message: str) -> None:
-    """Tells the one who started this process why it ends. The address is private, so the token need not be checked."""
-    listener.settimeout(10.0)
+def _says_hello(connection: socket.socket, token: str) -> bool:
+    """Also reads the Hello off the socket: closing it with bytes unread would take back what was sent (TCP resets)."""
+    frames = FrameBuffer()
     try:
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(encode_frame(Refusal(message)))
-    except OSError:
-        logger.error("%s", message)
+        while data := connection.recv(4096):
+            for body in frames.feed(data):
+                hello = to_engine_decoder.decode(body)
+                return isinstance(hello, Hello) and shows_token(hello, token)
+    except (OSError, OpenInferError, msgspec.MsgspecError):
+        return False
+    return False
+
+
+class _ParentWatch:
+    """Ends this process when its standard input does, because then the parent is gone.
+
+    While the engine is being built there is nobody to ask: the process ends at once. Later the engine is asked to
+    close, and ended if it hangs.
+    """
+
+    def __init__(self, *, clean_up: Callable[[], None]) -> None:
+        self._clean_up = clean_up
+        self._host: EngineHost | None = None
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="openinfer-parent", daemon=True).start()
+
+    def serve(self, host: EngineHost) -> None:
+        """From now on this engine is asked to close."""
+        self._host = host
+
+    def stop(self) -> None:
+        """The engine has ended: nothing is left to do."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        # os.read, not sys.stdin: a thread blocked inside a buffered reader breaks the interpreter's shutdown
+        while os.read(0, 4096):
+            pass
+        if self._host is not None:
+            self._host.post(Close())
+            if self._stopped.wait(_ORPHAN_DEADLINE_S):
+                return
+        self._clean_up()
+        os._exit(1)

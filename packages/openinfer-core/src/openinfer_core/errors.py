@@ -1,7 +1,7 @@
 """The exception tree of the contract.
 
 OpenInferError
-├── InvalidRequest        a caller's value is out of range; names the field
+├── InvalidRequest        a caller's value is out of range; names the field (also a ValueError)
 ├── Refused               something valid that this composition cannot do
 │   ├── UnclaimedModel    no installed family, or more than one, claims a config
 │   └── InvalidCheckpoint a model folder is incomplete or contradicts its config
@@ -18,8 +18,11 @@ class OpenInferError(Exception):
     """Root of everything openinfer raises on purpose."""
 
 
-class InvalidRequest(OpenInferError):
+class InvalidRequest(OpenInferError, ValueError):
     """A request, or one of its parameters, is out of range.
+
+    As a `ValueError` it reaches whoever decodes a Struct as the cause of a `msgspec.ValidationError`, which names
+    the place in the document.
 
     Attributes:
         field: the field's name, or None when several are at odds.

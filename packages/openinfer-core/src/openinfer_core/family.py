@@ -114,8 +114,9 @@ def _nobody(model_type: object, refusals: list[tuple[str, str]]) -> str:
         return "; ".join(concerned)
     lines = [f"no installed family serves model_type {model_type!r}"]
     package = KNOWN_FAMILIES.get(str(model_type))
-    if package is not None:
+    installed = sorted(name for name, _ in refusals)
+    if package is not None and package.removeprefix("openinfer-") not in installed:
         lines.append(f"install it with: pip install {package}")
     else:
-        lines.append("installed: " + (", ".join(sorted(name for name, _ in refusals)) or "none"))
+        lines += [f"{name}: {text}" for name, text in sorted(refusals)] or ["none is installed"]
     return "; ".join(lines)

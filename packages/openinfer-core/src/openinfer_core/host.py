@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.events import FailureKind, TokenEvent
+from openinfer_core.events import Failed, FailureKind, TokenEvent
 from openinfer_core.ledger import Ledger
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.wire import Abort, Close, Submit
@@ -40,7 +40,10 @@ class EngineLoop(Protocol):
         ...
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
-        """Takes a request; its id is not in use. Returns what can be said at once."""
+        """Takes a request; its id is not in use. Returns what can be said at once.
+
+        May raise: the request then fails with `INTERNAL`, and `abort` is called in case it was taken in part.
+        """
         ...
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
@@ -48,11 +51,11 @@ class EngineLoop(Protocol):
         ...
 
     def step(self) -> list[TokenEvent]:
-        """Runs one iteration; returns its events. May raise only if the engine cannot go on."""
+        """Runs one iteration; returns its events. May raise only if the engine cannot go on: that ends it."""
         ...
 
     def stats(self) -> EngineStats:
-        """A snapshot; called from any thread, also while `step` runs. `step_age_s` is the host's."""
+        """A snapshot; called from any thread, also while `step` runs and after `close`. `step_age_s` is the host's."""
         ...
 
     def close(self) -> None:
@@ -70,6 +73,7 @@ class EngineHost:
         self._clock = clock
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._ledger = Ledger()
+        self._outbox: list[TokenEvent] = []
         self._closing = False
         self._busy_since_s: float | None = None
 
@@ -87,43 +91,77 @@ class EngineHost:
         """Serves commands until `Close`, or until the loop raises: then `died` is set.
 
         Either way every open request gets `Failed(SHUTDOWN)` and the loop is closed before this returns.
+
+        Args:
+            deliver: takes the events of one iteration, never none; must not raise.
         """
         try:
             while not self._closing:
-                events = self._iterate()
-                if events:
-                    deliver(events)
-        except Exception as error:
+                self._iterate()
+                self._flush(deliver)
+        except BaseException as error:
             self.died = error
             logger.critical("the engine loop failed and ends", exc_info=error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._busy_since_s = None
-            deliver(self._ledger.fail_all(FailureKind.SHUTDOWN, "the engine has shut down"))
-            self._loop.close()
+            self._end(deliver)
 
-    def _iterate(self) -> list[TokenEvent]:
+    def _end(self, deliver: Deliver) -> None:
+        message = "the engine has shut down" if self.died is None else "the engine failed"
+        try:
+            self._outbox += self._ledger.fail_all(FailureKind.SHUTDOWN, message)
+            self._flush(deliver)
+        finally:
+            self._close_loop()
+
+    def _close_loop(self) -> None:
+        try:
+            self._loop.close()
+        except Exception as error:
+            self.died = self.died or error
+            logger.critical("the engine loop could not be closed", exc_info=error)
+
+    def _flush(self, deliver: Deliver) -> None:
+        if self._outbox:
+            events, self._outbox = self._outbox, []
+            deliver(events)
+
+    def _iterate(self) -> None:
+        """One round: commands that have come, then a step.
+
+        Events go to `_outbox` as they are recorded: a step that raises must not take with it what the ledger has
+        let through before.
+        """
         if not self._loop.busy:
             self._busy_since_s = None
-            events = self._obey(self._inbox.get())
-        else:
-            events = []
+            self._obey(self._inbox.get())
         self._busy_since_s = self._clock()
         while not self._closing:
             try:
                 command = self._inbox.get_nowait()
             except queue.Empty:
                 break
-            events += self._obey(command)
+            self._obey(command)
         if self._loop.busy and not self._closing:
-            events += self._ledger.record(self._loop.step())
-        return events
+            self._outbox += self._ledger.record(self._loop.step())
 
-    def _obey(self, command: Command) -> list[TokenEvent]:
+    def _obey(self, command: Command) -> None:
         if isinstance(command, Submit):
-            self._ledger.open(command.request)
-            return self._ledger.record(self._loop.submit(command.request))
-        if isinstance(command, Abort):
-            known = command.request_id in self._ledger
-            return self._ledger.record(self._loop.abort(command.request_id)) if known else []
-        self._closing = True
-        return []
+            self._submit(command.request)
+        elif isinstance(command, Abort):
+            if command.request_id in self._ledger:
+                self._outbox += self._ledger.record(self._loop.abort(command.request_id))
+        else:
+            self._closing = True
+
+    def _submit(self, request: GenerateRequest) -> None:
+        self._ledger.open(request)
+        try:
+            self._outbox += self._ledger.record(self._loop.submit(request))
+        except Exception:
+            logger.exception("request %d could not be taken; it fails, the others live", request.request_id)
+            failure = Failed(request.request_id, FailureKind.INTERNAL, "the engine could not take this request")
+            self._outbox += self._ledger.record([failure])
+            self._ledger.record(self._loop.abort(request.request_id))  # it may be half taken

@@ -2,7 +2,10 @@
 
 One thread waits on all sockets. Events are sent from the loop's own thread without blocking; what a slow client
 does not take is buffered up to a bound and flushed by the thread, and beyond it that client is dropped and its
-requests aborted. The engine never waits for a client.
+requests aborted. The engine never waits for a client, and whoever breaks the protocol loses only their own link.
+
+    accepted ──Hello with the token──► served ──end of file | broken protocol | unread bytes──► dropped
+        └───────anything else, or too late──────────────────────────────────────────────────────┘
 """
 
 import contextlib
@@ -11,14 +14,15 @@ import logging
 import selectors
 import socket
 import threading
+import time
 from typing import cast
 
 import msgspec
 
 from openinfer_core.errors import ContractViolation
-from openinfer_core.events import Failed, Finished, TokenEvent
+from openinfer_core.events import TokenEvent
 from openinfer_core.host import EngineHost
-from openinfer_core.request import RequestId
+from openinfer_core.routes import Routes
 from openinfer_core.wire import (
     Abort,
     AskStats,
@@ -39,48 +43,73 @@ logger = logging.getLogger("openinfer.engine")
 
 MAX_BUFFERED_BYTES = 64 * 2**20
 """What one client may leave unread."""
+MAX_LINKS = 256
+HELLO_DEADLINE_S = 10.0
+"""A connection that has not shown the token by then is dropped."""
+MAX_HELLO_BYTES = 4096
+"""What a connection may send in vain before its Hello is complete."""
 _READ_BYTES = 1 << 20
+_FINISH_DEADLINE_S = 1.0
 
 
 class Link:
     """One client."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, max_buffered_bytes: int = MAX_BUFFERED_BYTES) -> None:
         connection.setblocking(False)
+        if connection.family == socket.AF_INET:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.frames = FrameBuffer()
+        self.accepted_s = time.monotonic()
         self.welcome = False
         self.lost = False
+        self._max_buffered_bytes = max_buffered_bytes
         self._unsent = bytearray()
         self._lock = threading.Lock()
 
     def send(self, message: ToClient) -> bool:
         """Sends what the socket takes and buffers the rest; returns whether something is left to flush."""
-        frame = encode_frame(message)
+        frame = self._encode(message)
         with self._lock:
             if self.lost:
                 return False
-            if self._unsent:
-                self._unsent += frame
-            else:
-                self._unsent += frame[self._send(frame) :]
-            if len(self._unsent) > MAX_BUFFERED_BYTES:
-                self.lost = True
+            rest = frame if self._unsent else frame[self._send(frame) :]
+            self._unsent += rest
+            if len(self._unsent) > self._max_buffered_bytes:
+                logger.error("a client has left %d bytes unread and is dropped", len(self._unsent))
+                self._lose()
             return bool(self._unsent)
 
     def flush(self) -> bool:
         """Sends more of the buffer; returns whether something is left."""
         with self._lock:
-            if self._unsent and not self.lost:
-                del self._unsent[: self._send(self._unsent)]
+            if self._unsent:
+                sent = self._send(self._unsent)
+                del self._unsent[:sent]
             return bool(self._unsent)
 
-    def finish(self, *, timeout_s: float) -> None:
-        """Sends what is left, waiting at most so long, and closes the socket."""
-        with self._lock, contextlib.suppress(OSError):
-            self.connection.settimeout(timeout_s)
-            self.connection.sendall(self._unsent)
-        self.connection.close()
+    def close(self, *, deadline_s: float | None = None) -> None:
+        """Closes the socket.
+
+        Args:
+            deadline_s: monotonic seconds until which what is left is sent before; None sends nothing more.
+        """
+        with self._lock:  # never while the loop's thread sends: the descriptor's number may be another client's next
+            if deadline_s is not None and self._unsent:
+                with contextlib.suppress(OSError):
+                    self.connection.settimeout(max(0.0, deadline_s - time.monotonic()))
+                    self.connection.sendall(self._unsent)
+            self._lose()
+            self.connection.close()
+
+    def _encode(self, message: ToClient) -> bytearray:
+        try:
+            return encode_frame(message)
+        except ContractViolation as error:
+            logger.error("a client is dropped: %s", error)
+            self.lost = True
+            return bytearray()
 
     def _send(self, data: bytearray) -> int:
         try:
@@ -88,19 +117,34 @@ class Link:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
-            self.lost = True
+            self._lose()
             return len(data)
+
+    def _lose(self) -> None:
+        self.lost = True
+        self._unsent = bytearray()
 
 
 class LinkServer:
     """Serves the clients of one engine on a listening socket."""
 
-    def __init__(self, listener: socket.socket, *, token: str, host: EngineHost, welcome: Welcome) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        token: str,
+        host: EngineHost,
+        welcome: Welcome,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+        hello_deadline_s: float = HELLO_DEADLINE_S,
+    ) -> None:
         self._listener = listener
         self._token = token
         self._host = host
         self._welcome = welcome
-        self._owners: dict[RequestId, Link] = {}
+        self._max_buffered_bytes = max_buffered_bytes
+        self._hello_deadline_s = hello_deadline_s
+        self._routes: Routes[Link] = Routes()
         self._links: set[Link] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -117,33 +161,41 @@ class LinkServer:
 
     def deliver(self, events: list[TokenEvent]) -> None:
         """Sends each client its events, one frame each. Called from the loop's thread."""
-        batches: dict[Link, list[TokenEvent]] = {}
-        for event in events:
-            terminal = type(event) is Finished or type(event) is Failed
-            owner = self._owners.pop(event.request_id, None) if terminal else self._owners.get(event.request_id)
-            if owner is not None:
-                batches.setdefault(owner, []).append(event)
+        batches = self._routes.sort(events)
         unsent = [link.send(Events(batch)) or link.lost for link, batch in batches.items()]
         if any(unsent):
             self._wake()
 
     def close(self) -> None:
-        """Flushes what clients still take at once and closes every socket."""
+        """Flushes what clients still take at once and closes every socket. Idempotent."""
         self._closing.set()
+        if self._thread.ident is None:
+            self._finish()
+            return
         self._wake()
         self._thread.join()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
+        with contextlib.suppress(OSError):  # the pipe is full of wake-ups already, or the thread has ended
             self._wake_writer.send(b"\0")
 
     def _serve(self) -> None:
-        while not self._closing.is_set():
-            for key, mask in self._selector.select():
-                self._handle(cast("socket.socket", key.fileobj), cast("Link | None", key.data), mask)
-            for link in [link for link in self._links if link.lost]:
-                self._drop(link)
-        self._finish()
+        try:
+            while not self._closing.is_set():
+                self._turn()
+        except Exception as error:
+            logger.critical("the links failed; the engine ends", exc_info=error)
+            self._host.post(Close())
+        finally:
+            self._finish()
+
+    def _turn(self) -> None:
+        strangers = [link for link in self._links if not link.welcome]
+        for key, mask in self._selector.select(timeout=self._hello_deadline_s if strangers else None):
+            self._handle(cast("socket.socket", key.fileobj), cast("Link | None", key.data), mask)
+        self._drop_late(strangers)
+        for link in [link for link in self._links if link.lost]:
+            self._drop(link)
 
     def _handle(self, readable: socket.socket, link: Link | None, mask: int) -> None:
         if link is not None:
@@ -154,8 +206,9 @@ class LinkServer:
         elif readable is self._listener:
             self._accept()
         else:
-            self._wake_reader.recv(4096)
-            for waiting in list(self._links):
+            with contextlib.suppress(BlockingIOError):
+                self._wake_reader.recv(4096)
+            for waiting in self._links:
                 self._flush(waiting)
 
     def _accept(self) -> None:
@@ -163,15 +216,19 @@ class LinkServer:
             connection, _ = self._listener.accept()
         except OSError:
             return  # the client left before it was accepted
-        link = Link(connection)
+        if len(self._links) >= MAX_LINKS:
+            logger.error("a client is turned away: %d links are open", len(self._links))
+            connection.close()
+            return
+        link = Link(connection, max_buffered_bytes=self._max_buffered_bytes)
         self._links.add(link)
         self._selector.register(connection, selectors.EVENT_READ, link)
 
     def _flush(self, link: Link) -> None:
-        if link.lost:
-            return
         more = link.flush()
-        self._selector.modify(link.connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0), link)
+        if not link.lost:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
+            self._selector.modify(link.connection, events, link)
 
     def _read(self, link: Link) -> None:
         try:
@@ -186,6 +243,8 @@ class LinkServer:
         try:
             for body in link.frames.feed(data):
                 self._obey(link, to_engine_decoder.decode(body))
+            if not link.welcome and len(link.frames) > MAX_HELLO_BYTES:
+                raise ContractViolation("the first frame is too long for a Hello")
         except (ContractViolation, msgspec.MsgspecError) as error:
             logger.error("a client broke the protocol and is dropped: %s", error)
             link.lost = True
@@ -196,8 +255,9 @@ class LinkServer:
         elif isinstance(message, Submit):
             self._submit(link, message)
         elif isinstance(message, Abort):
-            if self._owners.get(message.request_id) is link:
-                self._host.post(message)
+            inner_id = self._routes.find(link, message.request_id)
+            if inner_id is not None:
+                self._host.post(Abort(inner_id))
         elif isinstance(message, AskStats):
             self._send(link, Stats(self._host.stats()))
         elif isinstance(message, Close):
@@ -206,33 +266,45 @@ class LinkServer:
             raise ContractViolation("a second Hello")
 
     def _greet(self, link: Link, message: ToEngine) -> None:
-        if not isinstance(message, Hello) or not hmac.compare_digest(message.token.encode(), self._token.encode()):
+        if not isinstance(message, Hello) or not shows_token(message, self._token):
             raise ContractViolation("the first frame is not a Hello with the right token")
         link.welcome = True
         self._send(link, self._welcome)
 
     def _submit(self, link: Link, message: Submit) -> None:
-        request_id = message.request.request_id
-        if request_id in self._owners:
-            raise ContractViolation(f"request id {request_id} is in use")
-        self._owners[request_id] = link
+        request = message.request
+        inner_id = self._routes.add(link, request.request_id)
+        if inner_id != request.request_id:
+            message = Submit(msgspec.structs.replace(request, request_id=inner_id))
         self._host.post(message)
 
     def _send(self, link: Link, message: ToClient) -> None:
         if link.send(message):
             self._flush(link)
 
+    def _drop_late(self, strangers: list[Link]) -> None:
+        now_s = time.monotonic()
+        for link in strangers:
+            if not link.welcome and now_s - link.accepted_s > self._hello_deadline_s:
+                logger.error("a client has not said Hello within %g s and is dropped", self._hello_deadline_s)
+                link.lost = True
+
     def _drop(self, link: Link) -> None:
         self._links.discard(link)
         self._selector.unregister(link.connection)
-        link.connection.close()
-        for request_id in [owned for owned, owner in list(self._owners.items()) if owner is link]:
-            self._owners.pop(request_id, None)
-            self._host.post(Abort(request_id))
+        link.close()
+        for inner_id in self._routes.drop(link):
+            self._host.post(Abort(inner_id))
 
     def _finish(self) -> None:
+        deadline_s = time.monotonic() + _FINISH_DEADLINE_S
         for link in self._links:
-            link.finish(timeout_s=1.0)
+            link.close(deadline_s=deadline_s)
         self._selector.close()
         for end in (self._listener, self._wake_reader, self._wake_writer):
             end.close()
+
+
+def shows_token(hello: Hello, token: str) -> bool:
+    """Whether a client may be served; takes the same time for every wrong token."""
+    return hmac.compare_digest(hello.token.encode(), token.encode())

@@ -1,11 +1,17 @@
-"""`InProcessEngine`: an engine in a thread of this process."""
+"""`InProcessEngine`: an engine in a thread of this process.
+
+    engine thread                        the reader's event loop
+    EngineHost ─► _deliver ─► _arrived ──(one wake-up)──► _collect ─► Mailbox ─► events()
+
+What the thread delivers lies in `_arrived`, behind a lock, until the reader's event loop collects it. So nothing is
+lost when there is no reader yet, or when its event loop has been closed and another one reads on.
+"""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator
 
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.errors import EngineClosed
 from openinfer_core.events import TokenEvent
 from openinfer_core.host import EngineHost, EngineLoop
 from openinfer_core.mailbox import Mailbox
@@ -23,9 +29,10 @@ class InProcessEngine:
         self._host = EngineHost(loop)
         self._mailbox = Mailbox()
         self._lock = threading.Lock()
-        self._early: list[TokenEvent] = []
+        self._arrived: list[TokenEvent] = []
+        self._thread_ended = False
         self._reader_loop: asyncio.AbstractEventLoop | None = None
-        self._ended = False
+        self._wake_up_due = False
         self._thread = threading.Thread(target=self._run, name="openinfer-engine", daemon=True)
         self._thread.start()
 
@@ -35,24 +42,31 @@ class InProcessEngine:
         return self._info
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queues a request.
+        """Queues a request, also when nobody iterates over `events()` yet.
 
         Raises:
             EngineClosed: the engine has ended.
             InvalidRequest: the request's id is in use.
         """
-        if self._ended and self._reader_loop is None:
-            raise EngineClosed(DIED)
+        self._collect()
         self._mailbox.open(request.request_id)
         self._host.post(Submit(request))
 
     def abort(self, request_id: RequestId) -> None:
         """Ends a request with `Finished(ABORT)`."""
-        self._host.post(Abort(request_id))
+        if request_id in self._mailbox:
+            self._host.post(Abort(request_id))
 
     async def events(self) -> AsyncIterator[list[TokenEvent]]:
-        """Yields all events that are there, each time there are any."""
-        self._attach(asyncio.get_running_loop())
+        """Yields all events that are there, each time there are any.
+
+        Raises:
+            EngineClosed: the engine died.
+        """
+        with self._lock:
+            self._reader_loop = asyncio.get_running_loop()
+            self._wake_up_due = False  # one that was due in a closed event loop never came
+        self._collect()
         async for events in self._mailbox.read():
             yield events
 
@@ -62,40 +76,45 @@ class InProcessEngine:
         Raises:
             EngineClosed: the engine has ended.
         """
-        if self._ended:
-            raise EngineClosed("the engine has ended")
+        self._collect()
+        self._mailbox.require_open()
         return self._host.stats()
 
     async def close(self) -> None:
         """Ends the loop and waits for its thread."""
         self._host.post(Close())
         await asyncio.to_thread(self._thread.join)
+        self._collect()
 
-    def _attach(self, reader_loop: asyncio.AbstractEventLoop) -> None:
+    def _collect(self) -> None:
+        """Moves what has arrived into the mailbox. Runs in the reader's thread."""
         with self._lock:
-            self._reader_loop = reader_loop
-            self._mailbox.put(self._early)
-            self._early = []
-            if self._ended:
-                self._end_mailbox()
+            self._wake_up_due = False
+            events, self._arrived = self._arrived, []
+            thread_ended = self._thread_ended
+        if events:
+            self._mailbox.put(events)
+        if thread_ended:
+            self._mailbox.end(None if self._host.died is None else DIED)
 
     def _run(self) -> None:
-        self._host.run(self._from_thread)
+        try:
+            self._host.run(self._deliver)
+        finally:
+            with self._lock:
+                self._thread_ended = True
+                self._wake_reader()
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
         with self._lock:
-            self._ended = True
-            if self._reader_loop is not None:
-                self._call_reader(self._reader_loop)
+            self._arrived += events
+            self._wake_reader()
 
-    def _call_reader(self, reader_loop: asyncio.AbstractEventLoop) -> None:
-        if not reader_loop.is_closed():
-            reader_loop.call_soon_threadsafe(self._end_mailbox)
-
-    def _end_mailbox(self) -> None:
-        self._mailbox.end(None if self._host.died is None else DIED)
-
-    def _from_thread(self, events: list[TokenEvent]) -> None:
-        with self._lock:
-            if self._reader_loop is None:
-                self._early += events
-            elif not self._reader_loop.is_closed():
-                self._reader_loop.call_soon_threadsafe(self._mailbox.put, events)
+    def _wake_reader(self) -> None:
+        if self._reader_loop is None or self._wake_up_due:
+            return
+        try:
+            self._reader_loop.call_soon_threadsafe(self._collect)
+            self._wake_up_due = True
+        except RuntimeError:  # it is closed; whoever reads next finds everything in `_arrived`
+            self._reader_loop = None

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from openinfer_core.errors import EngineClosed, InvalidRequest
+from openinfer_core.errors import ContractViolation, EngineClosed, InvalidRequest
 from openinfer_core.events import Failed, FailureKind, Finished, TokenEvent
 from openinfer_core.request import RequestId
 
@@ -23,6 +23,9 @@ class Mailbox:
         """Whether no more events can come."""
         return self._ended
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._open
+
     def open(self, request_id: RequestId) -> None:
         """Notes a request that will be submitted.
 
@@ -30,11 +33,19 @@ class Mailbox:
             EngineClosed: no more events can come.
             InvalidRequest: the id is in use.
         """
-        if self._ended:
-            raise EngineClosed(self._failure or "the engine was closed")
+        self.require_open()
         if request_id in self._open:
             raise InvalidRequest(f"request id {request_id} is in use", field="request_id")
         self._open.add(request_id)
+
+    def require_open(self) -> None:
+        """Does nothing while events can come.
+
+        Raises:
+            EngineClosed: no more events can come.
+        """
+        if self._ended:
+            raise EngineClosed(self._failure or "the engine was closed")
 
     def put(self, events: list[TokenEvent]) -> None:
         """Adds events."""
@@ -57,6 +68,7 @@ class Mailbox:
 
         Raises:
             EngineClosed: the engine died.
+            ContractViolation: another task waits for events; each would get only some.
         """
         while True:
             if self._events:
@@ -65,10 +77,15 @@ class Mailbox:
             elif self._ended:
                 break
             else:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
+                await self._wait()
         if self._failure is not None:
             raise EngineClosed(self._failure)
+
+    async def _wait(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            raise ContractViolation("two tasks iterate over events(); one engine handle has one consumer")
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

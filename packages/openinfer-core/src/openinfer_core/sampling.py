@@ -2,6 +2,7 @@
 
 import math
 from enum import StrEnum
+from typing import cast
 
 import msgspec
 
@@ -15,6 +16,11 @@ MAX_LOGPROBS = 20
 """Alternatives per position: OpenAI's bound for chat completions."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+"""Entries of `logit_bias`."""
+MAX_ABS_LOGIT_BIAS = 1e6
+"""Far beyond any logit, far below what overflows float32 or loses the logit's own digits to a NaN."""
+MAX_GRAMMAR_LENGTH = 2**20
+"""In characters; a compiler has bounds of its own."""
 
 
 class GrammarKind(StrEnum):
@@ -27,17 +33,27 @@ class GrammarKind(StrEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A constraint on the output. An engine without a grammar compiler refuses it by name."""
+    """A constraint on the output. An engine without a grammar compiler refuses it by name.
+
+    Raises:
+        InvalidRequest: the text is longer than `MAX_GRAMMAR_LENGTH`.
+    """
 
     kind: GrammarKind
     text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequest(
+                f"the grammar has {len(self.text)} characters; at most {MAX_GRAMMAR_LENGTH} fit", field="grammar"
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one request is sampled. The order of operations is `openinfer_kernels.SamplingBatch`'s.
 
     Raises:
-        InvalidRequest: a value is out of range; `field` names it.
+        InvalidRequest: a value is out of range or not of its type; `field` names it.
     """
 
     max_tokens: int
@@ -66,46 +82,67 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 0, MAX_TOKENS)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, 0, MAX_TOKEN_ID)
-        _number("top_p", self.top_p, 0.0, 1.0)
+        check_integer("max_tokens", self.max_tokens, low=0, high=MAX_TOKENS)
+        check_integer("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
+        _check_number("temperature", self.temperature, low=0.0, high=100.0)
+        check_integer("top_k", self.top_k, low=0, high=MAX_TOKEN_ID)
+        _check_number("top_p", self.top_p, low=0.0, high=1.0)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p is 0; it must be in (0, 1]", field="top_p")
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         if self.seed is not None:
-            _integer("seed", self.seed, 0, 2**64 - 1)
+            check_integer("seed", self.seed, low=0, high=2**64 - 1)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
-                _integer(name, count, 0, MAX_LOGPROBS)
+                check_integer(name, count, low=0, high=MAX_LOGPROBS)
         _check_stop_token_ids(self.stop_token_ids)
         _check_logit_bias(self.logit_bias)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise InvalidRequest("max_tokens is 0 and no prompt_logprobs are asked: nothing to do", field="max_tokens")
 
 
-def _integer(name: str, value: int, low: int, high: int) -> None:
+def check_integer(name: str, value: object, *, low: int, high: int) -> None:
+    """Refuses what is not an `int` (a bool, a float or a NumPy scalar is none) within `low .. high`.
+
+    Raises:
+        InvalidRequest: with `name` as its field.
+    """
+    if type(value) is not int:
+        raise InvalidRequest(f"{name} is of type {type(value).__name__}; it must be an integer", field=name)
     if not low <= value <= high:
         raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", field=name)
 
 
-def _number(name: str, value: float, low: float, high: float) -> None:
+def _check_number(name: str, value: object, *, low: float, high: float) -> None:
+    if type(value) is not float and type(value) is not int:
+        raise InvalidRequest(f"{name} is of type {type(value).__name__}; it must be a number", field=name)
     if not low <= value <= high:  # also refuses NaN
         raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", field=name)
 
 
-def _check_stop_token_ids(token_ids: tuple[int, ...]) -> None:
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+def check_tuple(name: str, value: object) -> tuple[object, ...]:
+    """Refuses what is not a tuple: a list could change after it was checked.
+
+    Raises:
+        InvalidRequest: with `name` as its field.
+    """
+    if type(value) is not tuple:
+        raise InvalidRequest(f"{name} is of type {type(value).__name__}; it must be a tuple", field=name)
+    return cast("tuple[object, ...]", value)
+
+
+def _check_stop_token_ids(token_ids: object) -> None:
+    entries = check_tuple("stop_token_ids", token_ids)
+    if len(entries) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
-            f"stop_token_ids has {len(token_ids)} entries; at most {MAX_STOP_TOKEN_IDS} are possible",
+            f"stop_token_ids has {len(entries)} entries; at most {MAX_STOP_TOKEN_IDS} are possible",
             field="stop_token_ids",
         )
-    for token_id in token_ids:
-        _integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+    for token_id in entries:
+        check_integer("stop_token_ids", token_id, low=0, high=MAX_TOKEN_ID)
 
 
 def _check_logit_bias(bias: dict[int, float]) -> None:
@@ -114,6 +151,6 @@ def _check_logit_bias(bias: dict[int, float]) -> None:
             f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are possible", field="logit_bias"
         )
     for token_id, value in bias.items():
-        _integer("logit_bias", token_id, 0, MAX_TOKEN_ID)
-        if math.isnan(value) or value == math.inf:
-            raise InvalidRequest(f"logit_bias of token {token_id} is {value}", field="logit_bias")
+        check_integer("logit_bias", token_id, low=0, high=MAX_TOKEN_ID)
+        if value != -math.inf:
+            _check_number("logit_bias", value, low=-MAX_ABS_LOGIT_BIAS, high=MAX_ABS_LOGIT_BIAS)

@@ -1,13 +1,16 @@
 """A simulated engine: real requests, events and timing, no model. For tests and for measuring frontends.
 
-It takes requests in order of arrival, gives each its first token `ttft_s` after submission and one more every
-`tpot_s`, at most `rows_per_step` of them in one step. Tokens are a function of the prompt and the position, so that
-two runs agree. Run it in a thread with `InProcessEngine(SimulatedLoop(options))`, or in a process with `spawn_simulated(options)`.
+It takes requests in order of arrival, gives each its first token `ttft_s` after submission at the earliest and one more
+every `tpot_s`, at most `rows_per_step` of them in one step; who comes later waits until one of these has ended. Tokens
+are a function of the prompt and the position alone: two runs agree, whatever the seed, and what shapes a distribution
+(temperature, penalties, bias) shapes nothing here. Everything else of a request is honoured or refused.
+
+Run it in a thread with `InProcessEngine(SimulatedLoop(options))`, or in a process of its own with
+`spawn_simulated(options)`.
 """
 
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +18,7 @@ from itertools import islice
 import msgspec
 
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.engine_process import run_engine_process
+from openinfer_core.engine_process import LinkKind, run_engine_process
 from openinfer_core.errors import InvalidRequest
 from openinfer_core.events import (
     Failed,
@@ -29,6 +32,10 @@ from openinfer_core.events import (
 )
 from openinfer_core.remote import RemoteEngine, spawn_engine
 from openinfer_core.request import GenerateRequest, RequestId
+
+_NAP_S = 0.02
+"""The longest sleep: commands are heard between two."""
+_NUM_BLOCKS = 1 << 20
 
 
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,29 +61,52 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 raise InvalidRequest(f"{name} must be at least 1", field=name)
         if not 0 <= self.first_token_id < self.num_token_ids:
             raise InvalidRequest("first_token_id must be below num_token_ids", field="first_token_id")
-        if not (0 <= self.ttft_s < 3600 and 0 <= self.tpot_s < 3600):
-            raise InvalidRequest("ttft_s and tpot_s must be in 0 .. 3600", field="ttft_s")
+        if any(not 0 <= token_id < self.num_token_ids for token_id in self.eos_token_ids):
+            raise InvalidRequest("eos_token_ids must be below num_token_ids", field="eos_token_ids")
+        for name in ("ttft_s", "tpot_s"):
+            if not 0 <= getattr(self, name) < 3600:  # also refuses NaN
+                raise InvalidRequest(f"{name} must be in 0 .. 3600", field=name)
 
 
 def simulated_token(request: GenerateRequest, position: int, options: SimulatedOptions) -> int:
-    """The token the simulated engine gives to output `position` of a request."""
-    seed = zlib.crc32(repr(request.prompt_token_ids[-8:]).encode()) + len(request.prompt_token_ids)
-    mixed = (seed * 0x9E3779B1 + position * 0x85EBCA6B) & 0xFFFFFFFF
+    """The token the simulated engine gives to output `position` of a request; a forbidden stop token is passed over."""
+    return _draw(_prompt_digest(request), position, options)
+
+
+def _prompt_digest(request: GenerateRequest) -> int:
+    prompt = request.prompt_token_ids
+    return (zlib.crc32(repr(prompt[-8:]).encode()) + len(prompt)) * 0x9E3779B1 & 0xFFFFFFFF
+
+
+def _draw(digest: int, position: int, options: SimulatedOptions) -> int:
+    mixed = (digest + position * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
     span = options.num_token_ids - options.first_token_id
     return options.first_token_id + (mixed ^ (mixed >> 13)) % span
 
 
 @dataclass(slots=True)
-class _Running:
+class _Row:
+    """One open request."""
+
     request: GenerateRequest
     arrived_s: float
+    digest: int
+    max_tokens: int
+    """Of the request, or what the context leaves."""
+    stop_token_ids: frozenset[int]
     begun: bool = False
     produced: int = 0
 
 
 class SimulatedLoop:
-    """Implements `EngineLoop`."""
+    """Implements `EngineLoop`.
+
+    Args:
+        options: how it behaves.
+        clock: monotonic seconds.
+        sleep: waits so many seconds.
+    """
 
     def __init__(
         self,
@@ -88,11 +118,13 @@ class SimulatedLoop:
         self._options = options
         self._clock = clock
         self._sleep = sleep
-        self._queue: dict[RequestId, _Running] = {}
-        self._order: deque[RequestId] = deque()
+        self._rows: dict[RequestId, _Row] = {}  # in order of arrival
+        self._num_begun = 0
         self._next_step_s = clock()
         self._steps = 0
+        self._prompt_tokens = 0
         self._generated = 0
+        self._failed = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -105,7 +137,7 @@ class SimulatedLoop:
             num_token_ids=options.num_token_ids,
             eos_token_ids=options.eos_token_ids,
             block_size_tokens=16,
-            num_blocks=1 << 20,
+            num_blocks=_NUM_BLOCKS,
             max_num_seqs=options.rows_per_step,
             max_waiting=options.max_waiting,
             composition={"engine": "simulated (openinfer-core)"},
@@ -114,113 +146,154 @@ class SimulatedLoop:
     @property
     def busy(self) -> bool:
         """Whether any request is open."""
-        return bool(self._queue)
+        return bool(self._rows)
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
-        """Queues a request."""
-        if len(self._queue) >= self._options.max_waiting + self._options.rows_per_step:
-            return [Failed(request.request_id, FailureKind.OVERLOADED, "the queue is full")]
-        if request.sampling.grammar is not None:
-            return [Failed(request.request_id, FailureKind.INVALID, "the simulated engine has no grammar compiler")]
-        if len(request.prompt_token_ids) >= self._options.max_model_tokens:
-            return [Failed(request.request_id, FailureKind.INVALID, "the prompt exceeds the context length")]
-        self._queue[request.request_id] = _Running(request, self._clock())
-        self._order.append(request.request_id)
+        """Queues a request, or refuses it."""
+        if len(self._rows) >= self._options.max_waiting + self._options.rows_per_step:
+            return [self._fail(request, FailureKind.OVERLOADED, "the queue is full")]
+        refusal = _refusal(request, self._options)
+        if refusal is not None:
+            return [self._fail(request, FailureKind.INVALID, refusal)]
+        room_tokens = self._options.max_model_tokens - len(request.prompt_token_ids)
+        self._rows[request.request_id] = _Row(
+            request,
+            arrived_s=self._clock(),
+            digest=_prompt_digest(request),
+            max_tokens=min(request.sampling.max_tokens, room_tokens),
+            stop_token_ids=frozenset(request.sampling.stop_token_ids),
+        )
         return []
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
         """Ends a request."""
-        if self._queue.pop(request_id, None) is None:
-            return []
-        self._order.remove(request_id)
-        return [_finished(request_id, FinishReason.ABORT)]
+        row = self._rows.get(request_id)
+        return [] if row is None else [self._end(row, FinishReason.ABORT)]
 
     def step(self) -> list[TokenEvent]:
-        """Waits for the step's time, then gives each row that is due a token."""
-        now_s = self._wait()
+        """Gives each row that is due a token; sleeps a little and returns nothing if it is too early for that."""
+        if not self._rows or not self._wait():
+            return []
         self._steps += 1
-        rows = [self._queue[request_id] for request_id in islice(self._order, self._options.rows_per_step)]
+        now_s = self._clock()
         events: list[TokenEvent] = []
-        for row in rows:
-            if now_s >= row.arrived_s + self._options.ttft_s:
+        for row in list(islice(self._rows.values(), self._options.rows_per_step)):
+            if row.begun or now_s >= row.arrived_s + self._options.ttft_s:
                 self._advance(row, now_s, events)
-        if len(self._queue) != len(self._order):
-            self._order = deque(request_id for request_id in self._order if request_id in self._queue)
         return events
 
     def stats(self) -> EngineStats:
         """Counts of open requests, steps and tokens."""
-        waiting = max(0, len(self._queue) - self._options.rows_per_step)
+        num_rows = len(self._rows)
+        waiting = max(0, num_rows - self._options.rows_per_step)
         return EngineStats(
-            running=len(self._queue) - waiting,
+            running=num_rows - waiting,
             waiting=waiting,
-            blocks_total=1 << 20,
+            blocks_total=_NUM_BLOCKS,
             steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated,
+            failed_requests=self._failed,
         )
 
     def close(self) -> None:
         """Forgets everything."""
-        self._queue.clear()
-        self._order.clear()
+        self._rows.clear()
+        self._num_begun = 0
 
-    def _wait(self) -> float:
-        """Sleeps until the next step is due, or the first request's time to first token is over."""
+    def _wait(self) -> bool:
+        """Sleeps towards the next step; returns whether its time has come.
+
+        Steps lie `tpot_s` apart on a grid, so that what one is late the next makes up for; a whole step that was
+        missed is not. While no request has begun, the grid begins anew with the first one's first token.
+        """
         due_s = self._next_step_s
-        if not any(row.begun for row in self._queue.values()):
-            first = min(row.arrived_s for row in self._queue.values())
-            due_s = max(due_s, first + self._options.ttft_s)
+        if not self._num_begun:
+            first = next(iter(self._rows.values()))
+            due_s = max(due_s, first.arrived_s + self._options.ttft_s)
         now_s = self._clock()
-        if due_s > now_s:
-            self._sleep(min(due_s - now_s, max(self._options.tpot_s, 0.005)))
+        if now_s < due_s:
+            self._sleep(min(due_s - now_s, _NAP_S))
             now_s = self._clock()
-        if now_s >= due_s:
-            self._next_step_s = max(due_s, now_s - self._options.tpot_s) + self._options.tpot_s
-        return now_s
+        if now_s < due_s:
+            return False
+        tpot_s = self._options.tpot_s
+        self._next_step_s = max(due_s, now_s - tpot_s) + tpot_s
+        return True
 
-    def _advance(self, row: _Running, now_s: float, events: list[TokenEvent]) -> None:
-        request = row.request
-        request_id, sampling = request.request_id, request.sampling
+    def _advance(self, row: _Row, now_s: float, events: list[TokenEvent]) -> None:
         if not row.begun:
-            row.begun = True
-            events.append(Scheduled(request_id, 0, now_s - row.arrived_s))
-            if sampling.prompt_logprobs is not None:
-                events.append(self._prompt_logprobs(request, sampling.prompt_logprobs))
-        if row.produced < sampling.max_tokens:
-            token_id = simulated_token(request, row.produced, self._options)
-            row.produced += 1
-            self._generated += 1
-            if token_id in sampling.stop_token_ids and row.produced > sampling.min_tokens:
-                self._end(row, _finished(request_id, FinishReason.STOP, token_id), events)
+            self._begin(row, now_s, events)
+        if row.produced < row.max_tokens:
+            token_id = self._next_token(row)
+            if token_id in row.stop_token_ids:
+                events.append(self._end(row, FinishReason.STOP, token_id))
                 return
-            logprobs = None if sampling.logprobs is None else (self._logprobs(token_id, sampling.logprobs),)
-            events.append(Tokens(request_id, (token_id,), logprobs))
-        context_tokens = len(request.prompt_token_ids) + row.produced
-        if row.produced >= sampling.max_tokens or context_tokens >= self._options.max_model_tokens:
-            self._end(row, _finished(request_id, FinishReason.LENGTH), events)
+            top = row.request.sampling.logprobs
+            logprobs = None if top is None else (self._logprobs(token_id, top),)
+            events.append(Tokens(row.request.request_id, (token_id,), logprobs))
+        if row.produced >= row.max_tokens:
+            events.append(self._end(row, FinishReason.LENGTH))
 
-    def _end(self, row: _Running, event: Finished, events: list[TokenEvent]) -> None:
-        del self._queue[row.request.request_id]
-        events.append(event)
+    def _begin(self, row: _Row, now_s: float, events: list[TokenEvent]) -> None:
+        request = row.request
+        row.begun = True
+        self._num_begun += 1
+        self._prompt_tokens += len(request.prompt_token_ids)
+        events.append(Scheduled(request.request_id, 0, now_s - row.arrived_s))
+        top, predicted = request.sampling.prompt_logprobs, request.prompt_token_ids[1:]
+        if top is not None and predicted:
+            logprobs = tuple(self._logprobs(token_id, top) for token_id in predicted)
+            events.append(Tokens(request.request_id, (), None, logprobs))
 
-    def _prompt_logprobs(self, request: GenerateRequest, top: int) -> Tokens:
-        rest = request.prompt_token_ids[1:]
-        return Tokens(request.request_id, (), None, tuple(self._logprobs(token_id, top) for token_id in rest))
+    def _next_token(self, row: _Row) -> int:
+        token_id = _draw(row.digest, row.produced, self._options)
+        if row.produced < row.request.sampling.min_tokens:
+            while token_id in row.stop_token_ids:  # it ends: not every token is one, see `_refusal`
+                token_id = token_id + 1 if token_id + 1 < self._options.num_token_ids else self._options.first_token_id
+        row.produced += 1
+        self._generated += 1
+        return token_id
+
+    def _end(self, row: _Row, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
+        """A terminal event; the ledger fills in the counts."""
+        del self._rows[row.request.request_id]
+        self._num_begun -= row.begun
+        return Finished(row.request.request_id, reason, 0, 0, 0, stop_token_id)
+
+    def _fail(self, request: GenerateRequest, kind: FailureKind, message: str) -> Failed:
+        self._failed += 1
+        return Failed(request.request_id, kind, message)
 
     def _logprobs(self, token_id: int, top: int) -> TokenLogprobs:
         """The token is the likeliest; each further one is 1 nat less likely."""
-        ids = tuple((token_id + i) % self._options.num_token_ids for i in range(top))
-        return TokenLogprobs(-0.5, 1, ids, tuple(-0.5 - i for i in range(top)))
+        num_token_ids = self._options.num_token_ids
+        count = min(top, num_token_ids)
+        ids = tuple((token_id + i) % num_token_ids for i in range(count))
+        return TokenLogprobs(-0.5, 1, ids, tuple(-0.5 - i for i in range(count)))
 
 
-def _finished(request_id: RequestId, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
-    """A terminal event; the ledger fills in the counts."""
-    return Finished(request_id, reason, 0, 0, 0, stop_token_id)
+def _refusal(request: GenerateRequest, options: SimulatedOptions) -> str | None:
+    """Why a request cannot be served, or None."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    if sampling.grammar is not None:
+        return "the simulated engine has no grammar compiler"
+    if request.lora is not None:
+        return "the simulated engine has no adapters"
+    if len(prompt) + min(1, sampling.max_tokens) > options.max_model_tokens:
+        return f"the prompt has {len(prompt)} tokens; the context has {options.max_model_tokens}, prompt and completion"
+    if max(prompt) >= options.num_token_ids:
+        return f"the prompt has token id {max(prompt)}; the model has ids below {options.num_token_ids}"
+    if sampling.min_tokens and set(sampling.stop_token_ids).issuperset(
+        range(options.first_token_id, options.num_token_ids)
+    ):
+        return "every token is a stop token, and min_tokens forbids them all"
+    return None
 
 
-def spawn_simulated(options: SimulatedOptions) -> RemoteEngine:
-    """Runs the simulated engine in a process of its own."""
-    return spawn_engine("openinfer_core.simulated", options)
+def spawn_simulated(options: SimulatedOptions, *, link: LinkKind | None = None) -> RemoteEngine:
+    """Runs the simulated engine in a process of its own; `link` as for `spawn_engine`."""
+    return spawn_engine("openinfer_core.simulated", options, link=link)
 
 
 def _build(spec: msgspec.Raw) -> SimulatedLoop:

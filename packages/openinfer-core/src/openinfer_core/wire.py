@@ -94,12 +94,15 @@ def encode_frame(message: ToEngine | ToClient) -> bytearray:
 
 
 class FrameBuffer:
-    """Cuts received bytes into frames."""
+    """Cuts received bytes into frames; its length is the number of bytes that wait for the rest of their frame."""
 
     __slots__ = ("_data",)
 
     def __init__(self) -> None:
         self._data = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._data)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Takes received bytes; returns the bodies that are complete.
@@ -117,7 +120,7 @@ class FrameBuffer:
             end = begin + _LENGTH.size + length
             if end > available:
                 break
-            frames.append(bytes(self._data[begin + _LENGTH.size : end]))
+            frames.append(bytes(memoryview(self._data)[begin + _LENGTH.size : end]))
             begin = end
         if begin:
             del self._data[:begin]

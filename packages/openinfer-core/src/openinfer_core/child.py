@@ -1,0 +1,97 @@
+"""`EngineChild`: the parent's side of an engine process: started, connected to, ended; nothing of it is left behind."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+
+import msgspec
+
+from openinfer_core.engine_process import Address, Launch, LinkKind, remove_socket_file
+from openinfer_core.errors import ContractViolation, EngineClosed
+
+
+class EngineChild:
+    """A process that runs `run_engine_process`.
+
+    Args:
+        module: the child's main module.
+        spec: what the child builds; sent as JSON.
+        token: what its clients must show.
+        link: what its link is made of.
+    """
+
+    def __init__(self, module: str, spec: msgspec.Struct, *, token: str, link: LinkKind) -> None:
+        self._address: Address | None = None
+        self._launch = Launch(token=token, spec=msgspec.Raw(msgspec.json.encode(spec)), link=link)
+        # -P: the working directory is not on the child's import path
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative numbers are signals."""
+        return self._process.poll()
+
+    def connect(self) -> socket.socket:
+        """A blocking socket to the child, which may still be building its engine.
+
+        Raises:
+            EngineClosed: the child died.
+            ContractViolation: it said something else than its address.
+        """
+        self._address = self._ask_address()
+        try:
+            return _connect(self._address)
+        except OSError as error:
+            raise EngineClosed(f"the engine process cannot be reached: {error}") from error
+
+    def end(self, *, deadline_s: float) -> None:
+        """Waits for the child to end, kills it after `deadline_s` seconds, and removes what it left. Idempotent."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        if self._address is not None:
+            remove_socket_file(self._address)
+
+    def _ask_address(self) -> Address:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise ContractViolation("the engine process was started without pipes")
+        with contextlib.suppress(BrokenPipeError):  # a dead child says nothing, which is noticed below
+            stdin.write(msgspec.json.encode(self._launch) + b"\n")
+            stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise EngineClosed(f"the engine process ended with code {self._process.wait()} before it began to serve")
+        try:
+            return msgspec.json.decode(line, type=Address)
+        except msgspec.MsgspecError as error:
+            raise ContractViolation(f"the engine process said {line[:100]!r} instead of its address") from error
+
+
+def _connect(address: Address) -> socket.socket:
+    if address.tcp_port is not None:
+        return socket.create_connection(("127.0.0.1", address.tcp_port))
+    if address.unix_path is None:
+        raise ContractViolation("the engine process announced an empty address")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(address.unix_path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
