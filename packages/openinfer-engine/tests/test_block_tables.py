@@ -14,9 +14,7 @@ BLOCK = 4
 
 
 def start(slot: int) -> SlotStart:
-    request = GenerateRequest(
-        request_id=RequestId(slot), prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1)
-    )
+    request = GenerateRequest(request_id=RequestId(slot), prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
     return SlotStart(slot=slot, request=request, seed=0)
 
 

@@ -16,7 +16,9 @@ def make(**params: object) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 8, **params})
 
 
-def start(slot: int, params: SamplingParams, *, prompt: tuple[int, ...] = (3, 4), outputs: tuple[int, ...] = ()) -> SlotStart:
+def start(
+    slot: int, params: SamplingParams, *, prompt: tuple[int, ...] = (3, 4), outputs: tuple[int, ...] = ()
+) -> SlotStart:
     request = GenerateRequest(request_id=RequestId(slot), prompt_token_ids=prompt, sampling=params)
     return SlotStart(slot=slot, request=request, seed=2**64 - 1 - slot, output_token_ids=outputs)
 

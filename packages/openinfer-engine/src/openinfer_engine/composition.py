@@ -101,7 +101,11 @@ class Composition:
         return FamilyPlan(
             model_type=self.model_type,
             parts=self.parts,
-            kernels={"prefill": "cpu NumPy, float32", "decode": "cpu NumPy, float32", "sampling": "cpu NumPy, float64 sums"},
+            kernels={
+                "prefill": "cpu NumPy, float32",
+                "decode": "cpu NumPy, float32",
+                "sampling": "cpu NumPy, float64 sums",
+            },
             memory_bytes={
                 "weights": weights * COMPUTE_DTYPE.itemsize_bytes,
                 "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),

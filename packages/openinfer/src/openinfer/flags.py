@@ -22,7 +22,9 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 _BYTE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def add_flags(parser: argparse.ArgumentParser, struct: type[msgspec.Struct], *, skip: frozenset[str] = frozenset()) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, struct: type[msgspec.Struct], *, skip: frozenset[str] = frozenset()
+) -> None:
     """Adds a flag for each field of a Struct, with the field's docstring as its help."""
     group = parser.add_argument_group(f"{struct.__module__.split('.')[0]} options")
     described = field_docstrings(struct)

@@ -32,8 +32,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the text to continue; - reads standard input", type=_text)
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's turn through the chat template")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    parser.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user's turn through the chat template"
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
     add_flags(parser, SamplingParams, skip=_NOT_FLAGS)
 
 

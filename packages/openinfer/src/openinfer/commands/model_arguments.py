@@ -62,6 +62,8 @@ def _parser(command: str, description: str, *, add_help: bool) -> argparse.Argum
     parser = argparse.ArgumentParser(
         prog=f"openinfer {command}", description=description, add_help=add_help, allow_abbrev=False
     )
-    parser.add_argument("--model", metavar="DIR|NAME", help="a Hugging Face model folder, or an installed checkpoint: tiny")
+    parser.add_argument(
+        "--model", metavar="DIR|NAME", help="a Hugging Face model folder, or an installed checkpoint: tiny"
+    )
     parser.add_argument("--family", metavar="NAME", help="the model family to use when more than one claims the model")
     return parser
