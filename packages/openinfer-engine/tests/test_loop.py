@@ -1,7 +1,7 @@
 """The step loop, the runner and the default scheduler together, with a model whose right answer is known.
 
-`SumModel` keeps a token id per position in the KV cache and predicts a hash of everything in the context, read back through
-the block tables. A wrong block, a stale id on the device or a lost position changes every later token.
+`SumModel` keeps a token id per position in the KV cache and predicts a hash of everything in the context, read back
+through the block tables. A wrong block, a stale id on the device or a lost position changes every later token.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,14 @@
 """Command-line flags made from option Structs: one flag per field, so that neither can forget the other.
 
-`max_num_seqs: int` becomes `--max-num-seqs N`. Values are converted by msgspec and range-checked by the Struct itself.
-A field ending in `_bytes` takes `64MiB`; a mapping takes `a=1,b=2`; a tuple takes `a,b`; a bool takes `true` or `false`.
+`max_num_seqs: int` becomes `--max-num-seqs N`. Values are converted by msgspec and range-checked by the Struct
+itself. A field ending in `_bytes` takes `64MiB`; a mapping takes `a=1,b=2`; a tuple takes `a,b`; a bool takes `true`
+or `false`.
 """
 
 import argparse
 import ast
 import inspect
+import itertools
 import textwrap
 import types
 from collections.abc import Mapping
@@ -85,7 +87,7 @@ def _docstrings_of(cls: type) -> dict[str, str]:
         return {}
     body = getattr(tree.body[0], "body", [])
     found: dict[str, str] = {}
-    for statement, after in zip(body, body[1:], strict=False):
+    for statement, after in itertools.pairwise(body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = _string_of(after)
             if text is not None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -157,7 +157,7 @@ class LLM:
             self._thread.join()
             self._tokenizer.close()
 
-    def __enter__(self) -> "LLM":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -241,7 +241,7 @@ def _ignore(text: str) -> None:
 class _Submission:
     request: GenerateRequest
     assembler: Assembler
-    future: "Future[Completion]" = field(default_factory=lambda: Future[Completion]())
+    future: "Future[Completion]" = field(default_factory=Future[Completion])
     on_text: Callable[[str], None] = _ignore
 
 
