@@ -1,41 +1,39 @@
-"""`check_books`: do the scheduler's lists, slots and counts agree with each other?"""
+"""`check_books`: do the line, the open requests and the steps in flight agree with each other?"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
 
 from openinfer_core.errors import ContractViolation
 from openinfer_engine.scheduler.draft import StepInFlight
+from openinfer_engine.scheduler.line import Line
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
 
 
-def check_books(
-    *,
-    open_: Collection[Sequence],
-    running: list[Sequence],
-    preempted: list[Sequence],
-    num_waiting: int,
-    free_slots: list[int],
-    num_slots: int,
-    in_flight: Iterable[StepInFlight],
-    num_live: int,
-) -> None:
+def check_books(line: Line, *, open_requests: Collection[Sequence], in_flight: Iterable[StepInFlight]) -> None:
     """Compares what the scheduler knows with what it ought to be.
 
     Raises:
         ContractViolation: with the first disagreement found.
     """
     flying = Counter(sequence for record in in_flight for sequence in record.rows)
-    everyone = {*open_, *flying}
+    everyone = {*open_requests, *flying}
     for sequence in everyone:
         _check_sequence(sequence, rows_in_flight=flying[sequence])
-    _require(len(running) + len(preempted) + num_waiting == len(open_), "the line and the open requests differ")
-    _require({s.state for s in running} <= {SequenceState.RUNNING}, "a running sequence is in another state")
-    _require({s.state for s in preempted} <= {SequenceState.PREEMPTED}, "a preempted sequence is in another state")
-    line = [sequence.admission for sequence in (*running, *reversed(preempted))]
-    _require(line == sorted(line), "the line is not sorted by age")
-    slots = sorted([*free_slots, *(s.slot for s in everyone if s.slot != NO_SLOT)])
-    _require(slots == list(range(num_slots)), "a slot is lost or held twice")
+    _check_order(line, num_open=len(open_requests))
+    slots = sorted([*line.free_slots, *(sequence.slot for sequence in everyone if sequence.slot != NO_SLOT)])
+    _require(slots == list(range(line.num_slots)), f"of {line.num_slots} slots these are free or held: {slots}")
+    num_live = line.kv.num_live_sequences
     _require(num_live == len(everyone), f"{num_live} sequences have KV and {len(everyone)} are known")
+
+
+def _check_order(line: Line, *, num_open: int) -> None:
+    num_in_line = len(line.running) + len(line.preempted) + len(line.waiting)
+    _require(num_in_line == num_open, f"{num_in_line} sequences stand in line and {num_open} are open")
+    for state, members in ((SequenceState.RUNNING, line.running), (SequenceState.PREEMPTED, line.preempted)):
+        wrong = [sequence.request_id for sequence in members if sequence.state is not state]
+        _require(not wrong, f"requests {wrong} are listed as {state.name.lower()} and are not")
+    ages = [sequence.admission for sequence in (*line.running, *reversed(line.preempted))]
+    _require(ages == sorted(ages), f"the line is not sorted by age: {ages}")
 
 
 def _check_sequence(sequence: Sequence, *, rows_in_flight: int) -> None:
@@ -46,8 +44,8 @@ def _check_sequence(sequence: Sequence, *, rows_in_flight: int) -> None:
     _require((sequence.slot != NO_SLOT) == holds, f"{what} has slot {sequence.slot}")
     _require(bool(sequence.kv.blocks) == holds, f"{what} holds {len(sequence.kv.blocks)} blocks")
     if sequence.state is SequenceState.RUNNING:
-        marks = (sequence.computed_tokens, sequence.target_tokens, sequence.final_tokens)
-        _require(marks == tuple(sorted(marks)), f"{what} has its marks out of order: {marks}")
+        marks = [sequence.computed_tokens, sequence.target_tokens, sequence.final_tokens]
+        _require(marks == sorted(marks), f"{what} has its marks out of order: {marks}")
         _require(sequence.computed_tokens <= sequence.kv.capacity_tokens, f"{what} computes beyond its blocks")
 
 

@@ -88,8 +88,8 @@ class StepDraft:
         self.samples = [True] * num_rows
         self.budget_tokens -= num_rows
 
-    def add_chunk(self, sequence: Sequence) -> None:
-        """Plans as many of the sequence's given ids as the budget allows, at least one of each."""
+    def add_chunk(self, sequence: Sequence) -> int:
+        """Plans as many of the sequence's given ids as the budget allows, and returns how many; both are at least 1."""
         start = sequence.computed_tokens
         end = min(sequence.given_tokens, start + self.budget_tokens)
         samples = end == sequence.given_tokens and sequence.samples
@@ -110,6 +110,7 @@ class StepDraft:
         if samples and end < sequence.final_tokens:
             sequence.target_tokens = end + 1
         sequence.rows_in_flight += 1
+        return end - start
 
     def finish(self, step: int, *, planned_s: float) -> tuple[StepPlan, StepInFlight]:
         """The plan for the runner, and the scheduler's record of it."""

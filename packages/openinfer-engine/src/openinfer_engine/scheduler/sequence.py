@@ -138,6 +138,11 @@ class Sequence:
         return self.known_tokens - self.prompt_tokens
 
     @property
+    def may_stop(self) -> bool:
+        """Whether a stop token now would end it."""
+        return self.completion_tokens >= self.request.sampling.min_tokens
+
+    @property
     def may_match(self) -> bool:
         """Whether a cached prefix helps; not while log-probabilities of prompt positions are still owed."""
         owes_logprobs = self.request.sampling.prompt_logprobs is not None

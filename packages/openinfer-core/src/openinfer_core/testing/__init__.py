@@ -1,0 +1,12 @@
+"""Conformance kits and fakes for whoever implements a part of the contract. No test framework is needed.
+
+scheduler     `check_scheduler` and its parts, for a `Scheduler`
+queue_policy  `check_queue_policy`, for a `QueuePolicy`
+fake_device   `FakeDevice`: runs step plans on a model that is a hash, with a KV cache that notices every mistake
+
+A violation raises `ConformanceError`, an `AssertionError` that says what the contract demands.
+"""
+
+from openinfer_core.testing.errors import ConformanceError
+
+__all__ = ["ConformanceError"]

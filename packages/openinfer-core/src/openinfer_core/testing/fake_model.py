@@ -1,0 +1,76 @@
+"""A model that is a hash: its next token depends on every token before it, and on nothing else.
+
+So the output of a request is known in advance, whatever chunks, batches, cached prefixes and preemptions it is
+computed with, and two different prefixes practically never agree.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from openinfer_core.events import FinishReason
+from openinfer_core.request import GenerateRequest
+
+NUM_TOKEN_IDS = 64
+"""The fake model's vocabulary; prompts may use any id."""
+
+_MASK = (1 << 64) - 1
+
+
+def root(request: GenerateRequest) -> int:
+    """The state before the first token: what a KV entry depends on besides the tokens."""
+    state = 0x9E3779B97F4A7C15
+    for name in (request.lora, request.cache_salt):
+        text = b"\x00" if name is None else b"\x01" + name.encode("utf-8", "surrogatepass")
+        for byte in text + b"\xff":
+            state = extend(state, byte)
+    return state
+
+
+def extend(state: int, token_id: int) -> int:
+    """The state after one more token: the content of that token's KV entry."""
+    mixed = ((state ^ (token_id + 1)) * 0xD6E8FEB86659FD93) & _MASK
+    return ((mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93) & _MASK
+
+
+def states(request: GenerateRequest, token_ids: Iterable[int]) -> list[int]:
+    """The state after each of a request's tokens."""
+    state, found = root(request), list[int]()
+    for token_id in token_ids:
+        state = extend(state, token_id)
+        found.append(state)
+    return found
+
+
+def next_token(request: GenerateRequest, state: int, *, num_outputs: int) -> int:
+    """The token sampled behind `state`, the request's output number `num_outputs`, from 0."""
+    token_id = (state >> 20) % NUM_TOKEN_IDS
+    forbidden = request.sampling.stop_token_ids if num_outputs < request.sampling.min_tokens else ()
+    while token_id in forbidden:
+        token_id = (token_id + 1) % NUM_TOKEN_IDS
+    return token_id
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request that nobody disturbs ends."""
+
+    token_ids: tuple[int, ...]
+    """What `Tokens` events carry."""
+    reason: FinishReason
+    stop_token_id: int | None
+
+
+def outcome(request: GenerateRequest, *, max_model_tokens: int) -> Outcome:
+    """What a scheduler has to deliver for a request that fits."""
+    prompt = request.prompt_token_ids
+    sampling = request.sampling
+    state = states(request, prompt)[-1]
+    room_tokens = min(sampling.max_tokens, max_model_tokens - len(prompt))
+    token_ids: list[int] = []
+    while len(token_ids) < room_tokens:
+        token_id = next_token(request, state, num_outputs=len(token_ids))
+        if token_id in sampling.stop_token_ids and len(token_ids) >= sampling.min_tokens:
+            return Outcome(tuple(token_ids), FinishReason.STOP, token_id)
+        token_ids.append(token_id)
+        state = extend(state, token_id)
+    return Outcome(tuple(token_ids), FinishReason.LENGTH, None)

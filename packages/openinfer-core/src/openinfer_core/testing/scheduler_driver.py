@@ -1,0 +1,234 @@
+"""`SchedulerDriver`: the step loop of a test. Drives a scheduler on a `FakeDevice` and keeps the books on it."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from openinfer_core.events import (
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    Scheduled,
+    TerminalEvent,
+    TokenEvent,
+    TokenLogprobs,
+    Tokens,
+)
+from openinfer_core.ledger import Ledger
+from openinfer_core.queue_policies import FirstComeFirstServed
+from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.scheduling import (
+    QueuePolicy,
+    QueuePolicyConfig,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+    StepResult,
+)
+from openinfer_core.testing import fake_model
+from openinfer_core.testing.errors import require
+from openinfer_core.testing.fake_device import FAULT, FakeDevice
+from openinfer_core.testing.queue_policy import WatchedPolicy
+
+SchedulerFactory: TypeAlias = Callable[[SchedulerConfig, QueuePolicy], Scheduler]
+
+STEPS_PER_TOKEN = 20
+"""How many steps a token may cost, recomputation after preemptions included, before a scheduler counts as stuck."""
+
+
+@dataclass(slots=True)
+class Account:
+    """What a request has been told."""
+
+    request: GenerateRequest
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    scheduled: Scheduled | None = None
+    terminal: TerminalEvent | None = None
+    is_aborted: bool = False
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"request {self.request.request_id}"
+
+
+class SchedulerDriver:
+    """Submits, aborts and steps; every call checks what the contract demands of it.
+
+    Args:
+        factory: makes the scheduler.
+        config: its limits.
+        policy: of the waiting queue; first come first served if None.
+        max_in_flight: plans made before the first of them is applied: 1 without overlap, 2 with it.
+    """
+
+    def __init__(
+        self,
+        factory: SchedulerFactory,
+        config: SchedulerConfig,
+        *,
+        policy: QueuePolicy | None = None,
+        max_in_flight: int = 2,
+    ) -> None:
+        self.config = config
+        self.policy = WatchedPolicy(FirstComeFirstServed(QueuePolicyConfig()) if policy is None else policy)
+        self.scheduler = factory(config, self.policy)
+        self.device = FakeDevice(config)
+        self.accounts: dict[RequestId, Account] = {}
+        self.may_fail: set[RequestId] = set()
+        """Requests that the test's queue policy spoils: they may end with `Failed(INTERNAL)`."""
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._ledger = Ledger()
+        self._budget_steps = 100
+        self._now_s = 0.0
+
+    # --- what a test does -------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> TerminalEvent | None:
+        """Adds a request; returns its terminal event if it has one at once."""
+        self._ledger.open(request)
+        account = self.accounts[request.request_id] = Account(request)
+        tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        self._budget_steps += STEPS_PER_TOKEN * tokens
+        self._take(self.scheduler.add(request, now_s=self._tick()))
+        require(
+            account.terminal is None or isinstance(account.terminal, Failed),
+            f"{account.what}: add answered {account.terminal}; it can only refuse",
+        )
+        return account.terminal
+
+    def abort(self, request_id: RequestId) -> None:
+        """Aborts a request, open or not."""
+        was_open = request_id in self._ledger
+        if was_open:
+            self.accounts[request_id].is_aborted = True
+        events = self.scheduler.abort(request_id)
+        self._take(events)
+        if was_open:
+            terminal = self.accounts[request_id].terminal
+            is_abort = isinstance(terminal, Finished) and terminal.reason is FinishReason.ABORT
+            require(is_abort, f"request {request_id}: abort was answered with {events}, not with Finished(ABORT)")
+        else:
+            require(not events, f"request {request_id} is not open; abort was answered with {events}")
+
+    def step(self) -> StepPlan | None:
+        """Plans and runs a step, and applies the oldest one if enough are in flight; returns the plan."""
+        plan = self.scheduler.plan(now_s=self._tick())
+        if plan is None:
+            require(
+                self._in_flight or not self.scheduler.unfinished,
+                f"wedged: {self.scheduler.unfinished} requests are unfinished, no step is in flight, and no plan comes",
+            )
+        else:
+            self._budget_steps -= 1
+            require(self._budget_steps > 0, f"stuck: {self.device.steps} steps and no end; {self.scheduler.stats()}")
+            self._check_slots_are_free(plan)
+            self._in_flight.append((plan, self.device.run(plan)))
+        if self._in_flight and (plan is None or len(self._in_flight) == self._max_in_flight):
+            self._apply()
+        return plan
+
+    def run(self) -> None:
+        """Steps until every request has ended and every step is applied, then checks that nothing is left."""
+        while self._in_flight or self.scheduler.unfinished:
+            self.step()
+        require(self.scheduler.plan(now_s=self._tick()) is None, "a plan, with all requests finished")
+        self._check_nothing_is_left()
+        for account in self.accounts.values():
+            self._check_account(account)
+
+    def outcome(self, request: GenerateRequest) -> fake_model.Outcome:
+        """What a request gets if nobody disturbs it."""
+        return fake_model.outcome(request, max_model_tokens=self.config.max_model_tokens)
+
+    # --- events -----------------------------------------------------------------------------------------
+
+    def _tick(self) -> float:
+        self._now_s += 0.001
+        return self._now_s
+
+    def _apply(self) -> None:
+        plan, result = self._in_flight.popleft()
+        self._take(self.scheduler.apply(plan, result, now_s=self._tick()))
+
+    def _take(self, events: list[TokenEvent]) -> None:
+        self.policy.check()
+        dropped = self._ledger.dropped_events
+        for event in events:
+            before = self._ledger.record([event])
+            require(
+                self._ledger.dropped_events == dropped,
+                f"request {event.request_id} was never added or has its terminal event; then came {event}",
+            )
+            self._note(self.accounts[event.request_id], before[0])
+        require(
+            self.scheduler.unfinished == len(self._ledger),
+            f"unfinished is {self.scheduler.unfinished}; {len(self._ledger)} requests have no terminal event",
+        )
+
+    def _note(self, account: Account, event: TokenEvent) -> None:
+        if isinstance(event, Scheduled):
+            require(account.scheduled is None, f"{account.what} is scheduled twice")
+            require(not account.token_ids, f"{account.what} has tokens before it is scheduled")
+            require(0 <= event.cached_tokens < len(account.request.prompt_token_ids), f"{account.what}: {event}")
+            require(0 <= event.queued_s <= self._now_s, f"{account.what}: {event}")
+            account.scheduled = event
+        elif isinstance(event, Tokens):
+            require(account.scheduled is not None, f"{account.what} has tokens and was not scheduled")
+            require(not (event.prompt_logprobs and account.token_ids), f"{account.what}: prompt_logprobs after tokens")
+            account.token_ids += event.token_ids
+            account.logprobs += event.logprobs or ()
+            account.prompt_logprobs += event.prompt_logprobs or ()
+        else:
+            account.terminal = event
+
+    # --- checks -----------------------------------------------------------------------------------------
+
+    def _check_slots_are_free(self, plan: StepPlan) -> None:
+        busy = {slot for earlier, _ in self._in_flight for slot in earlier.slots.tolist()}
+        for start in plan.started:
+            require(start.slot not in busy, f"slot {start.slot} is started while a step in flight has a row in it")
+
+    def _check_nothing_is_left(self) -> None:
+        stats = self.scheduler.stats()
+        require(not len(self._ledger), f"requests {self._ledger.open_ids} have no terminal event")
+        require(stats.blocks_used == 0, f"{stats.blocks_used} blocks are used, with all requests ended: a leak")
+        require(stats.running == 0, f"{stats.running} requests are running, with all of them ended")
+        require(stats.waiting == 0, f"{stats.waiting} requests are waiting, with all of them ended")
+        require(stats.blocks_total == self.config.num_blocks, f"blocks_total is {stats.blocks_total}")
+        self.policy.check_is_empty()
+
+    def _check_account(self, account: Account) -> None:
+        right, got, what = self.outcome(account.request), tuple(account.token_ids), account.what
+        require(got == right.token_ids[: len(got)], f"{what} got {got}; the model gives {right.token_ids}")
+        terminal = account.terminal
+        if isinstance(terminal, Finished) and terminal.reason is not FinishReason.ABORT:
+            require(
+                got == right.token_ids
+                and (terminal.reason, terminal.stop_token_id) == (right.reason, right.stop_token_id),
+                f"{what} ended with {terminal} after {got}; the model gives {right}",
+            )
+            self._check_logprobs(account)
+        elif isinstance(terminal, Finished):
+            require(account.is_aborted, f"{what} ended with {terminal} and was not aborted")
+        elif isinstance(terminal, Failed) and terminal.kind is FailureKind.INTERNAL:
+            is_expected = terminal.message == FAULT or account.request.request_id in self.may_fail
+            require(is_expected, f"{what} ended with {terminal}, without a fault")
+
+    def _check_logprobs(self, account: Account) -> None:
+        sampling, first = account.request.sampling, len(account.request.prompt_token_ids)
+        if sampling.logprobs is not None:
+            positions = [entry.rank for entry in account.logprobs]
+            right = list(range(first, first + len(account.token_ids)))
+            require(positions == right, f"{account.what} has logprobs of positions {positions}, not {right}")
+        if sampling.prompt_logprobs is not None:
+            positions = [entry.rank for entry in account.prompt_logprobs]
+            require(
+                positions == list(range(1, first)),
+                f"{account.what} has prompt_logprobs of positions {positions}, not 1 .. {first - 1}",
+            )

@@ -1,0 +1,16 @@
+"""`Counters`: what a scheduler has done since it was made."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals, meaning what the fields of `EngineStats` of the same names mean."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    wasted_rows: int = 0
+    failed_requests: int = 0

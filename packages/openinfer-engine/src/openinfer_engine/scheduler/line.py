@@ -1,0 +1,172 @@
+"""`Line`: everybody who is not finished, in the order in which they are served, with the slots and KV blocks they hold.
+
+    running  oldest … youngest │ preempted  oldest … youngest │ waiting  in policy order
+             slot and blocks   │            nothing           │          nothing
+
+The order within the first two is that of first admission, and it keeps itself: only the youngest that runs is
+preempted, the oldest preempted is resumed first, and nobody is admitted from the queue before all have resumed. So
+the oldest never gives way, and as `Line.can_ever_hold` was asked before it entered, it can run to its end.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart
+from openinfer_engine.scheduler.counters import Counters
+from openinfer_engine.scheduler.draft import StepInFlight
+from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
+from openinfer_engine.scheduler.waiting import WaitingQueue
+from openinfer_kv_cache import KvCache, KvCacheOptions
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """A sequence begins to run, or resumes."""
+
+    sequence: Sequence
+    start: SlotStart
+    is_spoilt: bool
+    """Whether the queue policy raised on it."""
+
+
+class Line:
+    """See the module. Its methods keep the order; the lists are for reading."""
+
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy, counters: Counters) -> None:
+        self.kv = KvCache(
+            KvCacheOptions(
+                num_blocks=config.num_blocks,
+                block_size_tokens=config.block_size_tokens,
+                layout_digest=config.layout_digest,
+            )
+        )
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        """Youngest first, so that the end is next."""
+        self.num_slots = config.max_num_seqs
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._matches_prefixes = config.prefix_cache
+        self._counters = counters
+        self._num_admitted = 0
+
+    # --- in ---------------------------------------------------------------------------------------------
+
+    def admit(self) -> Admission | None:
+        """Lets the next in line run if there is a slot, and blocks for every id it knows; nobody is passed over.
+
+        One block per running sequence has to stay spare, lest the newcomer is preempted at their next block.
+        """
+        sequence = self._next()
+        if sequence is None or not self.free_slots:
+            return None
+        cached_tokens = self._reserve(sequence)
+        if cached_tokens is None:
+            return None
+        is_spoilt = False
+        if sequence.state is SequenceState.PREEMPTED:
+            self.preempted.pop()
+        else:
+            is_spoilt = not self.waiting.admit_head()
+            self._count_admission(sequence, cached_tokens)
+        sequence.move(SequenceState.RUNNING)
+        self.running.append(sequence)
+        return Admission(sequence, sequence.take_slot(self.free_slots.pop(), cached_tokens=cached_tokens), is_spoilt)
+
+    def _next(self) -> Sequence | None:
+        """None, too, while a result of the one to resume is outstanding."""
+        if not self.preempted:
+            return self.waiting.head
+        sequence = self.preempted[-1]
+        return None if sequence.rows_in_flight else sequence
+
+    def _count_admission(self, sequence: Sequence, cached_tokens: int) -> None:
+        sequence.admission, self._num_admitted = self._num_admitted, self._num_admitted + 1
+        sequence.cached_tokens = cached_tokens
+        self._counters.cached_tokens += cached_tokens
+
+    def _reserve(self, sequence: Sequence) -> int | None:
+        """Takes blocks for every id a sequence knows, cached ones first.
+
+        Returns:
+            The tokens found in the cache; None if blocks are short, and then nothing has changed.
+        """
+        kv, pool, spare_blocks = sequence.kv, self.kv.pool, len(self.running)
+        cached_tokens = 0
+        if self._matches_prefixes and sequence.may_match:
+            if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks):
+                return None
+            cached_tokens = kv.match()
+        elif pool.blocks_for(sequence.known_tokens) + spare_blocks > pool.available_blocks:
+            return None
+        if kv.reserve(sequence.known_tokens) is None:
+            raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
+        return cached_tokens
+
+    # --- growth -----------------------------------------------------------------------------------------
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` computed positions fits, with everybody else preempted."""
+        return self.kv.can_ever_fit(num_tokens)
+
+    def grow(self, sequence: Sequence, in_flight: Iterable[StepInFlight]) -> ListLike[int] | None:
+        """Makes room for one more position of a running sequence, preempting the youngest as needed.
+
+        Returns:
+            The blocks added; None if it has to sit this step out, because blocks that a step in flight still uses are
+            about to come back, or because it was the youngest itself.
+        """
+        while (new_blocks := sequence.kv.reserve(sequence.computed_tokens + 1)) is None:
+            if _are_blocks_coming(in_flight):
+                return None
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        sequence.capacity_tokens = sequence.kv.capacity_tokens
+        return new_blocks
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Sends the youngest running sequence back; what it has generated will be given when it resumes."""
+        self.running.pop()
+        self.preempted.append(sequence)
+        sequence.move(SequenceState.PREEMPTED)
+        self._counters.preemptions += 1
+        if not sequence.rows_in_flight:
+            self.give_back(sequence)
+
+    # --- out --------------------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it stands."""
+        match sequence.state:
+            case SequenceState.WAITING:
+                self.waiting.withdraw(sequence)
+            case SequenceState.PREEMPTED:
+                self.preempted.remove(sequence)
+            case _:
+                self.running.remove(sequence)
+        sequence.move(SequenceState.FINISHED)
+        if not sequence.rows_in_flight:
+            self.give_back(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Frees what a sequence holds that runs no longer and has no row in flight."""
+        if sequence.slot != NO_SLOT:
+            self.free_slots.append(sequence.slot)
+            sequence.slot = NO_SLOT
+        if sequence.state is SequenceState.FINISHED:
+            sequence.kv.release()
+        else:
+            sequence.kv.shrink(0)
+
+
+def _are_blocks_coming(in_flight: Iterable[StepInFlight]) -> bool:
+    """Whether a sequence with a row in flight holds blocks that it gives back when the step is applied."""
+    return any(
+        sequence.state is not SequenceState.RUNNING or sequence.computed_tokens == sequence.target_tokens
+        for record in in_flight
+        for sequence in record.rows
+    )
