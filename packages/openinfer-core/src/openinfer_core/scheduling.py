@@ -60,7 +60,10 @@ class StepPlan:
     new_blocks: Int32Column
     """`[sum(new_block_counts)]`."""
     started: tuple[SlotStart, ...] = ()
-    """Slots that begin anew before this step runs; all state of their last owner is void."""
+    """Slots that begin anew before this step runs; all state of their last owner is void.
+
+    Each has a row in this step. A slot with a row in a step that was not applied yet is not among them.
+    """
 
     @property
     def num_rows(self) -> int:
@@ -172,8 +175,11 @@ class QueuePolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class Scheduler(Protocol):
     """Decides each step. A plug-in of the group `openinfer.schedulers` is a callable `(SchedulerConfig, QueuePolicy)`.
 
-    Called from one thread. `apply` is called once for every plan, in order; between `plan` and its `apply` at
-    most one further `plan` is made.
+    Called from one thread, but for `stats`. `apply` is called once for every plan, in order; between `plan` and its
+    `apply` at most one further `plan` is made. A request has one terminal event and no event after it; one that
+    takes a slot has one `Scheduled` before its first `Tokens`, and one `Tokens` for each step at most.
+
+    `openinfer_core.testing.scheduler` checks all of this.
     """
 
     def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
@@ -186,7 +192,10 @@ class Scheduler(Protocol):
         ...
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
-        """Ends a request, waiting or running, with `Finished(ABORT)`; unknown ids give no event."""
+        """Ends a request, waiting or running, with `Finished(ABORT)` at once; unknown ids give no event.
+
+        Rows of it that are in flight are computed and ignored.
+        """
         ...
 
     def plan(self, *, now_s: float) -> StepPlan | None:
@@ -206,5 +215,8 @@ class Scheduler(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Gauges and counters; `step_age_s` is the loop's."""
+        """Gauges and counters, called from any thread; `step_age_s` is the loop's.
+
+        With all requests ended and all plans applied, no block is used.
+        """
         ...

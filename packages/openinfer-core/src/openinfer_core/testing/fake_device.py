@@ -236,10 +236,9 @@ class _Row:
 
 def _check_column(plan: StepPlan, name: str, dtype: Any) -> None:
     column: Any = getattr(plan, name)
-    require(
-        isinstance(column, np.ndarray) and column.dtype == dtype and column.ndim == 1,
-        f"{name} must be a one-dimensional array of {np.dtype(dtype).name}",
-    )
+    kind = (type(column), getattr(column, "dtype", None), getattr(column, "ndim", None))
+    right = (np.ndarray, np.dtype(dtype), 1)
+    require(kind == right, f"{name} must be a one-dimensional array of {right[1].name}; it is {column!r}")
 
 
 def _marked(position: int) -> TokenLogprobs:
