@@ -72,6 +72,7 @@ class EngineHandle(Protocol):
 
         Raises:
             EngineClosed: the engine has ended.
+            InvalidRequest: the request's id is that of one that has not ended.
         """
         ...
 

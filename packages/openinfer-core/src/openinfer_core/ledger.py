@@ -4,7 +4,8 @@
                          └──────record(Scheduled | Tokens)──► open
 
 What a scheduler returns passes through `record`. Events of requests that are not open are dropped and counted
-(a stop found one step late may produce them); a terminal event's counts are replaced by the ledger's own.
+(a stop found one step late may produce them), and so is a second `Scheduled` (a preempted request is scheduled again);
+a terminal event's counts are replaced by the ledger's own.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from openinfer_core.request import GenerateRequest, RequestId
 class _Account:
     prompt_tokens: int
     completion_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
+    """Of the `Scheduled`; None before it."""
 
 
 class Ledger:
@@ -29,7 +31,7 @@ class Ledger:
     def __init__(self) -> None:
         self._open: dict[RequestId, _Account] = {}
         self.dropped_events = 0
-        """Events that named a request which was not open."""
+        """Events that named a request which was not open, or repeated its `Scheduled`."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -62,7 +64,7 @@ class Ledger:
 
     def _admit(self, event: TokenEvent) -> TokenEvent | None:
         account = self._open.get(event.request_id)
-        if account is None:
+        if account is None or (type(event) is Scheduled and account.cached_tokens is not None):
             self.dropped_events += 1
             return None
         if type(event) is Tokens:
@@ -72,7 +74,7 @@ class Ledger:
             account.cached_tokens = event.cached_tokens
             return event
         del self._open[event.request_id]
-        return _settle(event, account) if isinstance(event, Finished) else event
+        return _settle(event, account) if type(event) is Finished else event
 
 
 def _settle(event: Finished, account: _Account) -> Finished:
@@ -80,5 +82,5 @@ def _settle(event: Finished, account: _Account) -> Finished:
         event,
         prompt_tokens=account.prompt_tokens,
         completion_tokens=account.completion_tokens + (event.stop_token_id is not None),
-        cached_tokens=account.cached_tokens,
+        cached_tokens=account.cached_tokens or 0,
     )

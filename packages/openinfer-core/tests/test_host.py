@@ -1,0 +1,242 @@
+"""The host's loop: the ledger and the fence around an engine, and how it ends."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from openinfer_core import (
+    EngineInfo,
+    EngineStats,
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    Scheduled,
+    TokenEvent,
+    Tokens,
+)
+from openinfer_core.host import EngineHost
+from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
+from openinfer_core.wire import Abort, Close, Submit
+
+MakeRequest = Callable[..., GenerateRequest]
+
+
+class ScriptedLoop:
+    """An engine whose `submit`, `step` and `abort` are given; by default a request waits for its abort."""
+
+    info: EngineInfo = SimulatedLoop(SimulatedOptions()).info
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.closed = 0
+        self.aborted: list[RequestId] = []
+        self.on_submit: Callable[[GenerateRequest], list[TokenEvent]] = lambda request: []
+        self.on_step: Callable[[], list[TokenEvent]] = list
+        self.on_close: Callable[[], None] = lambda: None
+
+    def submit(self, request: GenerateRequest) -> list[TokenEvent]:
+        return self.on_submit(request)
+
+    def abort(self, request_id: RequestId) -> list[TokenEvent]:
+        self.aborted.append(request_id)
+        return [Finished(request_id, FinishReason.ABORT, 0, 0, 0)]
+
+    def step(self) -> list[TokenEvent]:
+        return self.on_step()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=7)
+
+    def close(self) -> None:
+        self.closed += 1
+        self.on_close()
+
+
+def run(loop: ScriptedLoop | SimulatedLoop, *commands: Submit | Abort | Close) -> tuple[EngineHost, list[TokenEvent]]:
+    """Runs a host over commands that are there already; returns what it delivered."""
+    host = EngineHost(loop)
+    for command in commands:
+        host.post(command)
+    delivered: list[TokenEvent] = []
+    host.run(delivered.extend)
+    return host, delivered
+
+
+def failing(error: BaseException) -> Callable[..., list[TokenEvent]]:
+    def fail(*_: object) -> list[TokenEvent]:
+        raise error
+
+    return fail
+
+
+def test_close_fails_open_requests_and_closes_the_loop(make_request: MakeRequest) -> None:
+    loop = ScriptedLoop()
+    host, delivered = run(loop, Submit(make_request(1)), Submit(make_request(2)), Close())
+    assert delivered == [
+        Failed(RequestId(1), FailureKind.SHUTDOWN, "the engine has shut down"),
+        Failed(RequestId(2), FailureKind.SHUTDOWN, "the engine has shut down"),
+    ]
+    assert (loop.closed, host.died) == (1, None)
+
+
+def test_step_that_raises_ends_the_engine_and_fails_the_open_requests(
+    make_request: MakeRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ScriptedLoop()
+    loop.busy = True
+    error = RuntimeError("device lost")
+    loop.on_step = failing(error)
+    host, delivered = run(loop, Submit(make_request(1)))
+    assert delivered == [Failed(RequestId(1), FailureKind.SHUTDOWN, "the engine failed")]
+    assert "device lost" not in delivered[0].message
+    assert host.died is error
+    assert loop.closed == 1
+    assert "device lost" in caplog.text
+
+
+def test_step_that_raises_takes_nothing_with_it_that_was_said_before(make_request: MakeRequest) -> None:
+    loop = ScriptedLoop()
+    loop.busy = True
+    refused = Failed(RequestId(1), FailureKind.OVERLOADED, "the queue is full")
+    loop.on_submit = lambda request: [refused]
+    loop.on_step = failing(RuntimeError("device lost"))
+    _, delivered = run(loop, Submit(make_request(1)))
+    assert delivered == [refused]
+
+
+def test_submit_that_raises_fails_that_request_alone(
+    make_request: MakeRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ScriptedLoop()
+
+    def submit(request: GenerateRequest) -> list[TokenEvent]:
+        if request.request_id == 1:
+            raise KeyError("secret detail of a plug-in")
+        return [Scheduled(request.request_id, 0, 0.0), Finished(request.request_id, FinishReason.LENGTH, 0, 0, 0)]
+
+    loop.on_submit = submit
+    host, delivered = run(loop, Submit(make_request(1)), Submit(make_request(2)), Close())
+    assert delivered[0] == Failed(RequestId(1), FailureKind.INTERNAL, "the engine could not take this request")
+    assert delivered[2] == Finished(RequestId(2), FinishReason.LENGTH, 3, 0, 0)
+    assert len(delivered) == 3
+    assert loop.aborted == [1]  # whatever was taken of it is given back
+    assert host.died is None
+    assert "secret detail" in caplog.text
+
+
+def test_close_that_raises_is_logged_and_counts_as_a_death(
+    make_request: MakeRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ScriptedLoop()
+    error = RuntimeError("could not free")
+    loop.on_close = failing(error)  # type: ignore[assignment]
+    host, delivered = run(loop, Submit(make_request(1)), Close())
+    assert len(delivered) == 1
+    assert host.died is error
+    assert "could not free" in caplog.text
+
+
+def test_exit_raised_by_a_plugin_ends_the_engine_and_goes_on(
+    make_request: MakeRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ScriptedLoop()
+    loop.busy = True
+    loop.on_step = failing(SystemExit(3))
+    host = EngineHost(loop)
+    host.post(Submit(make_request(1)))
+    delivered: list[TokenEvent] = []
+    with pytest.raises(SystemExit):
+        host.run(delivered.extend)
+    assert [type(event) for event in delivered] == [Failed]
+    assert isinstance(host.died, SystemExit)
+    assert loop.closed == 1
+
+
+def test_loop_is_closed_also_when_deliver_raises(make_request: MakeRequest, caplog: pytest.LogCaptureFixture) -> None:
+    loop = ScriptedLoop()
+    host = EngineHost(loop)
+    host.post(Submit(make_request(1)))
+    host.post(Close())
+    with pytest.raises(OSError, match="nobody there"):
+        host.run(failing(OSError("nobody there")))  # type: ignore[arg-type]
+    assert loop.closed == 1
+
+
+def test_abort_of_unknown_and_ended_requests_never_reaches_the_loop(make_request: MakeRequest) -> None:
+    loop = ScriptedLoop()
+    _, delivered = run(
+        loop, Abort(RequestId(9)), Submit(make_request(1)), Abort(RequestId(1)), Abort(RequestId(1)), Close()
+    )
+    assert delivered == [Finished(RequestId(1), FinishReason.ABORT, 3, 0, 0)]
+    assert loop.aborted == [1]
+
+
+def test_events_of_a_step_come_together_and_none_are_delivered_empty(make_request: MakeRequest) -> None:
+    host = EngineHost(SimulatedLoop(SimulatedOptions()))
+    batches: list[list[TokenEvent]] = []
+
+    def deliver(events: list[TokenEvent]) -> None:
+        batches.append(events)
+        if sum(isinstance(event, Finished) for batch in batches for event in batch) == 2:
+            host.post(Close())
+
+    host.post(Submit(make_request(1, max_tokens=2)))
+    host.post(Submit(make_request(2, max_tokens=2)))
+    host.run(deliver)
+    kinds = [[(event.request_id, type(event)) for event in batch] for batch in batches]
+    assert kinds == [
+        [(1, Scheduled), (1, Tokens), (2, Scheduled), (2, Tokens)],
+        [(1, Tokens), (1, Finished), (2, Tokens), (2, Finished)],
+    ]
+
+
+def test_stats_give_the_age_of_the_iteration_while_there_is_work_also_when_it_hangs(make_request: MakeRequest) -> None:
+    now_s = [100.0]
+    entered, release = threading.Event(), threading.Event()
+    loop = ScriptedLoop()
+
+    def step() -> list[TokenEvent]:
+        entered.set()
+        assert release.wait(30)
+        loop.busy = False
+        return [Finished(RequestId(1), FinishReason.LENGTH, 0, 0, 0)]
+
+    def submit(request: GenerateRequest) -> list[TokenEvent]:
+        loop.busy = True
+        return []
+
+    loop.on_step, loop.on_submit = step, submit
+    host = EngineHost(loop, clock=lambda: now_s[0])
+    assert host.stats() == EngineStats(running=7, step_age_s=0.0)
+    delivered: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    thread = threading.Thread(target=host.run, args=(delivered.put,))
+    thread.start()
+    host.post(Submit(make_request(1)))
+    assert entered.wait(30)
+    now_s[0] = 107.5
+    assert host.stats().step_age_s == 7.5
+    release.set()
+    delivered.get(timeout=30)
+    host.post(Close())
+    thread.join()
+    assert host.stats().step_age_s == 0.0
+
+
+def test_duplicate_id_ends_the_engine_because_the_handles_before_it_refuse_one(
+    make_request: MakeRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ScriptedLoop()
+    host, delivered = run(loop, Submit(make_request(1)), Submit(make_request(1)))
+    assert len(delivered) == 1
+    assert "request id 1 is in use" in str(host.died)
+
+
+@pytest.fixture(autouse=True)
+def _log_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)

@@ -1,0 +1,83 @@
+"""Plug-ins are listed without importing; absence, ambiguity and a broken one each say what to do."""
+
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from openinfer_core import AmbiguousPlugin, BrokenPlugin, PluginError, UnknownPlugin, find_plugin, list_plugins
+from openinfer_core.plugins import QUEUE_POLICIES, Lister
+
+GROUP = "openinfer.schedulers"
+
+
+def lister(**entries: str) -> Lister:
+    """Lists entry points of names and values; a name may end in digits to be offered twice."""
+    points = [EntryPoint(name.rstrip("0123456789"), value, GROUP) for name, value in entries.items()]
+    return lambda group: [point for point in points if point.group == group]
+
+
+def test_list_plugins_sorts_by_name_and_imports_nothing() -> None:
+    found = list_plugins(GROUP, lister=lister(zeta="no_such_package_of_zeta:Z", alpha="no_such_package_of_alpha:A"))
+    assert [plugin.name for plugin in found] == ["alpha", "zeta"]
+    assert not any(name.startswith("no_such_package") for name in sys.modules)
+
+
+def test_list_plugins_of_another_group_is_empty() -> None:
+    assert list_plugins("openinfer.models", lister=lister(alpha="a:b")) == []
+
+
+def test_find_plugin_loads_what_the_entry_point_names() -> None:
+    plugin = find_plugin(GROUP, "ordered", lister=lister(ordered="collections:OrderedDict"))
+    assert plugin.load().__name__ == "OrderedDict"
+    assert plugin.origin == "collections:OrderedDict"  # it belongs to no distribution
+
+
+def test_find_plugin_that_nobody_offers_lists_the_names_there_are() -> None:
+    with pytest.raises(UnknownPlugin) as caught:
+        find_plugin(GROUP, "gamma", lister=lister(beta="a:b", alpha="a:c"))
+    assert str(caught.value) == f"no installed package offers 'gamma' in {GROUP}; installed: alpha, beta"
+    with pytest.raises(UnknownPlugin, match="installed: none"):
+        find_plugin(GROUP, "gamma", lister=lister())
+
+
+def test_find_plugin_that_two_offer_names_both() -> None:
+    with pytest.raises(AmbiguousPlugin) as caught:
+        find_plugin(GROUP, "same", lister=lister(same1="one:S", same2="two:S"))
+    assert "one:S" in str(caught.value)
+    assert "two:S" in str(caught.value)
+    assert "uninstall all but one" in str(caught.value)
+
+
+def test_find_plugin_listed_twice_by_one_distribution_is_not_ambiguous() -> None:
+    assert find_plugin(GROUP, "same", lister=lister(same1="one:S", same2="one:S")).entry_point.value == "one:S"
+
+
+def test_load_of_a_plugin_that_breaks_on_import_keeps_its_own_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_plugin_for_test.py").write_text("raise RuntimeError('no such device')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = find_plugin(GROUP, "broken", lister=lister(broken="broken_plugin_for_test:Thing"))
+    with pytest.raises(BrokenPlugin, match="failed to load: RuntimeError: no such device") as caught:
+        plugin.load()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value, PluginError)
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"), [("collections:NoSuchThing", AttributeError), ("no_such_module_at_all:X", ModuleNotFoundError)]
+)
+def test_load_of_a_plugin_that_is_not_there_is_broken(value: str, cause: type[Exception]) -> None:
+    with pytest.raises(BrokenPlugin) as caught:
+        find_plugin(GROUP, "gone", lister=lister(gone=value)).load()
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_installed_queue_policies_are_found_with_their_distribution() -> None:
+    plugins = {plugin.name: plugin for plugin in list_plugins(QUEUE_POLICIES)}
+    assert {"fcfs", "priority", "fair-share"} <= plugins.keys()
+    plugin = find_plugin(QUEUE_POLICIES, "fcfs")
+    assert plugin.origin.startswith("openinfer-core ")
+    assert plugin.load().__name__ == "FirstComeFirstServed"

@@ -1,0 +1,93 @@
+"""Requests refuse every value out of range, made in Python or decoded."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from openinfer_core import GenerateRequest, InvalidRequest, RequestId, SamplingParams
+from openinfer_core.request import MAX_NAME_LENGTH
+from openinfer_core.sampling import MAX_TOKEN_ID, MAX_TOKENS
+
+SAMPLING = SamplingParams(max_tokens=1)
+
+
+def request(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(**{"request_id": RequestId(1), "prompt_token_ids": (1,), "sampling": SAMPLING, **fields})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("request_id", 0),
+        ("request_id", 2**63 - 1),
+        ("prompt_token_ids", (0, MAX_TOKEN_ID)),
+        ("priority", -(2**31)),
+        ("priority", 2**31 - 1),
+        ("tenant", "t" * MAX_NAME_LENGTH),
+        ("cache_salt", ""),
+    ],
+)
+def test_request_at_each_bound_is_accepted(field: str, value: object) -> None:
+    assert getattr(request(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("request_id", -1),
+        ("request_id", 2**63),
+        ("request_id", 1.0),
+        ("request_id", "1"),
+        ("prompt_token_ids", ()),
+        ("prompt_token_ids", (-1,)),
+        ("prompt_token_ids", (0, MAX_TOKEN_ID + 1)),
+        ("prompt_token_ids", (1, 2.0)),
+        ("prompt_token_ids", (1, True)),
+        ("prompt_token_ids", (1, None)),
+        ("prompt_token_ids", [1]),
+        ("priority", 2**31),
+        ("priority", -(2**31) - 1),
+        ("priority", 0.5),
+        ("lora", "x" * (MAX_NAME_LENGTH + 1)),
+        ("cache_salt", "x" * (MAX_NAME_LENGTH + 1)),
+        ("tenant", "x" * (MAX_NAME_LENGTH + 1)),
+        ("trace_parent", "x" * (MAX_NAME_LENGTH + 1)),
+    ],
+)
+def test_request_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        request(**{field: value})
+    assert caught.value.field == field
+
+
+def test_request_with_the_longest_prompt_is_accepted_and_one_more_refused() -> None:
+    request(prompt_token_ids=(7,) * MAX_TOKENS)
+    with pytest.raises(InvalidRequest, match=f"the prompt has {MAX_TOKENS + 1} tokens"):
+        request(prompt_token_ids=(7,) * (MAX_TOKENS + 1))
+
+
+def test_request_names_the_place_of_the_bad_token() -> None:
+    with pytest.raises(InvalidRequest, match=r"\$\[2\]"):
+        request(prompt_token_ids=(1, 2, -3))
+
+
+def test_decoding_checks_the_request_and_what_is_inside_it() -> None:
+    def decode(**fields: Any) -> GenerateRequest:
+        body = {"request_id": 1, "prompt_token_ids": [1], "sampling": {"max_tokens": 1}, **fields}
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=GenerateRequest)
+
+    assert decode() == request()
+    with pytest.raises(msgspec.ValidationError, match="request_id is -1"):
+        decode(request_id=-1)
+    with pytest.raises(msgspec.ValidationError, match=r"max_tokens is -1.* at `\$\.sampling`"):
+        decode(sampling={"max_tokens": -1})
+    with pytest.raises(msgspec.ValidationError, match="unknown field `prompt`"):
+        decode(prompt="text never reaches an engine")
+
+
+def test_request_survives_the_wire() -> None:
+    original = request(
+        prompt_token_ids=(3, 1, 2), lora="a", cache_salt="s", tenant="t", priority=-5, trace_parent="00-ab-cd-01"
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(original), type=GenerateRequest) == original

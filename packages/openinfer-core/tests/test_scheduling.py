@@ -1,0 +1,62 @@
+"""The limits of a scheduler are checked when they are made; a plan counts its rows and tokens."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from openinfer_core import InvalidRequest
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPlan
+
+LIMITS = {
+    "num_blocks": 8,
+    "block_size_tokens": 16,
+    "max_num_seqs": 4,
+    "max_step_tokens": 64,
+    "max_model_tokens": 128,
+    "max_waiting": 10,
+}
+
+
+@pytest.mark.parametrize("field", LIMITS)
+@pytest.mark.parametrize("value", [0, -1, 2**31])
+def test_scheduler_config_out_of_range_is_refused_by_name(field: str, value: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SchedulerConfig(**{**LIMITS, field: value})
+    assert caught.value.field == field
+
+
+def test_scheduler_config_whose_step_cannot_hold_every_sequence_is_refused() -> None:
+    assert SchedulerConfig(**{**LIMITS, "max_step_tokens": 4}).max_step_tokens == 4
+    with pytest.raises(InvalidRequest, match="could not give every sequence one token"):
+        SchedulerConfig(**{**LIMITS, "max_step_tokens": 3})
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, 1e7, float("nan"), float("inf")])
+def test_queue_policy_weight_out_of_range_is_refused(weight: float) -> None:
+    with pytest.raises(InvalidRequest, match="weight of tenant 'a'"):
+        QueuePolicyConfig(tenant_weights={"a": weight})
+
+
+def test_configs_survive_json() -> None:
+    for config in (SchedulerConfig(**LIMITS), QueuePolicyConfig(tenant_weights={"a": 2.0})):
+        assert msgspec.json.decode(msgspec.json.encode(config), type=type(config)) == config
+
+
+def test_step_plan_counts_rows_and_tokens() -> None:
+    def column(*values: int) -> Any:
+        return np.array(values, np.int32)
+
+    plan = StepPlan(
+        step=0,
+        slots=column(2, 0),
+        starts=column(0, 7),
+        counts=column(5, 1),
+        given_counts=column(5, 0),
+        sample=np.array([False, True]),
+        token_ids=column(1, 2, 3, 4, 5),
+        new_block_counts=column(1, 0),
+        new_blocks=column(3),
+    )
+    assert (plan.num_rows, plan.num_tokens) == (2, 6)
