@@ -1,0 +1,26 @@
+"""openinfer-server: an OpenAI-compatible HTTP server for any `openinfer_core.engine.EngineHandle`."""
+
+from openinfer_server.app import App, build_app, load_app
+from openinfer_server.chat_template import ChatTemplate, RenderingRefused
+from openinfer_server.errors import CannotListen, ServerError, UnusableTemplate, UnusableTokenizer
+from openinfer_server.options import EventLoop, ServerOptions
+from openinfer_server.server import run, serve, serve_app
+from openinfer_server.tokenizer import Tokenizer
+
+__all__ = [
+    "App",
+    "CannotListen",
+    "ChatTemplate",
+    "EventLoop",
+    "RenderingRefused",
+    "ServerError",
+    "ServerOptions",
+    "Tokenizer",
+    "UnusableTemplate",
+    "UnusableTokenizer",
+    "build_app",
+    "load_app",
+    "run",
+    "serve",
+    "serve_app",
+]

@@ -1,0 +1,129 @@
+"""`ApiError`: what a client is told when its request cannot be served, in OpenAI's shape.
+
+Messages are written here, for the client; no exception's text is passed on unless it was made for it
+(`InvalidRequest`, msgspec's validation, `Failed`).
+"""
+
+import re
+
+import msgspec
+
+from openinfer_core.errors import InvalidRequest
+from openinfer_core.events import Failed, FailureKind
+
+RETRY_AFTER_S = 1
+"""What a client is told to wait when the queue is full or the server is ending."""
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The object under `error`."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
+    """A whole error response."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """Ends a request with a status and an error body.
+
+    Attributes:
+        status: HTTP status code.
+        headers: further response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        self._body = ErrorBody(message, _type_of(status), param, code)
+
+    def to_json(self) -> bytes:
+        """The response body."""
+        return msgspec.json.encode(ErrorResponse(self._body))
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def refused(field: str, why: str) -> ApiError:
+    """A field this server knows and cannot honour."""
+    return ApiError(400, f"{field} is not supported: {why}", param=field, code="unsupported_parameter")
+
+
+def invalid(field: str, message: str) -> ApiError:
+    """A value that is out of range."""
+    return ApiError(400, message, param=field, code="invalid_value")
+
+
+def from_invalid_request(error: InvalidRequest) -> ApiError:
+    """The contract refused a value."""
+    return ApiError(400, str(error), param=error.field, code="invalid_value")
+
+
+def overloaded(message: str) -> ApiError:
+    """The queue is full."""
+    return ApiError(429, message, code="queue_full", headers=((b"retry-after", b"%d" % RETRY_AFTER_S),))
+
+
+def shutting_down(message: str) -> ApiError:
+    """The server or its engine is ending; another replica, or this one later, may serve the request."""
+    headers = ((b"retry-after", b"%d" % RETRY_AFTER_S), (b"connection", b"close"))
+    return ApiError(503, message, code="unavailable", headers=headers)
+
+
+def internal() -> ApiError:
+    """A fault of ours; the log has it."""
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+def from_failed(failed: Failed) -> ApiError:
+    """The engine ended a request with a failure; its message is safe to show."""
+    match failed.kind:
+        case FailureKind.INVALID:
+            return ApiError(400, failed.message, code="invalid_value")
+        case FailureKind.OVERLOADED:
+            return overloaded(failed.message)
+        case FailureKind.SHUTDOWN:
+            return shutting_down(failed.message)
+        case FailureKind.INTERNAL:
+            return ApiError(500, failed.message, code="internal_error")
+
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+def from_decode_error(error: Exception) -> ApiError:
+    """The body is not JSON, or not of the route's type."""
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply", code="invalid_json")
+    if isinstance(error, UnicodeDecodeError):
+        return ApiError(400, "the body is not valid UTF-8", code="invalid_json")
+    message = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return ApiError(400, f"the body is not valid JSON: {message}", code="invalid_json")
+    path = _PATH.search(message)
+    unknown = _UNKNOWN_FIELD.search(message)
+    where = [path.group(1)] if path and path.group(1) else []
+    if unknown:
+        field = ".".join([*where, unknown.group(1)])
+        return ApiError(400, f"unknown field: {field}", param=field, code="unknown_parameter")
+    return ApiError(400, message, param=where[0] if where else None, code="invalid_type")

@@ -1,0 +1,117 @@
+"""Response bodies as msgspec types, in OpenAI's shape."""
+
+import msgspec
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one request, over all its choices; each prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class LegacyLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of `/v1/completions`: one entry per token in each list."""
+
+    text_offset: list[int]
+    """Characters of `text` before the token."""
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    """A token that is not whole UTF-8 is shown as `bytes:\\xe2\\x82`."""
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """An alternative at one position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token of a chat's answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of `/v1/chat/completions`."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: str
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/v1/completions`."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The assistant's turn."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/v1/chat/completions`."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A name the server answers to."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "openinfer"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/v1/models`."""
+
+    object: str = "list"
+    data: list[Model]

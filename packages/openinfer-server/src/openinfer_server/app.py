@@ -1,0 +1,135 @@
+"""The ASGI application: routes, errors, and the task of the engine link.
+
+Any ASGI server can run it (its lifespan starts and ends the link); `serve` runs it under uvicorn with what that lacks.
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from openinfer_core.engine import EngineHandle
+from openinfer_server.api_errors import ApiError, internal
+from openinfer_server.chat import ChatCompletions
+from openinfer_server.chat_template import ChatTemplate
+from openinfer_server.completions import Completions
+from openinfer_server.engine_link import EngineLink
+from openinfer_server.exchange import ClientGone, Exchange
+from openinfer_server.metrics import ServerMetrics
+from openinfer_server.operations import MODEL_PREFIX, Operations
+from openinfer_server.options import ServerOptions
+from openinfer_server.router import Router
+from openinfer_server.service import Service
+from openinfer_server.tokenizer import Tokenizer
+from openinfer_server.writers import Receive, Scope, Send
+
+logger = logging.getLogger("openinfer.server")
+
+UNROUTED = "(none)"
+CLIENT_GONE = 499
+"""nginx's status for a client that left; only metrics see it."""
+
+
+class App:
+    """An ASGI application that serves one engine."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.link_ended = asyncio.Event()
+        """Set when the engine has ended."""
+        self._link_task: asyncio.Task[None] | None = None
+        operations = Operations(service)
+        self._router = Router(
+            {
+                "/v1/completions": {"POST": Completions(service)},
+                "/v1/chat/completions": {"POST": ChatCompletions(service)},
+                "/v1/models": {"GET": operations.models},
+                MODEL_PREFIX: {"GET": operations.model},
+                "/health": {"GET": operations.health},
+                "/ready": {"GET": operations.ready},
+                "/metrics": {"GET": operations.metrics},
+            }
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request, or the server's lifespan."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._serve(Exchange(scope, receive, send, self.service.options))
+
+    def start(self) -> None:
+        """Begins to take the engine's events."""
+        self._link_task = asyncio.create_task(self._run_link(), name="openinfer-link")
+
+    async def stop(self) -> None:
+        """Ends open requests and takes no more events."""
+        if self._link_task is not None:
+            self._link_task.cancel()
+            await asyncio.wait((self._link_task,))
+        self.service.tokenizer.close()
+
+    async def _run_link(self) -> None:
+        try:
+            await self.service.link.run()
+        finally:
+            self.link_ended.set()
+
+    async def _serve(self, exchange: Exchange) -> None:
+        route = UNROUTED
+        try:
+            route, handler = self._router.find(exchange.method, exchange.path)
+            await handler(exchange)
+        except ApiError as error:
+            await exchange.send_error(error)
+        except ClientGone:
+            exchange.status = CLIENT_GONE
+        except Exception:
+            logger.exception("%s %s failed", exchange.method, route)
+            self.service.metrics.faults.value += 1
+            if exchange.status:
+                raise
+            await exchange.send_error(internal())
+        finally:
+            self.service.metrics.responses[route, exchange.status] += 1
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                self.start()
+                await send({"type": "lifespan.startup.complete"})
+            elif message["type"] == "lifespan.shutdown":
+                await self.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+
+def build_app(handle: EngineHandle, tokenizer: Tokenizer, template: ChatTemplate | None, options: ServerOptions) -> App:
+    """Puts an application together.
+
+    Args:
+        handle: the engine; the caller closes it after the application has stopped.
+        tokenizer: the model's.
+        template: the model's; None refuses `/v1/chat/completions`.
+        options: see there.
+    """
+    metrics = ServerMetrics()
+    return App(Service(options, EngineLink(handle, metrics), metrics, tokenizer, template))
+
+
+def load_app(handle: EngineHandle, model_dir: Path, options: ServerOptions) -> App:
+    """Reads tokenizer and chat template of a model folder and puts an application together.
+
+    Raises:
+        UnusableTokenizer: see there.
+        UnusableTemplate: see there.
+    """
+    tokenizer = Tokenizer.load(model_dir, num_token_ids=handle.info.num_token_ids)
+    template = ChatTemplate.load(
+        model_dir, timeout_s=options.template_timeout_s, max_characters=_RENDERED_PER_BODY_BYTE * options.max_body_bytes
+    )
+    return build_app(handle, tokenizer, template, options)
+
+
+_RENDERED_PER_BODY_BYTE = 2
+"""A turn's frame in the prompt is about as long as its frame in JSON."""

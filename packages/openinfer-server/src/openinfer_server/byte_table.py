@@ -1,0 +1,67 @@
+"""Bytes of every token of a byte-level BPE tokenizer, and their JSON-escaped form.
+
+A byte-level token is a string over GPT-2's alphabet, in which each of the 256 bytes is one printable character.
+`tokenizers`' ByteLevel decoder maps each character back; a token with any character outside the alphabet (an added
+token with a space in it) stands for its own UTF-8. The table follows exactly that rule, so that joining entries and
+decoding them with replacement gives the same text as `Tokenizer.decode`.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTable:
+    """What each token id contributes to the output."""
+
+    raw: list[bytes]
+    """Per token id its bytes; empty for special tokens, which never show, and for ids without a token."""
+    escaped: list[bytes | None]
+    """Per token id its text as the inside of a JSON string; None where the bytes are not whole UTF-8."""
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: character -> byte. Printable Latin-1 stands for itself, the rest follows from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
+    """Bytes that a token of a byte-level vocabulary stands for."""
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def build_byte_table(tokenizer: tokenizers.Tokenizer, num_token_ids: int) -> ByteTable:
+    """The table of a tokenizer whose decoder is ByteLevel.
+
+    Args:
+        num_token_ids: ids below it may be sampled; the table covers them and all of the tokenizer's.
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    alphabet = byte_alphabet()
+    raw = [b""] * max(num_token_ids, *(token_id + 1 for token_id in vocabulary.values()), 1)
+    for token, token_id in vocabulary.items():
+        raw[token_id] = token_bytes(token, alphabet)
+    for token_id, added in tokenizer.get_added_tokens_decoder().items():
+        if added.special:
+            raw[token_id] = b""
+    return ByteTable(raw=raw, escaped=[_escape(data) for data in raw])
+
+
+def _escape(data: bytes) -> bytes | None:
+    try:
+        return escape_json(data.decode())
+    except UnicodeDecodeError:
+        return None
+
+
+def escape_json(text: str) -> bytes:
+    """The inside of the JSON string that holds a text."""
+    return msgspec.json.encode(text)[1:-1]

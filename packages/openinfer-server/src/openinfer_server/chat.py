@@ -1,0 +1,141 @@
+"""`POST /v1/chat/completions`."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from openinfer_server.api_errors import ApiError, invalid, refused
+from openinfer_server.api_responses import ChatChoice, ChatCompletion, ChatMessage, Usage
+from openinfer_server.api_types import ChatRequest, check_refused
+from openinfer_server.chat_template import ChatTemplate, RenderingRefused
+from openinfer_server.chat_turns import num_characters, template_turns
+from openinfer_server.event_frames import ResponseHead, chat_frame
+from openinfer_server.exchange import Exchange
+from openinfer_server.generation import AnswerShape, Generation
+from openinfer_server.logprobs import chat_format
+from openinfer_server.requests import (
+    Prompt,
+    Scoring,
+    check_prompt_token_ids,
+    check_stream_options,
+    make_plan,
+    too_long,
+)
+from openinfer_server.service import Service
+from openinfer_server.text_choices import CollectedText
+
+INLINE_CHARACTERS = 4096
+"""Smaller chats are rendered in the event loop; larger ones in a thread."""
+INLINE_TURNS = 16
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+
+
+class ChatCompletions:
+    """The route's handler."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._logprobs = chat_format(service.tokenizer)
+        self._shape = AnswerShape(
+            id_prefix="chatcmpl",
+            event_object="chat.completion.chunk",
+            frame=chat_frame,
+            logprob_format=self._logprobs,
+            body=self._body,
+        )
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Answers a chat `n` times."""
+        service = self._service
+        service.check_serving()
+        request = await exchange.read_json(_decoder)
+        _check(request)
+        model = service.resolve_model(request.model)
+        include_usage = check_stream_options(request)
+        prompt = await self._prompt(request)
+        plan = make_plan(
+            request,
+            [prompt],
+            max_tokens=lambda prompt: self._max_tokens(request, prompt),
+            scoring=Scoring(output=(request.top_logprobs or 0) if request.logprobs else None),
+            info=service.info,
+            options=service.options,
+            new_id=service.link.new_id,
+        )
+        generation = Generation(
+            service=service,
+            shape=self._shape,
+            plan=plan,
+            model=model,
+            stream=bool(request.stream),
+            include_usage=include_usage,
+            echo=False,
+        )
+        await generation.deliver(exchange)
+
+    def _max_tokens(self, request: ChatRequest, prompt: Prompt) -> int:
+        """`max_completion_tokens` is the newer name and wins; without either the rest of the context."""
+        for given in (request.max_completion_tokens, request.max_tokens):
+            if given is not None:
+                return given
+        return max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
+
+    async def _prompt(self, request: ChatRequest) -> Prompt:
+        template, info, tokenizer = self._service.template, self._service.info, self._service.tokenizer
+        if template is None:
+            message = "the model has no chat template; use /v1/completions"
+            raise ApiError(400, message, param="messages", code="no_chat_template")
+        text = await _render(template, request)
+        least = tokenizer.least_tokens(text)
+        if least > info.max_model_tokens:
+            raise too_long(f"at least {least}", info, "messages")
+        token_ids = await tokenizer.encode(text, add_special_tokens=False)
+        check_prompt_token_ids(token_ids, info, "messages")
+        return Prompt(tuple(token_ids), "")
+
+    def _body(self, head: ResponseHead, choices: Sequence[CollectedText], usage: Usage) -> ChatCompletion:
+        return ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[self._choice(choice) for choice in choices],
+            usage=usage,
+        )
+
+    def _choice(self, choice: CollectedText) -> ChatChoice:
+        logprobs = self._logprobs(choice.scores) if choice.scores else None
+        return ChatChoice(choice.index, ChatMessage("assistant", choice.text), logprobs, str(choice.finish_reason))
+
+
+def _check(request: ChatRequest) -> None:
+    check_refused(request)
+    if request.store:
+        raise refused("store", "this server stores no completions")
+    if request.response_format not in (None, {"type": "text"}):
+        raise refused("response_format", "only the type text is possible; there is no structured output yet")
+    if not request.messages:
+        raise invalid("messages", "messages is empty")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
+    for index, turn in enumerate(request.messages):
+        check_refused(turn, f"messages[{index}].")
+
+
+async def _render(template: ChatTemplate, request: ChatRequest) -> str:
+    turns = template_turns(request.messages, developer_role="developer" if template.knows_developer_role else "system")
+    options = _template_options(request)
+    try:
+        if len(turns) <= INLINE_TURNS and num_characters(turns) <= INLINE_CHARACTERS:
+            return template.render(turns, options)
+        return await asyncio.to_thread(template.render, turns, options)
+    except RenderingRefused as error:
+        raise ApiError(400, str(error), param="messages", code="chat_template_refused") from error
+
+
+def _template_options(request: ChatRequest) -> Mapping[str, object]:
+    given = request.chat_template_kwargs
+    if given is None:
+        return {}
+    return {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}

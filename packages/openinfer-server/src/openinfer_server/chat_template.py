@@ -1,0 +1,206 @@
+"""`ChatTemplate`: the model folder's Jinja template, rendered in a sandbox, with transformers' conventions.
+
+What bounds a rendering: the immutable sandbox (no private attributes, no mutation, `range` up to 100,000), a clock that is
+read at every turn of every loop, a bound on every product of a string or list with a number, and a bound on the length of the output.
+What does not: memory, for a template that doubles one string again and again without a loop of many turns. The template comes from the
+model folder, which its owner trusts as they trust the weights; requests cannot bring one.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import msgspec
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from openinfer_server.errors import UnusableTemplate
+
+MAX_REPEATED_LENGTH = 2**20
+"""Longest string or list that a product with a number may give."""
+_TICK = "openinfer_loop_tick"
+"""Context name of the function that every loop calls."""
+
+
+class RenderingRefused(Exception):
+    """The template refused these messages, failed on them or exceeded a bound; the message is for the client."""
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens it may name."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, timeout_s: float, max_characters: int
+    ) -> None:
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = _compile(environment, source)
+        self._special_tokens = dict(special_tokens)
+        self._timeout_s = timeout_s
+        self._max_characters = max_characters
+        self.knows_developer_role = "developer" in source
+        """Whether the template tells developers' turns apart; otherwise they are system turns."""
+
+    @classmethod
+    def load(cls, model_dir: Path, *, timeout_s: float, max_characters: int) -> "ChatTemplate | None":
+        """Reads `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; None if there is neither.
+
+        Raises:
+            UnusableTemplate: it does not compile, or several are there and none is named `default`.
+        """
+        config = _read_config(model_dir / "tokenizer_config.json")
+        source = _source(model_dir, config)
+        if source is None:
+            return None
+        return cls(source, _special_tokens(config), timeout_s=timeout_s, max_characters=max_characters)
+
+    def render(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> str:
+        """The prompt of a chat, up to where the assistant's answer begins.
+
+        Args:
+            messages: turns as the template reads them.
+            options: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            RenderingRefused: see there.
+        """
+        variables: dict[str, object] = {
+            **self._special_tokens,
+            **options,
+            "messages": messages,
+            "add_generation_prompt": True,
+            _TICK: _clock(self._timeout_s),
+        }
+        try:
+            return self._collect(variables)
+        except jinja2.TemplateError as error:
+            raise RenderingRefused(f"the chat template refused the messages: {error}") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise RenderingRefused("the chat template failed on these messages") from error
+
+    def _collect(self, variables: dict[str, object]) -> str:
+        parts: list[str] = []
+        length = 0
+        for part in self._template.generate(variables):
+            length += len(part)
+            if length > self._max_characters:
+                raise RenderingRefused(f"the rendered chat exceeds {self._max_characters} characters")
+            parts.append(part)
+        return "".join(parts)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with products bounded."""
+
+    intercepted_binops = frozenset({"*"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        for repeated, times in ((left, right), (right, left)):
+            if isinstance(repeated, str | list | tuple) and isinstance(times, int):
+                if len(repeated) * times > MAX_REPEATED_LENGTH:  # pyright: ignore[reportUnknownArgumentType]
+                    raise RenderingRefused("the chat template multiplies a text beyond all measure")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; for serving it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Returns the nodes between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(environment: _Environment, source: str) -> jinja2.Template:
+    try:
+        tree = environment.parse(source)
+        for loop in list(tree.find_all(nodes.For)):
+            loop.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)))
+        tree.set_environment(environment)
+        code = environment.compile(tree)
+    except jinja2.TemplateError as error:
+        raise UnusableTemplate(f"the chat template does not compile: {error}") from error
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None))
+
+
+def _clock(timeout_s: float) -> Callable[[], str]:
+    deadline_s = time.monotonic() + timeout_s
+
+    def tick() -> str:
+        if time.monotonic() > deadline_s:
+            raise RenderingRefused(f"the chat template ran for more than {timeout_s} s")
+        return ""
+
+    return tick
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    """jinja2's own filter escapes for HTML, which models have never seen."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UnusableTemplate(f"{path} is not a JSON object: {error}") from error
+
+
+def _source(model_dir: Path, config: dict[str, Any]) -> str | None:
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    declared = config.get("chat_template")
+    if isinstance(declared, list):
+        named = msgspec.convert(declared, list[_NamedTemplate])
+        declared = next((entry.template for entry in named if entry.name == "default"), None)
+        if declared is None:
+            names = ", ".join(entry.name for entry in named)
+            raise UnusableTemplate(f"{model_dir} has the chat templates {names}; one must be named default")
+    if declared is not None and not isinstance(declared, str):
+        raise UnusableTemplate(f"chat_template of {model_dir} is neither a string nor a list of named templates")
+    return declared
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like; each is a string or an object with `content`."""
+    tokens: dict[str, str] = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                tokens[name] = content
+    return tokens

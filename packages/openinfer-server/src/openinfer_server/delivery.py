@@ -1,0 +1,75 @@
+"""How an answer, streamed or whole, gets to its client, and what ends it early: the client's leaving, or its not reading.
+
+The request's coroutine sleeps until one of a few futures is resolved; no token wakes it.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from openinfer_server.answer import Answer
+from openinfer_server.api_errors import from_failed
+from openinfer_server.event_frames import DONE, error_event
+from openinfer_server.exchange import ClientGone, Exchange
+from openinfer_server.writers import StreamWriter
+
+
+async def send_stream(
+    exchange: Exchange, answer: Answer, writer: StreamWriter, last_event: Callable[[], bytes]
+) -> None:
+    """Streams an answer to its end, or until its client is gone or too slow.
+
+    The response begins when the engine begins to work on it, so that a full queue is still answered with a status.
+
+    Args:
+        exchange: whose response it is.
+        answer: submitted.
+        writer: the choices' writer.
+        last_event: made when all choices have ended well; sent before `[DONE]`.
+
+    Raises:
+        ApiError: the answer failed before it began.
+        ClientGone: nobody reads any more; the answer is aborted.
+    """
+    gone = asyncio.create_task(exchange.disconnected())
+    try:
+        await _first_of(gone, answer.began)
+        if not answer.began.done():
+            raise ClientGone
+        if answer.failure is not None:
+            raise from_failed(answer.failure)
+        exchange.status = 200
+        await writer.start()
+        await _first_of(gone, answer.done, writer.dropped)
+        if not answer.done.done():
+            writer.drop()
+            raise ClientGone
+        writer.parts.append(last_event() if answer.failure is None else error_event(from_failed(answer.failure)))
+        writer.parts.append(DONE)
+        await writer.end(exchange.options.write_timeout_s)
+    finally:
+        answer.abort()
+        gone.cancel()
+
+
+async def send_whole(exchange: Exchange, answer: Answer, body: Callable[[], bytes]) -> None:
+    """Waits for an answer and sends it in one body; aborts it when its client leaves.
+
+    Raises:
+        ApiError: the answer failed.
+        ClientGone: nobody waits any more; the answer is aborted.
+    """
+    gone = asyncio.create_task(exchange.disconnected())
+    try:
+        await _first_of(gone, answer.done)
+        if not answer.done.done():
+            raise ClientGone
+        if answer.failure is not None:
+            raise from_failed(answer.failure)
+        await exchange.send(200, body())
+    finally:
+        answer.abort()
+        gone.cancel()
+
+
+async def _first_of(*futures: "asyncio.Future[None]") -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,28 @@
+"""The server's exception tree.
+
+    OpenInferError
+    └── ServerError             the server cannot start
+        ├── CannotListen        the address is in use or not ours
+        ├── UnusableTokenizer   the model folder has no tokenizer this server can use
+        └── UnusableTemplate    the model folder's chat template does not compile
+
+What a client is told about its request is `api_errors.ApiError`, which never leaves the server as an exception.
+"""
+
+from openinfer_core.errors import OpenInferError
+
+
+class ServerError(OpenInferError):
+    """The server cannot start."""
+
+
+class CannotListen(ServerError):
+    """The address to listen on is in use or not ours."""
+
+
+class UnusableTokenizer(ServerError):
+    """The model folder has no tokenizer, or one that this server cannot use."""
+
+
+class UnusableTemplate(ServerError):
+    """The model folder's chat template does not compile or is ambiguous."""

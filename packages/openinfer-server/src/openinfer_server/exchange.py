@@ -1,0 +1,117 @@
+"""`Exchange`: one HTTP request and its response, over ASGI's three callables."""
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+from openinfer_server.api_errors import ApiError, from_decode_error
+from openinfer_server.options import ServerOptions
+from openinfer_server.writers import Receive, Scope, Send, StreamWriter, stream_writer
+
+T = TypeVar("T")
+JSON = b"application/json"
+
+
+class Exchange:
+    """One request.
+
+    Attributes:
+        status: status of the response that was begun; 0 before.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServerOptions) -> None:
+        self.status = 0
+        self.options = options
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+
+    @property
+    def method(self) -> str:
+        """In capitals."""
+        return self._scope["method"]
+
+    @property
+    def path(self) -> str:
+        """Without the query, percent-decoded."""
+        return self._scope["path"]
+
+    async def read_json(self, decoder: "msgspec.json.Decoder[T]") -> T:
+        """The body as the route's type.
+
+        Raises:
+            ApiError: 415, 413, 408 or 400.
+        """
+        self._check_content_type()
+        body = await self._read_body()
+        try:
+            return decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise from_decode_error(error) from error
+
+    def _check_content_type(self) -> None:
+        """Demands JSON: a page of another origin can post other types to a local server without being asked."""
+        content_type = self._header(b"content-type") or b""
+        if content_type.split(b";")[0].strip().lower() != JSON:
+            raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
+
+    async def _read_body(self) -> bytes:
+        limit = self.options.max_body_bytes
+        declared = self._header(b"content-length")
+        if declared is not None and int(declared) > limit:
+            raise _body_too_large(limit)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.options.body_timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise _body_too_large(limit)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError as error:
+            text = f"the body did not arrive within {self.options.body_timeout_s:g} s"
+            raise ApiError(408, text, code="timeout", headers=((b"connection", b"close"),)) from error
+
+    def _header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self._scope["headers"] if key == name), None)
+
+    async def disconnected(self) -> None:
+        """Returns when the client is gone. The body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def send(
+        self, status: int, body: bytes, *, content_type: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        """A whole response."""
+        self.status = status
+        head = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def send_error(self, error: ApiError) -> None:
+        """An error response."""
+        await self.send(error.status, error.to_json(), headers=error.headers)
+
+    def stream(self) -> StreamWriter:
+        """The writer of a response that is a stream of events.
+
+        Raises:
+            ApiError: the client speaks HTTP/1.0, which has no chunks.
+        """
+        if self._scope.get("http_version") == "1.0":
+            raise ApiError(400, "streaming needs HTTP/1.1", param="stream", code="invalid_value")
+        return stream_writer(self._scope, self._send, max_buffered_bytes=self.options.max_buffered_bytes)
+
+
+class ClientGone(Exception):
+    """The client disconnected before the request was whole or answered."""
+
+
+def _body_too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body exceeds {limit} bytes", code="body_too_large")

@@ -1,0 +1,128 @@
+"""From a checked plan to a delivered answer: what `/v1/completions` and `/v1/chat/completions` have in common."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from openinfer_server.answer import Answer, Choice
+from openinfer_server.api_responses import PromptTokensDetails, Usage
+from openinfer_server.byte_table import ByteTable
+from openinfer_server.delivery import send_stream, send_whole
+from openinfer_server.event_frames import FrameMaker, ResponseHead
+from openinfer_server.exchange import Exchange
+from openinfer_server.logprobs import LogprobFormat
+from openinfer_server.plain_stream import PlainStream
+from openinfer_server.requests import Plan
+from openinfer_server.service import Service
+from openinfer_server.text_choices import CollectedText, StreamedText, TextOptions
+from openinfer_server.writers import StreamWriter
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """What tells the answers of one route from those of another."""
+
+    id_prefix: str
+    event_object: str
+    frame: FrameMaker
+    logprob_format: LogprobFormat
+    body: Callable[[ResponseHead, Sequence[CollectedText], Usage], msgspec.Struct]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One request of a client, checked, on its way to its answer."""
+
+    service: Service
+    shape: AnswerShape
+    plan: Plan
+    model: str
+    stream: bool
+    include_usage: bool
+    echo: bool
+
+    async def deliver(self, exchange: Exchange) -> None:
+        """Submits all choices and sends their answer.
+
+        Raises:
+            ApiError: it failed before the response began.
+            ClientGone: the client left.
+        """
+        head = ResponseHead(
+            id=f"{self.shape.id_prefix}-{secrets.token_hex(12)}",
+            object=self.shape.event_object,
+            created=int(time.time()),
+            model=self.model,
+            include_usage=self.include_usage,
+        )
+        if self.stream:
+            await self._deliver_stream(exchange, head)
+        else:
+            await self._deliver_whole(exchange, head)
+
+    async def _deliver_stream(self, exchange: Exchange, head: ResponseHead) -> None:
+        answer, writer = Answer(self.service.link), exchange.stream()
+        indices = range(len(self.plan.requests))
+        answer.submit([self._stream_choice(answer, head, writer, index) for index in indices], self.plan.requests)
+
+        def last_event() -> bytes:
+            return head.usage_event(self._usage(answer.choices)) if self.include_usage else b""
+
+        try:
+            await send_stream(exchange, answer, writer, last_event)
+        finally:
+            self.service.metrics.slow_clients.value += writer.dropped.done()
+
+    async def _deliver_whole(self, exchange: Exchange, head: ResponseHead) -> None:
+        answer, text = Answer(self.service.link), self._text_options()
+        choices = [
+            CollectedText(answer, index, prompt=self.plan.prompt_of(index), options=text)
+            for index in range(len(self.plan.requests))
+        ]
+        answer.submit(choices, self.plan.requests)
+        await send_whole(
+            exchange, answer, lambda: msgspec.json.encode(self.shape.body(head, choices, self._usage(choices)))
+        )
+
+    def _stream_choice(self, answer: Answer, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
+        frame = self.shape.frame(head, index)
+        prompt = self.plan.prompt_of(index)
+        table = self._plain_table()
+        if table is not None:
+            echo = prompt.text if self.echo else ""
+            num_prompt_tokens = len(prompt.token_ids)
+            return PlainStream(
+                answer, index, prompt_tokens=num_prompt_tokens, echo=echo, table=table, frame=frame, writer=writer
+            )
+        return StreamedText(
+            answer,
+            index,
+            prompt=prompt,
+            options=self._text_options(),
+            frame=frame,
+            writer=writer,
+            logprob_format=self.shape.logprob_format,
+        )
+
+    def _plain_table(self) -> ByteTable | None:
+        """The byte table if the plain path serves this request."""
+        scoring = self.plan.scoring
+        plain = not self.plan.stops and scoring.output is None and scoring.prompt is None
+        return self.service.tokenizer.byte_table if plain else None
+
+    def _text_options(self) -> TextOptions:
+        plan = self.plan
+        return TextOptions(
+            tokenizer=self.service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=self.echo
+        )
+
+    def _usage(self, choices: Sequence[Choice]) -> Usage:
+        """Tokens of an answer; choices of one prompt share its tokens, and the first one says what was cached."""
+        firsts = choices[:: self.plan.n]
+        prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
+        completion_tokens = sum(choice.completion_tokens for choice in choices)
+        cached = PromptTokensDetails(sum(choice.cached_tokens for choice in firsts))
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)

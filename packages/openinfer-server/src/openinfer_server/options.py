@@ -1,0 +1,91 @@
+"""`ServerOptions`: everything a user can set about the server, in one frozen Struct."""
+
+from enum import StrEnum
+
+import msgspec
+
+from openinfer_core.errors import InvalidRequest
+
+
+class EventLoop(StrEnum):
+    """Which asyncio event loop carries the server."""
+
+    AUTO = "auto"
+    """uvloop if it is installed, else asyncio's own."""
+    ASYNCIO = "asyncio"
+    UVLOOP = "uvloop"
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the server listens, what it bounds and how it ends.
+
+    Raises:
+        InvalidRequest: a value is out of range; `field` names it.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on. There is no authentication: anything beyond loopback is your decision."""
+    port: int = 8000
+    """0 lets the system choose; `on_ready` is told which."""
+    model_names: tuple[str, ...] = ()
+    """Names clients may ask for, the first one is shown; empty means the engine's own name."""
+    event_loop: EventLoop = EventLoop.AUTO
+
+    max_body_bytes: int = 8 * 2**20
+    """A longer request body is answered with 413 while it is read."""
+    max_head_bytes: int = 32 * 2**10
+    """URL and headers together; beyond it 431."""
+    max_url_bytes: int = 8 * 2**10
+    """Beyond it 414."""
+    max_choices: int = 128
+    """Prompts x `n` of one request."""
+    max_logprob_entries: int = 2**20
+    """(tokens + prompt tokens if echoed) x (alternatives + 1) of one request."""
+    max_buffered_bytes: int = 256 * 2**10
+    """What one slow reader may leave unread before its connection is dropped and its request aborted."""
+
+    head_timeout_s: float = 5.0
+    """From the first byte of a request to the end of its headers; beyond it 408."""
+    body_timeout_s: float = 30.0
+    """From the end of the headers to the end of the body; beyond it 408."""
+    write_timeout_s: float = 30.0
+    """How long a client may take to read the end of a finished answer."""
+    keep_alive_s: int = 75
+    """How long an idle connection stays open."""
+    template_timeout_s: float = 1.0
+    """How long the chat template may run on one request."""
+    drain_deadline_s: float = 30.0
+    """After SIGTERM running requests may finish for so long, then they are aborted."""
+    health_max_step_age_s: float = 60.0
+    """`/health` is 503 when the engine has had work for so long without completing a step."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise InvalidRequest(f"port is {self.port}; it must be between 0 and 65535", field="port")
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be at least 1", field=name)
+        for name in _SECONDS:
+            if not 0 < getattr(self, name) <= 86400:
+                raise InvalidRequest(f"{name} must be in (0, 86400] seconds", field=name)
+        if "" in self.model_names:
+            raise InvalidRequest("a model name is empty", field="model_names")
+
+
+_AT_LEAST_ONE = (
+    "max_body_bytes",
+    "max_head_bytes",
+    "max_url_bytes",
+    "max_choices",
+    "max_logprob_entries",
+    "max_buffered_bytes",
+)
+_SECONDS = (
+    "head_timeout_s",
+    "body_timeout_s",
+    "write_timeout_s",
+    "keep_alive_s",
+    "template_timeout_s",
+    "drain_deadline_s",
+    "health_max_step_age_s",
+)

@@ -1,0 +1,71 @@
+"""`PlainStream`: the path nearly all streamed tokens take. Its `tokens` is the server's hottest function."""
+
+from openinfer_core.events import FinishReason, Tokens
+from openinfer_server.answer import Answer, Choice
+from openinfer_server.byte_table import ByteTable, escape_json
+from openinfer_server.detokenizers import ByteDetokenizer
+from openinfer_server.event_frames import EventFrame
+from openinfer_server.writers import StreamWriter
+
+
+class PlainStream(Choice):
+    """Streams text alone: byte-level vocabulary, no stop strings, no log-probabilities.
+
+    Each token is three byte strings put together, two of them made before the first token and one at start-up.
+    """
+
+    __slots__ = ("_after", "_before", "_detokenizer", "_dirty", "_escaped", "_frame", "_parts", "_pending", "_writer")
+
+    def __init__(
+        self,
+        answer: Answer,
+        index: int,
+        *,
+        prompt_tokens: int,
+        echo: str,
+        table: ByteTable,
+        frame: EventFrame,
+        writer: StreamWriter,
+    ) -> None:
+        super().__init__(answer, index, prompt_tokens=prompt_tokens)
+        self._before, self._after = frame.before, frame.after
+        self._detokenizer = ByteDetokenizer(table.raw)
+        self._dirty = answer.link.dirty
+        self._escaped = table.escaped
+        self._frame = frame
+        self._parts = writer.parts
+        self._pending = False
+        self._writer = writer
+        if frame.first:
+            self._parts.append(frame.first)
+        if echo:
+            self._parts.append(self._before + escape_json(echo) + self._after)
+
+    def tokens(self, event: Tokens) -> None:
+        """One event per token, also when its text is still incomplete."""
+        for token_id in event.token_ids:
+            escaped = self._escaped[token_id]
+            if escaped is None or self._pending:
+                escaped = self._decode(token_id)
+            self._parts.append(self._before + escaped + self._after)
+        self._touch()
+
+    def conclude(self, reason: FinishReason) -> None:
+        """Writes what was held and the last event."""
+        rest = self._detokenizer.finish()
+        if rest:
+            self._parts.append(self._before + escape_json(rest) + self._after)
+        self._parts.append(self._frame.finish_event(reason))
+        self._touch()
+        super().conclude(reason)
+
+    def _touch(self) -> None:
+        writer = self._writer
+        if not writer.is_dirty:
+            writer.is_dirty = True
+            self._dirty.append(writer)
+
+    def _decode(self, token_id: int) -> bytes:
+        text = self._detokenizer.feed(token_id)
+        self._pending = self._detokenizer.pending
+        return escape_json(text)

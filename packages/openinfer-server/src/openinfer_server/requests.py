@@ -1,0 +1,243 @@
+"""From a request's fields to what the engine is asked: prompts, sampling parameters, bounds.
+
+Everything is checked before anything is submitted; the contract's own types check the ranges of single values.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from openinfer_core.engine import EngineInfo
+from openinfer_core.errors import InvalidRequest
+from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.sampling import SamplingParams
+from openinfer_server.api_errors import ApiError, from_invalid_request, invalid, refused
+from openinfer_server.api_types import GenerationFields
+from openinfer_server.options import ServerOptions
+
+MAX_STOPS = 4
+"""OpenAI's bound."""
+MAX_STOP_CHARACTERS = 256
+MAX_LOGIT_BIAS = 100.0
+"""OpenAI's bound."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for `/v1/completions`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    """As `echo` shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Which log-probabilities are asked of the engine."""
+
+    output: int | None = None
+    """Alternatives per generated token."""
+    prompt: int | None = None
+    """Alternatives per prompt token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request asks for, checked. Choice `i` continues prompt `i // n`."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    requests: Sequence[GenerateRequest]
+    """One per choice."""
+    stops: tuple[str, ...]
+    min_tokens: int
+    scoring: Scoring
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of a choice."""
+        return self.prompts[index // self.n]
+
+
+def make_plan(
+    fields: GenerationFields,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: Callable[[Prompt], int],
+    scoring: Scoring,
+    info: EngineInfo,
+    options: ServerOptions,
+    new_id: Callable[[], RequestId],
+) -> Plan:
+    """Checks a request as a whole.
+
+    Args:
+        fields: the body.
+        prompts: already encoded and checked by `check_prompt`.
+        max_tokens: tokens to generate at most for a prompt.
+        scoring: log-probabilities asked for.
+        info: the engine's constants.
+        options: the server's bounds.
+        new_id: gives ids of engine requests.
+
+    Raises:
+        ApiError: 400.
+    """
+    n = _count_choices(fields, len(prompts), options)
+    stops = _stops(fields)
+    requests: list[GenerateRequest] = []
+    entries = 0
+    for prompt in prompts:
+        limit = max_tokens(prompt)
+        _check_context(prompt, limit, info)
+        entries += n * _logprob_entries(prompt, limit, scoring)
+        for choice in range(n):
+            sampling = _sampling(fields, limit, scoring, info, choice)
+            requests.append(_request(fields, prompt, sampling, new_id()))
+    if entries > options.max_logprob_entries:
+        message = f"{entries} log-probabilities are asked for; at most {options.max_logprob_entries} are possible"
+        raise invalid("logprobs", message)
+    return Plan(prompts, n, requests, stops, fields.min_tokens or 0, scoring)
+
+
+def check_stream_options(fields: GenerationFields) -> bool:
+    """Returns whether a stream ends with its usage.
+
+    Raises:
+        ApiError: 400.
+    """
+    stream_options = fields.stream_options
+    if stream_options is None:
+        return False
+    if not fields.stream:
+        raise invalid("stream_options", "stream_options is only for stream=true")
+    if stream_options.include_obfuscation:
+        raise refused("stream_options.include_obfuscation", "events are as long as their text")
+    return bool(stream_options.include_usage)
+
+
+def check_prompt_token_ids(token_ids: Sequence[int], info: EngineInfo, field: str) -> None:
+    """Checks a prompt's ids.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not token_ids:
+        raise invalid(field, "the prompt is empty; it must have at least one token")
+    if min(token_ids) < 0 or max(token_ids) >= info.num_token_ids:
+        raise invalid(field, f"a token id is outside 0 .. {info.num_token_ids - 1}")
+
+
+def too_long(num_tokens: str, info: EngineInfo, field: str) -> ApiError:
+    """The prompt exceeds the context."""
+    message = f"the prompt has {num_tokens} tokens; the model's context holds {info.max_model_tokens}"
+    return ApiError(400, message, param=field, code="context_length_exceeded")
+
+
+def _count_choices(fields: GenerationFields, num_prompts: int, options: ServerOptions) -> int:
+    n = 1 if fields.n is None else fields.n
+    if n < 1:
+        raise invalid("n", f"n is {n}; it must be at least 1")
+    if n * num_prompts > options.max_choices:
+        raise invalid("n", f"{num_prompts} prompts x n={n} exceed {options.max_choices} choices")
+    return n
+
+
+def _stops(fields: GenerationFields) -> tuple[str, ...]:
+    if fields.stop is None:
+        return ()
+    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are possible")
+    if not all(1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise invalid("stop", f"each stop string must have 1 to {MAX_STOP_CHARACTERS} characters")
+    return stops
+
+
+def _check_context(prompt: Prompt, max_tokens: int, info: EngineInfo) -> None:
+    length = len(prompt.token_ids)
+    if length > info.max_model_tokens - min(1, max_tokens):
+        raise too_long(str(length), info, "prompt")
+    if length + max_tokens > info.max_model_tokens:
+        message = (
+            f"the prompt has {length} tokens and max_tokens is {max_tokens}; "
+            f"together they exceed the model's context of {info.max_model_tokens}"
+        )
+        raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
+
+
+def _logprob_entries(prompt: Prompt, max_tokens: int, scoring: Scoring) -> int:
+    output = 0 if scoring.output is None else max_tokens * (scoring.output + 1)
+    return output + (0 if scoring.prompt is None else len(prompt.token_ids) * (scoring.prompt + 1))
+
+
+def _sampling(
+    fields: GenerationFields, max_tokens: int, scoring: Scoring, info: EngineInfo, choice: int
+) -> SamplingParams:
+    values = {
+        "temperature": fields.temperature,
+        "top_k": fields.top_k,
+        "top_p": fields.top_p,
+        "min_p": fields.min_p,
+        "presence_penalty": fields.presence_penalty,
+        "frequency_penalty": fields.frequency_penalty,
+        "repetition_penalty": fields.repetition_penalty,
+        "min_tokens": fields.min_tokens,
+        "logit_bias": _logit_bias(fields, info),
+        "seed": _seed(fields, choice),
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=_stop_token_ids(fields, info),
+            logprobs=scoring.output,
+            prompt_logprobs=scoring.prompt,
+            **given,
+        )
+    except InvalidRequest as error:
+        raise from_invalid_request(error) from error
+
+
+def _seed(fields: GenerationFields, choice: int) -> int | None:
+    """Choices of one prompt get successive seeds, or they would all be the same. Signed seeds wrap."""
+    if fields.seed is None:
+        return None
+    if not -(2**63) <= fields.seed < 2**64:
+        raise invalid("seed", "seed must fit in 64 bits")
+    return (fields.seed + choice) % 2**64
+
+
+def _logit_bias(fields: GenerationFields, info: EngineInfo) -> dict[int, float] | None:
+    if fields.logit_bias is None:
+        return None
+    bias: dict[int, float] = {}
+    for key, value in fields.logit_bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) < info.num_token_ids):
+            raise invalid("logit_bias", f"{key[:32]!r} is not a token id in 0 .. {info.num_token_ids - 1}")
+        if not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
+            raise invalid("logit_bias", f"logit_bias of token {key} must be between -100 and 100")
+        bias[int(key)] = value
+    return bias
+
+
+def _stop_token_ids(fields: GenerationFields, info: EngineInfo) -> tuple[int, ...]:
+    given = fields.stop_token_ids or []
+    if any(not 0 <= token_id < info.num_token_ids for token_id in given):
+        raise invalid("stop_token_ids", f"a stop token id is outside 0 .. {info.num_token_ids - 1}")
+    return (*given, *(() if fields.ignore_eos else info.eos_token_ids))
+
+
+def _request(
+    fields: GenerationFields, prompt: Prompt, sampling: SamplingParams, request_id: RequestId
+) -> GenerateRequest:
+    try:
+        return GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            cache_salt=fields.cache_salt,
+            priority=fields.priority or 0,
+        )
+    except InvalidRequest as error:
+        raise from_invalid_request(error) from error

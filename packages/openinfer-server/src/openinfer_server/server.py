@@ -1,0 +1,228 @@
+"""Running the application: uvicorn with our protocol, signals, drain and exit codes.
+
+serving ──SIGTERM, SIGINT or `stop`──► draining ──all answered, or drain_deadline_s──► ended, 0
+   └────engine ended──► open requests get errors ──► ended, 1
+"""
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import importlib.util
+import logging
+import math
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from openinfer_core.engine import EngineHandle
+from openinfer_core.events import FailureKind
+from openinfer_server.app import App, load_app
+from openinfer_server.errors import CannotListen, ServerError
+from openinfer_server.http_protocol import bounded_protocol
+from openinfer_server.options import EventLoop, ServerOptions
+
+logger = logging.getLogger("openinfer.server")
+
+DRAIN_GRACE_S = 2.0
+"""What aborted requests get to send their last event."""
+_BACKLOG = 2048
+
+OnReady = Callable[[str], None]
+"""Called with the server's URL when it takes connections."""
+
+
+def run(handle: EngineHandle, model_dir: Path, options: ServerOptions, *, on_ready: OnReady | None = None) -> int:
+    """Serves an engine until a signal, then closes it; returns the process's exit code.
+
+    Args:
+        handle: the engine; closed at the end.
+        model_dir: where its tokenizer and chat template are.
+        options: see there.
+        on_ready: told the URL.
+
+    Returns:
+        0 after a signal and an orderly end, 1 if the engine ended by itself.
+
+    Raises:
+        ServerError: the server cannot start.
+    """
+
+    async def serve_and_close() -> int:
+        try:
+            return await serve(handle, model_dir, options, on_ready=on_ready)
+        finally:
+            await handle.close()
+
+    with asyncio.Runner(loop_factory=_loop_factory(options.event_loop)) as runner:
+        return runner.run(serve_and_close())
+
+
+async def serve(
+    handle: EngineHandle,
+    model_dir: Path,
+    options: ServerOptions,
+    *,
+    on_ready: OnReady | None = None,
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Serves an engine until a signal (in the main thread) or `stop`; does not close it.
+
+    Returns:
+        0 after an orderly end, 1 if the engine ended by itself.
+
+    Raises:
+        ServerError: the server cannot start.
+    """
+    app = load_app(handle, model_dir, options)
+    gc.collect()
+    gc.freeze()  # the tables of a large vocabulary are not looked through again
+    with _listen(options) as listener:
+        return await serve_app(app, listener, options, on_ready=on_ready, stop=stop)
+
+
+async def serve_app(
+    app: App,
+    listener: socket.socket,
+    options: ServerOptions,
+    *,
+    on_ready: OnReady | None = None,
+    stop: asyncio.Event | None = None,
+    protocol: type[asyncio.Protocol] | None = None,
+) -> int:
+    """Serves an application on a bound socket; see `serve`.
+
+    Args:
+        app: not started yet.
+        listener: closed at the end.
+        options: the application's own.
+        on_ready: told the URL.
+        stop: begins the drain when set.
+        protocol: uvicorn's protocol class; ours by default.
+    """
+    stopping = stop or asyncio.Event()
+    url = _url(listener)
+
+    def started() -> None:
+        logger.info("serving %s on %s", ", ".join(app.service.model_names), url)
+        if on_ready is not None:
+            on_ready(url)
+
+    server = _Server(_config(app, options, protocol or bounded_protocol(options)), started)
+    with _signals(stopping):
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="openinfer-http")
+        await _until_end(app, serving, stopping)
+        await _drain(app, server, serving, options)
+    return 1 if app.service.link.died else 0
+
+
+async def _until_end(app: App, serving: "asyncio.Task[None]", stopping: asyncio.Event) -> None:
+    """Returns when somebody asked for the end, or the engine ended, or the server failed."""
+    ends = asyncio.create_task(stopping.wait()), asyncio.create_task(app.link_ended.wait())
+    await asyncio.wait((serving, *ends), return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+
+
+async def _drain(app: App, server: "_Server", serving: "asyncio.Task[None]", options: ServerOptions) -> None:
+    """Takes no more requests, lets running ones end, aborts those that take too long."""
+    link = app.service.link
+    app.service.draining = True
+    patience_s = 0.0 if link.dead else options.drain_deadline_s
+    logger.info("draining %d requests for at most %g s", link.num_open, patience_s)
+    server.drain(patience_s + DRAIN_GRACE_S)
+    abort = asyncio.get_running_loop().call_later(
+        patience_s, link.fail_all, FailureKind.SHUTDOWN, "the server is shutting down"
+    )
+    try:
+        await serving
+    finally:
+        abort.cancel()
+    logger.info("ended")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handling, which ends the process by the signal itself."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    def drain(self, timeout_s: float) -> None:
+        """Stops listening and ends within so many seconds."""
+        self.config.timeout_graceful_shutdown = math.ceil(timeout_s)
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept."""
+        await super().startup(sockets)
+        self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leaves signals to `serve_app`."""
+        yield
+
+
+def _config(app: App, options: ServerOptions, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        interface="asgi3",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=options.keep_alive_s,
+    )
+
+
+@contextlib.contextmanager
+def _signals(stopping: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set the event, once: a second one has its usual effect. Only the main thread has signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        signal.signal(number, originals[number])
+        loop.call_soon_threadsafe(stopping.set)
+
+    originals = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, original in originals.items():
+            signal.signal(number, original)
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)  # pyright: ignore[reportArgumentType]
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from error
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _loop_factory(choice: EventLoop) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if choice is EventLoop.ASYNCIO or (choice is EventLoop.AUTO and importlib.util.find_spec("uvloop") is None):
+        return None
+    if importlib.util.find_spec("uvloop") is None:
+        raise ServerError("event_loop is uvloop, which is not installed; install openinfer-server[uvloop]")
+    return importlib.import_module("uvloop").new_event_loop

@@ -1,0 +1,64 @@
+"""`Service`: what the routes of one server share."""
+
+import time
+from dataclasses import dataclass, field
+
+from openinfer_core.engine import EngineInfo
+from openinfer_server.api_errors import ApiError, shutting_down
+from openinfer_server.chat_template import ChatTemplate
+from openinfer_server.engine_link import EngineLink
+from openinfer_server.metrics import ServerMetrics
+from openinfer_server.options import ServerOptions
+from openinfer_server.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Service:
+    """One server's parts.
+
+    Attributes:
+        draining: whether new generation requests are refused, because the server is ending.
+    """
+
+    options: ServerOptions
+    link: EngineLink
+    metrics: ServerMetrics
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    draining: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's constants."""
+        return self.link.handle.info
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names clients may ask for."""
+        return self.options.model_names or (self.info.model,)
+
+    def check_serving(self) -> None:
+        """Refuses work while the server is ending.
+
+        Raises:
+            ApiError: 503.
+        """
+        if self.draining:
+            raise shutting_down("the server is shutting down")
+        if self.link.dead:
+            raise shutting_down("the engine has ended")
+
+    def resolve_model(self, name: str | None) -> str:
+        """The model's name as answers show it.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            known = ", ".join(self.model_names)
+            message = f"the model {name[:200]!r} is not served here; this is {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name

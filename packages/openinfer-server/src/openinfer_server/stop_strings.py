@@ -1,0 +1,51 @@
+"""`StopScanner`: finds stop strings in text that arrives in pieces, and holds back what may be the start of one.
+
+The result does not depend on how the text is cut: the stop string that is complete first wins, and of those
+that are complete at the same character the one that began first. (Taking the earliest start instead would: of "abcd" and "bc",
+"abcd" wins in the whole text and "bc" when "abc" arrives first.)
+"""
+
+from collections.abc import Sequence
+
+
+class StopScanner:
+    """Watches one text for any of its stop strings."""
+
+    __slots__ = ("_beginnings", "_beginnings_set", "_held", "_longest", "_stops", "found")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops))
+        self._beginnings_set = {stop[:length] for stop in self._stops for length in range(1, len(stop))}
+        self._beginnings = tuple(self._beginnings_set)  # str.endswith takes no set
+        self._held = ""
+        self.found = False
+        """Whether a stop string is complete; nothing more shows then."""
+
+    def feed(self, piece: str) -> str:
+        """Takes the next piece; returns the text that can be shown."""
+        text = self._held + piece
+        cut = self._first_stop(text)
+        if cut is not None:
+            self.found, self._held = True, ""
+            return text[:cut]
+        shown = len(text) - self._held_characters(text)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def finish(self) -> str:
+        """The text has ended: returns what was held."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_stop(self, text: str) -> int | None:
+        """Where the stop string that is complete first begins."""
+        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(matches)[1] if matches else None
+
+    def _held_characters(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        if not text.endswith(self._beginnings):
+            return 0
+        lengths = range(min(self._longest - 1, len(text)), 0, -1)
+        return next(length for length in lengths if text[-length:] in self._beginnings_set)

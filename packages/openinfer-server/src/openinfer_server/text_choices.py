@@ -1,0 +1,179 @@
+"""Choices that know their text: stop strings, log-probabilities, echo, and whole answers.
+
+    token ─► detokenizer ─► stop scanner ─► show(text, scores)     StreamedText: an event; CollectedText: kept for one body
+
+Only requests that ask for any of it take this path; both classes show the same text and scores in the same order,
+so that a streamed answer equals the whole one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
+from openinfer_server.answer import Answer, Choice
+from openinfer_server.byte_table import escape_json
+from openinfer_server.event_frames import EventFrame
+from openinfer_server.logprobs import LogprobFormat, ScoredToken, score_prompt
+from openinfer_server.requests import Prompt
+from openinfer_server.stop_strings import StopScanner
+from openinfer_server.tokenizer import Tokenizer
+from openinfer_server.writers import StreamWriter
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What is wanted of a choice's text."""
+
+    tokenizer: Tokenizer
+    stops: tuple[str, ...]
+    min_tokens: int
+    """Stop strings are not looked for in the text of so many first tokens."""
+    echo: bool
+
+
+class TextChoice(Choice):
+    """Turns tokens into pieces of text; subclasses say where they go."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_echo",
+        "_min_tokens",
+        "_num_tokens",
+        "_offset",
+        "_prompt",
+        "_prompt_logprobs",
+        "_scanner",
+        "_tokenizer",
+    )
+
+    def __init__(self, answer: Answer, index: int, *, prompt: Prompt, options: TextOptions) -> None:
+        super().__init__(answer, index, prompt_tokens=len(prompt.token_ids))
+        self._detokenizer = options.tokenizer.detokenizer(prompt.token_ids)
+        self._echo = options.echo
+        self._min_tokens = options.min_tokens
+        self._num_tokens = 0
+        self._offset = 0
+        self._prompt = prompt
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._scanner = StopScanner(options.stops) if options.stops else None
+        self._tokenizer = options.tokenizer
+
+    def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Takes the next piece of text and the tokens it goes with; either may be empty."""
+        raise NotImplementedError
+
+    def tokens(self, event: Tokens) -> None:
+        """Shows each token's text, up to the beginning of the first stop string."""
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs += event.prompt_logprobs
+        if self._echo and event.token_ids:
+            self._show_prompt()
+        for place, token_id in enumerate(event.token_ids):
+            scores = () if event.logprobs is None else (ScoredToken(token_id, event.logprobs[place], self._offset),)
+            self.show(self._feed(token_id), scores)
+            if self._scanner is not None and self._scanner.found:
+                self._stop()
+                return
+
+    def finished(self, event: Finished) -> None:
+        """The engine ended it well: shows what was held."""
+        if self._echo:
+            self._show_prompt()
+        rest = self._detokenizer.finish()
+        if self._scanner is not None:
+            rest = self._scanner.feed(rest) + self._scanner.finish()
+        if rest:
+            self.show(rest, ())
+        super().finished(event)
+
+    def _feed(self, token_id: int) -> str:
+        text = self._detokenizer.feed(token_id)
+        self._offset += len(text)
+        self._num_tokens += 1
+        if self._scanner is None or self._num_tokens <= self._min_tokens:
+            return text
+        return self._scanner.feed(text)
+
+    def _stop(self) -> None:
+        self.completion_tokens = self._num_tokens
+        self.answer.link.stopped(self)
+        self.conclude(FinishReason.STOP)
+
+    def _show_prompt(self) -> None:
+        """Shows the prompt before the first token; by then all of its log-probabilities have come."""
+        self._echo = False
+        self._offset = len(self._prompt.text)
+        scores = score_prompt(self._tokenizer, self._prompt, self._prompt_logprobs) if self._prompt_logprobs else ()
+        self.show(self._prompt.text, scores)
+
+
+class StreamedText(TextChoice):
+    """Writes an event per token, also when its text is still held back."""
+
+    __slots__ = ("_dirty", "_format", "_frame", "_writer")
+
+    def __init__(
+        self,
+        answer: Answer,
+        index: int,
+        *,
+        prompt: Prompt,
+        options: TextOptions,
+        frame: EventFrame,
+        writer: StreamWriter,
+        logprob_format: LogprobFormat,
+    ) -> None:
+        super().__init__(answer, index, prompt=prompt, options=options)
+        self._dirty = answer.link.dirty
+        self._format = logprob_format
+        self._frame = frame
+        self._writer = writer
+        if frame.first:
+            writer.parts.append(frame.first)
+
+    def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Writes an event."""
+        frame = self._frame
+        if scores:
+            self._write(frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores))))
+        else:
+            self._write(frame.before + escape_json(text) + frame.after)
+
+    def conclude(self, reason: FinishReason) -> None:
+        """Writes the last event."""
+        self._write(self._frame.finish_event(reason))
+        super().conclude(reason)
+
+    def _write(self, event: bytes) -> None:
+        writer = self._writer
+        writer.parts.append(event)
+        if not writer.is_dirty:
+            writer.is_dirty = True
+            self._dirty.append(writer)
+
+
+class CollectedText(TextChoice):
+    """Keeps text and scores for one body.
+
+    Attributes:
+        scores: of the tokens shown, if they were asked for.
+    """
+
+    __slots__ = ("_pieces", "scores")
+
+    def __init__(self, answer: Answer, index: int, *, prompt: Prompt, options: TextOptions) -> None:
+        super().__init__(answer, index, prompt=prompt, options=options)
+        self._pieces: list[str] = []
+        self.scores: list[ScoredToken] = []
+
+    @property
+    def text(self) -> str:
+        """What has been shown."""
+        return "".join(self._pieces)
+
+    def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Keeps a piece."""
+        self._pieces.append(text)
+        self.scores += scores

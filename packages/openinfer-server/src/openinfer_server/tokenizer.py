@@ -1,0 +1,119 @@
+"""`Tokenizer`: a model folder's tokenizer as the server needs it.
+
+Long texts are encoded in a thread with `encode_batch_fast`, which releases the interpreter lock; `encode` would hold
+it for the whole text and stall every stream (FRONTEND-CHOICES.md: 37-68 ms for 16k tokens).
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, normalizers
+
+from openinfer_server.byte_table import ByteTable, build_byte_table
+from openinfer_server.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from openinfer_server.errors import UnusableTokenizer
+
+INLINE_CHARACTERS = 512
+"""Shorter texts take less than a thread's round trip, about 0.3 ms."""
+_CONTEXT_TOKENS = 4
+"""Prompt tokens that a window detokenizer begins with."""
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        byte_table: bytes of each token if the vocabulary is byte-level, else None.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, num_token_ids: int) -> None:
+        self._tokenizer = tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special_ids = {
+            token_id: added.content for token_id, added in tokenizer.get_added_tokens_decoder().items() if added.special
+        }
+        byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self.byte_table: ByteTable | None = build_byte_table(tokenizer, num_token_ids) if byte_level else None
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="openinfer-encode")
+        self._characters_per_token = _most_characters_per_token(tokenizer)
+
+    @classmethod
+    def load(cls, model_dir: Path, *, num_token_ids: int) -> "Tokenizer":
+        """Reads `tokenizer.json` of a model folder.
+
+        Raises:
+            UnusableTokenizer: the file is missing or not one that `tokenizers` reads.
+        """
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise UnusableTokenizer(f"{model_dir} has no tokenizer.json; the server needs one in that format")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UnusableTokenizer(f"{path} cannot be read: {error}") from error
+        return cls(tokenizer, num_token_ids=num_token_ids)
+
+    def close(self) -> None:
+        """Ends the encoding threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, without encoding it; 0 where none is known."""
+        return 0 if self._characters_per_token is None else len(text) // self._characters_per_token
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: what to encode.
+            add_special_tokens: whether the tokenizer's own template (a BOS, say) is applied.
+        """
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:  # noqa: FBT001 - run_in_executor passes no keywords
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """Text of a prompt with its special tokens, as `echo` shows it."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """A detokenizer for the completion of a prompt. Special tokens do not show."""
+        if self.byte_table is not None:
+            return ByteDetokenizer(self.byte_table.raw)
+        return WindowDetokenizer(self._decode_shown, prompt_token_ids[-_CONTEXT_TOKENS:])
+
+    def _decode_shown(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token by itself, special tokens by their name; for log-probabilities."""
+        special = self._special_ids.get(token_id)
+        if special is not None:
+            return special.encode()
+        if self.byte_table is not None:
+            return self.byte_table.raw[token_id]
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _most_characters_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """How many characters of a text one token can stand for, if there is a bound.
+
+    A byte-level token stands for as many bytes as its name has characters, and NFC makes at most four characters out of
+    two bytes or more (alpha with three marks becomes one character of three). Other normalisers, and added tokens
+    that swallow the space around them, have no bound.
+    """
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    if not isinstance(tokenizer.normalizer, normalizers.NFC | None):
+        return None
+    if any(added.lstrip or added.rstrip for added in tokenizer.get_added_tokens_decoder().values()):
+        return None
+    return 2 * max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1)

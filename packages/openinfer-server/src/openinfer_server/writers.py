@@ -1,0 +1,235 @@
+"""Where a stream's events go: straight into the transport, or through ASGI's `send`.
+
+    feed (per token)      parts.append(event); the first one puts the writer on the link's dirty list
+    flush (per wake-up)   one write of everything that came, however many tokens it was
+
+Both writers hold back what a slow reader does not take and drop it beyond a bound: `dropped` tells the request, which
+aborts its generation. A client that never reads costs `max_buffered_bytes` and nothing more.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol, cast
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+DIRECT_WRITE = "openinfer.direct_write"
+"""Key of `DirectConnection` in `scope["extensions"]`."""
+
+_HEAD: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+}
+
+
+class StreamWriter:
+    """One response body of server-sent events.
+
+    Attributes:
+        parts: events of this wake-up, in order; `flush` empties it.
+        is_dirty: whether the writer is on the link's dirty list; who appends sets it, `flush` clears it.
+        dropped: resolved when the client left too much unread.
+    """
+
+    __slots__ = ("dropped", "is_dirty", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.is_dirty = False
+        self.dropped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def flush(self) -> None:
+        """Sends `parts`, or holds them while the client cannot take them."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Sends the response's head and what has been held until then."""
+        raise NotImplementedError
+
+    async def end(self, timeout_s: float) -> None:
+        """Sends what is left and completes the response; drops the connection if that takes longer than so many seconds."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """Gives the response up."""
+        if not self.dropped.done():
+            self.dropped.set_result(None)
+
+
+class DirectConnection(Protocol):
+    """What the HTTP protocol offers to direct writes."""
+
+    transport: asyncio.Transport
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the transport is open and takes more."""
+        ...
+
+    def attach(self, writer: "DirectWriter") -> None:
+        """From here on the writer is told when writing must pause, may resume, or is over."""
+        ...
+
+    def detach(self) -> None:
+        """The writer's response is complete."""
+        ...
+
+
+class DirectWriter(StreamWriter):
+    """Writes chunks of the chunked encoding into the transport, without waking any task."""
+
+    __slots__ = ("_blocked", "_connection", "_drained", "_held", "_max_buffered_bytes", "_send", "_transport")
+
+    def __init__(self, connection: DirectConnection, send: Send, *, max_buffered_bytes: int) -> None:
+        super().__init__()
+        self._connection = connection
+        self._transport = connection.transport
+        self._send = send
+        self._max_buffered_bytes = max_buffered_bytes
+        self._blocked = True
+        self._held = bytearray()
+        self._drained: asyncio.Future[None] | None = None
+
+    def flush(self) -> None:
+        """Writes `parts` as one chunk."""
+        self.is_dirty = False
+        body = b"".join(self.parts)
+        self.parts.clear()
+        if not body:
+            return
+        chunk = b"%x\r\n%b\r\n" % (len(body), body)
+        if self._blocked:
+            self._hold(chunk)
+        else:
+            self._transport.write(chunk)
+
+    async def start(self) -> None:
+        """Sends the head through ASGI, which chooses the chunked encoding; then the transport is ours."""
+        await self._send(_HEAD)
+        self._connection.attach(self)
+        if self._connection.can_write:
+            self.resume()
+
+    async def end(self, timeout_s: float) -> None:
+        """Waits until nothing is held, then lets ASGI write the last chunk."""
+        self.flush()
+        if self._held:
+            self._drained = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._drained, self.dropped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not self._drained.done():
+                self.drop()
+        self._connection.detach()
+        if not self.dropped.done():
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def drop(self) -> None:
+        """Closes the connection at once; what is unsent is lost."""
+        super().drop()
+        self._blocked = True
+        self._held.clear()
+        self._transport.abort()
+
+    def pause(self) -> None:
+        """The transport's buffer is full."""
+        self._blocked = True
+
+    def lost(self) -> None:
+        """The connection is gone; nothing needs to wait for it."""
+        self._blocked = True
+        self._held.clear()
+        self._set_drained()
+
+    def resume(self) -> None:
+        """The transport takes more."""
+        self._blocked = False
+        if self._held:
+            held, self._held = self._held, bytearray()
+            self._transport.write(held)
+        if not self._held:
+            self._set_drained()
+
+    def _set_drained(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def _hold(self, chunk: bytes) -> None:
+        if self.dropped.done():
+            return
+        self._held += chunk
+        if len(self._held) + self._transport.get_write_buffer_size() > self._max_buffered_bytes:
+            self.drop()
+
+
+class SendWriter(StreamWriter):
+    """For servers without `DIRECT_WRITE`: one task per stream that sleeps in a future and calls `send`."""
+
+    __slots__ = ("_ended", "_held", "_max_buffered_bytes", "_pump", "_send", "_wake")
+
+    def __init__(self, send: Send, *, max_buffered_bytes: int) -> None:
+        super().__init__()
+        self._send = send
+        self._max_buffered_bytes = max_buffered_bytes
+        self._held = bytearray()
+        self._ended = False
+        self._wake: asyncio.Future[None] | None = None
+        self._pump: asyncio.Task[None] | None = None
+
+    def flush(self) -> None:
+        """Hands `parts` to the stream's task."""
+        self.is_dirty = False
+        if self.dropped.done():
+            self.parts.clear()
+            return
+        self._held += b"".join(self.parts)
+        self.parts.clear()
+        if len(self._held) > self._max_buffered_bytes:
+            self.drop()
+        self._wake_pump()
+
+    async def start(self) -> None:
+        """Sends the head and starts the stream's task."""
+        await self._send(_HEAD)
+        self._pump = asyncio.create_task(self._run())
+
+    async def end(self, timeout_s: float) -> None:
+        """Waits for the stream's task to send what is left."""
+        self.flush()
+        self._ended = True
+        self._wake_pump()
+        pump = cast("asyncio.Task[None]", self._pump)
+        await asyncio.wait((pump, self.dropped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not pump.done():
+            self.drop()
+
+    def drop(self) -> None:
+        """Cancels the stream's task; the server closes the connection, because the response is not complete."""
+        super().drop()
+        self._held.clear()
+        if self._pump is not None:
+            self._pump.cancel()
+
+    def _wake_pump(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _run(self) -> None:
+        while self._held or not self._ended:
+            if not self._held:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+                continue
+            body, self._held = bytes(self._held), bytearray()
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def stream_writer(scope: Scope, send: Send, *, max_buffered_bytes: int) -> StreamWriter:
+    """The direct writer where the server offers the transport, else the one through `send`."""
+    connection = scope.get("extensions", {}).get(DIRECT_WRITE)
+    if connection is None:
+        return SendWriter(send, max_buffered_bytes=max_buffered_bytes)
+    return DirectWriter(connection, send, max_buffered_bytes=max_buffered_bytes)
