@@ -47,3 +47,16 @@ def test_drawn_columns_of_weights_of_every_magnitude_are_positive_ones():
     numbers[::3] = LARGEST
     columns = drawn_columns(weights, numbers)
     assert (weights[np.arange(2000), columns] > 0).all()
+
+
+def test_drawn_columns_where_two_sums_of_a_block_round_apart_are_positive_ones():
+    # Half of the sum is the end of the first block up to rounding; the columns beside the border have no weight.
+    rng = np.random.default_rng(0)
+    first = np.exp(rng.uniform(-20, 0, size=(2000, 128))).astype(np.float32)
+    first[:, 127] = 0.0
+    second = np.roll(first, 1, axis=1)
+    second[:, 1:] = rng.permuted(second[:, 1:], axis=1)
+    weights = np.concatenate([first, second], axis=1)
+    columns = drawn_columns(weights, np.full(2000, 0.5))
+    assert (weights[np.arange(2000), columns] > 0).all()
+    assert set(columns.tolist()) == {126, 129}
