@@ -15,6 +15,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import cast
 
 import msgspec
@@ -55,13 +56,13 @@ _FINISH_DEADLINE_S = 1.0
 class Link:
     """One client."""
 
-    def __init__(self, connection: socket.socket, *, max_buffered_bytes: int = MAX_BUFFERED_BYTES) -> None:
+    def __init__(self, connection: socket.socket, *, accepted_s: float, max_buffered_bytes: int) -> None:
         connection.setblocking(False)
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.frames = FrameBuffer()
-        self.accepted_s = time.monotonic()
+        self.accepted_s = accepted_s
         self.welcome = False
         self.lost = False
         self._max_buffered_bytes = max_buffered_bytes
@@ -136,14 +137,14 @@ class LinkServer:
         host: EngineHost,
         welcome: Welcome,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
-        hello_deadline_s: float = HELLO_DEADLINE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._listener = listener
         self._token = token
         self._host = host
         self._welcome = welcome
         self._max_buffered_bytes = max_buffered_bytes
-        self._hello_deadline_s = hello_deadline_s
+        self._clock = clock
         self._routes: Routes[Link] = Routes()
         self._links: set[Link] = set()
         self._selector = selectors.DefaultSelector()
@@ -191,7 +192,7 @@ class LinkServer:
 
     def _turn(self) -> None:
         strangers = [link for link in self._links if not link.welcome]
-        for key, mask in self._selector.select(timeout=self._hello_deadline_s if strangers else None):
+        for key, mask in self._selector.select(timeout=HELLO_DEADLINE_S if strangers else None):
             self._handle(cast("socket.socket", key.fileobj), cast("Link | None", key.data), mask)
         self._drop_late(strangers)
         for link in [link for link in self._links if link.lost]:
@@ -220,7 +221,7 @@ class LinkServer:
             logger.error("a client is turned away: %d links are open", len(self._links))
             connection.close()
             return
-        link = Link(connection, max_buffered_bytes=self._max_buffered_bytes)
+        link = Link(connection, accepted_s=self._clock(), max_buffered_bytes=self._max_buffered_bytes)
         self._links.add(link)
         self._selector.register(connection, selectors.EVENT_READ, link)
 
@@ -283,10 +284,10 @@ class LinkServer:
             self._flush(link)
 
     def _drop_late(self, strangers: list[Link]) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         for link in strangers:
-            if not link.welcome and now_s - link.accepted_s > self._hello_deadline_s:
-                logger.error("a client has not said Hello within %g s and is dropped", self._hello_deadline_s)
+            if not link.welcome and now_s - link.accepted_s > HELLO_DEADLINE_S:
+                logger.error("a client has not said Hello within %g s and is dropped", HELLO_DEADLINE_S)
                 link.lost = True
 
     def _drop(self, link: Link) -> None:
