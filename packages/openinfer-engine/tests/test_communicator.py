@@ -130,6 +130,12 @@ def test_group_is_reusable_over_many_steps_while_ranks_change_their_arrays(size:
     assert LocalGroup(size).run(work) == [expected] * size
 
 
+def test_group_runs_again_after_its_ranks_have_returned() -> None:
+    group = LocalGroup(2)
+    for _ in range(50):
+        assert [int(total) for total in group.run(lambda communicator: communicator.all_reduce(np.ones(())))] == [2, 2]
+
+
 def test_barrier_is_passed_only_when_all_have_come() -> None:
     came: list[int] = []
 

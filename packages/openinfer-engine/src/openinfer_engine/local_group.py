@@ -33,8 +33,8 @@ class LocalGroup:
     def __init__(self, size: int) -> None:
         if size < 1:
             raise ValueError(f"a group needs at least one rank, not {size}")
-        meeting = _Meeting(size)
-        self._members = tuple(LocalCommunicator(rank, meeting) for rank in range(size))
+        self._meeting = _Meeting(size)
+        self._members = tuple(LocalCommunicator(rank, self._meeting) for rank in range(size))
 
     @property
     def communicators(self) -> "Sequence[LocalCommunicator]":
@@ -44,9 +44,12 @@ class LocalGroup:
     def run(self, work: Callable[[Communicator], Result]) -> list[Result]:
         """Calls `work` once per rank, each in a thread, and returns what they returned in order of ranks.
 
+        May be called again, unless the group is broken.
+
         Raises:
             Exception: what the first rank that failed raised; the group is broken then.
         """
+        self._meeting.reopen()
         with ThreadPoolExecutor(len(self._members), thread_name_prefix="openinfer-rank") as threads:
             futures = [threads.submit(_take_part, member, work) for member in self._members]
         errors = [error for error in (future.exception() for future in futures) if error is not None]
@@ -170,6 +173,11 @@ class _Meeting:
             self._changed.wait_for(lambda: self._round != this_round or self._broken is not None)
             if self._round == this_round:
                 self._check()
+
+    def reopen(self) -> None:
+        """Everybody takes part again."""
+        with self._changed:
+            self._left.clear()
 
     def leave(self, rank: int) -> None:
         with self._changed:

@@ -1,0 +1,253 @@
+"""Qwen3, dense: the forward pass, and how its published weights become arrays on one rank.
+
+    ids ─► embedding ─► layer × L ─► norm ─► hidden ─► head ─► logits
+
+    layer:  x += o_proj(attention(rope(norm(q)), rope(norm(k)), v))    q, k, v = qkv_proj(norm(x))
+            x += down_proj(silu(gate) * up)                            gate, up = gate_up_proj(norm(x))
+
+What differs from its nearest neighbour, Qwen2: an RMSNorm over each head of Q and K before RoPE, no biases in the
+attention unless the config asks, and a `head_dim` that is not `hidden_size / num_attention_heads`. Reference:
+`transformers.models.qwen3.modeling_qwen3`; "Qwen3 Technical Report", 2025, section 2.
+
+Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads and a
+piece of the MLP's width, and sums its share of both outputs with the other ranks. Each rank embeds all ids, and
+computes the logits of its piece of the vocabulary.
+
+Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` head dimension, `F` width of the MLP,
+`V` vocabulary; in the weights and in `forward`, `H`, `K` and `F` are one rank's share. A matrix is `[out, in]`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from openinfer_engine.communicator import Communicator
+from openinfer_engine.fused_weights import pad_rows, read_stacked
+from openinfer_engine.model import Cut, WeightSource
+from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, rope_table
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+# --- configuration ------------------------------------------------------------------------------------------
+
+
+class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True):
+    """`config.json`, under its own names: the keys that shape the model. What else it may not say: `refusals.py`."""
+
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    """Never derived: 128 in every size, also where `hidden_size / num_attention_heads` is 80."""
+    rms_norm_eps: Annotated[float, msgspec.Meta(gt=0)]
+    max_position_embeddings: Positive
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    """transformers 5 writes this, earlier ones the next two."""
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads {self.num_key_value_heads} does not divide "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs")
+
+    @property
+    def rope(self) -> RopeParameters:
+        """The rotary embedding, from either spelling."""
+        return RopeParameters.from_config(msgspec.structs.asdict(self))
+
+
+def tensors(config: Qwen3Config) -> Mapping[str, tuple[int, ...]]:
+    """Every tensor of the checkpoint that `load` reads, with its whole shape."""
+    h, f = config.hidden_size, config.intermediate_size
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (h,),
+        "self_attn.q_proj.weight": (q, h),
+        "self_attn.k_proj.weight": (kv, h),
+        "self_attn.v_proj.weight": (kv, h),
+        "self_attn.q_norm.weight": (config.head_dim,),
+        "self_attn.k_norm.weight": (config.head_dim,),
+        "self_attn.o_proj.weight": (h, q),
+        "post_attention_layernorm.weight": (h,),
+        "mlp.gate_proj.weight": (f, h),
+        "mlp.up_proj.weight": (f, h),
+        "mlp.down_proj.weight": (h, f),
+    }
+    if config.attention_bias:
+        layer |= {f"self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", q), ("k", kv), ("v", kv), ("o", h))}
+    whole: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
+    if not config.tie_word_embeddings:
+        whole["lm_head.weight"] = (config.vocab_size, h)
+    for index in range(config.num_hidden_layers):
+        whole |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return whole
+
+
+# --- weights ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer on one rank."""
+
+    input_layernorm: Array
+    """`[h]`"""
+    qkv_proj: Array
+    """`[(H + 2 K) D, h]`: query rows, then key rows, then value rows."""
+    qkv_bias: Array | None
+    """`[(H + 2 K) D]`"""
+    q_norm: Array
+    """`[D]`, shared by all query heads."""
+    k_norm: Array
+    """`[D]`, shared by all key heads."""
+    o_proj: Array
+    """`[h, H D]`"""
+    o_bias: Array | None
+    """`[h]`, on rank 0 alone, so that the sum over the ranks has it once."""
+    post_attention_layernorm: Array
+    """`[h]`"""
+    gate_up_proj: Array
+    """`[2 F, h]`: gate rows, then up rows."""
+    down_proj: Array
+    """`[h, F]`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All of the model on one rank."""
+
+    embed_tokens: Array
+    """`[V', h]`, on every rank whole; `V'` is `V` rounded up to a multiple of the ranks."""
+    layers: tuple[LayerWeights, ...]
+    norm: Array
+    """`[h]`"""
+    lm_head: Array
+    """`[V' / ranks, h]`; of a tied model a view of `embed_tokens`."""
+    rope: Array
+    """`[2, positions, D / 2]` float32: cosines, then sines."""
+
+
+def load(
+    config: Qwen3Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
+) -> "Qwen3Model":
+    """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
+    table = rope_table(config.rope, head_dim=config.head_dim, positions=max_model_tokens)
+    embed_tokens = ops.upload_weight(pad_rows(weights.read("model.embed_tokens.weight"), communicator.size))
+    if config.tie_word_embeddings:
+        lm_head = _vocabulary_piece(embed_tokens, communicator)
+    else:
+        head = pad_rows(weights.read("lm_head.weight"), communicator.size)
+        lm_head = ops.upload_weight(_vocabulary_piece(head, communicator))
+    loaded = Weights(
+        embed_tokens=embed_tokens,
+        layers=tuple(
+            _load_layer(config, weights, f"model.layers.{index}", ops=ops, rank=communicator.rank)
+            for index in range(config.num_hidden_layers)
+        ),
+        norm=ops.upload_weight(weights.read("model.norm.weight")),
+        lm_head=lm_head,
+        rope=ops.upload(table),
+    )
+    return Qwen3Model(config, loaded, ops=ops, communicator=communicator)
+
+
+def _load_layer(config: Qwen3Config, weights: WeightSource, prefix: str, *, ops: Ops, rank: int) -> LayerWeights:
+    def read(name: str, cut: Cut = Cut.WHOLE) -> Array:
+        return ops.upload_weight(weights.read(f"{prefix}.{name}", cut))
+
+    def read_rows(*names: str) -> Array:
+        return ops.upload_weight(read_stacked(weights, [f"{prefix}.{name}" for name in names], Cut.ROWS))
+
+    q, k, v, o = (f"self_attn.{name}_proj" for name in "qkvo")
+    biased = config.attention_bias
+    return LayerWeights(
+        input_layernorm=read("input_layernorm.weight"),
+        qkv_proj=read_rows(f"{q}.weight", f"{k}.weight", f"{v}.weight"),
+        qkv_bias=read_rows(f"{q}.bias", f"{k}.bias", f"{v}.bias") if biased else None,
+        q_norm=read("self_attn.q_norm.weight"),
+        k_norm=read("self_attn.k_norm.weight"),
+        o_proj=read(f"{o}.weight", Cut.COLUMNS),
+        o_bias=read(f"{o}.bias") if biased and rank == 0 else None,
+        post_attention_layernorm=read("post_attention_layernorm.weight"),
+        gate_up_proj=read_rows("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        down_proj=read("mlp.down_proj.weight", Cut.COLUMNS),
+    )
+
+
+def _vocabulary_piece(table: Array, communicator: Communicator) -> Array:
+    """This rank's rows of a table `[V', h]`, a view."""
+    rows = len(table) // communicator.size
+    return table[communicator.rank * rows : (communicator.rank + 1) * rows]
+
+
+# --- forward pass -------------------------------------------------------------------------------------------
+
+
+class Qwen3Model:
+    """The model on one rank; stateless, so that all sequences live in the KV cache that it is handed."""
+
+    def __init__(self, config: Qwen3Config, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
+        self._config = config
+        self._weights = weights
+        self._ops = ops
+        self._communicator = communicator
+
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """Hidden states after the final norm, `[T, h]`, for `token_ids [T]`; the same on every rank.
+
+        Args:
+            token_ids: int32, each below `vocab_size`.
+            batch: where the tokens stand.
+            kv_cache: `[blocks, L, 2, K, block tokens, D]`, mutated: this step's K and V are appended.
+        """
+        ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
+        residual = ops.embedding(token_ids, weights.embed_tokens)
+        x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
+        next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            x = self._attention(x, layer, index, batch=batch, kv_cache=kv_cache)
+            x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
+            x = self._mlp(x, layer)
+            x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
+        return x
+
+    def logits(self, hidden: Array) -> Array:
+        """`[n, V]` for `hidden [n, h]`, on every rank."""
+        piece = self._ops.linear(hidden, self._weights.lm_head)
+        return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
+
+    def _attention(self, x: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """`[T, h]` of layer `index` for the normed `x [T, h]`."""
+        ops, config = self._ops, self._config
+        qkv = ops.linear(x, layer.qkv_proj, layer.qkv_bias)  # [T, (H + 2 K) D]
+        q = ops.qk_norm_rope_append(  # [T, H, D]
+            qkv,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=config.rms_norm_eps,
+            rope=self._weights.rope,
+            kv_cache=kv_cache,
+            layer=index,
+            batch=batch,
+        )
+        attended = ops.paged_attention(q, kv_cache, layer=index, batch=batch, scale=config.head_dim**-0.5)  # [T, H D]
+        return self._communicator.all_reduce(ops.linear(attended, layer.o_proj, layer.o_bias))
+
+    def _mlp(self, x: Array, layer: LayerWeights) -> Array:
+        """`[T, h]` for the normed `x [T, h]`."""
+        gated = self._ops.linear_swiglu(x, layer.gate_up_proj)  # [T, F]
+        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj))
