@@ -70,7 +70,7 @@ def paged_case() -> Callable[..., PagedCase]:
         free = rng.permutation(np.arange(1, total)).tolist()
         shape = (num_layers, 2, num_kv_heads)
         kv_cache = np.full((total, *shape, block_tokens, head_dim), np.nan, np.float32)
-        block_tables = np.zeros((len(rows), max(num_blocks) + 2), np.int32)
+        block_tables = rng.integers(0, total, size=(len(rows), max(num_blocks) + 2), dtype=np.int32)
         positions, slots, contexts = [], [], []
         for row, (context, queries) in enumerate(rows):
             block_tables[row, : num_blocks[row]] = [free.pop() for _ in range(num_blocks[row])]

@@ -40,10 +40,10 @@ class AttentionBatch:
     context_lens: Array
     """`[R]` tokens in the cache of each row once this step's have been appended."""
     block_tables: Array
-    """`[R, max_blocks]` KV block of each B tokens of the row's context; unused entries are 0.
+    """`[R, max_blocks]` KV block of each B tokens of the row's context; unused entries are any block's id.
 
-    What a cache holds beyond a row's context (in block 0, or behind the last token of the last block) may be
-    anything, NaN included, and never changes a result.
+    What a cache holds beyond a row's context (in blocks it does not use, or behind the last token of its last block)
+    may be anything, NaN included, and never changes a result.
     """
     cache_slots: Array
     """`[T]` int64, block id * B + offset: where each token's K and V are written."""

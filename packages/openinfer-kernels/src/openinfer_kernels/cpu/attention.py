@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.ops import AttentionBatch
 
-_KEY_NUMBERS_AT_ONCE = 1 << 17
+_KEY_NUMBERS_AT_ONCE = 1 << 16
 _SCORES_AT_ONCE = 1 << 19
 _LONGEST_OVER_SHORTEST = 1.25
 _LONGEST_MINUS_SHORTEST = 32
