@@ -87,7 +87,7 @@ def _load_rank(composition: Composition, checkpoint: Checkpoint | None, communic
     )
     return RankRunner(
         model,
-        kv_cache=ops.zeros((composition.num_blocks, *composition.layouts[rank].block_shape)),
+        kv_cache=ops.zeros((composition.num_blocks, *composition.layouts[rank].block_shape())),
         ops=ops,
         communicator=communicator,
         limits=RunnerLimits(

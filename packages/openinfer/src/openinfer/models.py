@@ -28,6 +28,12 @@ def find_model_dir(model: str, *, lister: Lister = installed) -> Path:
     return Path(plugin.load()())
 
 
+def name_of(model: str) -> str:
+    """What clients call a model: a folder's own name, or the checkpoint's."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
+
+
 def find_family(model_dir: Path, name: str | None = None, *, lister: Lister = installed) -> tuple[ModelFamily, Plugin]:
     """The family that serves a folder, and the plug-in it came from.
 

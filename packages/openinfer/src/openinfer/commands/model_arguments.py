@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from openinfer.flags import add_flags, read_flags
-from openinfer.models import find_family, find_model_dir
+from openinfer.models import find_family, find_model_dir, name_of
 from openinfer_core import InvalidRequest, ModelFamily
 from openinfer_core.plugins import Plugin
 
@@ -17,6 +17,8 @@ from openinfer_core.plugins import Plugin
 class ModelArguments:
     """A command line, resolved."""
 
+    model_name: str
+    """What clients call it."""
     model_dir: Path
     family: ModelFamily
     plugin: Plugin
@@ -55,7 +57,14 @@ def parse(
     configure(parser)
     add_flags(parser, family.options_type)
     namespace = parser.parse_args(argv)
-    return ModelArguments(model_dir, family, plugin, read_flags(namespace, family.options_type), namespace)
+    return ModelArguments(
+        model_name=name_of(chosen.model),
+        model_dir=model_dir,
+        family=family,
+        plugin=plugin,
+        options=read_flags(namespace, family.options_type),
+        namespace=namespace,
+    )
 
 
 def _parser(command: str, description: str, *, add_help: bool) -> argparse.ArgumentParser:

@@ -53,7 +53,7 @@ def resolve(arguments: ModelArguments) -> Composition:
         **plan.parts,
     }
     return Composition(
-        model=arguments.model_dir.name,
+        model=arguments.model_name,
         model_type=plan.model_type,
         parts=parts,
         kernels=plan.kernels,
