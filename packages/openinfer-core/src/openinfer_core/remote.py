@@ -37,16 +37,20 @@ logger = logging.getLogger("openinfer.engine")
 
 DIED = "the engine process died; its last words are in the log"
 BROKE_PROTOCOL = "the engine process broke the protocol; the log says how"
-_CLOSE_DEADLINE_S = 10.0
+CLOSE_DEADLINE_S = 10.0
+"""How long `close` waits for an engine process before it kills it."""
 
 
-def spawn_engine(module: str, spec: msgspec.Struct, *, link: LinkKind | None = None) -> "RemoteEngine":
+def spawn_engine(
+    module: str, spec: msgspec.Struct, *, link: LinkKind | None = None, close_deadline_s: float = CLOSE_DEADLINE_S
+) -> "RemoteEngine":
     """Starts `python -m module`, which calls `run_engine_process`, and waits until its engine is loaded.
 
     Args:
         module: the child's main module.
         spec: what the child builds; sent as JSON.
         link: what the link is made of; None takes the platform's best.
+        close_deadline_s: how long `close` waits for the process before it kills it.
 
     Raises:
         Refused: the child could not build the engine; its message.
@@ -57,7 +61,8 @@ def spawn_engine(module: str, spec: msgspec.Struct, *, link: LinkKind | None = N
     try:
         connection = child.connect()
         try:
-            return RemoteEngine(connection, _greet(connection, token), process=child)
+            info = _greet(connection, token)
+            return RemoteEngine(connection, info, process=child, close_deadline_s=close_deadline_s)
         except BaseException:
             connection.close()
             raise
@@ -98,12 +103,21 @@ class RemoteEngine:
         connection: a connected socket whose Hello has been answered.
         info: that answer.
         process: the child behind it, which `close` ends.
+        close_deadline_s: how long `close` waits for the engine before it gives up on it.
     """
 
-    def __init__(self, connection: socket.socket, info: EngineInfo, *, process: EngineChild | None = None) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        info: EngineInfo,
+        *,
+        process: EngineChild | None = None,
+        close_deadline_s: float = CLOSE_DEADLINE_S,
+    ) -> None:
         self._connection = connection
         self._info = info
         self._process = process
+        self._close_deadline_s = close_deadline_s
         self._mailbox = Mailbox()
         self._attaching = asyncio.Lock()
         self._transport: asyncio.Transport | None = None
@@ -169,12 +183,12 @@ class RemoteEngine:
         if not self._lost.is_set():
             self._send(encode_frame(Close()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), _CLOSE_DEADLINE_S)
+                await asyncio.wait_for(self._lost.wait(), self._close_deadline_s)
         hangs = not self._lost.is_set()
         if self._transport is not None:
             self._transport.abort()
         if self._process is not None:
-            await asyncio.to_thread(self._process.end, deadline_s=0.0 if hangs else _CLOSE_DEADLINE_S)
+            await asyncio.to_thread(self._process.end, deadline_s=0.0 if hangs else self._close_deadline_s)
         await self._lost.wait()
 
     def received(self, message: ToClient) -> None:

@@ -1,0 +1,49 @@
+"""The main module of engine processes that misbehave, or behave, as the spec says."""
+
+import os
+import sys
+import time
+
+import msgspec
+
+from openinfer_core import Refused, TokenEvent
+from openinfer_core.engine_process import run_engine_process
+from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
+
+
+class Spec(msgspec.Struct):
+    behaviour: str
+
+
+class DyingLoop(SimulatedLoop):
+    def step(self) -> list[TokenEvent]:
+        if self.stats().steps == 3:
+            raise RuntimeError("device lost")
+        return super().step()
+
+
+class HangingLoop(SimulatedLoop):
+    def step(self) -> list[TokenEvent]:
+        time.sleep(3600)
+        return []
+
+
+def build(raw: msgspec.Raw) -> SimulatedLoop:
+    behaviour = msgspec.json.decode(raw, type=Spec).behaviour
+    if behaviour == "refuse":
+        raise Refused("no engine of that kind")
+    if behaviour == "crash":
+        raise RuntimeError("a bug in the build")
+    if behaviour == "exit":
+        os._exit(3)
+    if behaviour == "build forever":
+        time.sleep(3600)
+    if behaviour == "print":
+        sys.stdout.write("this would break the protocol if it went there\n")
+        sys.stdout.flush()
+    loops = {"die in a step": DyingLoop, "hang in a step": HangingLoop}
+    return loops.get(behaviour, SimulatedLoop)(SimulatedOptions(model=behaviour))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_engine_process(build))
