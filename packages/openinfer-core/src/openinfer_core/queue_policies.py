@@ -1,7 +1,13 @@
 """The queue policies that come with the contract: first come first served, priority, weighted fair share."""
 
+from heapq import nlargest
+from operator import itemgetter
+
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import QueuePolicyConfig
+
+MAX_INDEBTED_TENANTS = 1 << 16
+"""Tenants that the fair share remembers; names may come from outside, so there has to be a bound."""
 
 
 class FirstComeFirstServed:
@@ -45,14 +51,20 @@ class FairShare:
     A request's start tag is the later of the virtual time and its tenant's last finish tag; the finish tag adds
     its cost (prompt and at most `max_tokens` tokens) over the tenant's weight. The smallest start tag is served
     first, and the virtual time is the start tag of the request admitted last. A tenant that was idle gains no
-    credit for it.
+    credit for it. At most `MAX_INDEBTED_TENANTS` tenants are remembered; of more, those that owe least are forgotten.
     """
 
     def __init__(self, config: QueuePolicyConfig) -> None:
         self._weights = config.tenant_weights
         self._virtual_time = 0.0
+        self._num_tenants_to_sweep = 64
         self._finish_tags: dict[str, float] = {}
         self._start_tags: dict[int, float] = {}
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants remembered."""
+        return len(self._finish_tags)
 
     def key(self, request: GenerateRequest, arrival: int) -> tuple[float, int]:
         """Start tag, then arrival."""
@@ -62,16 +74,24 @@ class FairShare:
         return start, arrival
 
     def admitted(self, request: GenerateRequest) -> None:
-        """Moves the virtual time on and forgets tenants that hold no credit or debt."""
+        """Moves the virtual time on."""
         start = self._start_tags.pop(request.request_id, self._virtual_time)
         self._virtual_time = max(self._virtual_time, start)
-        if len(self._finish_tags) > 2 * len(self._start_tags) + 64:
-            self._finish_tags = {t: tag for t, tag in self._finish_tags.items() if tag > self._virtual_time}
+        if len(self._finish_tags) >= self._num_tenants_to_sweep:
+            self._sweep()
 
     def withdrawn(self, request: GenerateRequest) -> None:
         """Gives the request's cost back to its tenant."""
-        if self._start_tags.pop(request.request_id, None) is not None:
+        if self._start_tags.pop(request.request_id, None) is not None and request.tenant in self._finish_tags:
             self._finish_tags[request.tenant] -= self._cost(request)
+
+    def _sweep(self) -> None:
+        """Forgets tenants without debt; each time there are twice as many, so that it costs O(1) per request."""
+        debts = {tenant: tag for tenant, tag in self._finish_tags.items() if tag > self._virtual_time}
+        if len(debts) > MAX_INDEBTED_TENANTS:
+            debts = dict(nlargest(MAX_INDEBTED_TENANTS // 2, debts.items(), key=itemgetter(1)))
+        self._finish_tags = debts
+        self._num_tenants_to_sweep = max(64, 2 * len(debts))
 
     def _cost(self, request: GenerateRequest) -> float:
         tokens = len(request.prompt_token_ids) + request.sampling.max_tokens

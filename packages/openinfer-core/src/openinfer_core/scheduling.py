@@ -138,6 +138,9 @@ class QueuePolicy(Protocol):
 
     A plug-in of the group `openinfer.queue_policies` is a callable taking a `QueuePolicyConfig`. The queue serves
     the smallest key first and never passes over its head, so that no request starves behind ones that fit.
+
+    `key` is called once for each request, and then `admitted` or `withdrawn` once. What a hook raises fails the
+    request it was called for and no other, and is counted.
     """
 
     def key(self, request: GenerateRequest, arrival: int) -> Any:
@@ -176,8 +179,8 @@ class Scheduler(Protocol):
     """Decides each step. A plug-in of the group `openinfer.schedulers` is a callable `(SchedulerConfig, QueuePolicy)`.
 
     Called from one thread, but for `stats`. `apply` is called once for every plan, in order; between `plan` and its
-    `apply` at most one further `plan` is made. A request has one terminal event and no event after it; one that
-    takes a slot has one `Scheduled` before its first `Tokens`, and one `Tokens` for each step at most.
+    `apply` at most one further `plan` is made. A request has one terminal event and no event after it, and one
+    `Scheduled` before its first `Tokens`.
 
     `openinfer_core.testing.scheduler` checks all of this.
     """

@@ -236,9 +236,9 @@ class _Row:
 
 def _check_column(plan: StepPlan, name: str, dtype: Any) -> None:
     column: Any = getattr(plan, name)
-    kind = (type(column), getattr(column, "dtype", None), getattr(column, "ndim", None))
-    right = (np.ndarray, np.dtype(dtype), 1)
-    require(kind == right, f"{name} must be a one-dimensional array of {right[1].name}; it is {column!r}")
+    kind = (getattr(column, "dtype", None), getattr(column, "ndim", None))
+    right = (np.dtype(dtype), 1)
+    require(kind == right, f"{name} must be a one-dimensional array of {right[0].name}; it is {column!r}")
 
 
 def _marked(position: int) -> TokenLogprobs:

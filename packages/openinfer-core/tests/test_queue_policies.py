@@ -1,0 +1,103 @@
+"""First come first served, priority, and weighted fair share; all three pass the kit."""
+
+from operator import attrgetter
+
+import pytest
+
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core.plugins import QUEUE_POLICIES, find_plugin
+from openinfer_core.queue_policies import MAX_INDEBTED_TENANTS, FairShare, FirstComeFirstServed, Priority
+from openinfer_core.scheduling import QueuePolicyConfig
+from openinfer_core.testing.queue_policy import QueuePolicyFactory, check_queue_policy, serving_order
+
+CONFIG = QueuePolicyConfig()
+
+
+def request(request_id: int, *, tenant: str = "", priority: int = 0, tokens: int = 10) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=(1,) * (tokens - 1),
+        sampling=SamplingParams(max_tokens=1),
+        tenant=tenant,
+        priority=priority,
+    )
+
+
+@pytest.mark.parametrize("policy", [FirstComeFirstServed, Priority, FairShare], ids=attrgetter("__name__"))
+def test_policy_conforms(policy: QueuePolicyFactory) -> None:
+    check_queue_policy(policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("fcfs", FirstComeFirstServed), ("priority", Priority), ("fair-share", FairShare)]
+)
+def test_policy_is_found_by_name(name: str, policy: QueuePolicyFactory) -> None:
+    assert find_plugin(QUEUE_POLICIES, name).load() is policy
+
+
+def test_fcfs_serves_in_order_of_arrival_whatever_the_priority() -> None:
+    requests = [request(7, priority=3), request(3, priority=-3), request(5)]
+    assert serving_order(FirstComeFirstServed(CONFIG), requests) == [7, 3, 5]
+
+
+def test_priority_serves_smaller_numbers_first_and_equals_in_order_of_arrival() -> None:
+    requests = [request(0, priority=1), request(1), request(2, priority=-5), request(3), request(4, priority=-5)]
+    assert serving_order(Priority(CONFIG), requests) == [2, 4, 1, 3, 0]
+
+
+def test_fair_share_alternates_between_tenants_that_ask_for_the_same() -> None:
+    requests = [request(i, tenant="a") for i in range(3)] + [request(i, tenant="b") for i in range(3, 6)]
+    assert serving_order(FairShare(CONFIG), requests) == [0, 3, 1, 4, 2, 5]
+
+
+def test_fair_share_counts_tokens_not_requests() -> None:
+    large = [request(i, tenant="large", tokens=40) for i in range(2)]
+    small = [request(i, tenant="small", tokens=10) for i in range(2, 8)]
+    assert serving_order(FairShare(CONFIG), large + small) == [0, 2, 3, 4, 5, 1, 6, 7]
+
+
+def test_fair_share_gives_a_tenant_its_weight() -> None:
+    policy = FairShare(QueuePolicyConfig(tenant_weights={"gold": 3.0}))
+    requests = [request(i, tenant="gold" if i < 60 else "free") for i in range(120)]
+    first_40 = serving_order(policy, requests)[:40]
+    assert sum(request_id < 60 for request_id in first_40) == 30
+
+
+def test_fair_share_gives_no_credit_for_having_been_idle() -> None:
+    policy = FairShare(CONFIG)
+    serving_order(policy, [request(i, tenant="busy") for i in range(20)])
+    keys = {
+        request_id: policy.key(request(request_id, tenant="busy" if request_id < 104 else "late"), request_id)
+        for request_id in range(100, 108)
+    }
+    assert sorted(keys, key=keys.__getitem__) == [104, 100, 105, 101, 106, 102, 107, 103]
+
+
+def test_fair_share_refunds_a_withdrawn_request() -> None:
+    policy = FairShare(CONFIG)
+    huge = request(0, tenant="a", tokens=1000)
+    policy.key(huge, 0)
+    policy.withdrawn(huge)
+    assert serving_order(policy, [request(1, tenant="a"), request(2, tenant="b")]) == [1, 2]
+
+
+def test_fair_share_withdraws_a_request_of_a_tenant_it_has_forgotten() -> None:
+    policy = FairShare(CONFIG)
+    first, second = request(0, tenant="a"), request(1, tenant="a")
+    policy.key(first, 0)
+    policy.key(second, 1)
+    policy.withdrawn(first)  # now the tenant's debt ends where its second request starts
+    others = [request(i, tenant="b", tokens=20) for i in range(2, 20)]
+    serving_order(policy, others)
+    serving_order(policy, [request(i, tenant=str(i)) for i in range(100, 200)])  # tenants enough for a sweep
+    policy.withdrawn(second)
+    assert len(serving_order(policy, [request(200, tenant="a"), request(201, tenant="b")])) == 2
+
+
+def test_fair_share_remembers_a_bounded_number_of_tenants() -> None:
+    policy = FairShare(CONFIG)
+    for i in range(3 * MAX_INDEBTED_TENANTS):
+        one = request(i, tenant=str(i))
+        policy.key(one, i)
+        policy.admitted(one)
+    assert MAX_INDEBTED_TENANTS // 2 <= policy.num_tenants <= 2 * MAX_INDEBTED_TENANTS

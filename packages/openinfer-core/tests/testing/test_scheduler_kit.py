@@ -1,0 +1,564 @@
+"""The scheduler's kit passes a plain scheduler that keeps the contract, and fails each of a set of broken ones."""
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from openinfer_core import (
+    EngineStats,
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    Scheduled,
+    TokenEvent,
+    Tokens,
+)
+from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StepPlan, StepResult
+from openinfer_core.testing import ConformanceError
+from openinfer_core.testing.scheduler import SCHEDULER_CHECKS, SchedulerCheck, check_scheduler
+
+
+@dataclass(eq=False)
+class Job:
+    request: GenerateRequest
+    arrived_s: float
+    key: Any
+    ids: list[int]
+    seed: int
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list[int])
+    computed: int = 0
+    sent_blocks: int = 0
+    prompt_logprobs: int = 0
+    is_started: bool = False
+    is_announced: bool = False
+    is_spoilt: bool = False
+    in_flight: int = 0
+    has_ended: bool = False
+
+    @property
+    def outputs(self) -> int:
+        return len(self.ids) - len(self.request.prompt_token_ids)
+
+
+class PlainScheduler:
+    """Blocks for the whole request at admission; one row of a sequence in flight at a time; no prefix cache.
+
+    Its verbs are cut into many methods, so that a broken scheduler is one method of a subclass.
+    """
+
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        self.config = config
+        self.policy = policy
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self.jobs: dict[RequestId, Job] = {}
+        self.free_blocks = list(range(config.num_blocks))
+        self.free_slots = list(range(config.max_num_seqs))
+        self.in_flight: list[list[Job]] = []
+        self.arrivals = self.steps = 0
+        self.seeds = 1000
+
+    # requests
+
+    def limit_tokens(self, request: GenerateRequest) -> int:
+        return min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.config.max_model_tokens)
+
+    def blocks_for(self, request: GenerateRequest) -> int:
+        last = self.limit_tokens(request) - (request.sampling.max_tokens > 0)
+        return -(-last // self.config.block_size_tokens)
+
+    def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
+        if len(request.prompt_token_ids) + (request.sampling.max_tokens > 0) > self.config.max_model_tokens:
+            return [Failed(request.request_id, FailureKind.INVALID, "too long")]
+        if self.blocks_for(request) > self.config.num_blocks:
+            return [Failed(request.request_id, FailureKind.INVALID, "too big")]
+        if len(self.waiting) >= self.config.max_waiting:
+            return [Failed(request.request_id, FailureKind.OVERLOADED, "full")]
+        self.seeds += 1
+        self.arrivals += 1
+        seed = self.seeds if request.sampling.seed is None else request.sampling.seed
+        try:
+            job = Job(request, now_s, self.policy.key(request, self.arrivals), [*request.prompt_token_ids], seed)
+        except ValueError:
+            return [Failed(request.request_id, FailureKind.INTERNAL, "policy")]
+        try:
+            self.waiting = self.sort_queue([*self.waiting, job])
+        except TypeError:
+            self.policy.withdrawn(request)
+            return [Failed(request.request_id, FailureKind.INTERNAL, "policy")]
+        self.jobs[request.request_id] = job
+        return []
+
+    def sort_queue(self, queue: list[Job]) -> list[Job]:
+        return sorted(queue, key=attrgetter("key"))
+
+    def abort(self, request_id: RequestId) -> list[TokenEvent]:
+        if request_id not in self.jobs:
+            return []
+        job = self.jobs[request_id]
+        if job in self.waiting:
+            self.waiting.remove(job)
+            with suppress(ValueError):
+                self.policy.withdrawn(job.request)
+        self.end(job)
+        return [Finished(request_id, FinishReason.ABORT, 0, 0, 0)]
+
+    # plan
+
+    def plan(self, *, now_s: float) -> StepPlan | None:
+        self.admit()
+        budget, rows, spans = self.config.max_step_tokens, list[Job](), list[tuple[int, int]]()
+        for job in self.running:
+            count = min(len(job.ids) - job.computed, budget)
+            if count and not job.in_flight and self.may_compute(job):
+                rows.append(job)
+                spans.append((job.computed, count))
+                budget -= count
+        if not rows:
+            return None
+        plan = self.columns(rows, spans)
+        for job, (start, count) in zip(rows, spans, strict=True):
+            job.is_started, job.sent_blocks, job.computed = True, len(job.blocks), start + count
+            job.in_flight += 1
+        self.in_flight.append(rows)
+        self.steps += 1
+        return plan
+
+    def may_compute(self, job: Job) -> bool:
+        return True
+
+    def admit(self) -> None:
+        while self.waiting and self.free_slots and self.blocks_for(self.waiting[0].request) <= len(self.free_blocks):
+            job = self.waiting.pop(0)
+            try:
+                self.policy.admitted(job.request)
+            except ValueError:
+                job.is_spoilt = True
+            job.slot = self.free_slots.pop()
+            job.blocks = [self.free_blocks.pop() for _ in range(self.blocks_for(job.request))]
+            self.running.append(job)
+
+    def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
+        def column(values: list[int]) -> Any:
+            return np.array(values, np.int32)
+
+        is_last = [start + count == len(job.ids) for job, (start, count) in zip(rows, spans, strict=True)]
+        return StepPlan(
+            step=self.steps,
+            slots=column([job.slot for job in rows]),
+            starts=column([start for start, _ in spans]),
+            counts=column([count for _, count in spans]),
+            given_counts=column([count for _, count in spans]),
+            sample=np.array(
+                [last and job.request.sampling.max_tokens > 0 for job, last in zip(rows, is_last, strict=True)]
+            ),
+            token_ids=column(
+                [i for job, (start, count) in zip(rows, spans, strict=True) for i in job.ids[start : start + count]]
+            ),
+            new_block_counts=column([len(job.blocks) - job.sent_blocks for job in rows]),
+            new_blocks=column([block for job in rows for block in job.blocks[job.sent_blocks :]]),
+            started=tuple(self.slot_start(job) for job in rows if not job.is_started),
+        )
+
+    def slot_start(self, job: Job) -> SlotStart:
+        return SlotStart(slot=job.slot, request=job.request, seed=job.seed)
+
+    # apply
+
+    def apply(self, plan: StepPlan, result: StepResult, *, now_s: float) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        for row, job in enumerate(self.in_flight.pop(0)):
+            job.in_flight -= 1
+            if job.has_ended:
+                self.free(job)
+            else:
+                events += self.take_row(job, row, plan, result, now_s)
+        return events
+
+    def take_row(self, job: Job, row: int, plan: StepPlan, result: StepResult, now_s: float) -> list[TokenEvent]:
+        request_id, sampling = job.request.request_id, job.request.sampling
+        if row in result.failed_rows or job.is_spoilt:
+            self.end(job)
+            return [Failed(request_id, FailureKind.INTERNAL, result.failed_rows.get(row, "policy"))]
+        events: list[TokenEvent] = []
+        if not job.is_announced:
+            job.is_announced = True
+            events.append(Scheduled(request_id, 0, now_s - job.arrived_s))
+        if row in result.prompt_logprobs:
+            events.append(Tokens(request_id, (), None, result.prompt_logprobs[row]))
+        token_id = int(result.token_ids[row])
+        if plan.sample[row]:
+            if token_id in sampling.stop_token_ids and job.outputs >= sampling.min_tokens:
+                self.end(job)
+                return [*events, Finished(request_id, FinishReason.STOP, 0, 0, 0, token_id)]
+            job.ids.append(token_id)
+            logprobs = (result.logprobs[row],) if row in result.logprobs else None
+            events.append(Tokens(request_id, (token_id,), logprobs))
+        if len(job.ids) == self.limit_tokens(job.request) and (plan.sample[row] or job.computed == len(job.ids)):
+            self.end(job)
+            events.append(Finished(request_id, FinishReason.LENGTH, 0, 0, 0))
+        return events
+
+    def end(self, job: Job) -> None:
+        del self.jobs[job.request.request_id]
+        job.has_ended = True
+        if job in self.running:
+            self.running.remove(job)
+            if not job.in_flight:
+                self.free(job)
+
+    def free(self, job: Job) -> None:
+        self.free_slots.append(job.slot)
+        self.free_blocks += job.blocks
+        job.blocks = []
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.jobs)
+
+    def stats(self) -> EngineStats:
+        used = self.config.num_blocks - len(self.free_blocks)
+        return EngineStats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            blocks_used=used,
+            blocks_total=self.config.num_blocks,
+            steps=self.steps,
+        )
+
+
+@pytest.mark.parametrize("check", SCHEDULER_CHECKS, ids=attrgetter("__name__"))
+def test_kit_accepts_a_scheduler_that_keeps_the_contract(check: SchedulerCheck) -> None:
+    check(PlainScheduler)
+
+
+def replace(plan: StepPlan, **changes: Any) -> StepPlan:
+    columns = {name: getattr(plan, name) for name in StepPlan.__slots__}
+    return StepPlan(**{**columns, **changes})
+
+
+class LeaksABlock(PlainScheduler):
+    def free(self, job: Job) -> None:
+        super().free(job)
+        if job.request.request_id == 3:
+            self.free_blocks.pop()
+
+
+class GivesABlockTwice(PlainScheduler):
+    def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
+        plan = super().columns(rows, spans)
+        if len(self.running) > 1 and not self.running[-1].is_started:
+            return replace(plan, new_blocks=np.full_like(plan.new_blocks, self.running[0].blocks[0]))
+        return plan
+
+
+class EndsTwice(PlainScheduler):
+    def take_row(self, *arguments: Any) -> list[TokenEvent]:
+        events = super().take_row(*arguments)
+        return [*events, *(event for event in events if isinstance(event, Finished))]
+
+
+class EndsInSilence(PlainScheduler):
+    def take_row(self, *arguments: Any) -> list[TokenEvent]:
+        return [event for event in super().take_row(*arguments) if not isinstance(event, Finished)]
+
+
+class Wedges(PlainScheduler):
+    """Admits on today's need, and has nobody give way when the blocks are gone."""
+
+    def admit(self) -> None:
+        super().admit()
+        for job in self.running:
+            if not job.is_started:
+                needed = -(-len(job.ids) // self.config.block_size_tokens)
+                self.free_blocks += job.blocks[needed:]
+                del job.blocks[needed:]
+        if self.waiting and self.free_slots and len(self.free_blocks) < self.blocks_for(self.waiting[0].request):
+            job = self.waiting[0]
+            needed = -(-len(job.ids) // self.config.block_size_tokens)
+            if needed <= len(self.free_blocks):
+                self.policy.admitted(self.waiting.pop(0).request)
+                job.slot, job.blocks = self.free_slots.pop(), [self.free_blocks.pop() for _ in range(needed)]
+                self.running.append(job)
+
+    def may_compute(self, job: Job) -> bool:
+        if len(job.ids) > len(job.blocks) * self.config.block_size_tokens and self.free_blocks:
+            job.blocks.append(self.free_blocks.pop())
+        return len(job.ids) <= len(job.blocks) * self.config.block_size_tokens
+
+
+class RunsInCircles(PlainScheduler):
+    """Preempts every sequence in the middle of its prompt."""
+
+    def plan(self, *, now_s: float) -> StepPlan | None:
+        for job in self.running:
+            if not job.in_flight and job.computed < len(job.request.prompt_token_ids):
+                job.computed, job.is_started, job.sent_blocks = 0, False, 0
+        return super().plan(now_s=now_s)
+
+
+class ExceedsTheBudget(PlainScheduler):
+    def plan(self, *, now_s: float) -> StepPlan | None:
+        self.config = SchedulerConfig(
+            **{name: getattr(self.config, name) for name in ("num_blocks", "block_size_tokens", "max_num_seqs")},
+            max_step_tokens=self.config.max_step_tokens + 1,
+            max_model_tokens=self.config.max_model_tokens,
+        )
+        return super().plan(now_s=now_s)
+
+
+class ExceedsTheSlots(PlainScheduler):
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        super().__init__(config, policy)
+        self.free_slots.append(config.max_num_seqs)
+
+
+class SkipsAPosition(PlainScheduler):
+    def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
+        plan = super().columns(rows, spans)
+        return replace(plan, starts=np.where(plan.starts > 4, plan.starts + 1, plan.starts).astype(np.int32))
+
+
+class GivesWrongIds(PlainScheduler):
+    def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
+        plan = super().columns(rows, spans)
+        return replace(plan, token_ids=plan.token_ids[::-1].copy())
+
+
+class TakesAnIdThatWasNeverSampled(PlainScheduler):
+    def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
+        plan = super().columns(rows, spans)
+        if len(rows) == 1 and rows[0].computed == 0 and len(plan.token_ids):
+            return replace(plan, given_counts=plan.given_counts - 1, token_ids=plan.token_ids[1:])
+        return plan
+
+
+class ReservesTooLittle(PlainScheduler):
+    def blocks_for(self, request: GenerateRequest) -> int:
+        return max(1, super().blocks_for(request) - 1)
+
+
+class SamplesEveryChunk(PlainScheduler):
+    def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
+        plan = super().columns(rows, spans)
+        return replace(plan, sample=np.ones(len(rows), np.bool_))
+
+
+class UsesWideColumns(PlainScheduler):
+    def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
+        plan = super().columns(rows, spans)
+        return replace(plan, starts=plan.starts.astype(np.int64))
+
+
+class StartsABusySlot(PlainScheduler):
+    """Frees an aborted sequence's slot while its row is in flight."""
+
+    def end(self, job: Job) -> None:
+        job.in_flight, in_flight = 0, job.in_flight
+        super().end(job)
+        job.in_flight = in_flight
+
+    def apply(self, plan: StepPlan, result: StepResult, *, now_s: float) -> list[TokenEvent]:
+        rows = [Job(job.request, 0, 0, [], 0, has_ended=True) if job.has_ended else job for job in self.in_flight[0]]
+        self.in_flight[0] = rows
+        return super().apply(plan, result, now_s=now_s)
+
+    def free(self, job: Job) -> None:
+        if job.slot >= 0:
+            super().free(job)
+
+
+class DropsATokenAtTheEnd(PlainScheduler):
+    def take_row(self, *arguments: Any) -> list[TokenEvent]:
+        events = super().take_row(*arguments)
+        return [event for event in events if not (len(events) > 1 and isinstance(event, Tokens))]
+
+
+class IgnoresStopTokens(PlainScheduler):
+    def take_row(self, job: Job, *rest: Any) -> list[TokenEvent]:
+        asked = job.request
+        sampling = msgspec.structs.replace(asked.sampling, stop_token_ids=())
+        job.request = msgspec.structs.replace(asked, sampling=sampling)
+        try:
+            return super().take_row(job, *rest)
+        finally:
+            job.request = asked
+
+
+class ForgetsAborts(PlainScheduler):
+    def abort(self, request_id: RequestId) -> list[TokenEvent]:
+        return super().abort(request_id) if request_id in self.jobs and self.jobs[request_id] in self.waiting else []
+
+
+class ConfirmsAbortsOfStrangers(PlainScheduler):
+    def abort(self, request_id: RequestId) -> list[TokenEvent]:
+        return super().abort(request_id) or [Finished(request_id, FinishReason.ABORT, 0, 0, 0)]
+
+
+class IgnoresFailedRows(PlainScheduler):
+    def take_row(self, job: Job, row: int, plan: StepPlan, result: StepResult, now_s: float) -> list[TokenEvent]:
+        result = StepResult(token_ids=np.maximum(result.token_ids, 0), logprobs=result.logprobs)
+        return super().take_row(job, row, plan, result, now_s)
+
+
+class FailsEverybody(PlainScheduler):
+    """One failed row ends all requests of the step."""
+
+    def take_row(self, job: Job, row: int, plan: StepPlan, result: StepResult, now_s: float) -> list[TokenEvent]:
+        if result.failed_rows:
+            message = next(iter(result.failed_rows.values()))
+            failed_rows = dict.fromkeys(range(plan.num_rows), message)
+            result = StepResult(token_ids=result.token_ids, failed_rows=failed_rows)
+        return super().take_row(job, row, plan, result, now_s)
+
+
+class AcceptsWhatNeverFits(PlainScheduler):
+    """Queues it, and says so when its turn comes."""
+
+    def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
+        events = super().add(request, now_s=now_s)
+        if events and isinstance(events[0], Failed) and events[0].kind is FailureKind.INVALID:
+            self.jobs[request.request_id] = Job(request, now_s, 0, [], 0)
+            return []
+        return events
+
+
+class IgnoresTheContextLength(PlainScheduler):
+    def limit_tokens(self, request: GenerateRequest) -> int:
+        return len(request.prompt_token_ids) + request.sampling.max_tokens
+
+
+class NeverOverloaded(PlainScheduler):
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        names = ("num_blocks", "block_size_tokens", "max_num_seqs", "max_step_tokens", "max_model_tokens")
+        super().__init__(SchedulerConfig(**{name: getattr(config, name) for name in names}), policy)
+
+
+class PassesOverTheHead(PlainScheduler):
+    def admit(self) -> None:
+        self.waiting = sorted(self.waiting, key=lambda job: self.blocks_for(job.request))
+        super().admit()
+
+
+class IgnoresThePolicy(PlainScheduler):
+    def sort_queue(self, queue: list[Job]) -> list[Job]:
+        return sorted(sorted(queue, key=attrgetter("key")), key=lambda job: job.request.request_id)
+
+
+class NeverTellsThePolicy(PlainScheduler):
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        super().__init__(config, policy)
+        self.real_policy = policy
+
+    def admit(self) -> None:
+        self.policy = Deaf()
+        super().admit()
+        self.policy = self.real_policy
+
+
+class Deaf:
+    def key(self, request: GenerateRequest, arrival: int) -> int:
+        return arrival
+
+    def admitted(self, request: GenerateRequest) -> None: ...
+
+    def withdrawn(self, request: GenerateRequest) -> None: ...
+
+
+class DiesOfAFaultyPolicy(PlainScheduler):
+    def admit(self) -> None:
+        super().admit()
+        if any(job.is_spoilt for job in self.running):
+            raise RuntimeError("the policy raised")
+
+
+class GivesAllTheSameSeed(PlainScheduler):
+    def slot_start(self, job: Job) -> SlotStart:
+        seed = 7 if job.request.sampling.seed is None else job.seed
+        return SlotStart(slot=job.slot, request=job.request, seed=seed)
+
+
+class IgnoresTheSeed(PlainScheduler):
+    def slot_start(self, job: Job) -> SlotStart:
+        return SlotStart(slot=job.slot, request=job.request, seed=job.request.request_id)
+
+
+class DropsPromptLogprobs(PlainScheduler):
+    def take_row(self, job: Job, row: int, plan: StepPlan, result: StepResult, now_s: float) -> list[TokenEvent]:
+        kept = {} if plan.starts[row] else result.prompt_logprobs
+        result = StepResult(
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            prompt_logprobs=kept,
+            failed_rows=result.failed_rows,
+        )
+        return super().take_row(job, row, plan, result, now_s)
+
+
+class MiscountsUnfinished(PlainScheduler):
+    @property
+    def unfinished(self) -> int:
+        return max(0, len(self.jobs) - 1)
+
+
+class PlansAfterTheEnd(PlainScheduler):
+    """Forgets to take an aborted sequence off the running list."""
+
+    def end(self, job: Job) -> None:
+        was_running = job in self.running
+        super().end(job)
+        if was_running and job.in_flight:
+            self.running.append(job)
+
+
+MUTANTS = {
+    AcceptsWhatNeverFits: "can never fit; add answered None",
+    ConfirmsAbortsOfStrangers: "was never added, has its terminal event",
+    DiesOfAFaultyPolicy: "the policy raised",
+    DropsATokenAtTheEnd: "the model gives",
+    DropsPromptLogprobs: "prompt_logprobs of positions",
+    EndsInSilence: "requests have no terminal event",
+    EndsTwice: "was never added, has its terminal event",
+    ExceedsTheBudget: "tokens in one step; max_step_tokens is",
+    ExceedsTheSlots: "beyond max_num_seqs",
+    FailsEverybody: "request 0 got .* the model gives",
+    ForgetsAborts: "abort was answered with",
+    GivesABlockTwice: "write to the same block in one step|holds the KV of another prefix",
+    GivesAllTheSameSeed: "have the same seed",
+    GivesWrongIds: "are given; its ids are",
+    IgnoresFailedRows: "a row of request 2 failed; it ended with Finished",
+    IgnoresStopTokens: "the model gives",
+    IgnoresTheContextLength: "beyond max_model_tokens",
+    IgnoresThePolicy: "were admitted in the order",
+    IgnoresTheSeed: "starts with seed 0; it has 42",
+    LeaksABlock: "1 blocks are used, with all requests ended: a leak",
+    MiscountsUnfinished: "unfinished is 0; 1 requests have no terminal event",
+    NeverOverloaded: "the queue is full; add answered None",
+    NeverTellsThePolicy: "neither admitted nor withdrawn",
+    PassesOverTheHead: "were admitted in the order",
+    PlansAfterTheEnd: "are running, with all of them ended",
+    ReservesTooLittle: "blocks have room for",
+    RunsInCircles: "stuck",
+    SamplesEveryChunk: "samples position 16, whose id is known",
+    SkipsAPosition: "its last row ended at 8",
+    StartsABusySlot: "is started while a step in flight has a row in it",
+    TakesAnIdThatWasNeverSampled: "no id of that position was sampled in the slot",
+    UsesWideColumns: "starts must be a one-dimensional array of int32",
+    Wedges: "wedged: .* no plan comes",
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=attrgetter("__name__"))
+def test_kit_refuses_a_broken_scheduler(mutant: type[PlainScheduler]) -> None:
+    raised = RuntimeError if mutant is DiesOfAFaultyPolicy else ConformanceError
+    with pytest.raises(raised, match=MUTANTS[mutant]):
+        check_scheduler(mutant)
