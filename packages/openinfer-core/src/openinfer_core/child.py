@@ -40,13 +40,14 @@ class EngineChild:
         return self._process.poll()
 
     def connect(self) -> socket.socket:
-        """A blocking socket to the child, which may still be building its engine.
+        """A new blocking socket to the child, which may still be building its engine.
 
         Raises:
             EngineClosed: the child died.
             ContractViolation: it said something else than its address.
         """
-        self._address = self._ask_address()
+        if self._address is None:
+            self._address = self._ask_address()
         try:
             return _connect(self._address)
         except OSError as error:
