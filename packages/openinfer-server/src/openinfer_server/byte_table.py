@@ -42,6 +42,7 @@ def build_byte_table(tokenizer: tokenizers.Tokenizer, num_token_ids: int) -> Byt
     """The table of a tokenizer whose decoder is ByteLevel.
 
     Args:
+        tokenizer: the model's.
         num_token_ids: ids below it may be sampled; the table covers them and all of the tokenizer's.
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -1,9 +1,10 @@
 """`ChatTemplate`: the model folder's Jinja template, rendered in a sandbox, with transformers' conventions.
 
-What bounds a rendering: the immutable sandbox (no private attributes, no mutation, `range` up to 100,000), a clock that is
-read at every turn of every loop, a bound on every product of a string or list with a number, and a bound on the length of the output.
-What does not: memory, for a template that doubles one string again and again without a loop of many turns. The template comes from the
-model folder, which its owner trusts as they trust the weights; requests cannot bring one.
+What bounds a rendering: the immutable sandbox (no private attributes, no mutation, `range` up to 100,000), a clock
+that is read at every turn of every loop, a bound on every product of a string or list with a number, and a bound on
+the length of the output. What nothing bounds: a single expression that runs long or makes a large value by other
+means (a string joined to itself some forty times, a padded format). The template comes from the model folder, which its
+owner trusts as they trust the weights; requests cannot bring one.
 """
 
 import json
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 import jinja2.ext
@@ -42,8 +43,6 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self._template = _compile(environment, source)
         self._special_tokens = dict(special_tokens)
         self._timeout_s = timeout_s
@@ -106,9 +105,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         for repeated, times in ((left, right), (right, left)):
-            if isinstance(repeated, str | list | tuple) and isinstance(times, int):
-                if len(repeated) * times > MAX_REPEATED_LENGTH:  # pyright: ignore[reportUnknownArgumentType]
-                    raise RenderingRefused("the chat template multiplies a text beyond all measure")
+            if isinstance(times, int) and _length(repeated) * times > MAX_REPEATED_LENGTH:
+                raise RenderingRefused("the chat template repeats a text beyond all measure")
         return super().call_binop(context, operator, left, right)
 
 
@@ -132,7 +130,15 @@ def _compile(environment: _Environment, source: str) -> jinja2.Template:
         code = environment.compile(tree)
     except jinja2.TemplateError as error:
         raise UnusableTemplate(f"the chat template does not compile: {error}") from error
-    return jinja2.Template.from_code(environment, code, environment.make_globals(None))
+    return jinja2.Template.from_code(environment, code, environment.make_globals(_globals()))
+
+
+def _globals() -> dict[str, object]:
+    return {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+
+def _length(value: object) -> int:
+    return len(cast("Sequence[object]", value)) if isinstance(value, str | list | tuple) else 0
 
 
 def _clock(timeout_s: float) -> Callable[[], str]:
@@ -200,7 +206,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for name, value in config.items():
         if name.endswith("_token"):
-            content = value.get("content") if isinstance(value, dict) else value
+            content = cast("dict[str, object]", value).get("content") if isinstance(value, dict) else value
             if isinstance(content, str):
                 tokens[name] = content
     return tokens

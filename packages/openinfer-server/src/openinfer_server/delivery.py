@@ -1,4 +1,4 @@
-"""How an answer, streamed or whole, gets to its client, and what ends it early: the client's leaving, or its not reading.
+"""How an answer, streamed or whole, gets to its client; a client that leaves or does not read ends it early.
 
 The request's coroutine sleeps until one of a few futures is resolved; no token wakes it.
 """

@@ -4,14 +4,14 @@
                      ├── longer than max_head_bytes: 431      URL alone longer than max_url_bytes: 414
                      └── not complete within head_timeout_s: 408
 
-The minor version of uvicorn is pinned, because this class relies on `data_received`, `on_message_begin`, `on_url`,
-`on_header`, `on_headers_complete`, `send_400_response`, `connection_lost`, `pause_writing` and `resume_writing` being called as they are
-now; tests/test_http_protocol.py is the contract.
+The minor version of uvicorn is pinned, because this class relies on when `data_received`, `on_message_begin`, `on_url`,
+`on_header`, `on_headers_complete`, `send_400_response`, `connection_lost`, `pause_writing` and `resume_writing` are
+called; tests/test_http_protocol.py is the contract.
 """
 
 import asyncio
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -101,7 +101,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._unparsed_bytes = 0
-        self.scope["extensions"] = {DIRECT_WRITE: self}
+        cast("dict[str, Any]", self.scope)["extensions"] = {DIRECT_WRITE: self}
 
     def on_url(self, url: bytes) -> None:
         """A piece of the URL."""

@@ -5,6 +5,7 @@ Everything is checked before anything is submitted; the contract's own types che
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from openinfer_core.engine import EngineInfo
 from openinfer_core.errors import InvalidRequest
@@ -13,6 +14,8 @@ from openinfer_core.sampling import SamplingParams
 from openinfer_server.api_errors import ApiError, from_invalid_request, invalid, refused
 from openinfer_server.api_types import GenerationFields
 from openinfer_server.options import ServerOptions
+
+T = TypeVar("T")
 
 MAX_STOPS = 4
 """OpenAI's bound."""
@@ -174,29 +177,30 @@ def _logprob_entries(prompt: Prompt, max_tokens: int, scoring: Scoring) -> int:
 def _sampling(
     fields: GenerationFields, max_tokens: int, scoring: Scoring, info: EngineInfo, choice: int
 ) -> SamplingParams:
-    values = {
-        "temperature": fields.temperature,
-        "top_k": fields.top_k,
-        "top_p": fields.top_p,
-        "min_p": fields.min_p,
-        "presence_penalty": fields.presence_penalty,
-        "frequency_penalty": fields.frequency_penalty,
-        "repetition_penalty": fields.repetition_penalty,
-        "min_tokens": fields.min_tokens,
-        "logit_bias": _logit_bias(fields, info),
-        "seed": _seed(fields, choice),
-    }
-    given = {name: value for name, value in values.items() if value is not None}
     try:
         return SamplingParams(
             max_tokens=max_tokens,
+            temperature=_or(fields.temperature, 1.0),
+            top_k=_or(fields.top_k, 0),
+            top_p=_or(fields.top_p, 1.0),
+            min_p=_or(fields.min_p, 0.0),
+            presence_penalty=_or(fields.presence_penalty, 0.0),
+            frequency_penalty=_or(fields.frequency_penalty, 0.0),
+            repetition_penalty=_or(fields.repetition_penalty, 1.0),
+            seed=_seed(fields, choice),
+            logit_bias=_logit_bias(fields, info),
             stop_token_ids=_stop_token_ids(fields, info),
+            min_tokens=_or(fields.min_tokens, 0),
             logprobs=scoring.output,
             prompt_logprobs=scoring.prompt,
-            **given,
         )
     except InvalidRequest as error:
         raise from_invalid_request(error) from error
+
+
+def _or(given: T | None, default: T) -> T:
+    """`null` means absent."""
+    return default if given is None else given
 
 
 def _seed(fields: GenerationFields, choice: int) -> int | None:
@@ -208,11 +212,9 @@ def _seed(fields: GenerationFields, choice: int) -> int | None:
     return (fields.seed + choice) % 2**64
 
 
-def _logit_bias(fields: GenerationFields, info: EngineInfo) -> dict[int, float] | None:
-    if fields.logit_bias is None:
-        return None
+def _logit_bias(fields: GenerationFields, info: EngineInfo) -> dict[int, float]:
     bias: dict[int, float] = {}
-    for key, value in fields.logit_bias.items():
+    for key, value in (fields.logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) < info.num_token_ids):
             raise invalid("logit_bias", f"{key[:32]!r} is not a token id in 0 .. {info.num_token_ids - 1}")
         if not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:

@@ -14,7 +14,7 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
 
@@ -82,7 +82,7 @@ async def serve(
     app = load_app(handle, model_dir, options)
     gc.collect()
     gc.freeze()  # the tables of a large vocabulary are not looked through again
-    with _listen(options) as listener:
+    with listen(options) as listener:
         return await serve_app(app, listener, options, on_ready=on_ready, stop=stop)
 
 
@@ -164,7 +164,7 @@ class _Server(uvicorn.Server):
         self._on_started()
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
+    def capture_signals(self) -> Generator[None]:
         """Leaves signals to `serve_app`."""
         yield
 
@@ -187,7 +187,7 @@ def _config(app: App, options: ServerOptions, protocol: type[asyncio.Protocol]) 
 
 
 @contextlib.contextmanager
-def _signals(stopping: asyncio.Event) -> Iterator[None]:
+def _signals(stopping: asyncio.Event) -> Generator[None]:
     """SIGTERM and SIGINT set the event, once: a second one has its usual effect. Only the main thread has signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -199,7 +199,7 @@ def _signals(stopping: asyncio.Event) -> Iterator[None]:
         signal.signal(number, originals[number])
         loop.call_soon_threadsafe(stopping.set)
 
-    originals = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    originals = {int(number): signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
@@ -207,7 +207,12 @@ def _signals(stopping: asyncio.Event) -> Iterator[None]:
             signal.signal(number, original)
 
 
-def _listen(options: ServerOptions) -> socket.socket:
+def listen(options: ServerOptions) -> socket.socket:
+    """A socket bound to the options' address.
+
+    Raises:
+        CannotListen: the address is in use or not ours.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)  # pyright: ignore[reportArgumentType]

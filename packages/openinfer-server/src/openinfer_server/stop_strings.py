@@ -1,8 +1,8 @@
 """`StopScanner`: finds stop strings in text that arrives in pieces, and holds back what may be the start of one.
 
-The result does not depend on how the text is cut: the stop string that is complete first wins, and of those
-that are complete at the same character the one that began first. (Taking the earliest start instead would: of "abcd" and "bc",
-"abcd" wins in the whole text and "bc" when "abc" arrives first.)
+The result does not depend on how the text is cut: the stop string that is complete first wins, and of those that are
+complete at the same character the one that began first. (Taking the earliest start instead would: of "abcd" and
+"bc", "abcd" wins in the whole text and "bc" when "abc" arrives first.)
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Choices that know their text: stop strings, log-probabilities, echo, and whole answers.
 
-    token ─► detokenizer ─► stop scanner ─► show(text, scores)     StreamedText: an event; CollectedText: kept for one body
+    token ─► detokenizer ─► stop scanner ─► show(text, scores)     StreamedText: an event; CollectedText: kept
 
 Only requests that ask for any of it take this path; both classes show the same text and scores in the same order,
 so that a streamed answer equals the whole one.

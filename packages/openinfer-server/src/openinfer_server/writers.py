@@ -51,7 +51,7 @@ class StreamWriter:
         raise NotImplementedError
 
     async def end(self, timeout_s: float) -> None:
-        """Sends what is left and completes the response; drops the connection if that takes longer than so many seconds."""
+        """Sends what is left and completes the response, or drops the connection if that takes too long."""
         raise NotImplementedError
 
     def drop(self) -> None:

@@ -1,0 +1,275 @@
+"""Fakes for tests of this server and of what is built on it: an engine that repeats its prompt, and a server in a thread.
+
+`ParrotLoop` makes any text come out of the server token by token: its completion is the prompt. Tests hold it still
+(`hold`, `go`), count what is aborted (`RecordingEngine`) and break it (`die`).
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
+from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, TokenEvent, TokenLogprobs, Tokens
+from openinfer_core.local import InProcessEngine
+from openinfer_core.request import GenerateRequest, RequestId
+
+from openinfer_server.app import load_app
+from openinfer_server.http_protocol import bounded_protocol
+from openinfer_server.options import ServerOptions
+from openinfer_server.server import listen, serve_app
+
+DEADLINE_S = 20.0
+"""How long a test waits for what must happen."""
+
+
+@dataclass(slots=True)
+class _Row:
+    request: GenerateRequest
+    produced: int = 0
+
+
+class ParrotLoop:
+    """An `EngineLoop` whose completion of a prompt is the prompt, again and again until `max_tokens`.
+
+    Args:
+        info: what it claims to be; `max_waiting` open requests are taken.
+        tokens_per_event: how many tokens come at once, as with speculative decoding.
+    """
+
+    def __init__(self, info: EngineInfo, *, tokens_per_event: int = 1) -> None:
+        self._info = info
+        self._tokens_per_event = tokens_per_event
+        self._rows: dict[RequestId, _Row] = {}
+        self._going = threading.Event()
+        self._going.set()
+        self._fault: Exception | None = None
+
+    def hold(self) -> None:
+        """No more tokens come until `go`."""
+        self._going.clear()
+
+    def go(self) -> None:
+        """Tokens come again."""
+        self._going.set()
+
+    def die(self) -> None:
+        """The next step raises; `go` is implied."""
+        self._fault = RuntimeError("this parrot is no more")
+        self._going.set()
+
+    @property
+    def info(self) -> EngineInfo:
+        """What it claims to be."""
+        return self._info
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is open."""
+        return bool(self._rows) or self._fault is not None
+
+    def submit(self, request: GenerateRequest) -> list[TokenEvent]:
+        """Takes a request."""
+        if len(self._rows) >= self._info.max_waiting:
+            return [Failed(request.request_id, FailureKind.OVERLOADED, "the queue is full")]
+        self._rows[request.request_id] = _Row(request)
+        return [Scheduled(request.request_id, len(request.prompt_token_ids) // 2, 0.0)]
+
+    def abort(self, request_id: RequestId) -> list[TokenEvent]:
+        """Ends a request."""
+        del self._rows[request_id]
+        return [Finished(request_id, FinishReason.ABORT, 0, 0, 0)]
+
+    def step(self) -> list[TokenEvent]:
+        """Every request gets its next tokens."""
+        if not self._going.wait(0.002):
+            return []
+        if self._fault is not None:
+            raise self._fault
+        return [event for row in list(self._rows.values()) for event in self._advance(row)]
+
+    def stats(self) -> EngineStats:
+        """The open requests."""
+        return EngineStats(running=len(self._rows), blocks_used=len(self._rows), blocks_total=self._info.num_blocks)
+
+    def close(self) -> None:
+        """Forgets everything."""
+        self._rows.clear()
+
+    def _advance(self, row: _Row) -> list[TokenEvent]:
+        request, sampling = row.request, row.request.sampling
+        prompt, first = request.prompt_token_ids, row.produced
+        room = min(self._tokens_per_event, sampling.max_tokens - first)
+        said: list[int] = []
+        for token_id in (prompt[place % len(prompt)] for place in range(first, first + room)):
+            row.produced += 1
+            if token_id in sampling.stop_token_ids and row.produced > sampling.min_tokens:
+                return [self._tokens(row, said, first), self._end(row, FinishReason.STOP, token_id)]
+            said.append(token_id)
+        events: list[TokenEvent] = [self._tokens(row, said, first)]
+        if row.produced == sampling.max_tokens:
+            events.append(self._end(row, FinishReason.LENGTH))
+        return events
+
+    def _tokens(self, row: _Row, said: list[int], first: int) -> Tokens:
+        request, sampling = row.request, row.request.sampling
+        top, prompt_top = sampling.logprobs, sampling.prompt_logprobs
+        logprobs = None if top is None else tuple(self.logprobs(token_id, top) for token_id in said)
+        prompt_logprobs = None
+        if first == 0 and prompt_top is not None:
+            prompt_logprobs = tuple(self.logprobs(token_id, prompt_top) for token_id in request.prompt_token_ids[1:])
+        return Tokens(request.request_id, tuple(said), logprobs, prompt_logprobs)
+
+    def logprobs(self, token_id: int, top: int) -> TokenLogprobs:
+        """The second likeliest token is said; each likelier or less likely one has the next id."""
+        ids = tuple((token_id + 1 - place) % self._info.num_token_ids for place in range(top))
+        return TokenLogprobs(-1.5, 2, ids, tuple(-0.5 - place for place in range(top)))
+
+    def _end(self, row: _Row, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
+        del self._rows[row.request.request_id]
+        return Finished(row.request.request_id, reason, 0, 0, 0, stop_token_id)
+
+
+class RecordingEngine:
+    """An `EngineHandle` around another one, which remembers what was asked of it.
+
+    Attributes:
+        submitted: requests in order.
+        aborted: ids in order.
+    """
+
+    def __init__(self, inner: EngineHandle) -> None:
+        self._inner = inner
+        self.submitted: list[GenerateRequest] = []
+        self.aborted: list[RequestId] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        """The inner engine's."""
+        return self._inner.info
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Remembers and hands on."""
+        self.submitted.append(request)
+        self._inner.submit(request)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Remembers and hands on."""
+        self.aborted.append(request_id)
+        self._inner.abort(request_id)
+
+    def events(self) -> AsyncIterator[list[TokenEvent]]:
+        """The inner engine's."""
+        return self._inner.events()
+
+    async def stats(self) -> EngineStats:
+        """The inner engine's."""
+        return await self._inner.stats()
+
+    async def close(self) -> None:
+        """Closes the inner engine."""
+        await self._inner.close()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Returns when a condition holds.
+
+    Raises:
+        AssertionError: it does not within `DEADLINE_S`; says what was waited for.
+    """
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"{what}: not within {DEADLINE_S:g} s")
+        time.sleep(0.002)
+
+
+class ThreadedServer(AbstractContextManager["ThreadedServer"]):
+    """A server on a free port, in a thread; leaving the context drains it and closes the engine.
+
+    Attributes:
+        engine: what the server asked of its engine.
+        url: where it listens.
+        exit_code: what `serve` returned; None while it runs.
+    """
+
+    def __init__(
+        self,
+        loop: ParrotLoop,
+        model_dir: Path,
+        options: ServerOptions,
+        *,
+        protocol: type[asyncio.Protocol] | None = None,
+    ) -> None:
+        self.engine = RecordingEngine(InProcessEngine(loop))
+        self.url = ""
+        self.exit_code: int | None = None
+        self._parrot = loop
+        self._model_dir = model_dir
+        self._options = options
+        self._protocol = protocol or bounded_protocol(options)
+        self._ready = threading.Event()
+        self._stop: asyncio.Event | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="openinfer-test-server", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Starts it and waits until it takes connections."""
+        self._thread.start()
+        if not self._ready.wait(DEADLINE_S) or self._failure is not None:
+            raise AssertionError("the server did not start") from self._failure
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Drains it."""
+        self._parrot.go()
+        self.stop()
+        self.join()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        return host, int(port)
+
+    def stop(self) -> None:
+        """Begins the drain."""
+        if self._event_loop is not None and self._stop is not None and not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(self._stop.set)
+
+    def join(self) -> int:
+        """Waits for the end; returns the exit code."""
+        self._thread.join(DEADLINE_S)
+        if self._thread.is_alive() or self._failure is not None or self.exit_code is None:
+            raise AssertionError("the server did not end") from self._failure
+        return self.exit_code
+
+    def _run(self) -> None:
+        try:
+            self.exit_code = asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            self._ready.set()
+            raise
+
+    async def _serve(self) -> int:
+        self._event_loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        app = load_app(self.engine, self._model_dir, self._options)
+        with listen(self._options) as listener:
+            code = await serve_app(
+                app, listener, self._options, on_ready=self._is_ready, stop=self._stop, protocol=self._protocol
+            )
+        await self.engine.close()
+        return code
+
+    def _is_ready(self, url: str) -> None:
+        self.url = url
+        self._ready.set()
