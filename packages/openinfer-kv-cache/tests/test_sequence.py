@@ -334,12 +334,23 @@ def test_clear_in_mid_sequence_keeps_old_kv_private(cache):
     cache.clear()
     sequence.extend(range(8, 12))
     sequence.reserve(12)
-    assert len(sequence.seal(12)) == 1
-    assert cache.sequence(range(13)).count_cached_tokens() == 0
+    (old,) = sequence.seal(12)
+    assert cache.pool.digest(old) is None
+    assert cache.pool.find(sequence.prefix_digests()[2]) is None
     cache.check_integrity()
     sequence.shrink(0)
     sequence.reserve(12)
     sequence.seal(12)
+    assert cache.sequence(range(13)).count_cached_tokens() == 12
+
+
+def test_clear_before_match_does_not_make_new_kv_private(cache):
+    early = cache.sequence(range(12))
+    cache.clear()
+    computed(cache, range(5)).release()
+    assert early.match() == 4
+    early.reserve(12)
+    early.seal(12)
     assert cache.sequence(range(13)).count_cached_tokens() == 12
 
 

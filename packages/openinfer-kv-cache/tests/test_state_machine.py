@@ -3,13 +3,19 @@
 The model keeps whole prefixes instead of digests and plain lists instead of counters. The simulated memory
 holds, for every position of every block, the prefix whose KV was last written there; so a block that is
 overwritten, shared or found when it must not be shows up as a sequence reading another prefix's KV.
+
+`CacheTraffic` and `SlotTraffic` are what can happen. Two drivers choose: hypothesis, which shrinks what it
+finds, and long runs from a seed, which get into states that short runs do not reach.
 """
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from openinfer_kv_cache import (
     BlockPin,
@@ -26,8 +32,7 @@ from openinfer_kv_cache import (
 
 BLOCK_TOKENS = 2
 TTL_S = 50.0
-WORLDS = st.sampled_from([(None, None), (None, None), (None, None), ("salt", None), (None, "lora")])
-IDS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=0, max_size=9)
+WORLDS = [(None, None), (None, None), (None, None), ("salt", None), (None, "lora")]
 
 
 @dataclass(eq=False)
@@ -48,6 +53,7 @@ class ModelPool:
         self.registry: dict[tuple, Cell] = {}
         self.idle: list[Cell] = []
         self.evicted = dict.fromkeys(EvictionReason, 0)
+        self.ever_sealed: set[tuple] = set()
 
     def allocate(self, count: int) -> list[Cell] | None:
         if count > self.free + len(self.idle):
@@ -79,6 +85,7 @@ class ModelPool:
 
     def seal(self, cell: Cell, prefix: tuple, *, is_void: bool) -> None:
         cell.prefix, cell.is_void = prefix, is_void
+        self.ever_sealed.add(prefix)
         if not is_void:
             self.registry.setdefault(prefix, cell)
 
@@ -87,7 +94,8 @@ class ModelPool:
             cell.users -= 1
             if cell.users:
                 continue
-            if cell.prefix is not None and not cell.is_void and self.registry.setdefault(cell.prefix, cell) is cell:
+            is_named = cell.prefix is not None and not cell.is_void
+            if is_named and self.registry.setdefault(cell.prefix, cell) is cell:
                 cell.idle_since_s = now_s
                 self.idle.append(cell)
                 continue
@@ -132,26 +140,24 @@ class Request:
         return [self.prefix(end) for end in range(BLOCK_TOKENS, num_tokens + 1, BLOCK_TOKENS)]
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """All verbs of sequences and the pool, in any order that a scheduler may use."""
+class CacheTraffic:
+    """All verbs of sequences and the pool, in any order that a scheduler may use.
 
-    @initialize(num_blocks=st.integers(2, 9), with_ttl=st.booleans())
-    def make(self, num_blocks: int, with_ttl: bool) -> None:
+    `at` picks a request among those to which the event can happen; if there is none, nothing happens.
+    """
+
+    def __init__(self, num_blocks: int, *, ttl_s: float | None) -> None:
         self.now_s = 0.0
-        self.with_ttl = with_ttl
-        options = KvCacheOptions(
-            num_blocks=num_blocks, block_size_tokens=BLOCK_TOKENS, idle_ttl_s=TTL_S if with_ttl else None
-        )
+        self.with_ttl = ttl_s is not None
+        options = KvCacheOptions(num_blocks=num_blocks, block_size_tokens=BLOCK_TOKENS, idle_ttl_s=ttl_s)
         self.cache = KvCache(options, digest_key=bytes(16), clock=lambda: self.now_s)
         self.model = ModelPool(num_blocks)
         self.memory: dict[tuple[int, int], tuple] = {}
         self.requests: list[Request] = []
         self.pins: list[tuple[BlockPin, list[Cell]]] = []
         self.epoch = 0
-
-    def pick(self, data, wanted=lambda request: True) -> Request | None:
-        candidates = [request for request in self.requests if wanted(request)]
-        return data.draw(st.sampled_from(candidates)) if candidates else None
+        self.digests: dict[tuple, Digest] = {}
+        self.num_hits = 0
 
     # Verbs, each compared with the model.
 
@@ -160,15 +166,19 @@ class CacheMachine(RuleBasedStateMachine):
         self.requests.append(Request(sequence, world, list(ids), epoch=self.epoch))
         return self.requests[-1]
 
+    def matchable(self, request: Request) -> list[tuple]:
+        return request.block_prefixes(max(request.known - 1, 0))
+
     def match(self, request: Request) -> None:
         if self.with_ttl:
             self.model.expire(self.now_s)
-        expected = self.model.find(request.block_prefixes(max(request.known - 1, 0)))
+        expected = self.model.find(self.matchable(request))
         assert request.sequence.match() == len(expected) * BLOCK_TOKENS
         self.model.acquire(expected)
         request.cells, request.sealed = expected, len(expected)
         request.computed = len(expected) * BLOCK_TOKENS
         request.epoch = self.epoch
+        self.num_hits += len(expected)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         before = list(request.sequence.blocks)
@@ -202,6 +212,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.seal(request.cells[position], prefix, is_void=request.epoch != self.epoch)
         request.sealed = end
 
+    def learn(self, request: Request) -> None:
+        """Ids come back from the device."""
+        request.sequence.extend(request.device_ids[request.known :])
+
     def cut(self, request: Request, num_tokens: int, kept: int) -> None:
         """What shrink and truncate have in common."""
         is_cut_in_sealed = num_tokens < request.sealed * BLOCK_TOKENS
@@ -213,319 +227,449 @@ class CacheMachine(RuleBasedStateMachine):
         request.sealed = min(request.sealed, blocks)
         request.computed = min(request.computed, kept)
 
-    # Requests.
+    # Events.
 
-    @precondition(lambda self: len(self.requests) < 4)
-    @rule(world=WORLDS, ids=IDS)
-    def wait(self, world: tuple, ids: list[int]) -> None:
-        """A request that has to wait: it holds nothing."""
-        self.arrive(world, ids)
-
-    @precondition(lambda self: len(self.requests) < 6)
-    @rule(world=WORLDS, ids=IDS, count=st.integers(1, 9))
     def prefill(self, world: tuple, ids: list[int], count: int) -> None:
-        """A request is admitted and (a part of) its prompt computed: what happens most."""
+        """A request is admitted and its prompt, or a chunk of it, computed; or it has to wait."""
+        if len(self.requests) >= 6:
+            return
         request = self.arrive(world, ids)
         self.match(request)
         if self.reserve(request, min(request.computed + count, len(ids))):
             self.compute(request, count)
             self.seal(request)
 
-    @rule(data=st.data(), num_tokens=st.integers(1, 14))
-    def admit(self, data, num_tokens: int) -> None:
-        """`would_fit` tells exactly whether match and reserve will succeed."""
-        request = self.pick(data, lambda request: not request.cells)
-        if request is None:
-            return
-        fits = request.sequence.would_fit(num_tokens)
-        cached_tokens = request.sequence.count_cached_tokens()
-        evicted = self.cache.pool.counters().evicted_blocks[EvictionReason.EXPIRED]
-        self.match(request)
-        if evicted == self.cache.pool.counters().evicted_blocks[EvictionReason.EXPIRED]:
-            assert request.computed == cached_tokens
-        assert self.reserve(request, num_tokens) == fits
-        if not fits:
-            self.cut(request, 0, request.sequence.shrink(0))
+    def prefill_like_another(self, at: int, kept: int, more: list[int]) -> None:
+        """A prompt that begins like one that is there."""
+        for other in pick(self.requests, at):
+            self.prefill(other.world, other.device_ids[:kept] + more, 9)
 
-    @rule(data=st.data(), num_tokens=st.integers(0, 14), spare=st.integers(0, 3))
-    def grow(self, data, num_tokens: int, spare: int) -> None:
-        request = self.pick(data, lambda request: request.cells)
-        if request is None:
-            return
-        missing = max(-(-num_tokens // BLOCK_TOKENS) - len(request.cells), 0)
-        room = self.cache.pool.available_blocks - spare
-        assert request.sequence.would_fit(num_tokens, spare_blocks=spare) == (missing == 0 or missing <= room)
-        self.reserve(request, num_tokens)
+    def decode(self, at: int, ids: list[int], learn: str) -> None:
+        """The device samples and computes on; the host may learn the ids later only."""
+        for request in pick(self.requests, at):
+            request.device_ids.extend(ids)
+            if self.reserve(request, len(request.device_ids)):
+                self.compute(request, len(request.device_ids))
+                if learn == "now":
+                    self.learn(request)
+                self.seal(request)
 
-    @rule(data=st.data(), count=st.integers(1, 6))
-    def step(self, data, count: int) -> None:
-        request = self.pick(data, lambda request: request.cells)
-        if request is not None:
-            self.compute(request, count)
-
-    @rule(data=st.data(), token_id=st.integers(0, 1))
-    def sample(self, data, token_id: int) -> None:
-        """The device samples; the host does not know the id yet."""
-        request = self.pick(data, lambda request: len(request.device_ids) < 14)
-        if request is not None:
-            request.device_ids.append(token_id)
-
-    @rule(data=st.data())
-    def learn(self, data) -> None:
-        """Ids come back from the device."""
-        request = self.pick(data, lambda request: request.known < len(request.device_ids))
-        if request is not None:
-            request.sequence.extend(request.device_ids[request.known :])
-
-    @rule(data=st.data())
-    def seal_computed(self, data) -> None:
-        request = self.pick(data, lambda request: request.cells)
-        if request is not None:
+    def learn_late(self, at: int) -> None:
+        for request in pick(self.requests, at):
+            self.learn(request)
             self.seal(request)
 
-    @rule(data=st.data(), num_tokens=st.integers(0, 12))
-    def shrink(self, data, num_tokens: int) -> None:
-        request = self.pick(data, lambda request: request.cells)
-        if request is not None:
-            self.cut(request, num_tokens, request.sequence.shrink(num_tokens))
+    def admit(self, at: int, num_tokens: int) -> None:
+        """`would_fit` tells exactly whether match and reserve will succeed."""
+        for request in pick([request for request in self.requests if not request.cells], at):
+            fits = request.sequence.would_fit(num_tokens)
+            if not self.with_ttl:
+                expected = self.model.find(self.matchable(request))
+                assert request.sequence.count_cached_tokens() == len(expected) * BLOCK_TOKENS
+            self.match(request)
+            assert self.reserve(request, num_tokens) == fits
+            if not fits:
+                self.cut(request, 0, request.sequence.shrink(0))
 
-    @rule(data=st.data(), num_tokens=st.integers(0, 12))
-    def truncate(self, data, num_tokens: int) -> None:
-        request = self.pick(data)
-        if request is not None:
-            kept = request.sequence.truncate(num_tokens)
-            del request.device_ids[num_tokens:]
-            self.cut(request, num_tokens, kept)
+    def grow(self, at: int, num_tokens: int, spare: int) -> None:
+        for request in pick([request for request in self.requests if request.cells], at):
+            missing = max(-(-num_tokens // BLOCK_TOKENS) - len(request.cells), 0)
+            fits = missing == 0 or missing <= self.cache.pool.available_blocks - spare
+            assert request.sequence.would_fit(num_tokens, spare_blocks=spare) == fits
+            self.reserve(request, num_tokens)
 
-    @rule(data=st.data())
-    def release(self, data) -> None:
-        request = self.pick(data)
-        if request is not None:
+    def cut_back(self, at: int, num_tokens: int, verb: str) -> None:
+        for request in pick([request for request in self.requests if request.cells], at):
+            if verb == "truncate":
+                kept = request.sequence.truncate(num_tokens)
+                del request.device_ids[num_tokens:]
+                self.cut(request, num_tokens, kept)
+            else:
+                left = num_tokens if verb == "shrink" else 0
+                self.cut(request, left, request.sequence.shrink(left))
+
+    def release(self, at: int) -> None:
+        for request in pick(self.requests, at):
             request.sequence.release()
             self.model.release(request.cells[::-1], self.now_s)
             self.requests.remove(request)
 
-    # The pool.
+    def pin(self, at: int, count: int) -> None:
+        if len(self.pins) < 3:
+            for request in pick([request for request in self.requests if request.sealed], at):
+                end = min(count, request.sealed)
+                self.pins.append((self.cache.pool.pin(request.sequence.blocks[:end]), request.cells[:end]))
+                self.model.acquire(request.cells[:end])
 
-    @precondition(lambda self: len(self.pins) < 3)
-    @rule(data=st.data())
-    def pin(self, data) -> None:
-        request = self.pick(data, lambda request: request.sealed > 0)
-        if request is None:
-            return
-        end = data.draw(st.integers(1, request.sealed))
-        self.pins.append((self.cache.pool.pin(request.sequence.blocks[:end]), request.cells[:end]))
-        self.model.acquire(request.cells[:end])
+    def unpin(self) -> None:
+        if self.pins:
+            pin, cells = self.pins.pop(0)
+            pin.close()
+            pin.close()
+            self.model.release(cells, self.now_s)
 
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data) -> None:
-        pin, cells = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
-        pin.close()
-        pin.close()
-        self.model.release(cells, self.now_s)
-
-    @rule(really=st.integers(0, 3))
-    def clear(self, really: int) -> None:
-        if really:
-            return
-        self.cache.clear()
-        held = [cell for request in self.requests for cell in request.cells[: request.sealed]]
-        self.model.clear([*held, *(cell for _, cells in self.pins for cell in cells)])
-        self.epoch += 1
-
-    @rule(seconds=st.sampled_from([1.0, 20.0, 60.0]))
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         if self.with_ttl:
             self.model.expire(self.now_s)
         self.cache.pool.expire()
 
+    def change_weights(self) -> None:
+        self.cache.clear()
+        held = [cell for request in self.requests for cell in request.cells[: request.sealed]]
+        self.model.clear([*held, *(cell for _, cells in self.pins for cell in cells)])
+        self.epoch += 1
+
     # Always.
 
-    @invariant()
-    def books_agree(self) -> None:
+    def check(self) -> None:
         self.cache.check_integrity()
+        self.check_pool()
+        self.check_what_can_be_found()
+        for request in self.requests:
+            self.check_request(request)
+        self.check_content()
 
-    @invariant()
-    def pool_is_the_model(self) -> None:
+    def check_pool(self) -> None:
         pool = self.cache.pool
         assert (pool.free_blocks, pool.idle_blocks) == (self.model.free, len(self.model.idle))
         assert pool.available_blocks == self.model.free + len(self.model.idle)
         assert dict(pool.counters().evicted_blocks) == self.model.evicted
         assert self.cache.num_live_sequences == len(self.requests)
 
-    @invariant()
-    def sequences_are_the_model(self) -> None:
-        for request in self.requests:
-            assert len(request.sequence.blocks) == len(request.cells)
-            assert request.sequence.num_sealed_blocks == request.sealed
-            users = [self.cache.pool.num_users(block) for block in request.sequence.blocks]
-            assert users == [cell.users for cell in request.cells]
+    def check_what_can_be_found(self) -> None:
+        for prefix in self.model.ever_sealed:
+            block = self.cache.pool.find(self.digest_of(prefix))
+            cell = self.model.registry.get(prefix)
+            assert (block is None) == (cell is None)
+            if cell is not None:
+                assert self.cache.pool.num_users(block) == cell.users
 
-    @invariant()
-    def nobody_reads_wrong_kv(self) -> None:
-        for request in self.requests:
-            for position in range(request.computed):
-                block = request.sequence.blocks[position // BLOCK_TOKENS]
-                assert self.memory[block, position % BLOCK_TOKENS] == request.prefix(position + 1)
+    def check_request(self, request: Request) -> None:
+        """Nobody reads another prefix's KV, and everybody holds what the model says."""
+        blocks = request.sequence.blocks
+        assert list(map(self.cache.pool.num_users, blocks)) == [cell.users for cell in request.cells]
+        assert request.sequence.num_sealed_blocks == request.sealed
+        for position in range(request.computed):
+            read = self.memory[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
+            assert read == request.prefix(position + 1)
 
-    @invariant()
-    def content_is_what_its_digest_says(self) -> None:
-        """Pinned and idle content too, which no sequence reads now."""
-        pool, hasher = self.cache.pool, self.cache.hasher
+    def check_content(self) -> None:
+        """Content is what its digest says; pinned and idle content too, which no sequence reads now."""
+        pool = self.cache.pool
         for block in range(pool.num_blocks):
             if pool.state(block) in (BlockState.SEALED, BlockState.IDLE) and pool.digest(block) is not None:
-                (salt, lora), ids = self.memory[block, BLOCK_TOKENS - 1]
-                root = hasher.root(cache_salt=salt, lora_name=lora)
-                assert hasher.chain(root, ids)[-1] == pool.digest(block)
+                assert self.digest_of(self.memory[block, BLOCK_TOKENS - 1]) == pool.digest(block)
+
+    def digest_of(self, prefix: tuple) -> Digest:
+        if prefix not in self.digests:
+            (salt, lora), ids = prefix
+            root = self.cache.hasher.root(cache_salt=salt, lora_name=lora)
+            self.digests[prefix] = self.cache.hasher.chain(root, ids)[-1]
+        return self.digests[prefix]
 
 
-class SlotMachine(RuleBasedStateMachine):
+def pick(candidates: Sequence, at: int) -> Sequence:
+    """One of the candidates, or none if there are none."""
+    return [candidates[at % len(candidates)]] if candidates else []
+
+
+AT = st.integers(0, 5)
+IDS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=6)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Hypothesis chooses."""
+
+    @initialize(num_blocks=st.integers(2, 14), ttl_s=st.sampled_from([None, TTL_S]))
+    def make(self, num_blocks, ttl_s):
+        self.traffic = CacheTraffic(num_blocks, ttl_s=ttl_s)
+
+    @rule(world=st.sampled_from(WORLDS), ids=IDS, count=st.integers(1, 9))
+    def prefill(self, world, ids, count):
+        self.traffic.prefill(world, ids, count)
+
+    @rule(at=AT, kept=st.integers(0, 9), more=IDS)
+    def prefill_like_another(self, at, kept, more):
+        self.traffic.prefill_like_another(at, kept, more)
+
+    @rule(at=AT, ids=IDS, learn=st.sampled_from(["now", "late"]))
+    def decode(self, at, ids, learn):
+        self.traffic.decode(at, ids, learn)
+
+    @rule(at=AT)
+    def learn_late(self, at):
+        self.traffic.learn_late(at)
+
+    @rule(at=AT, num_tokens=st.integers(1, 14))
+    def admit(self, at, num_tokens):
+        self.traffic.admit(at, num_tokens)
+
+    @rule(at=AT, num_tokens=st.integers(0, 14), spare=st.integers(0, 3))
+    def grow(self, at, num_tokens, spare):
+        self.traffic.grow(at, num_tokens, spare)
+
+    @rule(at=AT, num_tokens=st.integers(0, 12), verb=st.sampled_from(["shrink", "truncate", "preempt"]))
+    def cut_back(self, at, num_tokens, verb):
+        self.traffic.cut_back(at, num_tokens, verb)
+
+    @rule(at=AT)
+    def release(self, at):
+        self.traffic.release(at)
+
+    @rule(at=AT, count=st.integers(1, 4))
+    def pin(self, at, count):
+        self.traffic.pin(at, count)
+
+    @rule()
+    def unpin(self):
+        self.traffic.unpin()
+
+    @rule(seconds=st.sampled_from([20.0, 60.0]))
+    def pass_time(self, seconds):
+        self.traffic.pass_time(seconds)
+
+    @rule()
+    def change_weights(self):
+        self.traffic.change_weights()
+
+    @invariant()
+    def check(self):
+        self.traffic.check()
+
+
+class SlotTraffic:
     """Slots against simulated device memory; copies run some time between their begin and their end."""
 
-    @initialize(num_slots=st.integers(1, 6), data=st.data())
-    def make(self, num_slots: int, data) -> None:
-        self.pool = SlotPool(num_slots, max_snapshots=data.draw(st.integers(0, num_slots - 1)))
-        self.memory: dict[int, object] = {}
-        self.live: dict[int, object] = {}
+    def __init__(self, num_slots: int, *, max_snapshots: int) -> None:
+        self.pool = SlotPool(num_slots, max_snapshots=max_snapshots)
+        self.memory: dict[int, int] = {}
+        self.live: dict[int, int | None] = {}
         """Slot of a sequence -> what its state must be; None while undefined."""
-        self.copies: dict[SlotCopy, str] = {}
         self.left: set[int] = set()
-        self.kept: dict[Digest, object] = {}
+        self.stale: set[int] = set()
+        self.copies: dict[SlotCopy, str] = {}
+        self.kept: dict[Digest, int] = {}
         self.steps = 0
+        self.num_restored = 0
 
     def in_copy(self, slot: int) -> bool:
         return any(slot in (copy.source, copy.target) for copy in self.copies)
 
-    def draw_copy(self, data, stage: str) -> SlotCopy | None:
-        candidates = [copy for copy, now in self.copies.items() if now == stage]
-        return data.draw(st.sampled_from(candidates)) if candidates else None
+    def forget_evicted(self) -> None:
+        """The model takes the pool's word for which snapshot was evicted; never one that a copy reads."""
+        read = {copy.digest for copy in self.copies if copy.kind is CopyKind.RESTORE}
+        gone = {digest for digest in self.kept if self.pool.find(digest) is None}
+        assert not gone & read
+        for digest in gone:
+            del self.kept[digest]
 
-    @rule()
-    def allocate_and_step(self) -> None:
-        self.allocate()
-        for slot, state in self.live.items():
-            if state is None and not self.in_copy(slot):
-                self.steps += 1
-                self.memory[slot] = self.live[slot] = ("state", self.steps)
+    # Events.
 
     def allocate(self) -> None:
-        busy = len(self.live) + len(self.left) + len({copy.source for copy in self.copies} - {*self.live, *self.left})
-        filling = sum(copy.kind is CopyKind.SNAPSHOT for copy in self.copies)
+        taken = {*self.live, *self.left, *filter(self.in_copy, range(self.pool.num_slots))}
         slot = self.pool.allocate()
-        assert (slot is None) == (busy + filling == self.pool.num_slots)
+        assert (slot is None) == (len(taken) == self.pool.num_slots)
         if slot is not None:
-            assert slot not in self.live
-            assert not self.in_copy(slot)
-            self.live[slot] = None
+            assert slot not in taken
             self.forget_evicted()
+            self.write(slot)
 
-    def forget_evicted(self) -> None:
-        self.kept = {digest: state for digest, state in self.kept.items() if self.pool.find(digest) is not None}
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def step(self, data) -> None:
+    def step(self, at: int) -> None:
         """The device rewrites a state; not while a copy uses it."""
-        slot = data.draw(st.sampled_from(sorted(self.live)))
-        if not self.in_copy(slot):
-            self.steps += 1
-            self.memory[slot] = self.live[slot] = ("state", self.steps)
+        for slot in pick([slot for slot in sorted(self.live) if not self.in_copy(slot)], at):
+            self.write(slot)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def leave(self, data) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.live)))
-        self.pool.leave(slot)
-        del self.live[slot]
-        if self.in_copy(slot):
+    def write(self, slot: int) -> None:
+        self.steps += 1
+        self.memory[slot] = self.live[slot] = self.steps
+
+    def leave(self, at: int) -> None:
+        for slot in pick(sorted(self.live), at):
+            self.pool.leave(slot)
+            del self.live[slot]
             self.left.add(slot)
+            self.free_left()
 
-    @precondition(lambda self: any(self.live.values()))
-    @rule(data=st.data(), name=st.integers(0, 4))
-    def begin_snapshot(self, data, name: int) -> None:
-        """A slot that is being restored has no defined state, so it is not among these."""
-        slot = data.draw(st.sampled_from(sorted(slot for slot, state in self.live.items() if state)))
+    def begin_snapshot(self, at: int, name: int) -> None:
         digest = Digest(bytes([name]) * 16)
-        copy = self.pool.begin_snapshot(slot, digest, num_tokens=name)
-        self.forget_evicted()
-        if copy is not None:
-            assert digest not in self.kept
-            assert copy.target not in self.live
-            self.copies[copy] = "begun"
+        for slot in pick([slot for slot, state in sorted(self.live.items()) if state is not None], at):
+            copy = self.pool.begin_snapshot(slot, digest, num_tokens=name)
+            was_kept = digest in self.kept
+            self.forget_evicted()
+            if copy is not None:
+                assert not was_kept
+                assert slot not in self.stale
+                assert copy.target not in self.live
+                self.copies[copy] = "begun"
 
-    @precondition(lambda self: self.kept)
-    @rule(data=st.data())
-    def begin_restore(self, data) -> None:
-        candidates = sorted(slot for slot in self.live if not self.in_copy(slot))
-        if not candidates:
-            return
-        slot = data.draw(st.sampled_from(candidates))
-        digest = data.draw(st.sampled_from(sorted(self.kept)))
-        copy = self.pool.begin_restore(digest, slot)
-        assert copy is not None
-        assert copy.num_tokens == digest[0]
-        self.live[slot] = None
-        self.copies[copy] = "begun"
+    def begin_restore(self, at: int, which: int) -> None:
+        for slot in pick([slot for slot in sorted(self.live) if not self.in_copy(slot)], at):
+            for digest in pick(sorted(self.kept), which):
+                copy = self.pool.begin_restore(digest, slot)
+                assert copy is not None
+                assert copy.num_tokens == digest[0]
+                self.live[slot] = None
+                self.copies[copy] = "begun"
 
-    @rule(data=st.data())
-    def run_copy(self, data) -> None:
-        copy = self.draw_copy(data, "begun")
-        if copy is not None:
+    def run_copy(self, at: int) -> None:
+        for copy in self.pick_copy("begun", at):
             self.memory[copy.target] = self.memory[copy.source]
             self.copies[copy] = "run"
 
-    @rule(data=st.data())
-    def land(self, data) -> None:
-        copy = self.draw_copy(data, "run")
-        if copy is None:
-            return
-        self.pool.land(copy)
-        self.end(copy)
-        if copy.kind is CopyKind.SNAPSHOT:
-            self.kept[copy.digest] = self.memory[copy.target]
-        elif copy.target in self.live:
-            self.live[copy.target] = self.kept[copy.digest]
+    def land(self, at: int) -> None:
+        for copy in self.pick_copy("run", at):
+            self.pool.land(copy)
+            del self.copies[copy]
+            if copy.kind is CopyKind.SNAPSHOT:
+                self.kept[copy.digest] = self.memory[copy.target]
+            elif copy.target in self.live:
+                self.live[copy.target] = self.kept[copy.digest]
+                self.stale.discard(copy.target)
+                self.num_restored += 1
+            self.free_left()
 
-    @rule(data=st.data(), stage=st.sampled_from(["begun", "run"]))
-    def cancel(self, data, stage: str) -> None:
-        copy = self.draw_copy(data, stage)
-        if copy is not None:
+    def cancel(self, at: int, stage: str) -> None:
+        for copy in self.pick_copy(stage, at):
             self.pool.cancel(copy)
-            self.end(copy)
+            del self.copies[copy]
+            self.free_left()
 
-    def end(self, copy: SlotCopy) -> None:
-        del self.copies[copy]
+    def pick_copy(self, stage: str, at: int) -> Sequence[SlotCopy]:
+        return pick([copy for copy, now in self.copies.items() if now == stage], at)
+
+    def free_left(self) -> None:
         self.left = {slot for slot in self.left if self.in_copy(slot)}
+        self.stale &= {*self.live, *self.left}
 
-    @precondition(lambda self: not self.copies)
-    @rule(really=st.integers(0, 3))
-    def clear(self, really: int) -> None:
-        if really:
-            return
-        assert self.pool.clear() == len(self.kept)
-        self.kept.clear()
-        for slot in self.live:
-            self.live[slot] = None
+    def clear(self) -> None:
+        if not self.copies:
+            assert self.pool.clear() == len(self.kept)
+            self.kept.clear()
+            self.stale = set(self.live)
 
-    @invariant()
-    def books_agree(self) -> None:
+    # Always.
+
+    def check(self) -> None:
         self.pool.check_integrity()
-
-    @invariant()
-    def states_are_what_was_written(self) -> None:
         for slot, state in self.live.items():
             assert state is None or self.memory[slot] == state
-
-    @invariant()
-    def snapshots_are_what_was_kept(self) -> None:
         assert self.pool.num_snapshots == len(self.kept)
         for digest in self.kept:
             assert self.pool.find(digest) == digest[0]
+        filling = sum(copy.kind is CopyKind.SNAPSHOT for copy in self.copies)
+        busy = len(self.live) + len(self.left) + filling
+        read = {copy.source for copy in self.copies if copy.kind is CopyKind.RESTORE}
+        assert self.pool.available_slots == self.pool.num_slots - busy - len(read)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-SlotMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+class SlotMachine(RuleBasedStateMachine):
+    """Hypothesis chooses."""
+
+    @initialize(num_slots=st.integers(1, 6), max_snapshots=st.integers(0, 5))
+    def make(self, num_slots, max_snapshots):
+        self.traffic = SlotTraffic(num_slots, max_snapshots=min(max_snapshots, num_slots - 1))
+
+    @rule()
+    def allocate(self):
+        self.traffic.allocate()
+
+    @rule(at=AT)
+    def step(self, at):
+        self.traffic.step(at)
+
+    @rule(at=AT)
+    def leave(self, at):
+        self.traffic.leave(at)
+
+    @rule(at=AT, name=st.integers(0, 4))
+    def begin_snapshot(self, at, name):
+        self.traffic.begin_snapshot(at, name)
+
+    @rule(at=AT, which=AT)
+    def begin_restore(self, at, which):
+        self.traffic.begin_restore(at, which)
+
+    @rule(at=AT)
+    def run_copy(self, at):
+        self.traffic.run_copy(at)
+
+    @rule(at=AT)
+    def land(self, at):
+        self.traffic.land(at)
+
+    @rule(at=AT, stage=st.sampled_from(["begun", "run"]))
+    def cancel(self, at, stage):
+        self.traffic.cancel(at, stage)
+
+    @rule()
+    def clear(self):
+        self.traffic.clear()
+
+    @invariant()
+    def check(self):
+        self.traffic.check()
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SlotMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestCacheMachine = CacheMachine.TestCase
 TestSlotMachine = SlotMachine.TestCase
+
+
+def some_ids(rng: random.Random) -> list[int]:
+    return [int(rng.random() < 0.2) for _ in range(rng.randint(1, 6))]
+
+
+CACHE_EVENTS = {
+    lambda traffic, at, rng: traffic.prefill(rng.choice(WORLDS), some_ids(rng), rng.randint(1, 9)): 20,
+    lambda traffic, at, rng: traffic.prefill_like_another(at, rng.randint(0, 12), some_ids(rng)): 20,
+    lambda traffic, at, rng: traffic.decode(at, some_ids(rng)[:3], rng.choice(["now", "now", "late"])): 30,
+    lambda traffic, at, rng: traffic.learn_late(at): 8,
+    lambda traffic, at, rng: traffic.admit(at, rng.randint(1, 14)): 10,
+    lambda traffic, at, rng: traffic.grow(at, rng.randint(0, 20), rng.randint(0, 3)): 6,
+    lambda traffic, at, rng: traffic.cut_back(
+        at, rng.randint(0, 16), rng.choice(["shrink", "truncate", "preempt"])
+    ): 10,
+    lambda traffic, at, rng: traffic.release(at): 16,
+    lambda traffic, at, rng: traffic.pin(at, rng.randint(1, 4)): 5,
+    lambda traffic, at, rng: traffic.unpin(): 5,
+    lambda traffic, at, rng: traffic.pass_time(rng.choice([20.0, 20.0, 60.0])): 3,
+    lambda traffic, at, rng: traffic.change_weights(): 1,
+}
+SLOT_EVENTS = {
+    lambda traffic, at, rng: traffic.allocate(): 10,
+    lambda traffic, at, rng: traffic.step(at): 10,
+    lambda traffic, at, rng: traffic.leave(at): 7,
+    lambda traffic, at, rng: traffic.begin_snapshot(at, rng.randrange(5)): 14,
+    lambda traffic, at, rng: traffic.begin_restore(at, rng.randrange(6)): 10,
+    lambda traffic, at, rng: traffic.run_copy(at): 14,
+    lambda traffic, at, rng: traffic.land(at): 12,
+    lambda traffic, at, rng: traffic.cancel(at, rng.choice(["begun", "run"])): 3,
+    lambda traffic, at, rng: traffic.clear(): 1,
+}
+
+
+def run_from_seed(traffic, events: dict, seed: int, *, num_events: int) -> None:
+    rng = random.Random(seed)
+    for event in rng.choices(list(events), weights=list(events.values()), k=num_events):
+        event(traffic, rng.randrange(6), rng)
+        traffic.check()
+
+
+@pytest.mark.parametrize(("num_blocks", "ttl_s"), [(6, None), (10, TTL_S), (16, None), (24, TTL_S)])
+def test_cache_long_traffic_agrees_with_the_model(num_blocks, ttl_s):
+    traffic = CacheTraffic(num_blocks, ttl_s=ttl_s)
+    run_from_seed(traffic, CACHE_EVENTS, num_blocks, num_events=4000)
+    counters = traffic.cache.pool.counters()
+    assert traffic.num_hits == counters.hit_blocks > 50
+    expected = set(EvictionReason) if ttl_s else set(EvictionReason) - {EvictionReason.EXPIRED}
+    assert {reason for reason, count in counters.evicted_blocks.items() if count} == expected
+
+
+@pytest.mark.parametrize(("num_slots", "max_snapshots"), [(3, 1), (5, 4), (8, 3)])
+def test_slots_long_traffic_agrees_with_the_device(num_slots, max_snapshots):
+    traffic = SlotTraffic(num_slots, max_snapshots=max_snapshots)
+    run_from_seed(traffic, SLOT_EVENTS, num_slots, num_events=6000)
+    assert traffic.num_restored > 20
+    assert traffic.pool.evicted_snapshots > 20

@@ -5,7 +5,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -74,7 +74,7 @@ class _Stopwatch:
         self.seconds: dict[str, float] = {"match": 0.0, "reserve": 0.0, "seal": 0.0, "release": 0.0}
 
     @contextmanager
-    def on(self, name: str) -> Iterator[None]:
+    def on(self, name: str) -> Generator[None]:
         start_s = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - start_s
