@@ -21,6 +21,7 @@ from openinfer_core import InvalidRequest
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
+_METAVARS = {"int": "N", "float": "X", "bool": "true|false", "str": "NAME", "dict": "NAME=X,...", "tuple": "A,B,..."}
 _BYTE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -145,8 +146,16 @@ def _metavar(annotation: Any) -> str:
     kind = _alternatives(annotation)[0]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "|".join(str(member.value) for member in kind)
-    names = {int: "N", float: "X", bool: "true|false", str: "NAME", dict: "NAME=X,...", tuple: "A,B,..."}
-    return names.get(get_origin(kind) or kind, "VALUE")
+    names: dict[Any, str] = {
+        int: "N",
+        float: "X",
+        bool: "true|false",
+        str: "NAME",
+        dict: "NAME=X,...",
+        tuple: "A,B,...",
+    }
+    origin: Any = get_origin(kind) or kind
+    return names.get(origin, "VALUE")
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:

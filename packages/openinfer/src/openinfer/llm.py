@@ -11,10 +11,10 @@ import asyncio
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -38,6 +38,8 @@ from openinfer_server.chat_template import ChatTemplate, RenderingRefused
 from openinfer_server.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
+
+Result = TypeVar("Result")
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -170,17 +172,20 @@ class LLM:
         if unknown := sorted(set(given) - known):
             raise InvalidRequest(f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(sorted(known))}")
         eos = () if ignore_eos else self._engine.info.eos_token_ids
-        return SamplingParams(stop_token_ids=(*stops, *eos), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+        fields: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, **given, "stop_token_ids": (*stops, *eos)}
+        return SamplingParams(**fields)
 
     def _submission(self, prompt: Prompt, params: SamplingParams, stop: Sequence[str]) -> "_Submission":
-        if isinstance(prompt, str):
-            prompt = self._wait(self._tokenizer.encode(prompt, add_special_tokens=True))
+        token_ids: Sequence[int] = self._encode(prompt) if isinstance(prompt, str) else prompt
         request = GenerateRequest(
-            request_id=RequestId(next(self._ids)), prompt_token_ids=tuple(prompt), sampling=params
+            request_id=RequestId(next(self._ids)), prompt_token_ids=tuple(token_ids), sampling=params
         )
         return _Submission(request, Assembler(request, self._tokenizer, stop))
 
-    def _wait(self, work: Any) -> Any:
+    def _encode(self, text: str) -> list[int]:
+        return self._wait(self._tokenizer.encode(text, add_special_tokens=True))
+
+    def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         if self._closed:
             work.close()
             raise EngineClosed("this LLM was closed")

@@ -1,6 +1,7 @@
 """The `openinfer` command: finds the subcommand, turns errors into one line, returns the exit code."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"openinfer {version('openinfer')}")
     parser.add_argument("command", choices=tuple(_COMMANDS), metavar="COMMAND", help="one of the commands below")
     chosen = parser.parse_args(arguments[:1])
+    _leave_a_core()
     run, _ = _COMMANDS[chosen.command]
     try:
         return run(arguments[1:])
@@ -39,6 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+
+
+def _leave_a_core() -> None:
+    """Keeps NumPy's OpenBLAS off one core, before it is loaded, here and in the engine's process.
+
+    Its threads spin while they wait for each other: with a busy frontend on a machine of two cores, a small product
+    was seen to take 44 ms instead of 0.2 ms at the 90th percentile.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
@@ -73,20 +74,24 @@ def check_lock(path: Path, composition: Composition) -> None:
         locked = msgspec.json.decode(path.read_bytes(), type=Composition)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidRequest(f"--locked {path}: {error}", field="locked") from error
-    differences = _differences(msgspec.to_builtins(locked), msgspec.to_builtins(composition))
+    before, after = _leaves(msgspec.to_builtins(locked)), _leaves(msgspec.to_builtins(composition))
+    differences = [
+        f"{name} is {after.get(name)!r}, locked {before.get(name)!r}"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
     if differences:
         raise LockDiffers(f"the composition differs from {path}: " + "; ".join(differences))
 
 
-def _differences(locked: dict[str, object], found: dict[str, object], prefix: str = "") -> list[str]:
-    differences: list[str] = []
-    for key in sorted({*locked, *found}):
-        before, after = locked.get(key), found.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            differences += _differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            differences.append(f"{prefix}{key} is {after!r}, locked {before!r}")
-    return differences
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """`parts.scheduler` -> its value, for every leaf of nested mappings."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    found: dict[str, Any] = {}
+    for name, branch in cast("dict[str, Any]", tree).items():
+        found |= _leaves(branch, f"{prefix}.{name}" if prefix else name)
+    return found
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from openinfer.commands.model_arguments import parse
 from openinfer.commands.plan import check_lock, resolve
 from openinfer.flags import add_flags, read_flags
-from openinfer_server import ServerOptions, run as run_server
+from openinfer_server import ServerOptions
+from openinfer_server import run as run_server
 
 
 def run(argv: Sequence[str]) -> int:

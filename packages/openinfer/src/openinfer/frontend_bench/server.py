@@ -1,0 +1,26 @@
+"""The benchmark's server process: the real frontend before the stamped engine.
+
+    python -m openinfer.frontend_bench.server MODEL_DIR OPTIONS_JSON
+
+Prints its URL when it serves; ends on SIGTERM.
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from openinfer_core.remote import spawn_engine
+from openinfer_core.simulated import SimulatedOptions
+from openinfer_server import ServerOptions, run
+
+
+def main() -> int:
+    """Serves until SIGTERM."""
+    options = msgspec.json.decode(sys.argv[2], type=SimulatedOptions)
+    handle = spawn_engine("openinfer.frontend_bench.engine", options)
+    return run(handle, Path(sys.argv[1]), ServerOptions(port=0), on_ready=lambda url: print(url, flush=True))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

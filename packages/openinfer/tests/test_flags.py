@@ -1,0 +1,75 @@
+"""Flags made from Structs."""
+
+import argparse
+
+import msgspec
+import pytest
+
+from openinfer.flags import add_flags, field_docstrings, read_flags
+from openinfer_core import InvalidRequest, SamplingParams
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """For the tests."""
+
+    count: int = 3
+    """How many, at
+    most."""
+    size_bytes: int | None = None
+    ratio: float = 0.5
+    fast: bool = True
+    names: tuple[str, ...] = ()
+    weights: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise InvalidRequest("count is negative", field="count")
+
+
+def parse(*argv: str) -> Options:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, Options)
+    return read_flags(parser.parse_args(argv), Options)
+
+
+def test_defaults_stay_when_nothing_is_given() -> None:
+    assert parse() == Options()
+
+
+def test_every_kind_of_value_is_converted() -> None:
+    given = parse(
+        "--count",
+        "7",
+        "--size-bytes=1.5GiB",
+        "--ratio",
+        "0.25",
+        "--fast=false",
+        "--names",
+        "a,b",
+        "--weights",
+        "x=2,y=0.5",
+    )
+    assert given == Options(
+        count=7, size_bytes=3 * 2**29, ratio=0.25, fast=False, names=("a", "b"), weights={"x": 2.0, "y": 0.5}
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("--count", "many"), ("--count=-1",), ("--fast", "perhaps"), ("--weights", "x"), ("--size-bytes", "3parsecs")],
+)
+def test_a_wrong_value_is_refused_by_the_flags_name(argv: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequest, match=argv[0].split("=")[0]):
+        parse(*argv)
+
+
+def test_an_unknown_or_abbreviated_flag_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--counts", "--coun"):
+        with pytest.raises(SystemExit):
+            parse(flag, "3")
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_help_is_the_fields_docstring() -> None:
+    assert field_docstrings(Options)["count"] == "How many, at most."
+    assert field_docstrings(SamplingParams)["temperature"] == "0 is greedy."

@@ -1,0 +1,51 @@
+"""From a name to a folder and a family, with plug-ins listed by the test."""
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from openinfer.models import find_family, find_model_dir, name_of
+from openinfer_core.errors import AmbiguousPlugin, BrokenPlugin, InvalidCheckpoint, UnclaimedModel
+
+
+class Anything:
+    """A family that serves everything."""
+
+    name = "anything"
+
+    def refusal(self, config: object) -> None:
+        return None
+
+
+def lister(*values: str, name: str = "x") -> object:
+    return lambda group: [EntryPoint(f"{name}{i}", value, group) for i, value in enumerate(values)]
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    assert find_model_dir(str(tmp_path)) == tmp_path
+    assert name_of(str(tmp_path)) == tmp_path.name
+    assert name_of("tiny") == "tiny"
+
+
+def test_a_checkpoint_of_a_broken_package_is_an_error_with_its_cause() -> None:
+    with pytest.raises(BrokenPlugin, match="no_such_module"):
+        find_model_dir("x0", lister=lister("no_such_module:f"))
+
+
+def test_two_packages_with_one_name_are_ambiguous() -> None:
+    both = [EntryPoint("same", value, "openinfer.checkpoints") for value in ("a:f", "b:f")]
+    with pytest.raises(AmbiguousPlugin, match="more than once"):
+        find_model_dir("same", lister=lambda group: both)
+
+
+def test_two_families_that_claim_one_model_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "thing"}')
+    twice = lister(f"{__name__}:Anything", f"{__name__}:Anything")
+    with pytest.raises((UnclaimedModel, BrokenPlugin)):
+        find_family(tmp_path, lister=twice)
+
+
+def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"config\.json"):
+        find_family(tmp_path)
