@@ -146,16 +146,7 @@ def _metavar(annotation: Any) -> str:
     kind = _alternatives(annotation)[0]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "|".join(str(member.value) for member in kind)
-    names: dict[Any, str] = {
-        int: "N",
-        float: "X",
-        bool: "true|false",
-        str: "NAME",
-        dict: "NAME=X,...",
-        tuple: "A,B,...",
-    }
-    origin: Any = get_origin(kind) or kind
-    return names.get(origin, "VALUE")
+    return _METAVARS.get(getattr(get_origin(kind) or kind, "__name__", ""), "VALUE")
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
