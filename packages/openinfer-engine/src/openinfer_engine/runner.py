@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from openinfer_core.scheduling import StepPlan, StepResult
+from openinfer_engine.errors import GroupBroken
 from openinfer_engine.rank import RankRunner
 
 
@@ -55,5 +56,7 @@ class _PendingStep:
         self._futures = futures
 
     def result(self) -> StepResult:
-        results = [future.result() for future in self._futures]
-        return results[0]
+        errors = [error for error in (future.exception() for future in self._futures) if error is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, GroupBroken)):  # the cause before what it broke
+            raise error
+        return self._futures[0].result()

@@ -50,7 +50,7 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
     layer_types: object = config.get("layer_types") or []
     kinds = cast("list[object]", layer_types) if isinstance(layer_types, list) else [layer_types]
     if any(kind != "full_attention" for kind in kinds):
-        yield f"layer_types is {_short(layer_types)}: only full_attention is served"
+        yield f"layer_types is {_short(config['layer_types'])}: only full_attention is served"
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act is {config['hidden_act']!r}: only silu is served"
     if config.get("partial_rotary_factor") not in (None, 1):
