@@ -1,5 +1,6 @@
 """Conformance kits and fakes for whoever implements a part of the contract. No test framework is needed.
 
+engine        `check_engine` and its parts, for an `EngineHandle`
 scheduler     `check_scheduler` and its parts, for a `Scheduler`
 queue_policy  `check_queue_policy`, for a `QueuePolicy`
 fake_device   `FakeDevice`: runs step plans on a model that is a hash, with a KV cache that notices every mistake
