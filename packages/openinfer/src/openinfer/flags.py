@@ -12,8 +12,8 @@ import itertools
 import textwrap
 import types
 from collections.abc import Mapping
-from enum import Enum
-from typing import Any, TypeVar, get_args, get_origin
+from enum import Enum, EnumType
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import msgspec
 
@@ -144,8 +144,8 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 def _metavar(annotation: Any) -> str:
     kind = _alternatives(annotation)[0]
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "|".join(str(member.value) for member in kind)
+    if isinstance(kind, EnumType):
+        return "|".join(str(member.value) for member in cast("type[Enum]", kind))
     return _METAVARS.get(getattr(get_origin(kind) or kind, "__name__", ""), "VALUE")
 
 
