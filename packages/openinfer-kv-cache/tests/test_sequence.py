@@ -134,6 +134,13 @@ def test_seal_needs_both_ids_and_kv(cache):
     assert sequence.num_sealed_blocks == 2
 
 
+def test_seal_stops_at_what_is_computed(cache):
+    sequence = cache.sequence(range(16))
+    sequence.reserve(16)
+    assert sequence.seal(9) == sequence.blocks[:2]
+    assert sequence.num_sealed_blocks == 2
+
+
 def test_seal_with_one_step_of_overlap(cache):
     """Room for a token is made, and its KV is written, before its id is known."""
     sequence = cache.sequence(range(7))
@@ -235,6 +242,12 @@ def test_shrink_inside_a_sealed_block_gives_the_block_back(cache):
     assert sequence.num_sealed_blocks == len(sequence.blocks) == 1
     assert [cache.pool.state(block) for block in sharer.blocks] == [BlockState.SEALED] * 3
     assert sequence.num_tokens == 12
+
+
+def test_shrink_inside_the_last_sealed_block_gives_it_back(cache):
+    sequence = computed(cache, range(12))
+    assert sequence.shrink(10) == 8
+    assert sequence.num_sealed_blocks == len(sequence.blocks) == 2
 
 
 def test_shrink_at_a_sealed_boundary_keeps_the_block(cache):

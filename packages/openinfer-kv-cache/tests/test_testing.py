@@ -84,7 +84,7 @@ def test_check_eviction_policy_catches_wrong_ones(policy):
 
 
 def test_measure_bookkeeping_times_every_verb():
-    times = measure_bookkeeping(prompt_blocks=8, num_prompts=5)
+    times = measure_bookkeeping(prompt_blocks=8, num_prompts=5, num_rounds=2)
     assert times.num_blocks == 40
     parts = (times.match_s, times.reserve_s, times.seal_s, times.release_s)
     assert min(parts) > 0
