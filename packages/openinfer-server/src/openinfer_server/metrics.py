@@ -91,6 +91,7 @@ def _of_engine(stats: EngineStats) -> Iterator[str]:
         ("openinfer_engine_generated_tokens_total", "counter", "Tokens sampled.", stats.generated_tokens),
         ("openinfer_engine_preemptions_total", "counter", "Sequences preempted.", stats.preemptions),
         ("openinfer_engine_wasted_rows_total", "counter", "Rows computed for nothing.", stats.wasted_rows),
+        ("openinfer_engine_policy_faults_total", "counter", "Faults of the queue policy.", stats.policy_faults),
         ("openinfer_engine_failed_requests_total", "counter", "Requests that failed.", stats.failed_requests),
     ):
         yield from render_family(name, kind, text, [((), value)])

@@ -40,11 +40,13 @@ class ParrotLoop:
     Args:
         info: what it claims to be; `max_waiting` open requests are taken.
         tokens_per_event: how many tokens come at once, as with speculative decoding.
+        step_s: how long a step takes at least.
     """
 
-    def __init__(self, info: EngineInfo, *, tokens_per_event: int = 1) -> None:
+    def __init__(self, info: EngineInfo, *, tokens_per_event: int = 1, step_s: float = 0.0) -> None:
         self._info = info
         self._tokens_per_event = tokens_per_event
+        self._step_s = step_s
         self._rows: dict[RequestId, _Row] = {}
         self._going = threading.Event()
         self._going.set()
@@ -91,6 +93,7 @@ class ParrotLoop:
             return []
         if self._fault is not None:
             raise self._fault
+        time.sleep(self._step_s)
         return [event for row in list(self._rows.values()) for event in self._advance(row)]
 
     def stats(self) -> EngineStats:

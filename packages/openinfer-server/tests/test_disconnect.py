@@ -1,0 +1,114 @@
+"""Clients that leave, do not read, or read slowly: the engine is told, memory stays bounded, others go on."""
+
+import json
+import socket
+
+import pytest
+from openinfer_server import ServerOptions
+from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+
+def ask(server, *, stream: bool, max_tokens: int = 2000, n: int = 1, path: str = "/v1/completions") -> socket.socket:
+    body = json.dumps({"prompt": [1] * 8, "max_tokens": max_tokens, "n": n, "stream": stream, "ignore_eos": True}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(DEADLINE_S)
+    connection.connect(server.address)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+@pytest.fixture(params=["direct", "send"])
+def protocol(request):
+    return HttpToolsProtocol if request.param == "send" else None
+
+
+def all_aborted(server) -> bool:
+    return sorted(server.engine.aborted) == sorted(request.request_id for request in server.engine.submitted)
+
+
+def was_dropped(metrics: bytes) -> bool:
+    return b"openinfer_slow_clients_dropped_total 1" in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_before_the_first_token_is_aborted(start, info, protocol, stream, call):
+    parrot = ParrotLoop(info)
+    server = start(parrot, protocol=protocol)
+    parrot.hold()
+    connection = ask(server, stream=stream, n=3)
+    wait_until(lambda: len(server.engine.submitted) == 3, "submission")
+    connection.close()
+    wait_until(lambda: all_aborted(server), "aborts")
+    parrot.go()
+    wait_until(lambda: b"openinfer_requests_running 0" in call(server, "GET", "/metrics")[2], "an empty engine")
+
+
+def test_client_that_leaves_in_mid_stream_is_aborted(start, info, protocol):
+    server = start(ParrotLoop(info, step_s=0.01), protocol=protocol)
+    connection = ask(server, stream=True, n=2)
+    received = b""
+    while received.count(b"data: ") < 10:
+        received += connection.recv(4096)
+    connection.close()
+    wait_until(lambda: all_aborted(server), "aborts")
+
+
+def test_client_that_half_closes_is_aborted(start, info, protocol):
+    parrot = ParrotLoop(info)
+    server = start(parrot, protocol=protocol)
+    parrot.hold()
+    with ask(server, stream=True) as connection:
+        wait_until(lambda: len(server.engine.submitted) == 1, "submission")
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: all_aborted(server), "aborts")
+
+
+def test_client_that_resets_is_aborted(start, info, protocol):
+    server = start(ParrotLoop(info, step_s=0.01), protocol=protocol)
+    connection = ask(server, stream=True)
+    assert connection.recv(100)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+    connection.close()
+    wait_until(lambda: all_aborted(server), "aborts")
+
+
+def test_client_that_never_reads_is_dropped(start, info, protocol, call):
+    """128 choices make more bytes than the bound and all the kernel's buffers hold."""
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_buffered_bytes=16384), protocol=protocol)
+    with ask(server, stream=True, n=128):
+        wait_until(lambda: all_aborted(server), "aborts")
+        wait_until(lambda: was_dropped(call(server, "GET", "/metrics")[2]), "the drop")
+    status, _, _ = call(server, "POST", "/v1/completions", {"prompt": "a"})
+    assert status == 200
+
+
+def test_client_that_never_reads_the_end_is_dropped_after_the_write_timeout(start, info, protocol, call):
+    options = ServerOptions(port=0, max_buffered_bytes=2**30, write_timeout_s=0.3)
+    server = start(ParrotLoop(info), options, protocol=protocol)
+    with ask(server, stream=True, n=64):
+        wait_until(lambda: was_dropped(call(server, "GET", "/metrics")[2]), "the drop")
+        assert server.engine.aborted == []  # the generation had ended well
+
+
+def test_client_that_pauses_gets_everything(start, info, protocol):
+    parrot = ParrotLoop(info)
+    server = start(parrot, ServerOptions(port=0, max_buffered_bytes=2**30), protocol=protocol)
+    with ask(server, stream=True, n=16, max_tokens=1000) as connection:
+        wait_until(lambda: len(server.engine.submitted) == 16, "submission")
+        wait_until(lambda: parrot.stats().running == 0, "the engine's end")
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data += connection.recv(1 << 20)
+    assert data.count(b"data: {") == 16 * 1001
+    assert data.count(b'"finish_reason":"length"') == 16
+    assert b"data: [DONE]" in data
+
+
+def test_other_streams_go_on_while_one_does_not_read(start, info, protocol, connect):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_buffered_bytes=65536), protocol=protocol)
+    with ask(server, stream=True, n=32):
+        chunks = list(connect(server).completions.create(model="parrot", prompt="stone", max_tokens=300, stream=True))
+    assert len(chunks) == 301

@@ -1,0 +1,203 @@
+"""Drain, signals, the engine's death, exit codes."""
+
+import asyncio
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import openai
+import pytest
+from openinfer_core.local import InProcessEngine
+from openinfer_server import CannotListen, ServerOptions, load_app
+from openinfer_server.server import listen
+from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
+
+
+class Asking(threading.Thread):
+    """Streams a completion in the background."""
+
+    def __init__(self, client: openai.OpenAI, **further) -> None:
+        super().__init__(daemon=True)
+        self.chunks = []
+        self.error = None
+        self._client, self._further = client, further
+        self.start()
+
+    def run(self) -> None:
+        try:
+            answer = self._client.completions.create(model="parrot", prompt="stone", **self._further)
+            for chunk in answer if self._further.get("stream") else [answer]:
+                self.chunks.append(chunk)
+        except openai.APIError as error:
+            self.error = error
+
+    def result(self):
+        self.join(DEADLINE_S)
+        assert not self.is_alive()
+        return self.chunks
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_drain_lets_running_requests_finish_and_refuses_new_ones(start, info, connect, call, stream):
+    parrot = ParrotLoop(info)
+    server = start(parrot)
+    parrot.hold()
+    kept = http.client.HTTPConnection(*server.address, timeout=DEADLINE_S)
+    kept.request("GET", "/ready")
+    assert kept.getresponse().read() == b'{"status":"ready"}'
+    running = Asking(connect(server), max_tokens=20, stream=stream)
+    wait_until(lambda: len(server.engine.submitted) == 1, "submission")
+    server.stop()
+
+    def refused() -> bool:
+        try:
+            call(server, "GET", "/health")
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    wait_until(refused, "an end of listening")
+    kept.close()
+    parrot.go()
+    (*_, last) = running.result()
+    assert last.choices[0].finish_reason == "length"
+    assert server.join() == 0
+    assert server.engine.aborted == []
+
+
+def test_new_requests_are_503_while_draining(start, info, model_dir):
+    """The listener closes within a tenth of a second; until then, and on connections it cannot close, this is said."""
+    messages = []
+
+    async def post() -> None:
+        async def receive():
+            return {"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False}
+
+        async def send(message):
+            messages.append(message)
+
+        engine = InProcessEngine(ParrotLoop(info))
+        app = load_app(engine, model_dir, ServerOptions())
+        app.service.draining = True
+        headers = [(b"content-type", b"application/json")]
+        await app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}, receive, send)
+        await app({"type": "http", "method": "GET", "path": "/ready", "headers": []}, receive, send)
+        await app.stop()
+        await engine.close()
+
+    asyncio.run(post())
+    refusal, _, ready, _ = messages
+    assert (refusal["status"], ready["status"]) == (503, 503)
+    assert {b"retry-after", b"connection"} <= {name for name, _ in refusal["headers"]}
+
+
+def test_drain_aborts_what_exceeds_the_deadline(start, info, connect):
+    server = start(ParrotLoop(info, step_s=0.01), ServerOptions(port=0, drain_deadline_s=0.2))
+    client = connect(server)
+    streaming = Asking(client, max_tokens=2000, stream=True)
+    whole = Asking(client, max_tokens=2000)
+    wait_until(lambda: len(server.engine.submitted) == 2 and streaming.chunks, "a beginning")
+    server.stop()
+    streaming.result()
+    whole.result()
+    assert isinstance(streaming.error, openai.APIError)
+    assert "shutting down" in str(streaming.error)
+    assert isinstance(whole.error, openai.InternalServerError)
+    assert whole.error.status_code == 503
+    assert server.join() == 0
+    assert len(server.engine.aborted) == 2
+
+
+def test_death_of_the_engine_fails_open_requests_and_ends_with_1(start, info, connect):
+    parrot = ParrotLoop(info)
+    server = start(parrot)
+    parrot.hold()
+    client = connect(server)
+    streaming, whole = Asking(client, max_tokens=9, stream=True), Asking(client, max_tokens=9)
+    wait_until(lambda: len(server.engine.submitted) == 2, "submission")
+    parrot.die()
+    streaming.result()
+    whole.result()
+    assert streaming.error is not None
+    assert whole.error.status_code == 503
+    assert server.join() == 1
+
+
+def test_address_in_use_is_an_error_of_ours():
+    with listen(ServerOptions(port=0)) as listener, pytest.raises(CannotListen, match="cannot listen on 127.0.0.1 port"):
+        listen(ServerOptions(port=listener.getsockname()[1]))
+
+
+CHILD = """
+import logging, sys
+from pathlib import Path
+from openinfer_core.local import InProcessEngine
+from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
+from openinfer_server import EventLoop, ServerOptions, run
+
+class Mortal(SimulatedLoop):
+    def step(self):
+        if self.stats().generated_tokens >= 50:
+            raise RuntimeError("worn out")
+        return super().step()
+
+logging.basicConfig(level="INFO")
+kind = Mortal if sys.argv[2] == "mortal" else SimulatedLoop
+engine = InProcessEngine(kind(SimulatedOptions(num_token_ids=400, tpot_s=0.005)))
+options = ServerOptions(port=0, drain_deadline_s=20, event_loop=EventLoop.ASYNCIO)
+sys.exit(run(engine, Path(sys.argv[1]), options, on_ready=lambda url: print(url, flush=True)))
+"""
+
+
+@pytest.fixture
+def child(model_dir):
+    children = []
+
+    def start_child(kind: str):
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(model_dir), kind], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        children.append(process)
+        return process, process.stdout.readline().strip()
+
+    yield start_child
+    for process in children:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to send")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_drains_and_the_process_ends_with_0(child, number):
+    process, url = child("immortal")
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+        stream = iter(client.completions.create(model="simulated", prompt="stone", max_tokens=40, stream=True))
+        next(stream)
+        process.send_signal(number)
+        chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, log
+    assert f"serving simulated on {url}" in log
+    assert "draining 1 requests" in log
+    assert "Traceback" not in log
+
+
+def test_process_ends_with_1_when_its_engine_dies(child):
+    process, url = child("mortal")
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)
+    body = json.dumps({"prompt": "stone", "max_tokens": 500, "stream": True})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    answer = connection.getresponse().read().decode()
+    connection.close()
+    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    assert len(events) == 51
+    assert events[-1]["error"]["code"] == "unavailable"
+    assert answer.endswith("data: [DONE]\n\n")
+    _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1, log
+    assert "the engine died" in log

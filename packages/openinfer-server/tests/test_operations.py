@@ -1,0 +1,103 @@
+"""Health, readiness, metrics, models."""
+
+import json
+import re
+
+import msgspec
+import pytest
+from openinfer_core.engine import EngineStats
+from openinfer_server import ServerOptions
+from openinfer_server.testing import ParrotLoop, wait_until
+
+
+def test_health_is_ok_while_idle(shared, call):
+    status, _, body = call(shared, "GET", "/health")
+    assert (status, json.loads(body)) == (200, {"status": "ok", "step_age_s": 0.0})
+
+
+class Stuck(ParrotLoop):
+    """Its loop does not come back from a step."""
+
+    def step(self):
+        self._going.wait()
+        return super().step()
+
+
+def test_health_is_503_when_a_step_takes_too_long(start, info, call):
+    loop = Stuck(info)
+    server = start(loop, ServerOptions(port=0, health_max_step_age_s=0.2))
+    loop.hold()
+    import threading
+
+    asking = threading.Thread(target=call, args=(server, "POST", "/v1/completions", {"prompt": "a"}), daemon=True)
+    asking.start()
+    wait_until(lambda: call(server, "GET", "/health")[0] == 503, "bad health")
+    status, _, body = call(server, "GET", "/health")
+    assert (status, json.loads(body)["status"]) == (503, "the engine's loop hangs")
+    assert json.loads(body)["step_age_s"] > 0.2
+    loop.go()
+    asking.join()
+    assert call(server, "GET", "/health")[0] == 200
+
+
+def test_models_are_listed_and_retrieved(start, info, connect, call):
+    server = start(ParrotLoop(info), ServerOptions(port=0, model_names=("birds/parrot", "bird")))
+    client = connect(server)
+    assert [model.id for model in client.models.list()] == ["birds/parrot", "bird"]
+    assert client.models.retrieve("birds/parrot").owned_by == "openinfer"
+    assert call(server, "GET", "/v1/models/eagle")[0] == 404
+    assert call(server, "GET", "/v1/models/")[0] == 404
+    assert client.completions.create(model="bird", prompt="a", max_tokens=1).model == "bird"
+
+
+def value(metrics: bytes, name: str) -> float:
+    return float(re.search(rf"^{re.escape(name)} (\S+)$", metrics.decode(), re.M).group(1))
+
+
+def test_metrics_count_what_happened(start, info, call):
+    server = start(ParrotLoop(info))
+    ids = [1, 2, 3, 4]
+    for body in (
+        {"prompt": ids, "max_tokens": 5, "stream": True},
+        {"prompt": ids, "max_tokens": 6},
+        {"prompt": ids, "n": 0},
+    ):
+        call(server, "POST", "/v1/completions", body)
+    call(server, "GET", "/nowhere")
+    status, headers, metrics = call(server, "GET", "/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert value(metrics, 'openinfer_http_responses_total{route="/v1/completions",status="200"}') == 2
+    assert value(metrics, 'openinfer_http_responses_total{route="/v1/completions",status="400"}') == 1
+    assert value(metrics, 'openinfer_http_responses_total{route="(none)",status="404"}') == 1
+    assert value(metrics, 'openinfer_requests_total{outcome="length"}') == 2
+    assert value(metrics, "openinfer_generated_tokens_total") == 11
+    assert value(metrics, "openinfer_prompt_tokens_total") == 8
+    assert value(metrics, "openinfer_cached_prompt_tokens_total") == 4
+    assert value(metrics, "openinfer_time_to_first_token_seconds_count") == 2
+    assert value(metrics, "openinfer_inter_token_latency_seconds_count") == 9
+    assert value(metrics, "openinfer_request_seconds_count") == 2
+    assert value(metrics, "openinfer_queue_seconds_count") == 2
+    assert value(metrics, "openinfer_requests_open") == 0
+    assert value(metrics, "openinfer_engine_up") == 1
+    assert value(metrics, "openinfer_kv_blocks_total") == info.num_blocks
+    assert value(metrics, 'openinfer_info{model="parrot",family="birds"}') == 1
+
+
+def test_metrics_show_every_number_of_the_engine(info):
+    """A number the engine offers is on the page under some name."""
+    from openinfer_server.metrics import ServerMetrics
+
+    numbers = {name: 1000 + i for i, name in enumerate(EngineStats.__struct_fields__)}
+    stats = msgspec.convert(numbers, EngineStats)
+    page = ServerMetrics().render(info, stats, open_requests=0).decode()
+    for number in numbers.values():
+        assert re.search(rf" {number}(\.0)?$", page, re.M), number
+
+
+def test_metrics_are_in_prometheus_format(shared, call):
+    metrics = call(shared, "GET", "/metrics")[2].decode()
+    pattern = re.compile(r'(# (HELP|TYPE) \w+ .+|\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? -?[\d.e+-]+|)')
+    assert all(pattern.fullmatch(text) for text in metrics.split("\n"))
+    names = re.findall(r"^# TYPE (\w+) ", metrics, re.M)
+    assert len(names) == len(set(names))
+    assert all(name.startswith("openinfer_") for name in names)
