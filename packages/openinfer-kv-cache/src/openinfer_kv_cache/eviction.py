@@ -1,4 +1,4 @@
-"""Which idle block is given up first: the `EvictionPolicy` protocol, and LRU and FIFO."""
+"""Which idle block is given up first: the `EvictionPolicy` protocol, and `LeastRecentlyUsed`."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
