@@ -37,12 +37,13 @@ async def _drive(make_handle: MakeHandle, scenario: Scenario, deadline_s: float)
         async with asyncio.timeout(deadline_s):
             await scenario(driver)
             await driver.finish()
-    except TimeoutError as error:
-        raise ConformanceError(f"no end within {deadline_s} s; {driver.describe_open()}") from error
-    finally:
-        with contextlib.suppress(TimeoutError):
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # what went wrong first is what is told
             async with asyncio.timeout(deadline_s):
                 await driver.stop()
+        if isinstance(error, TimeoutError):
+            raise ConformanceError(f"no end within {deadline_s} s; {driver.describe_open()}") from error
+        raise
 
 
 class EngineDriver:
@@ -121,7 +122,7 @@ class EngineDriver:
         require(ended, f"events() ended after close without a terminal event for each request; {self.describe_open()}")
 
     async def stop(self) -> None:
-        """Frees everything, whatever has happened."""
+        """Stops consuming and closes the engine, whatever has happened."""
         if self._consumer is not None:
             self._consumer.cancel()
             await asyncio.gather(self._consumer, return_exceptions=True)

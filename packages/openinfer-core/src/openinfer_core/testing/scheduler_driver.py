@@ -116,21 +116,40 @@ class SchedulerDriver:
         else:
             require(not events, f"request {request_id} is not open; abort was answered with {events}")
 
-    def step(self) -> StepPlan | None:
-        """Plans and runs a step, and applies the oldest one if enough are in flight; returns the plan."""
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned, executed and not applied."""
+        return len(self._in_flight)
+
+    def plan(self) -> StepPlan | None:
+        """Plans a step and executes it; its result is kept until `apply`."""
         plan = self.scheduler.plan(now_s=self._tick())
         if plan is None:
             require(
                 self._in_flight or not self.scheduler.unfinished,
                 f"wedged: {self.scheduler.unfinished} requests are unfinished, no step is in flight, and no plan comes",
             )
-        else:
-            self._budget_steps -= 1
-            require(self._budget_steps > 0, f"stuck: {self.device.steps} steps and no end; {self.scheduler.stats()}")
-            self._check_slots_are_free(plan)
-            self._in_flight.append((plan, self.device.run(plan)))
+            return None
+        self._budget_steps -= 1
+        require(self._budget_steps > 0, f"stuck: {self.device.steps} steps and no end; {self.scheduler.stats()}")
+        self._check_starts(plan)
+        self._in_flight.append((plan, self.device.run(plan)))
+        return plan
+
+    def apply(self) -> None:
+        """Applies the oldest step in flight.
+
+        Raises:
+            IndexError: there is none.
+        """
+        plan, result = self._in_flight.popleft()
+        self._take(self.scheduler.apply(plan, result, now_s=self._tick()))
+
+    def step(self) -> StepPlan | None:
+        """Plans a step, and applies the oldest one if enough are in flight, or if nothing could be planned."""
+        plan = self.plan()
         if self._in_flight and (plan is None or len(self._in_flight) == self._max_in_flight):
-            self._apply()
+            self.apply()
         return plan
 
     def run(self) -> None:
@@ -151,10 +170,6 @@ class SchedulerDriver:
     def _tick(self) -> float:
         self._now_s += 0.001
         return self._now_s
-
-    def _apply(self) -> None:
-        plan, result = self._in_flight.popleft()
-        self._take(self.scheduler.apply(plan, result, now_s=self._tick()))
 
     def _take(self, events: list[TokenEvent]) -> None:
         self.policy.check()
@@ -187,10 +202,16 @@ class SchedulerDriver:
 
     # --- checks -----------------------------------------------------------------------------------------
 
-    def _check_slots_are_free(self, plan: StepPlan) -> None:
+    def _check_starts(self, plan: StepPlan) -> None:
         busy = {slot for earlier, _ in self._in_flight for slot in earlier.slots.tolist()}
         for start in plan.started:
+            request_id = start.request.request_id
             require(start.slot not in busy, f"slot {start.slot} is started while a step in flight has a row in it")
+            require(request_id in self._ledger, f"request {request_id} is started and not open")
+            require(
+                start.request == self.accounts[request_id].request,
+                f"request {request_id} is started as {start.request}; {self.accounts[request_id].request} was added",
+            )
 
     def _check_nothing_is_left(self) -> None:
         stats = self.scheduler.stats()

@@ -1,0 +1,160 @@
+"""Any order of requests, plans, results, aborts and faults, in a pool so small that preemption is certain.
+
+The driver compares every token with the fake model and every KV entry with what was written; the books are compared
+after each rule.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_core.testing.fake_model import NUM_TOKEN_IDS
+from openinfer_core.testing.scheduler_driver import SchedulerDriver
+from openinfer_engine.scheduler import TokenBudgetScheduler
+
+POLICIES = (FirstComeFirstServed, Priority, FairShare)
+MAX_MODEL_TOKENS = 20
+PREFIXES = ((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8))
+
+sampling = st.builds(
+    SamplingParams,
+    max_tokens=st.sampled_from((1, 3, 12, 40)),
+    min_tokens=st.sampled_from((0, 1)),
+    stop_token_ids=st.sampled_from(((), (5, 6), tuple(range(0, NUM_TOKEN_IDS, 4)), tuple(range(NUM_TOKEN_IDS - 1)))),
+    logprobs=st.sampled_from((None, 0)),
+    prompt_logprobs=st.sampled_from((None, None, None, 0)),
+    seed=st.sampled_from((None, 3)),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    driver: SchedulerDriver
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+
+    @initialize(
+        block_size_tokens=st.sampled_from((1, 2, 4)),
+        extra_blocks=st.integers(0, 3),
+        max_num_seqs=st.integers(2, 5),
+        extra_tokens=st.integers(0, 8),
+        prefix_cache=st.booleans(),
+        policy=st.sampled_from(POLICIES),
+    )
+    def make(
+        self,
+        *,
+        block_size_tokens: int,
+        extra_blocks: int,
+        max_num_seqs: int,
+        extra_tokens: int,
+        prefix_cache: bool,
+        policy: Callable[[QueuePolicyConfig], Any],
+    ) -> None:
+        config = SchedulerConfig(
+            num_blocks=MAX_MODEL_TOKENS // block_size_tokens + extra_blocks,
+            block_size_tokens=block_size_tokens,
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=max_num_seqs + extra_tokens,
+            max_model_tokens=MAX_MODEL_TOKENS,
+            max_waiting=8,
+            prefix_cache=prefix_cache,
+        )
+        self.driver = SchedulerDriver(TokenBudgetScheduler, config, policy=policy(QueuePolicyConfig()))
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        own=st.lists(st.integers(0, NUM_TOKEN_IDS - 1), min_size=1, max_size=9),
+        sampling=sampling,
+        cache_salt=st.sampled_from((None, None, "a")),
+        lora=st.sampled_from((None, None, "x")),
+        tenant=st.sampled_from(("", "t")),
+        priority=st.integers(-1, 1),
+    )
+    def submit(self, *, prefix: tuple[int, ...], own: list[int], **fields: Any) -> None:
+        request_id = RequestId(self.num_requests)
+        self.num_requests += 1
+        self.driver.submit(GenerateRequest(request_id=request_id, prompt_token_ids=(*prefix, *own), **fields))
+
+    @rule(num_requests=st.integers(2, 5), first=st.integers(0, NUM_TOKEN_IDS - 1))
+    def submit_long_outputs(self, *, num_requests: int, first: int) -> None:
+        """Short prompts that grow to the longest context: together they cannot stay."""
+        for prompt in range(num_requests):
+            request = GenerateRequest(
+                request_id=RequestId(self.num_requests),
+                prompt_token_ids=(first, prompt),
+                sampling=SamplingParams(max_tokens=MAX_MODEL_TOKENS),
+            )
+            self.num_requests += 1
+            self.driver.submit(request)
+
+    @precondition(lambda self: self.driver.num_in_flight < 2)
+    @rule()
+    def plan(self) -> None:
+        self.driver.plan()
+
+    @precondition(lambda self: self.driver.num_in_flight)
+    @rule()
+    def apply(self) -> None:
+        self.driver.apply()
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, *, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+            self.driver.scheduler.check_integrity()
+
+    @precondition(lambda self: self.num_requests)
+    @rule(data=st.data())
+    def abort(self, *, data: st.DataObject) -> None:
+        self.driver.abort(RequestId(data.draw(st.integers(max(0, self.num_requests - 8), self.num_requests))))
+
+    @precondition(lambda self: self.num_requests)
+    @rule(data=st.data())
+    def fail_a_row(self, *, data: st.DataObject) -> None:
+        request_id = data.draw(st.integers(max(0, self.num_requests - 8), self.num_requests - 1))
+        self.driver.device.fail_next_row(RequestId(request_id))
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.driver.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        self.driver.run()
+        self.driver.scheduler.check_integrity()
+        self.total_preemptions.append(self.driver.scheduler.stats().preemptions)
+
+    total_preemptions: list[int]
+
+
+@pytest.mark.parametrize("max_examples", [120])
+def test_any_order_of_events_keeps_the_books_and_the_tokens_right(max_examples: int) -> None:
+    class Machine(SchedulerMachine):
+        total_preemptions: list[int] = []
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert sum(Machine.total_preemptions) > max_examples
