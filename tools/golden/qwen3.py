@@ -90,7 +90,7 @@ def main() -> None:
         target = folder / name
         shutil.rmtree(target, ignore_errors=True)
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM._from_config(Qwen3Config(**fixture.config), attn_implementation="eager")
+        model = Qwen3ForCausalLM(Qwen3Config(**fixture.config, attn_implementation="eager"))
         randomise(model.eval())
         recorded = record(model)
         model.to(fixture.dtype).save_pretrained(target, max_shard_size=fixture.max_shard_size)

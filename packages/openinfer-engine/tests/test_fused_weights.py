@@ -34,7 +34,7 @@ def test_each_rank_gets_its_rows_of_every_tensor(size: int) -> None:
 
 
 def test_bf16_bits_are_never_stacked_with_numbers() -> None:
-    with pytest.raises(InvalidCheckpoint, match="of one dtype .*: q is float32, bits is uint16"):
+    with pytest.raises(InvalidCheckpoint, match=r"of one dtype .*: q is float32, bits is uint16"):
         read_stacked(Weights(0, 1), ["q", "bits"], Cut.ROWS)
 
 
