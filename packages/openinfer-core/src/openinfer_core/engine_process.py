@@ -147,8 +147,8 @@ def _say(address: Address) -> None:
 def _serve(loop: EngineLoop, listener: socket.socket, token: str, parent: "_ParentWatch") -> int:
     host = EngineHost(loop)
     links = LinkServer(listener, token=token, host=host, welcome=Welcome(loop.info))
+    parent.serve(host)  # before any Welcome: whoever holds one may end our standard input and expects a clean close
     links.start()
-    parent.serve(host)
     host.run(links.deliver)
     links.close()
     parent.stop()
