@@ -10,11 +10,12 @@ from pathlib import Path
 import openai
 import pytest
 import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from openinfer_core.engine import EngineInfo
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ParrotLoop, ThreadedServer
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 CORPUS = [
     "The capital of France is Paris. The capital of Italy is Rome. ",
@@ -101,7 +102,7 @@ def start(model_dir: Path) -> Iterator[Callable[..., ThreadedServer]]:
         def start_one(
             loop: ParrotLoop, options: ServerOptions | None = None, folder: Path = model_dir, **further: object
         ) -> ThreadedServer:
-            server = ThreadedServer(loop, folder, options or ServerOptions(port=0), **further)  # pyright: ignore
+            server = ThreadedServer(loop, folder, options or ServerOptions(port=0), **further)
             return servers.enter_context(server)
 
         yield start_one

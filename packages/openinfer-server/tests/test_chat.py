@@ -134,7 +134,9 @@ def test_chat_logprobs_have_bytes_and_alternatives(client, tokenizer):
 
 
 def test_chat_logprobs_without_alternatives(client):
-    content = client.chat.completions.create(model="parrot", messages=TURNS, max_tokens=2, logprobs=True).choices[0].logprobs
+    content = (
+        client.chat.completions.create(model="parrot", messages=TURNS, max_tokens=2, logprobs=True).choices[0].logprobs
+    )
     assert [entry.top_logprobs for entry in content.content] == [[], []]
 
 
@@ -142,9 +144,7 @@ def test_large_chat_is_rendered_and_encoded_in_threads(client, both_paths, token
     text = "stone " * 1500
     with pytest.raises(openai.BadRequestError, match="context"):
         client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": text * 4}], max_tokens=1)
-    answer = client.chat.completions.create(
-        model="parrot", messages=[{"role": "user", "content": text}], max_tokens=1
-    )
+    answer = client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": text}], max_tokens=1)
     assert answer.usage.prompt_tokens == len(tokenizer.encode(prompt_text(both_paths[0], tokenizer)).ids)
 
 

@@ -2,6 +2,7 @@
 
 import openai
 import pytest
+
 from openinfer_server.testing import ParrotLoop, ThreadedServer
 
 PROMPT = "naïve café — 東京 🙂 The capital of France is Paris."
@@ -108,7 +109,9 @@ def test_stop_string_ends_the_text_before_it(client, both_paths, stop, stream):
     answer = client.completions.create(model="parrot", prompt=PROMPT, max_tokens=500, stop=stop, stream=stream)
     chunks = list(answer) if stream else []
     text = stream_text(chunks) if stream else answer.choices[0].text
-    first = min((PROMPT.index(s) + len(s), PROMPT.index(s)) for s in ([stop] if isinstance(stop, str) else stop) if s in PROMPT)
+    first = min(
+        (PROMPT.index(s) + len(s), PROMPT.index(s)) for s in ([stop] if isinstance(stop, str) else stop) if s in PROMPT
+    )
     assert text == PROMPT[: first[1]]
     reason = chunks[-1].choices[0].finish_reason if stream else answer.choices[0].finish_reason
     assert reason == "stop"
@@ -151,7 +154,9 @@ def test_end_of_text_token_stops_unless_ignored(client, tokenizer):
 
 def test_stop_token_ids_stop(client, tokenizer):
     ids = tokenizer.encode("The stone mountain").ids
-    answer = client.completions.create(model="parrot", prompt=ids, max_tokens=50, extra_body={"stop_token_ids": [ids[1]]})
+    answer = client.completions.create(
+        model="parrot", prompt=ids, max_tokens=50, extra_body={"stop_token_ids": [ids[1]]}
+    )
     assert answer.choices[0].text == tokenizer.decode(ids[:1])
     assert answer.choices[0].finish_reason == "stop"
 

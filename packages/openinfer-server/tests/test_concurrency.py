@@ -5,8 +5,9 @@ import json
 import random
 
 import pytest
-from openinfer_server.testing import ParrotLoop, wait_until
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from openinfer_server.testing import ParrotLoop, wait_until
 
 NUM_CLIENTS = 64
 
@@ -70,7 +71,9 @@ def test_streams_with_random_disconnects_end_exactly_once(start, info, protocol,
 
     wait_until(idle, "an idle server")
     metrics = call(server, "GET", "/metrics")[2].decode()
-    outcomes = [int(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith("openinfer_requests_total{")]
+    outcomes = [
+        int(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith("openinfer_requests_total{")
+    ]
     assert sum(outcomes) == len(server.engine.submitted)
     assert "openinfer_request_faults_total 0" in metrics
     status, _, _ = call(server, "POST", "/v1/completions", {"prompt": "a"})

@@ -4,13 +4,16 @@ import json
 import socket
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from openinfer_server import ServerOptions
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 def ask(server, *, stream: bool, max_tokens: int = 2000, n: int = 1, path: str = "/v1/completions") -> socket.socket:
-    body = json.dumps({"prompt": [1] * 8, "max_tokens": max_tokens, "n": n, "stream": stream, "ignore_eos": True}).encode()
+    body = json.dumps(
+        {"prompt": [1] * 8, "max_tokens": max_tokens, "n": n, "stream": stream, "ignore_eos": True}
+    ).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(DEADLINE_S)

@@ -1,6 +1,6 @@
 """Raw sockets: what uvicorn's protocol and ours make of well-formed, malformed and hostile HTTP.
 
-This is also the contract with uvicorn's minor version: an upgrade that changes when our overrides are called fails here.
+This is also the contract with uvicorn's minor version: an upgrade that calls our overrides at other times fails here.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import socket
 import time
 
 import pytest
+
 from openinfer_server import ServerOptions
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
 
@@ -193,8 +194,8 @@ def test_request_may_take_longer_than_the_head_deadline(start, info):
     with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
         connection.sendall(request())
         wait_until(lambda: len(server.engine.submitted) == 1, "submission")
+        connection.settimeout(1.2)
         with pytest.raises(TimeoutError):
-            connection.settimeout(1.2)
             connection.recv(1)
         parrot.go()
         connection.settimeout(DEADLINE_S)

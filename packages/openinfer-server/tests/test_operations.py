@@ -4,7 +4,7 @@ import json
 import re
 
 import msgspec
-import pytest
+
 from openinfer_core.engine import EngineStats
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ParrotLoop, wait_until

@@ -1,6 +1,7 @@
 """What a client may not ask, and what it is told: status, parameter, code; and that the server goes on."""
 
 import pytest
+
 from openinfer_core.engine import EngineInfo
 from openinfer_server import ServerOptions
 from openinfer_server.api_types import REFUSED, ChatRequest, CompletionRequest
@@ -56,7 +57,11 @@ HELLO = [{"role": "user", "content": "hello"}]
         ({"cache_salt": "x" * 513}, "cache_salt", "512"),
         ({"priority": 2**40}, "priority", "between"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "not",
+        ),
         ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", "unknown field"),
         ({"stream": "yes"}, "stream", "Expected"),
         ({"foo": 1}, "foo", "unknown field: foo"),
@@ -84,7 +89,11 @@ def test_completion_out_of_bounds_is_refused_by_name(post_error, fields, param, 
             "messages[0].content[0].type",
             "image_url",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "audio", "text": "x"}]}]}, "messages[0].content[0].type", "audio"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio", "text": "x"}]}]},
+            "messages[0].content[0].type",
+            "audio",
+        ),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "logprobs", "between 0 and 20"),
         ({"messages": HELLO, "logprobs": 5}, "logprobs", "Expected `bool"),
@@ -117,7 +126,10 @@ def test_chat_out_of_bounds_is_refused_by_name(post_error, fields, param, word):
 
 
 def _refusals():
-    for path, kind, needed in ((COMPLETIONS, CompletionRequest, {"prompt": "a"}), (CHAT, ChatRequest, {"messages": HELLO})):
+    for path, kind, needed in (
+        (COMPLETIONS, CompletionRequest, {"prompt": "a"}),
+        (CHAT, ChatRequest, {"messages": HELLO}),
+    ):
         for name in sorted(set(kind.__struct_fields__) & (set(REFUSED) | {"response_format"})):
             yield pytest.param(path, needed, name, id=f"{path}-{name}")
 
@@ -177,7 +189,9 @@ def test_content_type_may_have_parameters(shared, call):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_unknown_model_is_404(post_error, path):
-    status, error = post_error(path, {"model": "eagle", "prompt": "a"} if path == COMPLETIONS else {"model": "eagle", "messages": HELLO})
+    status, error = post_error(
+        path, {"model": "eagle", "prompt": "a"} if path == COMPLETIONS else {"model": "eagle", "messages": HELLO}
+    )
     assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
 
 
@@ -204,7 +218,9 @@ def test_body_beyond_the_bound_is_413_declared_or_counted(start, call, info):
     import http.client
 
     connection = http.client.HTTPConnection(*server.address, timeout=20)
-    connection.request("POST", COMPLETIONS, body=chunks(), headers={"content-type": "application/json"}, encode_chunked=True)
+    connection.request(
+        "POST", COMPLETIONS, body=chunks(), headers={"content-type": "application/json"}, encode_chunked=True
+    )
     assert connection.getresponse().status == 413
     connection.close()
     status, _, _ = call(server, "POST", COMPLETIONS, {"prompt": "a"})

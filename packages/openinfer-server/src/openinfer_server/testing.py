@@ -1,4 +1,4 @@
-"""Fakes for tests of this server and of what is built on it: an engine that repeats its prompt, and a server in a thread.
+"""Fakes for tests of this server and of what is built on it: an engine that repeats its prompt, a server in a thread.
 
 `ParrotLoop` makes any text come out of the server token by token: its completion is the prompt. Tests hold it still
 (`hold`, `go`), count what is aborted (`RecordingEngine`) and break it (`die`).
@@ -15,10 +15,18 @@ from types import TracebackType
 from typing import Self
 
 from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
-from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, TokenEvent, TokenLogprobs, Tokens
+from openinfer_core.events import (
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    Scheduled,
+    TokenEvent,
+    TokenLogprobs,
+    Tokens,
+)
 from openinfer_core.local import InProcessEngine
 from openinfer_core.request import GenerateRequest, RequestId
-
 from openinfer_server.app import load_app
 from openinfer_server.http_protocol import bounded_protocol
 from openinfer_server.options import ServerOptions

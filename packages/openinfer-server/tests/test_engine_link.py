@@ -1,0 +1,185 @@
+"""The link: events to choices, the fence, what is counted."""
+
+import asyncio
+
+import pytest
+
+from openinfer_core.errors import EngineClosed
+from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, Tokens
+from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.sampling import SamplingParams
+from openinfer_server.answer import Answer, Choice
+from openinfer_server.engine_link import EngineLink
+from openinfer_server.metrics import ServerMetrics
+
+
+class FakeEngine:
+    """Remembers; events are handed to the link by the test."""
+
+    def __init__(self) -> None:
+        self.submitted = []
+        self.aborted = []
+        self.closed = False
+
+    def submit(self, request) -> None:
+        if self.closed:
+            raise EngineClosed("gone")
+        self.submitted.append(request.request_id)
+
+    def abort(self, request_id) -> None:
+        self.aborted.append(request_id)
+
+
+class FakeChoice(Choice):
+    """Keeps token ids; fails on token 13."""
+
+    def __init__(self, answer, index=0) -> None:
+        super().__init__(answer, index, prompt_tokens=3)
+        self.seen = []
+
+    def tokens(self, event) -> None:
+        if 13 in event.token_ids:
+            raise ValueError("unlucky")
+        self.seen += event.token_ids
+
+
+class World:
+    """A link with a clock the test turns."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.engine = FakeEngine()
+        self.metrics = ServerMetrics()
+        self.link = EngineLink(self.engine, self.metrics, clock=lambda: self.now_s)
+
+    def ask(self, n: int = 1) -> tuple[Answer, list[FakeChoice]]:
+        answer = Answer(self.link)
+        choices = [FakeChoice(answer, i) for i in range(n)]
+        requests = [
+            GenerateRequest(
+                request_id=self.link.new_id(), prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=9)
+            )
+            for _ in range(n)
+        ]
+        answer.submit(choices, requests)
+        return answer, choices
+
+
+def in_loop(test):
+    async def main() -> None:
+        test(World())
+
+    return lambda: asyncio.run(main())
+
+
+def finished(choice) -> Finished:
+    return Finished(choice.request_id, FinishReason.LENGTH, 3, 2, 1)
+
+
+@in_loop
+def test_events_reach_their_choices_and_end_the_answer_once(world):
+    answer, (a, b) = world.ask(2)
+    world.link.dispatch([Scheduled(a.request_id, 1, 0.5), Tokens(b.request_id, (5,)), Tokens(a.request_id, (6, 7))])
+    assert answer.began.done()
+    assert (a.seen, b.seen, a.cached_tokens) == ([6, 7], [5], 1)
+    world.link.dispatch([finished(a)])
+    assert not answer.done.done()
+    world.link.dispatch([Tokens(a.request_id, (8,)), finished(b)])
+    assert answer.done.done()
+    assert a.seen == [6, 7]
+    assert answer.failure is None
+    assert world.link.num_open == 0
+    assert world.engine.aborted == []
+
+
+@in_loop
+def test_events_of_unknown_requests_are_dropped(world):
+    world.link.dispatch([Tokens(RequestId(77), (1,)), Failed(RequestId(77), FailureKind.INTERNAL, "x")])
+    assert world.metrics.requests == {}
+
+
+@in_loop
+def test_fault_in_one_choice_fails_its_answer_alone(world):
+    bad, (a, b) = world.ask(2)
+    good, (c,) = world.ask()
+    world.link.dispatch([Tokens(a.request_id, (13,)), Tokens(c.request_id, (1,)), Tokens(b.request_id, (2,))])
+    assert bad.failure.kind is FailureKind.INTERNAL
+    assert "unlucky" not in bad.failure.message
+    assert sorted(world.engine.aborted) == sorted([a.request_id, b.request_id])
+    assert (c.seen, good.done.done()) == ([1], False)
+    assert world.metrics.faults.value == 1
+    assert world.link.num_open == 1
+
+
+@in_loop
+def test_failure_of_one_choice_aborts_the_others(world):
+    answer, (a, b, c) = world.ask(3)
+    world.link.dispatch([Failed(b.request_id, FailureKind.OVERLOADED, "full")])
+    assert answer.done.done()
+    assert answer.failure.kind is FailureKind.OVERLOADED
+    assert world.engine.aborted == [a.request_id, c.request_id]
+    assert world.metrics.requests == {"overloaded": 1, "abort": 2}
+
+
+@in_loop
+def test_closed_engine_fails_at_submission_and_submits_no_more(world):
+    world.engine.closed = True
+    answer, _ = world.ask(3)
+    assert answer.failure.kind is FailureKind.SHUTDOWN
+    assert world.link.num_open == 0
+    assert world.metrics.requests == {"shutdown": 1}
+
+
+@in_loop
+def test_abort_by_somebody_else_is_a_failure(world):
+    answer, (a,) = world.ask()
+    world.link.dispatch([Finished(a.request_id, FinishReason.ABORT, 3, 0, 0)])
+    assert answer.failure.kind is FailureKind.SHUTDOWN
+
+
+@in_loop
+def test_latencies_are_counted_once_per_token(world):
+    _, (a, b) = world.ask(2)
+    for gap_s in (0.2, 0.03, 0.04):
+        world.now_s += gap_s
+        world.link.dispatch([Tokens(a.request_id, (1,)), Tokens(b.request_id, (1, 2))])
+    world.now_s += 0.6
+    world.link.dispatch([Tokens(a.request_id, (1,))])
+    world.now_s += 0.1
+    world.link.dispatch([Tokens(b.request_id, (1,))])
+    metrics = world.metrics
+    assert sum(metrics.time_to_first_token_s.counts) == 2
+    assert metrics.time_to_first_token_s.total == pytest.approx(0.4)
+    assert sum(metrics.inter_token_s.counts) == 6
+    assert metrics.inter_token_s.total == pytest.approx(2 * 0.03 + 2 * 0.04 + 0.6 + 0.7)
+    assert metrics.generated_tokens.value == 3 + 6 + 2
+
+
+@in_loop
+def test_prompt_logprobs_alone_are_no_token(world):
+    _, (a,) = world.ask()
+    world.link.dispatch([Tokens(a.request_id, (), None, ())])
+    assert world.metrics.time_to_first_token_s.total == 0
+    assert a.last_token_s == 0
+
+
+class BrokenWriter:
+    """Its connection fails in the middle of a flush."""
+
+    def __init__(self) -> None:
+        self.dropped = False
+
+    def flush(self) -> None:
+        raise RuntimeError("closed")
+
+    def drop(self) -> None:
+        self.dropped = True
+
+
+@in_loop
+def test_connection_that_fails_in_a_flush_is_dropped_alone(world):
+    broken = [BrokenWriter(), BrokenWriter()]
+    world.link.dirty += broken
+    world.link.dispatch([])
+    assert all(writer.dropped for writer in broken)
+    assert world.link.dirty == []
