@@ -5,7 +5,7 @@ after each rule.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -43,6 +43,7 @@ sampling = st.builds(
 
 class SchedulerMachine(RuleBasedStateMachine):
     driver: SchedulerDriver
+    total_preemptions: ClassVar[list[int]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,13 +140,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.scheduler.check_integrity()
         self.total_preemptions.append(self.driver.scheduler.stats().preemptions)
 
-    total_preemptions: list[int]
-
 
 @pytest.mark.parametrize("max_examples", [120])
 def test_any_order_of_events_keeps_the_books_and_the_tokens_right(max_examples: int) -> None:
     class Machine(SchedulerMachine):
-        total_preemptions: list[int] = []
+        total_preemptions: ClassVar[list[int]] = []
 
     run_state_machine_as_test(
         Machine,

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart
+from openinfer_core.waiting_queue import WaitingQueue
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.draft import StepInFlight
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
-from openinfer_engine.scheduler.waiting import WaitingQueue
 from openinfer_kv_cache import KvCache, KvCacheOptions
 
 
@@ -42,7 +42,7 @@ class Line:
                 layout_digest=config.layout_digest,
             )
         )
-        self.waiting = WaitingQueue(policy)
+        self.waiting = WaitingQueue[Sequence](policy)
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         """Youngest first, so that the end is next."""

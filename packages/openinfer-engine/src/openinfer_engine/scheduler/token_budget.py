@@ -57,7 +57,7 @@ class TokenBudgetScheduler:
             message = f"the queue is full: {self._config.max_waiting} requests are waiting; try again later"
             return [self._failed(request, FailureKind.OVERLOADED, message)]
         sequence = self._make_sequence(request, now_s)
-        if not self._line.waiting.add(sequence):
+        if not self._line.waiting.add(sequence, request):
             sequence.kv.release()
             return [self._failed(request, FailureKind.INTERNAL, _POLICY_FAULT)]
         self._open[request.request_id] = sequence

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from openinfer_engine.scheduler.sequence import Sequence
-from openinfer_engine.scheduler.waiting import WaitingQueue
-from openinfer_kv_cache import KvCache, KvCacheOptions
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core.waiting_queue import WaitingQueue
 
 
 class Scripted:
@@ -34,52 +33,59 @@ class Scripted:
             raise ZeroDivisionError(call)
 
 
-@pytest.fixture
-def make_sequence(make_request: Any) -> Any:
-    kv = KvCache(KvCacheOptions(num_blocks=4))
-
-    def make(request_id: int, *, priority: int = 0) -> Sequence:
-        request = make_request(request_id, (1,), priority=priority)
-        return Sequence(request, kv.sequence((1,)), seed=0, arrived_s=0.0, max_model_tokens=8)
-
-    return make
+def make(request_id: int, *, priority: int = 0) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(max_tokens=1),
+        priority=priority,
+    )
 
 
-def test_smallest_key_is_the_head(make_sequence: Any) -> None:
-    queue = WaitingQueue(Scripted())
+def make_queue(policy: Scripted) -> WaitingQueue[int]:
+    """Its items are request ids."""
+    return WaitingQueue[int](policy)
+
+
+def test_smallest_key_is_the_head() -> None:
+    queue = make_queue(Scripted())
     for request_id, priority in enumerate((3, 1, 2, 1)):
-        assert queue.add(make_sequence(request_id, priority=priority))
+        assert queue.add(request_id, make(request_id, priority=priority))
     served: list[int] = []
     while queue.head is not None:
-        served.append(queue.head.request_id)
+        served.append(queue.head)
         assert queue.admit_head()
     assert served == [1, 3, 2, 0]
     assert len(queue) == 0
 
 
-def test_withdrawn_sequence_is_gone_and_the_policy_is_told(make_sequence: Any) -> None:
+def test_withdrawn_item_is_gone_and_the_policy_is_told() -> None:
     policy = Scripted()
-    queue = WaitingQueue(policy)
-    sequences = [make_sequence(request_id) for request_id in range(3)]
-    for sequence in sequences:
-        queue.add(sequence)
-    queue.withdraw(sequences[1])
-    assert queue.head is sequences[0]
+    queue = make_queue(policy)
+    for request_id in range(3):
+        queue.add(request_id, make(request_id))
+    assert queue.withdraw(1)
+    assert queue.head == 0
     queue.admit_head()
-    assert queue.head is sequences[2]
+    assert queue.head == 2
     assert policy.calls[3:] == ["withdrawn 1", "admitted 0"]
 
 
+def test_withdrawing_who_is_not_here_changes_nothing() -> None:
+    policy = Scripted()
+    queue = make_queue(policy)
+    queue.add(0, make(0))
+    assert not queue.withdraw(1)
+    assert (len(queue), policy.calls) == (1, ["key 0"])
+
+
 @pytest.mark.parametrize("hook", ["key", "admitted", "withdrawn"])
-def test_policy_that_raises_is_fenced_counted_and_logged(
-    make_sequence: Any, caplog: pytest.LogCaptureFixture, hook: str
-) -> None:
-    queue = WaitingQueue(Scripted(f"{hook} 1"))
-    sequences = [make_sequence(request_id) for request_id in range(3)]
+def test_policy_that_raises_is_fenced_counted_and_logged(caplog: pytest.LogCaptureFixture, hook: str) -> None:
+    queue = make_queue(Scripted(f"{hook} 1"))
     with caplog.at_level(logging.ERROR, "openinfer.scheduler"):
-        assert [queue.add(sequence) for sequence in sequences] == [True, hook != "key", True]
+        assert [queue.add(i, make(i)) for i in range(3)] == [True, hook != "key", True]
         if hook == "withdrawn":
-            queue.withdraw(sequences[1])
+            queue.withdraw(1)
         admitted = [queue.admit_head() for _ in range(len(queue))]
     assert admitted.count(False) == (hook == "admitted")
     assert queue.faults == 1
@@ -88,14 +94,14 @@ def test_policy_that_raises_is_fenced_counted_and_logged(
     assert record.exc_info is not None
 
 
-def test_key_without_an_order_costs_its_own_request_only(make_sequence: Any) -> None:
+def test_key_without_an_order_costs_its_own_request_only() -> None:
     class Mixed(Scripted):
-        def key(self, request: Any, arrival: int) -> Any:
+        def key(self, request: GenerateRequest, arrival: int) -> Any:
             self.note("key", request)
             return "a string" if request.request_id == 1 else arrival
 
     policy = Mixed()
-    queue = WaitingQueue(policy)
-    assert [queue.add(make_sequence(request_id)) for request_id in range(3)] == [True, False, True]
+    queue = make_queue(policy)
+    assert [queue.add(i, make(i)) for i in range(3)] == [True, False, True]
     assert "withdrawn 1" in policy.calls
     assert (len(queue), queue.faults) == (2, 1)
