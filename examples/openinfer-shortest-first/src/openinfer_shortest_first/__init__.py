@@ -1,0 +1,5 @@
+"""A queue policy for openinfer: the shortest request first, and nobody is forgotten."""
+
+from openinfer_shortest_first.policy import AGE_TOKENS, ShortestFirst
+
+__all__ = ["AGE_TOKENS", "ShortestFirst"]
