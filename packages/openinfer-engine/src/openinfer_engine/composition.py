@@ -1,5 +1,6 @@
 """Resolving a model folder and options into everything an engine is made of, before a weight is read."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from openinfer_engine.fingerprint import fingerprint
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import DEFAULT_KV_CACHE_BYTES, EngineOptions, LoadFormat
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
-from openinfer_kv_cache import KvDtype, KvLayout
+from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout
 
 COMPUTE_DTYPE = KvDtype.FLOAT32
 """What the CPU operators compute and store in."""
@@ -96,7 +97,7 @@ class Composition:
     def plan(self) -> FamilyPlan:
         """What `openinfer plan` prints."""
         ranks = self.options.tensor_parallel_size
-        weights = sum(_num_elements(shape) for shape in self.definition.tensors(self.config).values())
+        weights = sum(math.prod(shape) for shape in self.definition.tensors(self.config).values())
         config = self.scheduler_config
         return FamilyPlan(
             model_type=self.model_type,
@@ -184,18 +185,9 @@ def _num_blocks(options: EngineOptions, layout: KvLayout, max_model_tokens: int)
     if options.num_blocks is not None:
         return options.num_blocks
     budget_bytes = DEFAULT_KV_CACHE_BYTES if options.kv_cache_bytes is None else options.kv_cache_bytes
-    fitting = layout.num_blocks_for(budget_bytes // options.tensor_parallel_size)
-    if fitting == 0:
-        raise Refused(
-            f"kv_cache_bytes is {budget_bytes}; one block of {options.block_size_tokens} tokens takes "
-            f"{layout.pool_bytes(num_blocks=1) * options.tensor_parallel_size} bytes"
-        )
+    try:
+        fitting = layout.num_blocks_for(budget_bytes // options.tensor_parallel_size)
+    except KvConfigError as error:
+        raise Refused(f"kv_cache_bytes: {error}") from error
     usable = options.max_num_seqs * -(-max_model_tokens // options.block_size_tokens)
     return fitting if options.kv_cache_bytes is not None else min(fitting, usable)
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -1,0 +1,36 @@
+"""The package's face: names, README, the benchmark command."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import openinfer_engine
+from openinfer_engine.bench_command import run
+
+
+def test_all_is_sorted_and_there() -> None:
+    assert list(openinfer_engine.__all__) == sorted(openinfer_engine.__all__)
+    assert all(hasattr(openinfer_engine, name) for name in openinfer_engine.__all__)
+
+
+def test_the_readmes_engine_runs() -> None:
+    readme = Path(__file__).parent.parent / "README.md"
+    if not readme.exists():
+        pytest.skip("the tests run without the checkout around them")
+    (block,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("[(") == 8
+
+
+def test_bench_scheduler_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    assert run(["--rows", "4", "--steps", "5", "--json", str(report)]) == 0
+    said = capsys.readouterr().out
+    assert "us per block" in said
+    written = json.loads(report.read_text())
+    assert [row["rows"] for row in written["scheduler"]] == [4]
+    assert written["bookkeeping_us_per_block"] > 0
