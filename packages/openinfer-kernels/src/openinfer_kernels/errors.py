@@ -2,14 +2,34 @@
 
 ```
 KernelsError
-├── RopeConfigError     a rotary embedding that a config asks for and this package refuses
-└── WeightDtypeError    a weight in a dtype that no operator reads
+├── ArrayMismatchError      an array of another dtype, layout or shape than an operator takes
+├── CudaCallError           a call of the CUDA driver or of cuBLASLt failed
+├── DeviceUnavailableError  this machine cannot run the CUDA operators: packages, driver or GPU are missing or too old
+├── KernelBuildError        a CUDA source could not be compiled
+├── RopeConfigError         a rotary embedding that a config asks for and this package refuses
+└── WeightDtypeError        a weight in a dtype that no operator reads
 ```
 """
 
 
 class KernelsError(Exception):
     """Root of every error that this package raises on purpose."""
+
+
+class ArrayMismatchError(KernelsError):
+    """An operator got an array whose dtype, layout or shape it does not take."""
+
+
+class CudaCallError(KernelsError):
+    """A call of the CUDA driver or of cuBLASLt failed; the library's name of the error."""
+
+
+class DeviceUnavailableError(KernelsError):
+    """The CUDA operators cannot run on this machine; what is missing or too old, and what to install."""
+
+
+class KernelBuildError(KernelsError):
+    """A CUDA source could not be compiled; the compiler's message."""
 
 
 class RopeConfigError(KernelsError):

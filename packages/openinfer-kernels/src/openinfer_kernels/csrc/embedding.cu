@@ -1,0 +1,25 @@
+// Rows of an embedding table: each block copies a piece of one row.
+#include "overlap.cuh"
+#include "vectors.cuh"
+
+namespace {
+
+template <int kWidth>
+__device__ void copy_row(const int* token_ids, const bf16* table, bf16* out, int size) {
+  const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (at >= size) return;
+  const int64_t row = token_ids[blockIdx.x];
+  store(out + int64_t(blockIdx.x) * size + at, load<kWidth>(table + row * size + at));
+}
+
+}  // namespace
+
+extern "C" __global__ void embedding_vectors(const int* token_ids, const bf16* table, bf16* out, int size) {
+  copy_row<8>(token_ids, table, out, size);
+}
+
+extern "C" __global__ void embedding_singles(const int* token_ids, const bf16* table, bf16* out, int size) {
+  copy_row<1>(token_ids, table, out, size);
+}

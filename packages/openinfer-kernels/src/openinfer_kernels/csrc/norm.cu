@@ -1,0 +1,84 @@
+// RMSNorm over rows, alone or after adding into the residual: one block per row, the row held in registers.
+//
+//     y = bf16(w * bf16(x / sqrt(mean(x^2) + eps)))       sums in float32; the inner rounding is the reference's
+//
+// Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4. A decode step has few rows, so what counts is
+// the way from the launch to the last store: one access per thread and value, weights loaded before the wait.
+#include "overlap.cuh"
+#include "vectors.cuh"
+
+namespace {
+
+constexpr int kMaxWarps = 32;
+
+__device__ float block_sum(float value) {
+  __shared__ float sums[kMaxWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
+  if (lane == 0) sums[warp] = value;
+  __syncthreads();
+  value = lane < warps ? sums[lane] : 0.0f;
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
+  return value;
+}
+
+// A thread holds kHeld vectors of kWidth values: rows of up to 1024 * kHeld * kWidth values.
+template <int kWidth, int kHeld, bool kAdd>
+__device__ void norm_row(const bf16* x, bf16* residual, const bf16* weight, bf16* y, int size, float eps) {
+  const int vectors = size / kWidth;
+  const int64_t row = int64_t(blockIdx.x) * size;
+  Vector<kWidth> weights[kHeld];
+  float values[kHeld][kWidth];
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) {
+    const int at = threadIdx.x + i * blockDim.x;
+    if (at < vectors) weights[i] = load<kWidth>(weight + at * kWidth);
+  }
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) {
+    const int at = threadIdx.x + i * blockDim.x;
+    if (at >= vectors) break;
+    unpack(load<kWidth>(x + row + at * kWidth), values[i]);
+    if constexpr (kAdd) {
+      float before[kWidth];
+      unpack(load<kWidth>(residual + row + at * kWidth), before);
+#pragma unroll
+      for (int j = 0; j < kWidth; j++) values[i][j] = rounded(values[i][j] + before[j]);
+      store(residual + row + at * kWidth, pack(values[i]));
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth; j++) squares += values[i][j] * values[i][j];
+  }
+  const float scale = rsqrtf(block_sum(squares) / size + eps);
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) {
+    const int at = threadIdx.x + i * blockDim.x;
+    if (at >= vectors) break;
+    float scaled[kWidth];
+    unpack(weights[i], scaled);
+#pragma unroll
+    for (int j = 0; j < kWidth; j++) scaled[j] *= rounded(values[i][j] * scale);
+    store(y + row + at * kWidth, pack(scaled));
+  }
+}
+
+}  // namespace
+
+#define NORM(NAME, WIDTH, HELD)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(1024) rms_norm_##NAME(const bf16* x, const bf16* weight, bf16* y,  \
+                                                                      int size, float eps) {                      \
+    norm_row<WIDTH, HELD, false>(x, nullptr, weight, y, size, eps);                                               \
+  }                                                                                                               \
+  extern "C" __global__ void __launch_bounds__(1024) add_rms_norm_##NAME(                                         \
+      const bf16* x, bf16* residual, const bf16* weight, bf16* y, int size, float eps) {                          \
+    norm_row<WIDTH, HELD, true>(x, residual, weight, y, size, eps);                                               \
+  }
+
+NORM(vectors, 8, 1)
+NORM(long_vectors, 8, 3)
+NORM(singles, 1, 8)

@@ -1,0 +1,5 @@
+"""The operators on NVIDIA GPUs: CuPy arrays in BF16, sums in float32. Needs the extra `cuda13` or `cuda12`."""
+
+from openinfer_kernels.cuda.device import Device
+
+__all__ = ["Device"]

@@ -1,0 +1,105 @@
+"""The GPU that operators run on: whether there is one, what it can do, and our kernels loaded on it."""
+
+from pathlib import Path
+from typing import Any, Self
+
+from openinfer_kernels.cubins import architecture_of, require_cubins
+from openinfer_kernels.cuda.launch import Kernel, Module, check
+from openinfer_kernels.cuda.libraries import cupy, driver
+from openinfer_kernels.errors import DeviceUnavailableError
+
+_OLDEST_CAPABILITY = (8, 0)
+"""Ampere, the first with bfloat16 in its tensor cores."""
+_OVERLAP_CAPABILITY = (9, 0)
+"""Hopper, the first with programmatic dependent launch."""
+
+
+class Device:
+    """One GPU with our kernels. Its operators are called by one thread at a time, which has called `use`."""
+
+    def __init__(self, index: int, properties: dict[str, Any], cubins: dict[str, Path]) -> None:
+        """Loads the cubins; `open` is what finds them."""
+        self.index = index
+        self.name: str = properties["name"].decode()
+        self.capability: tuple[int, int] = (properties["major"], properties["minor"])
+        self.num_multiprocessors: int = properties["multiProcessorCount"]
+        self.l2_bytes: int = properties["l2CacheSize"]
+        self.max_shared_bytes: int = properties["sharedMemPerBlockOptin"]
+        self.memory_bytes: int = properties["totalGlobalMem"]
+        may_overlap = self.capability >= _OVERLAP_CAPABILITY
+        self._modules = {stem: Module(path, may_overlap=may_overlap) for stem, path in cubins.items()}
+
+    @classmethod
+    def open(cls, index: int = 0) -> Self:
+        """The GPU `index`, for the calling thread; compiles the kernels that neither wheel nor cache has.
+
+        Raises:
+            DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
+            KernelBuildError: kernels had to be compiled and could not be.
+        """
+        _require_driver()
+        count = cupy.cuda.runtime.getDeviceCount()
+        if index >= count:
+            raise DeviceUnavailableError(f"GPU {index} was asked for; this machine has {count}, numbered from 0")
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        capability = (properties["major"], properties["minor"])
+        if capability < _OLDEST_CAPABILITY:
+            raise DeviceUnavailableError(
+                f"{properties['name'].decode()} has compute capability {_dotted(capability)}; "
+                f"the operators need {_dotted(_OLDEST_CAPABILITY)} (Ampere) or newer, for bfloat16"
+            )
+        cubins = require_cubins(architecture_of(*capability))
+        _use(index)
+        return cls(index, properties, cubins)
+
+    @property
+    def architecture(self) -> str:
+        """As compilers name it: `sm_90a`."""
+        return architecture_of(*self.capability)
+
+    def kernel(self, stem: str, name: str, *, shared_bytes: int = 0) -> Kernel:
+        """A kernel of `csrc/STEM.cu`.
+
+        Args:
+            stem: of the source.
+            name: of the `extern "C"` function.
+            shared_bytes: dynamic shared memory of each launch.
+        """
+        return self._modules[stem].kernel(name, shared_bytes=shared_bytes)
+
+    def has(self, stem: str) -> bool:
+        """Whether `csrc/STEM.cu` is for this GPU."""
+        return stem in self._modules
+
+    def use(self) -> None:
+        """Makes this the GPU of the calling thread, as each thread that calls its operators must do once."""
+        _use(self.index)
+
+
+def _use(index: int) -> None:
+    cupy.cuda.Device(index).use()
+    cupy.cuda.runtime.free(0)  # makes the context that launches need, which selecting alone may put off
+
+
+def _require_driver() -> None:
+    """Raises:
+    DeviceUnavailableError: the driver is missing or older than the packages, or it has no GPU.
+    """
+    try:
+        (result,) = driver.cuInit(0)
+    except RuntimeError as missing:  # cuda-bindings, where the driver's library is not on the machine
+        raise DeviceUnavailableError("this machine has no NVIDIA driver: libcuda.so.1 cannot be loaded") from missing
+    if result == driver.CUresult.CUDA_ERROR_NO_DEVICE:
+        raise DeviceUnavailableError("this machine has an NVIDIA driver but no GPU that it can use")
+    check((result,))
+    supported, needed = check(driver.cuDriverGetVersion()), cupy.cuda.runtime.runtimeGetVersion()
+    if supported // 1000 < needed // 1000:
+        raise DeviceUnavailableError(
+            f"the NVIDIA driver is too old: it supports CUDA {supported // 1000}.{supported % 1000 // 10}, "
+            f"and the packages installed here need CUDA {needed // 1000}; "
+            "update the driver, or install openinfer-kernels[cuda12]"
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

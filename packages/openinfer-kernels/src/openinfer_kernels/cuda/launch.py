@@ -1,0 +1,108 @@
+"""Loading cubins and launching their kernels through the driver API.
+
+CuPy owns memory, streams and graphs; launches go through `cuLaunchKernelEx`, which CuPy lacks, because a decode step
+needs programmatic dependent launch: the next kernel starts and prefetches its weights while the last one drains.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from openinfer_kernels.cuda.libraries import cupy, driver
+from openinfer_kernels.errors import CudaCallError
+
+_FREE_SHARED_BYTES = 48 * 1024
+"""Dynamic shared memory that a kernel may use without asking first."""
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call.
+
+    Raises:
+        CudaCallError: the call failed; the driver's name of the error and its text.
+    """
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        text = driver.cuGetErrorString(error)[1]
+        raise CudaCallError(f"the CUDA driver answered {error.name}: {text.decode() if text else 'no text'}")
+    return values[0] if values else None
+
+
+class Kernel:
+    """One kernel of a loaded module; not for two threads at once."""
+
+    def __init__(self, function: Any, *, shared_bytes: int, may_overlap: bool) -> None:
+        self._function = function
+        if shared_bytes > _FREE_SHARED_BYTES:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+        self._alone = _config(shared_bytes)
+        self._overlapping = _overlapping_config(shared_bytes) if may_overlap else self._alone
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Sequence[Any],
+        *,
+        overlap: bool = False,
+    ) -> None:
+        """Launches on CuPy's current stream.
+
+        Args:
+            grid: blocks.
+            block: threads.
+            arguments: CuPy arrays (their pointers), None (a null pointer), or ctypes values; in the kernel's order,
+                each of the size that the kernel declares.
+            overlap: programmatic dependent launch: the kernel may start before the one ahead of it has ended, and
+                itself waits (`griddepcontrol.wait`) before it touches what that one touches. On GPUs before Hopper it
+                is an ordinary launch.
+        """
+        values = [_value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        config = self._overlapping if overlap else self._alone
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.hStream = cupy.cuda.get_current_stream().ptr
+        check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+class Module:
+    """A loaded cubin."""
+
+    def __init__(self, path: Path, *, may_overlap: bool) -> None:
+        self._module = check(driver.cuModuleLoadData(path.read_bytes()))
+        self._may_overlap = may_overlap
+
+    def kernel(self, name: str, *, shared_bytes: int = 0) -> Kernel:
+        """A kernel by its `extern "C"` name.
+
+        Args:
+            name: of the kernel.
+            shared_bytes: dynamic shared memory of each launch.
+        """
+        function = check(driver.cuModuleGetFunction(self._module, name.encode()))
+        return Kernel(function, shared_bytes=shared_bytes, may_overlap=self._may_overlap)
+
+
+def _config(shared_bytes: int) -> Any:
+    config = driver.CUlaunchConfig()
+    config.sharedMemBytes = shared_bytes
+    return config
+
+
+def _overlapping_config(shared_bytes: int) -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = _config(shared_bytes)
+    config.attrs = [attribute]
+    config.numAttrs = 1
+    return config
+
+
+def _value(argument: Any) -> Any:
+    if isinstance(argument, cupy.ndarray):
+        return ctypes.c_void_p(argument.data.ptr)
+    return ctypes.c_void_p(None) if argument is None else argument

@@ -1,0 +1,33 @@
+"""The libraries that this folder stands on: they carry no types, and are not installed where only code is checked.
+
+`cupy` owns memory, streams and graphs; `driver` is the CUDA driver's API, for launches that CuPy cannot make;
+`cublaslt` multiplies large matrices; `bfloat16` is the dtype of all activations and weights.
+"""
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from openinfer_kernels.errors import DeviceUnavailableError
+
+
+def _required(name: str) -> Any:
+    """A module of the CUDA extras.
+
+    Raises:
+        DeviceUnavailableError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        raise DeviceUnavailableError(
+            f"the CUDA operators need the module {name}, which is not installed: "
+            'pip install "openinfer-kernels[cuda13]" (or [cuda12], for a driver before 580)'
+        ) from missing
+
+
+cupy: Any = _required("cupy")
+driver: Any = _required("cuda.bindings.driver")
+cublaslt: Any = _required("nvmath.bindings.cublasLt")
+bfloat16: np.dtype[Any] = np.dtype(_required("ml_dtypes").bfloat16)

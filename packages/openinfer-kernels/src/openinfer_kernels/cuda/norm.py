@@ -1,0 +1,58 @@
+"""RMSNorm, alone or after adding into the residual. `csrc/norm.cu` has the formula and its roundings."""
+
+import ctypes
+
+from openinfer_kernels.cuda.arrays import fits_vectors, require
+from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.libraries import bfloat16, cupy
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array
+
+_MAX_THREADS = 1024
+_VARIANTS = (("vectors", 8, 1), ("long_vectors", 8, 3), ("singles", 1, 8))
+"""Of the kernels: name, values per access, accesses per thread."""
+
+
+class Norm:
+    """The norms on one device."""
+
+    def __init__(self, device: Device) -> None:
+        self._plain = {name: device.kernel("norm", f"rms_norm_{name}") for name, _, _ in _VARIANTS}
+        self._adding = {name: device.kernel("norm", f"add_rms_norm_{name}") for name, _, _ in _VARIANTS}
+
+    def rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
+        """`rms_norm(x)` for `x [T, n]`, n at most 24,576, or 8,192 where it is no multiple of 8.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or size.
+        """
+        require(x, bfloat16, ndim=2, what="x")
+        require(weight, bfloat16, ndim=1, what="the weight of the norm")
+        out = cupy.empty(x.shape, bfloat16)
+        name, threads = _variant(weight.shape[0], fits_vectors(x, weight))
+        arguments = [x, weight, out, ctypes.c_int(x.shape[1]), ctypes.c_float(eps)]
+        self._plain[name]((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
+        return out
+
+    def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
+        """Adds `x [T, n]` into `residual` in place and returns `rms_norm(residual)`.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or size.
+        """
+        require(x, bfloat16, ndim=2, what="x")
+        require(residual, bfloat16, ndim=2, what="the residual")
+        require(weight, bfloat16, ndim=1, what="the weight of the norm")
+        out = cupy.empty(x.shape, bfloat16)
+        name, threads = _variant(weight.shape[0], fits_vectors(x, residual, weight))
+        arguments = [x, residual, weight, out, ctypes.c_int(x.shape[1]), ctypes.c_float(eps)]
+        self._adding[name]((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
+        return out
+
+
+def _variant(size: int, vectors_fit: bool) -> tuple[str, int]:  # noqa: FBT001 - a private fact, not a switch
+    """The kernel for rows of `size` values, and its threads: as many as there are accesses in a row."""
+    for name, width, held in _VARIANTS:
+        if (vectors_fit or width == 1) and size % width == 0 and size <= _MAX_THREADS * width * held:
+            return name, min(_MAX_THREADS, -(-size // width // 32) * 32)
+    raise ArrayMismatchError(f"a norm over {size} values is not supported: at most 24576, or 8192 if no multiple of 8")

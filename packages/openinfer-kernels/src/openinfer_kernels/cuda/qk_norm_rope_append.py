@@ -1,0 +1,102 @@
+"""What happens to Q, K and V between their projection and attention, in one kernel: norms, RoPE, write to the cache."""
+
+import ctypes
+
+import numpy as np
+
+from openinfer_kernels.cuda.arrays import address, fits_vectors, require
+from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.libraries import bfloat16, cupy
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array, AttentionBatch
+
+_THREADS = 256
+_VECTOR_HEAD_DIMS = (32, 64, 128, 256)
+"""With a kernel of their own; any other even one up to `_MAX_HEAD_DIM` has a slower one."""
+_MAX_HEAD_DIM = 512
+_INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
+
+
+class _Arguments(ctypes.Structure):
+    """`struct Arguments` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "rope", "positions", "slots", "q", "cache")),
+        ("block_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("num_heads", "num_kv_heads", "block_tokens", "rope_positions")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class QkNormRopeAppend:
+    """The fused operator on one device."""
+
+    def __init__(self, device: Device) -> None:
+        self._vectors = {
+            head_dim: device.kernel("qk_norm_rope_append", f"qk_norm_rope_append_{head_dim}")
+            for head_dim in _VECTOR_HEAD_DIMS
+        }
+        self._pairs = device.kernel("qk_norm_rope_append", "qk_norm_rope_append_pairs")
+
+    def qk_norm_rope_append(
+        self,
+        qkv: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Writes K and V of `qkv [T, (H + 2 K) D]` into `kv_cache` and returns Q after norm and RoPE, `[T, H, D]`.
+
+        K and V of a token whose cache slot is negative are written nowhere: it is padding of a captured step.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or shape.
+        """
+        num_tokens, head_dim = qkv.shape[0], q_norm.shape[0]
+        num_kv_heads, block_tokens = kv_cache.shape[3], kv_cache.shape[4]
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        _check(qkv, q_norm=q_norm, k_norm=k_norm, rope=rope, kv_cache=kv_cache, batch=batch)
+        out = cupy.empty((num_tokens, num_heads, head_dim), bfloat16)
+        layer_values = 2 * num_kv_heads * block_tokens * head_dim
+        arguments = _Arguments(
+            *map(address, (qkv, q_norm, k_norm, rope, batch.positions, batch.cache_slots, out)),
+            address(kv_cache) + layer * layer_values * bfloat16.itemsize,
+            kv_cache.shape[1] * layer_values,
+            num_heads,
+            num_kv_heads,
+            block_tokens,
+            rope.shape[1],
+            eps,
+        )
+        heads = num_heads + 2 * num_kv_heads
+        if head_dim in self._vectors and fits_vectors(qkv, q_norm, k_norm, rope, kv_cache):
+            threads = heads * head_dim // 8
+            block = min(_THREADS, -(-threads // 32) * 32)
+            grid = (num_tokens, -(-threads // block), 1)
+            self._vectors[head_dim](grid, (block, 1, 1), [arguments], overlap=True)
+        else:
+            self._pairs((num_tokens, heads, 1), (32, 1, 1), [arguments, ctypes.c_int(head_dim)], overlap=True)
+        return out
+
+
+def _check(qkv: Array, *, q_norm: Array, k_norm: Array, rope: Array, kv_cache: Array, batch: AttentionBatch) -> None:
+    require(qkv, bfloat16, ndim=2, what="qkv")
+    require(q_norm, bfloat16, ndim=1, what="q_norm")
+    require(k_norm, bfloat16, ndim=1, what="k_norm")
+    require(rope, _FLOAT32, ndim=3, what="rope")
+    require(kv_cache, bfloat16, ndim=6, what="kv_cache")
+    require(batch.positions, _INT32, ndim=1, what="batch.positions")
+    require(batch.cache_slots, _INT64, ndim=1, what="batch.cache_slots")
+    head_dim = q_norm.shape[0]
+    if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+        raise ArrayMismatchError(f"head dimension {head_dim} is not supported: an even one, at most {_MAX_HEAD_DIM}")
+    if kv_cache.shape[5] != head_dim or qkv.shape[1] % head_dim or rope.shape[2] * 2 != head_dim:
+        raise ArrayMismatchError(
+            f"shapes do not agree on the head dimension {head_dim} of q_norm: "
+            f"qkv {qkv.shape}, rope {rope.shape}, kv_cache {kv_cache.shape}"
+        )
