@@ -45,6 +45,11 @@ class StepLoop:
         return self._info
 
     @property
+    def scheduler(self) -> Scheduler:
+        """What plans; for those who look at its books."""
+        return self._scheduler
+
+    @property
     def busy(self) -> bool:
         """Whether requests are unfinished or a step is in flight."""
         return self._scheduler.unfinished > 0 or self._in_flight is not None
