@@ -301,6 +301,20 @@ def test_handle_used_in_a_second_event_loop_is_a_violation(run_async: RunAsync) 
     run_async(main())
 
 
+def test_handle_made_outside_of_any_event_loop_belongs_to_the_first_that_uses_it(
+    make_request: MakeRequest, run_async: RunAsync
+) -> None:
+    handle = spawn_simulated(SimulatedOptions())
+    handle.submit(make_request(1, max_tokens=3))
+
+    async def main() -> list[TokenEvent]:
+        events = await read_until(handle, lambda events: ends(events) == 1)
+        await handle.close()
+        return events
+
+    assert len(token_ids(run_async(main()), 1)) == 3
+
+
 # Starting
 
 
