@@ -138,3 +138,33 @@ def test_blocks_about_to_come_back_save_a_sequence_from_preemption(make_driver: 
     driver.submit(make_request(1, (2,) * 3, max_tokens=2))
     driver.run()
     assert driver.scheduler.stats().preemptions == 0
+
+
+def test_preempted_sequence_does_not_resume_before_its_result_is_there(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver(num_blocks=4, max_num_seqs=2, max_in_flight=2, prefix_cache=False)
+    driver.submit(make_request(0, (1,) * 4, max_tokens=9))
+    driver.submit(make_request(1, (2,) * 4, max_tokens=9))
+    for _ in range(5):
+        driver.step()
+    assert driver.num_in_flight == 1
+    assert driver.plan() is None
+    assert driver.scheduler.stats().preemptions == 1
+    driver.abort(0)  # now nothing stands in the way of 1, but what it has just sampled is not known
+    assert driver.plan() is None
+    driver.apply()
+    (start,) = driver.plan().started
+    assert start.output_token_ids == tuple(driver.accounts[1].token_ids)
+    driver.run()
+
+
+def test_resumption_after_all_prompt_logprobs_uses_the_cache(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver(num_blocks=5, max_num_seqs=2)
+    driver.submit(make_request(0, (1,) * 4, max_tokens=9))
+    driver.submit(make_request(1, (2,) * 4, max_tokens=9, prompt_logprobs=0))
+    starts: list[int] = []
+    while driver.scheduler.unfinished:
+        plan = driver.step()
+        starts += [plan.starts[plan.slots == start.slot][0] for start in plan.started]
+    assert starts[:2] == [0, 0]
+    assert starts[2] > 0
+    driver.run()

@@ -95,6 +95,17 @@ def test_stop_token_is_counted_and_not_delivered(make_request: Any) -> None:
     assert events[1:] == [Finished(0, FinishReason.STOP, 3, 1, 0, stop_token_id=9)]
 
 
+def test_stop_token_before_min_tokens_is_a_token_like_any_other(make_request: Any) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request(0, (1, 2, 3), stop_token_ids=(9,), min_tokens=1), now_s=0.0)
+    events: list[Any] = []
+    for _ in range(2):
+        plan = scheduler.plan(now_s=0.0)
+        assert plan is not None
+        events += scheduler.apply(plan, result(9), now_s=0.0)
+    assert events[1:] == [Tokens(0, (9,)), Finished(0, FinishReason.STOP, 3, 2, 0, stop_token_id=9)]
+
+
 def test_row_without_a_token_fails_its_request(make_request: Any) -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request(0, (1, 2, 3)), now_s=0.0)

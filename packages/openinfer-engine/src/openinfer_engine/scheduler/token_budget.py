@@ -105,10 +105,9 @@ class TokenBudgetScheduler:
     def plan(self, *, now_s: float) -> StepPlan | None:
         """The next step, or None if nothing can run before a step in flight is applied, or at all."""
         draft = StepDraft(self._config.max_step_tokens)
-        unfilled, is_short = self._plan_decode_rows(draft)
+        unfilled = self._plan_decode_rows(draft)
         self._plan_chunks(draft, unfilled)
-        if not is_short:
-            self._admit(draft)
+        self._admit(draft)
         if not draft.rows:
             return None
         plan, record = draft.finish(self._counters.steps, planned_s=now_s)
@@ -116,11 +115,10 @@ class TokenBudgetScheduler:
         self._counters.steps += 1
         return plan
 
-    def _plan_decode_rows(self, draft: StepDraft) -> tuple[list[Sequence], bool]:
-        """One token for every sequence that has its next id on the device.
+    def _plan_decode_rows(self, draft: StepDraft) -> list[Sequence]:
+        """One token for every sequence that has its next id on the device; returns those with given ids left.
 
-        Returns:
-            The running sequences with given ids left, and whether blocks ran short.
+        Once blocks ran short for one, all younger ones that need a block sit the step out, too.
         """
         unfilled: list[Sequence] = []
         is_short = False
@@ -137,7 +135,7 @@ class TokenBudgetScheduler:
             else:
                 is_short = True
         draft.close_decode_rows()
-        return unfilled, is_short
+        return unfilled
 
     def _plan_chunks(self, draft: StepDraft, unfilled: list[Sequence]) -> None:
         for sequence in unfilled:
