@@ -1,7 +1,9 @@
 """What the tests of every operator share.
 
-Tests speak to an implementation through the contract only: inputs go through `upload`, results through `download`.
-A second implementation joins them by one more entry in `IMPLEMENTATIONS`.
+Tests speak to an implementation through the contract only: inputs go through `upload`, weights and activations through
+`activation`, which brings them to the compute dtype, and results through `download`. Expectations are computed from
+what arrived (`host`), so that rounding an input is nobody's error. A further implementation is one more entry in
+`IMPLEMENTATIONS`.
 """
 
 import dataclasses
@@ -11,15 +13,60 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer_kernels import AttentionBatch, Ops, SamplingBatch
+from openinfer_kernels import AttentionBatch, DeviceUnavailableError, Ops, SamplingBatch
 from openinfer_kernels.cpu import CpuOps
 
-IMPLEMENTATIONS = [pytest.param(CpuOps, id="cpu")]
+
+def cuda_ops() -> Ops:
+    try:
+        from openinfer_kernels.cuda import CudaOps
+
+        return CudaOps()
+    except DeviceUnavailableError as reason:
+        pytest.skip(str(reason))
+
+
+IMPLEMENTATIONS = [pytest.param(CpuOps, id="cpu"), pytest.param(cuda_ops, id="cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="session", params=IMPLEMENTATIONS)
 def ops(request: pytest.FixtureRequest) -> Ops:
     return request.param()
+
+
+@pytest.fixture(scope="session")
+def activation(ops: Ops) -> Callable[[np.ndarray], Any]:
+    """Copies a float32 array to the device in the compute dtype."""
+    return ops.upload_weight
+
+
+@pytest.fixture(scope="session")
+def host(ops: Ops) -> Callable[[Any], np.ndarray]:
+    """Copies a floating-point array to the host as float32, which holds every value of any compute dtype."""
+    return lambda array: ops.download(array).astype(np.float32)
+
+
+@pytest.fixture(scope="session")
+def rounded(ops: Ops) -> Callable[[np.ndarray], np.ndarray]:
+    """What storing float32 values in the compute dtype leaves of them; for BF16, to nearest, ties to even."""
+
+    def to_bfloat16(values: np.ndarray) -> np.ndarray:
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+        return np.where(np.isnan(values), np.float32(np.nan), nearest.view(np.float32))
+
+    return to_bfloat16 if ops.name == "cuda" else lambda values: values
+
+
+@pytest.fixture(scope="session")
+def close(ops: Ops) -> Callable[..., None]:
+    """Asserts equality up to a tolerance meant for float32; BF16 may be off by two of its roundings as well."""
+    least_rtol = 2.0**-7 if ops.name == "cuda" else 0.0
+
+    def check(got: Any, expected: Any, *, rtol: float, atol: float = 0.0) -> None:
+        np.testing.assert_allclose(got, expected, rtol=max(rtol, least_rtol), atol=atol)
+
+    return check
 
 
 @pytest.fixture(scope="session")

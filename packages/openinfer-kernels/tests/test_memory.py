@@ -16,9 +16,9 @@ def bfloat16_value(bits: int) -> float:
     return sign * (128 + fraction) * 2.0 ** (exponent - 134)
 
 
-def test_upload_weight_bfloat16_bits_widens_every_pattern(ops):
+def test_upload_weight_bfloat16_bits_widens_every_pattern(ops, host):
     bits = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
-    weight = ops.download(ops.upload_weight(bits))
+    weight = host(ops.upload_weight(bits))
     expected = np.array([bfloat16_value(pattern) for pattern in range(1 << 16)]).reshape(256, 256)
     assert weight.shape == (256, 256)
     np.testing.assert_array_equal(weight, expected.astype(np.float32))
@@ -26,18 +26,24 @@ def test_upload_weight_bfloat16_bits_widens_every_pattern(ops):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_upload_weight_float_copies(ops, dtype):
-    host = np.arange(-6, 6, dtype=dtype).reshape(3, 4)
-    weight = ops.upload_weight(host)
-    host[:] = 0
-    np.testing.assert_array_equal(ops.download(weight), np.arange(-6, 6).reshape(3, 4))
+def test_upload_weight_float_copies(ops, host, dtype):
+    given = np.arange(-6, 6, dtype=dtype).reshape(3, 4)
+    weight = ops.upload_weight(given)
+    given[:] = 0
+    np.testing.assert_array_equal(host(weight), np.arange(-6, 6).reshape(3, 4))
 
 
-def test_upload_weight_stored_transposed_and_empty(ops):
-    host = np.arange(6, dtype=np.uint16).reshape(2, 3)
-    np.testing.assert_array_equal(
-        ops.download(ops.upload_weight(host.T.copy())), ops.download(ops.upload_weight(host)).T
-    )
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_upload_weight_rounds_to_the_compute_dtype_once(ops, host, rounded, dtype):
+    bits = np.random.default_rng(0).integers(0, 2**16, size=(2, 70_000), dtype=np.uint16)
+    given = np.ascontiguousarray(bits.T).view(np.float32).ravel() if dtype == np.float32 else bits[0].view(np.float16)
+    weight = host(ops.upload_weight(given))
+    np.testing.assert_array_equal(weight, rounded(given.astype(np.float32)))
+
+
+def test_upload_weight_stored_transposed_and_empty(ops, host):
+    given = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    np.testing.assert_array_equal(host(ops.upload_weight(given.T.copy())), host(ops.upload_weight(given)).T)
     assert ops.download(ops.upload_weight(np.zeros((0, 3), np.uint16))).shape == (0, 3)
 
 
@@ -66,9 +72,7 @@ def test_zeros_has_the_dtype_asked_for(ops):
     assert not ops.download(ops.zeros((4,))).any()
 
 
-def test_cpu_computes_in_float32(ops):
-    if ops.name == "cpu":
-        assert ops.zeros((1,)).dtype == np.float32
-        assert ops.upload_weight(np.zeros(1, np.uint16)).dtype == np.float32
-    else:
-        assert ops.name == "cuda"
+def test_compute_dtype_is_what_the_contract_says(ops):
+    expected = {"cpu": "float32", "cuda": "bfloat16"}[ops.name]
+    assert ops.zeros((1,)).dtype.name == expected
+    assert ops.upload_weight(np.zeros(1, np.uint16)).dtype.name == expected

@@ -1,9 +1,18 @@
 """Operators of LLM inference behind one contract (`Ops`), and the tables they read.
 
-Importing this loads NumPy only. An implementation is asked for by its module: `openinfer_kernels.cpu.CpuOps`.
+Importing this loads NumPy only. An implementation is asked for by its module: `openinfer_kernels.cpu.CpuOps`, or
+`openinfer_kernels.cuda.CudaOps` where an extra brought CuPy.
 """
 
-from openinfer_kernels.errors import KernelsError, RopeConfigError, WeightDtypeError
+from openinfer_kernels.errors import (
+    ArrayMismatchError,
+    CudaCallError,
+    DeviceUnavailableError,
+    KernelBuildError,
+    KernelsError,
+    RopeConfigError,
+    WeightDtypeError,
+)
 from openinfer_kernels.ops import (
     Array,
     AttentionBatch,
@@ -19,9 +28,13 @@ from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor
 
 __all__ = [
     "Array",
+    "ArrayMismatchError",
     "AttentionBatch",
     "Bias",
+    "CudaCallError",
+    "DeviceUnavailableError",
     "HostArray",
+    "KernelBuildError",
     "KernelsError",
     "Logprobs",
     "Ops",

@@ -1,4 +1,4 @@
-"""`python -m openinfer_kernels.cubins`: compiles all CUDA sources, for a wheel or a cache, or to see that all compile."""
+"""`python -m openinfer_kernels.cubins`: compiles all CUDA sources, for a wheel, for a cache, or as a check."""
 
 import argparse
 import sys
