@@ -3,7 +3,7 @@
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -23,8 +23,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "openinfer"
 
 
-def require_cubins(architecture: str) -> dict[str, Path]:
+def require_cubins(architecture: str, *, compiler: Callable[[], Compiler] = find_compiler) -> dict[str, Path]:
     """Stem -> cubin of every source for `architecture`; compiles what neither wheel nor cache has.
+
+    Args:
+        architecture: `sm_90a` and the like.
+        compiler: finds one; not called where nothing is missing.
 
     Raises:
         KernelBuildError: there is no compiler, or it refused a source.
@@ -35,7 +39,7 @@ def require_cubins(architecture: str) -> dict[str, Path]:
         source for source, name in wanted.items() if not any((place / name).is_file() for place in (PREBUILT, cache))
     ]
     if missing:
-        build_cubins(missing, architecture, target=cache, compiler=find_compiler())
+        build_cubins(missing, architecture, target=cache, compiler=compiler())
     return {
         source.stem: next(place / name for place in (PREBUILT, cache) if (place / name).is_file())
         for source, name in wanted.items()

@@ -70,7 +70,7 @@ class Algorithms:
         merged = self._measured | _read(self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(
-            {_text_of(key): algorithm.tobytes().hex() for key, algorithm in sorted_items(merged)}, indent=0
+            {_text_of(key): algorithm.words.tobytes().hex() for key, algorithm in sorted_items(merged)}, indent=0
         )
         with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=".partial-", delete=False) as partial:
             partial.write(text)
@@ -119,7 +119,7 @@ def _read(path: Path) -> dict[Key, Algorithm]:
 
 def _parsed(key: str, algorithm: str) -> tuple[Key, Algorithm]:
     tokens, n, k, biased, aligned = map(int, key.split())
-    words = np.frombuffer(bytes.fromhex(algorithm), np.uint64).copy()
+    words = np.frombuffer(bytes.fromhex(algorithm), np.uint64)
     if words.shape != (8,):
         raise ValueError(f"{len(algorithm)} digits for {key}")
-    return (tokens, WeightShape(n, k, bool(biased), bool(aligned))), words
+    return (tokens, WeightShape(n, k, bool(biased), bool(aligned))), Algorithm(words)

@@ -39,6 +39,7 @@ class Kernel:
             check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
         self._alone = _config(shared_bytes)
         self._overlapping = _overlapping_config(shared_bytes) if may_overlap else self._alone
+        self._arguments: _Arguments | None = None
 
     def __call__(
         self,
@@ -53,19 +54,20 @@ class Kernel:
         Args:
             grid: blocks.
             block: threads.
-            arguments: CuPy arrays (their pointers), None (a null pointer), or ctypes values; in the kernel's order,
-                each of the size that the kernel declares.
+            arguments: CuPy arrays (their pointers), None (a null pointer), ctypes values, structures or arrays; in the
+                kernel's order, of the types that it declares, the same at every launch.
             overlap: programmatic dependent launch: the kernel may start before the one ahead of it has ended, and
                 itself waits (`griddepcontrol.wait`) before it touches what that one touches. On GPUs before Hopper it
                 is an ordinary launch.
         """
-        values = [_value(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        if self._arguments is None:
+            self._arguments = _Arguments(arguments)
+        self._arguments.fill(arguments)
         config = self._overlapping if overlap else self._alone
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.hStream = cupy.cuda.get_current_stream().ptr
-        check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        check(driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0))
 
 
 class Module:
@@ -86,6 +88,29 @@ class Module:
         return Kernel(function, shared_bytes=shared_bytes, may_overlap=self._may_overlap)
 
 
+class _Arguments:
+    """Storage of a kernel's arguments, filled by each launch: making it anew takes as long as the launch itself."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self._slots = [_slot(argument) for argument in arguments]
+        self._pointers = (ctypes.c_void_p * len(self._slots))(*map(ctypes.addressof, self._slots))
+        self.address = ctypes.addressof(self._pointers)
+
+    def fill(self, arguments: Sequence[Any]) -> None:
+        for slot, argument in zip(self._slots, arguments, strict=True):
+            if isinstance(argument, cupy.ndarray):
+                slot.value = argument.data.ptr
+            elif isinstance(argument, ctypes.Structure | ctypes.Array):
+                ctypes.memmove(ctypes.addressof(slot), ctypes.addressof(argument), ctypes.sizeof(slot))
+            else:
+                slot.value = None if argument is None else argument.value
+
+
+def _slot(argument: Any) -> Any:
+    is_pointer = argument is None or isinstance(argument, cupy.ndarray)
+    return ctypes.c_void_p() if is_pointer else type(argument)()
+
+
 def _config(shared_bytes: int) -> Any:
     config = driver.CUlaunchConfig()
     config.sharedMemBytes = shared_bytes
@@ -100,9 +125,3 @@ def _overlapping_config(shared_bytes: int) -> Any:
     config.attrs = [attribute]
     config.numAttrs = 1
     return config
-
-
-def _value(argument: Any) -> Any:
-    if isinstance(argument, cupy.ndarray):
-        return ctypes.c_void_p(argument.data.ptr)
-    return ctypes.c_void_p(None) if argument is None else argument

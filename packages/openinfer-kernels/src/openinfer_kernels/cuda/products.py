@@ -4,8 +4,7 @@ cuBLASLt thinks in columns. `y [m, n] = x [m, k] @ weight [n, k].T` by rows is `
 with `weight' [k, n]` and `x' [k, m]`, the arrays as they lie in memory: only the weight is marked as transposed.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +19,19 @@ WORKSPACE_BYTES = 32 << 20
 _COMPUTE_FLOAT32 = 68  # CUBLAS_COMPUTE_32F
 _FLOAT32, _BFLOAT16 = 0, 14  # CUDA_R_32F, CUDA_R_16BF
 
-Algorithm = NDArray[np.uint64]
-"""An opaque `cublasLtMatmulAlgo_t`: `[8]`, good for one version of cuBLASLt."""
+
+class Algorithm:
+    """An opaque `cublasLtMatmulAlgo_t`, good for one version of cuBLASLt."""
+
+    __slots__ = ("address", "words")
+
+    def __init__(self, words: NDArray[np.uint64]) -> None:
+        """`words` `[8]`, copied."""
+        self.words = np.array(words, np.uint64)
+        self.address: int = self.words.ctypes.data
 
 
-@dataclass(frozen=True, slots=True)
-class WeightShape:
+class WeightShape(NamedTuple):
     """What a problem is made for, whatever the number of tokens."""
 
     n: int
@@ -40,6 +46,7 @@ class Problem:
 
     def __init__(self, shape: WeightShape) -> None:
         self.shape = shape
+        self._num_tokens = 1
         self.description: int = cublaslt.matmul_desc_create(_COMPUTE_FLOAT32, _FLOAT32)
         self._describe(cublaslt.MatmulDescAttribute.TRANSA, np.int32(1))
         if shape.biased:
@@ -50,6 +57,9 @@ class Problem:
 
     def set_num_tokens(self, num_tokens: int) -> None:
         """The rows of x and y from now on."""
+        if num_tokens == self._num_tokens:
+            return
+        self._num_tokens = num_tokens
         stored = np.array(num_tokens, np.uint64)
         for layout in (self.x, self.y):
             attribute = cublaslt.MatrixLayoutAttribute.COLS
@@ -76,7 +86,9 @@ class Products:
     def __init__(self) -> None:
         self._handle: int = cublaslt.create()
         self._workspace = cupy.empty(WORKSPACE_BYTES, np.uint8)
-        self._one, self._zero = np.array(1, np.float32), np.array(0, np.float32)
+        self._factors = np.array([1, 0], np.float32)  # of the product, and of what y held before
+        self._one: int = self._factors.ctypes.data
+        self._zero = self._one + self._factors.itemsize
 
     @property
     def version(self) -> int:
@@ -120,17 +132,17 @@ class Products:
             cublaslt.matmul(
                 self._handle,
                 problem.description,
-                self._one.ctypes.data,
+                self._one,
                 address(weight),
                 problem.weight,
                 address(x),
                 problem.x,
-                self._zero.ctypes.data,
+                self._zero,
                 address(y),
                 problem.y,
                 address(y),
                 problem.y,
-                algorithm.ctypes.data,
+                algorithm.address,
                 address(self._workspace),
                 WORKSPACE_BYTES,
                 cupy.cuda.get_current_stream().ptr,
@@ -150,4 +162,4 @@ class Products:
             self._handle, problem.description, *layouts, preference, most, found.ctypes.data, count.ctypes.data
         )
         usable = found[: count[0]][found["state"][: count[0]] == 0]
-        return [np.array(algorithm) for algorithm in usable["algo"]["data_"]]
+        return [Algorithm(words) for words in usable["algo"]["data_"]]
