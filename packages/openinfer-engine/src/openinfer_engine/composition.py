@@ -10,15 +10,14 @@ from typing import Any
 from openinfer_core import EngineInfo, FamilyPlan, InvalidRequest, Plugin, Refused, find_plugin, read_config
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
 from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig
+from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.checkpoint import Checkpoint
 from openinfer_engine.fingerprint import fingerprint
 from openinfer_engine.model import ModelDefinition, ModelLimits
-from openinfer_engine.options import DEFAULT_KV_CACHE_BYTES, EngineOptions, LoadFormat
+from openinfer_engine.options import EngineOptions, LoadFormat
+from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout
-
-COMPUTE_DTYPE = KvDtype.FLOAT32
-"""What the CPU operators compute and store in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +30,7 @@ class Composition:
     model_type: str
     model_dir: Path
     options: EngineOptions
+    backend: Backend
     limits: ModelLimits
     num_token_ids: int
     eos_token_ids: tuple[int, ...]
@@ -57,6 +57,13 @@ class Composition:
         )
 
     @property
+    def runner_limits(self) -> RunnerLimits:
+        """The sizes of each rank's state."""
+        return _runner_limits(
+            self.options, self.limits, max_model_tokens=self.max_model_tokens, num_token_ids=self.num_token_ids
+        )
+
+    @property
     def info(self) -> EngineInfo:
         """What a frontend is told."""
         return EngineInfo(
@@ -80,7 +87,7 @@ class Composition:
             "scheduler": f"{self.scheduler.name} ({self.scheduler.origin})",
             "queue_policy": f"{self.queue_policy.name} ({self.queue_policy.origin})",
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
-            "kernels": f"cpu (openinfer-kernels {version('openinfer-kernels')})",
+            "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             "weights": str(self.options.load_format),
         }
 
@@ -97,19 +104,16 @@ class Composition:
     def plan(self) -> FamilyPlan:
         """What `openinfer plan` prints."""
         ranks = self.options.tensor_parallel_size
-        weights = sum(math.prod(shape) for shape in self.definition.tensors(self.config).values())
         config = self.scheduler_config
         return FamilyPlan(
             model_type=self.model_type,
             parts=self.parts,
-            kernels={
-                "prefill": "cpu NumPy, float32",
-                "decode": "cpu NumPy, float32",
-                "sampling": "cpu NumPy, float64 sums",
-            },
+            kernels=self.backend.kernels,
             memory_bytes={
-                "weights": weights * COMPUTE_DTYPE.itemsize_bytes,
+                "weights": _weights_bytes(self.definition, self.config, self.backend),
                 "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
+                "workspace": ranks
+                * self.backend.workspace_bytes(self.runner_limits, max_step_tokens=config.max_step_tokens),
             },
             limits={
                 "max_model_tokens": self.max_model_tokens,
@@ -139,23 +143,46 @@ def resolve(definition: ModelDefinition[Any], model_dir: Path, options: EngineOp
     if options.load_format is LoadFormat.SAFETENSORS:
         with Checkpoint.open(model_dir) as checkpoint:
             checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))
+    backend = open_backend(options)
     max_model_tokens = _max_model_tokens(options, limits)
-    layouts = _layouts(definition, config, model_dir, options)
+    num_token_ids = read_num_token_ids(model_dir, vocab_size=limits.vocab_size)
+    layouts = _layouts(definition, config, model_dir, options, backend.dtype)
+    sizes = _runner_limits(options, limits, max_model_tokens=max_model_tokens, num_token_ids=num_token_ids)
+    weights_bytes = _weights_bytes(definition, config, backend)
     return Composition(
         definition=definition,
         config=config,
         model_type=str(published.get("model_type")),
         model_dir=model_dir,
         options=options,
+        backend=backend,
         limits=limits,
-        num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
+        num_token_ids=num_token_ids,
         eos_token_ids=read_eos_token_ids(model_dir, published),
         max_model_tokens=max_model_tokens,
         layouts=layouts,
-        num_blocks=_num_blocks(options, layouts[0], max_model_tokens),
+        num_blocks=_num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes),
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
     )
+
+
+def _runner_limits(
+    options: EngineOptions, limits: ModelLimits, *, max_model_tokens: int, num_token_ids: int
+) -> RunnerLimits:
+    return RunnerLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_model_tokens=max_model_tokens,
+        block_size_tokens=options.block_size_tokens,
+        num_token_ids=num_token_ids,
+        vocab_size=limits.vocab_size,
+    )
+
+
+def _weights_bytes(definition: ModelDefinition[Any], config: Any, backend: Backend) -> int:
+    """Of all ranks together."""
+    shapes = definition.tensors(config).values()
+    return sum(math.prod(shape) for shape in shapes) * backend.dtype.itemsize_bytes
 
 
 def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:
@@ -169,25 +196,33 @@ def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:
 
 
 def _layouts(
-    definition: ModelDefinition[Any], config: Any, model_dir: Path, options: EngineOptions
+    definition: ModelDefinition[Any], config: Any, model_dir: Path, options: EngineOptions, dtype: KvDtype
 ) -> tuple[KvLayout, ...]:
     ranks = options.tensor_parallel_size
     tag = fingerprint(model_dir)
     specs = [
-        definition.kv_spec(config, model_tag=tag, dtype=COMPUTE_DTYPE, num_ranks=ranks, rank_index=rank)
+        definition.kv_spec(config, model_tag=tag, dtype=dtype, num_ranks=ranks, rank_index=rank)
         for rank in range(ranks)
     ]
     return tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)
 
 
-def _num_blocks(options: EngineOptions, layout: KvLayout, max_model_tokens: int) -> int:
+def _num_blocks(
+    options: EngineOptions, layout: KvLayout, backend: Backend, sizes: RunnerLimits, *, weights_bytes: int
+) -> int:
     """Blocks of the pool: as asked, or what the budget holds, at most what all slots can use."""
     if options.num_blocks is not None:
         return options.num_blocks
-    budget_bytes = DEFAULT_KV_CACHE_BYTES if options.kv_cache_bytes is None else options.kv_cache_bytes
+    ranks = options.tensor_parallel_size
+    budget_bytes = options.kv_cache_bytes
+    if budget_bytes is None:
+        workspace_bytes = backend.workspace_bytes(sizes, max_step_tokens=options.max_step_tokens)
+        budget_bytes = ranks * backend.kv_cache_bytes(
+            weights_bytes=weights_bytes // ranks, workspace_bytes=workspace_bytes
+        )
     try:
-        fitting = layout.num_blocks_for(budget_bytes // options.tensor_parallel_size)
+        fitting = layout.num_blocks_for(budget_bytes // ranks)
     except KvConfigError as error:
         raise Refused(f"kv_cache_bytes: {error}") from error
-    usable = options.max_num_seqs * -(-max_model_tokens // options.block_size_tokens)
+    usable = options.max_num_seqs * -(-sizes.max_model_tokens // options.block_size_tokens)
     return fitting if options.kv_cache_bytes is not None else min(fitting, usable)

@@ -19,9 +19,7 @@ from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition, WeightSource
 from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
-from openinfer_engine.rank import RankRunner, RunnerLimits
-from openinfer_engine.runner import ThreadRunner
-from openinfer_kernels.cpu import CpuOps
+from openinfer_engine.runner import Rank, ThreadRunner
 
 CHILD_MODULE = "openinfer_engine.child"
 
@@ -60,7 +58,7 @@ def build_loop(composition: Composition) -> StepLoop:
     return StepLoop(info=composition.info, scheduler=scheduler, runner=ThreadRunner(_load_ranks(composition)))
 
 
-def _load_ranks(composition: Composition) -> Sequence[RankRunner]:
+def _load_ranks(composition: Composition) -> Sequence[Rank]:
     size = composition.options.tensor_parallel_size
     communicators: Sequence[Communicator] = [SoloCommunicator()] if size == 1 else LocalGroup(size).communicators
     with _weights(composition) as checkpoint, ThreadPoolExecutor(size) as pool:
@@ -74,9 +72,9 @@ def _weights(composition: Composition) -> AbstractContextManager[Checkpoint | No
     return Checkpoint.open(composition.model_dir)
 
 
-def _load_rank(composition: Composition, checkpoint: Checkpoint | None, communicator: Communicator) -> RankRunner:
-    ops = CpuOps()
+def _load_rank(composition: Composition, checkpoint: Checkpoint | None, communicator: Communicator) -> Rank:
     definition, config, rank = composition.definition, composition.config, communicator.rank
+    ops = composition.backend.make_ops()
     weights: WeightSource
     if checkpoint is None:
         weights = DummyWeights(definition.tensors(config), rank=rank, size=communicator.size)
@@ -85,16 +83,11 @@ def _load_rank(composition: Composition, checkpoint: Checkpoint | None, communic
     model = definition.load(
         config, weights, ops=ops, communicator=communicator, max_model_tokens=composition.max_model_tokens
     )
-    return RankRunner(
+    return composition.backend.make_rank(
         model,
-        kv_cache=ops.zeros((composition.num_blocks, *composition.layouts[rank].block_shape())),
         ops=ops,
+        num_blocks=composition.num_blocks,
+        layout=composition.layouts[rank],
         communicator=communicator,
-        limits=RunnerLimits(
-            max_num_seqs=composition.options.max_num_seqs,
-            max_model_tokens=composition.max_model_tokens,
-            block_size_tokens=composition.options.block_size_tokens,
-            num_token_ids=composition.num_token_ids,
-            vocab_size=composition.limits.vocab_size,
-        ),
+        limits=composition.runner_limits,
     )

@@ -6,8 +6,6 @@ import msgspec
 
 from openinfer_core import InvalidRequest
 
-DEFAULT_KV_CACHE_BYTES = 1 << 30
-
 
 class LoadFormat(StrEnum):
     """Where weights come from."""
@@ -27,6 +25,15 @@ class EngineHost(StrEnum):
     """In a thread of the caller's process."""
 
 
+class DeviceKind(StrEnum):
+    """What computes."""
+
+    CPU = "cpu"
+    """NumPy, float32."""
+    CUDA = "cuda"
+    """An NVIDIA GPU, BF16; needs the extra cuda13 or cuda12 of openinfer-kernels."""
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user may set about an engine; a family may extend it by inheritance.
 
@@ -34,6 +41,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         InvalidRequest: a value is out of range; `field` names it.
     """
 
+    device: DeviceKind = DeviceKind.CPU
+    """What computes."""
+    cuda_graph: bool = True
+    """Whether decode steps on a GPU are captured and replayed; false is for debugging."""
+    gpu_memory_fraction: float = 0.9
+    """Share of a GPU's memory that weights, KV cache and workspaces may take together."""
     max_model_tokens: int | None = None
     """Longest context, prompt and completion together; None takes the model's own."""
     max_num_seqs: int = 256
@@ -45,7 +58,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     block_size_tokens: int = 16
     """Tokens per KV block."""
     kv_cache_bytes: int | None = None
-    """Bytes of KV cache over all ranks; None takes 1 GiB, or what max_num_seqs full sequences need if that is less."""
+    """Bytes of KV cache over all ranks; None takes what is left of gpu_memory_fraction on a GPU, and 1 GiB on a CPU, or
+    what max_num_seqs full sequences need if that is less."""
     num_blocks: int | None = None
     """KV blocks, instead of kv_cache_bytes."""
     prefix_cache: bool = True
@@ -72,6 +86,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("kv_cache_bytes", self.kv_cache_bytes, 1, 2**48)
         _check("num_blocks", self.num_blocks, 1, 2**31 - 1)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
+        if not 0.05 <= self.gpu_memory_fraction <= 1:
+            raise InvalidRequest(
+                f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be between 0.05 and 1",
+                field="gpu_memory_fraction",
+            )
         if self.kv_cache_bytes is not None and self.num_blocks is not None:
             raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")
 

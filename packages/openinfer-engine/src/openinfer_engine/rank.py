@@ -9,6 +9,7 @@ from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.block_tables import BlockTables
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.model import Model
+from openinfer_engine.runner import DoneStep
 from openinfer_engine.slot_sampling import SlotSampling
 from openinfer_kernels import Array, HostArray, Ops
 
@@ -50,26 +51,36 @@ class RankRunner:
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._last_ids: Array = ops.zeros((limits.max_num_seqs,), np.int32)
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Executes one step. If it fails, the other ranks are told, so that none waits for this one."""
+    @property
+    def last_ids(self) -> Array:
+        """`[max_num_seqs]` int32 on the device: the id that each slot sampled last."""
+        return self._last_ids
+
+    def launch(self, plan: StepPlan) -> DoneStep:
+        """Computes one step. If it fails, the other ranks are told, so that none waits for this one."""
         try:
-            return self._execute(plan)
+            self.admit(plan)
+            return DoneStep(self.execute(plan))
         except BaseException as error:
             self._communicator.abort(error)
             raise
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def admit(self, plan: StepPlan) -> None:
+        """Takes over slots that begin anew, and the step's new blocks."""
         for start in plan.started:
             self._sampling.start(start)
             self._prompts[start.slot] = start.request.prompt_token_ids
         self._tables.advance(plan)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Computes a step that was admitted, and waits for it."""
         batch = self._tables.batch(plan, self._ops)
         hidden = self._model.forward(self._input_ids(plan), batch=batch, kv_cache=self._kv_cache)
         sampled = np.flatnonzero(plan.sample)
         token_ids = np.full(plan.num_rows, -1, np.int32)
         logprobs: dict[int, TokenLogprobs] = {}
         if len(sampled):
-            logits = self._model.logits(hidden[np.cumsum(plan.counts)[sampled] - 1])
+            logits = self._model.logits(self._take(hidden, np.cumsum(plan.counts)[sampled] - 1))
             token_ids[sampled] = self._sample(plan, sampled, logits)
             logprobs = self._logprobs(plan, sampled, logits, token_ids)
         return StepResult(
@@ -85,11 +96,17 @@ class RankRunner:
         from_device = plan.counts > plan.given_counts
         given = np.ones(plan.num_tokens, np.bool_)
         given[starts[from_device]] = False
-        token_ids = self._ops.zeros((plan.num_tokens,), np.int32)
-        token_ids[self._ops.upload(given)] = self._ops.upload(plan.token_ids)
-        device_slots = self._ops.upload(plan.slots[from_device])
-        token_ids[self._ops.upload(starts[from_device])] = self._last_ids[device_slots]
+        host_ids = np.zeros(plan.num_tokens, np.int32)
+        host_ids[given] = plan.token_ids
+        token_ids = self._ops.upload(host_ids)
+        if from_device.any():
+            slots = self._ops.upload(plan.slots[from_device])
+            token_ids[self._ops.upload(starts[from_device])] = self._last_ids[slots]
         return token_ids
+
+    def _take(self, array: Array, rows: HostArray) -> Array:
+        """Rows of a device array."""
+        return self._ops.embedding(self._ops.upload(rows.astype(np.int32)), array)
 
     def _sample(self, plan: StepPlan, rows: HostArray, logits: Array) -> HostArray:
         """Samples on rank 0 and tells the others; returns the ids of `rows`."""
@@ -113,9 +130,7 @@ class RankRunner:
         if not len(asked) or self._communicator.rank != 0:
             return {}
         rows = sampled[asked]
-        found = self._logprobs_of(
-            logits[self._ops.upload(asked)], self._ops.upload(token_ids[rows]), tops[asked].tolist()
-        )
+        found = self._logprobs_of(self._take(logits, asked), self._ops.upload(token_ids[rows]), tops[asked].tolist())
         return dict(zip(rows.tolist(), found, strict=True))
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Array) -> dict[int, tuple[TokenLogprobs, ...]]:

@@ -2,11 +2,19 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.errors import GroupBroken
-from openinfer_engine.rank import RankRunner
+
+
+class Rank(Protocol):
+    """One rank, which executes steps one after the other on one thread."""
+
+    def launch(self, plan: StepPlan) -> "PendingStep":
+        """Begins a step; may return before it is computed."""
+        ...
 
 
 class PendingStep(Protocol):
@@ -29,10 +37,21 @@ class Runner(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that was computed when it was launched."""
+
+    step_result: StepResult
+
+    def result(self) -> StepResult:
+        """What it produced."""
+        return self.step_result
+
+
 class ThreadRunner:
     """One thread per rank; a step's result is rank 0's."""
 
-    def __init__(self, ranks: Sequence[RankRunner]) -> None:
+    def __init__(self, ranks: Sequence[Rank]) -> None:
         self._ranks = list(ranks)
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{rank}") for rank in range(len(self._ranks))
@@ -41,7 +60,7 @@ class ThreadRunner:
     def launch(self, plan: StepPlan) -> "_PendingStep":
         """Queues a step on every rank."""
         return _PendingStep(
-            [thread.submit(rank.run, plan) for thread, rank in zip(self._threads, self._ranks, strict=True)]
+            [thread.submit(rank.launch, plan) for thread, rank in zip(self._threads, self._ranks, strict=True)]
         )
 
     def close(self) -> None:
@@ -52,11 +71,11 @@ class ThreadRunner:
 
 
 class _PendingStep:
-    def __init__(self, futures: "list[Future[StepResult]]") -> None:
+    def __init__(self, futures: "list[Future[PendingStep]]") -> None:
         self._futures = futures
 
     def result(self) -> StepResult:
         errors = [error for error in (future.exception() for future in self._futures) if error is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, GroupBroken)):  # the cause before what it broke
             raise error
-        return self._futures[0].result()
+        return self._futures[0].result().result()

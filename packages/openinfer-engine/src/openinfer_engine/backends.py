@@ -1,0 +1,121 @@
+"""`Backend`: what an engine asks of a kind of device before and while it loads a model.
+
+The CUDA backend's modules are imported when it is chosen, so that a CPU engine needs none of its packages.
+"""
+
+from typing import Protocol
+
+from openinfer_core import Refused
+from openinfer_engine.communicator import Communicator
+from openinfer_engine.model import Model
+from openinfer_engine.options import DeviceKind, EngineOptions
+from openinfer_engine.rank import RankRunner, RunnerLimits
+from openinfer_engine.runner import Rank
+from openinfer_kernels import KernelsError, Ops
+from openinfer_kernels.cpu import CpuOps
+from openinfer_kv_cache import KvDtype, KvLayout
+
+_CPU_KV_CACHE_BYTES = 1 << 30
+
+
+class Backend(Protocol):
+    """One kind of device, for one engine."""
+
+    @property
+    def dtype(self) -> KvDtype:
+        """What activations, weights and KV are stored in."""
+        ...
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Which implementation serves each phase, for `openinfer plan`."""
+        ...
+
+    def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
+        """What steps need beside weights and KV, at most."""
+        ...
+
+    def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
+        """What the KV cache may take by default.
+
+        Raises:
+            Refused: nothing is left.
+        """
+        ...
+
+    def make_ops(self) -> Ops:
+        """The operators, for one rank."""
+        ...
+
+    def make_rank(
+        self,
+        model: Model,
+        *,
+        ops: Ops,
+        num_blocks: int,
+        layout: KvLayout,
+        communicator: Communicator,
+        limits: RunnerLimits,
+    ) -> Rank:
+        """The rank that runs a loaded model, warmed up."""
+        ...
+
+
+def open_backend(options: EngineOptions) -> Backend:
+    """The backend that the options ask for.
+
+    Raises:
+        Refused: its device or packages are not there.
+    """
+    if options.device is DeviceKind.CPU:
+        return CpuBackend()
+    try:
+        from openinfer_engine.cuda_backend import CudaBackend
+    except KernelsError as error:  # the packages of the CUDA extras are missing; the message says which
+        raise Refused(f"--device cuda: {error}") from error
+
+    return CudaBackend.open(options)
+
+
+class CpuBackend:
+    """NumPy in float32."""
+
+    dtype = KvDtype.FLOAT32
+    kernels = {"prefill": "cpu NumPy, float32", "decode": "cpu NumPy, float32", "sampling": "cpu NumPy, float64 sums"}  # noqa: RUF012
+
+    def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
+        """Not bounded: the system's allocator gives and takes."""
+        del limits, max_step_tokens
+        return 0
+
+    def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
+        """1 GiB."""
+        del weights_bytes, workspace_bytes
+        return _CPU_KV_CACHE_BYTES
+
+    def make_ops(self) -> Ops:
+        """Stateless."""
+        return CpuOps()
+
+    def make_rank(
+        self,
+        model: Model,
+        *,
+        ops: Ops,
+        num_blocks: int,
+        layout: KvLayout,
+        communicator: Communicator,
+        limits: RunnerLimits,
+    ) -> Rank:
+        """Needs no warming."""
+        kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
+        return RankRunner(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits)
+
+
+def refuse_ranks(options: EngineOptions) -> None:
+    """Raises `Refused` for what the CUDA backend cannot do yet."""
+    if options.tensor_parallel_size > 1:
+        raise Refused(
+            f"tensor_parallel_size is {options.tensor_parallel_size}: on GPUs one rank is possible so far; "
+            "several ranks run on a CPU (--device cpu)"
+        )

@@ -1,0 +1,105 @@
+"""The CUDA backend: one GPU, its memory ledger, and ranks whose decode steps are captured."""
+
+from typing import Self
+
+from openinfer_core import Refused
+from openinfer_engine.backends import refuse_ranks
+from openinfer_engine.communicator import Communicator
+from openinfer_engine.cuda_rank import CudaRank
+from openinfer_engine.model import Model
+from openinfer_engine.options import EngineOptions
+from openinfer_engine.rank import RankRunner, RunnerLimits
+from openinfer_engine.runner import Rank
+from openinfer_kernels import KernelsError, Ops
+from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.ops import CudaOps
+from openinfer_kv_cache import KvDtype, KvLayout
+
+_FIXED_WORKSPACE_BYTES = 1 << 30
+"""Libraries' workspaces, the context, captured graphs and what rounding in the pools costs."""
+_ACTIVATION_BYTES_PER_TOKEN = 1 << 18
+"""Of one token of a step, at most: a few vectors of the widest layer of any model served."""
+_LOGIT_BYTES = 12
+"""Of one logit of a sampled row: BF16, and float32 scratch of sampling."""
+
+
+class CudaBackend:
+    """One GPU for one engine."""
+
+    dtype = KvDtype.BFLOAT16
+
+    def __init__(self, device: Device, options: EngineOptions) -> None:
+        self._device = device
+        self._options = options
+
+    @classmethod
+    def open(cls, options: EngineOptions) -> Self:
+        """GPU 0.
+
+        Raises:
+            Refused: no GPU, an old driver, missing packages, or what cannot be done on GPUs yet.
+        """
+        refuse_ranks(options)
+        try:
+            return cls(Device.open(), options)
+        except KernelsError as error:
+            raise Refused(f"--device cuda: {error}") from error
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Ours, and cuBLASLt for large products."""
+        replay = "captured" if self._options.cuda_graph else "launched one by one"
+        return {
+            "device": f"{self._device.name} ({self._device.architecture})",
+            "products": "cuBLASLt BF16; decode_gemm for few tokens on sm_90a",
+            "prefill": "attention_prefill, BF16",
+            "decode": f"attention_decode, BF16, {replay}",
+            "sampling": "sampling, float32",
+        }
+
+    def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
+        """Activations of the largest step, logits of all rows, and a fixed part."""
+        rows = limits.max_num_seqs + 256
+        return (
+            _FIXED_WORKSPACE_BYTES
+            + max_step_tokens * _ACTIVATION_BYTES_PER_TOKEN
+            + rows * limits.vocab_size * _LOGIT_BYTES
+        )
+
+    def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
+        """The rest of the share of memory that was granted.
+
+        Raises:
+            Refused: nothing is left.
+        """
+        granted = int(self._device.memory_bytes * self._options.gpu_memory_fraction)
+        rest = granted - weights_bytes - workspace_bytes
+        if rest <= 0:
+            raise Refused(
+                f"{self._device.name} has {self._device.memory_bytes} bytes, of which {granted} may be used; "
+                f"weights take {weights_bytes} and workspaces {workspace_bytes}: nothing is left for the KV cache"
+            )
+        return rest
+
+    def make_ops(self) -> Ops:
+        """On this GPU."""
+        return CudaOps(self._device)
+
+    def make_rank(
+        self,
+        model: Model,
+        *,
+        ops: Ops,
+        num_blocks: int,
+        layout: KvLayout,
+        communicator: Communicator,
+        limits: RunnerLimits,
+    ) -> Rank:
+        """Warmed up, its decode steps captured."""
+        kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
+        eager = RankRunner(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits)
+        if not isinstance(ops, CudaOps):
+            raise TypeError("operators of another backend")
+        rank = CudaRank(eager, model, kv_cache=kv_cache, ops=ops, limits=limits)
+        rank.warm_up(capture=self._options.cuda_graph)
+        return rank
