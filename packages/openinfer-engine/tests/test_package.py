@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import openinfer_engine
+from openinfer_core import find_plugin
 from openinfer_engine.bench_command import run
+from openinfer_engine.offline_bench import run as run_offline
 
 
 def test_all_is_sorted_and_there() -> None:
@@ -34,3 +36,14 @@ def test_bench_scheduler_prints_and_writes_its_figures(tmp_path: Path, capsys: p
     written = json.loads(report.read_text())
     assert [row["rows"] for row in written["scheduler"]] == [4]
     assert written["bookkeeping_us_per_block"] > 0
+
+
+def test_bench_offline_runs_every_request_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
+    argv = ["--model", str(model_dir), "--size", "3x20", "--output", "5", "--option", "num_blocks=64"]
+    assert run_offline([*argv, "--json", str(report)]) == 0
+    assert "3 x 20" in capsys.readouterr().out
+    (timing,) = json.loads(report.read_text())["timings"]
+    assert timing["batch"] == 3
+    assert timing["tpot_ms"] > 0
