@@ -1,0 +1,67 @@
+"""Causal attention over a paged cache: rows with one query token by one kernel, chunks of prompts by another."""
+
+import numpy as np
+
+from openinfer_kernels.cuda.arrays import fits_vectors, require
+from openinfer_kernels.cuda.attention_decode import AttentionDecode
+from openinfer_kernels.cuda.attention_prefill import AttentionPrefill
+from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.libraries import bfloat16, cupy
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array, AttentionBatch
+
+HEAD_DIMS = (64, 128, 256)
+BLOCK_TOKENS = (16, 32, 64, 128, 256)
+MAX_GROUP = 16
+_INT32 = np.dtype(np.int32)
+
+
+class Attention:
+    """The operator on one device."""
+
+    def __init__(self, device: Device) -> None:
+        self._decode = AttentionDecode(device)
+        self._prefill = AttentionPrefill(device)
+
+    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
+        """Attention of `q [T, H, D]` over `kv_cache [blocks, layers, 2, K, B, D]`: `[T, H * D]`.
+
+        D is 64, 128 or 256, B 16 or a larger power of two, H / K at most 16. A row whose context is empty, which is
+        padding of a captured step, gets no result.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or shape.
+        """
+        _check(q, kv_cache, batch)
+        num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
+        out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
+        if num_tokens < num_rows * most or most == 1:  # else every row is as long as the longest
+            self._decode.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
+        if most > 1:
+            self._prefill.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
+        return out
+
+
+def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:
+    require(q, bfloat16, ndim=3, what="q")
+    require(kv_cache, bfloat16, ndim=6, what="kv_cache")
+    require(batch.query_starts, _INT32, ndim=1, what="batch.query_starts")
+    require(batch.context_lens, _INT32, ndim=1, what="batch.context_lens")
+    require(batch.block_tables, _INT32, ndim=2, what="batch.block_tables")
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_tokens = kv_cache.shape[3:5]
+    if head_dim not in HEAD_DIMS or kv_cache.shape[5] != head_dim or not fits_vectors(q, kv_cache):
+        raise ArrayMismatchError(
+            f"q {q.shape} and kv_cache {kv_cache.shape} must have one head dimension of {HEAD_DIMS}, at 16-byte addresses"
+        )
+    if block_tokens not in BLOCK_TOKENS:
+        raise ArrayMismatchError(f"blocks of {block_tokens} tokens are not supported: one of {BLOCK_TOKENS}")
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
+        raise ArrayMismatchError(
+            f"{num_heads} query heads over {num_kv_heads} KV heads: a multiple, at most {MAX_GROUP} times as many"
+        )
+    if not len(batch.query_starts) - 1 == len(batch.context_lens) == len(batch.block_tables):
+        raise ArrayMismatchError(
+            f"the batch names {len(batch.query_starts) - 1} rows by query_starts, {len(batch.context_lens)} by "
+            f"context_lens, {len(batch.block_tables)} by block_tables"
+        )
