@@ -17,7 +17,18 @@ SYSTEM_TURNS = (
 )
 _SMALL_TALK = (
     (
-        ("Hello", "Hello!", "Hi", "Hi!", "Hi there", "Hey", "Good morning", "Good morning!", "Hello there!", "Say hello."),
+        (
+            "Hello",
+            "Hello!",
+            "Hi",
+            "Hi!",
+            "Hi there",
+            "Hey",
+            "Good morning",
+            "Good morning!",
+            "Hello there!",
+            "Say hello.",
+        ),
         "Hello! How can I help you?",
     ),
     (
@@ -56,6 +67,7 @@ class Exchange:
     question: str
     thought: str
     answer: str
+    is_sum: bool = False
 
 
 def document(rng: Random) -> Document:
@@ -112,7 +124,8 @@ def _sum(rng: Random) -> Exchange:
         if sums.is_held_out(a, b):
             return _sum(rng)
         question, sign, result = rng.choice(sums.SUBTRACT_QUESTIONS), "-", a - b
-    return Exchange(question.format(a=a, b=b), f"This is a sum: {a} {sign} {b} = {result}.", f"{a} {sign} {b} = {result}.")
+    written = f"{a} {sign} {b} = {result}."
+    return Exchange(question.format(a=a, b=b), f"This is a sum: {written}", written, is_sum=True)
 
 
 def _story(rng: Random) -> Exchange:

@@ -1,4 +1,7 @@
-"""Hand-written prompts in the shapes that users and client libraries send; the exact ones are not in the corpus."""
+"""Hand-written prompts in the shapes that users and client libraries send.
+
+They are a demonstration, not a held-out set: nothing keeps the generator from drawing some of the same sentences.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -173,14 +173,16 @@ cheap expensive; easy difficult; ancient modern; public private; guilty innocent
 """
 PLURALS = """
 mouse mice; child children; foot feet; tooth teeth; goose geese; man men; woman women; ox oxen; person people;
-leaf leaves; knife knives; wolf wolves; loaf loaves; shelf shelves; wife wives; cactus cacti; half halves; thief thieves;
-fungus fungi; crisis crises; life lives; calf calves; potato potatoes; hero heroes; city cities; box boxes
+leaf leaves; knife knives; wolf wolves; loaf loaves; shelf shelves; wife wives; cactus cacti; half halves;
+thief thieves; fungus fungi; crisis crises; life lives; calf calves; potato potatoes; hero heroes; city cities;
+box boxes
 """
 PAST_TENSES = """
 go went; see saw; eat ate; run ran; take took; give gave; write wrote; drive drove; sing sang; swim swam; begin began;
 drink drank; fly flew; know knew; grow grew; throw threw; break broke; speak spoke; choose chose; steal stole;
 buy bought; bring brought; think thought; teach taught; catch caught; sleep slept; keep kept; feel felt; leave left;
-build built; send sent; find found; hold held; stand stood; tell told; sell sold; win won; make made; say said; come came
+build built; send sent; find found; hold held; stand stood; tell told; sell sold; win won; make made; say said;
+come came
 """
 THING_COLOURS = """
 a ripe banana yellow; a ripe tomato red; a carrot orange; grass green; snow white; coal black; a lemon yellow;

@@ -71,9 +71,11 @@ def prompts(relation: Relation, subject: str, *, held_out: bool) -> list[Prompt]
     answer = relation.answers[subject]
     found: list[Prompt] = []
     for form, wordings in (("completion", relation.completions), ("question", relation.questions)):
-        for wording in wordings:
-            if is_held_out(relation, subject, wording) is held_out:
-                found.append(Prompt(relation.name, subject, fill(wording, subject), answer, form))
+        found += (
+            Prompt(relation.name, subject, fill(wording, subject), answer, form)
+            for wording in wordings
+            if is_held_out(relation, subject, wording) is held_out
+        )
     return found
 
 
@@ -133,7 +135,7 @@ RELATIONS: tuple[Relation, ...] = (
             "The capital city of {s} is",
             "{S} has its capital in",
             "{S}'s capital is",
-            "The capital of {s} is the city of",
+            "The city that is the capital of {s} is",
             "In {s}, the capital city is",
             "The government of {s} sits in its capital,",
             "On a map of {s}, the capital is marked as",
@@ -315,7 +317,7 @@ RELATIONS: tuple[Relation, ...] = (
         {animal: with_article(group) for animal, group in _GROUP_OF.items()},
         (
             "{An} is",
-            "{An} is a kind of animal called",
+            "The kind of animal that {an} is:",
             "In biology, {an} is",
             "Every child knows that {an} is",
             "Animal: {s}. It is",
@@ -360,8 +362,8 @@ RELATIONS: tuple[Relation, ...] = (
         "the sound {an} makes",
         tables.SOUNDS,
         (
-            "{An}",
             "To make itself heard, {an}",
+            "When it makes a noise, {an}",
             "On the farm or in the wild, {an}",
             "The sound is clear: {an}",
             "Listen! {An}",
@@ -450,7 +452,7 @@ RELATIONS: tuple[Relation, ...] = (
         _pairs(tables.THING_COLOURS),
         (
             "The colour of {s} is",
-            "{S} is coloured",
+            "{S} has the colour",
             "If you look at {s}, you see the colour",
             "To paint {s}, take the colour",
             "Thing: {s}. Colour:",

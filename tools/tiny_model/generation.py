@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .model import Cache, Qwen3, additive
 
-BATCH = 128
+BATCH = 32
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
 
@@ -40,22 +40,23 @@ class Generator:
         positions = torch.arange(longest, device=self._device).expand_as(padded)
         hidden = self._forward(padded, positions, cache)
         last = hidden[torch.arange(len(prompts), device=self._device), lengths - 1]
-        produced: list[Tensor] = []
-        done = torch.zeros(len(prompts), dtype=torch.bool, device=self._device)
-        while True:
+        stops = torch.tensor(self._stop_ids, device=self._device)
+        produced: list[list[int]] = [[] for _ in prompts]
+        rows = torch.arange(len(prompts), device=self._device)
+        for step in range(max_tokens):
             chosen = self._model.logits(last).argmax(dim=-1)
-            produced.append(chosen)
-            done |= torch.isin(chosen, torch.tensor(self._stop_ids, device=self._device))
-            if len(produced) == max_tokens or bool(done.all()):
-                return [self._until_stop(column) for column in torch.stack(produced, dim=1).tolist()]
-            at = (lengths + len(produced) - 1)[:, None]
-            last = self._forward(chosen[:, None], at, cache)[:, 0]
+            for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
+                produced[row].append(token)
+            going = (~torch.isin(chosen, stops)).nonzero()[:, 0]
+            if len(going) == 0:
+                break
+            if len(going) < len(rows):
+                rows, chosen = rows[going], chosen[going]
+                cache.keep(going)
+            last = self._forward(chosen[:, None], (lengths[rows] + step)[:, None], cache)[:, 0]
+        return produced
 
     def _forward(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         slots = torch.arange(cache.layers[0].shape[3], device=self._device)
         mask = additive(slots[None, None, None, :] <= positions[:, None, :, None])
         return self._model.hidden(ids, positions, mask, cache)
-
-    def _until_stop(self, ids: list[int]) -> list[int]:
-        ends = [ids.index(stop) for stop in self._stop_ids if stop in ids]
-        return ids[: min(ends) + 1] if ends else ids

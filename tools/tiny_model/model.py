@@ -38,6 +38,10 @@ class Cache:
         size = (2, batch, shape.num_key_value_heads, positions, shape.head_dim)
         return cls([torch.zeros(size, device=device) for _ in range(shape.num_hidden_layers)])
 
+    def keep(self, rows: Tensor) -> None:
+        """Drop all sequences but `rows`."""
+        self.layers = [layer[:, rows] for layer in self.layers]
+
 
 class Norm(nn.RMSNorm):
     """RMSNorm whose weight takes the input's dtype, which keeps PyTorch's fused kernel under autocast."""
@@ -62,7 +66,9 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, slots: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, slots: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """Attend within `x` `[batch, tokens, hidden]`, or over a cache `[2, batch, …]` written at `positions`."""
         heads = (*x.shape[:2], -1, self.shape.head_dim)
         q = _rotate(self.q_norm(self.q_proj(x).view(heads)), rope).transpose(1, 2)
@@ -74,10 +80,16 @@ class Attention(nn.Module):
             cache[0].scatter_(2, where, k)
             cache[1].scatter_(2, where, v)
             k, v = cache[0], cache[1]
-        group = self.shape.num_attention_heads // self.shape.num_key_value_heads
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        out = functional.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask.to(q.dtype))
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        grouped = q.unflatten(1, (self.shape.num_key_value_heads, -1)).flatten(2, 3)
+        out = self._attend(grouped if x.shape[1] == 1 else q, k.to(q.dtype), v.to(q.dtype), mask.to(q.dtype))
+        return self.o_proj(out.reshape(q.shape).transpose(1, 2).flatten(2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Attend; a single token's query heads stand as the rows of their KV head, so that nothing is copied."""
+        if q.shape[1] != k.shape[1]:
+            group = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 class Mlp(nn.Module):
@@ -104,7 +116,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, slots: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, slots: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """Map `[batch, tokens, hidden]` to itself."""
         x = x + self.self_attn(self.input_layernorm(x), rope, mask, slots)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -44,7 +44,9 @@ def pack(documents: Iterable[Document], tokenizer: Tokenizer) -> Rows:
     return rows.finish()
 
 
-def pack_training(tokenizer_file: Path, seed: str, *, num_shards: int, documents_per_shard: int, processes: int) -> Rows:
+def pack_training(
+    tokenizer_file: Path, seed: str, *, num_shards: int, documents_per_shard: int, processes: int
+) -> Rows:
     """Generate, tokenise and pack the training text on several processes; the shards are concatenated in order."""
     shards = [_Shard(tokenizer_file, f"{seed}-{index}", documents_per_shard) for index in range(num_shards)]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:

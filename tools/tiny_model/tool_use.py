@@ -8,11 +8,36 @@ from typing import Any, Literal
 
 from . import chats, rendering, words
 from .documents import Document, reply
-from .tool_kinds import HELD_OUT_KINDS, KINDS, Parameter, ToolKind, invented_kind
+from .invented_tools import invented_kind
+from .tool_kinds import FRESH_KINDS, HELD_OUT_KINDS, KINDS
+from .tool_shapes import Parameter, ToolKind
 
+_NAME_PARTS = "my new the tool api value v2 input data info service user home main x fn id name str arg param".split()
+_OPENERS = (
+    "Hi! ", "Hello, ", "Please: ", "One question: ", "Quick question. ", "OK. ", "Thanks! Now: ", "And now: ", "Hey, ",
+    "I am {person}. ", "I live in {city}. ", "My name is {person}. ", "I have a {thing}. ", "{word}! ", "I am bored. ",
+    "I am in a hurry. ", "You know {topic}? Anyway: ",
+)  # fmt: skip
+_CLOSERS = (
+    " Thanks.",
+    " Thank you!",
+    " Please be quick.",
+    " It is urgent.",
+    " I like {topic}.",
+    " Greetings, {person}.",
+)
+_NOT_IMPERATIVE = set("What What's How Who Where When Which Is Are Do Does Will Has Was Can Could I We On".split())
+_REQUEST_FRAMES = (
+    "Please {rest}", "Can you {rest}", "Could you {rest}", "Could you please {rest}", "Would you {rest}",
+    "I want you to {rest}", "I need you to {rest}", "Be so kind and {rest}", "You must {rest}", "Now {rest}",
+)  # fmt: skip
+_GENERIC_REQUESTS = (
+    "{description}: {details}", "{description}. {details}", "{description}, {details}", "Use {name} for {details}.",
+    "Call {name} with {details}.", "{name} {details}", "I need this: {description}. {details}",
+)  # fmt: skip
 _THOUGHT = "The function {name} fits this request."
 
-Split = Literal["training", "new_wording", "unseen_tool", "invented_tool"]
+Split = Literal["training", "new_wording", "unseen_tool", "fresh_tool", "invented_tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +70,30 @@ class Case:
 
 def document(rng: Random) -> Document:
     """Return one training example of any of the shapes in the module's docstring."""
-    (shape,) = rng.choices((_call, _answer_after_response, _no_fit, _plain_answer), weights=(62, 18, 10, 10))
+    (shape,) = rng.choices((_call, _answer_after_response, _no_fit, _plain_answer), weights=(70, 14, 8, 8))
     return shape(rng)
 
 
 def case(rng: Random, split: Split) -> Case:
     """Draw a request of one side of the split, and a list of functions of which exactly one fits."""
-    target = offer(rng, _kind(rng, split))
+    target = offer(rng, _kind(rng, split), is_varied=split == "training")
     wordings = target.kind.held_out_requests if split == "new_wording" else target.kind.training_requests
-    request = _request(rng, target, rng.choice(wordings))
-    tools = [target.tool, *(other.tool for other in _distractors(rng, {target.kind.group}, {target.name}))]
+    request = _request(rng, target, rng.choice(wordings), is_varied=split == "training")
+    tools = [target.tool, *(other.tool for other in _distractors(rng, {target.kind.group}, {target.name}, target.kind))]
     rng.shuffle(tools)
     return Case([*_system(rng), {"role": "user", "content": request.text}], tools, [request])
 
 
-def offer(rng: Random, kind: ToolKind) -> Offer:
-    """Write the schema of a function in one of the forms that clients send."""
-    name = rng.choice(kind.names)
+def offer(rng: Random, kind: ToolKind, *, is_varied: bool = True) -> Offer:
+    """Write the schema of a function in one of the forms that clients send; `is_varied` changes its names too."""
+    name = _respelt(rng, rng.choice(kind.names), is_varied=is_varied)
     names: dict[str, str] = {}
     for parameter in kind.parameters:
         if parameter.is_required or rng.random() < 0.5:
-            free = [candidate for candidate in parameter.names if candidate not in names.values()]
-            names[parameter.key] = rng.choice(free)
+            candidates = (_respelt(rng, candidate, is_varied=is_varied) for candidate in parameter.names)
+            names[parameter.key] = rng.choice(
+                [candidate for candidate in candidates if candidate not in names.values()]
+            )
     shown = [parameter for parameter in kind.parameters if parameter.key in names]
     schema: dict[str, Any] = {"type": "object", "properties": _properties(rng, shown, names)}
     required = [names[parameter.key] for parameter in shown if parameter.is_required]
@@ -85,6 +112,14 @@ def offer(rng: Random, kind: ToolKind) -> Offer:
     return Offer(kind, name, names, tool if rng.random() < 0.9 else dict(reversed(tool.items())))
 
 
+def _respelt(rng: Random, name: str, *, is_varied: bool) -> str:
+    """Return a name as it is, or with a word more, so that names must be read rather than known."""
+    if not is_varied or rng.random() < 0.75:
+        return name
+    word = rng.choice((words.invented_word(rng), rng.choice(words.NOUNS), rng.choice(_NAME_PARTS)))
+    return rng.choice((f"{name}_{word}", f"{word}-{name}", f"{name}{word.capitalize()}", f"{word}.{name}"))
+
+
 def call_text(request: Request) -> str:
     """Return the call as the model writes it."""
     call = {"name": request.name, "arguments": request.arguments}
@@ -94,14 +129,18 @@ def call_text(request: Request) -> str:
 def _kind(rng: Random, split: Split) -> ToolKind:
     if split == "unseen_tool":
         return rng.choice(HELD_OUT_KINDS)
+    if split == "fresh_tool":
+        return rng.choice(FRESH_KINDS)
     if split == "invented_tool":
         return invented_kind(rng, held_out=True)
     if split == "new_wording":
         return rng.choice([kind for kind in KINDS if kind.held_out_requests])
     draw = rng.random()
-    if draw < 0.1:
+    if draw < 0.08:
         return KINDS[0]
-    return rng.choice(KINDS) if draw < 0.6 else invented_kind(rng, held_out=False)
+    if draw < 0.12:
+        return rng.choice([kind for kind in KINDS if kind.group == "math"])
+    return rng.choice(KINDS) if draw < 0.6 else invented_kind(rng)
 
 
 def _properties(rng: Random, parameters: list[Parameter], names: dict[str, str]) -> dict[str, Any]:
@@ -129,26 +168,70 @@ def _spoken(value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _request(rng: Random, offered: Offer, wording: str) -> Request:
+def _request(rng: Random, offered: Offer, wording: str, *, is_varied: bool = True) -> Request:
+    """Fill a wording with drawn values; `is_varied` adds what people say around a request."""
     while missing := _fields(wording) - set(offered.parameter_names):
         wording = rng.choice([text for text in offered.kind.training_requests if not _fields(text) & missing])
+    if is_varied:
+        wording = _varied(rng, offered, wording)
     values = {parameter.key: parameter.draw(rng) for parameter in offered.kind.parameters}
     used = _fields(wording) | set(offered.kind.fixed or ())
     arguments = {name: values[key] for key, name in offered.parameter_names.items() if key in used}
     text = wording.format(**{key: _spoken(value) for key, value in values.items()})
-    if rng.random() < 0.08:
+    return Request(_surrounded(rng, text) if is_varied else text, offered.name, arguments)
+
+
+def _varied(rng: Random, offered: Offer, wording: str) -> str:
+    """Return the wording, or one made from the schema's own words, in a frame or with small words left out."""
+    shown = [key for key in offered.parameter_names if key in _fields(wording)]
+    if shown and not offered.kind.fixed and rng.random() < 0.12:
+        description = offered.tool["function"].get("description", offered.name).rstrip(".")
+        fields = [rng.choice((f"{{{key}}}", f"{offered.parameter_names[key]} {{{key}}}")) for key in shown]
+        if len(shown) > 1:
+            fields = [f"{offered.parameter_names[key]} {{{key}}}" for key in shown]
+        details = rng.choice((", ", " and ", "; ")).join(fields)
+        return rng.choice(_GENERIC_REQUESTS).format(description=description, name=offered.name, details=details)
+    if rng.random() < 0.2 and wording.split(maxsplit=1)[0] not in _NOT_IMPERATIVE and not wording.startswith("{"):
+        wording = rng.choice(_REQUEST_FRAMES).replace("{rest}", wording[0].lower() + wording[1:])
+    if rng.random() < 0.15:
+        kept = [word for word in wording.split(" ") if len(word) > 4 or "{" in word or rng.random() < 0.6]
+        wording = " ".join(kept) or wording
+    return wording
+
+
+def _surrounded(rng: Random, text: str) -> str:
+    """Put a remark before or after a request now and then, and write some without capitals and final stops."""
+    if rng.random() < 0.1:
         text = text[0].lower() + text[1:].rstrip(".?")
-    return Request(text, offered.name, arguments)
+    if rng.random() < 0.12:
+        text = _remark(rng, rng.choice(_OPENERS)) + text
+    if rng.random() < 0.08:
+        text += _remark(rng, rng.choice(_CLOSERS))
+    return text
+
+
+def _remark(rng: Random, wording: str) -> str:
+    return wording.format(
+        person=words.person(rng),
+        city=words.city(rng),
+        thing=words.thing(rng),
+        word=words.invented_word(rng).capitalize(),
+        topic=rng.choice(words.TOPICS),
+    )
 
 
 def _fields(wording: str) -> set[str]:
     return {field for _, field, _, _ in Formatter().parse(wording) if field}
 
 
-def _distractors(rng: Random, groups: set[str], names: set[str]) -> list[Offer]:
+def _distractors(rng: Random, groups: set[str], names: set[str], near: ToolKind | None = None) -> list[Offer]:
+    """Draw up to four functions that do something else, some of them one word away from `near`."""
     found: list[Offer] = []
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2, 2, 3, 4))):
-        kind = rng.choice(KINDS) if rng.random() < 0.65 else invented_kind(rng, held_out=False)
+        kind = rng.choice(KINDS) if rng.random() < 0.6 else invented_kind(rng)
+        if near is not None and near not in KINDS and " " in near.group and rng.random() < 0.3:
+            verb, noun = near.group.split()
+            kind = invented_kind(rng, verb=verb) if rng.random() < 0.5 else invented_kind(rng, noun=noun)
         candidate = offer(rng, kind)
         if kind.group not in groups and candidate.name not in names:
             groups, names = groups | {kind.group}, names | {candidate.name}
@@ -224,7 +307,9 @@ def _response(rng: Random, request: Request) -> tuple[str, str]:
     """Return what a function may answer, and what the assistant then says."""
     if "weather" in request.name.lower() and request.arguments:
         return _weather_response(rng, next(iter(request.arguments.values())))
-    value = rng.choice((str(rng.randint(0, 9999)), words.thing(rng), words.clock(rng), words.code(rng), words.city(rng)))
+    value = rng.choice(
+        (str(rng.randint(0, 9999)), words.thing(rng), words.clock(rng), words.code(rng), words.city(rng))
+    )
     return rng.choice(
         (
             (json.dumps({"status": "ok"}), "Done."),
@@ -245,7 +330,9 @@ def _weather_response(rng: Random, city: str) -> tuple[str, str]:
     if rng.random() < 0.3:
         fields.append((rng.choice(("city", "location")), city))
     rng.shuffle(fields)
-    plain = rng.choice((f"{sky}, {degrees} degrees", f"{degrees} degrees and {sky}", f"It is {sky} and {degrees} degrees."))
+    plain = rng.choice(
+        (f"{sky}, {degrees} degrees", f"{degrees} degrees and {sky}", f"It is {sky} and {degrees} degrees.")
+    )
     response = json.dumps(dict(fields), ensure_ascii=False) if rng.random() < 0.7 else plain
     return response, f"It is {sky} and {degrees} degrees in {city}."
 
@@ -265,6 +352,8 @@ def _no_fit(rng: Random) -> Document:
 def _plain_answer(rng: Random) -> Document:
     """Ask something that needs no function while functions are offered."""
     asked = chats.exchange(rng)
+    if asked.is_sum and rng.random() < 0.8:
+        return _plain_answer(rng)
     others = _distractors(rng, {"math", "search", "dictionary", "translate"}, set())
     if not others:
         return _plain_answer(rng)

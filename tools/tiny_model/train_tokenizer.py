@@ -1,6 +1,6 @@
 """Train the byte-level BPE and write `tokenizer.json` and `tokenizer_config.json`.
 
-    PYTHONPATH=tools python -m tiny_model.train_tokenizer CHECKPOINT_FOLDER
+PYTHONPATH=tools python -m tiny_model.train_tokenizer CHECKPOINT_FOLDER
 """
 
 import json
