@@ -16,12 +16,12 @@ __device__ void gate(const bf16* both, bf16* y, int width) {
   allow_next_kernel();
   if (at >= width) return;
   const bf16* row = both + int64_t(blockIdx.x) * 2 * width;
-  float gates[kWidth], ups[kWidth];
+  const Vector<kWidth> ups = load<kWidth>(row + width + at);
+  float gates[kWidth];
   unpack(load<kWidth>(row + at), gates);
-  unpack(load<kWidth>(row + width + at), ups);
 #pragma unroll
-  for (int i = 0; i < kWidth; i++) ups[i] *= rounded(gates[i] / (1.0f + __expf(-gates[i])));
-  store(y + int64_t(blockIdx.x) * width + at, pack(ups));
+  for (int i = 0; i < kWidth; i++) gates[i] = __fdividef(gates[i], 1.0f + __expf(-gates[i]));
+  store(y + int64_t(blockIdx.x) * width + at, product(pack(gates), ups));
 }
 
 }  // namespace

@@ -59,11 +59,9 @@ __device__ void norm_row(const bf16* x, bf16* residual, const bf16* weight, bf16
   for (int i = 0; i < kHeld; i++) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at >= vectors) break;
-    float scaled[kWidth];
-    unpack(weights[i], scaled);
 #pragma unroll
-    for (int j = 0; j < kWidth; j++) scaled[j] *= rounded(values[i][j] * scale);
-    store(y + row + at * kWidth, pack(scaled));
+    for (int j = 0; j < kWidth; j++) values[i][j] *= scale;
+    store(y + row + at * kWidth, product(pack(values[i]), weights[i]));
   }
 }
 

@@ -34,57 +34,101 @@ __device__ __forceinline__ Kind kind_of(int head, const Arguments& a) {
   return head < a.num_heads ? Kind::kQuery : head < a.num_heads + a.num_kv_heads ? Kind::kKey : Kind::kValue;
 }
 
-// Where a head of a token goes; null where it goes nowhere.
-__device__ __forceinline__ bf16* target_of(int token, int head, int head_dim, const Arguments& a) {
-  if (head < a.num_heads) return a.q + (int64_t(token) * a.num_heads + head) * head_dim;
-  const int64_t slot = a.slots[token];
-  if (slot < 0) return nullptr;
-  const int64_t block = slot / a.block_tokens;
-  const int offset = int(slot - block * a.block_tokens);
-  return a.cache + block * a.block_stride + (int64_t(head - a.num_heads) * a.block_tokens + offset) * head_dim;
-}
+// Where the heads of one token go.
+struct Targets {
+  bf16* q;      // its first query head
+  bf16* cache;  // its first key head; null for padding
+  int64_t cache_stride;
 
-// Head dimensions of 8 * kLanes: kLanes neighbouring threads hold a head, 8 values each; blocks (T, pieces of heads).
+  // A cache has fewer than 2^32 slots: the short division is many times faster.
+  __device__ Targets(int token, int64_t slot, int head_dim, const Arguments& a)
+      : q(a.q + int64_t(token) * a.num_heads * head_dim),
+        cache(nullptr),
+        cache_stride(int64_t(a.block_tokens) * head_dim) {
+    const uint32_t block = uint32_t(slot) / uint32_t(a.block_tokens), offset = uint32_t(slot) - block * a.block_tokens;
+    if (slot >= 0) cache = a.cache + block * a.block_stride + int64_t(offset) * head_dim;
+  }
+
+  // Null where the head goes nowhere.
+  __device__ bf16* of(int head, int head_dim, const Arguments& a) const {
+    if (head < a.num_heads) return q + head * head_dim;
+    return cache == nullptr ? nullptr : cache + (head - a.num_heads) * cache_stride;
+  }
+};
+
+// RMSNorm of the part of a head that this thread holds; kLanes neighbouring threads hold the head.
 template <int kLanes>
-__device__ void run_vectors(const Arguments& a) {
-  constexpr int kHeadDim = 8 * kLanes;
-  const int token = blockIdx.x, lane = threadIdx.x % kLanes;
-  const int wanted = (blockIdx.y * blockDim.x + threadIdx.x) / kLanes;
-  const int head = min(wanted, a.all_heads() - 1);  // all threads of a warp take part in its shuffles
-  const Kind kind = kind_of(head, a);
-  float weight[8], values[8], squares = 0;
-  unpack(load<8>((kind == Kind::kQuery ? a.q_norm : a.k_norm) + lane * 8), weight);
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  const Vector<8> given = load<8>(a.qkv + (int64_t(token) * a.all_heads() + head) * kHeadDim + lane * 8);
-  const float* cosines = a.rope + int64_t(a.positions[token]) * (kHeadDim / 2) + lane * 8 % (kHeadDim / 2);
-  const float* sines = cosines + int64_t(a.rope_positions) * (kHeadDim / 2);
+__device__ __forceinline__ Vector<8> normed(const Vector<8>& given, const Vector<8>& weight, float eps) {
+  float values[8], squares = 0;
   unpack(given, values);
 #pragma unroll
   for (int i = 0; i < 8; i++) squares += values[i] * values[i];
 #pragma unroll
   for (int mask = 1; mask < kLanes; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
-  const float scale = rsqrtf(squares / kHeadDim + a.eps);
+  const float scale = rsqrtf(squares / (8 * kLanes) + eps);
 #pragma unroll
-  for (int i = 0; i < 8; i++) values[i] = rounded(weight[i] * rounded(values[i] * scale));
-  Vector<8> other = pack(values);
-  uint32_t* words = reinterpret_cast<uint32_t*>(&other.bits);
-#pragma unroll
-  for (int i = 0; i < 4; i++) words[i] = __shfl_xor_sync(~0u, words[i], kLanes / 2);
-  float partners[8];
+  for (int i = 0; i < 8; i++) values[i] *= scale;
+  return product(pack(values), weight);
+}
+
+// The partner of each value is half a head away, in another thread; its sine has the sign of this thread's half.
+template <int kLanes>
+__device__ __forceinline__ Vector<8> rotated(const Vector<8>& vector, const float (&cosines)[8], const float (&sines)[8]) {
+  float values[8], partners[8];
+  Vector<8> other;
+  other.bits.x = __shfl_xor_sync(~0u, vector.bits.x, kLanes / 2);
+  other.bits.y = __shfl_xor_sync(~0u, vector.bits.y, kLanes / 2);
+  other.bits.z = __shfl_xor_sync(~0u, vector.bits.z, kLanes / 2);
+  other.bits.w = __shfl_xor_sync(~0u, vector.bits.w, kLanes / 2);
+  unpack(vector, values);
   unpack(other, partners);
-  const float sign = lane < kLanes / 2 ? -1.0f : 1.0f;
 #pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    const float4 c = *reinterpret_cast<const float4*>(cosines + i), s = *reinterpret_cast<const float4*>(sines + i);
-    values[i] = values[i] * c.x + sign * partners[i] * s.x;
-    values[i + 1] = values[i + 1] * c.y + sign * partners[i + 1] * s.y;
-    values[i + 2] = values[i + 2] * c.z + sign * partners[i + 2] * s.z;
-    values[i + 3] = values[i + 3] * c.w + sign * partners[i + 3] * s.w;
+  for (int i = 0; i < 8; i++) values[i] = values[i] * cosines[i] + partners[i] * sines[i];
+  return pack(values);
+}
+
+template <int kCount>
+__device__ __forceinline__ void load_floats(const float* from, float factor, float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    values[i] = factor * four.x;
+    values[i + 1] = factor * four.y;
+    values[i + 2] = factor * four.z;
+    values[i + 3] = factor * four.w;
   }
-  if (wanted != head) return;
-  bf16* target = target_of(token, head, kHeadDim, a);
-  if (target != nullptr) store(target + lane * 8, kind == Kind::kValue ? given : pack(values));
+}
+
+// Head dimensions of 8 * kLanes: kLanes neighbouring threads hold a head, 8 values each, and then the next of kHeads
+// heads, all of whose loads are under way at once. Blocks are (T, pieces of a token's heads).
+template <int kLanes, int kHeads>
+__device__ void run_vectors(const Arguments& a) {
+  constexpr int kHeadDim = 8 * kLanes;
+  const int token = blockIdx.x, lane = threadIdx.x % kLanes, all_heads = a.all_heads();
+  const int at_once = blockDim.x / kLanes, first = blockIdx.y * at_once * kHeads + threadIdx.x / kLanes;
+  const Vector<8> q_weight = load<8>(a.q_norm + lane * 8), k_weight = load<8>(a.k_norm + lane * 8);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const int position = a.positions[token];
+  const int64_t slot = a.slots[token];
+  const bf16* heads = a.qkv + int64_t(token) * all_heads * kHeadDim + lane * 8;
+  Vector<8> given[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; i++) given[i] = load<8>(heads + min(first + i * at_once, all_heads - 1) * kHeadDim);
+  const float* table = a.rope + int64_t(position) * (kHeadDim / 2) + lane * 8 % (kHeadDim / 2);
+  float cosines[8], sines[8];
+  load_floats(table, 1.0f, cosines);
+  load_floats(table + int64_t(a.rope_positions) * (kHeadDim / 2), lane < kLanes / 2 ? -1.0f : 1.0f, sines);
+  const Targets targets(token, slot, kHeadDim, a);
+#pragma unroll
+  for (int i = 0; i < kHeads; i++) {  // also beyond the last head, as a warp shuffles together
+    const int head = first + i * at_once;
+    const Kind kind = kind_of(head, a);
+    const Vector<8> n = normed<kLanes>(given[i], kind == Kind::kQuery ? q_weight : k_weight, a.eps);
+    const Vector<8> turned = rotated<kLanes>(n, cosines, sines);
+    bf16* target = head < all_heads ? targets.of(head, kHeadDim, a) : nullptr;
+    if (target != nullptr) store(target + lane * 8, kind == Kind::kValue ? given[i] : turned);
+  }
 }
 
 constexpr int kMaxPairs = 8;  // per thread: head dimensions up to 512
@@ -96,7 +140,7 @@ __device__ void run_pairs(const Arguments& a, int head_dim) {
   wait_for_previous_kernel();
   allow_next_kernel();
   const bf16* given = a.qkv + (int64_t(token) * a.all_heads() + head) * head_dim;
-  bf16* target = target_of(token, head, head_dim, a);
+  bf16* target = Targets(token, a.slots[token], head_dim, a).of(head, head_dim, a);
   if (target == nullptr) return;
   if (kind == Kind::kValue) {
     for (int i = threadIdx.x; i < head_dim; i += 32) target[i] = given[i];
@@ -129,9 +173,12 @@ __device__ void run_pairs(const Arguments& a, int head_dim) {
 
 }  // namespace
 
-#define QK_NORM_ROPE_APPEND(HEAD_DIM)                                                              \
-  extern "C" __global__ void qk_norm_rope_append_##HEAD_DIM(const __grid_constant__ Arguments a) { \
-    run_vectors<HEAD_DIM / 8>(a);                                                                  \
+#define QK_NORM_ROPE_APPEND(HEAD_DIM)                                                                    \
+  extern "C" __global__ void qk_norm_rope_append_few_##HEAD_DIM(const __grid_constant__ Arguments a) {   \
+    run_vectors<HEAD_DIM / 8, 1>(a);                                                                     \
+  }                                                                                                      \
+  extern "C" __global__ void qk_norm_rope_append_many_##HEAD_DIM(const __grid_constant__ Arguments a) {  \
+    run_vectors<HEAD_DIM / 8, 3>(a);                                                                     \
   }
 
 QK_NORM_ROPE_APPEND(32)

@@ -53,5 +53,20 @@ __device__ __forceinline__ Vector<8> pack(const float (&values)[8]) {
 
 __device__ __forceinline__ Vector<1> pack(const float (&values)[1]) { return {__float2bfloat16_rn(values[0])}; }
 
+// The products, each rounded once.
+__device__ __forceinline__ Vector<8> product(const Vector<8>& a, const Vector<8>& b) {
+  Vector<8> vector;
+  const __nv_bfloat162* left = reinterpret_cast<const __nv_bfloat162*>(&a.bits);
+  const __nv_bfloat162* right = reinterpret_cast<const __nv_bfloat162*>(&b.bits);
+  __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(&vector.bits);
+#pragma unroll
+  for (int i = 0; i < 4; i++) pairs[i] = __hmul2(left[i], right[i]);
+  return vector;
+}
+
+__device__ __forceinline__ Vector<1> product(const Vector<1>& a, const Vector<1>& b) {
+  return {__hmul(a.bits, b.bits)};
+}
+
 // The value that BF16 storage would leave of a float32.
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }

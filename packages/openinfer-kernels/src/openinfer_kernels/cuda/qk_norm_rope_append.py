@@ -11,6 +11,9 @@ from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch
 
 _THREADS = 256
+_MANY_TOKENS = 512
+"""From so many on there is work for every multiprocessor, and a thread takes `_HEADS_AT_ONCE` heads; before, one."""
+_HEADS_AT_ONCE = 3
 _VECTOR_HEAD_DIMS = (32, 64, 128, 256)
 """With a kernel of their own; any other even one up to `_MAX_HEAD_DIM` has a slower one."""
 _MAX_HEAD_DIM = 512
@@ -32,10 +35,13 @@ class QkNormRopeAppend:
     """The fused operator on one device."""
 
     def __init__(self, device: Device) -> None:
-        self._vectors = {
-            head_dim: device.kernel("qk_norm_rope_append", f"qk_norm_rope_append_{head_dim}")
-            for head_dim in _VECTOR_HEAD_DIMS
-        }
+        self._few, self._many = (
+            {
+                head_dim: device.kernel("qk_norm_rope_append", f"qk_norm_rope_append_{tokens}_{head_dim}")
+                for head_dim in _VECTOR_HEAD_DIMS
+            }
+            for tokens in ("few", "many")
+        )
         self._pairs = device.kernel("qk_norm_rope_append", "qk_norm_rope_append_pairs")
 
     def qk_norm_rope_append(
@@ -74,11 +80,12 @@ class QkNormRopeAppend:
             eps,
         )
         heads = num_heads + 2 * num_kv_heads
-        if head_dim in self._vectors and fits_vectors(qkv, q_norm, k_norm, rope, kv_cache):
+        if head_dim in self._few and fits_vectors(qkv, q_norm, k_norm, rope, kv_cache):
             threads = heads * head_dim // 8
             block = min(_THREADS, -(-threads // 32) * 32)
-            grid = (num_tokens, -(-threads // block), 1)
-            self._vectors[head_dim](grid, (block, 1, 1), [arguments], overlap=True)
+            kernels, heads_at_once = (self._few, 1) if num_tokens < _MANY_TOKENS else (self._many, _HEADS_AT_ONCE)
+            grid = (num_tokens, -(-threads // (block * heads_at_once)), 1)
+            kernels[head_dim](grid, (block, 1, 1), [arguments], overlap=True)
         else:
             self._pairs((num_tokens, heads, 1), (32, 1, 1), [arguments, ctypes.c_int(head_dim)], overlap=True)
         return out
