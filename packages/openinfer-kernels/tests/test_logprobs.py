@@ -50,12 +50,33 @@ def test_logprobs_of_equal_logits_rank_first_and_come_by_id(ops, upload):
     np.testing.assert_allclose(values, -math.log(8), atol=1e-6)
 
 
-def test_logprobs_whole_vocabulary_of_qwen3_sums_to_one(ops, upload):
-    logits = (np.random.default_rng(0).normal(size=(1, 151936)) * 4).astype(np.float32)
-    _, _, top_ids, values = run(ops, upload, logits, [0], 151936)
-    assert math.fsum(np.exp(values[0].astype(np.float64))) == pytest.approx(1, abs=2e-6)
-    assert sorted(top_ids[0].tolist()) == list(range(151936))
-    assert (np.diff(values[0]) <= 0).all()
+def test_logprobs_over_the_vocabulary_of_qwen3_equal_float64(ops, upload):
+    num_tokens, top = 151936, 1000
+    logits = (np.random.default_rng(0).normal(size=(3, num_tokens)) * [[0.5], [4], [12]]).astype(np.float32)
+    token_ids = [0, num_tokens - 1, 77777]
+    chosen, ranks, top_ids, values = run(ops, upload, logits, token_ids, top)
+    for row, token in enumerate(token_ids):
+        exact = logits[row].astype(np.float64)
+        expected = exact - exact.max() - math.log(np.exp(exact - exact.max()).sum())
+        best = np.lexsort((np.arange(num_tokens), -exact))[:top]
+        assert top_ids[row].tolist() == best.tolist()
+        np.testing.assert_allclose(values[row], expected[best], rtol=1e-6, atol=2e-6)
+        assert chosen[row] == pytest.approx(expected[token], rel=1e-6, abs=2e-6)
+        assert ranks[row] == 1 + np.count_nonzero(exact > exact[token])
+
+
+@pytest.mark.parametrize("top", [0, 1, 20])
+@pytest.mark.parametrize("num_tokens", [2047, 2048, 2049, 30001, 40000])
+def test_logprobs_of_many_equal_logits_take_the_lowest_ids(ops, upload, num_tokens, top):
+    logits = np.zeros((3, num_tokens), np.float32)
+    logits[1, 5::7] = 1.0
+    logits[2, -1] = 2.0
+    _, ranks, top_ids, values = run(ops, upload, logits, [3, 3, 3], top)
+    assert ranks.tolist() == [1, 1 + len(range(5, num_tokens, 7)), 2]
+    for row, exact in enumerate(logits.astype(np.float64)):
+        best = np.lexsort((np.arange(num_tokens), -exact))[:top]
+        assert top_ids[row].tolist() == best.tolist()
+        np.testing.assert_allclose(values[row], exact[best] - math.log(np.exp(exact).sum()), atol=2e-6)
 
 
 def test_logprobs_forbidden_token_is_minus_infinity(ops, upload):

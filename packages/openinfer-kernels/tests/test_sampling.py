@@ -320,3 +320,45 @@ def test_sample_whole_vocabulary_top_p_equals_a_full_sort(ops, upload, sampling,
         probabilities[order[:kept]] = weights[:kept] / weights[:kept].sum()
         number = philox_word(row, 0) / 2**32
         assert probabilities[:token].sum() - 1e-4 <= number <= probabilities[: token + 1].sum() + 1e-4
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_k": 3000}, {"top_k": 3000, "top_p": 0.5}, {"top_p": 0.5}])
+@pytest.mark.parametrize("num_tokens", [2048, 2049, 20000])
+def test_sample_cuts_among_many_equals_keep_the_lowest_ids(ops, upload, sampling, num_tokens, options):
+    num_rows = 200
+    tokens = run(
+        ops,
+        upload,
+        np.zeros((num_rows, num_tokens), np.float32),
+        sampling(num_rows, num_token_ids=num_tokens, **options),
+    )
+    kept = min(options.get("top_k", num_tokens), num_tokens)
+    kept = math.ceil(kept * options.get("top_p", 1.0))
+    words = [philox_word(row, 0) for row in range(num_rows)]
+    assert tokens.tolist() == [word * kept >> 32 for word in words]
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 30000])
+def test_sample_deep_cuts_invert_the_distribution_in_order_of_id(ops, upload, sampling, num_tokens):
+    rng = np.random.default_rng(9)
+    num_rows = 40
+    logits = (rng.normal(size=(num_rows, num_tokens)) * rng.choice([0.1, 1.0], size=(num_rows, 1))).astype(np.float32)
+    options = {
+        "temperature": rng.choice([0.7, 1.0, 3.0], size=num_rows),
+        "top_k": rng.choice([0, 1024, 1025, 1500, num_tokens - 1], size=num_rows),
+        "top_p": rng.choice([1.0, 0.5, 0.97], size=num_rows),
+        "min_p": rng.choice([0.0, 0.01], size=num_rows),
+        "positions": rng.integers(0, 2**34, size=num_rows),
+    }
+    batch = sampling(num_rows, num_token_ids=num_tokens, **options)
+    for row, token in enumerate(run(ops, upload, logits, batch).tolist()):
+        order = np.lexsort((np.arange(num_tokens), -logits[row]))
+        weights = np.exp((logits[row][order] - logits[row].max()).astype(np.float64) / float(batch.temperature[row]))
+        weights[weights < batch.min_p[row]] = 0
+        weights[batch.top_k[row] or num_tokens :] = 0
+        running = np.cumsum(weights)
+        weights[int(running.searchsorted(float(batch.top_p[row]) * running[-1])) + 1 :] = 0
+        probabilities = np.zeros(num_tokens)
+        probabilities[order] = weights / weights.sum()
+        number = philox_word(row, int(batch.positions[row])) / 2**32
+        assert probabilities[:token].sum() - 1e-5 <= number <= probabilities[: token + 1].sum() + 1e-5

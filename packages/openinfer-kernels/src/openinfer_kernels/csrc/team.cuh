@@ -1,0 +1,63 @@
+// The blocks that share one row: a thread block cluster from Hopper on, a single block before it.
+//
+// Blocks of a team read each other's shared memory after `team_sync`; none may end before a last `team_sync`.
+#pragma once
+#include <cstdint>
+
+#if __CUDA_ARCH__ >= 900
+#define TEAM_KERNEL __cluster_dims__(8, 1, 1)
+constexpr int kTeam = 8;
+#else
+#define TEAM_KERNEL
+constexpr int kTeam = 1;
+#endif
+
+__device__ __forceinline__ int team_row() { return blockIdx.x / kTeam; }
+
+__device__ __forceinline__ int team_rank() { return blockIdx.x % kTeam; }
+
+// A barrier of all threads of the team, which orders their accesses to shared and global memory.
+__device__ __forceinline__ void team_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// What block `rank` has where this block has `mine`, which is in shared memory.
+__device__ __forceinline__ uint64_t team_read(const uint64_t* mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  unsigned long long value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mine))), "r"(rank));
+  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+  return value;
+#else
+  return *mine;
+#endif
+}
+
+__device__ __forceinline__ uint32_t team_read(const uint32_t* mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address, value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mine))), "r"(rank));
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+#else
+  return *mine;
+#endif
+}
+
+// `combine` over what each block of the team has in `slot`, for every thread of full warps.
+template <class Combine>
+__device__ __forceinline__ uint64_t team_fold(const uint64_t* slot, Combine combine) {
+  uint64_t value = team_read(slot, threadIdx.x % kTeam);
+#pragma unroll
+  for (int mask = kTeam / 2; mask > 0; mask /= 2) value = combine(value, __shfl_xor_sync(~0u, value, mask));
+  return value;
+}
