@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from openinfer_core.engine import EngineInfo
 from openinfer_server import ServerOptions
+from openinfer_server.http_protocol import bounded_protocol
 from openinfer_server.testing import ParrotLoop, ThreadedServer
 
 CORPUS = [
@@ -94,15 +95,37 @@ def info(tokenizer: tokenizers.Tokenizer) -> EngineInfo:
     )
 
 
+def counted(protocol: type) -> tuple[type, set[object]]:
+    """The protocol, and the set of its connections that are open."""
+    connections: set[object] = set()
+
+    class Counted(protocol):
+        def connection_made(self, transport) -> None:
+            connections.add(self)
+            super().connection_made(transport)
+
+        def connection_lost(self, exc) -> None:
+            connections.discard(self)
+            super().connection_lost(exc)
+
+    return Counted, connections
+
+
 @pytest.fixture
 def start(model_dir: Path) -> Iterator[Callable[..., ThreadedServer]]:
     """Starts servers that end with the test."""
     with ExitStack() as servers:
 
         def start_one(
-            loop: ParrotLoop, options: ServerOptions | None = None, folder: Path = model_dir, **further: object
+            loop: ParrotLoop,
+            options: ServerOptions | None = None,
+            folder: Path = model_dir,
+            protocol: type | None = None,
         ) -> ThreadedServer:
-            server = ThreadedServer(loop, folder, options or ServerOptions(port=0), **further)
+            options = options or ServerOptions(port=0)
+            protocol, connections = counted(protocol or bounded_protocol(options))
+            server = ThreadedServer(loop, folder, options, protocol=protocol)
+            server.connections = connections
             return servers.enter_context(server)
 
         yield start_one

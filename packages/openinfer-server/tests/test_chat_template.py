@@ -28,8 +28,7 @@ def render(source: str, **options: object) -> str:
         ("{{ {'b': 1, 'a': 2} | tojson(indent=2) }}", '{\n  "b": 1,\n  "a": 2\n}'),
         ("{{ {'b': 'é'} | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}", '{"b":"\\u00e9"}'),
         (
-            "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}"
-            "{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+            "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% if i > 2 %}{% break %}{% endif %}{% endfor %}",
             "013",
         ),
         ("a{% generation %}b{{ 1 + 1 }}{% endgeneration %}c", "ab2c"),

@@ -1,5 +1,6 @@
 """Clients that leave, do not read, or read slowly: the engine is told, memory stays bounded, others go on."""
 
+import contextlib
 import json
 import socket
 
@@ -94,6 +95,47 @@ def test_client_that_never_reads_the_end_is_dropped_after_the_write_timeout(star
     with ask(server, stream=True, n=64):
         wait_until(lambda: was_dropped(call(server, "GET", "/metrics")[2]), "the drop")
         assert server.engine.aborted == []  # the generation had ended well
+
+
+def test_client_that_never_reads_a_whole_answer_is_dropped(start, info, tokenizer):
+    """It is more than the kernel's buffers hold; without a deadline closing would wait for ever."""
+    server = start(ParrotLoop(info), ServerOptions(port=0, write_timeout_s=0.2))
+    text = "The capital of France is Paris. " * 150
+    body = json.dumps({"prompt": text, "n": 64, "echo": True, "logprobs": 0, "max_tokens": 1}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(DEADLINE_S)
+        connection.connect(server.address)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert connection.recv(100)
+        wait_until(lambda: not server.connections, "the drop")
+        received = 0
+        with contextlib.suppress(ConnectionResetError):
+            while data := connection.recv(1 << 20):
+                received += len(data)
+    assert received < 1
+
+
+def test_client_that_left_is_not_counted_as_slow(start, info, protocol, call):
+    server = start(ParrotLoop(info, step_s=0.01), protocol=protocol)
+    with ask(server, stream=True) as connection:
+        assert connection.recv(100)
+    wait_until(lambda: all_aborted(server), "aborts")
+    metrics = call(server, "GET", "/metrics")[2]
+    assert b"openinfer_slow_clients_dropped_total 0" in metrics
+
+
+def test_echo_larger_than_the_bound_reaches_a_client_that_reads(start, info, protocol, connect):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_buffered_bytes=4096), protocol=protocol)
+    prompt = "The capital of France is Paris. " * 100
+    stream = connect(server).completions.create(
+        model="parrot", prompt=prompt, n=8, echo=True, logprobs=3, max_tokens=1, stream=True
+    )
+    texts = ["" for _ in range(8)]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [prompt + texts[0][len(prompt) :]] * 8
 
 
 def test_client_that_pauses_gets_everything(start, info, protocol):

@@ -202,6 +202,22 @@ def test_request_may_take_longer_than_the_head_deadline(start, info):
         assert status(read_response(connection)) == 200
 
 
+def test_connections_beyond_the_bound_are_503_and_closed(start, info):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_connections=2))
+    with (
+        socket.create_connection(server.address, timeout=DEADLINE_S) as first,
+        socket.create_connection(server.address, timeout=DEADLINE_S) as second,
+    ):
+        for connection in (first, second):
+            connection.sendall(request())
+            assert status(read_response(connection)) == 200
+        assert status(talk(server)) == 503
+        first.sendall(request())
+        assert status(read_response(first)) == 200
+    wait_until(lambda: not server.connections, "an end of the connections")
+    assert status(talk(server, request(), wait_for_close=False)) == 200
+
+
 def test_head_request_has_no_body(shared):
     data = talk(shared, request(b"", b"connection: close", path=b"/health", method=b"HEAD"))
     assert status(data) == 200

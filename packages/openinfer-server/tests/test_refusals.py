@@ -235,6 +235,15 @@ def test_logprobs_beyond_the_budget_are_refused_before_anything_is_asked(start, 
     assert server.engine.submitted == []
 
 
+def test_prompt_tokens_beyond_the_budget_are_refused(start, call, info):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_request_tokens=1000))
+    for body in ({"prompt": [1] * 501, "n": 2}, {"prompt": [[1] * 501, [1] * 500]}):
+        status, _, answer = call(server, "POST", COMPLETIONS, body)
+        assert status == 400
+        assert b"prompt tokens over all choices exceed 1000" in answer
+    assert server.engine.submitted == []
+
+
 def test_full_queue_is_429_with_retry_after(start, call, info: EngineInfo):
     import msgspec
 

@@ -13,14 +13,14 @@ from openinfer_server.chat import ChatCompletions
 from openinfer_server.chat_template import ChatTemplate
 from openinfer_server.completions import Completions
 from openinfer_server.engine_link import EngineLink
-from openinfer_server.exchange import ClientGone, Exchange
+from openinfer_server.exchange import Exchange
 from openinfer_server.metrics import ServerMetrics
 from openinfer_server.operations import MODEL_PREFIX, Operations
 from openinfer_server.options import ServerOptions
 from openinfer_server.router import Router
 from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
-from openinfer_server.writers import Receive, Scope, Send
+from openinfer_server.writers import ClientGone, Receive, Scope, Send
 
 logger = logging.getLogger("openinfer.server")
 

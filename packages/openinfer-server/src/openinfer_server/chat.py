@@ -93,7 +93,7 @@ class ChatCompletions:
             raise too_long(f"at least {least}", info, "messages")
         token_ids = await tokenizer.encode(text, add_special_tokens=False)
         check_prompt_token_ids(token_ids, info, "messages")
-        return Prompt(tuple(token_ids), "")
+        return Prompt(tuple(token_ids), "", "messages")
 
     def _body(self, head: ResponseHead, choices: Sequence[CollectedText], usage: Usage) -> ChatCompletion:
         return ChatCompletion(

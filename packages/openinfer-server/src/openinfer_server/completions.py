@@ -100,7 +100,7 @@ class Completions:
             raise too_long(f"at least {least}", info, "prompt")
         token_ids = await tokenizer.encode(text, add_special_tokens=True)
         check_prompt_token_ids(token_ids, info, "prompt")
-        return Prompt(tuple(token_ids), text)
+        return Prompt(tuple(token_ids), text, "prompt")
 
     def _id_prompt(self, token_ids: list[int], request: CompletionRequest) -> Prompt:
         info = self._service.info
@@ -108,7 +108,7 @@ class Completions:
         if len(token_ids) > info.max_model_tokens:
             raise too_long(str(len(token_ids)), info, "prompt")
         text = self._service.tokenizer.decode_prompt(token_ids) if request.echo else ""
-        return Prompt(tuple(token_ids), text)
+        return Prompt(tuple(token_ids), text, "prompt")
 
     def _body(self, head: ResponseHead, choices: Sequence[CollectedText], usage: Usage) -> Completion:
         return Completion(

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from openinfer_server.answer import Answer
 from openinfer_server.api_errors import from_failed
 from openinfer_server.event_frames import DONE, error_event
-from openinfer_server.exchange import ClientGone, Exchange
-from openinfer_server.writers import StreamWriter
+from openinfer_server.exchange import Exchange
+from openinfer_server.writers import ClientGone, StreamWriter
 
 
 async def send_stream(
@@ -38,17 +38,30 @@ async def send_stream(
         if answer.failure is not None:
             raise from_failed(answer.failure)
         exchange.status = 200
+        await _send_events(exchange, answer, writer, last_event, gone)
+    finally:
+        answer.abort()
+        gone.cancel()
+
+
+async def _send_events(
+    exchange: Exchange,
+    answer: Answer,
+    writer: StreamWriter,
+    last_event: Callable[[], bytes],
+    gone: "asyncio.Task[None]",
+) -> None:
+    try:
         await writer.start()
         await _first_of(gone, answer.done, writer.dropped)
         if not answer.done.done():
-            writer.drop()
             raise ClientGone
         writer.parts.append(last_event() if answer.failure is None else error_event(from_failed(answer.failure)))
         writer.parts.append(DONE)
         await writer.end(exchange.options.write_timeout_s)
-    finally:
-        answer.abort()
-        gone.cancel()
+    except BaseException:
+        writer.drop()  # half a response: only closing the connection tells the client
+        raise
 
 
 async def send_whole(exchange: Exchange, answer: Answer, body: Callable[[], bytes]) -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from openinfer_server.api_errors import ApiError, from_decode_error
 from openinfer_server.options import ServerOptions
-from openinfer_server.writers import Receive, Scope, Send, StreamWriter, stream_writer
+from openinfer_server.writers import ClientGone, Message, Receive, Scope, Send, StreamWriter, stream_writer
 
 T = TypeVar("T")
 JSON = b"application/json"
@@ -25,7 +25,7 @@ class Exchange:
         self.options = options
         self._scope = scope
         self._receive = receive
-        self._send = send
+        self._asgi_send = send
 
     @property
     def method(self) -> str:
@@ -77,6 +77,13 @@ class Exchange:
             text = f"the body did not arrive within {self.options.body_timeout_s:g} s"
             raise ApiError(408, text, code="timeout", headers=((b"connection", b"close"),)) from error
 
+    async def _send(self, message: Message) -> None:
+        """ASGI's `send`; servers may raise OSError when the client has left."""
+        try:
+            await self._asgi_send(message)
+        except OSError as error:
+            raise ClientGone from error
+
     def _header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self._scope["headers"] if key == name), None)
 
@@ -98,19 +105,15 @@ class Exchange:
         """An error response."""
         await self.send(error.status, error.to_json(), headers=error.headers)
 
-    def stream(self) -> StreamWriter:
-        """The writer of a response that is a stream of events.
+    def stream(self, num_choices: int) -> StreamWriter:
+        """The writer of a response that is a stream of the events of so many choices.
 
         Raises:
             ApiError: the client speaks HTTP/1.0, which has no chunks.
         """
         if self._scope.get("http_version") == "1.0":
             raise ApiError(400, "streaming needs HTTP/1.1", param="stream", code="invalid_value")
-        return stream_writer(self._scope, self._send, max_buffered_bytes=self.options.max_buffered_bytes)
-
-
-class ClientGone(Exception):
-    """The client disconnected before the request was whole or answered."""
+        return stream_writer(self._scope, self._send, max_buffered_bytes=num_choices * self.options.max_buffered_bytes)
 
 
 def _body_too_large(limit: int) -> ApiError:

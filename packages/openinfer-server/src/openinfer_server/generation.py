@@ -64,8 +64,8 @@ class Generation:
             await self._deliver_whole(exchange, head)
 
     async def _deliver_stream(self, exchange: Exchange, head: ResponseHead) -> None:
-        answer, writer = Answer(self.service.link), exchange.stream()
         indices = range(len(self.plan.requests))
+        answer, writer = Answer(self.service.link), exchange.stream(len(indices))
         answer.submit([self._stream_choice(answer, head, writer, index) for index in indices], self.plan.requests)
 
         def last_event() -> bytes:
@@ -74,7 +74,7 @@ class Generation:
         try:
             await send_stream(exchange, answer, writer, last_event)
         finally:
-            self.service.metrics.slow_clients.value += writer.dropped.done()
+            self.service.metrics.slow_clients.value += writer.was_slow
 
     async def _deliver_whole(self, exchange: Exchange, head: ResponseHead) -> None:
         answer, text = Answer(self.service.link), self._text_options()

@@ -63,6 +63,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begins a connection; one that never says anything is closed like an idle one."""
         super().connection_made(transport)
+        if len(self.connections) > self.options.max_connections:
+            self._refusal = ApiError(503, "too many connections", code="unavailable")
+            self.send_400_response("")
+            return
         self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -121,6 +125,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timers()
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        """A response is whole; its client must read what is left of it."""
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(self.options.write_timeout_s, self._drop_if_unread)
+
     def send_400_response(self, msg: str) -> None:
         """Answers a request that cannot be parsed, or was refused while parsing, and closes."""
         error = self._refusal or ApiError(400, msg, code="invalid_http")
@@ -156,6 +166,11 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"the request's headers did not arrive within {self.options.head_timeout_s:g} s"
             self._refusal = ApiError(408, message, code="timeout")
             self.send_400_response("")
+
+    def _drop_if_unread(self) -> None:
+        """Closing would wait for the client for ever."""
+        if self.cycle.response_complete and self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def _end_writer(self) -> None:
         if self._writer is not None:

@@ -39,17 +39,22 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Beyond it 414."""
     max_choices: int = 128
     """Prompts x `n` of one request."""
+    max_request_tokens: int = 2**22
+    """Prompt tokens x `n`, over all prompts of one request."""
+    max_connections: int = 4096
+    """Further ones are answered with 503 and closed."""
     max_logprob_entries: int = 2**20
     """(tokens + prompt tokens if echoed) x (alternatives + 1) of one request."""
     max_buffered_bytes: int = 256 * 2**10
-    """What one slow reader may leave unread before its connection is dropped and its request aborted."""
+    """What the reader of a stream may leave unread per choice before it is dropped and its request aborted; an echoed
+    prompt comes on top."""
 
     head_timeout_s: float = 5.0
     """From the first byte of a request to the end of its headers; beyond it 408."""
     body_timeout_s: float = 30.0
     """From the end of the headers to the end of the body; beyond it 408."""
     write_timeout_s: float = 30.0
-    """How long a client may take to read the end of a finished answer."""
+    """How long a client may take to read what is left of an answer that is complete; then it is dropped."""
     keep_alive_s: int = 75
     """How long an idle connection stays open."""
     template_timeout_s: float = 1.0
@@ -77,6 +82,8 @@ _AT_LEAST_ONE = (
     "max_head_bytes",
     "max_url_bytes",
     "max_choices",
+    "max_request_tokens",
+    "max_connections",
     "max_logprob_entries",
     "max_buffered_bytes",
 )

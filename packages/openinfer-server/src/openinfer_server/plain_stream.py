@@ -39,7 +39,9 @@ class PlainStream(Choice):
         if frame.first:
             self._parts.append(frame.first)
         if echo:
-            self._parts.append(self._before + escape_json(echo) + self._after)
+            event = self._before + escape_json(echo) + self._after
+            self._parts.append(event)
+            writer.max_buffered_bytes += len(event)
 
     def tokens(self, event: Tokens) -> None:
         """One event per token, also when its text is still incomplete."""
@@ -48,7 +50,10 @@ class PlainStream(Choice):
             if escaped is None or self._pending:
                 escaped = self._decode(token_id)
             self._parts.append(self._before + escaped + self._after)
-        self._touch()
+        writer = self._writer
+        if not writer.is_dirty:
+            writer.is_dirty = True
+            self._dirty.append(writer)
 
     def conclude(self, reason: FinishReason) -> None:
         """Writes what was held and the last event."""
@@ -56,14 +61,10 @@ class PlainStream(Choice):
         if rest:
             self._parts.append(self._before + escape_json(rest) + self._after)
         self._parts.append(self._frame.finish_event(reason))
-        self._touch()
+        if not self._writer.is_dirty:
+            self._writer.is_dirty = True
+            self._dirty.append(self._writer)
         super().conclude(reason)
-
-    def _touch(self) -> None:
-        writer = self._writer
-        if not writer.is_dirty:
-            writer.is_dirty = True
-            self._dirty.append(writer)
 
     def _decode(self, token_id: int) -> bytes:
         text = self._detokenizer.feed(token_id)

@@ -33,6 +33,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str
     """As `echo` shows it."""
+    field: str
+    """Where it came from, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ def make_plan(
     """
     n = _count_choices(fields, len(prompts), options)
     stops = _stops(fields)
+    total = n * sum(len(prompt.token_ids) for prompt in prompts)
+    if total > options.max_request_tokens:
+        message = f"{total} prompt tokens over all choices exceed {options.max_request_tokens}"
+        raise invalid(prompts[0].field, message)
     requests: list[GenerateRequest] = []
     entries = 0
     for prompt in prompts:
@@ -160,7 +166,7 @@ def _stops(fields: GenerationFields) -> tuple[str, ...]:
 def _check_context(prompt: Prompt, max_tokens: int, info: EngineInfo) -> None:
     length = len(prompt.token_ids)
     if length > info.max_model_tokens - min(1, max_tokens):
-        raise too_long(str(length), info, "prompt")
+        raise too_long(str(length), info, prompt.field)
     if length + max_tokens > info.max_model_tokens:
         message = (
             f"the prompt has {length} tokens and max_tokens is {max_tokens}; "

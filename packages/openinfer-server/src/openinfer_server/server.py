@@ -38,7 +38,7 @@ OnReady = Callable[[str], None]
 
 
 def run(handle: EngineHandle, model_dir: Path, options: ServerOptions, *, on_ready: OnReady | None = None) -> int:
-    """Serves an engine until a signal, then closes it; returns the process's exit code.
+    """Serves an engine until a signal, then closes it; returns the process's exit code. For a process of its own.
 
     Args:
         handle: the engine; closed at the end.
@@ -55,7 +55,11 @@ def run(handle: EngineHandle, model_dir: Path, options: ServerOptions, *, on_rea
 
     async def serve_and_close() -> int:
         try:
-            return await serve(handle, model_dir, options, on_ready=on_ready)
+            with listen(options) as listener:
+                app = load_app(handle, model_dir, options)
+                gc.collect()
+                gc.freeze()  # the tables of a large vocabulary are not looked through again
+                return await serve_app(app, listener, options, on_ready=on_ready)
         finally:
             await handle.close()
 
@@ -79,10 +83,8 @@ async def serve(
     Raises:
         ServerError: the server cannot start.
     """
-    app = load_app(handle, model_dir, options)
-    gc.collect()
-    gc.freeze()  # the tables of a large vocabulary are not looked through again
     with listen(options) as listener:
+        app = load_app(handle, model_dir, options)
         return await serve_app(app, listener, options, on_ready=on_ready, stop=stop)
 
 
@@ -226,7 +228,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _loop_factory(choice: EventLoop) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if choice is EventLoop.ASYNCIO or (choice is EventLoop.AUTO and importlib.util.find_spec("uvloop") is None):
+    if choice == EventLoop.ASYNCIO or (choice == EventLoop.AUTO and importlib.util.find_spec("uvloop") is None):
         return None
     if importlib.util.find_spec("uvloop") is None:
         raise ServerError("event_loop is uvloop, which is not installed; install openinfer-server[uvloop]")

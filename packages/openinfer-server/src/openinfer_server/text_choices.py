@@ -64,6 +64,10 @@ class TextChoice(Choice):
         """Takes the next piece of text and the tokens it goes with; either may be empty."""
         raise NotImplementedError
 
+    def show_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Takes the prompt, which may be large."""
+        self.show(text, scores)
+
     def tokens(self, event: Tokens) -> None:
         """Shows each token's text, up to the beginning of the first stop string."""
         if event.prompt_logprobs is not None:
@@ -106,7 +110,7 @@ class TextChoice(Choice):
         self._echo = False
         self._offset = len(self._prompt.text)
         scores = score_prompt(self._tokenizer, self._prompt, self._prompt_logprobs) if self._prompt_logprobs else ()
-        self.show(self._prompt.text, scores)
+        self.show_prompt(self._prompt.text, scores)
 
 
 class StreamedText(TextChoice):
@@ -135,16 +139,24 @@ class StreamedText(TextChoice):
 
     def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
         """Writes an event."""
-        frame = self._frame
-        if scores:
-            self._write(frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores))))
-        else:
-            self._write(frame.before + escape_json(text) + frame.after)
+        self._write(self._event(text, scores))
+
+    def show_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Writes an event that the client need not read faster than any other."""
+        event = self._event(text, scores)
+        self._writer.max_buffered_bytes += len(event)
+        self._write(event)
 
     def conclude(self, reason: FinishReason) -> None:
         """Writes the last event."""
         self._write(self._frame.finish_event(reason))
         super().conclude(reason)
+
+    def _event(self, text: str, scores: Sequence[ScoredToken]) -> bytes:
+        frame = self._frame
+        if not scores:
+            return frame.before + escape_json(text) + frame.after
+        return frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores)))
 
     def _write(self, event: bytes) -> None:
         writer = self._writer

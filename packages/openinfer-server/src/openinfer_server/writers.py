@@ -8,6 +8,7 @@ aborts its generation. A client that never reads costs `max_buffered_bytes` and 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol, cast
 
@@ -15,6 +16,11 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The client left before its request was whole or answered; nobody is left to be told."""
+
 
 DIRECT_WRITE = "openinfer.direct_write"
 """Key of `DirectConnection` in `scope["extensions"]`."""
@@ -32,14 +38,18 @@ class StreamWriter:
     Attributes:
         parts: events of this wake-up, in order; `flush` empties it.
         is_dirty: whether the writer is on the link's dirty list; who appends sets it, `flush` clears it.
-        dropped: resolved when the client left too much unread.
+        max_buffered_bytes: what the client may leave unread; who appends a large event at once raises it by its size.
+        dropped: resolved when the response was given up.
+        was_slow: whether that was because the client left too much unread, or for too long.
     """
 
-    __slots__ = ("dropped", "is_dirty", "parts")
+    __slots__ = ("dropped", "is_dirty", "max_buffered_bytes", "parts", "was_slow")
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_buffered_bytes: int) -> None:
+        self.max_buffered_bytes = max_buffered_bytes
         self.parts: list[bytes] = []
         self.is_dirty = False
+        self.was_slow = False
         self.dropped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def flush(self) -> None:
@@ -58,6 +68,12 @@ class StreamWriter:
         """Gives the response up."""
         if not self.dropped.done():
             self.dropped.set_result(None)
+
+    def drop_slow(self) -> None:
+        """Gives the response up because of its reader."""
+        if not self.dropped.done():
+            self.was_slow = True
+            self.drop()
 
 
 class DirectConnection(Protocol):
@@ -82,14 +98,13 @@ class DirectConnection(Protocol):
 class DirectWriter(StreamWriter):
     """Writes chunks of the chunked encoding into the transport, without waking any task."""
 
-    __slots__ = ("_blocked", "_connection", "_drained", "_held", "_max_buffered_bytes", "_send", "_transport")
+    __slots__ = ("_blocked", "_connection", "_drained", "_held", "_send", "_transport")
 
     def __init__(self, connection: DirectConnection, send: Send, *, max_buffered_bytes: int) -> None:
-        super().__init__()
+        super().__init__(max_buffered_bytes=max_buffered_bytes)
         self._connection = connection
         self._transport = connection.transport
         self._send = send
-        self._max_buffered_bytes = max_buffered_bytes
         self._blocked = True
         self._held = bytearray()
         self._drained: asyncio.Future[None] | None = None
@@ -97,10 +112,11 @@ class DirectWriter(StreamWriter):
     def flush(self) -> None:
         """Writes `parts` as one chunk."""
         self.is_dirty = False
-        body = b"".join(self.parts)
-        self.parts.clear()
-        if not body:
+        parts = self.parts
+        if not parts:
             return
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
         chunk = b"%x\r\n%b\r\n" % (len(body), body)
         if self._blocked:
             self._hold(chunk)
@@ -121,7 +137,7 @@ class DirectWriter(StreamWriter):
             self._drained = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._drained, self.dropped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not self._drained.done():
-                self.drop()
+                self.drop_slow()
         self._connection.detach()
         if not self.dropped.done():
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -160,19 +176,18 @@ class DirectWriter(StreamWriter):
         if self.dropped.done():
             return
         self._held += chunk
-        if len(self._held) + self._transport.get_write_buffer_size() > self._max_buffered_bytes:
-            self.drop()
+        if len(self._held) + self._transport.get_write_buffer_size() > self.max_buffered_bytes:
+            self.drop_slow()
 
 
 class SendWriter(StreamWriter):
     """For servers without `DIRECT_WRITE`: one task per stream that sleeps in a future and calls `send`."""
 
-    __slots__ = ("_ended", "_held", "_max_buffered_bytes", "_pump", "_send", "_wake")
+    __slots__ = ("_ended", "_held", "_pump", "_send", "_wake")
 
     def __init__(self, send: Send, *, max_buffered_bytes: int) -> None:
-        super().__init__()
+        super().__init__(max_buffered_bytes=max_buffered_bytes)
         self._send = send
-        self._max_buffered_bytes = max_buffered_bytes
         self._held = bytearray()
         self._ended = False
         self._wake: asyncio.Future[None] | None = None
@@ -186,8 +201,8 @@ class SendWriter(StreamWriter):
             return
         self._held += b"".join(self.parts)
         self.parts.clear()
-        if len(self._held) > self._max_buffered_bytes:
-            self.drop()
+        if len(self._held) > self.max_buffered_bytes:
+            self.drop_slow()
         self._wake_pump()
 
     async def start(self) -> None:
@@ -203,7 +218,7 @@ class SendWriter(StreamWriter):
         pump = cast("asyncio.Task[None]", self._pump)
         await asyncio.wait((pump, self.dropped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not pump.done():
-            self.drop()
+            self.drop_slow()
 
     def drop(self) -> None:
         """Cancels the stream's task; the server closes the connection, because the response is not complete."""
@@ -217,14 +232,16 @@ class SendWriter(StreamWriter):
             self._wake.set_result(None)
 
     async def _run(self) -> None:
-        while self._held or not self._ended:
-            if not self._held:
-                self._wake = asyncio.get_running_loop().create_future()
-                await self._wake
-                continue
-            body, self._held = bytes(self._held), bytearray()
-            await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        """Sends what is held until the end; a client that has left ends it too, and the request learns it elsewhere."""
+        with contextlib.suppress(ClientGone):
+            while self._held or not self._ended:
+                if not self._held:
+                    self._wake = asyncio.get_running_loop().create_future()
+                    await self._wake
+                    continue
+                body, self._held = bytes(self._held), bytearray()
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def stream_writer(scope: Scope, send: Send, *, max_buffered_bytes: int) -> StreamWriter:
