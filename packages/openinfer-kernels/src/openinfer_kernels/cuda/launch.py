@@ -15,6 +15,9 @@ from openinfer_kernels.errors import CudaCallError
 _FREE_SHARED_BYTES = 48 * 1024
 """Dynamic shared memory that a kernel may use without asking first."""
 
+_COMPOUND: Any = (ctypes.Structure, ctypes.Array)
+"""Arguments that are copied whole."""
+
 
 def check(result: tuple[Any, ...]) -> Any:
     """The value of a driver call.
@@ -37,8 +40,9 @@ class Kernel:
         if shared_bytes > _FREE_SHARED_BYTES:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-        self._alone = _config(shared_bytes)
-        self._overlapping = _overlapping_config(shared_bytes) if may_overlap else self._alone
+        self._shared_bytes = shared_bytes
+        self._may_overlap = may_overlap
+        self._configs: dict[tuple[bool, int], Any] = {}
         self._arguments: _Arguments | None = None
 
     def __call__(
@@ -48,6 +52,7 @@ class Kernel:
         arguments: Sequence[Any],
         *,
         overlap: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Launches on CuPy's current stream.
 
@@ -59,15 +64,23 @@ class Kernel:
             overlap: programmatic dependent launch: the kernel may start before the one ahead of it has ended, and
                 itself waits (`griddepcontrol.wait`) before it touches what that one touches. On GPUs before Hopper it
                 is an ordinary launch.
+            cluster: blocks that run side by side and reach each other's shared memory; divides the grid's first size.
         """
         if self._arguments is None:
             self._arguments = _Arguments(arguments)
         self._arguments.fill(arguments)
-        config = self._overlapping if overlap else self._alone
+        config = self._config(overlap, cluster)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.hStream = cupy.cuda.get_current_stream().ptr
         check(driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0))
+
+    def _config(self, overlap: bool, cluster: int) -> Any:  # noqa: FBT001 - part of a key
+        """A launch's configuration but for its sizes and stream: attributes take long to set."""
+        key = overlap and self._may_overlap, cluster
+        if key not in self._configs:
+            self._configs[key] = _config(self._shared_bytes, overlap=key[0], cluster=cluster)
+        return self._configs[key]
 
 
 class Module:
@@ -100,7 +113,7 @@ class _Arguments:
         for slot, argument in zip(self._slots, arguments, strict=True):
             if isinstance(argument, cupy.ndarray):
                 slot.value = argument.data.ptr
-            elif isinstance(argument, ctypes.Structure | ctypes.Array):
+            elif isinstance(argument, _COMPOUND):
                 ctypes.memmove(ctypes.addressof(slot), ctypes.addressof(argument), ctypes.sizeof(slot))
             else:
                 slot.value = None if argument is None else argument.value
@@ -111,17 +124,20 @@ def _slot(argument: Any) -> Any:
     return ctypes.c_void_p() if is_pointer else type(argument)()
 
 
-def _config(shared_bytes: int) -> Any:
+def _config(shared_bytes: int, *, overlap: bool, cluster: int) -> Any:
+    attributes: list[Any] = []
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+        attributes.append(attribute)
     config = driver.CUlaunchConfig()
     config.sharedMemBytes = shared_bytes
-    return config
-
-
-def _overlapping_config(shared_bytes: int) -> Any:
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    config = _config(shared_bytes)
-    config.attrs = [attribute]
-    config.numAttrs = 1
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from openinfer_kernels.cuda.attention import Attention
+from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.embedding import Embedding
 from openinfer_kernels.cuda.linear import Linear
@@ -35,7 +36,7 @@ class CudaOps:
         self.device = Device.open() if device is None else device
         self._memory = Memory(self.device)
         self._embedding = Embedding(self.device)
-        self._linear = Linear(self.device)
+        self._linear = Linear(self.device, DecodeGemm(self.device))
         self._norm = Norm(self.device)
         self._qk_norm_rope_append = QkNormRopeAppend(self.device)
         self._attention = Attention(self.device)

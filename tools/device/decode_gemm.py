@@ -1,0 +1,168 @@
+"""Times the products of a Qwen3-4B decode step on a GPU, by our kernel for few tokens and by cuBLASLt alone.
+
+    python3 tools/device/decode_gemm.py [--commit COMMIT] [--out FILE] [--tokens N ...] [--chains-only]
+
+Each product alone (weights from memory: all layers' in turn), and all 145 products of a step with and without the 73
+norms between them, each kernel after the one before, in CUDA graphs. The clocks are warmed before each measurement.
+"""
+
+import argparse
+import datetime as dt
+import json
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from check_kernels import PACKAGE, SITE, install_wheels
+
+install_wheels()
+sys.path[:0] = [str(SITE), str(PACKAGE / "src")]
+
+import cupy  # noqa: E402
+import numpy as np  # noqa: E402
+
+from openinfer_kernels.cuda.decode_gemm import DecodeGemm  # noqa: E402
+from openinfer_kernels.cuda.device import Device  # noqa: E402
+from openinfer_kernels.cuda.libraries import bfloat16  # noqa: E402
+from openinfer_kernels.cuda.linear import Linear  # noqa: E402
+from openinfer_kernels.cuda.norm import Norm  # noqa: E402
+
+NUM_LAYERS = 36
+H = 2560
+SHAPES = {"qkv": (6144, H), "o_proj": (H, 4096), "gate_up": (19456, H), "down": (H, 9728)}
+HEAD = (151936, H)
+BYTES_PER_S = 4.3e12
+WARM_S = 0.15
+
+
+class Unused(DecodeGemm):
+    """Leaves everything to cuBLASLt."""
+
+    def serves(self, x, weight):
+        return False
+
+
+class Step:
+    """The weights of a step, random, and its chains of products."""
+
+    def __init__(self):
+        self.layers = [{name: random_bf16(shape) for name, shape in SHAPES.items()} for _ in range(NUM_LAYERS)]
+        self.head = random_bf16(HEAD)
+        self.norm = random_bf16((H,))
+        self.num_bytes = sum(weight.nbytes for layer in self.layers for weight in layer.values()) + self.head.nbytes
+
+    def run(self, linear, norm, num_tokens):
+        """`norm` None leaves the norms out."""
+        x, attended = random_bf16((num_tokens, H)), random_bf16((num_tokens, 4096))
+        residual = random_bf16((num_tokens, H))
+
+        def normed(x):
+            return x if norm is None else norm.add_rms_norm(x, residual, self.norm, eps=1e-6)
+
+        def chain():
+            y = normed(x)
+            for layer in self.layers:
+                linear.linear(y, layer["qkv"])
+                y = normed(linear.linear(attended, layer["o_proj"]))
+                y = normed(linear.linear(linear.linear_swiglu(y, layer["gate_up"]), layer["down"]))
+            linear.linear(y, self.head)
+
+        return chain
+
+
+def random_bf16(shape):
+    rng, out = cupy.random.default_rng(1), cupy.empty(shape, bfloat16)
+    bits = out.view(np.uint16).reshape(-1)
+    for start in range(0, bits.size, 1 << 26):
+        size = min(1 << 26, bits.size - start)
+        values = rng.standard_normal(size, dtype=np.float32) / shape[-1] ** 0.5
+        bits[start : start + size] = values.view(np.uint32) >> 16
+    return out
+
+
+def median_ms(run, repeats=11):
+    """Of one replay of a graph of what `run` launches."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        run()
+        stream.begin_capture()
+        run()
+        graph = stream.end_capture()
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < WARM_S:
+            graph.launch(stream)
+            stream.synchronize()
+        events = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(repeats)]
+        for before, after in events:
+            before.record(stream)
+            graph.launch(stream)
+            after.record(stream)
+        stream.synchronize()
+        return statistics.median(cupy.cuda.get_elapsed_time(*pair) for pair in events)
+
+
+def time_products(step, linears, num_tokens):
+    rows = []
+    for name, (n, k) in [*SHAPES.items(), ("head", HEAD)]:
+        x = random_bf16((num_tokens, k))
+        weights = [step.head] * 4 if name == "head" else [layer[name] for layer in step.layers]
+        row = {"product": name, "n": n, "k": k, "tokens": num_tokens, "floor_us": n * k * 2 / BYTES_PER_S * 1e6}
+        for kind, linear in linears.items():
+            multiply = linear.linear_swiglu if name == "gate_up" else linear.linear
+            ms = median_ms(lambda: [multiply(x, weight) for weight in weights])  # noqa: B023 - called at once
+            row[f"{kind}_us"] = ms * 1e3 / len(weights)
+            row[f"{kind}_tb_per_s"] = n * k * 2 / row[f"{kind}_us"] / 1e6
+        rows.append(row)
+        print(f"{num_tokens:>4} {name:<8} " + "  ".join(f"{key} {row[key]:.2f}" for key in row if key[-1] == "s")[14:])
+    return rows
+
+
+def time_chains(step, linears, norm, num_tokens):
+    row = {"tokens": num_tokens, "floor_ms": step.num_bytes / BYTES_PER_S * 1e3}
+    for kind, linear in linears.items():
+        row[f"{kind}_ms"] = median_ms(step.run(linear, None, num_tokens))
+        row[f"{kind}_with_norms_ms"] = median_ms(step.run(linear, norm, num_tokens))
+    print("chain", "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 48, 64])
+    parser.add_argument("--chains-only", action="store_true")
+    arguments = parser.parse_args()
+    device = Device.open()
+    norm, linears = (
+        Norm(device),
+        {"ours": Linear(device, DecodeGemm(device)), "cublaslt": Linear(device, Unused(device))},
+    )
+    step = Step()
+    with linears["cublaslt"].tuning():
+        for num_tokens in arguments.tokens:
+            step.run(linears["cublaslt"], norm, num_tokens)()
+    chains = [time_chains(step, linears, norm, num_tokens) for num_tokens in arguments.tokens]
+    products = []
+    if not arguments.chains_only:
+        products = [row for num_tokens in arguments.tokens for row in time_products(step, linears, num_tokens)]
+    if arguments.out:
+        record = {
+            "commit": arguments.commit,
+            "gpu": device.name,
+            "date": dt.datetime.now(dt.UTC).date().isoformat(),
+            "versions": {
+                "driver": cupy.cuda.runtime.driverGetVersion(),
+                "cuda": cupy.cuda.runtime.runtimeGetVersion(),
+                "cupy": version("cupy-cuda13x"),
+            },
+            "chains": chains,
+            "products": products,
+        }
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
