@@ -18,12 +18,28 @@ from openinfer_kernels.cpu import CpuOps
 
 
 def cuda_ops() -> Ops:
-    try:
-        from openinfer_kernels.cuda import CudaOps
+    from openinfer_kernels.cuda import CudaOps
 
-        return CudaOps()
+    return CudaOps()
+
+
+def why_no_gpu() -> str | None:
+    try:
+        from openinfer_kernels.cuda import Device
+
+        Device.open()
     except DeviceUnavailableError as reason:
-        pytest.skip(str(reason))
+        return str(reason)
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where there is none, and says why once per file."""
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    reason = why_no_gpu() if of_gpu else None
+    if reason is not None:
+        for item in of_gpu:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 IMPLEMENTATIONS = [pytest.param(CpuOps, id="cpu"), pytest.param(cuda_ops, id="cuda", marks=pytest.mark.gpu)]

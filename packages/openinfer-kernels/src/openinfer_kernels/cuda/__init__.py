@@ -1,5 +1,6 @@
 """The operators on NVIDIA GPUs: CuPy arrays in BF16, sums in float32. Needs the extra `cuda13` or `cuda12`."""
 
 from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.ops import CudaOps
 
-__all__ = ["Device"]
+__all__ = ["CudaOps", "Device"]
