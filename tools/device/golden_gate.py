@@ -1,9 +1,9 @@
-"""The golden gate on a GPU: our engine against transformers in float32, teacher-forced, on real widths with random weights.
+"""The golden gate on a GPU: our engine against transformers in float32, teacher-forced, real widths, random weights.
 
     python3 tools/device/golden_gate.py [--layers 6] [--positions 1024]
 
-Prints, for transformers in BF16 and for our engine (whole prompts, chunks), the regret of the argmax and |dlogprob| over
-the top 8 against float32; then the regret of what our engine generates in graphs, eager, preempted. DESIGN.md's gate:
+Prints, for transformers in BF16 and for our engine (whole prompts, chunks), the regret of the argmax and |dlogprob|
+over the top 8 against float32; then the regret of what our engine generates in graphs, eager, preempted. DESIGN.md's gate:
 regret at most 0.20 nat, |dlogprob| 0.06 in the mean and 0.20 at the 99th percentile.
 """
 
@@ -21,7 +21,8 @@ import numpy as np
 def make_reference(folder: Path, layers: int, ids: np.ndarray) -> tuple:
     """Writes a random BF16 checkpoint.
 
-    Returns transformers' log-probabilities `[sequences, positions, vocabulary]` in float32, in BF16, and the float32 model.
+    Returns transformers' log-probabilities `[sequences, positions, vocabulary]` in float32 and in BF16, and the
+    float32 model.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
