@@ -21,13 +21,21 @@ using namespace attention;
 
 namespace {
 
-constexpr int kWarps = 4;
+#ifndef WARPS
+#define WARPS 4
+#endif
+#ifndef BLOCKS128
+#define BLOCKS128 2
+#endif
+constexpr int kWarps = WARPS;
 constexpr int kThreads = kWarps * 32;
 constexpr int kTurn = 16;               // tokens
 constexpr int kUnit = kTurn * kWarps;   // tokens
 constexpr int kPadding = 8;             // floats between the heads of a sum in shared memory, against bank conflicts
-constexpr int kPartsAtOnce = 8;         // parts in flight while a block adds them
-constexpr int kMostBlocks = 640;         // of the grid
+#ifndef PARTS
+#define PARTS 8
+#endif
+constexpr int kPartsAtOnce = PARTS;         // parts in flight while a block adds them
 constexpr unsigned kAll = ~0u;
 
 struct Arguments {
@@ -82,8 +90,9 @@ __device__ int count_units(const Arguments& a, int heads, const Rows& rows, int*
   const int first = min(thread * each, a.num_rows), last = min(first + each, a.num_rows);
   int mine = 0;
   for (int row = first; row < last; row++) {
-    const bool is_single = __ldcg(a.query_starts + row + 1) - __ldcg(a.query_starts + row) == 1;
-    const int context = is_single ? __ldcg(a.context_lens + row) : 0;
+    const int num_tokens = __ldcg(a.query_starts + row + 1) - __ldcg(a.query_starts + row);
+    int context = __ldcg(a.context_lens + row);
+    if (num_tokens != 1) context = 0;
     rows.contexts[row] = context;
     mine += units_of(context) * heads;
   }
@@ -344,8 +353,7 @@ struct Shared {
   float tops[kWarps][kHeads], weights[kWarps][kHeads];
   int counts[kWarps];
   int is_last;
-  static constexpr int kColumns = kWarps * (D + kPadding) > kMostBlocks ? kWarps * (D + kPadding) : kMostBlocks;
-  alignas(16) float sums[kHeads * kColumns];  // per warp; then the weights of parts
+  alignas(16) float sums[kWarps * kHeads * (D + kPadding)];  // per warp; then what `add_parts` shares
 };
 
 __device__ __forceinline__ float4 scaled(float4 v, float f) { return make_float4(v.x * f, v.y * f, v.z * f, v.w * f); }
@@ -392,43 +400,70 @@ __device__ void add_warps(const Shared<D, kTiles>& s, bf16* out, float* part, in
   }
 }
 
-// Adds the parts of an item in the order of workers. The first worker's part lies in its second slot, as it begins the
-// item; the others' in their first.
-template <int D, int kTiles>
-__device__ void add_parts(Shared<D, kTiles>& s, const float* parts, int first, int count, bf16* out, int heads) {
-  constexpr int kHeads = Shape<D, kTiles>::kHeads;
-  const int thread = threadIdx.x;
-  const float* begin = parts + int64_t(first) * 2 * kPartSize<D, kTiles>;
-  auto part = [&](int i) { return begin + (int64_t(i) * 2 + (i == 0)) * kPartSize<D, kTiles>; };
-  float* factors = s.sums;  // [count, heads]
-  for (int head = thread / 32; head < heads; head += kWarps) {
-    float highest = kMinusInfinity, weight = 0;
-    for (int i = thread % 32; i < count; i += 32) highest = fmaxf(highest, __ldcg(part(i) + kHeads * D + head));
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) highest = fmaxf(highest, __shfl_xor_sync(kAll, highest, mask));
-    for (int i = thread % 32; i < count; i += 32) {
-      const float factor = exp2_fast(__ldcg(part(i) + kHeads * D + head) - highest);
-      weight += __ldcg(part(i) + kHeads * (D + 1) + head) * factor;
-      factors[i * heads + head] = factor;
-    }
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) weight += __shfl_xor_sync(kAll, weight, mask);
-    if (thread % 32 == 0) s.weights[0][head] = weight;
+// A thread's share of four values of a head: parts added so far, under their maximum.
+struct Running {
+  float4 sum = make_float4(0, 0, 0, 0);
+  float top = kMinusInfinity, weight = 0;
+
+  __device__ __forceinline__ void raise(float highest) {
+    const float factor = highest == top ? 1.0f : exp2_fast(top - highest);
+    sum = scaled(sum, factor);
+    weight *= factor;
+    top = highest;
   }
-  __syncthreads();
-  for (int i = thread; i < heads * (D / 4); i += kThreads) {
+};
+
+// Adds the parts of an item in the order of workers. The first worker's part lies in its second slot, as it begins the
+// item; the others' in their first. Where threads are many, several share four values, each with every so many parts.
+template <int D, int kTiles>
+__device__ __noinline__ void add_parts(Shared<D, kTiles>& s, const float* parts, int first, int count, bf16* out, int heads) {
+  constexpr int kHeads = Shape<D, kTiles>::kHeads;
+  const int fours = heads * (D / 4), ways = max(1, kThreads / fours), way = ways == 1 ? 0 : threadIdx.x / fours;
+  const float* begin = parts + int64_t(first) * 2 * kPartSize<D, kTiles>;
+  Running* shared = reinterpret_cast<Running*>(s.sums);  // [ways, fours]
+  for (int i = threadIdx.x - way * fours; i < fours && way < ways; i += kThreads) {
     const int head = i / (D / 4), at = i % (D / 4) * 4;
-    float4 sum = make_float4(0, 0, 0, 0);
-    for (int c = 0; c < count; c += kPartsAtOnce) {
-      float4 v[kPartsAtOnce];
+    Running all;
+    for (int c = way; c < count; c += ways * kPartsAtOnce) {
+      float4 sums[kPartsAtOnce];
+      float tops[kPartsAtOnce], weights[kPartsAtOnce];
+      float highest = all.top;
 #pragma unroll
-      for (int j = 0; j < kPartsAtOnce; j++)
-        v[j] = __ldcg(reinterpret_cast<const float4*>(part(min(c + j, count - 1)) + head * D + at));
+      for (int j = 0; j < kPartsAtOnce; j++) {
+        const int index = min(c + j * ways, count - 1);
+        const float* part = begin + (int64_t(index) * 2 + (index == 0)) * kPartSize<D, kTiles>;
+        sums[j] = __ldcg(reinterpret_cast<const float4*>(part + head * D + at));
+        tops[j] = __ldcg(part + kHeads * D + head);
+        weights[j] = __ldcg(part + kHeads * (D + 1) + head);
+      }
 #pragma unroll
-      for (int j = 0; j < kPartsAtOnce; j++)
-        if (c + j < count) add(sum, v[j], factors[(c + j) * heads + head]);
+      for (int j = 0; j < kPartsAtOnce; j++) highest = fmaxf(highest, tops[j]);
+      all.raise(highest);
+#pragma unroll
+      for (int j = 0; j < kPartsAtOnce; j++) {
+        if (c + j * ways >= count) continue;
+        const float factor = exp2_fast(tops[j] - highest);
+        add(all.sum, sums[j], factor);
+        all.weight += weights[j] * factor;
+      }
     }
-    store(out + head * D + at, scaled(sum, 1.0f / s.weights[0][head]));
+    if (ways == 1) store(out + head * D + at, scaled(all.sum, 1.0f / all.weight));
+    else shared[way * fours + i] = all;
+  }
+  if (ways > 1) {
+    __syncthreads();
+    if (int(threadIdx.x) < fours) {
+      Running all = shared[threadIdx.x];
+      for (int w = 1; w < ways; w++) {
+        const Running other = shared[w * fours + threadIdx.x];
+        const float highest = fmaxf(all.top, other.top);
+        all.raise(highest);
+        const float factor = other.top == kMinusInfinity ? 0.0f : exp2_fast(other.top - highest);
+        add(all.sum, other.sum, factor);
+        all.weight += other.weight * factor;
+      }
+      store(out + threadIdx.x * 4, scaled(all.sum, 1.0f / all.weight));
+    }
   }
   __syncthreads();
 }
@@ -555,8 +590,10 @@ __device__ void run(const Arguments& a) {
           int* arrivals = a.arrivals + here.row * heads + here.head;
           __threadfence();
           s.is_last = atomicAdd(arrivals, 1) == count - 1;
-          __threadfence();
-          if (s.is_last) *arrivals = 0;
+          if (s.is_last) {
+            __threadfence();
+            *arrivals = 0;
+          }
         }
         __syncthreads();
         if (s.is_last) add_parts<D, kTiles>(s, a.parts, first_worker, count, a.out + query * D, item_heads);
@@ -577,8 +614,12 @@ __device__ void run(const Arguments& a) {
     run<D, TILES>(arguments);                                                                             \
   }
 
-ATTENTION_DECODE(64, 1, 4)
+#ifndef ONLY128
+ATTENTION_DECODE(64, 1, 3)
 ATTENTION_DECODE(64, 2, 3)
-ATTENTION_DECODE(128, 1, 3)
+#endif
+ATTENTION_DECODE(128, 1, BLOCKS128)
+#ifndef ONLY128
 ATTENTION_DECODE(128, 2, 2)
 ATTENTION_DECODE(256, 1, 2)
+#endif

@@ -6,10 +6,13 @@
 //   producer     for each tile of keys, last to first: 16 tokens at a time by tensor copies, each from its own page
 //   2 consumers  64 lines each:  S' = Q K'^T starts │ O += P V starts │ softmax of S' while O is made │ O scaled, P = S'
 //
+// The consumers take turns in starting products, so that one's softmax runs under the other's products. Blocks stay and
+// take tile after tile, so that keys of the next tile arrive while this one is written. The list of tiles is made on the
+// device from `query_starts`.
+//
 // Values beyond what the tile's last line sees are set to zero in shared memory, as they may be anything, and 0 * NaN is
 // not 0; their scores are -inf.
 #include "attention.cuh"
-#include "attention_tiles.cuh"
 #include "attention_wgmma.cuh"
 #include "hopper.cuh"
 
@@ -25,6 +28,7 @@ constexpr int kChunk = 16;                       // tokens of one copy
 constexpr int kBox = 64;                         // values of one copy: 128 bytes, one swizzle row
 constexpr int kRowBytes = kBox * 2;
 constexpr int kStages = 2;
+constexpr int kMaxRows = 1024;
 
 struct Arguments {
   const bf16* q;            // [T, H, D]
@@ -51,8 +55,82 @@ struct Shared {
   alignas(1024) uint8_t k[kStages][S::kTileBytes];     // [boxes][keys][128 bytes]
   alignas(1024) uint8_t v[kStages][S::kTileBytes];
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  int scratch[kTileScratch(kThreads / 32)];
+  int sums[kThreads / 32];
+  int first_tiles[kMaxRows + 1], first_queries[kMaxRows + 1], contexts[kMaxRows];  // of each row
 };
+
+// --- the list of tiles ----------------------------------------------------------------------------------------
+
+struct Tile {
+  int row, kv_head;
+  int first_line, num_lines;  // of the tile; of its row
+  int first_query;            // of the row, in the step
+  int past;                   // position of the row's first token
+  int seen;                   // keys that the tile's last line sees
+};
+
+// Fills the rows' columns of `s`; returns the number of tiles of one KV head. Rows with one token have none.
+template <class S>
+__device__ int count_tiles(Shared<S>& s, const Arguments& a) {
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  int before = 0;
+  for (int base = 0; base < a.num_rows; base += kThreads) {
+    const int row = base + thread;
+    int tiles = 0;
+    if (row < a.num_rows) {
+      const int start = __ldcg(a.query_starts + row), num_tokens = __ldcg(a.query_starts + row + 1) - start;
+      s.first_queries[row] = start;
+      s.first_queries[row + 1] = start + num_tokens;
+      s.contexts[row] = __ldcg(a.context_lens + row);
+      tiles = num_tokens > 1 ? (num_tokens * a.group + kLines - 1) / kLines : 0;
+    }
+    int sum = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) s.sums[warp] = sum;
+    __syncthreads();
+    int first = before + sum - tiles;
+    for (int w = 0; w < kThreads / 32; w++) {
+      if (w < warp) first += s.sums[w];
+      before += s.sums[w];
+    }
+    if (row < a.num_rows) s.first_tiles[row] = first;
+    __syncthreads();
+  }
+  if (thread == 0) s.first_tiles[a.num_rows] = before;
+  __syncthreads();
+  return before;
+}
+
+// A row's last tile, which is the longest, comes first; the KV heads of a tile side by side.
+template <class S>
+__device__ Tile tile_at(const Shared<S>& s, const Arguments& a, int index) {
+  const int wanted = index / a.num_kv_heads;
+  int low = 0, high = a.num_rows;  // first_tiles[low] <= wanted < first_tiles[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (s.first_tiles[middle] <= wanted) low = middle;
+    else high = middle;
+  }
+  Tile tile;
+  tile.row = low;
+  tile.kv_head = index % a.num_kv_heads;
+  tile.first_query = s.first_queries[low];
+  const int num_tokens = s.first_queries[low + 1] - tile.first_query;
+  tile.first_line = (s.first_tiles[low + 1] - 1 - wanted) * kLines;
+  tile.num_lines = num_tokens * a.group;
+  tile.past = s.contexts[low] - num_tokens;
+  tile.seen = tile.past + (min(tile.first_line + kLines, tile.num_lines) - 1) / a.group + 1;
+  return tile;
+}
+
+// The tiles of this block: one of each round, the rounds' order turned around each time, as tiles grow shorter.
+__device__ __forceinline__ int index_at(int round) {
+  return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
 
 // The 16 tokens of a step of the product with V: their values side by side, blocks of 64 values `kKeys` rows apart.
 template <class S>
@@ -72,9 +150,17 @@ __device__ __forceinline__ void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-__device__ __forceinline__ int64_t line_offset(const Arguments& a, const QueryTile& tile, int kv_head, int line, int head_dim) {
+// The consumers' turns: each waits for its own and gives the other its next.
+__device__ __forceinline__ void wait_for_turn(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
+}
+__device__ __forceinline__ void give_turn(int group) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
+}
+
+__device__ __forceinline__ int64_t line_offset(const Arguments& a, const Tile& tile, int line, int head_dim) {
   const int64_t token = tile.first_query + line / a.group;
-  return (token * a.num_kv_heads * a.group + kv_head * a.group + line % a.group) * head_dim;
+  return (token * a.num_kv_heads * a.group + tile.kv_head * a.group + line % a.group) * head_dim;
 }
 
 // Where 16 bytes of a line lie in [boxes][lines][128 bytes], swizzled as the copies and products expect.
@@ -85,37 +171,40 @@ __device__ __forceinline__ int place(int line, int chunk) {
 // --- the producer: one warp, a lane for each 16 tokens ------------------------------------------------------
 
 template <class S>
-__device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a, const QueryTile& tile, int kv_head,
-                        int seen) {
+__device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a, int num_tiles) {
   constexpr int kLanes = S::kKeys / kChunk;
   const int lane = threadIdx.x % 32;
-  const int num_tiles = (seen + S::kKeys - 1) / S::kKeys;
-  const int* table = a.block_tables + int64_t(tile.row) * a.table_stride;
   const uint64_t policy = evict_last_policy();
   const int value_lines = a.num_kv_heads << a.block_shift;
-  for (int i = 0; i < num_tiles; i++) {
-    const int first = (num_tiles - 1 - i) * S::kKeys, stage = i % kStages, parity = (i / kStages - 1) & 1;
-    const int token = first + lane * kChunk;
-    const bool is_there = lane < kLanes && token < seen;
-    const int line = is_there ? __ldcg(table + (token >> a.block_shift)) * a.block_lines + a.layer_line +
-                                    (kv_head << a.block_shift) + (token & ((1 << a.block_shift) - 1))
-                              : 0;
-    const int bytes = min(kLanes, (seen - first + kChunk - 1) / kChunk) * kChunk * S::D * 2;
-    if (i >= kStages) barrier_wait(&s.k_empty[stage], parity);
-    if (lane == 0) barrier_expect(&s.k_full[stage], bytes);
-    __syncwarp();
-    if (is_there)
+  int step = 0;
+  for (int round = 0; round * int(gridDim.x) < num_tiles; round++) {
+    if (index_at(round) >= num_tiles) continue;
+    const Tile tile = tile_at(s, a, index_at(round));
+    const int* table = a.block_tables + int64_t(tile.row) * a.table_stride;
+    for (int first = (tile.seen - 1) / S::kKeys * S::kKeys; first >= 0; first -= S::kKeys, step++) {
+      const int stage = step % kStages, parity = (step / kStages - 1) & 1, token = first + lane * kChunk;
+      const bool is_there = lane < kLanes && token < tile.seen;
+      const int line = is_there ? __ldcg(table + (token >> a.block_shift)) * a.block_lines + a.layer_line +
+                                      (tile.kv_head << a.block_shift) + (token & ((1 << a.block_shift) - 1))
+                                : 0;
+      const int bytes = min(kLanes, (tile.seen - first + kChunk - 1) / kChunk) * kChunk * S::D * 2;
+      if (step >= kStages) barrier_wait(&s.k_empty[stage], parity);
+      if (lane == 0) barrier_expect(&s.k_full[stage], bytes);
+      __syncwarp();
+      if (is_there)
 #pragma unroll
-      for (int box = 0; box < S::kBoxes; box++)
-        load_box(s.k[stage] + (box * S::kKeys + lane * kChunk) * kRowBytes, &map, &s.k_full[stage], box * kBox, line, policy);
-    if (i >= kStages) barrier_wait(&s.v_empty[stage], parity);
-    if (lane == 0) barrier_expect(&s.v_full[stage], bytes);
-    __syncwarp();
-    if (is_there)
+        for (int box = 0; box < S::kBoxes; box++)
+          load_box(s.k[stage] + (box * S::kKeys + lane * kChunk) * kRowBytes, &map, &s.k_full[stage], box * kBox, line,
+                   policy);
+      if (step >= kStages) barrier_wait(&s.v_empty[stage], parity);
+      if (lane == 0) barrier_expect(&s.v_full[stage], bytes);
+      __syncwarp();
+      if (is_there)
 #pragma unroll
-      for (int box = 0; box < S::kBoxes; box++)
-        load_box(s.v[stage] + (box * S::kKeys + lane * kChunk) * kRowBytes, &map, &s.v_full[stage], box * kBox,
-                 line + value_lines, policy);
+        for (int box = 0; box < S::kBoxes; box++)
+          load_box(s.v[stage] + (box * S::kKeys + lane * kChunk) * kRowBytes, &map, &s.v_full[stage], box * kBox,
+                   line + value_lines, policy);
+    }
   }
 }
 
@@ -187,92 +276,129 @@ __device__ __forceinline__ void hide(float (&scores)[kScores], int first_key, co
     if (first_key + i / 4 * 8 + 2 * t + (i & 1) > limits[(i >> 1) & 1]) scores[i] = kMinusInfinity;
 }
 
+// This warpgroup's 64 lines of queries, into shared memory; absent lines are zero.
 template <class S>
-__device__ void consume(Shared<S>& s, const Arguments& a, const QueryTile& tile, int kv_head, int seen, int group) {
-  const int thread = threadIdx.x % 128, warp = thread / 32, g = thread % 32 / 4;
-  for (int i = thread; i < 64 * (S::D / 8); i += 128) {
-    const int m = group * 64 + i / (S::D / 8), chunk = i % (S::D / 8), line = tile.first_line + m;
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (line < tile.num_lines)
-      value = *reinterpret_cast<const uint4*>(a.q + line_offset(a, tile, kv_head, line, S::D) + chunk * 8);
-    *reinterpret_cast<uint4*>(s.q + place(m, chunk)) = value;
+__device__ __forceinline__ void load_queries(Shared<S>& s, const Arguments& a, const Tile& tile, int group) {
+  constexpr int kChunks = S::D / 8, kEach = 64 * kChunks / 128, kAtOnce = kEach < 8 ? kEach : 8;
+  const int thread = threadIdx.x % 128;
+  for (int begin = 0; begin < kEach; begin += kAtOnce) {
+    uint4 values[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      const int line = tile.first_line + group * 64 + ((begin + i) * 128 + thread) / kChunks;
+      values[i] = make_uint4(0, 0, 0, 0);
+      if (line < tile.num_lines)
+        values[i] = *reinterpret_cast<const uint4*>(a.q + line_offset(a, tile, line, S::D) + thread % kChunks * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++)
+      *reinterpret_cast<uint4*>(s.q + place(group * 64 + ((begin + i) * 128 + thread) / kChunks, thread % kChunks)) =
+          values[i];
   }
   copies_see_writes();
   warpgroup_sync(group);
+}
 
-  const int line = group * 64 + warp * 16 + g;  // of this thread in the tile, and line + 8
-  const int limits[2] = {tile.past + (tile.first_line + line) / a.group, tile.past + (tile.first_line + line + 8) / a.group};
-  const int seen_by_all = tile.past + (tile.first_line + group * 64) / a.group + 1;
-  const int num_tiles = (seen + S::kKeys - 1) / S::kKeys;
-  const uint8_t* q = s.q + group * 64 * kRowBytes;
-
-  using C = Consumer<S>;
-  C c;
-  float scores[C::kScores], factor[2];
-#pragma unroll
-  for (int i = 0; i < C::kSums; i++) c.o[i] = 0;
-  barrier_wait(&s.k_full[0], 0);
-  wgmma_fence();
-  C::start_scores(scores, q, s.k[0]);
-  wgmma_commit();
-  wgmma_wait<0>();
-  if (thread % 32 == 0) barrier_arrive(&s.k_empty[0]);
-  hide(scores, (num_tiles - 1) * S::kKeys, limits);
-  c.exponentials(scores, factor, a.scale);
-  c.keep(scores);
-  barrier_wait(&s.v_full[0], 0);
-  const int valid = seen - (num_tiles - 1) * S::kKeys;
-  if (valid < S::kKeys) {
-    for (int i = thread; i < (S::kKeys - valid) * S::kBoxes * 8; i += 128) {
-      const int row = valid + i / (S::kBoxes * 8), box = i / 8 % S::kBoxes;
-      *reinterpret_cast<uint4*>(s.v[0] + (box * S::kKeys + row) * kRowBytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
-    }
-    copies_see_writes();
-    warpgroup_sync(group);
-  }
-  for (int i = 1; i < num_tiles; i++) {
-    const int stage = i % kStages, before = (i - 1) % kStages, first_key = (num_tiles - 1 - i) * S::kKeys;
-    barrier_wait(&s.k_full[stage], (i / kStages) & 1);
-    wgmma_fence();
-    C::start_scores(scores, q, s.k[stage]);
-    wgmma_commit();
-    if (i > 1) barrier_wait(&s.v_full[before], ((i - 1) / kStages) & 1);
-    c.start_sums(s.v[before]);
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (thread % 32 == 0) barrier_arrive(&s.k_empty[stage]);
-    if (first_key + S::kKeys > seen_by_all) hide(scores, first_key, limits);
-    c.exponentials(scores, factor, a.scale);
-    wgmma_wait<0>();
-    if (thread % 32 == 0) barrier_arrive(&s.v_empty[before]);
-#pragma unroll
-    for (int j = 0; j < C::kSums; j++) c.o[j] *= factor[(j >> 1) & 1];
-    c.keep(scores);
-  }
-  const int last = (num_tiles - 1) % kStages;
-  if (num_tiles > 1) barrier_wait(&s.v_full[last], ((num_tiles - 1) / kStages) & 1);
-  wgmma_fence();
-  c.start_sums(s.v[last]);
-  wgmma_commit();
-  wgmma_wait<0>();
-
-  // Through the queries' place in shared memory, so that whole lines are written.
+// Writes 64 lines through the queries' place in shared memory, so that whole lines go out.
+template <class S>
+__device__ __forceinline__ void store_sums(Shared<S>& s, const Arguments& a, const Tile& tile, Consumer<S>& c, int group) {
+  constexpr int kChunks = S::D / 8;
+  const int thread = threadIdx.x % 128, first = group * 64 + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     c.weight[r] += __shfl_xor_sync(~0u, c.weight[r], 1);
     c.weight[r] += __shfl_xor_sync(~0u, c.weight[r], 2);
     const float inverse = 1.0f / c.weight[r];
 #pragma unroll
-    for (int chunk = 0; chunk < S::D / 8; chunk++)
-      *reinterpret_cast<uint32_t*>(s.q + place(line + 8 * r, chunk) + thread % 4 * 4) =
+    for (int chunk = 0; chunk < kChunks; chunk++)
+      *reinterpret_cast<uint32_t*>(s.q + place(first + 8 * r, chunk) + thread % 4 * 4) =
           packed(c.o[4 * chunk + 2 * r] * inverse, c.o[4 * chunk + 2 * r + 1] * inverse);
   }
   warpgroup_sync(group);
-  for (int i = thread; i < 64 * (S::D / 8); i += 128) {
-    const int m = group * 64 + i / (S::D / 8), chunk = i % (S::D / 8), at = tile.first_line + m;
-    if (at < tile.num_lines)
-      *reinterpret_cast<uint4*>(a.out + line_offset(a, tile, kv_head, at, S::D) + chunk * 8) =
+#pragma unroll 4
+  for (int i = thread; i < 64 * kChunks; i += 128) {
+    const int m = group * 64 + i / kChunks, chunk = i % kChunks, line = tile.first_line + m;
+    if (line < tile.num_lines)
+      *reinterpret_cast<uint4*>(a.out + line_offset(a, tile, line, S::D) + chunk * 8) =
           *reinterpret_cast<const uint4*>(s.q + place(m, chunk));
+  }
+  warpgroup_sync(group);
+}
+
+// Sets values from token `valid` of a tile on to zero.
+template <class S>
+__device__ __forceinline__ void clear_values(uint8_t* v, int valid, int group) {
+  if (valid >= S::kKeys) return;
+  for (int i = threadIdx.x % 128; i < (S::kKeys - valid) * S::kBoxes * 8; i += 128) {
+    const int row = valid + i / (S::kBoxes * 8), box = i / 8 % S::kBoxes;
+    *reinterpret_cast<uint4*>(v + (box * S::kKeys + row) * kRowBytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+  }
+  copies_see_writes();
+  warpgroup_sync(group);
+}
+
+template <class S>
+__device__ void consume(Shared<S>& s, const Arguments& a, int num_tiles, int group) {
+  using C = Consumer<S>;
+  const int thread = threadIdx.x % 128, in_group = group * 64 + thread / 32 * 16 + thread % 32 / 4;
+  const uint8_t* q = s.q + group * 64 * kRowBytes;
+  const bool frees = thread % 32 == 0;
+  if (group == 1) give_turn(0);
+  int step = 0;
+  for (int round = 0; round * int(gridDim.x) < num_tiles; round++) {
+    if (index_at(round) >= num_tiles) continue;
+    const Tile tile = tile_at(s, a, index_at(round));
+    load_queries(s, a, tile, group);
+    const int line = tile.first_line + in_group;  // of this thread, and line + 8
+    const int limits[2] = {tile.past + line / a.group, tile.past + (line + 8) / a.group};
+    const int seen_by_all = tile.past + (tile.first_line + group * 64) / a.group + 1;
+    const int last_key = (tile.seen - 1) / S::kKeys * S::kKeys;
+
+    C c;
+    float scores[C::kScores], factor[2];
+#pragma unroll
+    for (int i = 0; i < C::kSums; i++) c.o[i] = 0;
+    barrier_wait(&s.k_full[step % kStages], (step / kStages) & 1);
+    wgmma_fence();
+    C::start_scores(scores, q, s.k[step % kStages]);
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (frees) barrier_arrive(&s.k_empty[step % kStages]);
+    hide(scores, last_key, limits);
+    c.exponentials(scores, factor, a.scale);
+    c.keep(scores);
+    barrier_wait(&s.v_full[step % kStages], (step / kStages) & 1);
+    clear_values<S>(s.v[step % kStages], tile.seen - last_key, group);
+    step++;
+    for (int first = last_key - S::kKeys; first >= 0; first -= S::kKeys, step++) {
+      const int stage = step % kStages, before = (step - 1) % kStages;
+      barrier_wait(&s.k_full[stage], (step / kStages) & 1);
+      wait_for_turn(group);
+      wgmma_fence();
+      C::start_scores(scores, q, s.k[stage]);
+      wgmma_commit();
+      barrier_wait(&s.v_full[before], ((step - 1) / kStages) & 1);
+      c.start_sums(s.v[before]);
+      wgmma_commit();
+      give_turn(1 - group);
+      wgmma_wait<1>();
+      if (frees) barrier_arrive(&s.k_empty[stage]);
+      if (first + S::kKeys > seen_by_all) hide(scores, first, limits);
+      c.exponentials(scores, factor, a.scale);
+      wgmma_wait<0>();
+      if (frees) barrier_arrive(&s.v_empty[before]);
+#pragma unroll
+      for (int j = 0; j < C::kSums; j++) c.o[j] *= factor[(j >> 1) & 1];
+      c.keep(scores);
+    }
+    const int stage = (step - 1) % kStages;
+    barrier_wait(&s.v_full[stage], ((step - 1) / kStages) & 1);
+    wgmma_fence();
+    c.start_sums(s.v[stage]);
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (frees) barrier_arrive(&s.v_empty[stage]);
+    store_sums(s, a, tile, c, group);
   }
 }
 
@@ -292,18 +418,13 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
   }
   allow_next_kernel();
   wait_for_previous_kernel();
-  const int kv_head = blockIdx.x % a.num_kv_heads;
-  const QueryTile tile = find_tile<kThreads / 32>(blockIdx.x / a.num_kv_heads, a.query_starts, a.context_lens, a.num_rows,
-                                                  a.group, kLines, s.scratch);
-  if (tile.row < 0) return;
-  // Keys that the last line sees.
-  const int seen = tile.past + (min(tile.first_line + kLines, tile.num_lines) - 1) / a.group + 1;
+  const int num_tiles = count_tiles(s, a) * a.num_kv_heads;
   if (threadIdx.x < 128) {
-    fewer_registers<24>();
-    if (threadIdx.x < 32) produce(s, map, a, tile, kv_head, seen);
+    fewer_registers<40>();
+    if (threadIdx.x < 32) produce(s, map, a, num_tiles);
   } else {
-    more_registers<240>();
-    consume(s, a, tile, kv_head, seen, int(threadIdx.x) / 128 - 1);
+    more_registers<232>();
+    consume(s, a, num_tiles, int(threadIdx.x) / 128 - 1);
   }
 }
 

@@ -5,6 +5,8 @@ import numpy as np
 from openinfer_kernels.cuda.arrays import fits_vectors, require
 from openinfer_kernels.cuda.attention_decode import AttentionDecode
 from openinfer_kernels.cuda.attention_prefill import AttentionPrefill
+from openinfer_kernels.cuda.attention_prefill_hopper import STEM as HOPPER_STEM
+from openinfer_kernels.cuda.attention_prefill_hopper import AttentionPrefillHopper
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
@@ -21,7 +23,7 @@ class Attention:
 
     def __init__(self, device: Device) -> None:
         self._decode = AttentionDecode(device)
-        self._prefill = AttentionPrefill(device)
+        self._prefill = AttentionPrefillHopper(device) if device.has(HOPPER_STEM) else AttentionPrefill(device)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """Attention of `q [T, H, D]` over `kv_cache [blocks, layers, 2, K, B, D]`: `[T, H * D]`.
@@ -52,7 +54,8 @@ def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:
     num_kv_heads, block_tokens = kv_cache.shape[3:5]
     if head_dim not in HEAD_DIMS or kv_cache.shape[5] != head_dim or not fits_vectors(q, kv_cache):
         raise ArrayMismatchError(
-            f"q {q.shape} and kv_cache {kv_cache.shape} must have one head dimension of {HEAD_DIMS}, at 16-byte addresses"
+            f"q {q.shape} and kv_cache {kv_cache.shape} must have one head dimension of {HEAD_DIMS}, "
+            "and begin at multiples of 16 bytes"
         )
     if block_tokens not in BLOCK_TOKENS:
         raise ArrayMismatchError(f"blocks of {block_tokens} tokens are not supported: one of {BLOCK_TOKENS}")

@@ -19,11 +19,10 @@ MAX_ROWS = 1024
 _MAX_ITEMS = 1 << 17
 """Rows times KV heads times tiles of query heads."""
 _WARPS = 4
-_MOST_BLOCKS = 640
 _PADDING = 8
 _HEADS_OF_TILE = 8
 _LOG2_E = 1.4426950408889634
-_BLOCKS_PER_MULTIPROCESSOR = {(64, 1): 4, (64, 2): 3, (128, 1): 3, (128, 2): 2, (256, 1): 2}
+_BLOCKS_PER_MULTIPROCESSOR = {(64, 1): 3, (64, 2): 3, (128, 1): 2, (128, 2): 2, (256, 1): 2}
 """By head dimension and tiles of query heads: the variants that are compiled, and how many blocks fit at once."""
 
 
@@ -66,7 +65,7 @@ class AttentionDecode:
                 f"attention over {num_rows} rows of {num_kv_heads} KV heads: "
                 f"at most {MAX_ROWS} rows, and {_MAX_ITEMS} of both multiplied"
             )
-        blocks = min(self._num_multiprocessors * _BLOCKS_PER_MULTIPROCESSOR[head_dim, tiles], _MOST_BLOCKS)
+        blocks = self._num_multiprocessors * _BLOCKS_PER_MULTIPROCESSOR[head_dim, tiles]
         parts = cupy.empty(blocks * 2 * _HEADS_OF_TILE * tiles * (head_dim + 2), np.float32)
         arguments = _Arguments(
             address(q),
@@ -84,6 +83,6 @@ class AttentionDecode:
 
 def _kernel(device: Device, head_dim: int, tiles: int) -> Kernel:
     heads = _HEADS_OF_TILE * tiles
-    columns = max(_WARPS * (head_dim + _PADDING), _MOST_BLOCKS)
-    shared_bytes = 4 * (2 * _WARPS * heads + _WARPS + 4 + heads * columns) + 4 * (2 * MAX_ROWS + 1)
+    sums = _WARPS * heads * (head_dim + _PADDING)
+    shared_bytes = 4 * (2 * _WARPS * heads + 2 * _WARPS + 8 + sums) + 4 * (2 * MAX_ROWS + 1)
     return device.kernel("attention_decode", f"attention_decode_{head_dim}_{tiles}", shared_bytes=shared_bytes)

@@ -9,7 +9,7 @@ from openinfer_kernels.ops import Array, AttentionBatch
 
 _LOG2_E = 1.4426950408889634
 _WARPS_AND_KEYS = {64: (8, 64), 128: (8, 64), 256: (4, 32)}
-"""By head dimension: warps of a block, each with 16 lines (pairs of token and query head), and tokens of a tile of keys."""
+"""By head dimension: warps of a block, each with 16 lines (pairs of token and query head), and keys of a tile."""
 _LINES_OF_WARP = 16
 _SCRATCH_BYTES = 64
 
@@ -40,10 +40,8 @@ class AttentionPrefill:
             for head_dim, (warps, keys) in _WARPS_AND_KEYS.items()
         }
 
-    def launch(
-        self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float
-    ) -> None:
-        """Writes the rows of `out [T, H D]` that belong to rows with several query tokens; arrays as in the contract."""
+    def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
+        """Writes what belongs to rows with several query tokens into `out [T, H D]`; arrays as in the contract."""
         num_rows, num_kv_heads, head_dim = len(batch.context_lens), kv_cache.shape[3], kv_cache.shape[5]
         group = q.shape[1] // num_kv_heads
         warps = _WARPS_AND_KEYS[head_dim][0]
