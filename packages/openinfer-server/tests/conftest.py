@@ -1,8 +1,12 @@
 """Model folders, engines and servers for the tests."""
 
+import asyncio
 import contextlib
 import http.client
+import importlib
+import importlib.util
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -95,13 +99,15 @@ def info(tokenizer: tokenizers.Tokenizer) -> EngineInfo:
     )
 
 
-def counted(protocol: type) -> tuple[type, set[object]]:
-    """The protocol, and the set of its connections that are open."""
+def counted(protocol: type, sndbuf: int | None) -> tuple[type, set[object]]:
+    """The protocol, and the set of its connections that are open; with small buffers in the kernel if asked for."""
     connections: set[object] = set()
 
     class Counted(protocol):
         def connection_made(self, transport) -> None:
             connections.add(self)
+            if sndbuf is not None:
+                transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
             super().connection_made(transport)
 
         def connection_lost(self, exc) -> None:
@@ -121,24 +127,39 @@ def start(model_dir: Path) -> Iterator[Callable[..., ThreadedServer]]:
             options: ServerOptions | None = None,
             folder: Path = model_dir,
             protocol: type | None = None,
+            loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+            sndbuf: int | None = None,
         ) -> ThreadedServer:
             options = options or ServerOptions(port=0)
-            protocol, connections = counted(protocol or bounded_protocol(options))
-            server = ThreadedServer(loop, folder, options, protocol=protocol)
+            protocol, connections = counted(protocol or bounded_protocol(options), sndbuf)
+            server = ThreadedServer(loop, folder, options, protocol=protocol, loop_factory=loop_factory)
             server.connections = connections
             return servers.enter_context(server)
 
         yield start_one
 
 
-@pytest.fixture(scope="module", params=["direct", "send"])
-def both_paths(
+def ways() -> dict[str, dict[str, object]]:
+    """How bytes get to a client: into the transport, through `send`, into uvloop's transport (where it exists)."""
+    several: dict[str, dict[str, object]] = {"direct": {}, "send": {"protocol": HttpToolsProtocol}}
+    if importlib.util.find_spec("uvloop") is not None:
+        several["uvloop"] = {"loop_factory": importlib.import_module("uvloop").new_event_loop}
+    return several
+
+
+@pytest.fixture(params=ways().values(), ids=ways().keys())
+def way(request: pytest.FixtureRequest) -> dict[str, object]:
+    """Arguments of `start`."""
+    return request.param
+
+
+@pytest.fixture(scope="module", params=ways().values(), ids=ways().keys())
+def every_way(
     request: pytest.FixtureRequest, model_dir: Path, info: EngineInfo
 ) -> Iterator[tuple[ThreadedServer, ParrotLoop]]:
-    """One server per module and write path: writing into the transport, and through ASGI's `send`."""
+    """One server per module and way."""
     parrot = ParrotLoop(info)
-    protocol = HttpToolsProtocol if request.param == "send" else None
-    with ThreadedServer(parrot, model_dir, ServerOptions(port=0), protocol=protocol) as server:
+    with ThreadedServer(parrot, model_dir, ServerOptions(port=0), **request.param) as server:
         yield server, parrot
 
 

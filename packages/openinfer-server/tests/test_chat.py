@@ -9,17 +9,17 @@ TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 
 @pytest.fixture
-def client(both_paths, connect) -> openai.OpenAI:
-    return connect(both_paths[0])
+def client(every_way, connect) -> openai.OpenAI:
+    return connect(every_way[0])
 
 
 def prompt_text(server, tokenizer) -> str:
     return tokenizer.decode(list(server.engine.submitted[-1].prompt_token_ids), skip_special_tokens=False)
 
 
-def test_chat_renders_the_template_and_answers(client, both_paths, tokenizer):
+def test_chat_renders_the_template_and_answers(client, every_way, tokenizer):
     answer = client.chat.completions.create(model="parrot", messages=TURNS, max_completion_tokens=300, stop=["?"])
-    prompt = prompt_text(both_paths[0], tokenizer)
+    prompt = prompt_text(every_way[0], tokenizer)
     assert prompt == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nnaïve 🙂?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -55,30 +55,30 @@ def test_chat_n_streams_each_with_its_role(client):
     assert sorted(c.choices[0].index for c in chunks if c.choices[0].finish_reason) == [0, 1, 2]
 
 
-def test_chat_without_max_tokens_may_fill_the_context(client, both_paths, info):
+def test_chat_without_max_tokens_may_fill_the_context(client, every_way, info):
     client.chat.completions.create(model="parrot", messages=TURNS)
-    request = both_paths[0].engine.submitted[-1]
+    request = every_way[0].engine.submitted[-1]
     assert request.sampling.max_tokens == info.max_model_tokens - len(request.prompt_token_ids)
 
 
-def test_max_completion_tokens_wins_over_max_tokens(client, both_paths):
+def test_max_completion_tokens_wins_over_max_tokens(client, every_way):
     client.chat.completions.create(model="parrot", messages=TURNS, max_tokens=9, max_completion_tokens=2)
-    assert both_paths[0].engine.submitted[-1].sampling.max_tokens == 2
+    assert every_way[0].engine.submitted[-1].sampling.max_tokens == 2
 
 
-def test_content_parts_are_one_text(client, both_paths, tokenizer):
+def test_content_parts_are_one_text(client, every_way, tokenizer):
     parts = [{"type": "text", "text": "The "}, {"type": "text", "text": "stone"}]
     client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": parts}], max_tokens=1)
-    assert "user\nThe stone<|im_end|>" in prompt_text(both_paths[0], tokenizer)
+    assert "user\nThe stone<|im_end|>" in prompt_text(every_way[0], tokenizer)
 
 
-def test_developer_is_a_system_turn_for_a_template_that_knows_no_developers(client, both_paths, tokenizer):
+def test_developer_is_a_system_turn_for_a_template_that_knows_no_developers(client, every_way, tokenizer):
     turns = [{"role": "developer", "content": "Be brief."}, *TURNS[1:]]
     client.chat.completions.create(model="parrot", messages=turns, max_tokens=1)
-    assert prompt_text(both_paths[0], tokenizer).startswith("<|im_start|>system\nBe brief.")
+    assert prompt_text(every_way[0], tokenizer).startswith("<|im_start|>system\nBe brief.")
 
 
-def test_tool_calls_of_earlier_turns_are_rendered(client, both_paths, tokenizer):
+def test_tool_calls_of_earlier_turns_are_rendered(client, every_way, tokenizer):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city":  "Paris"}'}}
     turns = [
         {"role": "user", "content": "?"},
@@ -86,18 +86,18 @@ def test_tool_calls_of_earlier_turns_are_rendered(client, both_paths, tokenizer)
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
     client.chat.completions.create(model="parrot", messages=turns, max_tokens=1)
-    prompt = prompt_text(both_paths[0], tokenizer)
+    prompt = prompt_text(every_way[0], tokenizer)
     assert '<|im_start|>assistant\n<call>{"city": "Paris"}</call><|im_end|>' in prompt
     assert "<|im_start|>tool\nsunny<|im_end|>" in prompt
 
 
-def test_template_options_are_handed_on(client, both_paths, tokenizer):
+def test_template_options_are_handed_on(client, every_way, tokenizer):
     for given, expected in ((False, True), (True, False), (None, False)):
         kwargs = {"enable_thinking": given}
         client.chat.completions.create(
             model="parrot", messages=TURNS, max_tokens=1, extra_body={"chat_template_kwargs": kwargs}
         )
-        assert prompt_text(both_paths[0], tokenizer).endswith("<think></think>") is expected
+        assert prompt_text(every_way[0], tokenizer).endswith("<think></think>") is expected
 
 
 def test_fields_with_nothing_to_do_are_taken(client):
@@ -140,15 +140,15 @@ def test_chat_logprobs_without_alternatives(client):
     assert [entry.top_logprobs for entry in content.content] == [[], []]
 
 
-def test_large_chat_is_rendered_and_encoded_in_threads(client, both_paths, tokenizer):
+def test_large_chat_is_rendered_and_encoded_in_threads(client, every_way, tokenizer):
     text = "stone " * 1500
     with pytest.raises(openai.BadRequestError, match="context"):
         client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": text * 4}], max_tokens=1)
     answer = client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": text}], max_tokens=1)
-    assert answer.usage.prompt_tokens == len(tokenizer.encode(prompt_text(both_paths[0], tokenizer)).ids)
+    assert answer.usage.prompt_tokens == len(tokenizer.encode(prompt_text(every_way[0], tokenizer)).ids)
 
 
-def test_asynchronous_sdk_streams_many_at_once(both_paths):
+def test_asynchronous_sdk_streams_many_at_once(every_way):
     async def ask(client: openai.AsyncOpenAI, word: str) -> str:
         stream = await client.chat.completions.create(
             model="parrot", messages=[{"role": "user", "content": word}], max_tokens=50, stream=True, stop="<"
@@ -156,7 +156,7 @@ def test_asynchronous_sdk_streams_many_at_once(both_paths):
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def ask_all() -> list[str]:
-        base_url = f"{both_paths[0].url}/v1"
+        base_url = f"{every_way[0].url}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20) as client:
             return await asyncio.gather(*[ask(client, f"stone {i}") for i in range(16)])
 

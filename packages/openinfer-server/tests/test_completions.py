@@ -9,8 +9,8 @@ PROMPT = "naïve café — 東京 🙂 The capital of France is Paris."
 
 
 @pytest.fixture
-def client(both_paths, connect) -> openai.OpenAI:
-    return connect(both_paths[0])
+def client(every_way, connect) -> openai.OpenAI:
+    return connect(every_way[0])
 
 
 def stream_text(stream, index=0) -> str:
@@ -83,9 +83,9 @@ def test_streamed_choices_are_told_apart_by_index(client):
     assert sum(c.choices[0].finish_reason == "length" for c in chunks) == 4
 
 
-def test_n_choices_get_successive_seeds(client, both_paths):
+def test_n_choices_get_successive_seeds(client, every_way):
     client.completions.create(model="parrot", prompt="a", n=3, seed=-1, max_tokens=1)
-    seeds = [request.sampling.seed for request in both_paths[0].engine.submitted[-3:]]
+    seeds = [request.sampling.seed for request in every_way[0].engine.submitted[-3:]]
     assert seeds == [2**64 - 1, 0, 1]
 
 
@@ -104,8 +104,8 @@ def test_echo_of_token_ids_shows_special_tokens(client, tokenizer):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stop", ["France", "e capital of F", ["Rome", "Paris", " is P"], "🙂", "naïve"])
-def test_stop_string_ends_the_text_before_it(client, both_paths, stop, stream):
-    aborted = len(both_paths[0].engine.aborted)
+def test_stop_string_ends_the_text_before_it(client, every_way, stop, stream):
+    aborted = len(every_way[0].engine.aborted)
     answer = client.completions.create(model="parrot", prompt=PROMPT, max_tokens=500, stop=stop, stream=stream)
     chunks = list(answer) if stream else []
     text = stream_text(chunks) if stream else answer.choices[0].text
@@ -115,7 +115,7 @@ def test_stop_string_ends_the_text_before_it(client, both_paths, stop, stream):
     assert text == PROMPT[: first[1]]
     reason = chunks[-1].choices[0].finish_reason if stream else answer.choices[0].finish_reason
     assert reason == "stop"
-    assert len(both_paths[0].engine.aborted) == aborted + 1
+    assert len(every_way[0].engine.aborted) == aborted + 1
 
 
 def test_stop_string_counts_tokens_up_to_its_end(client, tokenizer):
@@ -161,7 +161,7 @@ def test_stop_token_ids_stop(client, tokenizer):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_sampling_fields_reach_the_engine(client, both_paths, tokenizer):
+def test_sampling_fields_reach_the_engine(client, every_way, tokenizer):
     client.completions.create(
         model="parrot",
         prompt="a",
@@ -183,7 +183,7 @@ def test_sampling_fields_reach_the_engine(client, both_paths, tokenizer):
             "priority": -3,
         },
     )
-    request = both_paths[0].engine.submitted[-1]
+    request = every_way[0].engine.submitted[-1]
     sampling = request.sampling
     assert (request.cache_salt, request.priority) == ("salt", -3)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature, sampling.seed) == (7, 2, 0.5, 11)

@@ -4,9 +4,6 @@ import asyncio
 import json
 import random
 
-import pytest
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from openinfer_server.testing import ParrotLoop, wait_until
 
 NUM_CLIENTS = 64
@@ -56,9 +53,8 @@ async def storm(address, rng: random.Random) -> list[tuple[str, str]]:
     return whole
 
 
-@pytest.mark.parametrize("protocol", [None, HttpToolsProtocol], ids=["direct", "send"])
-def test_streams_with_random_disconnects_end_exactly_once(start, info, protocol, tokenizer, call):
-    server = start(ParrotLoop(info, step_s=0.002), protocol=protocol)
+def test_streams_with_random_disconnects_end_exactly_once(start, info, way, tokenizer, call):
+    server = start(ParrotLoop(info, step_s=0.002), **way)
     rng = random.Random(7)
     whole = asyncio.run(storm(server.address, rng))
     for prompt, text in whole:

@@ -5,7 +5,6 @@ import json
 import socket
 
 import pytest
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from openinfer_server import ServerOptions
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
@@ -24,11 +23,6 @@ def ask(server, *, stream: bool, max_tokens: int = 2000, n: int = 1, path: str =
     return connection
 
 
-@pytest.fixture(params=["direct", "send"])
-def protocol(request):
-    return HttpToolsProtocol if request.param == "send" else None
-
-
 def all_aborted(server) -> bool:
     return sorted(server.engine.aborted) == sorted(request.request_id for request in server.engine.submitted)
 
@@ -38,9 +32,9 @@ def was_dropped(metrics: bytes) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_that_leaves_before_the_first_token_is_aborted(start, info, protocol, stream, call):
+def test_client_that_leaves_before_the_first_token_is_aborted(start, info, way, stream, call):
     parrot = ParrotLoop(info)
-    server = start(parrot, protocol=protocol)
+    server = start(parrot, **way)
     parrot.hold()
     connection = ask(server, stream=stream, n=3)
     wait_until(lambda: len(server.engine.submitted) == 3, "submission")
@@ -50,8 +44,8 @@ def test_client_that_leaves_before_the_first_token_is_aborted(start, info, proto
     wait_until(lambda: b"openinfer_requests_running 0" in call(server, "GET", "/metrics")[2], "an empty engine")
 
 
-def test_client_that_leaves_in_mid_stream_is_aborted(start, info, protocol):
-    server = start(ParrotLoop(info, step_s=0.01), protocol=protocol)
+def test_client_that_leaves_in_mid_stream_is_aborted(start, info, way):
+    server = start(ParrotLoop(info, step_s=0.01), **way)
     connection = ask(server, stream=True, n=2)
     received = b""
     while received.count(b"data: ") < 10:
@@ -60,9 +54,9 @@ def test_client_that_leaves_in_mid_stream_is_aborted(start, info, protocol):
     wait_until(lambda: all_aborted(server), "aborts")
 
 
-def test_client_that_half_closes_is_aborted(start, info, protocol):
+def test_client_that_half_closes_is_aborted(start, info, way):
     parrot = ParrotLoop(info)
-    server = start(parrot, protocol=protocol)
+    server = start(parrot, **way)
     parrot.hold()
     with ask(server, stream=True) as connection:
         wait_until(lambda: len(server.engine.submitted) == 1, "submission")
@@ -70,8 +64,8 @@ def test_client_that_half_closes_is_aborted(start, info, protocol):
         wait_until(lambda: all_aborted(server), "aborts")
 
 
-def test_client_that_resets_is_aborted(start, info, protocol):
-    server = start(ParrotLoop(info, step_s=0.01), protocol=protocol)
+def test_client_that_resets_is_aborted(start, info, way):
+    server = start(ParrotLoop(info, step_s=0.01), **way)
     connection = ask(server, stream=True)
     assert connection.recv(100)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
@@ -79,29 +73,28 @@ def test_client_that_resets_is_aborted(start, info, protocol):
     wait_until(lambda: all_aborted(server), "aborts")
 
 
-def test_client_that_never_reads_is_dropped(start, info, protocol, call):
-    """128 choices make more bytes than the bound and all the kernel's buffers hold."""
-    server = start(ParrotLoop(info), ServerOptions(port=0, max_buffered_bytes=16384), protocol=protocol)
-    with ask(server, stream=True, n=128):
+def test_client_that_never_reads_is_dropped(start, info, way, call):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_buffered_bytes=4096), **way, sndbuf=4096)
+    with ask(server, stream=True, n=16):
         wait_until(lambda: all_aborted(server), "aborts")
         wait_until(lambda: was_dropped(call(server, "GET", "/metrics")[2]), "the drop")
     status, _, _ = call(server, "POST", "/v1/completions", {"prompt": "a"})
     assert status == 200
 
 
-def test_client_that_never_reads_the_end_is_dropped_after_the_write_timeout(start, info, protocol, call):
+def test_client_that_never_reads_the_end_is_dropped_after_the_write_timeout(start, info, way, call):
     options = ServerOptions(port=0, max_buffered_bytes=2**30, write_timeout_s=0.3)
-    server = start(ParrotLoop(info), options, protocol=protocol)
-    with ask(server, stream=True, n=64):
+    server = start(ParrotLoop(info), options, **way, sndbuf=4096)
+    with ask(server, stream=True, n=4):
         wait_until(lambda: was_dropped(call(server, "GET", "/metrics")[2]), "the drop")
         assert server.engine.aborted == []  # the generation had ended well
 
 
 def test_client_that_never_reads_a_whole_answer_is_dropped(start, info, tokenizer):
     """It is more than the kernel's buffers hold; without a deadline closing would wait for ever."""
-    server = start(ParrotLoop(info), ServerOptions(port=0, write_timeout_s=0.2))
+    server = start(ParrotLoop(info), ServerOptions(port=0, write_timeout_s=0.2), sndbuf=4096)
     text = "The capital of France is Paris. " * 150
-    body = json.dumps({"prompt": text, "n": 64, "echo": True, "logprobs": 0, "max_tokens": 1}).encode()
+    body = json.dumps({"prompt": text, "n": 128, "echo": True, "max_tokens": 1}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(DEADLINE_S)
@@ -114,11 +107,11 @@ def test_client_that_never_reads_a_whole_answer_is_dropped(start, info, tokenize
         with contextlib.suppress(ConnectionResetError):
             while data := connection.recv(1 << 20):
                 received += len(data)
-    assert received < 1
+    assert received < 128 * len(text)
 
 
-def test_client_that_left_is_not_counted_as_slow(start, info, protocol, call):
-    server = start(ParrotLoop(info, step_s=0.01), protocol=protocol)
+def test_client_that_left_is_not_counted_as_slow(start, info, way, call):
+    server = start(ParrotLoop(info, step_s=0.01), **way)
     with ask(server, stream=True) as connection:
         assert connection.recv(100)
     wait_until(lambda: all_aborted(server), "aborts")
@@ -126,8 +119,8 @@ def test_client_that_left_is_not_counted_as_slow(start, info, protocol, call):
     assert b"openinfer_slow_clients_dropped_total 0" in metrics
 
 
-def test_echo_larger_than_the_bound_reaches_a_client_that_reads(start, info, protocol, connect):
-    server = start(ParrotLoop(info), ServerOptions(port=0, max_buffered_bytes=4096), protocol=protocol)
+def test_echo_larger_than_the_bound_reaches_a_client_that_reads(start, info, way, connect):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_buffered_bytes=4096), **way)
     prompt = "The capital of France is Paris. " * 100
     stream = connect(server).completions.create(
         model="parrot", prompt=prompt, n=8, echo=True, logprobs=3, max_tokens=1, stream=True
@@ -138,9 +131,9 @@ def test_echo_larger_than_the_bound_reaches_a_client_that_reads(start, info, pro
     assert texts == [prompt + texts[0][len(prompt) :]] * 8
 
 
-def test_client_that_pauses_gets_everything(start, info, protocol):
+def test_client_that_pauses_gets_everything(start, info, way):
     parrot = ParrotLoop(info)
-    server = start(parrot, ServerOptions(port=0, max_buffered_bytes=2**30), protocol=protocol)
+    server = start(parrot, ServerOptions(port=0, max_buffered_bytes=2**30), **way)
     with ask(server, stream=True, n=16, max_tokens=1000) as connection:
         wait_until(lambda: len(server.engine.submitted) == 16, "submission")
         wait_until(lambda: parrot.stats().running == 0, "the engine's end")
@@ -152,8 +145,8 @@ def test_client_that_pauses_gets_everything(start, info, protocol):
     assert b"data: [DONE]" in data
 
 
-def test_other_streams_go_on_while_one_does_not_read(start, info, protocol, connect):
-    server = start(ParrotLoop(info), ServerOptions(port=0, max_buffered_bytes=65536), protocol=protocol)
-    with ask(server, stream=True, n=32):
+def test_other_streams_go_on_while_one_does_not_read(start, info, way, connect):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_buffered_bytes=65536), **way, sndbuf=4096)
+    with ask(server, stream=True, n=4):
         chunks = list(connect(server).completions.create(model="parrot", prompt="stone", max_tokens=300, stream=True))
     assert len(chunks) == 301

@@ -1,14 +1,17 @@
 """Drain, signals, the engine's death, exit codes."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import openai
+import psutil
 import pytest
 
 from openinfer_core.local import InProcessEngine
@@ -139,7 +142,7 @@ CHILD = """
 import logging, sys
 from pathlib import Path
 from openinfer_core.local import InProcessEngine
-from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
+from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, spawn_simulated
 from openinfer_server import EventLoop, ServerOptions, run
 
 class Mortal(SimulatedLoop):
@@ -149,24 +152,25 @@ class Mortal(SimulatedLoop):
         return super().step()
 
 logging.basicConfig(level="INFO")
-kind = Mortal if sys.argv[2] == "mortal" else SimulatedLoop
-engine = InProcessEngine(kind(SimulatedOptions(num_token_ids=400, tpot_s=0.005)))
-options = ServerOptions(port=0, drain_deadline_s=20, event_loop=EventLoop.ASYNCIO)
-sys.exit(run(engine, Path(sys.argv[1]), options, on_ready=lambda url: print(url, flush=True)))
+options = SimulatedOptions(num_token_ids=400, tpot_s=0.005)
+engines = {
+    "immortal": lambda: InProcessEngine(SimulatedLoop(options)),
+    "mortal": lambda: InProcessEngine(Mortal(options)),
+    "remote": lambda: spawn_simulated(options),
+}
+server = ServerOptions(port=0, drain_deadline_s=20, event_loop=EventLoop(sys.argv[3]))
+sys.exit(run(engines[sys.argv[2]](), Path(sys.argv[1]), server, on_ready=lambda url: print(url, flush=True)))
 """
 
 
 @pytest.fixture
 def child(model_dir):
+    """Starts a server in a process of its own; gives the process and the URL."""
     children = []
 
-    def start_child(kind: str):
-        process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(model_dir), kind],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start_child(kind: str, event_loop: str = "asyncio"):
+        command = [sys.executable, "-c", CHILD, str(model_dir), kind, event_loop]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         children.append(process)
         return process, process.stdout.readline().strip()
 
@@ -176,16 +180,28 @@ def child(model_dir):
         process.communicate()
 
 
+def read_events(url: str, max_tokens: int, at_first: Callable[[], None]) -> tuple[list[dict[str, object]], bytes]:
+    """Streams a completion; returns its events and the last line."""
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)) as connection:
+        body = json.dumps({"prompt": "stone", "max_tokens": max_tokens, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        lines = [response.readline()]
+        at_first()
+        lines += response.readlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")], lines[-2].strip()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to send")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_drains_and_the_process_ends_with_0(child, number):
-    process, url = child("immortal")
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
-        stream = iter(client.completions.create(model="simulated", prompt="stone", max_tokens=40, stream=True))
-        next(stream)
-        process.send_signal(number)
-        chunks = list(stream)
-    assert chunks[-1].choices[0].finish_reason == "length"
+@pytest.mark.parametrize(("number", "event_loop"), [(signal.SIGTERM, "uvloop"), (signal.SIGINT, "asyncio")])
+@pytest.mark.parametrize("kind", ["immortal", "remote"])
+def test_signal_drains_and_the_process_ends_with_0(child, kind, number, event_loop):
+    process, url = child(kind, event_loop)
+    events, last = read_events(url, 40, lambda: process.send_signal(number))
+    assert len(events) == 41
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert last == b"data: [DONE]"
     _, log = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, log
     assert f"serving simulated on {url}" in log
@@ -195,16 +211,20 @@ def test_signal_drains_and_the_process_ends_with_0(child, number):
 
 def test_process_ends_with_1_when_its_engine_dies(child):
     process, url = child("mortal")
-    host, port = url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)
-    body = json.dumps({"prompt": "stone", "max_tokens": 500, "stream": True})
-    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-    answer = connection.getresponse().read().decode()
-    connection.close()
-    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    events, last = read_events(url, 500, lambda: None)
     assert len(events) == 51
     assert events[-1]["error"]["code"] == "unavailable"
-    assert answer.endswith("data: [DONE]\n\n")
+    assert last == b"data: [DONE]"
+    _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1, log
+    assert "the engine died" in log
+
+
+def test_process_ends_with_1_when_its_engine_process_is_killed(child):
+    process, url = child("remote")
+    (engine,) = psutil.Process(process.pid).children()
+    events, _ = read_events(url, 100_000, engine.kill)
+    assert events[-1]["error"]["code"] == "unavailable"
     _, log = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1, log
     assert "the engine died" in log

@@ -216,6 +216,7 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
         options: ServerOptions,
         *,
         protocol: type[asyncio.Protocol] | None = None,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ) -> None:
         self.engine = RecordingEngine(InProcessEngine(loop))
         self.url = ""
@@ -224,6 +225,7 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
         self._model_dir = model_dir
         self._options = options
         self._protocol = protocol or bounded_protocol(options)
+        self._loop_factory = loop_factory
         self._ready = threading.Event()
         self._stop: asyncio.Event | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -265,7 +267,8 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
 
     def _run(self) -> None:
         try:
-            self.exit_code = asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=self._loop_factory) as runner:
+                self.exit_code = runner.run(self._serve())
         except BaseException as error:
             self._failure = error
             self._ready.set()
