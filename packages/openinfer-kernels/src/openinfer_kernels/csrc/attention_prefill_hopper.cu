@@ -378,6 +378,7 @@ __device__ void consume(Shared<S>& s, const Arguments& a, int num_tiles, int gro
       C::start_scores(scores, q, s.k[stage]);
       wgmma_commit();
       barrier_wait(&s.v_full[before], ((step - 1) / kStages) & 1);
+      wgmma_fence();
       c.start_sums(s.v[before]);
       wgmma_commit();
       give_turn(1 - group);

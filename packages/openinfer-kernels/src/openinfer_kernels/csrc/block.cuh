@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
 struct Sum {
@@ -66,4 +66,13 @@ __device__ __forceinline__ uint64_t block_sum_before(uint64_t value) {
 #pragma unroll
   for (int i = 0; i < kWarps; i++) before += i < warp ? totals[i] : 0;
   return before;
+}
+
+// Adds to an integer in shared memory, which has no 64-bit atomics of its own: the halves one by one, with carry.
+__device__ __forceinline__ void add_to(uint64_t* sum, uint64_t amount) {
+  uint32_t* halves = reinterpret_cast<uint32_t*>(sum);
+  const uint32_t low = amount;
+  const uint32_t carry = low > 0 && atomicAdd(halves, low) > ~low;
+  const uint32_t high = uint32_t(amount >> 32) + carry;
+  if (high > 0) atomicAdd(halves + 1, high);
 }

@@ -2,37 +2,39 @@
 //
 // Each thread of a team knows the largest of the values it holds. At least k values of a row reach the k-th largest of
 // these maxima, and hardly more than k do if there are many threads: a histogram of the maxima, one entry per thread,
-// gives a bound that keeps the k likeliest and little else, without touching the row again.
+// gives a bound that keeps the k likeliest and little else. In the same way the maxima that hold a share of the sum of
+// all weights bound the fewest tokens that do.
 #pragma once
 #include "block.cuh"
 #include "ordered.cuh"
 #include "team.cuh"
 
 constexpr int kCandidates = 2048;
-constexpr int kCoarseBins = kThreads;
+constexpr int kCoarseBins = kThreads, kCoarseBits = 8;
+static_assert(kCoarseBins == 1 << kCoarseBits, "one bin per thread");
 constexpr uint32_t kNoDistance = 0xFFFFFFFF;
 
 // An entry of a row: the likelier, then the lower id, is the smaller one.
 __device__ __forceinline__ uint64_t entry(uint32_t distance, uint32_t id) { return uint64_t(distance) << 32 | id; }
 
-// A distance that at least `wanted` entries of the row are within, or that of the lowest finite value.
-// `mine` is the distance of this thread's largest value (kNoDistance if it has none), `range` the largest of the team's.
-__device__ __forceinline__ uint32_t candidate_bound(const Distances& distances, uint32_t mine, uint32_t range,
-                                                    uint32_t wanted) {
-  __shared__ uint32_t bins[kCoarseBins];
+// A distance within which the maxima of threads amount to what `wanted()` says, once the team has synchronised; if all
+// amount to less, kNoDistance. `mine` is the distance of this thread's largest value (kNoDistance if it has none),
+// `range` the largest of the team's.
+template <class Wanted>
+__device__ __forceinline__ uint32_t candidate_bound(uint32_t mine, uint32_t range, uint64_t amount, Wanted wanted) {
+  __shared__ uint64_t bins[kCoarseBins];
   __shared__ uint32_t bound;
-  const int shift = max(0, 32 - __clz(range) - 9);
+  const int shift = max(0, 32 - __clz(range) - kCoarseBits);
   bins[threadIdx.x] = 0;
-  if (threadIdx.x == 0) bound = distances.of_lowest_finite();
+  if (threadIdx.x == 0) bound = kNoDistance;
   __syncthreads();
-  if (mine != kNoDistance) atomicAdd(&bins[mine >> shift], 1);
+  if (mine != kNoDistance) add_to(&bins[mine >> shift], amount);
   team_sync();
-  uint32_t count = 0;
+  uint64_t sum = 0;
 #pragma unroll
-  for (int rank = 0; rank < kTeam; rank++) count += team_read(&bins[threadIdx.x], rank);
-  const uint32_t before = block_sum_before(count);
-  if (before < wanted && wanted <= before + count)
-    bound = min(bound, uint32_t((uint64_t(threadIdx.x + 1) << shift) - 1));
+  for (int rank = 0; rank < kTeam; rank++) sum += team_read(&bins[threadIdx.x], rank);
+  const uint64_t before = block_sum_before(sum), target = wanted();
+  if (before < target && target <= before + sum) bound = uint32_t((uint64_t(threadIdx.x + 1) << shift) - 1);
   __syncthreads();
   return bound;
 }
@@ -45,16 +47,15 @@ __device__ __forceinline__ void append(uint64_t* entries, uint32_t* count, uint6
 
 // Moves the entries of all blocks to this one, at most kCandidates in all, each block's number in `count`.
 __device__ __forceinline__ int collect(uint64_t* entries, const uint64_t* count) {
-  int total = 0;
-#pragma unroll
-  for (int rank = 0; rank < kTeam; rank++) {
-    const int theirs = team_read(count, rank);
-    if (rank > 0)
-      for (int i = threadIdx.x; i < theirs; i += kThreads) entries[total + i] = team_read(&entries[i], rank);
-    total += theirs;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int theirs = lane < kTeam ? int(team_read(count, lane)) : 0;
+  const int before = int(warp_sum_before(theirs));
+  for (int rank = 1 + warp; rank < kTeam; rank += kWarps) {
+    const int first = __shfl_sync(~0u, before, rank), size = __shfl_sync(~0u, theirs, rank);
+    for (int i = lane; i < size; i += 32) entries[first + i] = team_read(&entries[i], rank);
   }
   __syncthreads();
-  return total;
+  return __shfl_sync(~0u, before, 31);  // lanes behind the team's have none
 }
 
 // Bitonic sort in ascending order by one block; room for a power of two of entries is needed. Batcher 1968.

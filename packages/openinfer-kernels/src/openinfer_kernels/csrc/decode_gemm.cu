@@ -33,19 +33,19 @@ constexpr int kConsumers = 128;              // one warpgroup
 constexpr int kThreads = kConsumers + 32;    // and the producer
 constexpr int kMostBlocksPerTile = 3;        // a cluster
 constexpr int kBlocksPerMultiprocessor = 2;
-constexpr int kSharedBytes = 113 * 1024;     // of a block; decode_gemm.py repeats these sizes where launches need them
 constexpr int kAlignment = 1024;             // of swizzled boxes
 
 enum Epilogue { kStore, kSwiglu };
 
-// Sizes for up to kTokens tokens.
+// Sizes for up to kTokens tokens; decode_gemm.py repeats those of launches.
 template <int kTokens>
 struct Sizes {
+  static constexpr int kSharedBytes = (kTokens == 8 ? 95 : kTokens == 16 ? 109 : 113) * 1024;
   static constexpr int kSums = kTokens / 2;  // of a consumer
   static constexpr int kWeightBox = kRows * kBox * 2, kXBox = kTokens * kBox * 2;
   static constexpr int kStageBytes = (kWeightBox + kXBox) * kBoxes;
   static constexpr int kPartBytes = (kMostBlocksPerTile - 1) * kSums * kConsumers * 4;
-  static constexpr int kStages = (kSharedBytes - kAlignment - kPartBytes - 64) / (kStageBytes + 16);
+  static constexpr int kStages = (kSharedBytes - kPartBytes - 8) / (kStageBytes + 16);
 };
 
 template <int kTokens>
@@ -192,10 +192,9 @@ __device__ void consume(Shared<kTokens>& s, const Work& work, bf16* y, int m, in
 template <int kTokens, Epilogue kEpilogue>
 __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, bf16* y, int m, int n, int k) {
   using S = Sizes<kTokens>;
-  static_assert(sizeof(Shared<kTokens>) + kAlignment <= kSharedBytes && S::kStages >= 2);
-  extern __shared__ uint8_t raw[];
-  auto& s = *reinterpret_cast<Shared<kTokens>*>((reinterpret_cast<uintptr_t>(raw) + kAlignment - 1) &
-                                                ~uintptr_t(kAlignment - 1));
+  static_assert(sizeof(Shared<kTokens>) <= S::kSharedBytes && S::kStages >= 2);
+  extern __shared__ __align__(kAlignment) uint8_t raw[];
+  auto& s = *reinterpret_cast<Shared<kTokens>*>(raw);
   const Work work(n / kRows, k / kColumns);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {

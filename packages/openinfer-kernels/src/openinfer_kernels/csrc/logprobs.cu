@@ -118,8 +118,9 @@ __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries)
   if (is_short)
     bound = kNoDistance;
   else if (a.num_top > 0)
-    bound = candidate_bound(distances, is_finite(mine) ? distances.largest - mine : kNoDistance,
-                            distances.largest - ~uint32_t(folded), a.num_top);
+    bound = min(distances.of_lowest_finite(),
+                candidate_bound(is_finite(mine) ? distances.largest - mine : kNoDistance,
+                                distances.largest - ~uint32_t(folded), 1, [&] { return a.num_top; }));
   __syncthreads();
   uint64_t sum = 0;
   for_each_access<kWidth>(row, first, end, [&](int id, const float(&logits)[kWidth]) {
@@ -176,10 +177,10 @@ __device__ __forceinline__ void score(const Arguments& a) {
 
 }  // namespace
 
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 2) logprobs_bfloat16(const Arguments a) {
+extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 4) logprobs_bfloat16(const Arguments a) {
   score<bf16>(a);
 }
 
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 2) logprobs_float32(const Arguments a) {
+extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 4) logprobs_float32(const Arguments a) {
   score<float>(a);
 }

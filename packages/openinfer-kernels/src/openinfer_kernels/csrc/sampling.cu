@@ -1,14 +1,15 @@
 // One token per row of logits [R, V]: `SamplingBatch` in ops.py has the rules, cpu/sampling.py the same in NumPy.
 //
-// A team of blocks owns a row. Its scores (logits after penalties, bias and mask) are read once and stay in shared
-// memory, or in a global scratch where that is too small. Weights are exp((score - largest) / temperature) in fixed
-// point, 44 bits behind the point: sums of integers do not depend on their order, so neither the number of blocks nor
-// the rest of the batch changes a bit of a row's answer.
+// A team of blocks owns a row, whose scores are its logits after penalties, bias and mask. Rows that have any of these
+// are first written to a scratch in float32. Scores are read several times, all but the first time from the caches.
+// Weights are exp((score - largest) / temperature) in fixed point, 44 bits behind the point: sums of integers do not
+// depend on their order, so neither the number of blocks nor the rest of the batch changes a bit of a row's answer.
 //
 //   greedy           the largest score, the lowest id among equals
 //   no cut           running sums per warp, then the one warp into which the draw fell looks for the token
-//   top-k, top-p     a bound that about k (or 1024) tokens are within; where they suffice, one block sorts them, cuts
-//                    exactly and draws. Where the cut lies deeper, histograms over the bits of all scores find it.
+//   top-k, top-p     a bound that hardly more tokens are within than must be kept; one block puts these few in order,
+//                    cuts exactly and draws. Where the cut lies too deep for that, histograms over the bits of all
+//                    scores find it.
 #include "block.cuh"
 #include "candidates.cuh"
 #include "logit_changes.cuh"
@@ -21,16 +22,14 @@
 namespace {
 
 constexpr int kBins = 2048, kBinBits = 11;
-constexpr uint32_t kGuess = 1024;  // tokens that a nucleus is assumed to fit in, and the largest k that is sorted
+constexpr int kMostSorted = 1024;  // the largest k for which tokens are put in order
 constexpr int kAhead = 4;          // reads in flight per thread
-constexpr int kPadding = 8;        // a block's scores are -inf behind the last one up to a multiple of this
-constexpr int kEntryBytes = kCandidates * sizeof(uint64_t);
 
-static_assert(kBins * sizeof(uint64_t) == kEntryBytes, "bins and candidates take turns in one place");
+static_assert(kBins == kCandidates, "bins and candidates take turns in one place");
 
 struct Arguments {
   const void* logits;
-  float* scratch;  // [R, team * slice], null where shared memory holds the scores
+  float* scratch;  // [R, team * slice], null if no row can need it
   int* tokens;
   const float* temperature;
   const int* top_k;
@@ -45,37 +44,9 @@ struct Arguments {
 
 // --- the scores of a row ----------------------------------------------------------------------------------------
 
-template <class Logit>
-struct Row {
-  const Logit* logits;
-  int num_token_ids;
-  RowPenalties penalties;
-  const uint32_t* mask;
-
-  // What was read at `id`, with penalties and mask applied; -inf for ids that are never sampled.
-  template <int kWidth>
-  __device__ __forceinline__ void scores(int id, const Stored<Logit, kWidth>& stored, float (&values)[kWidth]) const {
-    widen(stored, values);
-    if (penalties.output_counts) penalties.apply(id, values);
-    if (mask) {
-      const uint32_t word = mask[id / 32] >> (id % 32);
-#pragma unroll
-      for (int i = 0; i < kWidth; i++)
-        if (!(word >> i & 1)) values[i] = -CUDART_INF_F;
-    }
-    if (id + kWidth > num_token_ids) {
-#pragma unroll
-      for (int i = 0; i < kWidth; i++)
-        if (id + i >= num_token_ids) values[i] = -CUDART_INF_F;
-    }
-  }
-};
-
 // The ids of a row that one block looks at: `size` of them from `first`.
 struct Slice {
   int first, size;
-
-  __device__ __forceinline__ int padded() const { return (size + kPadding - 1) / kPadding * kPadding; }
 };
 
 __device__ __forceinline__ Slice slice_of(int rank, int slice, int num_token_ids) {
@@ -83,59 +54,71 @@ __device__ __forceinline__ Slice slice_of(int rank, int slice, int num_token_ids
   return {first, max(0, min(slice, num_token_ids - first))};
 }
 
-// Calls `use(offset in the slice, scores)` for the accesses of this thread.
-template <int kWidth, class Logit, class Use>
-__device__ __forceinline__ void for_each_access(const Row<Logit>& row, const Slice& slice, Use use) {
-  constexpr int kStride = kThreads * kWidth;
-  const int end = kWidth == 1 ? slice.size : slice.padded();
-  for (int first = threadIdx.x * kWidth; first < end; first += kAhead * kStride) {
-    Stored<Logit, kWidth> stored[kAhead];
+// The scores of one slice, at a 16-byte address and readable up to a multiple of 16 bytes.
+template <class Logit>
+struct Scores {
+  static constexpr int kWidth = kWide<Logit>;
+  const Logit* stored;
+  Slice slice;
+
+  __device__ __forceinline__ void unpack(int at, const Stored<Logit, kWidth>& from, float (&values)[kWidth]) const {
+    widen(from, values);
+    if (at + kWidth > slice.size) {  // what lies behind is never sampled
 #pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-      const int at = first + i * kStride;
-      if (at < end) stored[i] = read<kWidth>(row.logits + slice.first + at);
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-      const int at = first + i * kStride;
-      if (at >= end) break;
-      float values[kWidth];
-      row.scores(slice.first + at, stored[i], values);
-      use(at, values);
+      for (int i = 0; i < kWidth; i++)
+        if (at + i >= slice.size) values[i] = -CUDART_INF_F;
     }
   }
-}
 
-// Calls `use(offset in the slice, score)` for scores that are stored; threads share them in groups of four.
-template <class Use>
-__device__ __forceinline__ void for_each_score(const float* scores, const Slice& slice, Use use) {
-  const int end = slice.padded();
-  for (int at = threadIdx.x * 4; at < end; at += kThreads * 4) {
-    const float4 four = *reinterpret_cast<const float4*>(scores + at);
-    use(at, four.x);
-    use(at + 1, four.y);
-    use(at + 2, four.z);
-    use(at + 3, four.w);
+  __device__ __forceinline__ void at(int at, float (&values)[kWidth]) const {
+    unpack(at, read<kWidth>(stored + at), values);
   }
-}
 
-// Stores the scores of the slice and returns the largest that this thread saw; NaN if any is.
-template <int kWidth, class Logit>
-__device__ __forceinline__ float store_scores(const Row<Logit>& row, const Slice& slice, float* scores) {
-  float largest = -CUDART_INF_F;
-  for_each_access<kWidth>(row, slice, [&](int at, const float(&values)[kWidth]) {
-    if constexpr (kWidth == 1) {
-      scores[at] = values[0];
-    } else {
+  // Calls `use(offset in the slice, scores)` for the accesses of this thread.
+  template <int kReads, class Use>
+  __device__ __forceinline__ void each_access(Use use) const {
+    constexpr int kStride = kThreads * kWidth;
+    for (int first = threadIdx.x * kWidth; first < slice.size; first += kReads * kStride) {
+      Stored<Logit, kWidth> held[kReads];
 #pragma unroll
-      for (int i = 0; i < kWidth; i += 4)
-        *reinterpret_cast<float4*>(scores + at + i) =
-            make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+      for (int i = 0; i < kReads; i++)
+        if (first + i * kStride < slice.size) held[i] = read<kWidth>(stored + first + i * kStride);
+#pragma unroll
+      for (int i = 0; i < kReads; i++) {
+        if (first + i * kStride >= slice.size) break;
+        float values[kWidth];
+        unpack(first + i * kStride, held[i], values);
+        use(first + i * kStride, values);
+      }
     }
-    largest = max_nan(largest, largest_of(values));
-  });
-  if (kWidth == 1 && threadIdx.x < slice.padded() - slice.size) scores[slice.size + threadIdx.x] = -CUDART_INF_F;
-  return largest;
+  }
+
+  // Calls `use(offset in the slice, score)` for the scores of this thread.
+  template <int kReads, class Use>
+  __device__ __forceinline__ void each(Use use) const {
+    each_access<kReads>([&](int at, const float(&values)[kWidth]) {
+#pragma unroll
+      for (int i = 0; i < kWidth; i++) use(at + i, values[i]);
+    });
+  }
+};
+
+// Writes the scores of a slice of row `index`, whose logits begin at `logits`, to `scores`.
+template <class Logit, int kWidth>
+__device__ __forceinline__ void write_scores(const Arguments& a, const Logit* logits, const Slice& slice,
+                                             const RowPenalties& penalties, const uint32_t* mask, float* scores) {
+  for (int at = threadIdx.x * kWidth; at < slice.size; at += kThreads * kWidth) {
+    const int id = slice.first + at;
+    float values[kWidth];
+    widen(read<kWidth>(logits + id), values);
+    if (penalties.output_counts) penalties.apply(id, values);
+    const uint32_t allowed = mask ? mask[id / 32] >> (id % 32) : ~0u;
+#pragma unroll
+    for (int i = 0; i < kWidth; i++) scores[at + i] = allowed >> i & 1 ? values[i] : -CUDART_INF_F;
+  }
+  __syncthreads();
+  if (a.bias.count > 0) a.bias.add(team_row(), scores, slice.first, slice.size);
+  __syncthreads();
 }
 
 // --- greedy rows ------------------------------------------------------------------------------------------------
@@ -143,22 +126,14 @@ __device__ __forceinline__ float store_scores(const Row<Logit>& row, const Slice
 // Larger scores, then lower ids are larger; a NaN is the largest.
 __device__ __forceinline__ uint64_t preference(uint32_t key, uint32_t id) { return uint64_t(key) << 32 | ~id; }
 
-__device__ __forceinline__ void finish_greedy(uint64_t best, int* token) {
+template <class Logit>
+__device__ __forceinline__ void choose_greedily(const Scores<Logit>& scores, int* token) {
+  constexpr int kWidth = Scores<Logit>::kWidth;
   __shared__ uint64_t slot;
-  best = block_fold(best, Most());
-  if (threadIdx.x == 0) slot = best;
-  team_sync();
-  best = team_fold(&slot, Most());
-  if (threadIdx.x == 0 && team_rank() == 0) *token = is_finite(uint32_t(best >> 32)) ? int(~uint32_t(best)) : -1;
-}
-
-// Straight from the logits, which are read once and stored nowhere.
-template <int kWidth, class Logit>
-__device__ __forceinline__ void choose_greedily(const Row<Logit>& row, const Slice& slice, int* token) {
   float largest = -CUDART_INF_F;
   int best_at = -1;
   bool has_nan = false;
-  for_each_access<kWidth>(row, slice, [&](int at, const float(&values)[kWidth]) {
+  scores.template each_access<kAhead>([&](int at, const float(&values)[kWidth]) {
     const float best = largest_of(values);
     has_nan |= best != best;
     if (best > largest) {
@@ -169,20 +144,16 @@ __device__ __forceinline__ void choose_greedily(const Row<Logit>& row, const Sli
   uint64_t best = has_nan ? preference(kNaN, 0) : 0;
   if (best_at >= 0 && !has_nan) {
     float values[kWidth];
-    row.scores(slice.first + best_at, read<kWidth>(row.logits + slice.first + best_at), values);
+    scores.at(best_at, values);
 #pragma unroll
     for (int i = kWidth - 1; i >= 0; i--)
-      if (values[i] == largest) best = preference(ordered(largest), slice.first + best_at + i);
+      if (values[i] == largest) best = preference(ordered(largest), scores.slice.first + best_at + i);
   }
-  finish_greedy(best, token);
-}
-
-__device__ __forceinline__ void choose_greedily(const float* scores, const Slice& slice, float largest, int* token) {
-  uint32_t id = ~0u;
-  for_each_score(scores, slice, [&](int at, float score) {
-    if (score == largest) id = min(id, uint32_t(slice.first + at));
-  });
-  finish_greedy(id == ~0u ? 0 : preference(ordered(largest), id), token);
+  best = block_fold(best, Most());
+  if (threadIdx.x == 0) slot = best;
+  team_sync();
+  best = team_fold(&slot, Most());
+  if (threadIdx.x == 0 && team_rank() == 0) *token = is_finite(uint32_t(best >> 32)) ? int(~uint32_t(best)) : -1;
 }
 
 // --- weights ----------------------------------------------------------------------------------------------------
@@ -241,19 +212,29 @@ __device__ __forceinline__ uint64_t running_weights(int count, WeightOf weight_o
   return before;
 }
 
-// Draws among `count` candidates, of which the likeliest `top_k` are kept, then those that hold `top_p` of the sum of
+// What is kept of candidates, and the draw.
+struct Draw {
+  int top_k;  // 0 if it cuts nothing
+  float top_p;
+  uint32_t word;
+
+  // Where in running sums up to `sum` the draw falls.
+  __device__ __forceinline__ uint64_t target(uint64_t sum) const { return __umul64hi(sum, uint64_t(word) << 32); }
+};
+
+// Draws among `count` candidates, of which the likeliest top_k are kept, then those that hold top_p of the sum of
 // weights (`total`; 0: of those kept).
-__device__ void draw_among(uint64_t* entries, int count, const Distances& distances, const Weighing& weigh, int top_k,
-                           float top_p, uint64_t total, uint32_t word, int* token) {
+__device__ __forceinline__ void draw_among_many(uint64_t* entries, int count, const Distances& distances,
+                                                const Weighing& weigh, const Draw& draw, uint64_t total, int* token) {
   __shared__ uint64_t kept_sum;
   sort(entries, count);
-  if (top_k > 0) count = min(count, top_k);
+  if (draw.top_k > 0) count = min(count, draw.top_k);
   uint64_t running[kHeld];
   running_weights(count, [&](int at) { return weigh(distances.value(entries[at] >> 32)); }, running);
   if (threadIdx.x == kThreads - 1) kept_sum = running[kHeld - 1];
   __syncthreads();
-  if (top_p < 1) {
-    const uint64_t wanted = share_of(total ? total : kept_sum, top_p);
+  if (draw.top_p < 1) {
+    const uint64_t wanted = share_of(total ? total : kept_sum, draw.top_p);
     int short_of_it = 0;
 #pragma unroll
     for (int i = 0; i < kHeld; i++) short_of_it += threadIdx.x * kHeld + i < count && running[i] < wanted;
@@ -264,7 +245,7 @@ __device__ void draw_among(uint64_t* entries, int count, const Distances& distan
   }
   for (int i = threadIdx.x; i < count; i += kThreads) entries[i] = entries[i] << 32 | entries[i] >> 32;
   sort(entries, count);  // by id
-  const uint64_t target = __umul64hi(kept_sum, uint64_t(word) << 32);
+  const uint64_t target = draw.target(kept_sum);
   const auto weight_of = [&](int at) { return weigh(distances.value(uint32_t(entries[at]))); };
   uint64_t before = running_weights(count, weight_of, running);
 #pragma unroll
@@ -272,6 +253,41 @@ __device__ void draw_among(uint64_t* entries, int count, const Distances& distan
     if (before <= target && target < running[i]) *token = int(entries[threadIdx.x * kHeld + i] >> 32);
     before = running[i];
   }
+}
+
+// The same for at most kThreads candidates, one per thread, which finds its place by looking at all.
+__device__ __forceinline__ void draw_among_few(const uint64_t* entries, int count, const Distances& distances,
+                                               const Weighing& weigh, const Draw& draw, uint64_t total, int* token) {
+  __shared__ uint64_t weights[kThreads];
+  const bool is_one = threadIdx.x < count;
+  const uint64_t mine = is_one ? entries[threadIdx.x] : ~uint64_t(0);
+  uint64_t weight = is_one ? weigh(distances.value(mine >> 32)) : 0;
+  weights[threadIdx.x] = weight;
+  __syncthreads();
+  int rank = 0;
+  uint64_t before = 0;  // of likelier ones
+  if (threadIdx.x / 32 * 32 < count) {
+#pragma unroll 4
+    for (int i = 0; i < count; i++) {
+      const bool is_likelier = entries[i] < mine;
+      rank += is_likelier;
+      before += is_likelier ? weights[i] : 0;
+    }
+  }
+  if (draw.top_k > 0 && rank >= draw.top_k) weight = 0;
+  uint64_t kept_sum = block_fold(weight, Sum());
+  if (draw.top_p < 1) {
+    if (before >= share_of(total ? total : kept_sum, draw.top_p)) weight = 0;
+    kept_sum = block_fold(weight, Sum());
+  }
+  weights[threadIdx.x] = weight;
+  __syncthreads();
+  if (threadIdx.x / 32 * 32 >= count) return;
+  before = 0;  // of lower ids
+#pragma unroll 4
+  for (int i = 0; i < count; i++) before += uint32_t(entries[i]) < uint32_t(mine) ? weights[i] : 0;
+  const uint64_t target = draw.target(kept_sum);
+  if (before <= target && target < before + weight) *token = int(uint32_t(mine));
 }
 
 // --- the whole row ----------------------------------------------------------------------------------------------
@@ -283,9 +299,9 @@ struct Reached {
   uint64_t before;
 };
 
-template <class Value>
-__device__ __forceinline__ Reached reach(const float* scores, const Slice& slice, const Distances& distances,
-                                         uint64_t* bins, uint32_t range, uint64_t target, Value value) {
+template <class Logit, class Value>
+__device__ __forceinline__ Reached reach(const Scores<Logit>& scores, const Distances& distances, uint64_t* bins,
+                                         uint32_t range, uint64_t target, Value value) {
   __shared__ Reached reached;
   Reached from = {0, 0};
   int shift = max(0, 32 - __clz(range) - kBinBits);
@@ -293,15 +309,11 @@ __device__ __forceinline__ Reached reach(const float* scores, const Slice& slice
     for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
     if (threadIdx.x == 0) reached = {kNoDistance, 0};
     __syncthreads();
-    for_each_score(scores, slice, [&](int, float score) {
+    scores.template each<1>([&](int, float score) {
       const uint32_t distance = distances.of(score), bin = (distance - from.distance) >> shift;
       if (distance < from.distance || bin >= kBins || distance > range) return;
       const uint64_t amount = value(distance, score);
-      if (amount == 0) return;
-      uint32_t* halves = reinterpret_cast<uint32_t*>(&bins[bin]);
-      const uint32_t low = amount, carry = atomicAdd(halves, low) > ~low;
-      const uint32_t high = uint32_t(amount >> 32) + carry;
-      if (high) atomicAdd(halves + 1, high);
+      if (amount > 0) add_to(&bins[bin], amount);
     });
     team_sync();
     constexpr int kMine = kBins / kThreads;
@@ -333,19 +345,19 @@ __device__ __forceinline__ uint32_t ties_that_reach(uint64_t missing, uint64_t w
 }
 
 // The cut of top-k, then top-p, at any depth.
-__device__ __forceinline__ Cut find_cut(const float* scores, const Slice& slice, const Distances& distances,
-                                        const Weighing& weigh, uint64_t* bins, uint64_t sum, int top_k,
-                                        float top_p) {
+template <class Logit>
+__device__ __forceinline__ Cut find_cut(const Scores<Logit>& scores, const Distances& distances, const Weighing& weigh,
+                                        uint64_t* bins, uint64_t sum, int top_k, float top_p) {
   __shared__ uint64_t slot;
   Cut cut = {kNoDistance, 0};
   uint64_t sum_before = sum;
   const uint32_t range = weigh.range(distances);
   const Reached at_k = top_k == 0 ? Reached{kNoDistance, 0}
-                                  : reach(scores, slice, distances, bins, range, top_k, [](uint32_t, float) { return 1; });
+                                  : reach(scores, distances, bins, range, top_k, [](uint32_t, float) { return 1; });
   if (at_k.distance != kNoDistance) {
     cut = {at_k.distance, uint32_t(top_k - at_k.before)};
     sum_before = 0;
-    for_each_score(scores, slice, [&](int, float score) {
+    scores.template each<1>([&](int, float score) {
       if (distances.of(score) < cut.end) sum_before += weigh(score);
     });
     sum_before = block_fold(sum_before, Sum());
@@ -361,7 +373,7 @@ __device__ __forceinline__ Cut find_cut(const float* scores, const Slice& slice,
     return cut;
   }
   const uint32_t end = cut.end;
-  const Reached at = reach(scores, slice, distances, bins, range, wanted,
+  const Reached at = reach(scores, distances, bins, range, wanted,
                            [&](uint32_t distance, float score) { return distance < end ? weigh(score) : 0; });
   return {at.distance, ties_that_reach(wanted - at.before, weigh(distances.value(at.distance)), kNoDistance)};
 }
@@ -377,24 +389,35 @@ struct Part {
 };
 
 // Inverts the cumulative distribution of what the cut keeps, in order of token id.
-__device__ void draw_by_running_sums(const float* scores, const Slice& slice, const Distances& distances,
-                                     const Weighing& weigh, const Cut& cut, uint32_t word, int* token) {
-  __shared__ uint64_t warp_weights[kWarps], block_weight, block_ties;
-  __shared__ uint32_t warp_ties[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, end = slice.padded();
-  const int per_warp = ((end + kWarps - 1) / kWarps + 127) / 128 * 128;
+template <class Logit>
+__device__ __forceinline__ void draw_by_running_sums(const Scores<Logit>& scores, const Distances& distances,
+                                                     const Weighing& weigh, const Cut& cut, const Draw& draw,
+                                                     int* token) {
+  constexpr int kWidth = Scores<Logit>::kWidth, kAtOnce = 32 * kWidth;
+  __shared__ uint64_t warp_weights[kWarps], block_weight, block_ties, block_weight_so_far;
+  __shared__ uint32_t warp_ties[kWarps], block_ties_so_far;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, end = scores.slice.size;
+  const int per_warp = ((end + kWarps - 1) / kWarps + kAtOnce - 1) / kAtOnce * kAtOnce;
   const int warp_first = warp * per_warp, warp_end = min(end, warp_first + per_warp);
   const auto part_of = [&](float score) -> Part {
     const uint32_t distance = distances.of(score);
     return {distance < cut.end ? weigh(score) : 0, distance == cut.end};
   };
-  const auto part_at = [&](int at) -> Part {
-    if (at >= warp_end) return {0, 0};
-    const float4 four = *reinterpret_cast<const float4*>(scores + at);
-    return part_of(four.x) + part_of(four.y) + part_of(four.z) + part_of(four.w);
-  };
   Part mine = {0, 0};
-  for (int at = warp_first + lane * 4; at < warp_end; at += 128) mine = mine + part_at(at);
+  for (int first = warp_first + lane * kWidth; first < warp_end; first += kAhead * kAtOnce) {
+    Stored<Logit, kWidth> held[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; i++)
+      if (first + i * kAtOnce < warp_end) held[i] = read<kWidth>(scores.stored + first + i * kAtOnce);
+#pragma unroll
+    for (int i = 0; i < kAhead; i++) {
+      if (first + i * kAtOnce >= warp_end) break;
+      float values[kWidth];
+      scores.unpack(first + i * kAtOnce, held[i], values);
+#pragma unroll
+      for (int j = 0; j < kWidth; j++) mine = mine + part_of(values[j]);
+    }
+  }
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2)
     mine = mine + Part{__shfl_xor_sync(~0u, mine.weight, mask), __shfl_xor_sync(~0u, mine.ties, mask)};
@@ -420,114 +443,128 @@ __device__ void draw_by_running_sums(const float* scores, const Slice& slice, co
   }
   const uint64_t tie_weight = cut.num_ties ? weigh(distances.value(cut.end)) : 0;
   const auto kept = [&](const Part& part) { return part.weight + min(part.ties, cut.num_ties) * tie_weight; };
-  const uint64_t target = __umul64hi(kept(all), uint64_t(word) << 32);
+  const uint64_t target = draw.target(kept(all));
+  if (target < kept(before) || target >= kept(before + block)) return;
+  int owner = 0;
+  for (Part next = before; owner < kWarps; owner++, before = next) {
+    next = before + Part{warp_weights[owner], warp_ties[owner]};
+    if (target < kept(next)) break;
+  }
+  const int owner_first = owner * per_warp, owner_end = min(end, owner_first + per_warp);
+  for (int first = owner_first; first < owner_end; first += kThreads * kWidth) {
+    const int at = first + threadIdx.x * kWidth;
+    float values[kWidth];
+    Part here = {0, 0};
+    if (at < owner_end) {
+      scores.at(at, values);
 #pragma unroll
-  for (int i = 0; i < kWarps; i++)
-    if (i < warp) before = before + Part{warp_weights[i], warp_ties[i]};
-  if (target < kept(before) || target >= kept(before + mine)) return;
-  for (int first = warp_first; first < warp_end; first += 128) {
-    const Part here = part_at(first + lane * 4);
-    Part reached = before + Part{warp_sum_before(here.weight), uint32_t(warp_sum_before(here.ties))};
-    const Part end_of_lane = reached + here;
-    if (kept(reached) <= target && target < kept(end_of_lane)) {
-      for (int i = 0; i < 4; i++) {
-        const int at = first + lane * 4 + i;
-        const Part next = reached + part_of(scores[at]);
-        if (kept(reached) <= target && target < kept(next)) *token = slice.first + at;
+      for (int i = 0; i < kWidth; i++) here = here + part_of(values[i]);
+    }
+    Part reached = before + Part{block_sum_before(here.weight),
+                                 cut.num_ties > 0 ? uint32_t(block_sum_before(here.ties)) : 0};
+    const Part last = reached + here;
+    if (kept(reached) <= target && target < kept(last)) {
+#pragma unroll
+      for (int i = 0; i < kWidth; i++) {
+        const Part next = reached + part_of(values[i]);
+        if (kept(reached) <= target && target < kept(next)) *token = scores.slice.first + at + i;
         reached = next;
       }
     }
-    before = {__shfl_sync(~0u, end_of_lane.weight, 31), __shfl_sync(~0u, end_of_lane.ties, 31)};
+    if (threadIdx.x == kThreads - 1) {
+      block_weight_so_far = last.weight;
+      block_ties_so_far = last.ties;
+    }
+    __syncthreads();
+    before = {block_weight_so_far, block_ties_so_far};
   }
 }
 
 // --- rows that are drawn ----------------------------------------------------------------------------------------
 
-struct Look {
-  uint64_t sum, candidate_sum;  // of weights; 0 if they were not asked for
-  uint64_t num_candidates;
-};
-
-// One look at all scores of the row: gathers those within `bound` and sums weights.
-template <bool kGather, bool kWeigh>
-__device__ __forceinline__ Look look_at(const float* scores, const Slice& slice, const Distances& distances,
-                                        const Weighing& weigh, uint32_t bound, uint64_t* entries, uint64_t* slots) {
+// Puts the tokens of this block that are within `bound` into `entries` and the number of all the team's into `*count`.
+template <class Logit>
+__device__ __forceinline__ int gather(const Scores<Logit>& scores, const Distances& distances, uint32_t bound,
+                                      uint64_t* entries, uint64_t* count) {
+  constexpr int kWidth = Scores<Logit>::kWidth;
   __shared__ uint32_t appended;
   if (threadIdx.x == 0) appended = 0;
   __syncthreads();
-  uint64_t sum = 0, candidate_sum = 0;
-  for_each_score(scores, slice, [&](int at, float score) {
-    const uint64_t weight = kWeigh ? weigh(score) : 0;
-    sum += weight;
-    if (!kGather) return;
-    const uint32_t distance = distances.of(score);
-    if (distance > bound) return;
-    candidate_sum += weight;
-    append(entries, &appended, entry(distance, slice.first + at));
+  const float least = distances.value(bound);
+  scores.template each_access<kAhead>([&](int at, const float(&values)[kWidth]) {
+    if (largest_of(values) < least) return;
+#pragma unroll
+    for (int i = 0; i < kWidth; i++)
+      if (values[i] >= least) append(entries, &appended, entry(distances.of(values[i]), scores.slice.first + at + i));
   });
-  if (kWeigh) sum = block_fold(sum, Sum());
-  if (kWeigh && kGather) candidate_sum = block_fold(candidate_sum, Sum());
   __syncthreads();
-  if (threadIdx.x == 0) {
-    slots[0] = sum;
-    slots[1] = candidate_sum;
-    slots[2] = appended;
-  }
+  if (threadIdx.x == 0) *count = appended;
   team_sync();
-  if (!kWeigh) return {0, 0, team_fold(slots + 2, Sum())};
-  return {team_fold(slots, Sum()), team_fold(slots + 1, Sum()), team_fold(slots + 2, Sum())};
+  return int(team_fold(count, Sum()));
 }
 
-struct Draw {
-  int top_k;  // 0 if it cuts nothing
-  float top_p;
-  uint32_t word;
+// What a thread knows of the largest scores: its own, and the least of its team's threads that have a finite one.
+struct Maxima {
+  uint32_t mine, worst;
 };
 
-// `mine` is the largest score of this thread, `worst` the least of the team's threads that have a finite one.
-__device__ __forceinline__ void draw(const float* scores, const Slice& slice, const Distances& distances,
-                                     const Weighing& weigh, const Draw& draw, int num_token_ids, uint32_t mine,
-                                     uint32_t worst, uint64_t* work, int* token) {
-  __shared__ uint64_t sorting_slots[3], cutting_slots[3];
+template <class Logit>
+__device__ __forceinline__ void draw_token(const Scores<Logit>& scores, const Distances& distances,
+                                           const Weighing& weigh, const Draw& draw, int num_token_ids,
+                                           const Maxima& maxima, uint64_t* work, int* token) {
+  __shared__ uint64_t sum_slot, count_slot;
   if (draw.top_k == 0 && draw.top_p >= 1)
-    return draw_by_running_sums(scores, slice, distances, weigh, {kNoDistance, 0}, draw.word, token);
-  const bool is_short = num_token_ids <= kCandidates, is_limited = draw.top_k > 0 && (is_short || draw.top_k <= kGuess);
+    return draw_by_running_sums(scores, distances, weigh, {kNoDistance, 0}, draw, token);
+  const bool is_short = num_token_ids <= kCandidates;
+  const bool is_top_k = draw.top_k > 0 && draw.top_k <= kMostSorted;
   uint64_t sum = 0;
-  if (is_limited || draw.top_k == 0) {
-    uint32_t bound = distances.of_lowest_finite();
-    if (!is_short)
-      bound = candidate_bound(distances, is_finite(mine) ? distances.largest - mine : kNoDistance,
-                              distances.largest - worst, is_limited ? draw.top_k : kGuess);
-    const Look look =
-        is_limited ? look_at<true, false>(scores, slice, distances, weigh, bound, work, sorting_slots)
-                   : look_at<true, true>(scores, slice, distances, weigh, bound, work, sorting_slots);
-    sum = look.sum;
-    if (look.num_candidates <= kCandidates && (is_limited || look.candidate_sum >= share_of(sum, draw.top_p))) {
+  if (!is_short && !is_top_k) {
+    scores.template each<2>([&](int, float score) { sum += weigh(score); });
+    sum = block_fold(sum, Sum());
+    if (threadIdx.x == 0) sum_slot = sum;
+  }
+  uint32_t bound = distances.of_lowest_finite();
+  if (!is_short) {
+    const bool is_some = is_finite(maxima.mine);
+    const uint32_t mine = is_some ? distances.largest - maxima.mine : kNoDistance;
+    const uint64_t amount = is_top_k ? 1 : is_some ? weigh(from_ordered(maxima.mine)) : 0;
+    bound = candidate_bound(mine, distances.largest - maxima.worst, amount, [&]() -> uint64_t {
+      if (is_top_k) return draw.top_k;
+      sum = team_fold(&sum_slot, Sum());
+      return draw.top_k > 0 ? ~uint64_t(0) : share_of(sum, draw.top_p);
+    });
+  }
+  if (bound != kNoDistance) {
+    const int count = gather(scores, distances, min(bound, distances.of_lowest_finite()), work, &count_slot);
+    if (count <= kCandidates) {
       if (team_rank() > 0) return;
-      const int count = collect(work, sorting_slots + 2);
-      return draw_among(work, count, distances, weigh, draw.top_k, draw.top_p, sum, draw.word, token);
+      collect(work, &count_slot);
+      if (count <= kThreads) return draw_among_few(work, count, distances, weigh, draw, sum, token);
+      return draw_among_many(work, count, distances, weigh, draw, sum, token);
     }
   }
-  if (sum == 0) sum = look_at<false, true>(scores, slice, distances, weigh, 0, work, cutting_slots).sum;
-  const Cut cut = find_cut(scores, slice, distances, weigh, work, sum, draw.top_k, draw.top_p);
-  draw_by_running_sums(scores, slice, distances, weigh, cut, draw.word, token);
+  if (sum == 0) {
+    __shared__ uint64_t slot;
+    scores.template each<2>([&](int, float score) { sum += weigh(score); });
+    sum = block_fold(sum, Sum());
+    if (threadIdx.x == 0) slot = sum;
+    team_sync();
+    sum = team_fold(&slot, Sum());
+  }
+  const Cut cut = find_cut(scores, distances, weigh, work, sum, draw.top_k, draw.top_p);
+  draw_by_running_sums(scores, distances, weigh, cut, draw, token);
 }
 
-template <int kWidth, class Logit>
-__device__ __forceinline__ void sample_row(const Arguments& a, const Row<Logit>& row, const Slice& slice,
-                                           float* scores, uint64_t* work, int* token) {
+template <class Logit>
+__device__ __forceinline__ void choose(const Arguments& a, const Scores<Logit>& scores, uint64_t* work, int* token) {
+  constexpr int kWidth = Scores<Logit>::kWidth;
   __shared__ uint64_t extremes;
   const int index = team_row();
   const float temperature = a.temperature[index];
-  if (temperature == 0 && a.bias.count == 0) return choose_greedily<kWidth>(row, slice, token);
-  float largest = store_scores<kWidth>(row, slice, scores);
-  if (a.bias.count > 0) {
-    __syncthreads();
-    a.bias.add(index, scores, slice.first, slice.size);
-    __syncthreads();
-    largest = -CUDART_INF_F;
-    for_each_score(scores, slice, [&](int, float score) { largest = max_nan(largest, score); });
-  }
+  if (temperature == 0) return choose_greedily(scores, token);
+  float largest = -CUDART_INF_F;
+  scores.template each_access<kAhead>(
+      [&](int, const float(&values)[kWidth]) { largest = max_nan(largest, largest_of(values)); });
   const uint32_t mine = largest != largest ? kNaN : ordered(largest);
   const uint64_t folded = block_fold(uint64_t(mine) << 32 | (is_finite(mine) ? ~mine : 0), MostOfHalves());
   if (threadIdx.x == 0) extremes = folded;
@@ -538,48 +575,43 @@ __device__ __forceinline__ void sample_row(const Arguments& a, const Row<Logit>&
     if (threadIdx.x == 0 && team_rank() == 0) *token = -1;
     return;
   }
-  largest = from_ordered(distances.largest);
-  if (temperature == 0) return choose_greedily(scores, slice, largest, token);
   const int top_k = a.top_k[index];
-  const Draw how = {top_k < row.num_token_ids ? top_k : 0, a.top_p[index],
-                    philox_word(a.seeds[index], a.positions[index])};
-  draw(scores, slice, distances, Weighing(largest, temperature, a.min_p[index]), how, row.num_token_ids, mine,
-       ~uint32_t(all), work, token);
+  const Draw draw = {top_k < a.num_token_ids ? top_k : 0, a.top_p[index],
+                     philox_word(a.seeds[index], a.positions[index])};
+  const Weighing weigh(from_ordered(distances.largest), temperature, a.min_p[index]);
+  draw_token(scores, distances, weigh, draw, a.num_token_ids, {mine, ~uint32_t(all)}, work, token);
 }
 
-template <class Logit, bool kShared>
+template <class Logit>
 __device__ __forceinline__ void sample(const Arguments& a) {
-  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ uint64_t work[kCandidates];
   wait_for_previous_kernel();
   allow_next_kernel();
   const int index = team_row();
   const Slice slice = slice_of(team_rank(), a.slice, a.num_token_ids);
-  const Row<Logit> row = {static_cast<const Logit*>(a.logits) + int64_t(index) * a.num_columns, a.num_token_ids,
-                          a.penalties.of(index, a.num_columns), a.mask.of(index, a.num_columns)};
-  uint64_t* work = reinterpret_cast<uint64_t*>(shared);
-  float* scores = kShared ? reinterpret_cast<float*>(shared + kEntryBytes)
-                          : a.scratch + (int64_t(index) * kTeam + team_rank()) * a.slice;
-  if (a.is_wide)
-    sample_row<kWide<Logit>>(a, row, slice, scores, work, a.tokens + index);
-  else
-    sample_row<1>(a, row, slice, scores, work, a.tokens + index);
+  const Logit* logits = static_cast<const Logit*>(a.logits) + int64_t(index) * a.num_columns;
+  const RowPenalties penalties = a.penalties.of(index, a.num_columns);
+  const uint32_t* mask = a.mask.of(index, a.num_columns);
+  const bool is_biased = a.bias.count > 0 && index_of(index, a.bias.rows, a.bias.count) >= 0;
+  if (a.is_wide && !penalties.output_counts && !mask && !is_biased) {
+    choose(a, Scores<Logit>{logits + slice.first, slice}, work, a.tokens + index);
+  } else {
+    float* scores = a.scratch + (int64_t(index) * kTeam + team_rank()) * a.slice;
+    if (a.is_wide)
+      write_scores<Logit, kWide<Logit>>(a, logits, slice, penalties, mask, scores);
+    else
+      write_scores<Logit, 1>(a, logits, slice, penalties, mask, scores);
+    choose(a, Scores<float>{scores, slice}, work, a.tokens + index);
+  }
   team_sync();
 }
 
 }  // namespace
 
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 2) sample_bfloat16(const Arguments a) {
-  sample<bf16, true>(a);
+extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 4) sample_bfloat16(const Arguments a) {
+  sample<bf16>(a);
 }
 
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 2) sample_float32(const Arguments a) {
-  sample<float, true>(a);
-}
-
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 2) sample_bfloat16_scratch(const Arguments a) {
-  sample<bf16, false>(a);
-}
-
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 2) sample_float32_scratch(const Arguments a) {
-  sample<float, false>(a);
+extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 4) sample_float32(const Arguments a) {
+  sample<float>(a);
 }
