@@ -7,16 +7,11 @@ import numpy as np
 
 from openinfer_kernels.cuda.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.device import Device
-from openinfer_kernels.cuda.launch import Kernel
 from openinfer_kernels.cuda.libraries import cupy
 from openinfer_kernels.cuda.teams import THREADS, require_logits, slice_columns, team_blocks
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, Bias, Penalties, SamplingBatch, TokenMask
 
-_WORK_BYTES = 16 * 1024
-"""Shared memory of a block beside the scores: candidates or bins."""
-_STATIC_BYTES = 4 * 1024
-"""At least what the kernel declares statically."""
 _INT32, _INT64, _UINT32, _UINT64 = (np.dtype(dtype) for dtype in (np.int32, np.int64, np.uint32, np.uint64))
 _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
 _COLUMNS = {
@@ -76,9 +71,8 @@ class Sampling:
     """The operator on one device."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
         self._team = team_blocks(device)
-        self._kernels: dict[str, tuple[int, Kernel]] = {}
+        self._kernels = {name: device.kernel("sampling", f"sample_{name}") for name in ("bfloat16", "float32")}
 
     def sample(self, logits: Array, sampling: SamplingBatch) -> Array:
         """One token per row of `logits [R, V]`, BF16 or float32: `[R]` int32; `SamplingBatch` has the rules.
@@ -96,9 +90,9 @@ class Sampling:
         if num_rows == 0:
             return tokens
         columns = slice_columns(sampling.num_token_ids, self._team)
-        shared_bytes = _WORK_BYTES + columns * _FLOAT32.itemsize
-        fits = shared_bytes + _STATIC_BYTES <= self._device.max_shared_bytes
-        scratch = None if fits else cupy.empty(num_rows * self._team * columns, np.float32)
+        is_wide = num_columns % 8 == 0 and fits_vectors(*_read_in_vectors(logits, sampling.penalties))
+        needs_scratch = not is_wide or _has_changes(sampling)
+        scratch = cupy.empty(num_rows * self._team * columns, np.float32) if needs_scratch else None
         arguments = _Arguments(
             logits=address(logits),
             scratch=_pointer(scratch),
@@ -107,23 +101,18 @@ class Sampling:
             num_columns=num_columns,
             num_token_ids=sampling.num_token_ids,
             slice=columns,
-            is_wide=num_columns % 8 == 0 and fits_vectors(*_read_in_vectors(logits, sampling.penalties)),
+            is_wide=is_wide,
             bias=_bias(sampling.bias),
             penalties=_penalties(sampling.penalties),
             mask=_mask(sampling.token_mask),
         )
-        name = f"sample_{logits.dtype.name}"
-        kernel = self._kernel(name, shared_bytes) if fits else self._kernel(f"{name}_scratch", _WORK_BYTES)
+        kernel = self._kernels[logits.dtype.name]
         kernel((num_rows * self._team, 1, 1), (THREADS, 1, 1), [arguments], overlap=True)
         return tokens
 
-    def _kernel(self, name: str, shared_bytes: int) -> Kernel:
-        """The kernel with at least this much shared memory: what a function may use is only ever raised."""
-        held = self._kernels.get(name)
-        if held is None or held[0] < shared_bytes:
-            held = shared_bytes, self._device.kernel("sampling", name, shared_bytes=shared_bytes)
-            self._kernels[name] = held
-        return held[1]
+
+def _has_changes(sampling: SamplingBatch) -> bool:
+    return any(change is not None for change in (sampling.bias, sampling.penalties, sampling.token_mask))
 
 
 def _read_in_vectors(logits: Array, penalties: Penalties | None) -> list[Array]:

@@ -7,7 +7,7 @@ from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16
 from openinfer_kernels.ops import Array
 
-THREADS = 512
+THREADS = 256
 """Of each block: `kThreads` in `csrc/block.cuh`."""
 _BLOCKS = 8
 """`kTeam` in `csrc/team.cuh`, on GPUs with thread block clusters."""
