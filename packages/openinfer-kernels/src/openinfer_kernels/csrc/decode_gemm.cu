@@ -7,8 +7,8 @@
 //   - a block has whole tiles, several one after the other, and no sums to share; where there are too few tiles for
 //     the chip, a cluster of blocks cuts K and the sums go to its first block through distributed shared memory;
 //   - programmatic dependent launch: the next kernel's blocks move in while this one's drain, and fill their stages
-//     with weights, which depend on nothing; only X waits. Blocks take half of a multiprocessor's shared memory,
-//     so that those of the next kernel find room beside them.
+//     with weights, which depend on nothing; only X waits. Blocks take at most half of a multiprocessor's shared
+//     memory, so that those of the next kernel find room beside them.
 //
 //   producer warp:         wait for a free stage ─► TMA of a chunk of W and a chunk of X
 //   consumer warpgroup:    wait for a full stage ─► wgmma ─► free the stage ─► at the end of a tile: epilogue
@@ -40,7 +40,7 @@ enum Epilogue { kStore, kSwiglu };
 // Sizes for up to kTokens tokens; decode_gemm.py repeats those of launches.
 template <int kTokens>
 struct Sizes {
-  static constexpr int kSharedBytes = (kTokens == 8 ? 95 : kTokens == 16 ? 109 : 113) * 1024;
+  static constexpr int kSharedBytes = (kTokens == 8 ? 113 : 89) * 1024;
   static constexpr int kSums = kTokens / 2;  // of a consumer
   static constexpr int kWeightBox = kRows * kBox * 2, kXBox = kTokens * kBox * 2;
   static constexpr int kStageBytes = (kWeightBox + kXBox) * kBoxes;

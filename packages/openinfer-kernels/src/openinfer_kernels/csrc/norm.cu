@@ -3,7 +3,8 @@
 //     y = bf16(w * bf16(x / sqrt(mean(x^2) + eps)))       sums in float32; the inner rounding is the reference's
 //
 // Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4. A decode step has few rows, so what counts is
-// the way from the launch to the last store: one access per thread and value, weights loaded before the wait.
+// the way from the launch to the last store: one access per thread and value, weights loaded before the wait. The next
+// kernel is let in before the wait too: it is a product, which reads its weights while the one before the norm ends.
 #include "overlap.cuh"
 #include "vectors.cuh"
 
@@ -36,8 +37,8 @@ __device__ void norm_row(const bf16* x, bf16* residual, const bf16* weight, bf16
     const int at = threadIdx.x + i * blockDim.x;
     if (at < vectors) weights[i] = load<kWidth>(weight + at * kWidth);
   }
-  wait_for_previous_kernel();
   allow_next_kernel();
+  wait_for_previous_kernel();
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {

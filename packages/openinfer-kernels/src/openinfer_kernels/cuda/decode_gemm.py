@@ -16,9 +16,10 @@ _CHUNK_COLUMNS = 128
 _THREADS = 160
 _MOST_BLOCKS_PER_TILE = 3
 _BLOCKS_PER_MULTIPROCESSOR = 2
-_SHARED_BYTES = 113 * 1024
-_TOKENS = (8, 16, 32)
-"""The most tokens of each kernel. Beyond the last, cuBLASLt is faster: see docs/kernels.md."""
+_SHARED_KIB = {8: 113, 16: 89, 32: 89}
+"""Of a block, by the most tokens of a kernel."""
+_MOST_TOKENS = max(_SHARED_KIB)
+"""Beyond it, cuBLASLt is faster: see docs/kernels.md."""
 
 
 class DecodeGemm:
@@ -34,12 +35,12 @@ class DecodeGemm:
         """Whether it multiplies `x [T, k]` and `weight [n, k]`: few tokens, whole tiles, aligned arrays."""
         n, k = weight.shape
         whole = n % _ROWS == 0 and k % _CHUNK_COLUMNS == 0 and n > 0 and k > 0
-        return whole and 0 < len(x) <= _TOKENS[-1] and bool(self._store) and fits_vectors(x, weight)
+        return whole and 0 < len(x) <= _MOST_TOKENS and bool(self._store) and fits_vectors(x, weight)
 
     def linear(self, x: Array, weight: Array, out: Array) -> None:
         """Writes `x [T, k] @ weight [n, k].T` into `out [T, n]`; contiguous BF16 arrays that it serves.
 
-        The weight may be read before the kernel ahead on the stream has ended, so it must not be what that one writes.
+        The weight may be read while operators ahead on the stream still run, so it must not be what they write.
         """
         row_bytes = weight.shape[1] * _BF16_BYTES
         cut = _weight_cut(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
@@ -76,8 +77,8 @@ def _kernels(device: Device, epilogue: str) -> dict[int, Kernel]:
     if not device.has(_STEM):
         return {}
     return {
-        tokens: device.kernel(_STEM, f"decode_gemm_{epilogue}_{tokens}", shared_bytes=_SHARED_BYTES)
-        for tokens in _TOKENS
+        tokens: device.kernel(_STEM, f"decode_gemm_{epilogue}_{tokens}", shared_bytes=kib << 10)
+        for tokens, kib in _SHARED_KIB.items()
     }
 
 

@@ -14,6 +14,8 @@ from openinfer_kernels.errors import CudaCallError
 
 _FREE_SHARED_BYTES = 48 * 1024
 """Dynamic shared memory that a kernel may use without asking first."""
+_ALL_PERCENT = 100
+"""Of the memory that L1 cache and shared memory have in common, as shared memory."""
 
 _COMPOUND: Any = (ctypes.Structure, ctypes.Array)
 """Arguments that are copied whole."""
@@ -37,9 +39,13 @@ class Kernel:
 
     def __init__(self, function: Any, *, shared_bytes: int, may_overlap: bool) -> None:
         self._function = function
+        attributes = driver.CUfunction_attribute
         if shared_bytes > _FREE_SHARED_BYTES:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+        # Blocks of two kernels run on a multiprocessor together only if they divide its L1 cache alike.
+        attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        check(driver.cuFuncSetAttribute(function, attribute, _ALL_PERCENT))
         self._shared_bytes = shared_bytes
         self._may_overlap = may_overlap
         self._configs: dict[tuple[bool, int], Any] = {}

@@ -23,7 +23,8 @@ _CANDIDATES = 12
 class Linear:
     """The products on one device.
 
-    A weight must be older than the kernel ahead on the stream: what multiplies few tokens reads it while that one ends.
+    A weight is what was uploaded, never an operator's result: what multiplies few tokens reads it while the operators
+    ahead on the stream still run.
     """
 
     def __init__(self, device: Device, decode_gemm: DecodeGemm) -> None:
