@@ -7,17 +7,23 @@ constexpr int kWarps = kThreads / 32;
 
 struct Sum {
   template <class T>
-  __device__ __forceinline__ T operator()(T a, T b) const { return a + b; }
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a + b;
+  }
 };
 
 struct Least {
   template <class T>
-  __device__ __forceinline__ T operator()(T a, T b) const { return a < b ? a : b; }
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a < b ? a : b;
+  }
 };
 
 struct Most {
   template <class T>
-  __device__ __forceinline__ T operator()(T a, T b) const { return a > b ? a : b; }
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a > b ? a : b;
+  }
 };
 
 // The larger of the upper and the larger of the lower halves.

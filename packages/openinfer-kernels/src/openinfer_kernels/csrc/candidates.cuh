@@ -77,3 +77,22 @@ __device__ __forceinline__ void sort(uint64_t* entries, int count) {
     }
   }
 }
+
+constexpr int kHeld = kCandidates / kThreads;
+
+// The running sums of the weights of `count` entries, kHeld of them per thread; returns the sum before the first of
+// them.
+template <class WeightOf>
+__device__ __forceinline__ uint64_t running_weights(int count, WeightOf weight_of, uint64_t (&running)[kHeld]) {
+  uint64_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) {
+    const int at = threadIdx.x * kHeld + i;
+    sum += at < count ? weight_of(at) : 0;
+    running[i] = sum;
+  }
+  const uint64_t before = block_sum_before(sum);
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) running[i] += before;
+  return before;
+}

@@ -41,8 +41,8 @@ struct RowPenalties {
   }
 
   __device__ __forceinline__ void apply(int id, float (&logits)[8]) const {
-    apply(id, reinterpret_cast<float(&)[4]>(logits[0]));
-    apply(id + 4, reinterpret_cast<float(&)[4]>(logits[4]));
+    apply(id, reinterpret_cast<float (&)[4]>(logits[0]));
+    apply(id + 4, reinterpret_cast<float (&)[4]>(logits[4]));
   }
 };
 

@@ -1,7 +1,8 @@
 // Reading logits, BF16 or float32, in accesses of 16 bytes, or one by one where addresses or sizes do not allow that.
 #pragma once
-#include <cstdint>
 #include <cuda_bf16.h>
+
+#include <cstdint>
 
 using bf16 = __nv_bfloat16;
 

@@ -61,7 +61,7 @@ __device__ void select_one_by_one(const Logit* row, int first, int end, const Di
   uint64_t last = 0;
   for (int i = 0; i < num_top; i++) {
     uint64_t least = ~uint64_t(0);
-    for_each_access<kWidth>(row, first, end, [&](int id, const float(&logits)[kWidth]) {
+    for_each_access<kWidth>(row, first, end, [&](int id, const float (&logits)[kWidth]) {
 #pragma unroll
       for (int j = 0; j < kWidth; j++) {
         const uint64_t here = entry(distances.of(comparable(logits[j])), id + j);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries)
 
   float largest = -CUDART_INF_F, best = -CUDART_INF_F;  // of all, and of those that are no NaN
   int num_above = 0;
-  for_each_access<kWidth>(row, first, end, [&](int, const float(&logits)[kWidth]) {
+  for_each_access<kWidth>(row, first, end, [&](int, const float (&logits)[kWidth]) {
     largest = max_nan(largest, largest_of(logits));
 #pragma unroll
     for (int i = 0; i < kWidth; i++) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries)
                                 distances.largest - ~uint32_t(folded), 1, [&] { return a.num_top; }));
   __syncthreads();
   uint64_t sum = 0;
-  for_each_access<kWidth>(row, first, end, [&](int id, const float(&logits)[kWidth]) {
+  for_each_access<kWidth>(row, first, end, [&](int id, const float (&logits)[kWidth]) {
 #pragma unroll
     for (int i = 0; i < kWidth; i++) {
       sum += __float2ull_rn(expf(logits[i] - maximum) * 0x1p44f);

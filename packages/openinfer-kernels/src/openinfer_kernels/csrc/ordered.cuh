@@ -1,7 +1,8 @@
 // Floats as integers in the same order, and how far each is below the largest of its row.
 #pragma once
-#include <cstdint>
 #include <math_constants.h>
+
+#include <cstdint>
 
 constexpr uint32_t kLowestFinite = 0x00800000;  // of the ordered floats; -inf is right below it
 constexpr uint32_t kNaN = 0xFFFFFFFF;           // above +inf; `ordered` of a NaN is anything
