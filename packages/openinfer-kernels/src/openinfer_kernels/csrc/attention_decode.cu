@@ -21,21 +21,12 @@ using namespace attention;
 
 namespace {
 
-#ifndef WARPS
-#define WARPS 4
-#endif
-#ifndef BLOCKS128
-#define BLOCKS128 2
-#endif
-constexpr int kWarps = WARPS;
+constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kTurn = 16;               // tokens
 constexpr int kUnit = kTurn * kWarps;   // tokens
 constexpr int kPadding = 8;             // floats between the heads of a sum in shared memory, against bank conflicts
-#ifndef PARTS
-#define PARTS 8
-#endif
-constexpr int kPartsAtOnce = PARTS;         // parts in flight while a block adds them
+constexpr int kPartsAtOnce = 8;                // parts in flight while a block adds them
 constexpr unsigned kAll = ~0u;
 
 struct Arguments {
@@ -614,12 +605,8 @@ __device__ void run(const Arguments& a) {
     run<D, TILES>(arguments);                                                                             \
   }
 
-#ifndef ONLY128
 ATTENTION_DECODE(64, 1, 3)
 ATTENTION_DECODE(64, 2, 3)
-#endif
-ATTENTION_DECODE(128, 1, BLOCKS128)
-#ifndef ONLY128
+ATTENTION_DECODE(128, 1, 2)
 ATTENTION_DECODE(128, 2, 2)
 ATTENTION_DECODE(256, 1, 2)
-#endif

@@ -7,8 +7,8 @@
 //   2 consumers  64 lines each:  S' = Q K'^T starts │ O += P V starts │ softmax of S' while O is made │ O scaled, P = S'
 //
 // The consumers take turns in starting products, so that one's softmax runs under the other's products. Blocks stay and
-// take tile after tile, so that keys of the next tile arrive while this one is written. The list of tiles is made on the
-// device from `query_starts`.
+// take tile after tile, so that keys of the next tile arrive while this one is written; the longest are handed out first
+// in each row. The list of tiles is made on the device from `query_starts`.
 //
 // Values beyond what the tile's last line sees are set to zero in shared memory, as they may be anything, and 0 * NaN is
 // not 0; their scores are -inf.
@@ -36,16 +36,19 @@ struct Arguments {
   const int* block_tables;  // [R, table_stride]
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
+  int* counters;            // [2] tiles handed out, blocks without work: zero before and after
   int num_rows, table_stride, group, num_kv_heads, block_shift;
   int block_lines;          // lines of the cache [blocks, layers, 2, K, B] x [D] from one block to the next
   int layer_line;           // first line of the layer in a block
-  float scale;              // of scores, times log2(e)
+  unsigned group_reciprocal;  // 2**32 / group, rounded up
+  float scale;                // of scores, times log2(e)
 };
 
 template <int D_, int kKeys_>
 struct Shape {
   static constexpr int D = D_, kKeys = kKeys_;
   static constexpr int kBoxes = D / kBox;
+  static constexpr int kSharers = kBoxes > 1 ? 2 : 1;  // warps that share the copies of a tile
   static constexpr int kTileBytes = kKeys * D * 2;
 };
 
@@ -55,6 +58,8 @@ struct Shared {
   alignas(1024) uint8_t k[kStages][S::kTileBytes];     // [boxes][keys][128 bytes]
   alignas(1024) uint8_t v[kStages][S::kTileBytes];
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  uint64_t next_full[2], next_empty[2];
+  int next[2];  // tiles to come
   int sums[kThreads / 32];
   int first_tiles[kMaxRows + 1], first_queries[kMaxRows + 1], contexts[kMaxRows];  // of each row
 };
@@ -127,9 +132,30 @@ __device__ Tile tile_at(const Shared<S>& s, const Arguments& a, int index) {
   return tile;
 }
 
-// The tiles of this block: one of each round, the rounds' order turned around each time, as tiles grow shorter.
-__device__ __forceinline__ int index_at(int round) {
-  return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+// Tiles are handed out to blocks as they ask, but for the first of each. A producer warp asks for tile `turn + 1` of its
+// block while tile `turn` is under way, and leaves the answer for the block's other warps.
+template <class S>
+__device__ __forceinline__ int ask_for_next(Shared<S>& s, const Arguments& a, int turn) {
+  if (turn >= 2) barrier_wait(&s.next_empty[turn % 2], (turn / 2 - 1) & 1);
+  const int index = gridDim.x + atomicAdd(&a.counters[0], 1);
+  s.next[turn % 2] = index;
+  barrier_arrive(&s.next_full[turn % 2]);
+  return index;
+}
+
+template <class S>
+__device__ __forceinline__ int take_next(Shared<S>& s, int turn) {
+  barrier_wait(&s.next_full[turn % 2], (turn / 2) & 1);
+  const int index = s.next[turn % 2];
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(&s.next_empty[turn % 2]);
+  return index;
+}
+
+// The block that has nothing left last sets the counters back.
+__device__ __forceinline__ void stop_asking(const Arguments& a) {
+  __threadfence();
+  if (atomicAdd(&a.counters[1], 1) == int(gridDim.x) - 1) a.counters[0] = a.counters[1] = 0;
 }
 
 // The 16 tokens of a step of the product with V: their values side by side, blocks of 64 values `kKeys` rows apart.
@@ -158,9 +184,15 @@ __device__ __forceinline__ void give_turn(int group) {
   asm volatile("bar.arrive %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
 }
 
+// The token of a line, `line / group`; exact for what fits into 28 bits.
+__device__ __forceinline__ int token_of(const Arguments& a, int line) {
+  return a.group == 1 ? line : int(__umulhi(line, a.group_reciprocal));
+}
+
 __device__ __forceinline__ int64_t line_offset(const Arguments& a, const Tile& tile, int line, int head_dim) {
-  const int64_t token = tile.first_query + line / a.group;
-  return (token * a.num_kv_heads * a.group + tile.kv_head * a.group + line % a.group) * head_dim;
+  const int token = token_of(a, line);
+  return (int64_t(tile.first_query + token) * a.num_kv_heads * a.group + tile.kv_head * a.group + line - token * a.group) *
+         head_dim;
 }
 
 // Where 16 bytes of a line lie in [boxes][lines][128 bytes], swizzled as the copies and products expect.
@@ -168,44 +200,45 @@ __device__ __forceinline__ int place(int line, int chunk) {
   return (chunk / 8) * kLines * kRowBytes + line * kRowBytes + ((chunk % 8) ^ (line & 7)) * 16;
 }
 
-// --- the producer: one warp, a lane for each 16 tokens ------------------------------------------------------
+// --- the producer: two warps for keys, two for values, which share the values of a head; a lane for 16 tokens ----
 
 template <class S>
-__device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a, int num_tiles) {
-  constexpr int kLanes = S::kKeys / kChunk;
-  const int lane = threadIdx.x % 32;
+__device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a, int num_tiles, int warp) {
+  constexpr int kLanes = S::kKeys / kChunk, kBoxesEach = S::kBoxes / S::kSharers;
+  const int lane = threadIdx.x % 32, is_value = warp / 2, first_box = warp % 2 * kBoxesEach;
+  if (first_box >= S::kBoxes) return;
+  auto& tiles = is_value ? s.v : s.k;
+  uint64_t* full = is_value ? s.v_full : s.k_full;
+  uint64_t* empty = is_value ? s.v_empty : s.k_empty;
   const uint64_t policy = evict_last_policy();
-  const int value_lines = a.num_kv_heads << a.block_shift;
-  int step = 0;
-  for (int round = 0; round * int(gridDim.x) < num_tiles; round++) {
-    if (index_at(round) >= num_tiles) continue;
-    const Tile tile = tile_at(s, a, index_at(round));
+  const int first_line = a.layer_line + (is_value ? a.num_kv_heads << a.block_shift : 0);
+  const bool asks = warp == 2;
+  int step = 0, index = blockIdx.x;
+  for (int turn = 0; index < num_tiles; turn++) {
+    const Tile tile = tile_at(s, a, index);
+    bool is_first = true;
     const int* table = a.block_tables + int64_t(tile.row) * a.table_stride;
     for (int first = (tile.seen - 1) / S::kKeys * S::kKeys; first >= 0; first -= S::kKeys, step++) {
-      const int stage = step % kStages, parity = (step / kStages - 1) & 1, token = first + lane * kChunk;
+      const int stage = step % kStages, token = first + lane * kChunk;
       const bool is_there = lane < kLanes && token < tile.seen;
-      const int line = is_there ? __ldcg(table + (token >> a.block_shift)) * a.block_lines + a.layer_line +
+      const int line = is_there ? __ldcg(table + (token >> a.block_shift)) * a.block_lines + first_line +
                                       (tile.kv_head << a.block_shift) + (token & ((1 << a.block_shift) - 1))
                                 : 0;
-      const int bytes = min(kLanes, (tile.seen - first + kChunk - 1) / kChunk) * kChunk * S::D * 2;
-      if (step >= kStages) barrier_wait(&s.k_empty[stage], parity);
-      if (lane == 0) barrier_expect(&s.k_full[stage], bytes);
+      const int chunks = min(kLanes, (tile.seen - first + kChunk - 1) / kChunk);
+      if (step >= kStages) barrier_wait(&empty[stage], (step / kStages - 1) & 1);
+      if (lane == 0) barrier_expect(&full[stage], chunks * kBoxesEach * kChunk * kRowBytes);
       __syncwarp();
       if (is_there)
 #pragma unroll
-        for (int box = 0; box < S::kBoxes; box++)
-          load_box(s.k[stage] + (box * S::kKeys + lane * kChunk) * kRowBytes, &map, &s.k_full[stage], box * kBox, line,
-                   policy);
-      if (step >= kStages) barrier_wait(&s.v_empty[stage], parity);
-      if (lane == 0) barrier_expect(&s.v_full[stage], bytes);
+        for (int box = first_box; box < first_box + kBoxesEach; box++)
+          load_box(tiles[stage] + (box * S::kKeys + lane * kChunk) * kRowBytes, &map, &full[stage], box * kBox, line, policy);
       __syncwarp();
-      if (is_there)
-#pragma unroll
-        for (int box = 0; box < S::kBoxes; box++)
-          load_box(s.v[stage] + (box * S::kKeys + lane * kChunk) * kRowBytes, &map, &s.v_full[stage], box * kBox,
-                   line + value_lines, policy);
+      if (is_first && asks && lane == 0) index = ask_for_next(s, a, turn);
+      is_first = false;
     }
+    index = asks ? __shfl_sync(~0u, index, 0) : take_next(s, turn);
   }
+  if (asks && lane == 0) stop_asking(a);
 }
 
 // --- the consumers --------------------------------------------------------------------------------------------
@@ -276,28 +309,32 @@ __device__ __forceinline__ void hide(float (&scores)[kScores], int first_key, co
     if (first_key + i / 4 * 8 + 2 * t + (i & 1) > limits[(i >> 1) & 1]) scores[i] = kMinusInfinity;
 }
 
-// This warpgroup's 64 lines of queries, into shared memory; absent lines are zero.
+// This warpgroup's 64 lines of queries on their way to shared memory; absent lines are zero.
 template <class S>
-__device__ __forceinline__ void load_queries(Shared<S>& s, const Arguments& a, const Tile& tile, int group) {
-  constexpr int kChunks = S::D / 8, kEach = 64 * kChunks / 128, kAtOnce = kEach < 8 ? kEach : 8;
-  const int thread = threadIdx.x % 128;
-  for (int begin = 0; begin < kEach; begin += kAtOnce) {
-    uint4 values[kAtOnce];
+struct Queries {
+  static constexpr int kChunks = S::D / 8, kEach = 64 * kChunks / 128;
+  uint4 values[kEach];
+
+  __device__ __forceinline__ void load(const Arguments& a, const Tile& tile, int group) {
+    const int thread = threadIdx.x % 128;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      const int line = tile.first_line + group * 64 + ((begin + i) * 128 + thread) / kChunks;
+    for (int i = 0; i < kEach; i++) {
+      const int line = tile.first_line + group * 64 + (i * 128 + thread) / kChunks;
       values[i] = make_uint4(0, 0, 0, 0);
       if (line < tile.num_lines)
         values[i] = *reinterpret_cast<const uint4*>(a.q + line_offset(a, tile, line, S::D) + thread % kChunks * 8);
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i++)
-      *reinterpret_cast<uint4*>(s.q + place(group * 64 + ((begin + i) * 128 + thread) / kChunks, thread % kChunks)) =
-          values[i];
   }
-  copies_see_writes();
-  warpgroup_sync(group);
-}
+
+  __device__ __forceinline__ void put(Shared<S>& s, int group) const {
+    const int thread = threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      *reinterpret_cast<uint4*>(s.q + place(group * 64 + (i * 128 + thread) / kChunks, thread % kChunks)) = values[i];
+    copies_see_writes();
+    warpgroup_sync(group);
+  }
+};
 
 // Writes 64 lines through the queries' place in shared memory, so that whole lines go out.
 template <class S>
@@ -344,14 +381,21 @@ __device__ void consume(Shared<S>& s, const Arguments& a, int num_tiles, int gro
   const uint8_t* q = s.q + group * 64 * kRowBytes;
   const bool frees = thread % 32 == 0;
   if (group == 1) give_turn(0);
-  int step = 0;
-  for (int round = 0; round * int(gridDim.x) < num_tiles; round++) {
-    if (index_at(round) >= num_tiles) continue;
-    const Tile tile = tile_at(s, a, index_at(round));
-    load_queries(s, a, tile, group);
+  constexpr bool kPrefetches = S::D <= 128;  // the next tile's queries, while the last products of a tile run
+  int step = 0, index = blockIdx.x;
+  Tile tile, next;
+  Queries<S> queries;
+  if (index < num_tiles) {
+    next = tile_at(s, a, index);
+    if constexpr (kPrefetches) queries.load(a, next, group);
+  }
+  for (int turn = 0; index < num_tiles; turn++) {
+    tile = next;
+    if constexpr (!kPrefetches) queries.load(a, tile, group);
+    queries.put(s, group);
     const int line = tile.first_line + in_group;  // of this thread, and line + 8
-    const int limits[2] = {tile.past + line / a.group, tile.past + (line + 8) / a.group};
-    const int seen_by_all = tile.past + (tile.first_line + group * 64) / a.group + 1;
+    const int limits[2] = {tile.past + token_of(a, line), tile.past + token_of(a, line + 8)};
+    const int seen_by_all = tile.past + token_of(a, tile.first_line + group * 64) + 1;
     const int last_key = (tile.seen - 1) / S::kKeys * S::kKeys;
 
     C c;
@@ -397,6 +441,11 @@ __device__ void consume(Shared<S>& s, const Arguments& a, int num_tiles, int gro
     wgmma_fence();
     c.start_sums(s.v[stage]);
     wgmma_commit();
+    index = take_next(s, turn);
+    if (index < num_tiles) {
+      next = tile_at(s, a, index);
+      if constexpr (kPrefetches) queries.load(a, next, group);
+    }
     wgmma_wait<0>();
     if (frees) barrier_arrive(&s.v_empty[stage]);
     store_sums(s, a, tile, c, group);
@@ -409,10 +458,14 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
   auto& s = *reinterpret_cast<Shared<S>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
-      barrier_init(&s.k_full[i], 1);
-      barrier_init(&s.v_full[i], 1);
+      barrier_init(&s.k_full[i], S::kSharers);
+      barrier_init(&s.v_full[i], S::kSharers);
       barrier_init(&s.k_empty[i], kConsumers * 4);
       barrier_init(&s.v_empty[i], kConsumers * 4);
+    }
+    for (int i = 0; i < 2; i++) {
+      barrier_init(&s.next_full[i], 1);
+      barrier_init(&s.next_empty[i], 2 * S::kSharers - 1 + kConsumers * 4);
     }
     barrier_init_fence();
     prefetch_map(&map);
@@ -422,7 +475,7 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
   const int num_tiles = count_tiles(s, a) * a.num_kv_heads;
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if (threadIdx.x < 32) produce(s, map, a, num_tiles);
+    produce(s, map, a, num_tiles, int(threadIdx.x) / 32);
   } else {
     more_registers<232>();
     consume(s, a, num_tiles, int(threadIdx.x) / 128 - 1);

@@ -2,12 +2,14 @@
 
 import ctypes
 
+import numpy as np
+
 from openinfer_kernels.cuda.arrays import address
 from openinfer_kernels.cuda.attention_decode import MAX_ROWS
 from openinfer_kernels.cuda.attention_prefill import most_tiles
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.launch import check
-from openinfer_kernels.cuda.libraries import bfloat16, driver
+from openinfer_kernels.cuda.libraries import bfloat16, cupy, driver
 from openinfer_kernels.ops import Array, AttentionBatch
 
 STEM = "attention_prefill_hopper"
@@ -26,9 +28,10 @@ class _Arguments(ctypes.Structure):
     """`struct Arguments` of the source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "out", "block_tables", "query_starts", "context_lens")),
+        *((name, ctypes.c_void_p) for name in ("q", "out", "block_tables", "query_starts", "context_lens", "counters")),
         *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "group", "num_kv_heads", "block_shift")),
         *((name, ctypes.c_int) for name in ("block_lines", "layer_line")),
+        ("group_reciprocal", ctypes.c_uint),
         ("scale", ctypes.c_float),
     )
 
@@ -45,6 +48,7 @@ class AttentionPrefillHopper:
             )
             for head_dim, keys in _KEYS.items()
         }
+        self._counters = cupy.zeros(2, np.int32)
         self._num_multiprocessors = device.num_multiprocessors
         self._map_of: tuple[int, tuple[int, ...]] | None = None
         self._map = (ctypes.c_uint64 * _MAP_WORDS)()
@@ -55,7 +59,7 @@ class AttentionPrefillHopper:
         num_rows, group = len(batch.context_lens), q.shape[1] // num_kv_heads
         layer_lines = 2 * num_kv_heads * block_tokens
         arguments = _Arguments(
-            *map(address, (q, out, batch.block_tables, batch.query_starts, batch.context_lens)),
+            *map(address, (q, out, batch.block_tables, batch.query_starts, batch.context_lens, self._counters)),
             num_rows,
             batch.block_tables.shape[1],
             group,
@@ -63,6 +67,7 @@ class AttentionPrefillHopper:
             block_tokens.bit_length() - 1,
             num_layers * layer_lines,
             layer * layer_lines,
+            -(-(1 << 32) // group) & 0xFFFFFFFF,
             scale * _LOG2_E,
         )
         tiles = most_tiles(len(q), num_rows, group, lines=_LINES) * num_kv_heads
