@@ -99,9 +99,9 @@ def info(tokenizer: tokenizers.Tokenizer) -> EngineInfo:
     )
 
 
-def counted(protocol: type, sndbuf: int | None) -> tuple[type, set[object]]:
+def counted(protocol: type, sndbuf: int | None) -> tuple[type, set[asyncio.Protocol]]:
     """The protocol, and the set of its connections that are open; with small buffers in the kernel if asked for."""
-    connections: set[object] = set()
+    connections: set[asyncio.Protocol] = set()
 
     class Counted(protocol):
         def connection_made(self, transport) -> None:

@@ -243,6 +243,17 @@ def test_percent_encoded_path_and_query_find_their_route(shared):
     assert status(data) == 200
 
 
+def test_small_writes_are_sent_at_once(start, info, way):
+    if "protocol" in way:
+        pytest.skip("uvicorn's own protocol leaves it to the event loop")
+    server = start(ParrotLoop(info), **way)
+    with socket.create_connection(server.address, timeout=DEADLINE_S):
+        wait_until(lambda: bool(server.connections), "the connection")
+        (connection,) = server.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 def test_one_write_carries_all_choices_of_a_wake_up(start, info, tokenizer):
     """Tokens of one wake-up leave in one chunk: the flush is per stream, not per token."""
     server = start(ParrotLoop(info, tokens_per_event=8))
