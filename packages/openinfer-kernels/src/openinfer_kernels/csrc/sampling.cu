@@ -8,8 +8,9 @@
 //   greedy           the largest score, the lowest id among equals
 //   no cut           running sums per warp, then the one warp into which the draw fell looks for the token
 //   top-k, top-p     a bound that hardly more tokens are within than must be kept; one block puts these few in order,
-//                    cuts exactly and draws. Where the cut lies too deep for that, histograms over the bits of all
-//                    scores find it.
+//                    cuts exactly and draws. Where the cut lies too deep for that, counts per bin bound where it is
+//                    and the tokens near it are put in order; where even these are too many, histograms over the bits
+//                    of all scores find it.
 #include "block.cuh"
 #include "candidates.cuh"
 #include "cut.cuh"
