@@ -1,10 +1,10 @@
 """The golden gate on a GPU: our engine against transformers in float32, teacher-forced, real widths, random weights.
 
-    python3 tools/device/golden_gate.py [--layers 6] [--positions 1024]
+    python3 tools/device/golden_gate.py [--layers 6] [--sequences 4] [--positions 256]
 
 Prints, for transformers in BF16 and for our engine (whole prompts, chunks), the regret of the argmax and |dlogprob|
-over the top 8 against float32; then the regret of what our engine generates in graphs, eager, preempted. DESIGN.md's gate:
-regret at most 0.20 nat, |dlogprob| 0.06 in the mean and 0.20 at the 99th percentile.
+over the top 8 against float32; then the regret of what our engine generates in graphs, eager, preempted. The gate of
+DESIGN.md: regret at most 0.20 nat, |dlogprob| 0.06 in the mean and 0.20 at the 99th percentile.
 """
 
 import argparse
