@@ -90,7 +90,8 @@ def test_client_that_never_reads_the_end_is_dropped_after_the_write_timeout(star
         assert server.engine.aborted == []  # the generation had ended well
 
 
-def test_client_that_never_reads_a_whole_answer_is_dropped(start, info, tokenizer):
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_client_that_never_reads_a_whole_answer_is_dropped(start, info, num_requests):
     """It is more than the kernel's buffers hold; without a deadline closing would wait for ever."""
     server = start(ParrotLoop(info), ServerOptions(port=0, write_timeout_s=0.2), sndbuf=4096)
     text = "The capital of France is Paris. " * 150
@@ -99,8 +100,8 @@ def test_client_that_never_reads_a_whole_answer_is_dropped(start, info, tokenize
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(DEADLINE_S)
         connection.connect(server.address)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        connection.sendall((f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) * num_requests)
         assert connection.recv(100)
         wait_until(lambda: not server.connections, "the drop")
         received = 0

@@ -28,11 +28,11 @@ class FakeTransport:
 class FakeConnection:
     def __init__(self) -> None:
         self.transport = FakeTransport()
-        self.can_write = True
         self.writer = None
 
     def attach(self, writer) -> None:
         self.writer = writer
+        writer.resume()
 
     def detach(self) -> None:
         self.writer = None
@@ -141,6 +141,34 @@ def test_direct_end_waits_for_the_reader_up_to_its_deadline():
     asyncio.run(main())
 
 
+def test_direct_end_waits_also_when_only_the_transport_is_full():
+    """ASGI's `send` would wait for the transport without a deadline."""
+
+    async def main() -> None:
+        connection, sent = FakeConnection(), Sent()
+        writer = DirectWriter(connection, sent, max_buffered_bytes=100)
+        await writer.start()
+        put(writer, b"last")
+        writer.pause()
+        await writer.end(0.01)
+        assert writer.was_slow
+        assert len(sent) == 1
+
+    asyncio.run(main())
+
+
+def test_direct_connection_lost_before_the_end_is_not_waited_for():
+    async def main() -> None:
+        connection = FakeConnection()
+        writer = DirectWriter(connection, Sent(), max_buffered_bytes=100)
+        await writer.start()
+        writer.lost()
+        await asyncio.wait_for(writer.end(3600), 10)
+        assert not writer.was_slow
+
+    asyncio.run(main())
+
+
 def test_direct_lost_connection_ends_the_waiting():
     async def main() -> None:
         connection = FakeConnection()
@@ -154,7 +182,7 @@ def test_direct_lost_connection_ends_the_waiting():
         await ending
         put(writer, b"more")
         assert connection.transport.written == []
-        assert not writer.dropped.done()  # it left, it was not slow
+        assert not writer.was_slow
 
     asyncio.run(main())
 

@@ -47,15 +47,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
         self._head_deadline: asyncio.TimerHandle | None = None
         self._first_byte_deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def can_write(self) -> bool:
-        """Whether the transport is open and takes more."""
-        return not (self.flow.write_paused or self.transport.is_closing())
+        self._unread_deadline: asyncio.TimerHandle | None = None
 
     def attach(self, writer: DirectWriter) -> None:
-        """From here on the writer is told when writing must pause, may resume, or is over."""
+        """From here on the writer is told when it may write (`resume`), must wait (`pause`), or is alone (`lost`)."""
+        if self.transport.is_closing():
+            writer.lost()
+            return
         self._writer = writer
+        if not self.flow.write_paused:
+            writer.resume()
 
     def detach(self) -> None:
         """The writer's response is complete."""
@@ -74,6 +75,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends a connection."""
         self._stop_timers()
+        if self._unread_deadline is not None:
+            self._unread_deadline.cancel()
         self._end_writer()
         super().connection_lost(exc)
 
@@ -86,6 +89,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """The transport takes more."""
         super().resume_writing()
+        if self._unread_deadline is not None:
+            self._unread_deadline.cancel()
+            self._unread_deadline = None
         if self._writer is not None:
             self._writer.resume()
 
@@ -130,8 +136,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """A response is whole; its client must read what is left of it."""
         super().on_response_complete()
-        if self.transport.get_write_buffer_size():
-            self.loop.call_later(self.options.write_timeout_s, self._drop_if_unread)
+        if self.transport.get_write_buffer_size() and self._unread_deadline is None:
+            self._unread_deadline = self.loop.call_later(self.options.write_timeout_s, self._drop_if_unread)
 
     def send_400_response(self, msg: str) -> None:
         """Answers a request that cannot be parsed, or was refused while parsing, and closes."""
@@ -170,8 +176,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def _drop_if_unread(self) -> None:
-        """Closing would wait for the client for ever."""
-        if self.cycle.response_complete and self.transport.get_write_buffer_size():
+        """Closing, or the next response of a pipeline, would wait for the client for ever."""
+        self._unread_deadline = None
+        idle = self.cycle.response_complete
+        if self.flow.write_paused or (idle and self.transport.get_write_buffer_size()):
             self.transport.abort()
 
     def _end_writer(self) -> None:

@@ -81,13 +81,8 @@ class DirectConnection(Protocol):
 
     transport: asyncio.Transport
 
-    @property
-    def can_write(self) -> bool:
-        """Whether the transport is open and takes more."""
-        ...
-
     def attach(self, writer: "DirectWriter") -> None:
-        """From here on the writer is told when writing must pause, may resume, or is over."""
+        """From here on the writer is told when it may write (`resume`), must wait (`pause`), or is alone (`lost`)."""
         ...
 
     def detach(self) -> None:
@@ -96,9 +91,12 @@ class DirectConnection(Protocol):
 
 
 class DirectWriter(StreamWriter):
-    """Writes chunks of the chunked encoding into the transport, without waking any task."""
+    """Writes chunks of the chunked encoding into the transport, without waking any task.
 
-    __slots__ = ("_blocked", "_connection", "_drained", "_held", "_send", "_transport")
+    held ──resume──► writing ⇄ (pause, resume) ⇄ held        any ──lost, drop──► nothing is kept or written
+    """
+
+    __slots__ = ("_blocked", "_connection", "_held", "_lost", "_send", "_transport", "_writable")
 
     def __init__(self, connection: DirectConnection, send: Send, *, max_buffered_bytes: int) -> None:
         super().__init__(max_buffered_bytes=max_buffered_bytes)
@@ -106,8 +104,9 @@ class DirectWriter(StreamWriter):
         self._transport = connection.transport
         self._send = send
         self._blocked = True
+        self._lost = False
         self._held = bytearray()
-        self._drained: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
 
     def flush(self) -> None:
         """Writes `parts` as one chunk."""
@@ -127,16 +126,14 @@ class DirectWriter(StreamWriter):
         """Sends the head through ASGI, which chooses the chunked encoding; then the transport is ours."""
         await self._send(_HEAD)
         self._connection.attach(self)
-        if self._connection.can_write:
-            self.resume()
 
     async def end(self, timeout_s: float) -> None:
-        """Waits until nothing is held, then lets ASGI write the last chunk."""
+        """Waits until the transport takes more, then lets ASGI write the last chunk."""
         self.flush()
-        if self._held:
-            self._drained = asyncio.get_running_loop().create_future()
-            await asyncio.wait((self._drained, self.dropped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not self._drained.done():
+        if self._blocked and not self._lost:
+            self._writable = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._writable, self.dropped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not self._writable.done():
                 self.drop_slow()
         self._connection.detach()
         if not self.dropped.done():
@@ -145,8 +142,7 @@ class DirectWriter(StreamWriter):
     def drop(self) -> None:
         """Closes the connection at once; what is unsent is lost."""
         super().drop()
-        self._blocked = True
-        self._held.clear()
+        self.lost()
         self._transport.abort()
 
     def pause(self) -> None:
@@ -155,25 +151,27 @@ class DirectWriter(StreamWriter):
 
     def lost(self) -> None:
         """The connection is gone; nothing needs to wait for it."""
-        self._blocked = True
+        self._blocked = self._lost = True
         self._held.clear()
-        self._set_drained()
+        self._set_writable()
 
     def resume(self) -> None:
         """The transport takes more."""
+        if self._lost:
+            return
         self._blocked = False
         if self._held:
             held, self._held = self._held, bytearray()
-            self._transport.write(held)
-        if not self._held:
-            self._set_drained()
+            self._transport.write(held)  # may pause again
+        if not self._blocked:
+            self._set_writable()
 
-    def _set_drained(self) -> None:
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
+    def _set_writable(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
 
     def _hold(self, chunk: bytes) -> None:
-        if self.dropped.done():
+        if self._lost:
             return
         self._held += chunk
         if len(self._held) + self._transport.get_write_buffer_size() > self.max_buffered_bytes:
