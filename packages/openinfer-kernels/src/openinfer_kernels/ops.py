@@ -46,7 +46,7 @@ class AttentionBatch:
     may be anything, NaN included, and never changes a result.
     """
     cache_slots: Array
-    """`[T]` int64, block id * B + offset: where each token's K and V are written."""
+    """`[T]` int64, block id * B + offset: where each token's K and V are written; below 0, which is padding, nowhere."""
     max_query_tokens: int
     """Largest number of tokens in one row."""
     max_context_tokens: int
@@ -277,5 +277,5 @@ class Ops(Protocol):
         ...
 
     def logprobs(self, logits: Array, token_ids: Array, *, top: int) -> Logprobs:
-        """Log-probabilities and true ranks of `token_ids [R]` and of the `top` likeliest tokens per row."""
+        """Log-probabilities and true ranks of `token_ids [R]` and of the `top <= 1024` likeliest tokens per row."""
         ...

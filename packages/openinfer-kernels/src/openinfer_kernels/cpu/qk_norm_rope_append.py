@@ -32,7 +32,10 @@ def qk_norm_rope_append(
 
 
 def append(kv_cache: NDArray[Any], layer: int, k: NDArray[Any], v: NDArray[Any], slots: NDArray[Any]) -> None:
-    """Writes `k` and `v`, each `[T, K, D]`, to `slots [T]` (block id * B + offset) of one layer of the cache."""
+    """Writes `k` and `v`, each `[T, K, D]`, to `slots [T]` (block id * B + offset; < 0 nowhere) of one layer."""
+    if slots.min(initial=0) < 0:
+        real = slots >= 0
+        k, v, slots = k[real], v[real], slots[real]
     blocks, offsets = np.divmod(slots, kv_cache.shape[4])
     kv_cache[blocks, layer, 0, :, offsets] = k
     kv_cache[blocks, layer, 1, :, offsets] = v
