@@ -88,4 +88,4 @@ def test_measure_bookkeeping_times_every_verb():
     assert times.num_blocks == 40
     parts = (times.match_s, times.reserve_s, times.seal_s, times.release_s)
     assert min(parts) > 0
-    assert times.total_s == sum(parts)
+    assert times.total_s == pytest.approx(sum(parts))  # sum() rounds otherwise since Python 3.12
