@@ -46,7 +46,7 @@ class AttentionBatch:
     may be anything, NaN included, and never changes a result.
     """
     cache_slots: Array
-    """`[T]` int64, block id * B + offset: where each token's K and V are written; below 0, which is padding, nowhere."""
+    """`[T]` int64, block id * B + offset: where each token's K and V are written; below 0, for padding, nowhere."""
     max_query_tokens: int
     """Largest number of tokens in one row."""
     max_context_tokens: int
