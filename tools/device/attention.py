@@ -1,4 +1,6 @@
-"""Checks and times the attention kernels on a GPU: python3 tools/device/attention.py CUBIN_FOLDER OUT.json [small] [check] [time].
+"""Checks and times the attention kernels on a GPU.
+
+    python3 tools/device/attention.py CUBIN_FOLDER OUT.json [small] [check] [time]
 
 The folder holds `attention_decode.cubin` and the like. References are computed in float64 from the unpaged values.
 """
@@ -49,7 +51,7 @@ def floats(bits):
 
 
 def make_case(seed, rows, *, group, kv_heads, head_dim, block_tokens, layers=2):
-    """A batch over scattered blocks; what no context covers is NaN, what a table does not use is another row's block."""
+    """A batch over scattered blocks; what no context covers is NaN, what a table does not use is any row's block."""
     host, rng = np.random.default_rng(seed), cupy.random.default_rng(seed)
     counts = [-(-context // block_tokens) for context, _ in rows]
     total = sum(counts) + 3
@@ -103,25 +105,44 @@ def error_of(out, expected):
 
 
 DECODE = [
-    ([(1, 1)], 4, 8, 128, 16), ([(15, 1), (16, 1), (17, 1), (1, 1), (64, 1), (65, 1)], 4, 8, 128, 16),
-    ([(1023, 1)], 4, 8, 128, 16), ([(16384, 1)], 4, 8, 128, 16), ([(40000, 1), (3, 1)], 4, 2, 128, 16),
-    ([(1 + 37 * i % 2000, 1) for i in range(256)], 4, 8, 128, 16), ([(1000 + i, 1) for i in range(33)], 1, 4, 128, 16),
-    ([(1000 + i, 1) for i in range(7)], 2, 4, 128, 32), ([(1000 + i, 1) for i in range(7)], 8, 2, 128, 64),
-    ([(1000 + i, 1) for i in range(7)], 16, 2, 128, 16), ([(777 + i, 1) for i in range(9)], 12, 3, 128, 16),
-    ([(1, 1), (500, 1), (16384, 1)], 8, 1, 64, 16), ([(16384, 1)], 1, 1, 64, 16), ([(100 + 61 * i, 1) for i in range(40)], 4, 4, 64, 32),
-    ([(333, 1), (64, 1)], 16, 2, 64, 16), ([(1, 1), (1023, 1), (5000, 1)], 8, 2, 256, 16), ([(77, 1), (300, 1)], 3, 2, 256, 64),
+    ([(1, 1)], 4, 8, 128, 16),
+    ([(15, 1), (16, 1), (17, 1), (1, 1), (64, 1), (65, 1)], 4, 8, 128, 16),
+    ([(1023, 1)], 4, 8, 128, 16),
+    ([(16384, 1)], 4, 8, 128, 16),
+    ([(40000, 1), (3, 1)], 4, 2, 128, 16),
+    ([(1 + 37 * i % 2000, 1) for i in range(256)], 4, 8, 128, 16),
+    ([(1000 + i, 1) for i in range(33)], 1, 4, 128, 16),
+    ([(1000 + i, 1) for i in range(7)], 2, 4, 128, 32),
+    ([(1000 + i, 1) for i in range(7)], 8, 2, 128, 64),
+    ([(1000 + i, 1) for i in range(7)], 16, 2, 128, 16),
+    ([(777 + i, 1) for i in range(9)], 12, 3, 128, 16),
+    ([(1, 1), (500, 1), (16384, 1)], 8, 1, 64, 16),
+    ([(16384, 1)], 1, 1, 64, 16),
+    ([(100 + 61 * i, 1) for i in range(40)], 4, 4, 64, 32),
+    ([(333, 1), (64, 1)], 16, 2, 64, 16),
+    ([(1, 1), (1023, 1), (5000, 1)], 8, 2, 256, 16),
+    ([(77, 1), (300, 1)], 3, 2, 256, 64),
     ([(2049, 1), (1024, 1)], 16, 2, 256, 16),
-]  # fmt: skip
+]
 PREFILL = [
-    ([(2, 2)], 4, 8, 128, 16), ([(7, 7), (33, 20), (64, 64)], 4, 8, 128, 16), ([(1024, 1024)], 4, 8, 128, 16),
-    ([(700, 123), (129, 129), (2000, 3)], 4, 8, 128, 16), ([(4096, 512)], 4, 2, 128, 16), ([(300, 300)], 1, 2, 128, 32),
-    ([(300, 300), (90, 17)], 3, 2, 128, 64), ([(200, 200)], 16, 1, 128, 16), ([(513, 260), (65, 64)], 8, 2, 64, 16),
-    ([(513, 260), (65, 64)], 8, 2, 256, 16), ([(1000, 999)], 2, 2, 256, 32), ([(40 + i, 2 + i % 9) for i in range(300)], 4, 2, 128, 16),
-]  # fmt: skip
+    ([(2, 2)], 4, 8, 128, 16),
+    ([(7, 7), (33, 20), (64, 64)], 4, 8, 128, 16),
+    ([(1024, 1024)], 4, 8, 128, 16),
+    ([(700, 123), (129, 129), (2000, 3)], 4, 8, 128, 16),
+    ([(4096, 512)], 4, 2, 128, 16),
+    ([(300, 300)], 1, 2, 128, 32),
+    ([(300, 300), (90, 17)], 3, 2, 128, 64),
+    ([(200, 200)], 16, 1, 128, 16),
+    ([(513, 260), (65, 64)], 8, 2, 64, 16),
+    ([(513, 260), (65, 64)], 8, 2, 256, 16),
+    ([(1000, 999)], 2, 2, 256, 32),
+    ([(40 + i, 2 + i % 9) for i in range(300)], 4, 2, 128, 16),
+]
 MIXED = [
-    ([(1000, 1), (300, 300), (17, 1), (900, 40), (1, 1)], 4, 8, 128, 16), ([(100 + i, 1 + 30 * (i % 5 == 0)) for i in range(60)], 4, 2, 64, 16),
+    ([(1000, 1), (300, 300), (17, 1), (900, 40), (1, 1)], 4, 8, 128, 16),
+    ([(100 + i, 1 + 30 * (i % 5 == 0)) for i in range(60)], 4, 2, 64, 16),
     ([(100 + i, 1 + 30 * (i % 5 == 0)) for i in range(60)], 8, 2, 256, 16),
-]  # fmt: skip
+]
 
 
 def check(attention, *, most_tokens):
@@ -130,15 +151,17 @@ def check(attention, *, most_tokens):
         for index, (rows, group, kv_heads, head_dim, block_tokens) in enumerate(cases):
             if sum(context for context, _ in rows) > most_tokens:
                 continue
-            q, cache, batch = make_case(index, rows, group=group, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens)
+            shape = {"group": group, "kv_heads": kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
+            q, cache, batch = make_case(index, rows, **shape)
             scale = head_dim**-0.5 * 2
             expected = reference(q, cache, batch, 1, scale)
-            call = lambda: attention.paged_attention(q.view(bfloat16), cache.view(bfloat16), layer=1, batch=batch, scale=scale)
+            arrays = q.view(bfloat16), cache.view(bfloat16)
             outs = []
             for _ in range(3):
                 poison = cupy.full(q.size, NAN, cupy.uint16)
                 del poison
-                outs.append(call().view(cupy.uint16).copy())
+                out = attention.paged_attention(*arrays, layer=1, batch=batch, scale=scale)
+                outs.append(out.view(cupy.uint16).copy())
             try:
                 cupy.cuda.Device().synchronize()
             except cupy.cuda.runtime.CUDARuntimeError:
@@ -147,7 +170,7 @@ def check(attention, *, most_tokens):
             error = error_of(outs[0], expected)
             same = all(bool((out == outs[0]).all()) for out in outs)
             if not (error < 6e-3 and same):
-                print(f"WRONG {kind} {index}: error {error:.2e} same {same} rows {rows[:4]} {group} {kv_heads} {head_dim} {block_tokens}")
+                print(f"WRONG {kind} {index}: error {error:.2e} same {same} rows {rows[:4]} {shape}")
             worst[kind] = max(worst.get(kind, 0), error if error == error else 9.0)
     print("largest relative errors", {kind: f"{value:.2e}" for kind, value in worst.items()})
     return worst
@@ -222,11 +245,15 @@ def shape_of(rows, num_blocks):
     return make_batch(starts, np.array([c for c, _ in rows], np.int32), tables)
 
 
+def attend_layers(attention, q, cache, batch, layers):
+    scale = HEAD_DIM**-0.5
+    return [attention.paged_attention(q, cache, layer=n, batch=batch, scale=scale) for n in range(layers)]
+
+
 def time_decode(attention, cache, rows):
     batch = shape_of(rows, len(cache))
     q = random_bits(cupy.random.default_rng(1), (len(rows), KV_HEADS * GROUP, HEAD_DIM)).view(bfloat16)
-    call = lambda: [attention.paged_attention(q, cache, layer=n, batch=batch, scale=HEAD_DIM**-0.5) for n in range(LAYERS)]
-    seconds = timed(call) / LAYERS
+    seconds = timed(lambda: attend_layers(attention, q, cache, batch, LAYERS)) / LAYERS
     moved = sum(context for context, _ in rows) * 2 * KV_HEADS * HEAD_DIM * 2
     return {"rows": len(rows), "context": rows[0][0], "us": seconds * 1e6, "bytes": moved,
             "fraction": moved / seconds / PEAK_BYTES_PER_S}  # fmt: skip
@@ -236,12 +263,17 @@ def time_prefill(attention, cache, rows, *, calls=4):
     batch = shape_of(rows, len(cache))
     num_tokens = sum(n for _, n in rows)
     q = random_bits(cupy.random.default_rng(1), (num_tokens, KV_HEADS * GROUP, HEAD_DIM)).view(bfloat16)
-    call = lambda: [attention.paged_attention(q, cache, layer=n, batch=batch, scale=HEAD_DIM**-0.5) for n in range(calls)]
-    seconds = timed(call, replays=3) / calls
+    seconds = timed(lambda: attend_layers(attention, q, cache, batch, calls), replays=3) / calls
     pairs = sum(n * (context - n) + n * (n + 1) // 2 for context, n in rows)
     flops = 4 * pairs * KV_HEADS * GROUP * HEAD_DIM
-    return {"rows": rows[:2], "num_rows": len(rows), "us": seconds * 1e6, "flops": flops, "tflops": flops / seconds / 1e12,
-            "fraction": flops / seconds / PEAK_FLOPS_PER_S}  # fmt: skip
+    return {
+        "rows": rows[:2],
+        "num_rows": len(rows),
+        "us": seconds * 1e6,
+        "flops": flops,
+        "tflops": flops / seconds / 1e12,
+        "fraction": flops / seconds / PEAK_FLOPS_PER_S,
+    }
 
 
 def main():
@@ -259,11 +291,13 @@ def main():
         results["decode"] += [time_decode(attention, cache, [(16384, 1)]), time_decode(attention, cache, [(64, 1)]),
                               time_decode(attention, cache, [(64 + 120 * i, 1) for i in range(64)])]  # fmt: skip
         for r in results["decode"]:
-            print(f"decode {r['rows']:4d} x {r['context']:6d}: {r['us']:8.2f} us  {r['bytes'] / 1e6:8.1f} MB  {r['fraction']:.3f}")
-        results["prefill"] = [time_prefill(attention, cache, rows) for rows in
-                              ([(1024, 1024)] * 8, [(16384, 16384)], [(16384, 512)], [(1024, 1024)], [(4096, 4096)] * 2)]  # fmt: skip
+            size = f"{r['bytes'] / 1e6:8.1f} MB"
+            print(f"decode {r['rows']:4d} x {r['context']:6d}: {r['us']:8.2f} us  {size}  {r['fraction']:.3f}")
+        prompts = [(1024, 1024)] * 8, [(16384, 16384)], [(16384, 512)], [(1024, 1024)], [(4096, 4096)] * 2
+        results["prefill"] = [time_prefill(attention, cache, rows) for rows in prompts]
         for r in results["prefill"]:
-            print(f"prefill {r['num_rows']} x {r['rows'][0]}: {r['us']:9.1f} us  {r['tflops']:6.1f} TFLOP/s  {r['fraction']:.3f}")
+            speed = f"{r['tflops']:6.1f} TFLOP/s  {r['fraction']:.3f}"
+            print(f"prefill {r['num_rows']} x {r['rows'][0]}: {r['us']:9.1f} us  {speed}")
     print(f"all in {time.time() - began:.1f} s")
     Path(target).write_text(json.dumps(results, indent=1))
 

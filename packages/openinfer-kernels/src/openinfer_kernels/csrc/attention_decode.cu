@@ -26,7 +26,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kTurn = 16;               // tokens
 constexpr int kUnit = kTurn * kWarps;   // tokens
 constexpr int kPadding = 8;             // floats between the heads of a sum in shared memory, against bank conflicts
-constexpr int kPartsAtOnce = 8;                // parts in flight while a block adds them
+constexpr int kPartsAtOnce = 8;         // parts in flight while a block adds them
 constexpr unsigned kAll = ~0u;
 
 struct Arguments {

@@ -3,7 +3,7 @@
 import numpy as np
 
 from openinfer_kernels.cuda.arrays import fits_vectors, require
-from openinfer_kernels.cuda.attention_decode import AttentionDecode
+from openinfer_kernels.cuda.attention_decode import MAX_ROWS, AttentionDecode
 from openinfer_kernels.cuda.attention_prefill import AttentionPrefill
 from openinfer_kernels.cuda.attention_prefill_hopper import STEM as HOPPER_STEM
 from openinfer_kernels.cuda.attention_prefill_hopper import AttentionPrefillHopper
@@ -28,8 +28,8 @@ class Attention:
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """Attention of `q [T, H, D]` over `kv_cache [blocks, layers, 2, K, B, D]`: `[T, H * D]`.
 
-        D is 64, 128 or 256, B 16 or a larger power of two, H / K at most 16. A row whose context is empty, which is
-        padding of a captured step, gets no result.
+        D is 64, 128 or 256, B 16 or a larger power of two up to 256, H / K at most 16, `scale` positive. A row whose
+        context is empty, which is padding of a captured step, gets no result.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.
@@ -63,6 +63,8 @@ def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:
         raise ArrayMismatchError(
             f"{num_heads} query heads over {num_kv_heads} KV heads: a multiple, at most {MAX_GROUP} times as many"
         )
+    if len(batch.context_lens) > MAX_ROWS:
+        raise ArrayMismatchError(f"attention over {len(batch.context_lens)} rows: at most {MAX_ROWS}")
     if not len(batch.query_starts) - 1 == len(batch.context_lens) == len(batch.block_tables):
         raise ArrayMismatchError(
             f"the batch names {len(batch.query_starts) - 1} rows by query_starts, {len(batch.context_lens)} by "

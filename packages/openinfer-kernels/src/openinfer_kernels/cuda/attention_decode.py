@@ -21,6 +21,10 @@ _MAX_ITEMS = 1 << 17
 _WARPS = 4
 _PADDING = 8
 _HEADS_OF_TILE = 8
+_SHARED_PERCENT = 60
+"""Of what L1 cache and shared memory have in common: bytes on their way to registers need the rest."""
+_MAX_OVERLAPPING_ROWS = 4
+"""Up to here starting before the previous kernel's end is worth more than L1 cache for more bytes in flight."""
 _LOG2_E = 1.4426950408889634
 _BLOCKS_PER_MULTIPROCESSOR = {(64, 1): 3, (64, 2): 3, (128, 1): 2, (128, 2): 2, (256, 1): 2}
 """By head dimension and tiles of query heads: the variants that are compiled, and how many blocks fit at once."""
@@ -54,16 +58,15 @@ class AttentionDecode:
         but each row's newest before that one has ended: the step's inputs have long been written by then.
 
         Raises:
-            ArrayMismatchError: more rows or heads than the workspace is for.
+            ArrayMismatchError: more rows and heads than the workspace is for.
         """
         num_rows, (num_kv_heads, _, head_dim) = len(batch.context_lens), kv_cache.shape[3:]
         group = q.shape[1] // num_kv_heads
         tiles = 1 if group <= _HEADS_OF_TILE or (head_dim, 2) not in self._kernels else 2
         passes = -(-group // (_HEADS_OF_TILE * tiles))
-        if num_rows > MAX_ROWS or num_rows * num_kv_heads * passes > _MAX_ITEMS:
+        if num_rows * num_kv_heads * passes > _MAX_ITEMS:
             raise ArrayMismatchError(
-                f"attention over {num_rows} rows of {num_kv_heads} KV heads: "
-                f"at most {MAX_ROWS} rows, and {_MAX_ITEMS} of both multiplied"
+                f"attention over {num_rows} rows of {num_kv_heads} KV heads: at most {_MAX_ITEMS} of both multiplied"
             )
         blocks = self._num_multiprocessors * _BLOCKS_PER_MULTIPROCESSOR[head_dim, tiles]
         parts = cupy.empty(blocks * 2 * _HEADS_OF_TILE * tiles * (head_dim + 2), np.float32)
@@ -78,7 +81,13 @@ class AttentionDecode:
             int(layer > 0),
             scale * _LOG2_E,
         )
-        self._kernels[head_dim, tiles]((blocks, 1, 1), (_WARPS * 32, 1, 1), [arguments], overlap=True)
+        self._kernels[head_dim, tiles](
+            (blocks, 1, 1),
+            (_WARPS * 32, 1, 1),
+            [arguments],
+            overlap=True,
+            shared_percent=None if num_rows <= _MAX_OVERLAPPING_ROWS else _SHARED_PERCENT,
+        )
 
 
 def _kernel(device: Device, head_dim: int, tiles: int) -> Kernel:
