@@ -21,10 +21,6 @@ _MAX_ITEMS = 1 << 17
 _WARPS = 4
 _PADDING = 8
 _HEADS_OF_TILE = 8
-_SHARED_PERCENT = 60
-"""Of what L1 cache and shared memory have in common: bytes on their way to registers need the rest."""
-_MAX_OVERLAPPING_ROWS = 4
-"""Up to here starting before the previous kernel's end is worth more than L1 cache for more bytes in flight."""
 _LOG2_E = 1.4426950408889634
 _BLOCKS_PER_MULTIPROCESSOR = {(64, 1): 3, (64, 2): 3, (128, 1): 2, (128, 2): 2, (256, 1): 2}
 """By head dimension and tiles of query heads: the variants that are compiled, and how many blocks fit at once."""
@@ -81,13 +77,7 @@ class AttentionDecode:
             int(layer > 0),
             scale * _LOG2_E,
         )
-        self._kernels[head_dim, tiles](
-            (blocks, 1, 1),
-            (_WARPS * 32, 1, 1),
-            [arguments],
-            overlap=True,
-            shared_percent=None if num_rows <= _MAX_OVERLAPPING_ROWS else _SHARED_PERCENT,
-        )
+        self._kernels[head_dim, tiles]((blocks, 1, 1), (_WARPS * 32, 1, 1), [arguments], overlap=True)
 
 
 def _kernel(device: Device, head_dim: int, tiles: int) -> Kernel:

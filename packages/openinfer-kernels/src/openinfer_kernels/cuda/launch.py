@@ -48,7 +48,7 @@ class Kernel:
         check(driver.cuFuncSetAttribute(function, attribute, _ALL_PERCENT))
         self._shared_bytes = shared_bytes
         self._may_overlap = may_overlap
-        self._configs: dict[tuple[bool, int, int | None], Any] = {}
+        self._configs: dict[tuple[bool, int], Any] = {}
         self._arguments: _Arguments | None = None
 
     def __call__(
@@ -59,7 +59,6 @@ class Kernel:
         *,
         overlap: bool = False,
         cluster: int = 1,
-        shared_percent: int | None = None,
     ) -> None:
         """Launches on CuPy's current stream.
 
@@ -72,25 +71,21 @@ class Kernel:
                 itself waits (`griddepcontrol.wait`) before it touches what that one touches. On GPUs before Hopper it
                 is an ordinary launch.
             cluster: blocks that run side by side and reach each other's shared memory; divides the grid's first size.
-            shared_percent: of the memory that L1 cache and shared memory have in common, as shared memory; None is all,
-                as other kernels have it, without which its blocks cannot run beside theirs.
         """
         if self._arguments is None:
             self._arguments = _Arguments(arguments)
         self._arguments.fill(arguments)
-        config = self._config(overlap, cluster, shared_percent)
+        config = self._config(overlap, cluster)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.hStream = cupy.cuda.get_current_stream().ptr
         check(driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0))
 
-    def _config(self, overlap: bool, cluster: int, shared_percent: int | None) -> Any:  # noqa: FBT001 - part of a key
+    def _config(self, overlap: bool, cluster: int) -> Any:  # noqa: FBT001 - part of a key
         """A launch's configuration but for its sizes and stream: attributes take long to set."""
-        key = overlap and self._may_overlap, cluster, shared_percent
+        key = overlap and self._may_overlap, cluster
         if key not in self._configs:
-            self._configs[key] = _config(
-                self._shared_bytes, overlap=key[0], cluster=cluster, shared_percent=shared_percent
-            )
+            self._configs[key] = _config(self._shared_bytes, overlap=key[0], cluster=cluster)
         return self._configs[key]
 
 
@@ -135,7 +130,7 @@ def _slot(argument: Any) -> Any:
     return ctypes.c_void_p() if is_pointer else type(argument)()
 
 
-def _config(shared_bytes: int, *, overlap: bool, cluster: int, shared_percent: int | None) -> Any:
+def _config(shared_bytes: int, *, overlap: bool, cluster: int) -> Any:
     attributes: list[Any] = []
     if overlap:
         attribute = driver.CUlaunchAttribute()
@@ -147,11 +142,6 @@ def _config(shared_bytes: int, *, overlap: bool, cluster: int, shared_percent: i
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size = attribute.value.clusterDim
         size.x, size.y, size.z = cluster, 1, 1
-        attributes.append(attribute)
-    if shared_percent is not None:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        attribute.value.sharedMemCarveout = shared_percent
         attributes.append(attribute)
     config = driver.CUlaunchConfig()
     config.sharedMemBytes = shared_bytes
