@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def _compile(name: str, folder: str) -> Path:
 def _set_up(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
+        "event_loop": "asyncio" if find_spec("uvloop") is None else "uvloop",
         "machine": platform.machine(),
         "kernel": platform.release(),
         "rate_tokens_per_s": arguments.rate,
