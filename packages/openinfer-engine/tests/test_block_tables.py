@@ -58,7 +58,10 @@ def test_batch_over_random_traffic_equals_lists_per_slot() -> None:
             rows.append((slot, lengths[slot], count, new))
             lengths[slot] += count
         step = plan(rows, started)
-        tables.advance(step)
+        written = [
+            [slot, len(lists[slot]) - len(new) + i, block] for slot, *_, new in rows for i, block in enumerate(new)
+        ]
+        assert tables.advance(step).tolist() == written
         batch = tables.batch(step, ops)
         _check(batch, rows, lists)
 

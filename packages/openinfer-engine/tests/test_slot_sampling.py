@@ -4,7 +4,7 @@ import numpy as np
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine.slot_sampling import SlotSampling
+from openinfer_engine.slot_sampling import SlotSampling, is_plain
 from openinfer_kernels import SamplingBatch
 from openinfer_kernels.cpu import CpuOps
 
@@ -77,3 +77,17 @@ def test_a_new_owner_of_a_slot_inherits_nothing() -> None:
     assert batch.penalties is None
     assert state.logprobs[0] == -1
     assert state.prompt_logprobs[0] == -1
+
+
+def test_only_what_changes_logits_or_asks_for_scores_is_not_plain() -> None:
+    assert is_plain(make(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(1,)))
+    for params in (
+        make(logit_bias={1: 1.0}),
+        make(min_tokens=1),
+        make(logprobs=0),
+        make(prompt_logprobs=0),
+        make(presence_penalty=0.5),
+        make(frequency_penalty=0.5),
+        make(repetition_penalty=1.1),
+    ):
+        assert not is_plain(params)

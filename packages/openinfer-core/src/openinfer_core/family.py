@@ -8,6 +8,7 @@ import msgspec
 
 from openinfer_core.engine import EngineHandle
 from openinfer_core.errors import InvalidCheckpoint, UnclaimedModel
+from openinfer_core.plugins import Plugin
 
 KNOWN_FAMILIES: Mapping[str, str] = {
     "qwen3": "openinfer-qwen3",
@@ -73,6 +74,16 @@ class FamilyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Memory ledger of one rank: weights, kv_cache, workspace."""
     limits: dict[str, int]
     """max_model_tokens, num_blocks, block_size_tokens, max_num_seqs, max_step_tokens."""
+
+
+def load_family(plugin: Plugin) -> ModelFamily:
+    """The family that an entry point of `openinfer.models` offers: its object, or an instance of its class.
+
+    Raises:
+        BrokenPlugin: it failed to load.
+    """
+    found = plugin.load()
+    return found() if isinstance(found, type) else found
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

@@ -110,12 +110,3 @@ class CpuBackend:
         """Needs no warming."""
         kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
         return RankRunner(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits)
-
-
-def refuse_ranks(options: EngineOptions) -> None:
-    """Raises `Refused` for what the CUDA backend cannot do yet."""
-    if options.tensor_parallel_size > 1:
-        raise Refused(
-            f"tensor_parallel_size is {options.tensor_parallel_size}: on GPUs one rank is possible so far; "
-            "several ranks run on a CPU (--device cpu)"
-        )

@@ -16,26 +16,29 @@ class BlockTables:
         self._blocks: HostArray = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._num_blocks: HostArray = np.zeros(max_num_seqs, np.int64)
 
-    def advance(self, plan: StepPlan) -> None:
+    def advance(self, plan: StepPlan) -> HostArray:
         """Empties the tables of slots that begin anew and appends the step's new blocks.
+
+        Returns:
+            `[n, 3]` int32, what was written: slot, place in its table, block.
 
         Raises:
             ContractViolation: a row's table would not cover the positions it computes.
         """
         for start in plan.started:
             self._num_blocks[start.slot] = 0
-        if len(plan.new_blocks):
-            rows = np.repeat(np.arange(plan.num_rows), plan.new_block_counts)
-            firsts = np.cumsum(plan.new_block_counts) - plan.new_block_counts
-            slots = plan.slots[rows]
-            columns = self._num_blocks[slots] + np.arange(len(rows)) - firsts[rows]
-            if columns.max() >= self._blocks.shape[1]:
-                raise ContractViolation("the plan gives a sequence more blocks than the longest context needs")
-            self._blocks[slots, columns] = plan.new_blocks
-            self._num_blocks[plan.slots] += plan.new_block_counts
+        rows = np.repeat(np.arange(plan.num_rows), plan.new_block_counts)
+        firsts = np.cumsum(plan.new_block_counts) - plan.new_block_counts
+        slots = plan.slots[rows]
+        columns = self._num_blocks[slots] + np.arange(len(rows)) - firsts[rows]
+        if columns.max(initial=0) >= self._blocks.shape[1]:
+            raise ContractViolation("the plan gives a sequence more blocks than the longest context needs")
+        self._blocks[slots, columns] = plan.new_blocks
+        self._num_blocks[plan.slots] += plan.new_block_counts
         covered = self._num_blocks[plan.slots] * self._block_size
         if (covered < plan.starts + plan.counts).any():
             raise ContractViolation("the plan computes positions for which it has given no blocks")
+        return np.stack([slots, columns, plan.new_blocks], axis=1).astype(np.int32)
 
     def batch(self, plan: StepPlan, ops: Ops) -> AttentionBatch:
         """Where the step's tokens stand, on the device."""

@@ -31,10 +31,9 @@ class Composition:
     model_dir: Path
     options: EngineOptions
     backend: Backend
-    limits: ModelLimits
-    num_token_ids: int
+    runner_limits: RunnerLimits
+    """The sizes of each rank's state."""
     eos_token_ids: tuple[int, ...]
-    max_model_tokens: int
     layouts: tuple[KvLayout, ...]
     """One per rank."""
     num_blocks: int
@@ -50,17 +49,10 @@ class Composition:
             block_size_tokens=options.block_size_tokens,
             max_num_seqs=options.max_num_seqs,
             max_step_tokens=options.max_step_tokens,
-            max_model_tokens=self.max_model_tokens,
+            max_model_tokens=self.runner_limits.max_model_tokens,
             max_waiting=options.max_waiting,
             prefix_cache=options.prefix_cache,
             layout_digest=self.layouts[0].digest,
-        )
-
-    @property
-    def runner_limits(self) -> RunnerLimits:
-        """The sizes of each rank's state."""
-        return _runner_limits(
-            self.options, self.limits, max_model_tokens=self.max_model_tokens, num_token_ids=self.num_token_ids
         )
 
     @property
@@ -69,8 +61,8 @@ class Composition:
         return EngineInfo(
             model=self.model_dir.name,
             family=self.definition.name,
-            max_model_tokens=self.max_model_tokens,
-            num_token_ids=self.num_token_ids,
+            max_model_tokens=self.runner_limits.max_model_tokens,
+            num_token_ids=self.runner_limits.num_token_ids,
             eos_token_ids=self.eos_token_ids,
             block_size_tokens=self.options.block_size_tokens,
             num_blocks=self.num_blocks,
@@ -116,7 +108,7 @@ class Composition:
                 * self.backend.workspace_bytes(self.runner_limits, max_step_tokens=config.max_step_tokens),
             },
             limits={
-                "max_model_tokens": self.max_model_tokens,
+                "max_model_tokens": self.runner_limits.max_model_tokens,
                 "num_blocks": self.num_blocks,
                 "block_size_tokens": config.block_size_tokens,
                 "kv_cache_tokens": self.num_blocks * config.block_size_tokens,
@@ -144,10 +136,14 @@ def resolve(definition: ModelDefinition[Any], model_dir: Path, options: EngineOp
         with Checkpoint.open(model_dir) as checkpoint:
             checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))
     backend = open_backend(options)
-    max_model_tokens = _max_model_tokens(options, limits)
-    num_token_ids = read_num_token_ids(model_dir, vocab_size=limits.vocab_size)
     layouts = _layouts(definition, config, model_dir, options, backend.dtype)
-    sizes = _runner_limits(options, limits, max_model_tokens=max_model_tokens, num_token_ids=num_token_ids)
+    sizes = RunnerLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_model_tokens=_max_model_tokens(options, limits),
+        block_size_tokens=options.block_size_tokens,
+        num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
+        vocab_size=limits.vocab_size,
+    )
     weights_bytes = _weights_bytes(definition, config, backend)
     return Composition(
         definition=definition,
@@ -156,26 +152,12 @@ def resolve(definition: ModelDefinition[Any], model_dir: Path, options: EngineOp
         model_dir=model_dir,
         options=options,
         backend=backend,
-        limits=limits,
-        num_token_ids=num_token_ids,
+        runner_limits=sizes,
         eos_token_ids=read_eos_token_ids(model_dir, published),
-        max_model_tokens=max_model_tokens,
         layouts=layouts,
         num_blocks=_num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes),
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
-    )
-
-
-def _runner_limits(
-    options: EngineOptions, limits: ModelLimits, *, max_model_tokens: int, num_token_ids: int
-) -> RunnerLimits:
-    return RunnerLimits(
-        max_num_seqs=options.max_num_seqs,
-        max_model_tokens=max_model_tokens,
-        block_size_tokens=options.block_size_tokens,
-        num_token_ids=num_token_ids,
-        vocab_size=limits.vocab_size,
     )
 
 

@@ -3,7 +3,6 @@
 from typing import Self
 
 from openinfer_core import Refused
-from openinfer_engine.backends import refuse_ranks
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.cuda_rank import CudaRank
 from openinfer_engine.model import Model
@@ -39,7 +38,7 @@ class CudaBackend:
         Raises:
             Refused: no GPU, an old driver, missing packages, or what cannot be done on GPUs yet.
         """
-        refuse_ranks(options)
+        _refuse_ranks(options)
         try:
             return cls(Device.open(), options)
         except KernelsError as error:
@@ -103,3 +102,12 @@ class CudaBackend:
         rank = CudaRank(eager, model, kv_cache=kv_cache, ops=ops, limits=limits)
         rank.warm_up(capture=self._options.cuda_graph)
         return rank
+
+
+def _refuse_ranks(options: EngineOptions) -> None:
+    """Raises `Refused` for what this backend cannot do yet."""
+    if options.tensor_parallel_size > 1:
+        raise Refused(
+            f"tensor_parallel_size is {options.tensor_parallel_size}: on GPUs one rank is possible so far; "
+            "several ranks run on a CPU (--device cpu)"
+        )

@@ -17,6 +17,7 @@ from openinfer_core.scheduling import SlotStart, StepPlan, StepResult
 from openinfer_engine.model import Model
 from openinfer_engine.rank import NOT_FINITE, RankRunner, RunnerLimits
 from openinfer_engine.runner import DoneStep, PendingStep
+from openinfer_engine.slot_sampling import is_plain
 from openinfer_kernels import Array, HostArray
 from openinfer_kernels.cuda.graphs import Event, Graph, PinnedBuffers, Stream
 from openinfer_kernels.cuda.ops import CudaOps
@@ -50,7 +51,6 @@ class CudaRank:
         self._slots = SlotState(
             ops.device, last_ids=eager.last_ids, max_num_seqs=limits.max_num_seqs, max_blocks=max_blocks
         )
-        self._num_blocks: HostArray = np.zeros(limits.max_num_seqs, np.int32)
         self._plain: HostArray = np.zeros(limits.max_num_seqs, np.bool_)
         """Slots whose request asks for nothing beside sampling."""
         self._captured: dict[int, _Captured] = {}
@@ -82,8 +82,11 @@ class CudaRank:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Begins a step."""
         with self._stream:
-            self._eager.admit(plan)
-            self._admit(plan)
+            entries = self._eager.admit(plan)
+            if len(entries):
+                self._slots.append_blocks(self._ops.upload(entries))
+            for start in plan.started:
+                self._start(start)
             if self._is_plain_decode(plan):
                 return self._replay(plan)
             return DoneStep(self._eager.execute(plan))
@@ -103,31 +106,9 @@ class CudaRank:
         self._slots.keep_last_ids(inputs.slots_and_positions[0], token_ids)
         return token_ids
 
-    def _admit(self, plan: StepPlan) -> None:
-        for start in plan.started:
-            self._start(start)
-        if not len(plan.new_blocks):
-            return
-        rows = np.repeat(np.arange(plan.num_rows), plan.new_block_counts)
-        firsts = np.cumsum(plan.new_block_counts) - plan.new_block_counts
-        slots = plan.slots[rows]
-        columns = self._num_blocks[slots] + np.arange(len(rows)) - firsts[rows]
-        self._num_blocks[plan.slots] += plan.new_block_counts
-        entries = np.stack([slots, columns, plan.new_blocks], axis=1).astype(np.int32)
-        self._slots.append_blocks(self._ops.upload(entries))
-
     def _start(self, start: SlotStart) -> None:
         params = start.request.sampling
-        self._num_blocks[start.slot] = 0
-        self._plain[start.slot] = (
-            not params.logit_bias
-            and params.min_tokens == 0
-            and params.logprobs is None
-            and params.prompt_logprobs is None
-            and params.presence_penalty == 0
-            and params.frequency_penalty == 0
-            and params.repetition_penalty == 1
-        )
+        self._plain[start.slot] = is_plain(params)
         record = np.zeros(1, SLOT_PARAMS)
         top_k = min(params.top_k, self._limits.vocab_size)
         record[0] = (params.temperature, params.top_p, params.min_p, top_k, start.seed)

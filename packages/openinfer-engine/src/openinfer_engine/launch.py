@@ -81,7 +81,7 @@ def _load_rank(composition: Composition, checkpoint: Checkpoint | None, communic
     else:
         weights = RankWeights(checkpoint, rank=rank, size=communicator.size)
     model = definition.load(
-        config, weights, ops=ops, communicator=communicator, max_model_tokens=composition.max_model_tokens
+        config, weights, ops=ops, communicator=communicator, max_model_tokens=composition.runner_limits.max_model_tokens
     )
     return composition.backend.make_rank(
         model,

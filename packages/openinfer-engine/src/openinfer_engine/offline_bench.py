@@ -27,6 +27,7 @@ from openinfer_core import (
     Tokens,
     claim,
     list_plugins,
+    load_family,
     read_config,
 )
 from openinfer_core.plugins import MODELS
@@ -57,8 +58,7 @@ def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; `--json FILE` also writes it."""
     arguments = _parser().parse_args(argv)
     model_dir = Path(arguments.model)
-    found = [plugin.load() for plugin in list_plugins(MODELS)]
-    family: Any = claim(read_config(model_dir), [each() if isinstance(each, type) else each for each in found])
+    family: Any = claim(read_config(model_dir), map(load_family, list_plugins(MODELS)))
     given = dict(_pair(each) for each in arguments.option)
     options = msgspec.convert({"prefix_cache": False, **given}, family.options_type, strict=False)
     composition = resolve(family.definition, model_dir, options)

@@ -65,12 +65,12 @@ class RankRunner:
             self._communicator.abort(error)
             raise
 
-    def admit(self, plan: StepPlan) -> None:
-        """Takes over slots that begin anew, and the step's new blocks."""
+    def admit(self, plan: StepPlan) -> HostArray:
+        """Takes over slots that begin anew, and the step's new blocks; returns `BlockTables.advance`'s entries."""
         for start in plan.started:
             self._sampling.start(start)
             self._prompts[start.slot] = start.request.prompt_token_ids
-        self._tables.advance(plan)
+        return self._tables.advance(plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes a step that was admitted, and waits for it."""

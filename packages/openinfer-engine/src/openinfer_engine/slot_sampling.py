@@ -68,7 +68,7 @@ class SlotSampling:
         self._biased.pop(slot, None)
         if _has_penalties(params):
             self._penalised[slot] = self._statistics(start)
-        if params.logit_bias or params.min_tokens:
+        if _has_changes(params):
             self._biased[slot] = _biased(params)
 
     def batch(self, slots: HostArray, positions: HostArray, ops: Ops) -> SamplingBatch:
@@ -141,6 +141,16 @@ class SlotSampling:
             token_ids=ops.upload(np.concatenate(token_ids)),
             values=ops.upload(np.concatenate(values)),
         )
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether a sequence needs nothing of a step but its next token, drawn from unchanged logits."""
+    scored = params.logprobs is not None or params.prompt_logprobs is not None
+    return not (scored or _has_penalties(params) or _has_changes(params))
+
+
+def _has_changes(params: SamplingParams) -> bool:
+    return bool(params.logit_bias) or params.min_tokens > 0
 
 
 def _has_penalties(params: SamplingParams) -> bool:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from openinfer_core import ModelFamily, claim, find_plugin, list_plugins, read_config
+from openinfer_core import ModelFamily, claim, find_plugin, list_plugins, load_family, read_config
 from openinfer_core.errors import InvalidCheckpoint, UnknownPlugin
 from openinfer_core.plugins import CHECKPOINTS, MODELS, Lister, Plugin, installed
 
@@ -49,11 +49,6 @@ def find_family(model_dir: Path, name: str | None = None, *, lister: Lister = in
     """
     config = read_config(model_dir)
     plugins = list_plugins(MODELS, lister=lister) if name is None else [find_plugin(MODELS, name, lister=lister)]
-    families = [(_instance(plugin), plugin) for plugin in plugins]
+    families = [(load_family(plugin), plugin) for plugin in plugins]
     family = claim(config, [family for family, _ in families])
     return next((family, plugin) for candidate, plugin in families if candidate is family)
-
-
-def _instance(plugin: Plugin) -> ModelFamily:
-    found = plugin.load()
-    return found() if isinstance(found, type) else found
