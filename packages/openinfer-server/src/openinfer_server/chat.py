@@ -1,15 +1,13 @@
 """`POST /v1/chat/completions`."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from openinfer_server.api_errors import ApiError, invalid, refused
+from openinfer_server.api_errors import invalid, refused
 from openinfer_server.api_responses import ChatChoice, ChatCompletion, ChatMessage, Usage
 from openinfer_server.api_types import ChatRequest, check_refused
-from openinfer_server.chat_template import ChatTemplate, RenderingRefused
-from openinfer_server.chat_turns import num_characters, template_turns
+from openinfer_server.chat_prompt import chat_prompt
 from openinfer_server.event_frames import ResponseHead, chat_frame
 from openinfer_server.exchange import Exchange
 from openinfer_server.generation import AnswerShape, Generation
@@ -17,17 +15,11 @@ from openinfer_server.logprobs import chat_format
 from openinfer_server.requests import (
     Prompt,
     Scoring,
-    check_prompt_token_ids,
     check_stream_options,
     make_plan,
-    too_long,
 )
 from openinfer_server.service import Service
 from openinfer_server.text_choices import CollectedText
-
-INLINE_CHARACTERS = 4096
-"""Smaller chats are rendered in the event loop; larger ones in a thread."""
-INLINE_TURNS = 16
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -54,7 +46,7 @@ class ChatCompletions:
         _check(request)
         model = service.resolve_model(request.model)
         include_usage = check_stream_options(request)
-        prompt = await self._prompt(request)
+        prompt = await chat_prompt(service, request.messages, _template_options(request))
         plan = make_plan(
             request,
             [prompt],
@@ -82,19 +74,6 @@ class ChatCompletions:
                 return given
         return max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
 
-    async def _prompt(self, request: ChatRequest) -> Prompt:
-        template, info, tokenizer = self._service.template, self._service.info, self._service.tokenizer
-        if template is None:
-            message = "the model has no chat template; use /v1/completions"
-            raise ApiError(400, message, param="messages", code="no_chat_template")
-        text = await _render(template, request)
-        least = tokenizer.least_tokens(text)
-        if least > info.max_model_tokens:
-            raise too_long(f"at least {least}", info, "messages")
-        token_ids = await tokenizer.encode(text, add_special_tokens=False)
-        check_prompt_token_ids(token_ids, info, "messages")
-        return Prompt(tuple(token_ids), "", "messages")
-
     def _body(self, head: ResponseHead, choices: Sequence[CollectedText], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
             id=head.id,
@@ -121,17 +100,6 @@ def _check(request: ChatRequest) -> None:
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
     for index, turn in enumerate(request.messages):
         check_refused(turn, f"messages[{index}].")
-
-
-async def _render(template: ChatTemplate, request: ChatRequest) -> str:
-    turns = template_turns(request.messages, developer_role="developer" if template.knows_developer_role else "system")
-    options = _template_options(request)
-    try:
-        if len(turns) <= INLINE_TURNS and num_characters(turns) <= INLINE_CHARACTERS:
-            return template.render(turns, options)
-        return await asyncio.to_thread(template.render, turns, options)
-    except RenderingRefused as error:
-        raise ApiError(400, str(error), param="messages", code="chat_template_refused") from error
 
 
 def _template_options(request: ChatRequest) -> Mapping[str, object]:

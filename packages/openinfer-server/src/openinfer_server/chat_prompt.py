@@ -1,0 +1,52 @@
+"""From turns to the prompt of a chat: rendered by the model's template, encoded, checked against the context.
+
+Every route that takes turns comes through here, so that one conversation has one prompt whatever API it came by.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from openinfer_server.api_errors import ApiError
+from openinfer_server.api_types import Turn
+from openinfer_server.chat_template import ChatTemplate, RenderingRefused
+from openinfer_server.chat_turns import num_characters, template_turns
+from openinfer_server.requests import Prompt, check_prompt_token_ids, too_long
+from openinfer_server.service import Service
+
+INLINE_CHARACTERS = 4096
+"""Smaller chats are rendered in the event loop; larger ones in a thread."""
+INLINE_TURNS = 16
+
+
+async def chat_prompt(service: Service, turns: Sequence[Turn], variables: Mapping[str, object]) -> Prompt:
+    """The prompt of a conversation, up to where the assistant's answer begins.
+
+    Args:
+        service: whose template and tokenizer.
+        turns: the conversation.
+        variables: further variables of the template, such as `enable_thinking` and `tools`.
+
+    Raises:
+        ApiError: 400; there is no template, or it refused the turns, or the prompt exceeds the context.
+    """
+    template, info, tokenizer = service.template, service.info, service.tokenizer
+    if template is None:
+        message = "the model has no chat template; use /v1/completions"
+        raise ApiError(400, message, param="messages", code="no_chat_template")
+    text = await _render(template, turns, variables)
+    least = tokenizer.least_tokens(text)
+    if least > info.max_model_tokens:
+        raise too_long(f"at least {least}", info, "messages")
+    token_ids = await tokenizer.encode(text, add_special_tokens=False)
+    check_prompt_token_ids(token_ids, info, "messages")
+    return Prompt(tuple(token_ids), "", "messages")
+
+
+async def _render(template: ChatTemplate, turns: Sequence[Turn], variables: Mapping[str, object]) -> str:
+    rendered = template_turns(turns, developer_role="developer" if template.knows_developer_role else "system")
+    try:
+        if len(rendered) <= INLINE_TURNS and num_characters(rendered) <= INLINE_CHARACTERS:
+            return template.render(rendered, variables)
+        return await asyncio.to_thread(template.render, rendered, variables)
+    except RenderingRefused as error:
+        raise ApiError(400, str(error), param="messages", code="chat_template_refused") from error
