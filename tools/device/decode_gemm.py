@@ -15,10 +15,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from check_kernels import PACKAGE, SITE, install_wheels
+from source_packages import folders
 
-install_wheels()
-sys.path[:0] = [str(SITE), str(PACKAGE / "src")]
+sys.path[:0] = folders()
 
 import cupy  # noqa: E402
 import numpy as np  # noqa: E402
