@@ -1,169 +1,266 @@
-"""The golden gate on a GPU: our engine against transformers in float32, teacher-forced, real widths, random weights.
+"""The golden gate on a GPU: our engine against transformers in float32, at Qwen3's real shapes, on random weights.
 
-    python3 tools/device/golden_gate.py [--layers 6] [--sequences 4] [--positions 256]
+    python3 tools/device/golden_gate.py qwen3-4b [--commit COMMIT] [--out FILE]
 
-Prints, for transformers in BF16 and for our engine (whole prompts, chunks), the regret of the argmax and |dlogprob|
-over the top 8 against float32; then the regret of what our engine generates in graphs, eager, preempted. The gate of
-DESIGN.md: regret at most 0.20 nat, |dlogprob| 0.06 in the mean and 0.20 at the 99th percentile.
+Teacher-forced: each sequence that the engine was given, or itself went on with, is scored by transformers on the same
+tokens. Over every position: the regret of our likeliest token (how much likelier the truth's likeliest is), and
+|dlogprob| over our top 8. Beside each run stands what transformers in BF16 reaches on the same positions. The gate of
+DESIGN.md: regret at most 0.20 nat, |dlogprob| at most 0.06 in the mean and 0.20 at the 99th percentile.
 """
 
 import argparse
+import datetime as dt
 import json
-import os
+import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
+from source_packages import folders
 
+sys.path[:0] = folders()
 
-def make_reference(folder: Path, layers: int, ids: np.ndarray) -> tuple:
-    """Writes a random BF16 checkpoint.
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from golden_reference import CONFIGS, Reference, Scores  # noqa: E402
 
-    Returns transformers' log-probabilities `[sequences, positions, vocabulary]` in float32 and in BF16, and the
-    float32 model.
-    """
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+from openinfer_core import (  # noqa: E402
+    Failed,
+    GenerateRequest,
+    RequestId,
+    SamplingParams,
+    Scheduled,
+    TokenLogprobs,
+    Tokens,
+    find_plugin,
+)
+from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve  # noqa: E402
+from openinfer_engine.options import DeviceKind  # noqa: E402
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32768, hidden_size=2560, intermediate_size=9728, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, tie_word_embeddings=True, rope_theta=1e6,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data = 1 + 0.2 * torch.randn_like(parameter)
-        else:
-            parameter.data = torch.randn_like(parameter) * (parameter.shape[-1] ** -0.5)
-    model.model.embed_tokens.weight.data *= 2.5
-    model = model.to(torch.bfloat16)
-    model.save_pretrained(folder)
-    baseline = score(model, ids)
-    model = model.float()
-    return score(model, ids), baseline, model
+TOP = 8
+GATE = {"regret_max": 0.20, "dlogprob_mean": 0.06, "dlogprob_p99": 0.20}
+BUCKETED_ROWS = 24
+"""More than a captured number of rows; they end one after the other, so that every smaller one is passed."""
 
 
-def score(model, ids: np.ndarray) -> np.ndarray:
-    import torch
+@dataclass
+class Answer:
+    """What the engine said about one request."""
 
-    rows = []
-    with torch.no_grad():
-        for row in ids:
-            logits = model(torch.tensor(row[None].astype(np.int64), device="cuda")).logits[0].float()
-            rows.append(torch.log_softmax(logits, -1).cpu().numpy())
-    return np.stack(rows)
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    def scored(self) -> list[tuple[int, Sequence[int], Sequence[float]]]:
+        """Position, likeliest tokens after it, and their log-probabilities where the engine gave any."""
+        last = len(self.prompt) - 1
+        found = [(at, one.top_ids, one.top_logprobs) for at, one in enumerate(self.prompt_logprobs)]
+        if self.logprobs:
+            return found + [(last + at, one.top_ids, one.top_logprobs) for at, one in enumerate(self.logprobs)]
+        return found + [(last + at, (token,), ()) for at, token in enumerate(self.tokens)]
 
 
-def run_engine(folder: Path, requests, **options):
-    """Events' log-probabilities and tokens per request."""
-    from openinfer_core import Tokens, find_plugin
-    from openinfer_engine import EngineOptions, build_loop, resolve
+class Comparison:
+    """Regret and |dlogprob| over positions; log-probabilities are rows on the device."""
 
+    def __init__(self) -> None:
+        self.regrets: list[float] = []
+        self.differences: list[float] = []
+
+    def add(self, truth: torch.Tensor, top_ids: Sequence[int], top_logprobs: Sequence[float]) -> None:
+        of_top = truth[torch.tensor(top_ids, device=truth.device)].tolist()
+        self.regrets.append(float(truth.max()) - of_top[0])
+        self.differences += [abs(a - b) for a, b in zip(of_top, top_logprobs, strict=False)]
+
+    def result(self) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "positions": len(self.regrets),
+            "regret_max": max(self.regrets),
+            "regret_p99": float(np.percentile(self.regrets, 99)),
+            "regret_mean": float(np.mean(self.regrets)),
+        }
+        if self.differences:
+            result["dlogprob_mean"] = float(np.mean(self.differences))
+            result["dlogprob_p99"] = float(np.percentile(self.differences, 99))
+            result["dlogprob_max"] = max(self.differences)
+        result["passes"] = all(result[name] <= limit for name, limit in GATE.items() if name in result)
+        return result
+
+
+class Gate:
+    """Compares answers with the reference, and keeps the rows of the report."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._scores: dict[tuple[int, ...], Scores] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.likeliest: list[float] = []
+        """Largest log-probability of the truth at each position compared."""
+
+    def compare(self, run: str, answers: Sequence[Answer], **facts: Any) -> None:
+        ours, theirs = Comparison(), Comparison()
+        for answer in answers:
+            scores = self._score(answer)
+            for position, top_ids, top_logprobs in answer.scored():
+                truth, rounded = scores.truth[position], scores.bfloat16[position]
+                ours.add(truth, top_ids, top_logprobs)
+                values, ids = rounded.topk(TOP)
+                theirs.add(truth, ids.tolist(), values.tolist())
+                self.likeliest.append(float(truth.max()))
+        row = {"run": run, **facts, **ours.result(), "transformers_bf16": theirs.result()}
+        self.rows.append(row)
+        print(f"{run:>30}: {_shown(row)}\n{'transformers BF16':>30}: {_shown(row['transformers_bf16'])}", flush=True)
+
+    def _score(self, answer: Answer) -> Scores:
+        """Kept for prompts, which come again; what was generated is scored anew."""
+        whole = answer.prompt + answer.tokens
+        if len(answer.tokens) > 1:
+            return self._reference.score(whole)
+        key = tuple(answer.prompt)
+        if key not in self._scores:
+            self._scores[key] = self._reference.score(answer.prompt)
+        return self._scores[key]
+
+
+def _shown(row: dict[str, Any]) -> str:
+    return "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k in _SHOWN)
+
+
+_SHOWN = ("positions", "regret_max", "regret_p99", "dlogprob_mean", "dlogprob_p99", "passes", "cached_tokens")
+
+
+def open_loop(folder: Path, **options: Any) -> StepLoop:
     family = find_plugin("openinfer.models", "qwen3").load()()
-    loop = build_loop(resolve(family.definition, folder, EngineOptions(device="cuda", **options)))
-    prompt_logprobs = {request.request_id: [] for request in requests}
-    tokens = {request.request_id: [] for request in requests}
+    return build_loop(resolve(family.definition, folder, EngineOptions(device=DeviceKind.CUDA, num_blocks=1024, **options)))
+
+
+def play(loop: StepLoop, requests: Sequence[GenerateRequest]) -> list[Answer]:
+    """Runs the requests together, in the order of their ids."""
+    answers = {request.request_id: Answer(list(request.prompt_token_ids)) for request in requests}
     for request in requests:
         assert not loop.submit(request)
     while loop.busy:
         for event in loop.step():
-            if isinstance(event, Tokens):
-                prompt_logprobs[event.request_id] += event.prompt_logprobs or ()
-                tokens[event.request_id] += event.token_ids
-            elif type(event).__name__ == "Failed":
+            answer = answers[event.request_id]
+            if isinstance(event, Scheduled):
+                answer.cached_tokens = event.cached_tokens
+            elif isinstance(event, Tokens):
+                answer.tokens += event.token_ids
+                answer.prompt_logprobs += event.prompt_logprobs or ()
+                answer.logprobs += event.logprobs or ()
+            elif isinstance(event, Failed):
                 raise SystemExit(event.message)
-    stats = loop.stats()
+    return list(answers.values())
+
+
+def ask(prompts: Sequence[Sequence[int]], lengths: Sequence[int], **sampling: Any) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            request_id=RequestId(i),
+            prompt_token_ids=tuple(int(token) for token in prompt),
+            sampling=SamplingParams(temperature=0.0, max_tokens=length, **sampling),
+        )
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+def run_all(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int) -> dict[str, bool]:
+    """Every run of the gate; returns which runs were the same twice."""
+    prompts = rng.integers(0, vocab_size, (4, 256)).tolist()
+    scored = ask(prompts, [1] * 4, prompt_logprobs=TOP, logprobs=TOP)
+
+    loop = open_loop(folder, cuda_graph=False, prefix_cache=False, max_num_seqs=1)
+    gate.compare("eager, one by one", play(loop, scored))
     loop.close()
-    return prompt_logprobs, tokens, stats
 
+    short = [rng.integers(0, vocab_size, int(n)).tolist() for n in rng.integers(40, 80, BUCKETED_ROWS)]
+    lengths = [8 + 4 * i for i in range(BUCKETED_ROWS)]
+    twice: list[list[list[Answer]]] = []
+    for _ in range(2):
+        loop = open_loop(folder, prefix_cache=False, max_num_seqs=BUCKETED_ROWS + 1)
+        runs = [scored, ask(short, lengths, logprobs=TOP), ask(short, lengths)]
+        twice.append([play(loop, requests) for requests in runs])
+        loop.close()
+    names = ("batched", "decode over captured sizes", "decode over captured sizes, ids")
+    for name, answers in zip(names, twice[0], strict=True):
+        gate.compare(name, answers)
 
-def gate(label: str, reference: np.ndarray, logprobs, report: dict) -> None:
-    """Compares the top 8 of each position; `reference[i]` are the log-probabilities after position i."""
-    regrets, deltas = [], []
-    for row, scored in enumerate(logprobs.values()):
-        for position, one in enumerate(scored):
-            truth = reference[row, position]
-            regrets.append(truth.max() - truth[one.top_ids[0]])
-            deltas += [abs(truth[i] - value) for i, value in zip(one.top_ids[:8], one.top_logprobs[:8], strict=True)]
-    result = {
-        "positions": len(regrets),
-        "regret_p99": float(np.percentile(regrets, 99)),
-        "regret_max": float(np.max(regrets)),
-        "delta_mean": float(np.mean(deltas)),
-        "delta_p99": float(np.percentile(deltas, 99)),
-    }
-    result["passes"] = result["regret_max"] <= 0.20 and result["delta_mean"] <= 0.06 and result["delta_p99"] <= 0.20
-    report[label] = result
-    shown = (f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in result.items())
-    print(f"{label:>22}: " + "  ".join(shown))
-
-
-def _scored(top_ids, logprobs):
-    return SimpleNamespace(top_ids=tuple(top_ids.tolist()), top_logprobs=tuple(logprobs[top_ids].tolist()))
+    tails = [prompts[i % 4][:240] + rng.integers(0, vocab_size, 16).tolist() for i in range(16)]
+    loop = open_loop(folder, max_num_seqs=16, max_step_tokens=48)
+    gate.compare("chunks of 48", play(loop, scored))
+    play(loop, ask(prompts, [2] * 4))  # fills the prefix cache
+    cached = play(loop, ask(tails, [56] * 16, logprobs=TOP))
+    loop.close()
+    assert all(answer.cached_tokens >= 224 for answer in cached), [answer.cached_tokens for answer in cached]
+    gate.compare("cached prefix", cached, cached_tokens=sum(answer.cached_tokens for answer in cached))
+    return {name: first == second for name, first, second in zip(names, *twice, strict=True)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--positions", type=int, default=256)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=sorted(CONFIGS))
+    parser.add_argument("--layers", type=int, help="fewer, for a quick look")
+    parser.add_argument("--qk-gain", type=float, default=1.0)
+    parser.add_argument("--logit-gain", type=float, default=4.0)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    from openinfer_core import GenerateRequest, RequestId, SamplingParams
+    config = dict(CONFIGS[arguments.model])
+    if arguments.layers:
+        config["num_hidden_layers"] = arguments.layers
+    folder = Path(tempfile.mkdtemp(dir=_roomiest()))
+    try:
+        reference = Reference(folder, config, qk_gain=arguments.qk_gain, logit_gain=arguments.logit_gain)
+        gate = Gate(reference)
+        identical = run_all(folder, gate, np.random.default_rng(1), config["vocab_size"])
+    finally:
+        shutil.rmtree(folder)
+    print(f"largest log-probability of the truth, mean {np.mean(gate.likeliest):.2f}; identical twice: {identical}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(_report(arguments, config, gate, identical), indent=1) + "\n")
+    return 0 if all(row["passes"] for row in gate.rows) and all(identical.values()) else 1
 
-    rng = np.random.default_rng(1)
-    ids = rng.integers(0, 32768, (arguments.sequences, arguments.positions))
-    folder = Path(tempfile.mkdtemp())
-    reference, baseline, model = make_reference(folder, arguments.layers, ids)
-    report: dict = {}
 
-    def requests(**sampling):
-        params = SamplingParams(temperature=0.0, **sampling)
-        return [
-            GenerateRequest(request_id=RequestId(i), prompt_token_ids=tuple(row.tolist()), sampling=params)
-            for i, row in enumerate(ids)
-        ]
+def _roomiest() -> str:
+    """Memory where it holds the checkpoint, else the disk."""
+    return max(("/dev/shm", tempfile.gettempdir()), key=lambda place: shutil.disk_usage(place).free > 20 << 30)
 
-    spread = float(np.mean([row.max() for row in reference.reshape(-1, reference.shape[-1])]))
-    print(f"mean largest logprob of the reference {spread:.2f} (flat would be {-np.log(32768):.2f})")
-    top = np.argsort(-baseline, -1, kind="stable")[..., :8]
-    as_ours = {
-        row: [_scored(top[row, at], baseline[row, at]) for at in range(ids.shape[1] - 1)] for row in range(len(ids))
+
+def _report(
+    arguments: argparse.Namespace, config: dict[str, Any], gate: Gate, identical: dict[str, bool]
+) -> dict[str, Any]:
+    packages = ("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers", "openinfer")
+    return {
+        "model": arguments.model,
+        "commit": arguments.commit,
+        "gpu": torch.cuda.get_device_name(),
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "versions": {name: _version(name) for name in packages if _version(name)},
+        "command": " ".join(["python3", *sys.argv]),
+        "set_up": {
+            "layers": config["num_hidden_layers"],
+            "weights": "random BF16, seed 0",
+            "qk_gain": arguments.qk_gain,
+            "logit_gain": arguments.logit_gain,
+            "mean_largest_logprob": float(np.mean(gate.likeliest)),
+        },
+        "gate": GATE,
+        "identical_twice": identical,
+        "runs": gate.rows,
     }
-    gate("transformers in BF16", reference, as_ours, report)
-    for label, options in (("whole prompts", {}), ("chunks of 48", {"max_step_tokens": 48, "max_num_seqs": 8})):
-        asked = requests(max_tokens=1, prompt_logprobs=8)
-        scored, _, _ = run_engine(folder, asked, num_blocks=512, **{"max_num_seqs": 16, **options})
-        gate(label, reference, scored, report)
-    generated = {}
-    for label, options in (
-        ("graphs", {"max_num_seqs": 16}),
-        ("graphs again", {"max_num_seqs": 16}),
-        ("eager", {"cuda_graph": False, "max_num_seqs": 16}),
-        ("preempted", {"num_blocks": 4 * 17 + 10, "max_num_seqs": 16, "max_step_tokens": 96}),
-        ("sampled with logprobs", {"max_num_seqs": 16}),
-    ):
-        extra = {"logprobs": 2} if "logprobs" in label else {}
-        _, tokens, stats = run_engine(folder, requests(max_tokens=64, **extra), **{"num_blocks": 512, **options})
-        generated[label] = tokens
-        whole = np.concatenate([ids, np.array(list(tokens.values()))], 1)
-        truth = score(model, whole)[:, ids.shape[1] - 1 : -1]
-        chosen = np.take_along_axis(truth, whole[:, ids.shape[1] :, None], 2)[..., 0]
-        regret = truth.max(-1) - chosen
-        report[label] = {"regret_max": float(regret.max()), "regret_mean": float(regret.mean())}
-        report[label]["preemptions"] = stats.preemptions
-        print(
-            f"{label:>22}: decode regret max {regret.max():.4f} mean {regret.mean():.5f}, {stats.preemptions} preempted"
-        )
-    same = generated["graphs"] == generated["graphs again"]
-    print("two runs give the same tokens:", same)
-    report["bit_identical_tokens"] = same
-    if "OUT" in os.environ:
-        Path(os.environ["OUT"], "golden_gate.json").write_text(json.dumps(report, indent=2))
-    return 0
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except ModuleNotFoundError:
+        return None
 
 
 if __name__ == "__main__":
