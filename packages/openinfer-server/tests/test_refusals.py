@@ -4,7 +4,7 @@ import pytest
 
 from openinfer_core.engine import EngineInfo
 from openinfer_server import ServerOptions
-from openinfer_server.api_types import REFUSED, ChatRequest, CompletionRequest
+from openinfer_server.api_types import ChatRequest, CompletionRequest
 from openinfer_server.testing import ParrotLoop
 
 COMPLETIONS = "/v1/completions"
@@ -130,7 +130,7 @@ def _refusals():
         (COMPLETIONS, CompletionRequest, {"prompt": "a"}),
         (CHAT, ChatRequest, {"messages": HELLO}),
     ):
-        for name in sorted(set(kind.__struct_fields__) & (set(REFUSED) | {"response_format"})):
+        for name in sorted({*kind.REFUSED, *({"response_format"} & set(kind.__struct_fields__))}):
             yield pytest.param(path, needed, name, id=f"{path}-{name}")
 
 

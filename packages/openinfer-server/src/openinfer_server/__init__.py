@@ -2,19 +2,29 @@
 
 from openinfer_server.app import App, build_app, load_app
 from openinfer_server.chat_template import ChatTemplate, RenderingRefused
-from openinfer_server.errors import CannotListen, ServerError, UnusableTemplate, UnusableTokenizer
+from openinfer_server.errors import CannotListen, ConflictingRoutes, ServerError, UnusableTemplate, UnusableTokenizer
+from openinfer_server.exchange import Exchange
 from openinfer_server.options import EventLoop, ServerOptions
+from openinfer_server.routes import Endpoints, Level, Route, RouteDoc
 from openinfer_server.server import run, serve, serve_app
+from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
 
 __all__ = [
     "App",
     "CannotListen",
     "ChatTemplate",
+    "ConflictingRoutes",
+    "Endpoints",
     "EventLoop",
+    "Exchange",
+    "Level",
     "RenderingRefused",
+    "Route",
+    "RouteDoc",
     "ServerError",
     "ServerOptions",
+    "Service",
     "Tokenizer",
     "UnusableTemplate",
     "UnusableTokenizer",

@@ -1,10 +1,12 @@
-"""`ApiError`: what a client is told when its request cannot be served, in OpenAI's shape.
+"""`ApiError`: what a client is told when its request cannot be served, in OpenAI's shape or in Anthropic's.
 
 Messages are written here, for the client; no exception's text is passed on unless it was made for it
 (`InvalidRequest`, msgspec's validation, `Failed`).
 """
 
 import re
+from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -30,6 +32,20 @@ class ErrorResponse(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
+class AnthropicErrorBody(msgspec.Struct, frozen=True):
+    """The object under `error` for Anthropic's clients."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole error response for Anthropic's clients."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
+
+
 class ApiError(Exception):
     """Ends a request with a status and an error body.
 
@@ -50,11 +66,41 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = headers
-        self._body = ErrorBody(message, _type_of(status), param, code)
+        self.body = ErrorBody(message, _type_of(status), param, code)
 
     def to_json(self) -> bytes:
-        """The response body."""
-        return msgspec.json.encode(ErrorResponse(self._body))
+        """The response body in OpenAI's shape."""
+        return msgspec.json.encode(ErrorResponse(self.body))
+
+    def to_anthropic_json(self) -> bytes:
+        """The response body in Anthropic's shape."""
+        body = AnthropicErrorBody(_ANTHROPIC_TYPES.get(self.status, _type_of(self.status)), self.body.message)
+        return msgspec.json.encode(AnthropicErrorResponse(error=body))
+
+    def with_names(self, names: Mapping[str, str]) -> "ApiError":
+        """The same error where the client's API has other names for fields.
+
+        Args:
+            names: ours -> the client's.
+        """
+        body = self.body
+        given = body.param
+        if given is None or given not in names:
+            return self
+        name = names[given]
+        message = re.sub(rf"\b{given}\b", name, body.message)
+        return ApiError(self.status, message, param=name, code=body.code, headers=self.headers)
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 def _type_of(status: int) -> str:

@@ -108,6 +108,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "openinfer"
+    max_model_len: int
+    """Tokens of its context; vLLM's name."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,14 +1,20 @@
 """Request bodies as msgspec types: every field the OpenAI SDK can send is here, honoured or refused by name.
 
-`null` means absent. Fields of type `object` are known and refused (see `REFUSED`); fields that are not here are
-refused by the decoder.
+`null` means absent. Fields in a type's `REFUSED` are known and refused; fields that are not here are refused by the
+decoder.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
 from openinfer_server.api_errors import refused
+
+TEXT_ONLY = "this server serves text only"
+CACHE_OPTIONS = "the prefix cache has no options; cache_salt separates its users"
+CACHE_RETENTION = "the prefix cache keeps what fits"
+_NO_TOOLS = "this server does not parse tool calls yet"
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,13 +24,18 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both generation routes take."""
+class RequestFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An object of a request: each of its fields is honoured unless it is named here."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    """Fields that are known and cannot be honoured, and why; `null` is taken."""
+    IGNORED: ClassVar[Mapping[str, str]] = {}
+    """Fields that are taken and change nothing, and why that is harmless."""
+
+
+class SamplingFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every route takes that generates text."""
+
     seed: int | None = None
     stop: str | list[str] | None = None
     temperature: float | None = None
@@ -32,9 +43,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    user: str | None = None
-    """Whom the request is for; taken and not used."""
     # ours and vLLM's
     top_k: int | None = None
     min_p: float | None = None
@@ -46,6 +54,19 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     priority: int | None = None
 
 
+class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that OpenAI's two older routes take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    user: str | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"user": "it says whom the request is for, and nobody is counted"}
+
+
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/completions`."""
 
@@ -54,6 +75,11 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     logprobs: int | None = None
     best_of: object = None
     suffix: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "best_of": "ask for n choices and choose yourself",
+        "suffix": "the model does not fill in the middle",
+    }
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +132,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class AssistantTurn(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"
 ):
     """What the model said."""
 
@@ -117,6 +143,12 @@ class AssistantTurn(
     refusal: object = None
     audio: object = None
     function_call: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "audio": TEXT_ONLY,
+        "function_call": "tool_calls has taken its place",
+        "refusal": "a refusal is given as content here",
+    }
 
 
 class ToolTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"):
@@ -152,12 +184,9 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     response_format: object = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    """There is one tier."""
     store: bool | None = None
     prompt_cache_key: str | None = None
-    """A hint for routing between machines; there is one cache."""
     safety_identifier: str | None = None
-    """Whom the request is for; taken and not used."""
     audio: object = None
     function_call: object = None
     functions: object = None
@@ -173,37 +202,37 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     verbosity: object = None
     web_search_options: object = None
 
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "audio": TEXT_ONLY,
+        "function_call": _NO_TOOLS,
+        "functions": _NO_TOOLS,
+        "metadata": "this server stores no completions",
+        "moderation": "this server does not moderate",
+        "parallel_tool_calls": _NO_TOOLS,
+        "prediction": "this server does not decode against predicted outputs",
+        "prompt_cache_options": CACHE_OPTIONS,
+        "prompt_cache_retention": CACHE_RETENTION,
+        "reasoning_effort": "the model has no such control; chat_template_kwargs.enable_thinking may be what you want",
+        "tool_choice": _NO_TOOLS,
+        "tools": _NO_TOOLS,
+        "verbosity": "the model has no such control",
+        "web_search_options": "this server does not search the web",
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        **GenerationFields.IGNORED,
+        "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
+        "safety_identifier": "it says whom the request is for, and nobody is counted",
+        "service_tier": "there is one tier, which auto and default name",
+        "store": "false asks for what is always so; true is refused",
+    }
 
-_NO_TOOLS = "this server does not parse tool calls yet"
-_TEXT_ONLY = "this server serves text only"
-REFUSED = {
-    "audio": _TEXT_ONLY,
-    "best_of": "ask for n choices and choose yourself",
-    "function_call": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "metadata": "this server stores no completions",
-    "moderation": "this server does not moderate",
-    "parallel_tool_calls": _NO_TOOLS,
-    "prediction": "this server does not decode against predicted outputs",
-    "prompt_cache_options": "the prefix cache has no options; cache_salt separates its users",
-    "prompt_cache_retention": "the prefix cache keeps what fits",
-    "reasoning_effort": "the model has no such control; chat_template_kwargs.enable_thinking may be what you want",
-    "refusal": "a refusal is given as content here",
-    "suffix": "the model does not fill in the middle",
-    "tool_choice": _NO_TOOLS,
-    "tools": _NO_TOOLS,
-    "verbosity": "the model has no such control",
-    "web_search_options": "this server does not search the web",
-}
-"""Fields that are known and cannot be honoured, and why."""
 
-
-def check_refused(request: msgspec.Struct, where: str = "") -> None:
+def check_refused(request: RequestFields, where: str = "") -> None:
     """Refuses fields that cannot be honoured.
 
     Raises:
         ApiError: 400; its `param` names the field.
     """
-    for name in request.__struct_fields__:
-        if name in REFUSED and getattr(request, name) is not None:
-            raise refused(where + name, REFUSED[name])
+    for name, why in request.REFUSED.items():
+        if getattr(request, name) is not None:
+            raise refused(where + name, why)

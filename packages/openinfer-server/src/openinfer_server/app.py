@@ -5,19 +5,20 @@ Any ASGI server can run it (its lifespan starts and ends the link); `serve` runs
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 from openinfer_core.engine import EngineHandle
 from openinfer_server.api_errors import ApiError, internal
-from openinfer_server.chat import ChatCompletions
+from openinfer_server.builtin import BUILTIN
 from openinfer_server.chat_template import ChatTemplate
-from openinfer_server.completions import Completions
+from openinfer_server.endpoints import load_endpoints
 from openinfer_server.engine_link import EngineLink
 from openinfer_server.exchange import Exchange
 from openinfer_server.metrics import ServerMetrics
-from openinfer_server.operations import MODEL_PREFIX, Operations
 from openinfer_server.options import ServerOptions
 from openinfer_server.router import Router
+from openinfer_server.routes import Endpoints
 from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
 from openinfer_server.writers import ClientGone, Receive, Scope, Send
@@ -30,25 +31,22 @@ CLIENT_GONE = 499
 
 
 class App:
-    """An ASGI application that serves one engine."""
+    """An ASGI application that serves one engine.
 
-    def __init__(self, service: Service) -> None:
+    Args:
+        service: its parts.
+        endpoints: APIs beside the built-in ones.
+
+    Raises:
+        ConflictingRoutes: two APIs offer one method and path.
+    """
+
+    def __init__(self, service: Service, *, endpoints: Iterable[Endpoints] = ()) -> None:
         self.service = service
         self.link_ended = asyncio.Event()
         """Set when the engine has ended."""
         self._link_task: asyncio.Task[None] | None = None
-        operations = Operations(service)
-        self._router = Router(
-            {
-                "/v1/completions": {"POST": Completions(service)},
-                "/v1/chat/completions": {"POST": ChatCompletions(service)},
-                "/v1/models": {"GET": operations.models},
-                MODEL_PREFIX: {"GET": operations.model},
-                "/health": {"GET": operations.health},
-                "/ready": {"GET": operations.ready},
-                "/metrics": {"GET": operations.metrics},
-            }
-        )
+        self.router = Router(route for api in (*BUILTIN, *endpoints) for route in api(service))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, or the server's lifespan."""
@@ -77,8 +75,9 @@ class App:
     async def _serve(self, exchange: Exchange) -> None:
         route = UNROUTED
         try:
-            route, handler = self._router.find(exchange.method, exchange.path)
-            await handler(exchange)
+            match = self.router.find(exchange.method, exchange.path)
+            route, exchange.parameters = match.route.path, match.parameters
+            await match.route.handler(exchange)
         except ApiError as error:
             await exchange.send_error(error)
         except ClientGone:
@@ -104,17 +103,29 @@ class App:
                 return
 
 
-def build_app(handle: EngineHandle, tokenizer: Tokenizer, template: ChatTemplate | None, options: ServerOptions) -> App:
+def build_app(
+    handle: EngineHandle,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    options: ServerOptions,
+    *,
+    endpoints: Iterable[Endpoints] = (),
+) -> App:
     """Puts an application together.
 
     Args:
         handle: the engine; the caller closes it after the application has stopped.
         tokenizer: the model's.
         template: the model's; None refuses `/v1/chat/completions`.
-        options: see there.
+        options: see there; its `endpoints` are names, which `load_app` looks up.
+        endpoints: APIs beside the built-in ones.
+
+    Raises:
+        ConflictingRoutes: two APIs offer one method and path.
     """
     metrics = ServerMetrics()
-    return App(Service(options, EngineLink(handle, metrics), metrics, tokenizer, template))
+    service = Service(options, EngineLink(handle, metrics), metrics, tokenizer, template)
+    return App(service, endpoints=endpoints)
 
 
 def load_app(handle: EngineHandle, model_dir: Path, options: ServerOptions) -> App:
@@ -123,12 +134,15 @@ def load_app(handle: EngineHandle, model_dir: Path, options: ServerOptions) -> A
     Raises:
         UnusableTokenizer: see there.
         UnusableTemplate: see there.
+        PluginError: `options.endpoints` names what is not installed or does not load.
+        ConflictingRoutes: two APIs offer one method and path.
     """
+    endpoints = load_endpoints(options.endpoints)
     tokenizer = Tokenizer.load(model_dir, num_token_ids=handle.info.num_token_ids)
     template = ChatTemplate.load(
         model_dir, timeout_s=options.template_timeout_s, max_characters=_RENDERED_PER_BODY_BYTE * options.max_body_bytes
     )
-    return build_app(handle, tokenizer, template, options)
+    return build_app(handle, tokenizer, template, options, endpoints=endpoints)
 
 
 _RENDERED_PER_BODY_BYTE = 2

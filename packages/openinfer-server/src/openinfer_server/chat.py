@@ -6,7 +6,7 @@ import msgspec
 
 from openinfer_server.api_errors import invalid, refused
 from openinfer_server.api_responses import ChatChoice, ChatCompletion, ChatMessage, Usage
-from openinfer_server.api_types import ChatRequest, check_refused
+from openinfer_server.api_types import AssistantTurn, ChatRequest, check_refused
 from openinfer_server.chat_prompt import chat_prompt
 from openinfer_server.event_frames import ResponseHead, chat_frame
 from openinfer_server.exchange import Exchange
@@ -99,7 +99,8 @@ def _check(request: ChatRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
     for index, turn in enumerate(request.messages):
-        check_refused(turn, f"messages[{index}].")
+        if isinstance(turn, AssistantTurn):
+            check_refused(turn, f"messages[{index}].")
 
 
 def _template_options(request: ChatRequest) -> Mapping[str, object]:

@@ -3,6 +3,7 @@
     OpenInferError
     └── ServerError             the server cannot start
         ├── CannotListen        the address is in use or not ours
+        ├── ConflictingRoutes   two endpoints offer one method and path
         ├── UnusableTokenizer   the model folder has no tokenizer this server can use
         └── UnusableTemplate    the model folder's chat template does not compile
 
@@ -18,6 +19,10 @@ class ServerError(OpenInferError):
 
 class CannotListen(ServerError):
     """The address to listen on is in use or not ours."""
+
+
+class ConflictingRoutes(ServerError):
+    """Two endpoints offer the same method and path."""
 
 
 class UnusableTokenizer(ServerError):

@@ -1,16 +1,21 @@
 """`Exchange`: one HTTP request and its response, over ASGI's three callables."""
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import TypeVar, get_args
+from urllib.parse import parse_qsl
 
 import msgspec
 
-from openinfer_server.api_errors import ApiError, from_decode_error
+from openinfer_server.api_errors import ApiError, from_decode_error, invalid
 from openinfer_server.options import ServerOptions
 from openinfer_server.writers import ClientGone, Message, Receive, Scope, Send, StreamWriter, stream_writer
 
 T = TypeVar("T")
+Q = TypeVar("Q", bound=msgspec.Struct)
 JSON = b"application/json"
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_HEADER = b"anthropic-version"
 
 
 class Exchange:
@@ -18,10 +23,14 @@ class Exchange:
 
     Attributes:
         status: status of the response that was begun; 0 before.
+        parameters: of the path, by name.
+        tenant: whose request it is; empty where everybody is one tenant.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServerOptions) -> None:
         self.status = 0
+        self.parameters: Mapping[str, str] = {}
+        self.tenant = ""
         self.options = options
         self._scope = scope
         self._receive = receive
@@ -36,6 +45,34 @@ class Exchange:
     def path(self) -> str:
         """Without the query, percent-decoded."""
         return self._scope["path"]
+
+    @property
+    def for_anthropic(self) -> bool:
+        """Whether the client speaks Anthropic's API: by its header, or by the route it asks for."""
+        return self.path.startswith(ANTHROPIC_PATH) or self._header(ANTHROPIC_HEADER) is not None
+
+    def read_query(self, kind: "type[Q]") -> Q:
+        """The query as a Struct; fields of type `list[str] | None` may be repeated, with `[]` or without.
+
+        Raises:
+            ApiError: 400; a parameter is unknown, given twice or not of its type.
+        """
+        pairs = parse_qsl(self._scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        lists = {field.name for field in msgspec.structs.fields(kind) if list[str] in get_args(field.type)}
+        single: dict[str, str] = {}
+        several: dict[str, list[str]] = {}
+        for key, value in pairs:
+            name = key.removesuffix("[]")
+            if name in lists:
+                several.setdefault(name, []).append(value)
+            elif name in single:
+                raise invalid(name[:100], f"{name[:100]} is given twice")
+            else:
+                single[name] = value
+        try:
+            return msgspec.convert({**single, **several}, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise from_decode_error(error) from error
 
     async def read_json(self, decoder: "msgspec.json.Decoder[T]") -> T:
         """The body as the route's type.
@@ -103,7 +140,8 @@ class Exchange:
 
     async def send_error(self, error: ApiError) -> None:
         """An error response."""
-        await self.send(error.status, error.to_json(), headers=error.headers)
+        body = error.to_anthropic_json() if self.for_anthropic else error.to_json()
+        await self.send(error.status, body, headers=error.headers)
 
     def stream(self, num_choices: int) -> StreamWriter:
         """The writer of a response that is a stream of the events of so many choices.

@@ -1,18 +1,20 @@
-"""Routes for operators: health, readiness, metrics, and the models there are."""
+"""Routes for operators: health, readiness, metrics, version."""
 
 import asyncio
+from importlib.metadata import version
+from typing import Any
 
 import msgspec
 
 from openinfer_core.engine import EngineStats
-from openinfer_server.api_responses import Model, ModelList
 from openinfer_server.exchange import Exchange
 from openinfer_server.exposition import CONTENT_TYPE
+from openinfer_server.routes import Handler, Level, Route, RouteDoc
 from openinfer_server.service import Service
 
+DISTRIBUTION = "openinfer-server"
 STATS_TIMEOUT_S = 5.0
 """An engine process that does not answer for so long is not well."""
-MODEL_PREFIX = "/v1/models/"
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -21,6 +23,13 @@ class Health(msgspec.Struct, frozen=True):
     status: str
     step_age_s: float | None
     """Seconds since the last step, while there is work; None if the engine did not say."""
+
+
+class VersionAnswer(msgspec.Struct, frozen=True):
+    """Answer of `/version`."""
+
+    version: str
+    """Of the distribution openinfer-server."""
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -58,19 +67,9 @@ class Operations:
         body = service.metrics.render(service.info, await self._stats(), open_requests=service.link.num_open)
         await exchange.send(200, body, content_type=CONTENT_TYPE)
 
-    async def models(self, exchange: Exchange) -> None:
-        """Names the server answers to."""
-        await exchange.send(
-            200, msgspec.json.encode(ModelList(data=[self._model(n) for n in self._service.model_names]))
-        )
-
-    async def model(self, exchange: Exchange) -> None:
-        """One of them."""
-        name = self._service.resolve_model(exchange.path.removeprefix(MODEL_PREFIX))
-        await exchange.send(200, msgspec.json.encode(self._model(name)))
-
-    def _model(self, name: str) -> Model:
-        return Model(id=name, created=self._service.started)
+    async def version(self, exchange: Exchange) -> None:
+        """The server's version."""
+        await exchange.send(200, msgspec.json.encode(VersionAnswer(version(DISTRIBUTION))))
 
     async def _stats(self) -> EngineStats | None:
         try:
@@ -78,3 +77,19 @@ class Operations:
                 return await self._service.link.stats()
         except TimeoutError:
             return None
+
+
+def operation_routes(service: Service) -> list[Route]:
+    """What probes and scrapers ask."""
+    operations = Operations(service)
+
+    def get(path: str, handler: Handler, summary: str, **doc: Any) -> Route:
+        about = RouteDoc(summary=summary, tag="Operation", **doc)
+        return Route(method="GET", path=path, handler=handler, level=Level.PUBLIC, doc=about)
+
+    return [
+        get("/health", operations.health, "Whether the engine lives.", answer=Health, unwell=Health),
+        get("/ready", operations.ready, "Whether requests are taken.", answer=Readiness, unwell=Readiness),
+        get("/metrics", operations.metrics, "Numbers for Prometheus.", media_type=CONTENT_TYPE),
+        get("/version", operations.version, "The server's version.", answer=VersionAnswer),
+    ]

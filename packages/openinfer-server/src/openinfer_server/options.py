@@ -30,6 +30,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model_names: tuple[str, ...] = ()
     """Names clients may ask for, the first one is shown; empty means the engine's own name."""
     event_loop: EventLoop = EventLoop.AUTO
+    endpoints: tuple[str, ...] = ()
+    """Further APIs, by their names in the entry-point group `openinfer.endpoints`."""
 
     max_body_bytes: int = 8 * 2**20
     """A longer request body is answered with 413 while it is read."""

@@ -1,0 +1,50 @@
+"""The routes that every server has."""
+
+from collections.abc import Sequence
+
+from openinfer_server.api_responses import ChatCompletion, Completion
+from openinfer_server.api_types import ChatRequest, CompletionRequest
+from openinfer_server.chat import ChatCompletions
+from openinfer_server.completions import Completions
+from openinfer_server.models import model_routes
+from openinfer_server.operations import operation_routes
+from openinfer_server.routes import Endpoints, Route, RouteDoc
+from openinfer_server.service import Service
+
+GENERATION_ERRORS = (404, 408, 413, 415, 429, 503)
+"""What a route that generates may answer beside 400 and 500."""
+
+
+def completion_routes(service: Service) -> list[Route]:
+    """OpenAI's completions and chat completions."""
+    return [
+        Route(
+            method="POST",
+            path="/v1/completions",
+            handler=Completions(service),
+            doc=RouteDoc(
+                summary="Continues prompts.",
+                tag="OpenAI",
+                body=CompletionRequest,
+                answer=Completion,
+                events=Completion,
+                errors=GENERATION_ERRORS,
+            ),
+        ),
+        Route(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=ChatCompletions(service),
+            doc=RouteDoc(
+                summary="Answers a chat.",
+                tag="OpenAI",
+                body=ChatRequest,
+                answer=ChatCompletion,
+                events=ChatCompletion,
+                errors=GENERATION_ERRORS,
+            ),
+        ),
+    ]
+
+
+BUILTIN: Sequence[Endpoints] = (completion_routes, model_routes, operation_routes)
