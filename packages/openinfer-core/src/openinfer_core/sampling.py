@@ -103,6 +103,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise InvalidRequest("max_tokens is 0 and no prompt_logprobs are asked: nothing to do", field="max_tokens")
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether what may be sampled next depends on the token before."""
+        return self.grammar is not None
+
 
 def check_integer(name: str, value: object, *, low: int, high: int) -> None:
     """Refuses what is not an `int` (a bool, a float or a NumPy scalar is none) within `low .. high`.

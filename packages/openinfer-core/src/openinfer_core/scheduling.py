@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from openinfer_core.engine import EngineStats
 from openinfer_core.errors import InvalidRequest
 from openinfer_core.events import TokenEvent, TokenLogprobs
+from openinfer_core.grammars import MaskWords
 from openinfer_core.request import GenerateRequest, RequestId
 
 Int32Column: TypeAlias = NDArray[np.int32]
@@ -64,6 +65,8 @@ class StepPlan:
 
     Each has a row in this step. A slot with a row in a step that was not applied yet is not among them.
     """
+    token_masks: Mapping[int, MaskWords] = field(default_factory=dict[int, MaskWords])
+    """Row -> the tokens that it may sample; the loop adds them to a scheduler's plan, for requests with a grammar."""
 
     @property
     def num_rows(self) -> int:
@@ -180,7 +183,8 @@ class Scheduler(Protocol):
 
     Called from one thread, but for `stats`. `apply` is called once for every plan, in order; between `plan` and its
     `apply` at most one further `plan` is made. A request has one terminal event and no event after it, and one
-    `Scheduled` before its first `Tokens`.
+    `Scheduled` before its first `Tokens`. A request with a grammar (`sampling.is_masked`) has no row in a step planned
+    between a step that samples it and that step's `apply`, since the mask of its next token depends on this one.
 
     `openinfer_core.testing.scheduler` checks all of this.
     """

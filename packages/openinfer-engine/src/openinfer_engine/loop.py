@@ -3,17 +3,33 @@
     step():  plan N+1 ─► launch N+1 ─► wait for N ─► apply N ─► events of N
 
 While the device runs step N, the host plans N + 1 and queues it behind N, so the device never waits for Python.
-A stop that step N brings to light leaves one row of N + 1 wasted, never a wrong token.
+A stop that step N brings to light leaves one row of N + 1 wasted, never a wrong token. A request with a grammar has no
+row in N + 1 while N samples it: its mask is made when the row is planned (`masking.py`), the others keep their overlap.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from openinfer_core import EngineInfo, EngineStats, Failed, FailureKind, GenerateRequest, RequestId, TokenEvent
+from openinfer_core import (
+    EngineInfo,
+    EngineStats,
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    TokenEvent,
+)
 from openinfer_core.errors import ContractViolation
+from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import Scheduler, StepPlan
+from openinfer_engine.masking import MaskedRequests
 from openinfer_engine.runner import PendingStep, Runner
+
+_COMPILER_WAIT_S = 0.005
+"""Of a step that has nothing to run and a grammar to wait for; commands are heard after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +39,15 @@ class _InFlight:
 
 
 class StepLoop:
-    """Implements `openinfer_core.host.EngineLoop` with a scheduler and a runner."""
+    """Implements `openinfer_core.host.EngineLoop` with a scheduler and a runner.
+
+    Args:
+        info: what a frontend is told.
+        scheduler: plans steps.
+        runner: executes them.
+        grammar_compiler: makes the matchers of requests with a grammar; without one they are refused.
+        clock: monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -31,6 +55,7 @@ class StepLoop:
         info: EngineInfo,
         scheduler: Scheduler,
         runner: Runner,
+        grammar_compiler: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info = info
@@ -38,6 +63,7 @@ class StepLoop:
         self._runner = runner
         self._clock = clock
         self._in_flight: _InFlight | None = None
+        self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids)
 
     @property
     def info(self) -> EngineInfo:
@@ -52,17 +78,24 @@ class StepLoop:
     @property
     def busy(self) -> bool:
         """Whether requests are unfinished or a step is in flight."""
-        return self._scheduler.unfinished > 0 or self._in_flight is not None
+        return self._scheduler.unfinished > 0 or self._in_flight is not None or self._masked.num_compiling > 0
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
         """Queues a request, or fails it at once if this engine cannot serve it."""
         refusal = self._refusal(request)
         if refusal is not None:
             return [Failed(request.request_id, FailureKind.INVALID, refusal)]
+        if request.sampling.is_masked:
+            self._masked.begin(request, now_s=self._clock())
+            return self._add_compiled()
         return self._scheduler.add(request, now_s=self._clock())
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
         """Ends a request."""
+        withdrawn = self._masked.withdraw(request_id)
+        if withdrawn is not None:
+            return [Finished(request_id, FinishReason.ABORT, len(withdrawn.prompt_token_ids), 0, 0)]
+        self._masked.forget(request_id)
         return self._scheduler.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
@@ -71,15 +104,19 @@ class StepLoop:
         Raises:
             ContractViolation: the scheduler has unfinished requests and nothing to run: it is wedged.
         """
+        events = self._add_compiled()
         plan = self._scheduler.plan(now_s=self._clock())
         before, self._in_flight = self._in_flight, None
+        failures: list[Failed] = []
         if plan is not None:
+            plan, failures = self._masked.mask(plan)
             self._in_flight = _InFlight(plan, self._runner.launch(plan))
-        elif before is None and self._scheduler.unfinished > 0:
-            raise ContractViolation(f"the scheduler is wedged: {self._scheduler.unfinished} requests and no plan")
-        if before is None:
-            return []
-        return self._scheduler.apply(before.plan, before.pending.result(), now_s=self._clock())
+        elif before is None:
+            self._rest()
+        if before is not None:
+            events += self._scheduler.apply(before.plan, before.pending.result(), now_s=self._clock())
+        failures += self._masked.follow(events)
+        return events + [failure for failure in failures if self.abort(failure.request_id)]
 
     def stats(self) -> EngineStats:
         """The scheduler's snapshot."""
@@ -88,7 +125,25 @@ class StepLoop:
     def close(self) -> None:
         """Waits for the step in flight and frees the runner."""
         self._in_flight = None
+        self._masked.close()
         self._runner.close()
+
+    def _rest(self) -> None:
+        """There is nothing to plan and nothing in flight: grammars are compiled, or the scheduler is wedged."""
+        if self._scheduler.unfinished > 0:
+            raise ContractViolation(f"the scheduler is wedged: {self._scheduler.unfinished} requests and no plan")
+        if self._masked.num_compiling > 0:
+            self._masked.wait(_COMPILER_WAIT_S)
+
+    def _add_compiled(self) -> list[TokenEvent]:
+        """Hands requests whose grammar is ready to the scheduler, and fails those whose grammar cannot be."""
+        events: list[TokenEvent] = []
+        for compiled in self._masked.take_compiled():
+            if compiled.failure is not None:
+                events.append(compiled.failure)
+            else:
+                events += self._scheduler.add(compiled.request, now_s=compiled.arrived_s)
+        return events
 
     def _refusal(self, request: GenerateRequest) -> str | None:
         """Why this engine cannot serve a request; None if it can."""
@@ -97,7 +152,7 @@ class StepLoop:
             return f"the prompt has a token id beyond the model's {limit} tokens"
         if any(token_id >= limit for token_id in request.sampling.logit_bias):
             return f"logit_bias names a token id beyond the model's {limit} tokens"
-        if request.sampling.grammar is not None:
+        if request.sampling.is_masked and not self._masked.is_possible:
             return "no grammar compiler is installed; send the request without a grammar"
         if request.lora is not None:
             return f"no LoRA adapter is loaded under the name {request.lora[:64]!r}"

@@ -113,7 +113,8 @@ class RankRunner:
         slots = plan.slots[rows]
         positions = (plan.starts[rows] + plan.counts[rows]).astype(np.int64)
         if self._communicator.rank == 0:
-            token_ids = self._ops.sample(logits, self._sampling.batch(slots, positions, self._ops))
+            masks = [plan.token_masks.get(row) for row in rows.tolist()] if plan.token_masks else []
+            token_ids = self._ops.sample(logits, self._sampling.batch(slots, positions, self._ops, masks=masks))
         else:
             token_ids = self._ops.zeros((len(rows),), np.int32)
         token_ids = self._communicator.broadcast(token_ids, root=0)

@@ -1,12 +1,14 @@
 """`SlotSampling`: how the sequence in each slot is sampled, and the sampling batch of a step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from openinfer_core import SamplingParams
+from openinfer_core.grammars import MaskWords, mask_words
 from openinfer_core.scheduling import SlotStart
-from openinfer_kernels import Bias, HostArray, Ops, Penalties, SamplingBatch
+from openinfer_kernels import Bias, HostArray, Ops, Penalties, SamplingBatch, TokenMask
 
 
 @dataclass(slots=True)
@@ -71,13 +73,16 @@ class SlotSampling:
         if _has_changes(params):
             self._biased[slot] = _biased(params)
 
-    def batch(self, slots: HostArray, positions: HostArray, ops: Ops) -> SamplingBatch:
+    def batch(
+        self, slots: HostArray, positions: HostArray, ops: Ops, *, masks: Sequence[MaskWords | None] = ()
+    ) -> SamplingBatch:
         """How rows are sampled.
 
         Args:
             slots: `[R]` slot of each row.
             positions: `[R]` int64 position that the sampled token will have.
             ops: where the arrays go.
+            masks: of each row, or none at all.
         """
         return SamplingBatch(
             num_token_ids=self._num_token_ids,
@@ -89,6 +94,7 @@ class SlotSampling:
             positions=ops.upload(positions),
             bias=self._bias(slots, positions, ops) if self._biased else None,
             penalties=self._penalties(slots, ops) if self._penalised else None,
+            token_mask=self._token_mask(masks, ops),
         )
 
     def count(self, slots: HostArray, token_ids: HostArray) -> None:
@@ -119,6 +125,17 @@ class SlotSampling:
             output_counts=ops.upload(np.stack([penalised.output_counts for penalised in chosen])),
             prompt_seen=ops.upload(np.stack([penalised.prompt_seen for penalised in chosen])),
         )
+
+    def _token_mask(self, masks: Sequence[MaskWords | None], ops: Ops) -> TokenMask | None:
+        rows = [row for row, mask in enumerate(masks) if mask is not None]
+        if not rows:
+            return None
+        bits = np.zeros((len(rows), mask_words(self._vocab_size)), np.uint32)
+        for index, row in enumerate(rows):
+            words = masks[row]
+            if words is not None:
+                bits[index, : len(words)] = words
+        return TokenMask(rows=ops.upload(np.asarray(rows, np.int32)), bits=ops.upload(bits))
 
     def _bias(self, slots: HostArray, positions: HostArray, ops: Ops) -> Bias | None:
         rows: list[HostArray] = []

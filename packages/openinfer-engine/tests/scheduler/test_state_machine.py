@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
+from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_model import NUM_TOKEN_IDS
 from openinfer_core.testing.scheduler_driver import SchedulerDriver
@@ -38,6 +39,7 @@ sampling = st.builds(
     logprobs=st.sampled_from((None, 0)),
     prompt_logprobs=st.sampled_from((None, None, None, 0)),
     seed=st.sampled_from((None, 3)),
+    grammar=st.sampled_from((None, None, Grammar(kind=GrammarKind.REGEX, text=".*"))),
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from openinfer_core.events import Failed, FailureKind, Scheduled
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.sampling import SamplingParams
+from openinfer_core.sampling import Grammar, GrammarKind, SamplingParams
 from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerConfig, StepPlan
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.errors import require
@@ -27,6 +27,9 @@ SchedulerCheck: TypeAlias = Callable[[SchedulerFactory], None]
 
 OVERLAPS = (1, 2)
 """Steps in flight: without overlap and with it."""
+
+_GRAMMAR = Grammar(kind=GrammarKind.REGEX, text=".*")
+"""Of requests whose tokens are masked; no compiler is asked, and the fake device heeds no mask."""
 
 _POLICIES: tuple[Callable[[QueuePolicyConfig], QueuePolicy], ...] = (FirstComeFirstServed, Priority, FairShare)
 
@@ -191,6 +194,21 @@ def check_log_probabilities(factory: SchedulerFactory) -> None:
         _check_served_in_full(driver, requests)
 
 
+def check_grammars(factory: SchedulerFactory) -> None:
+    """A request with a grammar is not planned ahead of its last token, and is served all the same."""
+    for max_in_flight in OVERLAPS:
+        config = _config(num_blocks=12, block_size_tokens=2, max_num_seqs=4, max_step_tokens=5, max_model_tokens=24)
+        driver = SchedulerDriver(factory, config, max_in_flight=max_in_flight)
+        requests = [
+            _request(index, prompt=tuple(range(5)), max_tokens=12, grammar=_GRAMMAR if index % 2 else None)
+            for index in range(8)
+        ]
+        for request in requests:
+            _submit_served(driver, request)
+        driver.run()
+        _check_served_in_full(driver, requests)
+
+
 def check_seeds(factory: SchedulerFactory) -> None:
     """A request without a seed is given one of its own."""
     driver = SchedulerDriver(factory, _config())
@@ -228,6 +246,7 @@ SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
     check_cache_isolation,
     check_seeds,
     check_log_probabilities,
+    check_grammars,
     check_aborts,
     check_pressure,
     check_faulty_policy,
@@ -296,11 +315,14 @@ def _request(
     seed: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId(request_id),
         prompt_token_ids=prompt,
-        sampling=SamplingParams(max_tokens=max_tokens, seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+        sampling=SamplingParams(
+            max_tokens=max_tokens, seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar
+        ),
         priority=priority,
         cache_salt=cache_salt,
         lora=lora,
@@ -351,6 +373,7 @@ def _random_request(request_id: int, max_model_tokens: int, rng: random.Random) 
             logprobs=rng.choice((None, 1)),
             prompt_logprobs=prompt_logprobs,
             seed=rng.choice((None, rng.getrandbits(64))),
+            grammar=rng.choice((None, None, _GRAMMAR)),
         ),
         cache_salt=rng.choice((None, None, "a", "b")),
         lora=rng.choice((None, None, None, "adapter")),

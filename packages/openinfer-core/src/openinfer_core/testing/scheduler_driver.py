@@ -83,6 +83,8 @@ class SchedulerDriver:
         """Requests that the test's queue policy spoils: they may end with `Failed(INTERNAL)`."""
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._masked_slots: dict[int, bool] = {}
+        """Slot -> whether its request has a grammar."""
         self._ledger = Ledger()
         self._budget_steps = 100
         self._now_s = 0.0
@@ -133,6 +135,7 @@ class SchedulerDriver:
         self._budget_steps -= 1
         require(self._budget_steps > 0, f"stuck: {self.device.steps} steps and no end; {self.scheduler.stats()}")
         self._check_starts(plan)
+        self._check_masked_rows(plan)
         self._in_flight.append((plan, self.device.run(plan)))
         return plan
 
@@ -212,6 +215,12 @@ class SchedulerDriver:
                 start.request == self.accounts[request_id].request,
                 f"request {request_id} is started as {start.request}; {self.accounts[request_id].request} was added",
             )
+
+    def _check_masked_rows(self, plan: StepPlan) -> None:
+        self._masked_slots.update((start.slot, start.request.sampling.is_masked) for start in plan.started)
+        sampled = {slot for earlier, _ in self._in_flight for slot in earlier.slots[earlier.sample].tolist()}
+        early = [slot for slot in plan.slots.tolist() if self._masked_slots.get(slot) and slot in sampled]
+        require(not early, f"slots {early} have a grammar and a row, while their last token is in flight")
 
     def _check_nothing_is_left(self) -> None:
         stats = self.scheduler.stats()

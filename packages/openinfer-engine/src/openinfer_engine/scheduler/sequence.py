@@ -77,6 +77,7 @@ class Sequence:
         "final_tokens",
         "given_tokens",
         "is_announced",
+        "is_masked",
         "known_tokens",
         "kv",
         "limit_tokens",
@@ -118,6 +119,8 @@ class Sequence:
         self.given_tokens = self.target_tokens = self.computed_tokens = self.capacity_tokens = self.sent_blocks = 0
         self.cached_tokens = 0
         """Of the first admission."""
+        self.is_masked = request.sampling.is_masked
+        """Whether it waits for each token before the next row is planned."""
         self.is_announced = False
         """Whether `Scheduled` is out."""
         self.prompt_logprobs_sent = 0

@@ -2,7 +2,8 @@
 
 A plan is made by walking along the line of sequences (`line.py`) until the budget is spent:
 
-    running, next id on the device    one token each; where blocks run short, the youngest of all is preempted
+    running, next id on the device    one token each; where blocks run short, the youngest of all is preempted;
+                                      with a grammar every other step, once the last token is known
     running, given ids left           chunks of prompts, or of what a preemption made them lose
     preempted, then the queue's head  admitted while slots, blocks and budget last
 
@@ -128,6 +129,8 @@ class TokenBudgetScheduler:
                 unfilled.append(sequence)
             elif computed_tokens == sequence.target_tokens:
                 continue
+            elif sequence.is_masked and computed_tokens == sequence.known_tokens:
+                continue  # its last token is in flight, and the mask of the next one depends on it
             elif computed_tokens < sequence.capacity_tokens:
                 draft.add_decode_row(sequence, ())
             elif not is_short and (new_blocks := self._line.grow(sequence, self._in_flight)) is not None:

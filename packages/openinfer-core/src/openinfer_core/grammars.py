@@ -1,0 +1,57 @@
+"""Grammars: which tokens a request may sample next, decided on the host from what it has generated.
+
+    submit ─► GrammarCompiler.compile ─► TokenMatcher, one for each request
+    each step that samples it:  fill(words) ─► StepPlan.token_masks ─► the runner samples ─► accept(token)
+
+A mask depends on the token before it, so a request with a grammar is not planned ahead (`Scheduler`), and a step's
+masks are made when it is planned. What a matcher raises fails its request and no other.
+"""
+
+from concurrent.futures import Future
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_core.request import GenerateRequest
+
+MaskWords: TypeAlias = NDArray[np.uint32]
+"""`[mask_words(num_token_ids)]`: bit `i % 32` of word `i // 32` set: token i may be sampled."""
+
+
+def mask_words(num_token_ids: int) -> int:
+    """Words that a mask of so many token ids has."""
+    return -(-num_token_ids // 32)
+
+
+class TokenMatcher(Protocol):
+    """Follows one request's output. Called from the engine's thread; a call holds up every request of the step."""
+
+    def fill(self, words: MaskWords) -> None:
+        """Sets all of `words` to the tokens that may come next, stop tokens included where the output may end.
+
+        Args:
+            words: as of `mask_words`, contents undefined. A mask without any bit fails the request.
+        """
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Takes the token that was sampled under the last mask; a stop token ends the request and is not told."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """Makes matchers, without holding up the caller."""
+
+    def compile(self, request: GenerateRequest) -> "Future[TokenMatcher]":
+        """Begins to compile `request.sampling.grammar`.
+
+        The future gives a matcher, or raises `InvalidRequest` with a message for the client (no such notation, too
+        large, too slow: a deadline is the compiler's to keep). Any other exception is a fault: the request fails with
+        `INTERNAL`. It may be cancelled, when the request is aborted.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees everything. Idempotent."""
+        ...

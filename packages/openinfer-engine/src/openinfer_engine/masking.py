@@ -1,0 +1,177 @@
+"""`MaskedRequests`: requests with a grammar, from the compiler to their last token.
+
+    begin ─► compiling ─► compiled ─► scheduled │ mask(plan) ─► step ─► follow(events) │ ended
+
+A matcher is asked for a mask when a step that samples its request is planned, and told the token when that step is
+applied; the scheduler plans no row in between.
+"""
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from openinfer_core import (
+    Failed,
+    FailureKind,
+    Finished,
+    GenerateRequest,
+    InvalidRequest,
+    RequestId,
+    TokenEvent,
+    Tokens,
+)
+from openinfer_core.grammars import GrammarCompiler, MaskWords, TokenMatcher, mask_words
+from openinfer_core.scheduling import StepPlan
+
+logger = logging.getLogger("openinfer.engine")
+
+_FAULT = "the grammar matcher failed on this request"
+_COMPILER_FAULT = "the grammar compiler failed on this request"
+_DEAD_END = "the grammar allows no token after what was generated"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRequest:
+    """A request that waits for its grammar no longer."""
+
+    request: GenerateRequest
+    arrived_s: float
+    failure: Failed | None
+    """Why it cannot be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    request: GenerateRequest
+    arrived_s: float
+    matcher: "Future[TokenMatcher]"
+
+
+class MaskedRequests:
+    """See the module. Without a compiler there are none."""
+
+    def __init__(self, compiler: GrammarCompiler | None, *, num_token_ids: int) -> None:
+        self._compiler = compiler
+        self._num_words = mask_words(num_token_ids)
+        self._compiling: dict[RequestId, _Compiling] = {}
+        self._matchers: dict[RequestId, TokenMatcher] = {}
+        self._slots: dict[int, RequestId] = {}
+        """Slots whose present owner has a matcher."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is a compiler."""
+        return self._compiler is not None
+
+    @property
+    def num_compiling(self) -> int:
+        """Requests that wait for the compiler."""
+        return len(self._compiling)
+
+    # --- before they are scheduled ----------------------------------------------------------------------
+
+    def begin(self, request: GenerateRequest, *, now_s: float) -> None:
+        """Has a request's grammar compiled."""
+        if self._compiler is None:
+            raise InvalidRequest("there is no grammar compiler", field="grammar")
+        self._compiling[request.request_id] = _Compiling(request, now_s, self._compiler.compile(request))
+
+    def withdraw(self, request_id: RequestId) -> GenerateRequest | None:
+        """Takes out a request that is compiling; None if it is not."""
+        compiling = self._compiling.pop(request_id, None)
+        if compiling is None:
+            return None
+        compiling.matcher.cancel()
+        return compiling.request
+
+    def take_compiled(self) -> list[CompiledRequest]:
+        """Those whose grammar is ready, or will never be."""
+        done = [request_id for request_id, compiling in self._compiling.items() if compiling.matcher.done()]
+        return [self._finish(self._compiling.pop(request_id)) for request_id in done]
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for any grammar, at most so long."""
+        wait([compiling.matcher for compiling in self._compiling.values()], timeout_s, "FIRST_COMPLETED")
+
+    def _finish(self, compiling: _Compiling) -> CompiledRequest:
+        request, failure = compiling.request, None
+        try:
+            self._matchers[request.request_id] = compiling.matcher.result()
+        except InvalidRequest as refusal:
+            failure = Failed(request.request_id, FailureKind.INVALID, str(refusal))
+        except Exception:
+            logger.exception("the grammar of request %d could not be compiled", request.request_id)
+            failure = Failed(request.request_id, FailureKind.INTERNAL, _COMPILER_FAULT)
+        return CompiledRequest(request, compiling.arrived_s, failure)
+
+    # --- while they run ---------------------------------------------------------------------------------
+
+    def mask(self, plan: StepPlan) -> tuple[StepPlan, list[Failed]]:
+        """A plan with the masks of its sampled rows; the failures of requests that cannot go on, to be ended."""
+        for start in plan.started:
+            if start.request.request_id in self._matchers:
+                self._slots[start.slot] = start.request.request_id
+            else:
+                self._slots.pop(start.slot, None)
+        if not self._slots:
+            return plan, []
+        masks: dict[int, MaskWords] = {}
+        failures: list[Failed] = []
+        for row in np.flatnonzero(plan.sample).tolist():
+            request_id = self._slots.get(int(plan.slots[row]))
+            matcher = None if request_id is None else self._matchers.get(request_id)
+            if request_id is not None and matcher is not None:
+                words = np.empty(self._num_words, np.uint32)
+                failure = _fill(request_id, matcher, words)
+                if failure is None:
+                    masks[row] = words
+                else:
+                    failures.append(failure)
+        return (replace(plan, token_masks=masks) if masks else plan), failures
+
+    def follow(self, events: Iterable[TokenEvent]) -> list[Failed]:
+        """Tells matchers what was sampled and forgets those of ended requests; returns as `mask` does."""
+        if not self._matchers:
+            return []
+        failures: list[Failed] = []
+        for event in events:
+            if isinstance(event, Finished | Failed):
+                self.forget(event.request_id)
+            elif isinstance(event, Tokens) and (matcher := self._matchers.get(event.request_id)) is not None:
+                failure = _accept(matcher, event)
+                if failure is not None:
+                    failures.append(failure)
+        return failures
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drops the matcher of a request that has ended."""
+        self._matchers.pop(request_id, None)
+
+    def close(self) -> None:
+        """Closes the compiler. Idempotent."""
+        self._compiling.clear()
+        self._matchers.clear()
+        if self._compiler is not None:
+            self._compiler.close()
+
+
+def _fill(request_id: RequestId, matcher: TokenMatcher, words: MaskWords) -> Failed | None:
+    try:
+        matcher.fill(words)
+    except Exception:
+        logger.exception("the matcher of request %d failed; the others live", request_id)
+        return Failed(request_id, FailureKind.INTERNAL, _FAULT)
+    return None if words.any() else Failed(request_id, FailureKind.INVALID, _DEAD_END)
+
+
+def _accept(matcher: TokenMatcher, event: Tokens) -> Failed | None:
+    try:
+        for token_id in event.token_ids:
+            matcher.accept(token_id)
+    except Exception:
+        logger.exception("the matcher of request %d failed; the others live", event.request_id)
+        return Failed(event.request_id, FailureKind.INTERNAL, _FAULT)
+    return None
