@@ -12,6 +12,7 @@ from openinfer_core.engine import EngineHandle
 from openinfer_server.api_errors import ApiError, internal
 from openinfer_server.builtin import BUILTIN
 from openinfer_server.chat_template import ChatTemplate
+from openinfer_server.document import document_route
 from openinfer_server.endpoints import load_endpoints
 from openinfer_server.engine_link import EngineLink
 from openinfer_server.exchange import Exchange
@@ -46,7 +47,8 @@ class App:
         self.link_ended = asyncio.Event()
         """Set when the engine has ended."""
         self._link_task: asyncio.Task[None] | None = None
-        self.router = Router(route for api in (*BUILTIN, *endpoints) for route in api(service))
+        routes = [route for api in (*BUILTIN, *endpoints) for route in api(service)]
+        self.router = Router([*routes, document_route(routes)])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, or the server's lifespan."""
