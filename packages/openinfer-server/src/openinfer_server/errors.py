@@ -4,6 +4,7 @@
     └── ServerError             the server cannot start
         ├── CannotListen        the address is in use or not ours
         ├── ConflictingRoutes   two endpoints offer one method and path
+        ├── UnusableParser      no tool or reasoning parser can be chosen, or the one chosen is none
         ├── UnusableTokenizer   the model folder has no tokenizer this server can use
         └── UnusableTemplate    the model folder's chat template does not compile
 
@@ -23,6 +24,10 @@ class CannotListen(ServerError):
 
 class ConflictingRoutes(ServerError):
     """Two endpoints offer the same method and path."""
+
+
+class UnusableParser(ServerError):
+    """No tool or reasoning parser can be chosen, or what was chosen is none."""
 
 
 class UnusableTokenizer(ServerError):

@@ -1,0 +1,121 @@
+"""Which parsers serve a model: by name, or by what its chat template shows (`auto`)."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from openinfer_core.plugins import Lister, Plugin, find_plugin, installed, list_plugins
+from openinfer_server.errors import UnusableParser
+from openinfer_server.parsers.contract import (
+    ModelTraits,
+    OutputTextParser,
+    ParserContext,
+    ReasoningParser,
+    ToolParser,
+)
+from openinfer_server.parsers.output import OutputParser
+
+TOOL_PARSERS = "openinfer.tool_parsers"
+REASONING_PARSERS = "openinfer.reasoning_parsers"
+AUTO = "auto"
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A parser class and the entry point it came from."""
+
+    plugin: Plugin
+    parser: type[OutputTextParser]
+
+    @property
+    def origin(self) -> str:
+        """`hermes (openinfer-server 0.1.0)`."""
+        return f"{self.plugin.name} ({self.plugin.origin})"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParsers:
+    """The parsers of one model; None where there is none."""
+
+    tools: Chosen | None = None
+    reasoning: Chosen | None = None
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What `openinfer plan` shows."""
+        none = "none"
+        return {
+            "tool parser": none if self.tools is None else self.tools.origin,
+            "reasoning parser": none if self.reasoning is None else self.reasoning.origin,
+        }
+
+    @property
+    def visible_tokens(self) -> frozenset[str]:
+        """Special tokens that the parsers must see."""
+        return frozenset(
+            token for chosen in (self.tools, self.reasoning) if chosen for token in chosen.parser.visible_tokens
+        )
+
+    def open(self, prompt: str, tools: Mapping[str, Mapping[str, Any]]) -> OutputParser | None:
+        """The parsers of one answer; None if its text is content and nothing else.
+
+        Args:
+            prompt: the rendered chat.
+            tools: functions on offer; calls are looked for only if there are any.
+        """
+        context = ParserContext(prompt, tools, new_call_id)
+        reasoning = None if self.reasoning is None else cast("ReasoningParser", self.reasoning.parser(context))
+        calls = None if self.tools is None or not tools else cast("ToolParser", self.tools.parser(context))
+        return None if reasoning is None and calls is None else OutputParser(reasoning, calls)
+
+
+def choose_parsers(
+    traits: ModelTraits, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO, lister: Lister = installed
+) -> ModelParsers:
+    """The parsers of a model.
+
+    Args:
+        traits: of the model.
+        tool_parser: a name in `openinfer.tool_parsers`, `auto` or `none`.
+        reasoning_parser: the same in `openinfer.reasoning_parsers`.
+        lister: where plug-ins are listed.
+
+    Raises:
+        UnusableParser: more than one parser claims the model, or one is not of the contract.
+        PluginError: the name is unknown or ambiguous, or a parser fails to load.
+    """
+    return ModelParsers(
+        tools=_choose(TOOL_PARSERS, tool_parser, traits, lister),
+        reasoning=_choose(REASONING_PARSERS, reasoning_parser, traits, lister),
+    )
+
+
+def new_call_id() -> str:
+    """An id that no other call has."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _choose(group: str, name: str, traits: ModelTraits, lister: Lister) -> Chosen | None:
+    if name == NONE:
+        return None
+    if name != AUTO:
+        return _load(find_plugin(group, name, lister=lister))
+    claiming = [chosen for chosen in map(_load, list_plugins(group, lister=lister)) if chosen.parser.claims(traits)]
+    if len(claiming) > 1:
+        names = ", ".join(chosen.origin for chosen in claiming)
+        flag = "--" + group.removeprefix("openinfer.").replace("_", "-").removesuffix("s")
+        raise UnusableParser(f"more than one of {group} claims this model: {names}; name one with {flag}")
+    return claiming[0] if claiming else None
+
+
+def _load(plugin: Plugin) -> Chosen:
+    found = plugin.load()
+    wanted = ("visible_tokens", "claims", "feed", "finish")
+    wanted += ("closing_text",) if plugin.group == REASONING_PARSERS else ()
+    missing = [name for name in wanted if not hasattr(found, name)]
+    if missing or not isinstance(found, type):
+        lacks = f"lacks {', '.join(missing)}" if missing else "is no class"
+        raise UnusableParser(f"{plugin.name!r} of {plugin.group} ({plugin.origin}) is no parser: it {lacks}")
+    return Chosen(plugin, found)

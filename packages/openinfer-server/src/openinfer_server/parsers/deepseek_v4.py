@@ -1,0 +1,91 @@
+"""DeepSeek V3.2's and V4's format: tags with a special token in them, each value marked as text or JSON.
+
+    <｜DSML｜tool_calls>
+    <｜DSML｜invoke name="get_weather">
+    <｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>
+    <｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜tool_calls>
+
+V3.2 writes `function_calls` for `tool_calls`. Source: encoding/ of https://huggingface.co/deepseek-ai/DeepSeek-V3.2.
+"""
+
+import re
+
+from openinfer_server.parsers.contract import ModelTraits
+from openinfer_server.parsers.markers import Markers
+from openinfer_server.parsers.script import Script
+from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
+from openinfer_server.parsers.typed_values import ANYTHING, TEXT
+
+MARK = "｜DSML｜"
+SECTIONS = tuple(f"<{slash}{MARK}{name}>" for name in ("tool_calls", "function_calls") for slash in ("", "/"))
+CALL_BEGIN, CALL_END = f'<{MARK}invoke name="', f"</{MARK}invoke>"
+PARAMETER, PARAMETER_END = f'<{MARK}parameter name="', f"</{MARK}parameter>"
+_MARKERS = Markers(*SECTIONS, CALL_BEGIN)
+_VALUE_ENDS = Markers(PARAMETER_END, CALL_END)
+_WORD = re.compile(r'[^<>"\r\n]*')
+
+
+class DeepSeekV4Parser(TaggedArgumentsParser):
+    """Text is handed on as it comes, JSON when it is whole; what is marked as JSON and is none becomes text."""
+
+    visible_tokens = (MARK, *SECTIONS)
+
+    @classmethod
+    def claims(cls, traits: ModelTraits) -> bool:
+        """Whether the template writes such tags, or the family is known to (the model ships no template)."""
+        return MARK in traits.template or traits.family == "deepseek_v4"
+
+    def run(self) -> Script[None]:
+        """Content and calls, to the end."""
+        while marker := (yield from self.content_until(_MARKERS)):
+            if marker != CALL_BEGIN:
+                self.content.at_tag()
+                continue
+            self.begin_tentative(CALL_BEGIN)
+            name = yield from self.run_of(_WORD)
+            if name and (yield from self.literal('">')):
+                self.begin_call(name)
+                yield from self._parameters()
+            else:
+                self.give_up()
+
+    def _parameters(self) -> Script[None]:
+        self.begin_arguments()
+        end: str | None = PARAMETER_END
+        while end == PARAMETER_END:
+            yield from self.spaces()
+            self.begin_tentative("")
+            parameter = yield from self._parameter()
+            if parameter is None:
+                break
+            self.commit()
+            name, types = parameter
+            self.begin_parameter(name)
+            end = yield from self.value(_VALUE_ENDS, types, own_lines=False)
+        if end == CALL_END:
+            self.unread(CALL_END)
+        yield from self._close()
+
+    def _parameter(self) -> Script[tuple[str, frozenset[str]] | None]:
+        """The opening tag: a name, and which types its value may have."""
+        if not (yield from self.literal(PARAMETER)):
+            return None
+        name = yield from self.run_of(_WORD)
+        if not name or not (yield from self.literal('" string="')):
+            return None
+        for word, types in (("true", TEXT), ("false", ANYTHING)):
+            if (yield from self.literal(word + '">')):
+                return name, types
+        return None
+
+    def _close(self) -> Script[None]:
+        """Ends the call; what does not belong to it is content. Arguments of a call that was cut stay open."""
+        if (yield from self.literal(CALL_END)):
+            self.commit()
+            self.end_arguments()
+        elif not self.is_cut(PARAMETER, CALL_END):
+            self.end_arguments()
+        self.end_call()
+        self.give_up()

@@ -1,0 +1,58 @@
+"""Kimi-K2's format: special tokens around an id and a JSON object.
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}
+    <|tool_call_end|><|tool_calls_section_end|>
+
+The id is `functions.{name}:{number}` and goes to the client as it is, since the template writes it before the result.
+Source: https://huggingface.co/moonshotai/Kimi-K2-Instruct, docs/tool_call_guidance.md.
+"""
+
+import re
+
+from openinfer_server.parsers.calls import CallParser
+from openinfer_server.parsers.contract import ModelTraits
+from openinfer_server.parsers.markers import Markers
+from openinfer_server.parsers.script import Script
+
+SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
+_MARKERS = Markers(SECTION_BEGIN, SECTION_END, CALL_BEGIN)
+_ID = re.compile(r"[^<\s]*")
+_NAME = re.compile(r"(?:functions\.)?([^:]+)(?::\d+)?")
+
+
+class KimiK2Parser(CallParser):
+    """Arguments are handed on as they come. Calls outside a section count, too."""
+
+    visible_tokens = (SECTION_BEGIN, SECTION_END, CALL_BEGIN, ARGUMENTS_BEGIN, CALL_END)
+
+    @classmethod
+    def claims(cls, traits: ModelTraits) -> bool:
+        """Whether the template writes sections."""
+        return SECTION_BEGIN in traits.template
+
+    def run(self) -> Script[None]:
+        """Content and calls, to the end."""
+        while marker := (yield from self.content_until(_MARKERS)):
+            if marker != CALL_BEGIN:
+                self.content.at_tag()
+                continue
+            self.begin_tentative(CALL_BEGIN)
+            if not (yield from self._call()):
+                self.give_up()
+
+    def _call(self) -> Script[bool]:
+        yield from self.spaces()
+        call_id = yield from self.run_of(_ID)
+        yield from self.spaces()
+        name = _NAME.fullmatch(call_id)
+        if name is None or not (yield from self.literal(ARGUMENTS_BEGIN)):
+            return False
+        self.begin_call(name.group(1), call_id)
+        yield from self.json_arguments(CALL_END)
+        yield from self.spaces()
+        yield from self.literal(CALL_END)
+        self.is_cut(CALL_END)
+        self.end_call()
+        return True

@@ -1,0 +1,98 @@
+"""Qwen3-Coder's and Qwen3.5's format: tags in the manner of XML, values as plain text.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+
+Source: the chat template of https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct.
+"""
+
+import re
+
+from openinfer_server.parsers.contract import ModelTraits
+from openinfer_server.parsers.markers import Markers
+from openinfer_server.parsers.script import Script
+from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
+from openinfer_server.parsers.typed_values import types_of
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_MARKERS = Markers(OPEN, FUNCTION)
+_VALUE_ENDS = Markers(PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
+_WORD = re.compile(r'[^<>"\s]*')
+
+
+class Qwen3CoderParser(TaggedArgumentsParser):
+    """Strings are handed on as they come, other values when they are whole.
+
+    What the function's schema says decides whether `5` is a number. `</parameter>` may be missing where the next tag
+    stands on a line of its own; `<tool_call>` may be missing before a function that is on offer.
+    """
+
+    visible_tokens = (OPEN, CLOSE)
+
+    @classmethod
+    def claims(cls, traits: ModelTraits) -> bool:
+        """Whether the template writes functions as tags."""
+        return FUNCTION in traits.template
+
+    def run(self) -> Script[None]:
+        """Content and calls, to the end."""
+        while marker := (yield from self.content_until(_MARKERS)):
+            self.begin_tentative(marker)
+            name = yield from self._name(marker)
+            if name:
+                self.begin_call(name)
+                yield from self._parameters(name)
+            else:
+                self.give_up()
+
+    def _name(self, marker: str) -> Script[str]:
+        """The function's name; empty if this is no call."""
+        if marker == OPEN:
+            yield from self.spaces()
+            if not (yield from self.literal(FUNCTION)):
+                return ""
+        name = yield from self.run_of(_WORD)
+        if not (yield from self.literal(">")):
+            return ""
+        return name if marker == OPEN or name in self.context.tools else ""
+
+    def _parameters(self, function: str) -> Script[None]:
+        schema = self.context.tools.get(function, {})
+        self.begin_arguments()
+        while True:
+            yield from self.spaces()
+            self.begin_tentative("")
+            if not (yield from self.literal(PARAMETER)):
+                break
+            name = yield from self.run_of(_WORD)
+            if not name or not (yield from self.literal(">")):
+                break
+            self.commit()
+            self.begin_parameter(name)
+            end = yield from self.value(_VALUE_ENDS, types_of(schema, name), own_lines=True)
+            if end is not None and end != PARAMETER_END:
+                self.unread(end)
+        yield from self._close()
+
+    def _close(self) -> Script[None]:
+        """Ends the call; what does not belong to it is content. Arguments of a call that was cut stay open."""
+        if (yield from self.literal(FUNCTION_END)):
+            self.commit()
+            self.end_arguments()
+            yield from self.spaces()
+            yield from self.literal(CLOSE)
+            self.is_cut(CLOSE)
+        elif (yield from self.literal(CLOSE)):
+            self.commit()
+            self.end_arguments()
+        elif not self.is_cut(PARAMETER, FUNCTION_END, CLOSE):
+            self.end_arguments()
+        self.end_call()
+        self.give_up()

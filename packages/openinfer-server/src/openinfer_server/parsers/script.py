@@ -1,0 +1,232 @@
+"""`ScriptedParser`: parsers written as if the whole text were there.
+
+A subclass writes `run`, a generator that reads the text from its beginning to its end with the verbs below; a verb that
+needs more text than there is waits for it (`yield from`). What a verb returns depends on the text alone, never on the
+pieces it came in, so a parser made of verbs cannot depend on them either. The buffer holds only what no verb has taken,
+which is less than the longest marker beyond the last piece.
+"""
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+import msgspec
+
+from openinfer_server.parsers.deltas import ContentDelta, Delta
+from openinfer_server.parsers.markers import Markers
+from openinfer_server.parsers.trimmed import TrimmedText
+
+T = TypeVar("T")
+Script = Generator[None, None, T]
+"""Takes what it can, yields when it needs more text."""
+
+MAX_WORD = 256
+"""Longest name, key or run of white space inside a tag."""
+UNBOUNDED = 2**62
+_SPACES = re.compile(r"[ \t\r\n]*")
+_NOT_QUOTED = re.compile(r'[^"\\]*')
+_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
+
+
+class ScriptedParser:
+    """Feeds pieces of text to a script.
+
+    Attributes:
+        content: where the answer's text goes; the white space beside tags is left out.
+    """
+
+    def __init__(self) -> None:
+        self.content = TrimmedText(lambda text: self.say(ContentDelta(text)))
+        self._buffer = ""
+        self._ended = False
+        self._said: list[Delta] = []
+        self._taken: list[str] | None = None
+        self._script = self._run_to_end()
+        next(self._script)
+
+    def run(self) -> Script[None]:
+        """Reads the text to its end. Text it leaves is content."""
+        raise NotImplementedError
+
+    def feed(self, text: str) -> list[Delta]:
+        """Takes the next piece; returns what became certain."""
+        if not text:
+            return []
+        self._buffer += text
+        next(self._script)
+        said, self._said = self._said, []
+        return said
+
+    def finish(self) -> list[Delta]:
+        """Returns what was held."""
+        self._ended = True
+        next(self._script, None)
+        self.content.flush()
+        said, self._said = self._said, []
+        return said
+
+    def _run_to_end(self) -> Script[None]:
+        yield
+        yield from self.run()
+        while (yield from self.more()):
+            self.content.write(self._take(len(self._buffer)))
+
+    def say(self, delta: Delta) -> None:
+        """Returns a delta from the `feed` or `finish` that is running."""
+        self._said.append(delta)
+
+    # what has been read tentatively
+
+    def begin_tentative(self, text: str) -> None:
+        """Text that was read, and what is read from here on, may turn out to be content."""
+        self._taken = [text]
+
+    def commit(self) -> None:
+        """What was read tentatively was markup: the white space around it belongs to it."""
+        self._taken = None
+        self.content.at_tag()
+
+    def give_up(self) -> None:
+        """What was read tentatively was no markup: it is content."""
+        taken, self._taken = self._taken or (), None
+        self.content.write("".join(taken))
+
+    # verbs
+
+    def more(self) -> Script[bool]:
+        """Waits until there is text that nobody has taken; False if it has ended."""
+        while not self._buffer:
+            if self._ended:
+                return False
+            yield
+        return True
+
+    def peek(self) -> Script[str]:
+        """The next character; empty at the end."""
+        return self._buffer[0] if (yield from self.more()) else ""
+
+    def literal(self, text: str) -> Script[bool]:
+        """Takes exactly this text if it is next."""
+        while len(self._buffer) < len(text) and text.startswith(self._buffer) and not self._ended:
+            yield
+        if not self._buffer.startswith(text):
+            return False
+        self._take(len(text))
+        return True
+
+    def is_cut(self, *tags: str) -> bool:
+        """Whether the whole text ends here, or inside one of these tags; takes what there is of it."""
+        cut = self._ended and any(tag.startswith(self._buffer) for tag in tags)
+        if cut:
+            self._take(len(self._buffer))
+        return cut
+
+    def run_of(self, pattern: "re.Pattern[str]", limit: int = MAX_WORD) -> Script[str]:
+        """Takes characters for as long as a class of characters, `[…]*`, goes on, and at most so many."""
+        pieces: list[str] = []
+        while limit and (yield from self.more()):
+            match = pattern.match(self._buffer, 0, limit)
+            piece = self._take(match.end() if match else 0)
+            limit -= len(piece)
+            pieces.append(piece)
+            if self._buffer:
+                break
+        return "".join(pieces)
+
+    def spaces(self) -> Script[str]:
+        """Takes white space, at most `MAX_WORD` characters."""
+        return (yield from self.run_of(_SPACES))
+
+    def text_until(self, markers: Markers, emit: Callable[[str], None]) -> Script[str | None]:
+        """Hands text on up to the first marker and takes that; returns it, or None if the text ended before."""
+        while True:
+            found = markers.find(self._buffer)
+            if found is not None:
+                if found.start():
+                    emit(self._take(found.start()))
+                return self._take(len(found.group()))
+            held = markers.num_held(self._buffer)
+            if held < len(self._buffer):
+                emit(self._take(len(self._buffer) - held))
+            if self._ended:
+                if held:
+                    emit(self._take(held))
+                return None
+            yield
+
+    def unread(self, text: str) -> None:
+        """Puts back what was just taken, outside of what is tentative."""
+        self._buffer = text + self._buffer
+
+    def json_string(self, limit: int = MAX_WORD) -> Script[str | None]:
+        """Takes a JSON string of at most so many characters and returns its value; None if there is none here."""
+        if not (yield from self.literal('"')):
+            return None
+        pieces = ['"']
+        while limit > 0:
+            piece = yield from self.run_of(_NOT_QUOTED, limit)
+            limit -= len(piece) + 2
+            pieces.append(piece)
+            if (yield from self.literal('"')):
+                return _decode_string("".join(pieces) + '"')
+            if not (yield from self.literal("\\")) or not (yield from self.more()):
+                return None
+            pieces.append("\\" + self._take(1))
+        return None
+
+    def json_value(self, end: str, emit: Callable[[str], None], limit: int = UNBOUNDED) -> Script[bool]:
+        """Hands an object or array on, up to the bracket that closes it; False if it is not closed.
+
+        It is not checked beyond strings and brackets: models write what is close to JSON, and nothing may be lost.
+        `end`, which begins with `<`, ends it outside a string in any case, and is left there.
+        """
+        depth, quoted = 0, False
+        while True:
+            scanned, depth, quoted, closed = _scan_json(self._buffer[:limit], end, depth, quoted, final=self._ended)
+            limit -= scanned
+            if scanned:
+                emit(self._take(scanned))
+            at_end = not quoted and self._buffer.startswith(end)
+            if closed or at_end or self._ended or limit <= 0 or len(self._buffer) > limit:
+                return closed
+            yield
+
+    def _take(self, length: int) -> str:
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        if self._taken is not None:
+            self._taken.append(text)
+        return text
+
+
+def _scan_json(text: str, end: str, depth: int, quoted: bool, *, final: bool) -> tuple[int, int, bool, bool]:  # noqa: FBT001
+    """How far a text goes on with a JSON value: characters, then depth, whether in a string, whether it is closed."""
+    at = 0
+    while True:
+        found = (_IN_STRING if quoted else _OUTSIDE_STRING).search(text, at)
+        if found is None:
+            return len(text), depth, quoted, False
+        mark, at = found.group(), found.start()
+        if mark == "\\":
+            if at + 1 == len(text):
+                return at + final, depth, quoted, False
+            at += 2
+            continue
+        if mark == "<":
+            rest = text[at : at + len(end)]
+            if rest == end or (end.startswith(rest) and not final):
+                return at, depth, quoted, False
+        elif mark == '"':
+            quoted = not quoted
+        else:
+            depth += 1 if mark in "{[" else -1
+        at += 1
+        if depth <= 0:
+            return at, depth, quoted, True
+
+
+def _decode_string(text: str) -> str | None:
+    try:
+        return msgspec.json.decode(text, type=str)
+    except msgspec.MsgspecError:
+        return None

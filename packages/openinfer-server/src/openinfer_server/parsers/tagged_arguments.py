@@ -1,0 +1,101 @@
+"""`TaggedArguments`: parameters that stand between tags, each by itself, become one JSON object as they come."""
+
+import msgspec
+
+from openinfer_server.parsers.calls import CallParser
+from openinfer_server.parsers.markers import Markers
+from openinfer_server.parsers.script import Script
+from openinfer_server.parsers.typed_values import TEXT, as_json
+
+MAX_HELD = 2**20
+"""Characters of a value that are held to see what JSON they are; a longer value is a string."""
+
+
+class TaggedArgumentsParser(CallParser):
+    """A script with verbs for such parameters."""
+
+    _num_parameters = 0
+
+    def begin_arguments(self) -> None:
+        """The object begins."""
+        self._num_parameters = 0
+        self.arguments("{")
+
+    def end_arguments(self) -> None:
+        """The object is whole."""
+        self.arguments("}")
+
+    def begin_parameter(self, name: str) -> None:
+        """Its name."""
+        comma = ", " if self._num_parameters else ""
+        self._num_parameters += 1
+        self.arguments(f"{comma}{_quote(name)}: ")
+
+    def value(self, ends: Markers, types: frozenset[str], *, own_lines: bool) -> Script[str | None]:
+        """Hands on a value and takes the marker that ends it; returns that, or None if the text ended before.
+
+        A string is handed on as it comes; a value that may be of another type when it is whole. Of a value that was
+        cut, there is no closing quote: nobody shall take it for a whole one.
+
+        Args:
+            ends: what may end it.
+            types: JSON types it may have.
+            own_lines: whether a newline after the opening and before the closing tag belongs to the tags.
+        """
+        if own_lines:
+            yield from self.literal("\n")
+        value = _Value(self, streamed=types == TEXT, own_lines=own_lines)
+        end = yield from self.text_until(ends, value.write)
+        if end is None:
+            value.cut()
+        else:
+            value.close(types)
+        return end
+
+
+class _Value:
+    """Text of one value on its way to JSON."""
+
+    __slots__ = ("_held", "_newline", "_num_held", "_own_lines", "_parser", "_streamed")
+
+    def __init__(self, parser: CallParser, *, streamed: bool, own_lines: bool) -> None:
+        self._parser = parser
+        self._own_lines = own_lines
+        self._newline = ""
+        self._held: list[str] = []
+        self._num_held = 0
+        self._streamed = streamed
+        if streamed:
+            parser.arguments('"')
+
+    def write(self, text: str) -> None:
+        """Takes the next piece."""
+        text = self._newline + text
+        self._newline = ""
+        if self._own_lines and text.endswith("\n"):
+            text, self._newline = text[:-1], "\n"
+        if self._streamed:
+            self._parser.arguments(_escape(text))
+            return
+        self._held.append(text)
+        self._num_held += len(text)
+        if self._num_held > MAX_HELD:
+            self._streamed = True
+            self._parser.arguments('"' + _escape("".join(self._held)))
+            self._held.clear()
+
+    def close(self, types: frozenset[str]) -> None:
+        """It is whole."""
+        self._parser.arguments('"' if self._streamed else as_json("".join(self._held), types))
+
+    def cut(self) -> None:
+        """The text ended inside it."""
+        self._parser.arguments("".join(self._held))
+
+
+def _quote(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _escape(text: str) -> str:
+    return _quote(text)[1:-1]

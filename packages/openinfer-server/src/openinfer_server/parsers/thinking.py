@@ -1,0 +1,78 @@
+"""Reasoning between `<think>` and `</think>`, as Qwen3, DeepSeek and Kimi write it.
+
+A block counts at the beginning of the answer only, where models put it: `<think>` further on is text. If the template
+has opened it, which the end of the prompt shows, the answer begins inside.
+"""
+
+from openinfer_server.parsers.contract import ModelTraits, ParserContext
+from openinfer_server.parsers.deltas import ReasoningDelta
+from openinfer_server.parsers.kimi_k2 import CALL_BEGIN, SECTION_BEGIN
+from openinfer_server.parsers.markers import Markers
+from openinfer_server.parsers.script import Script, ScriptedParser
+from openinfer_server.parsers.trimmed import TrimmedText
+
+OPEN, CLOSE = "<think>", "</think>"
+_DEEPSEEK = "<｜Assistant｜>"
+_KIMI = "<|im_middle|>"
+
+
+class ThinkParser(ScriptedParser):
+    """What all three have in common. White space beside the tags belongs to them."""
+
+    visible_tokens: tuple[str, ...] = (OPEN, CLOSE)
+    closing_text = f"\n{CLOSE}\n\n"
+    ends = Markers(CLOSE)
+    """What ends the reasoning; what is not the closing tag is read again as text."""
+
+    def __init__(self, context: ParserContext) -> None:
+        super().__init__()
+        self.reasoning = context.prompt.rstrip().endswith(OPEN)
+
+    def run(self) -> Script[None]:
+        """Reasoning, if there is any; the rest is content."""
+        spaces = yield from self.spaces()
+        if (yield from self.literal(OPEN)):
+            self.reasoning = True
+        elif not self.reasoning:
+            self.content.write(spaces)
+            return
+        thoughts = TrimmedText(lambda text: self.say(ReasoningDelta(text)))
+        thoughts.at_tag()
+        end = yield from self.text_until(self.ends, thoughts.write)
+        self.reasoning = False
+        self.content.at_tag()
+        if end is not None and end != CLOSE:
+            self.unread(end)
+
+
+class Qwen3Thinking(ThinkParser):
+    """Qwen3, Qwen3.5 and whoever else writes `<think>`."""
+
+    @classmethod
+    def claims(cls, traits: ModelTraits) -> bool:
+        """Whether the template knows the tag, and is none of the others'."""
+        return CLOSE in traits.template and not any(name in traits.template for name in (_DEEPSEEK, _KIMI))
+
+
+class DeepSeekThinking(ThinkParser):
+    """R1, V3.1 to V4; the template opens the block, or closes it at once where no reasoning is wanted."""
+
+    closing_text = CLOSE
+
+    @classmethod
+    def claims(cls, traits: ModelTraits) -> bool:
+        """Whether the template knows the tag and DeepSeek's turns, or the family is V4, which ships no template."""
+        return (CLOSE in traits.template and _DEEPSEEK in traits.template) or traits.family == "deepseek_v4"
+
+
+class KimiThinking(ThinkParser):
+    """Kimi-K2-Thinking, which may begin its calls without closing the block."""
+
+    visible_tokens = (OPEN, CLOSE, SECTION_BEGIN, CALL_BEGIN)
+    closing_text = CLOSE
+    ends = Markers(CLOSE, SECTION_BEGIN, CALL_BEGIN)
+
+    @classmethod
+    def claims(cls, traits: ModelTraits) -> bool:
+        """Whether the template knows the tag and Kimi's turns."""
+        return CLOSE in traits.template and _KIMI in traits.template

@@ -1,0 +1,92 @@
+"""Values that a model writes as plain text, as JSON of the type the function's schema asks for.
+
+Nothing is evaluated: a value is the JSON it is, `true` and `null` in Python's spelling, or a string.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import msgspec
+
+MAX_REFERENCES = 8
+"""How deep references and alternatives of a schema are followed."""
+ANYTHING = frozenset({"string", "number", "boolean", "null", "array", "object"})
+TEXT = frozenset({"string"})
+
+
+def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+    """JSON types that a parameter may have; any if its schema does not say."""
+    parameter = _get(schema.get("properties"), name)
+    found = frozenset(_types(parameter, schema, MAX_REFERENCES))
+    return found or ANYTHING
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """JSON of a value of one of these types; a string if it is of none."""
+    stripped = text.strip()
+    kind = _kind(stripped)
+    if kind in types:
+        return stripped
+    if "boolean" in types and stripped.lower() in {"true", "false"}:
+        return stripped.lower()
+    if "null" in types and stripped in {"None", "NULL", "Null"}:
+        return "null"
+    return msgspec.json.encode(text).decode()
+
+
+def _kind(text: str) -> str | None:
+    """JSON type of a text that is JSON."""
+    try:
+        value: object = msgspec.json.decode(text.encode("utf-8", "replace"))
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return _kind_of(value)
+
+
+def _kind_of(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def _types(parameter: object, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    if not isinstance(parameter, Mapping) or depth == 0:
+        return
+    schema = cast("Mapping[str, Any]", parameter)
+    declared = schema.get("type")
+    for name in cast("list[object]", declared) if isinstance(declared, list) else [declared]:
+        if isinstance(name, str):
+            yield "number" if name == "integer" else name
+    if "const" in schema:
+        yield _kind_of(schema["const"])
+    if declared is None and isinstance(schema.get("enum"), list):
+        yield from map(_kind_of, schema["enum"])
+    for word in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(word), list):
+            for alternative in schema[word]:
+                yield from _types(alternative, root, depth - 1)
+    yield from _types(_referenced(schema.get("$ref"), root), root, depth - 1)
+
+
+def _referenced(reference: object, root: Mapping[str, Any]) -> object:
+    """What `#/$defs/Name` stands for, if it is there."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: object = root
+    for step in reference[2:].split("/"):
+        found = _get(found, step)
+    return found
+
+
+def _get(value: object, name: str) -> object:
+    return cast("Mapping[str, object]", value).get(name) if isinstance(value, Mapping) else None
