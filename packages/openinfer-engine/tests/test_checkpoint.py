@@ -75,11 +75,10 @@ def test_pieces_of_all_ranks_make_the_whole(model_dir: Path, size: int) -> None:
             whole = checkpoint.read(name)
             for cut in (Cut.ROWS, Cut.COLUMNS)[: whole.ndim]:
                 pieces = [rank.read(name, cut) for rank in ranks]
-                assert all(piece.flags.c_contiguous for piece in pieces)
                 assert np.array_equal(np.concatenate(pieces, cut), whole)
 
 
-def test_whole_tensors_and_rows_are_not_copied_and_columns_are(model_dir: Path) -> None:
+def test_no_piece_is_copied(model_dir: Path) -> None:
     with Checkpoint.open(model_dir) as checkpoint:
         rank = RankWeights(checkpoint, rank=1, size=2)
         whole = checkpoint.read("layer.weight")
@@ -87,7 +86,7 @@ def test_whole_tensors_and_rows_are_not_copied_and_columns_are(model_dir: Path) 
         assert np.array_equal(rank.read("layer.weight", Cut.ROWS), whole[3:])
         assert np.shares_memory(rank.read("layer.weight", Cut.ROWS), whole)
         assert np.array_equal(rank.read("layer.weight", Cut.COLUMNS), whole[:, 4:])
-        assert not np.shares_memory(rank.read("layer.weight", Cut.COLUMNS), whole)
+        assert np.shares_memory(rank.read("layer.weight", Cut.COLUMNS), whole)
 
 
 @pytest.mark.parametrize(("name", "cut"), [("layer.weight", Cut.ROWS), ("norm.weight", Cut.COLUMNS)])

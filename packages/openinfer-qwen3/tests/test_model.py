@@ -13,6 +13,7 @@ from openinfer_engine.communicator import SoloCommunicator
 from openinfer_engine.dummy import DummyWeights
 from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.model import Cut
+from openinfer_kernels import WeightPart
 from openinfer_kernels.cpu import CpuOps
 from openinfer_qwen3.definition import Qwen3Definition
 from openinfer_qwen3.model import Qwen3Config, load, tensors
@@ -90,9 +91,10 @@ class CountingOps(CpuOps):
 
     num_uploaded = 0
 
-    def upload_weight(self, host: NDArray[Any], /) -> NDArray[Any]:
-        self.num_uploaded += host.size
-        return super().upload_weight(host)
+    def upload_weight(self, *parts: WeightPart) -> NDArray[Any]:
+        weight = super().upload_weight(*parts)
+        self.num_uploaded += weight.size
+        return weight
 
 
 def test_weights_are_uploaded_once_also_where_the_head_is_tied(model_dir: Path) -> None:

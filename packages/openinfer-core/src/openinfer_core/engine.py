@@ -7,6 +7,7 @@ import msgspec
 
 from openinfer_core.events import TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.timeline import StartPhase
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +30,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Requests in the queue at most; beyond it `submit` is answered with `Failed(OVERLOADED)`."""
     composition: dict[str, str] = {}
     """What supplies each part: name -> distribution and version, as `openinfer plan` prints it."""
+    start: tuple[StartPhase, ...] = ()
+    """Where the time of its start went; empty for an engine that does not say."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,11 +3,13 @@
 The CUDA backend's modules are imported when it is chosen, so that a CPU engine needs none of its packages.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from openinfer_core import Refused
 from openinfer_engine.communicator import Communicator
-from openinfer_engine.model import Model
+from openinfer_engine.dummy import DummyWeights
+from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
@@ -43,8 +45,16 @@ class Backend(Protocol):
         """
         ...
 
+    def used_bytes(self) -> int:
+        """Of the device's memory, by everyone; 0 where the device has none of its own."""
+        ...
+
     def make_ops(self) -> Ops:
         """The operators, for one rank."""
+        ...
+
+    def dummy_weights(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int) -> WeightSource:
+        """Random weights, made where that is quickest."""
         ...
 
     def make_rank(
@@ -56,8 +66,9 @@ class Backend(Protocol):
         layout: KvLayout,
         communicator: Communicator,
         limits: RunnerLimits,
+        mark: Callable[[str], None],
     ) -> Rank:
-        """The rank that runs a loaded model, warmed up."""
+        """The rank that runs a loaded model, warmed up; `mark` is told the name of each phase that has ended."""
         ...
 
 
@@ -93,9 +104,17 @@ class CpuBackend:
         del weights_bytes, workspace_bytes
         return _CPU_KV_CACHE_BYTES
 
+    def used_bytes(self) -> int:
+        """None of its own."""
+        return 0
+
     def make_ops(self) -> Ops:
         """Stateless."""
         return CpuOps()
+
+    def dummy_weights(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int) -> WeightSource:
+        """Pieces of one sequence."""
+        return DummyWeights(shapes, rank=rank, size=size)
 
     def make_rank(
         self,
@@ -106,7 +125,9 @@ class CpuBackend:
         layout: KvLayout,
         communicator: Communicator,
         limits: RunnerLimits,
+        mark: Callable[[str], None],
     ) -> Rank:
         """Needs no warming."""
         kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
+        mark("kv_cache")
         return RankRunner(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits)

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Self
 
 import msgspec
-import numpy as np
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.model import Cut
@@ -141,7 +140,7 @@ class RankWeights:
         self._size = size
 
     def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
-        """This rank's piece; a copy only if the piece is not contiguous in the file.
+        """This rank's piece, a view of the file's memory map.
 
         Raises:
             InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
@@ -150,20 +149,29 @@ class RankWeights:
 
 
 def cut_for_rank(whole: HostArray, name: str, cut: Cut, *, rank: int, size: int) -> HostArray:
-    """One rank's piece of a whole tensor, C-contiguous.
+    """One rank's piece of a whole tensor, a view.
 
     Raises:
         InvalidCheckpoint: the tensor's size does not divide by the ranks.
     """
     if cut is Cut.WHOLE:
         return whole
-    if cut >= whole.ndim or whole.shape[cut] % size:
-        raise InvalidCheckpoint(
-            f"tensor {name!r} of shape {list(whole.shape)} cannot be cut by {cut.name} for {size} ranks"
-        )
-    piece = whole.shape[cut] // size
-    span = slice(rank * piece, (rank + 1) * piece)
-    return np.ascontiguousarray(whole[span] if cut is Cut.ROWS else whole[:, span])
+    begin, end = share_of_rank(whole.shape, name, cut, rank=rank, size=size)
+    return whole[begin:end] if cut is Cut.ROWS else whole[:, begin:end]
+
+
+def share_of_rank(shape: tuple[int, ...], name: str, cut: Cut, *, rank: int, size: int) -> tuple[int, int]:
+    """Where one rank's piece begins and ends along the axis of the cut.
+
+    Raises:
+        InvalidCheckpoint: the tensor's size does not divide by the ranks.
+    """
+    if cut is Cut.WHOLE:
+        return 0, shape[0]
+    if cut >= len(shape) or shape[cut] % size:
+        raise InvalidCheckpoint(f"tensor {name!r} of shape {list(shape)} cannot be cut by {cut.name} for {size} ranks")
+    piece = shape[cut] // size
+    return rank * piece, (rank + 1) * piece
 
 
 def _open_shards(index: Path) -> Checkpoint:

@@ -1,6 +1,7 @@
 """Resolving a model folder and options into everything an engine is made of, before a weight is read."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from typing import Any
 from openinfer_core import EngineInfo, FamilyPlan, InvalidRequest, Plugin, Refused, find_plugin, read_config
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
 from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig
+from openinfer_core.timeline import Timeline
 from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.checkpoint import Checkpoint
 from openinfer_engine.fingerprint import fingerprint
@@ -39,6 +41,17 @@ class Composition:
     num_blocks: int
     scheduler: Plugin
     queue_policy: Plugin
+    timeline: Timeline
+    """Of the start that this is part of."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of one rank."""
+        return _weights_bytes(self.definition, self.config, self.backend) // self.options.tensor_parallel_size
+
+    def mark(self, phase: str) -> None:
+        """The phase of the start ends now."""
+        self.timeline.mark(phase, device_bytes=self.backend.used_bytes())
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -119,8 +132,16 @@ class Composition:
         )
 
 
-def resolve(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> Composition:
+def resolve(
+    definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions, *, timeline: Timeline | None = None
+) -> Composition:
     """Checks a model folder and options against each other; reads no weights.
+
+    Args:
+        definition: the family's.
+        model_dir: with its `config.json`.
+        options: the user's.
+        timeline: of the start that this is part of; None begins one.
 
     Raises:
         InvalidCheckpoint: the folder is incomplete or contradicts its config.
@@ -128,6 +149,8 @@ def resolve(definition: ModelDefinition[Any], model_dir: Path, options: EngineOp
         Refused: the options cannot be served.
         PluginError: the scheduler or queue policy is not there.
     """
+    if timeline is None:
+        timeline = Timeline(begin_s=time.time())
     published = read_config(model_dir)
     config = definition.parse(published)
     limits = definition.limits(config)
@@ -135,7 +158,9 @@ def resolve(definition: ModelDefinition[Any], model_dir: Path, options: EngineOp
     if options.load_format is LoadFormat.SAFETENSORS:
         with Checkpoint.open(model_dir) as checkpoint:
             checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))
+    timeline.mark("config")
     backend = open_backend(options)
+    timeline.mark("device", device_bytes=backend.used_bytes())
     layouts = _layouts(definition, config, model_dir, options, backend.dtype)
     sizes = RunnerLimits(
         max_num_seqs=options.max_num_seqs,
@@ -158,6 +183,7 @@ def resolve(definition: ModelDefinition[Any], model_dir: Path, options: EngineOp
         num_blocks=_num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes),
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
+        timeline=timeline,
     )
 
 

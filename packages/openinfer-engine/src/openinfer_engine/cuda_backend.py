@@ -1,11 +1,13 @@
 """The CUDA backend: one GPU, its memory ledger, and ranks whose decode steps are captured."""
 
+from collections.abc import Callable, Mapping
 from typing import Self
 
 from openinfer_core import Refused
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.cuda_rank import CudaRank
-from openinfer_engine.model import Model
+from openinfer_engine.dummy import DeviceDummyWeights
+from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
@@ -80,9 +82,17 @@ class CudaBackend:
             )
         return rest
 
+    def used_bytes(self) -> int:
+        """Of this GPU."""
+        return self._device.used_bytes()
+
     def make_ops(self) -> Ops:
         """On this GPU."""
         return CudaOps(self._device)
+
+    def dummy_weights(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int) -> WeightSource:
+        """Computed on the GPU."""
+        return DeviceDummyWeights(shapes, rank=rank, size=size)
 
     def make_rank(
         self,
@@ -93,14 +103,16 @@ class CudaBackend:
         layout: KvLayout,
         communicator: Communicator,
         limits: RunnerLimits,
+        mark: Callable[[str], None],
     ) -> Rank:
         """Warmed up, its decode steps captured."""
         kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
+        mark("kv_cache")
         eager = RankRunner(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits)
         if not isinstance(ops, CudaOps):
             raise TypeError("operators of another backend")
         rank = CudaRank(eager, model, kv_cache=kv_cache, ops=ops, limits=limits)
-        rank.warm_up(capture=self._options.cuda_graph)
+        rank.warm_up(capture=self._options.cuda_graph, mark=mark)
         return rank
 
 

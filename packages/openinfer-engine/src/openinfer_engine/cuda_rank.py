@@ -8,7 +8,7 @@
 A replay is not waited for: the next step is prepared and queued behind it, and its ids are read when the loop asks.
 """
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,19 +56,20 @@ class CudaRank:
         self._captured: dict[int, _Captured] = {}
         self._buffers = PinnedBuffers(_IN_FLIGHT, inputs=2 * MOST_ROWS, outputs=MOST_ROWS)
 
-    def warm_up(self, *, capture: bool) -> float:
+    def warm_up(self, *, capture: bool, mark: Callable[[str], None]) -> None:
         """Runs each decode size once, so that nothing is compiled or measured later, and captures it.
 
-        Returns:
-            Seconds that it took.
+        Args:
+            capture: whether to capture.
+            mark: told the phases of the start: `tuning` and `capture`.
         """
-        begin_s = time.perf_counter()
         buckets = [rows for rows in ROW_BUCKETS if rows <= _bucket(min(self._limits.max_num_seqs, MOST_ROWS))]
         with self._stream:
             with self._ops.tuning():
                 for rows in buckets:
                     self._decode(self._make_inputs(rows))
                 self._stream.synchronize()
+            mark("tuning")
             if capture:
                 pool = self._stream.private_pool()
                 for rows in reversed(buckets):
@@ -76,8 +77,8 @@ class CudaRank:
                     with pool:
                         graph, token_ids = self._stream.capture(lambda inputs=inputs: self._decode(inputs))
                     self._captured[rows] = _Captured(inputs, token_ids, graph)
-            self._stream.synchronize()
-        return time.perf_counter() - begin_s
+                self._stream.synchronize()
+                mark("capture")
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Begins a step."""

@@ -1,6 +1,7 @@
-"""`DummyWeights`: random numbers in the shapes of a model, for sizing and speed without a checkpoint.
+"""Random numbers in the shapes of a model, for sizing and speed without a checkpoint.
 
-A tensor is a piece of one long periodic sequence of normal numbers, cut at a place that its name and the seed
+`DeviceDummyWeights` gives recipes, which a GPU computes at the speed of its memory. `DummyWeights` gives arrays: a
+tensor is a piece of one long periodic sequence of normal numbers, cut at a place that its name and the seed
 decide. That fills memory as fast as it can be written, and any rank can compute its piece of any tensor. The period
 is prime, so that no two rows of a matrix are equal.
 """
@@ -8,13 +9,14 @@ is prime, so that no two rows of a matrix are equal.
 import hashlib
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from openinfer_core import InvalidCheckpoint
-from openinfer_engine.checkpoint import cut_for_rank
+from openinfer_engine.checkpoint import cut_for_rank, share_of_rank
 from openinfer_engine.model import Cut
-from openinfer_kernels import HostArray
+from openinfer_kernels import HostArray, RandomWeight
 
 _PERIOD = 1_048_573
 """The largest prime below 2^20."""
@@ -23,6 +25,37 @@ _MATRIX_GAIN = 2.0
 """Logits are products of a normed vector with rows of this length: their spread, far from flat."""
 _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.02
+
+
+class DeviceDummyWeights:
+    """A `WeightSource` of recipes for BF16 numbers: matrices and biases around 0, norms around 1.
+
+    Args:
+        shapes: name -> whole shape of every tensor.
+        rank: this rank.
+        size: ranks that the model is cut into.
+        seed: other seeds give other numbers.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int, seed: int = 0) -> None:
+        self._shapes = shapes
+        self._seed = seed
+        self._rank = rank
+        self._size = size
+
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> RandomWeight:
+        """This rank's piece: equal to the same piece of the whole tensor.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        shape = _shape_of(name, self._shapes)
+        spread = _spread_of(name, shape)
+        whole = RandomWeight.whole(shape, seed=_place(name, self._seed), mean=spread.mean, spread=spread.deviation)
+        begin, end = share_of_rank(shape, name, cut, rank=self._rank, size=self._size)
+        if cut is Cut.WHOLE:
+            return whole
+        return whole.rows(begin, end) if cut is Cut.ROWS else whole.columns(begin, end)
 
 
 class DummyWeights:
@@ -48,22 +81,36 @@ class DummyWeights:
         Raises:
             InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
         """
-        shape = self._shapes.get(name)
-        if shape is None:
-            raise InvalidCheckpoint(f"the model has no tensor {name!r}")
-        period = _bfloat16_bits(_values(self._normal, name, shape))
-        start = int.from_bytes(hashlib.blake2b(f"{self._seed}\0{name}".encode(), digest_size=8).digest(), "little")
-        whole = np.resize(np.roll(period, -(start % _PERIOD)), math.prod(shape)).reshape(shape)
+        shape = _shape_of(name, self._shapes)
+        mean, deviation = _spread_of(name, shape)
+        period = _bfloat16_bits(self._normal * np.float32(deviation) + np.float32(mean))
+        start = _place(name, self._seed) % _PERIOD
+        whole = np.resize(np.roll(period, -start), math.prod(shape)).reshape(shape)
         return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
 
 
-def _values(normal: HostArray, name: str, shape: tuple[int, ...]) -> HostArray:
-    """The sequence with the mean and spread that suit a tensor of this name and shape."""
+class _Spread(NamedTuple):
+    mean: float
+    deviation: float
+
+
+def _spread_of(name: str, shape: tuple[int, ...]) -> _Spread:
+    """What suits a tensor of this name and shape."""
     if len(shape) > 1:
-        return normal * np.float32(_MATRIX_GAIN / math.sqrt(shape[-1]))
-    if name.endswith("norm.weight"):
-        return normal * np.float32(_NORM_SPREAD) + np.float32(1)
-    return normal * np.float32(_BIAS_SPREAD)
+        return _Spread(0.0, _MATRIX_GAIN / math.sqrt(shape[-1]))
+    return _Spread(1.0, _NORM_SPREAD) if name.endswith("norm.weight") else _Spread(0.0, _BIAS_SPREAD)
+
+
+def _shape_of(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    shape = shapes.get(name)
+    if shape is None:
+        raise InvalidCheckpoint(f"the model has no tensor {name!r}")
+    return shape
+
+
+def _place(name: str, seed: int) -> int:
+    """64 bits that tell tensors and seeds apart."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
 
 
 def _bfloat16_bits(values: HostArray) -> HostArray:

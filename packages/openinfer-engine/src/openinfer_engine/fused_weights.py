@@ -1,31 +1,23 @@
-"""Weights that a model keeps as one matrix and a checkpoint as several, and tables that do not divide by the ranks."""
-
-from collections.abc import Sequence
+"""Tables whose rows do not divide by the ranks."""
 
 import numpy as np
 
-from openinfer_core import InvalidCheckpoint
-from openinfer_engine.model import Cut, WeightSource
-from openinfer_kernels import HostArray
+from openinfer_kernels import RandomWeight, WeightPart
 
 
-def read_stacked(weights: WeightSource, names: Sequence[str], cut: Cut) -> HostArray:
-    """This rank's pieces of several tensors, one below the other: cut first, then stacked.
-
-    Raises:
-        InvalidCheckpoint: a tensor is missing or cannot be cut, or they are not of one dtype.
-    """
-    pieces = [weights.read(name, cut) for name in names]
-    dtypes = {piece.dtype for piece in pieces}
-    if len(dtypes) > 1:
-        found = ", ".join(f"{name} is {piece.dtype}" for name, piece in zip(names, pieces, strict=True))
-        raise InvalidCheckpoint(f"tensors that are computed as one must be of one dtype (uint16 is BF16): {found}")
-    return np.concatenate(pieces)
+def pad_rows(table: WeightPart, multiple: int) -> tuple[WeightPart, ...]:
+    """The parts of `table` with rows of zeros at its end, so that their number is a multiple."""
+    return _with_zeros(table, -len(table) % multiple)
 
 
-def pad_rows(table: HostArray, multiple: int) -> HostArray:
-    """`table` with rows of zeros at its end, so that their number is a multiple; itself, if it is one already."""
-    missing = -len(table) % multiple
-    if not missing:
-        return table
-    return np.concatenate([table, np.zeros((missing, *table.shape[1:]), table.dtype)])
+def rows_of_rank(table: WeightPart, *, rank: int, size: int) -> tuple[WeightPart, ...]:
+    """The parts of one rank's share of the rows of `table`, which is padded with zeros as `pad_rows` does it."""
+    share = -(-len(table) // size)
+    begin, end = (min(edge * share, len(table)) for edge in (rank, rank + 1))
+    piece = table.rows(begin, end) if isinstance(table, RandomWeight) else table[begin:end]
+    return _with_zeros(piece, share - (end - begin))
+
+
+def _with_zeros(table: WeightPart, rows: int) -> tuple[WeightPart, ...]:
+    """`table` and so many rows of zeros, as BF16 bits."""
+    return (table, np.zeros((rows, *table.shape[1:]), np.uint16)) if rows else (table,)

@@ -1,5 +1,7 @@
 """Launching a family's engine: in a thread of this process, or in a process of its own."""
 
+import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -11,15 +13,19 @@ import msgspec
 from openinfer_core import EngineHandle, FamilyPlan
 from openinfer_core.local import InProcessEngine
 from openinfer_core.remote import spawn_engine
+from openinfer_core.timeline import Timeline
 from openinfer_engine.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.communicator import Communicator, SoloCommunicator
 from openinfer_engine.composition import Composition, resolve
-from openinfer_engine.dummy import DummyWeights
+from openinfer_engine.load_progress import LoadProgress
 from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.loop import StepLoop
-from openinfer_engine.model import ModelDefinition, WeightSource
+from openinfer_engine.model import Model, ModelDefinition, WeightSource
 from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
 from openinfer_engine.runner import Rank, ThreadRunner
+from openinfer_kernels import Ops
+
+logger = logging.getLogger("openinfer.engine")
 
 CHILD_MODULE = "openinfer_engine.child"
 
@@ -46,7 +52,8 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
     `openinfer.models`, because the child finds it there.
     """
     if options.engine_host is EngineHost.THREAD:
-        return InProcessEngine(build_loop(resolve(definition, model_dir, options)))
+        timeline = Timeline(begin_s=time.time())
+        return InProcessEngine(build_loop(resolve(definition, model_dir, options, timeline=timeline)))
     raw = msgspec.Raw(msgspec.json.encode(options))
     spec = EngineSpec(family=definition.name, model_dir=str(model_dir.resolve()), options=raw)
     return spawn_engine(CHILD_MODULE, spec)
@@ -55,15 +62,23 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
 def build_loop(composition: Composition) -> StepLoop:
     """Loads the weights of every rank and puts the engine together, without a host."""
     scheduler = composition.make_scheduler()
-    return StepLoop(info=composition.info, scheduler=scheduler, runner=ThreadRunner(_load_ranks(composition)))
+    runner = ThreadRunner(_load_ranks(composition))
+    info = msgspec.structs.replace(composition.info, start=composition.timeline.phases)
+    logger.info("the engine started in %s", composition.timeline)
+    return StepLoop(info=info, scheduler=scheduler, runner=runner)
 
 
 def _load_ranks(composition: Composition) -> Sequence[Rank]:
     size = composition.options.tensor_parallel_size
     communicators: Sequence[Communicator] = [SoloCommunicator()] if size == 1 else LocalGroup(size).communicators
+    progress = LoadProgress(size * composition.weights_bytes)
     with _weights(composition) as checkpoint, ThreadPoolExecutor(size) as pool:
-        loading = [pool.submit(_load_rank, composition, checkpoint, communicator) for communicator in communicators]
-        return [future.result() for future in loading]
+        with progress:
+            loading = [pool.submit(_load_model, composition, checkpoint, each, progress) for each in communicators]
+            models = [future.result() for future in loading]
+        composition.mark("weights")
+        making = [pool.submit(_make_rank, composition, *parts) for parts in zip(models, communicators, strict=True)]
+        return [future.result() for future in making]
 
 
 def _weights(composition: Composition) -> AbstractContextManager[Checkpoint | None]:
@@ -72,22 +87,40 @@ def _weights(composition: Composition) -> AbstractContextManager[Checkpoint | No
     return Checkpoint.open(composition.model_dir)
 
 
-def _load_rank(composition: Composition, checkpoint: Checkpoint | None, communicator: Communicator) -> Rank:
+def _load_model(
+    composition: Composition, checkpoint: Checkpoint | None, communicator: Communicator, progress: LoadProgress
+) -> tuple[Model, Ops]:
     definition, config, rank = composition.definition, composition.config, communicator.rank
     ops = composition.backend.make_ops()
     weights: WeightSource
     if checkpoint is None:
-        weights = DummyWeights(definition.tensors(config), rank=rank, size=communicator.size)
+        weights = composition.backend.dummy_weights(definition.tensors(config), rank=rank, size=communicator.size)
     else:
         weights = RankWeights(checkpoint, rank=rank, size=communicator.size)
-    model = definition.load(
-        config, weights, ops=ops, communicator=communicator, max_model_tokens=composition.runner_limits.max_model_tokens
-    )
+    with ops.loading(progress.advance):
+        model = definition.load(
+            config,
+            weights,
+            ops=ops,
+            communicator=communicator,
+            max_model_tokens=composition.runner_limits.max_model_tokens,
+        )
+    return model, ops
+
+
+def _make_rank(composition: Composition, loaded: tuple[Model, Ops], communicator: Communicator) -> Rank:
+    model, ops = loaded
     return composition.backend.make_rank(
         model,
         ops=ops,
         num_blocks=composition.num_blocks,
-        layout=composition.layouts[rank],
+        layout=composition.layouts[communicator.rank],
         communicator=communicator,
         limits=composition.runner_limits,
+        mark=composition.mark if communicator.rank == 0 else _no_mark,
     )
+
+
+def _no_mark(phase: str) -> None:
+    """The timeline is rank 0's."""
+    del phase

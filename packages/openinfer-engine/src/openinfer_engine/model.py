@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 from openinfer_engine.communicator import Communicator
-from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
+from openinfer_kernels import Array, AttentionBatch, Ops, WeightPart
 from openinfer_kv_cache import KvDtype, KvSpec
 
 Config = TypeVar("Config")
@@ -30,8 +30,8 @@ class Cut(IntEnum):
 class WeightSource(Protocol):
     """The tensors of one checkpoint as one rank sees them."""
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
-        """This rank's piece of a tensor: float32, float16, or uint16 holding BF16 bits, C-contiguous.
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
+        """This rank's piece of a tensor, for `Ops.upload_weight`: nothing is copied yet.
 
         Raises:
             InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.

@@ -25,6 +25,7 @@ from openinfer_kernels.ops import (
     TokenMask,
 )
 from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor, rope_table
+from openinfer_kernels.weights import RandomWeight, WeightPart
 
 __all__ = [
     "Array",
@@ -39,11 +40,13 @@ __all__ = [
     "Logprobs",
     "Ops",
     "Penalties",
+    "RandomWeight",
     "RopeConfigError",
     "RopeParameters",
     "SamplingBatch",
     "TokenMask",
     "WeightDtypeError",
+    "WeightPart",
     "YarnScaling",
     "attention_factor",
     "rope_table",

@@ -11,11 +11,15 @@ Compute dtype: float32 on the CPU (BF16 weights are widened when they are upload
 accumulation on a GPU. Integer arrays are int32 unless said otherwise.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from openinfer_kernels.weights import WeightPart
 
 Array: TypeAlias = NDArray[Any]
 """An array of the device the operators run on: `numpy.ndarray`, or `cupy.ndarray`, which has the same face."""
@@ -168,14 +172,27 @@ class Ops(Protocol):
         """Copies a host array to the device, dtype unchanged."""
         ...
 
-    def upload_weight(self, host: HostArray, /) -> Array:
-        """Copies a weight to the device in the compute dtype.
+    def upload_weight(self, *parts: WeightPart) -> Array:
+        """Brings a weight to the device in the compute dtype.
 
         Args:
-            host: float32, float16, or uint16 holding BF16 bit patterns, any shape, C-contiguous.
+            parts: one or more, which lie below each other in the result: rows of the same shape. Arrays are float32,
+                float16, or uint16 holding BF16 bit patterns, of any strides; a `RandomWeight` is computed there.
 
         Raises:
-            WeightDtypeError: any other dtype.
+            WeightDtypeError: an array of any other dtype.
+            ValueError: the parts' rows differ in shape.
+        """
+        ...
+
+    def loading(self, progress: Callable[[int], None] = ...) -> AbstractContextManager[None]:
+        """Within it `upload_weight` may return before its array is filled; leaving it waits for all of them.
+
+        Until then the arrays handed over must not change, and those returned must not be read.
+
+        Args:
+            progress: called with the bytes that have come since the last call, from any thread; not by an
+                implementation that copies at once.
         """
         ...
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 
 from openinfer_engine.communicator import Communicator
-from openinfer_engine.fused_weights import pad_rows, read_stacked
+from openinfer_engine.fused_weights import pad_rows, rows_of_rank
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, rope_table
 
@@ -146,12 +146,12 @@ def load(
 ) -> "Qwen3Model":
     """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
     table = rope_table(config.rope, head_dim=config.head_dim, positions=max_model_tokens)
-    embed_tokens = ops.upload_weight(pad_rows(weights.read("model.embed_tokens.weight"), communicator.size))
+    embed_tokens = ops.upload_weight(*pad_rows(weights.read("model.embed_tokens.weight"), communicator.size))
     if config.tie_word_embeddings:
         lm_head = _vocabulary_piece(embed_tokens, communicator)
     else:
-        head = pad_rows(weights.read("lm_head.weight"), communicator.size)
-        lm_head = ops.upload_weight(_vocabulary_piece(head, communicator))
+        head = weights.read("lm_head.weight")
+        lm_head = ops.upload_weight(*rows_of_rank(head, rank=communicator.rank, size=communicator.size))
     loaded = Weights(
         embed_tokens=embed_tokens,
         layers=tuple(
@@ -170,7 +170,7 @@ def _load_layer(config: Qwen3Config, weights: WeightSource, prefix: str, *, ops:
         return ops.upload_weight(weights.read(f"{prefix}.{name}", cut))
 
     def read_rows(*names: str) -> Array:
-        return ops.upload_weight(read_stacked(weights, [f"{prefix}.{name}" for name in names], Cut.ROWS))
+        return ops.upload_weight(*(weights.read(f"{prefix}.{name}", Cut.ROWS) for name in names))
 
     q, k, v, o = (f"self_attn.{name}_proj" for name in "qkvo")
     biased = config.attention_bias

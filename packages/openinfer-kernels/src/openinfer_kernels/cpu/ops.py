@@ -1,19 +1,22 @@
 """`CpuOps`: the operator contract over the NumPy functions beside this file."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.attention import paged_attention
-from openinfer_kernels.cpu.bfloat16 import widened_weight
 from openinfer_kernels.cpu.embedding import embedding
 from openinfer_kernels.cpu.linear import linear, linear_swiglu
 from openinfer_kernels.cpu.logprobs import logprobs
 from openinfer_kernels.cpu.norm import add_rms_norm, rms_norm
 from openinfer_kernels.cpu.qk_norm_rope_append import qk_norm_rope_append
 from openinfer_kernels.cpu.sampling import sample
+from openinfer_kernels.cpu.weights import upload_weight
 from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
+from openinfer_kernels.weights import WeightPart
 
 
 class CpuOps:
@@ -28,9 +31,14 @@ class CpuOps:
         """A copy, as the contract says, so that the caller may reuse its array."""
         return np.array(host, order="C")
 
-    def upload_weight(self, host: HostArray, /) -> Array:
-        """A float32 copy."""
-        return widened_weight(host)
+    def upload_weight(self, *parts: WeightPart) -> Array:
+        """A float32 copy of the parts below each other."""
+        return upload_weight(parts)
+
+    def loading(self, progress: Callable[[int], None] = lambda num_bytes: None) -> AbstractContextManager[None]:
+        """Nothing is put off here, and nothing told."""
+        del progress
+        return nullcontext()
 
     def download(self, array: Array) -> HostArray:
         """A copy."""

@@ -2,8 +2,8 @@
 #pragma once
 #include <cstdint>
 
-// The first word, with the seed as key and the position as counter (low words first, the upper two words 0).
-__device__ __forceinline__ uint32_t philox_word(uint64_t seed, uint64_t position) {
+// Four words, with the seed as key and the position as counter (low words first, the upper two words 0).
+__device__ __forceinline__ uint4 philox_words(uint64_t seed, uint64_t position) {
   uint32_t c0 = position, c1 = position >> 32, c2 = 0, c3 = 0, k0 = seed, k1 = seed >> 32;
 #pragma unroll
   for (int round = 0; round < 10; round++) {
@@ -15,5 +15,10 @@ __device__ __forceinline__ uint32_t philox_word(uint64_t seed, uint64_t position
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return c0;
+  return {c0, c1, c2, c3};
+}
+
+// The first of them.
+__device__ __forceinline__ uint32_t philox_word(uint64_t seed, uint64_t position) {
+  return philox_words(seed, position).x;
 }

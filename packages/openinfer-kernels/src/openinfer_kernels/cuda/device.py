@@ -71,6 +71,11 @@ class Device:
         """Whether `csrc/STEM.cu` is for this GPU."""
         return stem in self._modules
 
+    def used_bytes(self) -> int:
+        """Memory of this GPU that is in use, by everyone; for a thread that has called `use`."""
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return total - free
+
     def use(self) -> None:
         """Makes this the GPU of the calling thread, as each thread that calls its operators must do once."""
         _use(self.index)

@@ -1,10 +1,13 @@
 """Copies between host and device, and weights in BF16.
 
 All copies go in order with the kernels of CuPy's current stream. A host array may be reused as soon as a call returns:
-the driver stages pageable memory before it does.
+the driver stages pageable memory before it does. Within `loading`, weights take the fast way of `uploads.py` instead.
 """
 
 import ctypes
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,10 +15,13 @@ import numpy as np
 from openinfer_kernels.cuda.arrays import address
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.uploads import Progress, Uploads
 from openinfer_kernels.errors import WeightDtypeError
 from openinfer_kernels.ops import Array, HostArray
+from openinfer_kernels.weights import RandomWeight, WeightPart, stacked_shape
 
 _THREADS = 256
+_RANDOM_PER_THREAD = 8
 _PIECE_VALUES = 1 << 24
 """Values that are converted at once: bounds the memory beside the weight."""
 _TO_DEVICE = 1
@@ -26,6 +32,10 @@ class Memory:
     """The memory of one device."""
 
     def __init__(self, device: Device) -> None:
+        self._device = device
+        self._uploads: Uploads | None = None
+        self._progress: Progress = _tell_nobody
+        self._random = device.kernel("random_weights", "random_weights")
         self._conversions = {
             np.dtype(dtype): device.kernel("weights", f"weights_from_{np.dtype(dtype).name}")
             for dtype in (np.float32, np.float16)
@@ -38,23 +48,47 @@ class Memory:
         _copy(contiguous, out)
         return out
 
-    def upload_weight(self, host: HostArray, /) -> Array:
-        """A BF16 array of the same shape: BF16 bits are copied as they are, others converted on the device.
+    def upload_weight(self, *parts: WeightPart) -> Array:
+        """A BF16 array of the parts below each other: BF16 bits as they are, others rounded, recipes computed.
 
         Raises:
-            WeightDtypeError: not float32, float16, or uint16 for BF16 bits.
+            WeightDtypeError: an array is not float32, float16, or uint16 for BF16 bits.
+            ValueError: the parts' rows differ in shape.
         """
-        if host.dtype == np.uint16:
-            return self.upload(host.view(bfloat16))
-        if host.dtype not in self._conversions:
-            raise WeightDtypeError(
-                f"a weight of dtype {host.dtype} was uploaded; possible are float32, float16, and uint16 for BF16 bits"
-            )
-        out = cupy.empty(host.shape, bfloat16)
-        values, converted = np.ascontiguousarray(host).reshape(-1), out.reshape(-1)
-        for start in range(0, values.size, _PIECE_VALUES):
-            self._convert(values[start : start + _PIECE_VALUES], converted[start : start + _PIECE_VALUES])
+        for part in parts:
+            self._require_readable(part)
+        out = cupy.empty(stacked_shape(parts), bfloat16)
+        begin = 0
+        for part in parts:
+            piece = out[begin : begin + len(part)]
+            begin += len(part)
+            if isinstance(part, RandomWeight):
+                self._fill(part, piece)
+            elif self._uploads is not None:
+                self._uploads.add(part, piece)
+            else:
+                self._write(part, piece)
         return out
+
+    @contextmanager
+    def loading(self, progress: Progress) -> Generator[None]:
+        """Within it `upload_weight` returns before its array is filled; leaving waits for all of them.
+
+        Args:
+            progress: told what arrives.
+        """
+        if self._uploads is not None:
+            raise RuntimeError("weights are being loaded already")
+        cupy.cuda.get_current_stream().synchronize()  # the copies have streams of their own
+        self._uploads = uploads = Uploads(self._device, convert=self._convert, progress=progress)
+        self._progress = progress
+        try:
+            yield
+            uploads.finish()
+        finally:
+            self._uploads, self._progress = None, _tell_nobody
+            uploads.close()
+        cupy.cuda.get_current_stream().synchronize()
 
     def download(self, array: Array) -> HostArray:
         """A copy in host memory, after everything before it on the stream; BF16 arrives as `ml_dtypes.bfloat16`."""
@@ -64,11 +98,46 @@ class Memory:
         """Zeros, BF16 unless said otherwise."""
         return cupy.zeros(shape, bfloat16 if dtype is None else dtype)
 
-    def _convert(self, host: HostArray, out: Array) -> None:
-        staged = self.upload(host)
-        grid = (-(-host.size // _THREADS), 1, 1)
-        arguments = [staged, out, ctypes.c_int64(host.size)]
-        self._conversions[host.dtype](grid, (_THREADS, 1, 1), arguments)
+    def _require_readable(self, part: WeightPart) -> None:
+        if not isinstance(part, RandomWeight) and part.dtype != np.uint16 and part.dtype not in self._conversions:
+            raise WeightDtypeError(
+                f"a weight of dtype {part.dtype} was uploaded; possible are float32, float16, and uint16 for BF16 bits"
+            )
+
+    def _write(self, host: HostArray, out: Array) -> None:
+        """Fills `out` before it returns."""
+        values, written = np.ascontiguousarray(host).reshape(-1), out.reshape(-1)
+        if host.dtype == np.uint16:
+            _copy(values, written)
+            return
+        for start in range(0, values.size, _PIECE_VALUES):
+            piece = slice(start, start + _PIECE_VALUES)
+            self._convert(self.upload(values[piece]), written[piece])
+
+    def _convert(self, values: Array, out: Array) -> None:
+        """Rounds float32 or float16 `values` into `out`, on the current stream."""
+        grid = (-(-values.size // _THREADS), 1, 1)
+        self._conversions[values.dtype](grid, (_THREADS, 1, 1), [values, out, ctypes.c_int64(values.size)])
+
+    def _fill(self, weight: RandomWeight, out: Array) -> None:
+        """Computes a recipe into `out`, on the current stream."""
+        arguments = [
+            out,
+            ctypes.c_int64(out.size),
+            ctypes.c_int64(math.prod(weight.shape[1:])),
+            ctypes.c_int64(weight.row_length),
+            ctypes.c_int64(weight.origin),
+            ctypes.c_uint64(weight.seed),
+            ctypes.c_float(weight.mean),
+            ctypes.c_float(weight.spread),
+        ]
+        if out.size:
+            self._random(((-(-out.size // (_THREADS * _RANDOM_PER_THREAD))), 1, 1), (_THREADS, 1, 1), arguments)
+            self._progress(out.nbytes)
+
+
+def _tell_nobody(num_bytes: int) -> None:
+    del num_bytes
 
 
 def _copy(host: HostArray, out: Array) -> None:

@@ -1,5 +1,6 @@
 """`CudaOps`: the operator contract over the operator families beside this file."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +17,7 @@ from openinfer_kernels.cuda.norm import Norm
 from openinfer_kernels.cuda.qk_norm_rope_append import QkNormRopeAppend
 from openinfer_kernels.cuda.sampling import Sampling
 from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
+from openinfer_kernels.weights import WeightPart
 
 
 class CudaOps:
@@ -62,9 +64,13 @@ class CudaOps:
         """See `openinfer_kernels.cuda.memory`."""
         return self._memory.upload(host)
 
-    def upload_weight(self, host: HostArray, /) -> Array:
+    def upload_weight(self, *parts: WeightPart) -> Array:
         """See `openinfer_kernels.cuda.memory`."""
-        return self._memory.upload_weight(host)
+        return self._memory.upload_weight(*parts)
+
+    def loading(self, progress: Callable[[int], None] = lambda num_bytes: None) -> AbstractContextManager[None]:
+        """See `openinfer_kernels.cuda.memory`."""
+        return self._memory.loading(progress)
 
     def download(self, array: Array) -> HostArray:
         """See `openinfer_kernels.cuda.memory`."""
