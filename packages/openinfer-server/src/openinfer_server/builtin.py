@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 
+from openinfer_server.adapters import adapter_routes
 from openinfer_server.api_responses import ChatCompletion, Completion
 from openinfer_server.api_types import ChatRequest, CompletionRequest
 from openinfer_server.chat import ChatCompletions
 from openinfer_server.completions import Completions
+from openinfer_server.generate import token_generation_routes
 from openinfer_server.models import model_routes
 from openinfer_server.operations import operation_routes
 from openinfer_server.routes import Endpoints, Route, RouteDoc
 from openinfer_server.service import Service
+from openinfer_server.tokens import token_routes
 
 GENERATION_ERRORS = (404, 408, 413, 415, 429, 503)
 """What a route that generates may answer beside 400 and 500."""
@@ -47,4 +50,11 @@ def completion_routes(service: Service) -> list[Route]:
     ]
 
 
-BUILTIN: Sequence[Endpoints] = (completion_routes, model_routes, operation_routes)
+BUILTIN: Sequence[Endpoints] = (
+    completion_routes,
+    token_generation_routes,
+    token_routes,
+    model_routes,
+    adapter_routes,
+    operation_routes,
+)

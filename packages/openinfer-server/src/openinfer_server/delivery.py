@@ -7,15 +7,15 @@ import asyncio
 from collections.abc import Callable
 
 from openinfer_server.answer import Answer
-from openinfer_server.api_errors import from_failed
-from openinfer_server.event_frames import DONE, error_event
+from openinfer_server.api_errors import ApiError, from_failed
 from openinfer_server.exchange import Exchange
 from openinfer_server.writers import ClientGone, StreamWriter
 
+StreamEnd = Callable[[ApiError | None], bytes]
+"""Makes what a stream ends with, when all choices have ended well or one failed."""
 
-async def send_stream(
-    exchange: Exchange, answer: Answer, writer: StreamWriter, last_event: Callable[[], bytes]
-) -> None:
+
+async def send_stream(exchange: Exchange, answer: Answer, writer: StreamWriter, end: StreamEnd) -> None:
     """Streams an answer to its end, or until its client is gone or too slow.
 
     The response begins when the engine begins to work on it, so that a full queue is still answered with a status.
@@ -24,7 +24,7 @@ async def send_stream(
         exchange: whose response it is.
         answer: submitted.
         writer: the choices' writer.
-        last_event: made when all choices have ended well; sent before `[DONE]`.
+        end: see `StreamEnd`.
 
     Raises:
         ApiError: the answer failed before it began.
@@ -38,7 +38,7 @@ async def send_stream(
         if answer.failure is not None:
             raise from_failed(answer.failure)
         exchange.status = 200
-        await _send_events(exchange, answer, writer, last_event, gone)
+        await _send_events(exchange, answer, writer, end, gone)
     finally:
         answer.abort()
         gone.cancel()
@@ -48,7 +48,7 @@ async def _send_events(
     exchange: Exchange,
     answer: Answer,
     writer: StreamWriter,
-    last_event: Callable[[], bytes],
+    end: StreamEnd,
     gone: "asyncio.Task[None]",
 ) -> None:
     try:
@@ -56,8 +56,7 @@ async def _send_events(
         await _first_of(gone, answer.done, writer.dropped)
         if not answer.done.done():
             raise ClientGone
-        writer.parts.append(last_event() if answer.failure is None else error_event(from_failed(answer.failure)))
-        writer.parts.append(DONE)
+        writer.parts.append(end(None if answer.failure is None else from_failed(answer.failure)))
         await writer.end(exchange.options.write_timeout_s)
     except BaseException:
         writer.drop()  # half a response: only closing the connection tells the client

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 import msgspec
 
 from openinfer_server.answer import Answer, Choice
-from openinfer_server.api_responses import PromptTokensDetails, Usage
+from openinfer_server.api_errors import ApiError
+from openinfer_server.api_responses import Usage
 from openinfer_server.byte_table import ByteTable
 from openinfer_server.delivery import send_stream, send_whole
-from openinfer_server.event_frames import FrameMaker, ResponseHead
+from openinfer_server.event_frames import DONE, FrameMaker, ResponseHead, error_event
 from openinfer_server.exchange import Exchange
 from openinfer_server.logprobs import LogprobFormat
 from openinfer_server.plain_stream import PlainStream
 from openinfer_server.requests import Plan
 from openinfer_server.service import Service
 from openinfer_server.text_choices import CollectedText, StreamedText, TextOptions
+from openinfer_server.usage import usage_of
 from openinfer_server.writers import StreamWriter
 
 
@@ -68,11 +70,13 @@ class Generation:
         answer, writer = Answer(self.service.link), exchange.stream(len(indices))
         answer.submit([self._stream_choice(answer, head, writer, index) for index in indices], self.plan.requests)
 
-        def last_event() -> bytes:
-            return head.usage_event(self._usage(answer.choices)) if self.include_usage else b""
+        def end(error: ApiError | None) -> bytes:
+            if error is not None:
+                return error_event(error) + DONE
+            return (head.usage_event(usage_of(answer.choices, self.plan.n)) if self.include_usage else b"") + DONE
 
         try:
-            await send_stream(exchange, answer, writer, last_event)
+            await send_stream(exchange, answer, writer, end)
         finally:
             self.service.metrics.slow_clients.value += writer.was_slow
 
@@ -84,7 +88,9 @@ class Generation:
         ]
         answer.submit(choices, self.plan.requests)
         await send_whole(
-            exchange, answer, lambda: msgspec.json.encode(self.shape.body(head, choices, self._usage(choices)))
+            exchange,
+            answer,
+            lambda: msgspec.json.encode(self.shape.body(head, choices, usage_of(choices, self.plan.n))),
         )
 
     def _stream_choice(self, answer: Answer, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
@@ -118,11 +124,3 @@ class Generation:
         return TextOptions(
             tokenizer=self.service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=self.echo
         )
-
-    def _usage(self, choices: Sequence[Choice]) -> Usage:
-        """Tokens of an answer; choices of one prompt share its tokens, and the first one says what was cached."""
-        firsts = choices[:: self.plan.n]
-        prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
-        completion_tokens = sum(choice.completion_tokens for choice in choices)
-        cached = PromptTokensDetails(sum(choice.cached_tokens for choice in firsts))
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)

@@ -111,6 +111,8 @@ def _query_parameters(doc: RouteDoc) -> Iterator[Schema]:
 
 def _responses(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:
     content: Schema = {}
+    if not doc.media_type:
+        return _errors(doc, schemas)
     if doc.answer is not None:
         content[doc.media_type.decode()] = {"schema": _any_of(doc.answer, schemas)}
     else:
@@ -119,7 +121,11 @@ def _responses(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:
         about = "Each event's data is one of these; a stream ends as the API's own does."
         content[EVENT_STREAM] = {"schema": {"type": "string", "description": about}}
         content[EVENT_STREAM]["x-event-schema"] = _any_of(doc.events, schemas)
-    responses: Schema = {"200": {"description": "The answer.", "content": content}}
+    return {"200": {"description": "The answer.", "content": content}, **_errors(doc, schemas)}
+
+
+def _errors(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:
+    responses: Schema = {}
     error = _any_of(doc.error_body, schemas)
     if doc.error_body is ErrorResponse:
         error = {"anyOf": [error, schemas[AnthropicErrorResponse]]}

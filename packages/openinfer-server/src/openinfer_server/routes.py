@@ -36,7 +36,7 @@ class RouteDoc:
         query: Struct whose fields are the query's parameters.
         answer: msgspec type of the JSON that comes with 200, or a tuple of several; None if it is not JSON.
         unwell: msgspec type of the JSON that comes with 503, where that is an answer and not an error.
-        media_type: content type of the answer.
+        media_type: content type of the answer; empty if there is never one with 200.
         events: msgspec type of the data of server-sent events, if the answer can be a stream of them.
         errors: statuses beside those that any route may give.
         error_body: msgspec type of the JSON of an error.
