@@ -137,7 +137,9 @@ _SHOWN = ("positions", "regret_max", "regret_p99", "dlogprob_mean", "dlogprob_p9
 
 def open_loop(folder: Path, **options: Any) -> StepLoop:
     family = find_plugin("openinfer.models", "qwen3").load()()
-    return build_loop(resolve(family.definition, folder, EngineOptions(device=DeviceKind.CUDA, num_blocks=1024, **options)))
+    return build_loop(
+        resolve(family.definition, folder, EngineOptions(device=DeviceKind.CUDA, num_blocks=1024, **options))
+    )
 
 
 def play(loop: StepLoop, requests: Sequence[GenerateRequest]) -> list[Answer]:
@@ -207,7 +209,7 @@ def main() -> int:
     parser.add_argument("model", choices=sorted(CONFIGS))
     parser.add_argument("--layers", type=int, help="fewer, for a quick look")
     parser.add_argument("--qk-gain", type=float, default=1.0)
-    parser.add_argument("--logit-gain", type=float, default=4.0)
+    parser.add_argument("--logit-std", type=float, default=5.0)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -216,7 +218,7 @@ def main() -> int:
         config["num_hidden_layers"] = arguments.layers
     folder = Path(tempfile.mkdtemp(dir=_roomiest()))
     try:
-        reference = Reference(folder, config, qk_gain=arguments.qk_gain, logit_gain=arguments.logit_gain)
+        reference = Reference(folder, config, qk_gain=arguments.qk_gain, logit_std=arguments.logit_std)
         gate = Gate(reference)
         identical = run_all(folder, gate, np.random.default_rng(1), config["vocab_size"])
     finally:
@@ -247,7 +249,7 @@ def _report(
             "layers": config["num_hidden_layers"],
             "weights": "random BF16, seed 0",
             "qk_gain": arguments.qk_gain,
-            "logit_gain": arguments.logit_gain,
+            "logit_std": arguments.logit_std,
             "mean_largest_logprob": float(np.mean(gate.likeliest)),
         },
         "gate": GATE,

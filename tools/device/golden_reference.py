@@ -32,6 +32,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-8b": COMMON | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
 }
 
+EMBEDDING_STD = 0.5
+"""As large as all that the layers add to it."""
+
 
 class Scores(NamedTuple):
     """Log-probabilities after each position of a sequence, `[positions, vocabulary]` float32 on the device."""
@@ -43,28 +46,35 @@ class Scores(NamedTuple):
 class Reference:
     """transformers in float32 and in BF16 on one random checkpoint, which is written to `folder`.
 
+    Weights are drawn as for training, so that rounding is amplified no more than in a trained model: `fan_in ** -0.5`,
+    and for what is added to the residual stream another `(2 * layers) ** -0.5` (Radford et al. 2019, section 2.3). The
+    last norm's weights have random signs: a tied head would otherwise say the token that it was given.
+
     Args:
         folder: where `config.json` and `model.safetensors` go.
         config: of the model.
         qk_gain: mean of the norm weights of Q and K: scores of attention have its square as standard deviation.
-        logit_gain: mean of the last norm's weights, which is the standard deviation of the logits.
+        logit_std: standard deviation of the logits; 5 makes the likeliest of 151,936 tokens about a third likely.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], *, qk_gain: float, logit_gain: float) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], *, qk_gain: float, logit_std: float) -> None:
         (folder / "config.json").write_text(json.dumps(config))
         made = Qwen3Config(**config)
         with torch.device("meta"):
             shapes = {name: value.shape for name, value in Qwen3ForCausalLM(made).named_parameters()}
         generator = torch.Generator("cuda").manual_seed(0)
-        gains = {"q_norm": qk_gain, "k_norm": qk_gain, "model.norm": logit_gain}
+        head_std = EMBEDDING_STD if made.tie_word_embeddings else made.hidden_size**-0.5
+        last_norm = logit_std / (head_std * made.hidden_size**0.5)
         weights: dict[str, torch.Tensor] = {}
         for name, shape in shapes.items():
             random = torch.randn(shape, generator=generator, device="cuda")
-            if len(shape) == 1:
-                gain = next((gain for part, gain in gains.items() if part in name), 1.0)
-                weights[name] = (gain * (1 + 0.2 * random)).bfloat16()
+            if name == "model.norm.weight":
+                weights[name] = last_norm * random.sign() * (1 + 0.2 * random.abs())
+            elif len(shape) == 1:
+                weights[name] = (qk_gain if "_norm.weight" in name and "self_attn" in name else 1) * (1 + 0.2 * random)
             else:
-                weights[name] = (random * shape[-1] ** -0.5).bfloat16()
+                weights[name] = random * _std(name, shape, made)
+            weights[name] = weights[name].bfloat16()
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         self._bfloat16 = _model(made, weights, torch.bfloat16)
         self._float32 = _model(made, weights, torch.float32)
@@ -75,6 +85,13 @@ class Reference:
         with torch.no_grad():
             truth, rounded = (model(given).logits[0].float() for model in (self._float32, self._bfloat16))
             return Scores(torch.log_softmax(truth, -1), torch.log_softmax(rounded, -1))
+
+
+def _std(name: str, shape: torch.Size, config: Qwen3Config) -> float:
+    if "embed_tokens" in name:
+        return EMBEDDING_STD
+    adds_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return shape[-1] ** -0.5 * ((2 * config.num_hidden_layers) ** -0.5 if adds_to_residual else 1)
 
 
 def _model(config: Qwen3Config, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Qwen3ForCausalLM:
