@@ -116,10 +116,10 @@ class ScriptedParser:
         return True
 
     def is_cut(self, *tags: str) -> bool:
-        """Whether the whole text ends here, or inside one of these tags; takes what there is of it."""
+        """Whether the whole text ends here, or inside one of these tags; drops what there is of it."""
         cut = self._ended and any(tag.startswith(self._buffer) for tag in tags)
         if cut:
-            self._take(len(self._buffer))
+            self._buffer = ""
         return cut
 
     def run_of(self, pattern: "re.Pattern[str]", limit: int = MAX_WORD) -> Script[str]:

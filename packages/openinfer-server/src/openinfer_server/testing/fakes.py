@@ -1,4 +1,4 @@
-"""Fakes for tests of this server and of what is built on it: an engine that repeats its prompt, a server in a thread.
+"""An engine that repeats its prompt, and a server in a thread.
 
 `ParrotLoop` makes any text come out of the server token by token: its completion is the prompt. Tests hold it still
 (`hold`, `go`), count what is aborted (`RecordingEngine`) and break it (`die`).

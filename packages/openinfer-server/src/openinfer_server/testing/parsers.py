@@ -1,0 +1,260 @@
+"""Conformance of tool and reasoning parsers. No test framework is needed.
+
+A parser's author gives texts as their model writes them. From each the kit makes further texts, cut short, with pieces
+left out, doubled and put in, and checks for all of them, over random ways of cutting each into pieces:
+
+- what is said, put together, does not depend on the pieces, down to single characters and empty pieces;
+- nothing raises, and the deltas keep their order (a call begins, gets arguments, ends; numbers rise from 0);
+- no word of the text is lost: words put in anywhere come out as content, reasoning, name, id or argument;
+- text that cannot be markup does not wait: prose comes out while it goes in.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from openinfer_core.testing.errors import require
+from openinfer_server.parsers.contract import OutputTextParser, ParserContext, ReasoningParser, ToolParser
+from openinfer_server.parsers.deltas import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    merge,
+)
+
+
+class TextFed(Protocol):
+    """What is checked: a parser of either kind, or several behind each other."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """Takes the next piece."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """The text has ended."""
+        ...
+
+
+MakeParser = Callable[[], TextFed]
+
+MAX_HELD_PROSE = 4096
+"""Characters of prose that may be held at a time."""
+_PROSE = "The quick brown fox jumps over the lazy dog, 3 < 4 and 5 > 4 {not} [json]. "
+
+
+def check_tool_parser(
+    parser: type[ToolParser],
+    texts: Sequence[str],
+    *,
+    tools: Mapping[str, Mapping[str, Any]],
+    cuts_per_text: int = 20,
+    variants_per_text: int = 20,
+    seed: int = 0,
+) -> int:
+    """Checks a tool parser; returns how many cut texts it was fed.
+
+    Args:
+        parser: the class.
+        texts: whole answers as the model writes them, with calls and without.
+        tools: functions on offer -> JSON Schema of their parameters.
+        cuts_per_text: random ways of cutting each text.
+        variants_per_text: damaged texts made from each.
+        seed: of all of it.
+
+    Raises:
+        ConformanceError: it does not conform.
+    """
+    make = _maker(parser, "", tools)
+    _check_says(make, texts, ReasoningDelta, "a tool parser says no reasoning")
+    require(
+        any(isinstance(delta, CallStart) for text in texts for delta in whole(make, text)),
+        "none of the texts has a call: nothing would be checked",
+    )
+    return check_cuts(make, texts, cuts_per_text=cuts_per_text, variants_per_text=variants_per_text, seed=seed)
+
+
+def check_reasoning_parser(
+    parser: type[ReasoningParser],
+    texts: Sequence[str],
+    *,
+    prompts: Sequence[str],
+    cuts_per_text: int = 20,
+    variants_per_text: int = 20,
+    seed: int = 0,
+) -> int:
+    """Checks a reasoning parser after each of some prompts; returns how many cut texts it was fed.
+
+    Args:
+        parser: the class.
+        texts: whole answers as the model writes them.
+        prompts: ends of prompts, with the reasoning opened and not.
+        cuts_per_text: random ways of cutting each text.
+        variants_per_text: damaged texts made from each.
+        seed: of all of it.
+
+    Raises:
+        ConformanceError: it does not conform.
+    """
+    fed = 0
+    for prompt in prompts:
+        make = _maker(parser, prompt, {})
+        _check_says(make, texts, CallStart, "a reasoning parser says no calls")
+        fed += check_cuts(make, texts, cuts_per_text=cuts_per_text, variants_per_text=variants_per_text, seed=seed)
+    _check_closing(parser, prompts)
+    return fed
+
+
+def check_cuts(make: MakeParser, texts: Iterable[str], *, cuts_per_text: int, variants_per_text: int, seed: int) -> int:
+    """What both kinds of parsers are checked for; returns how many cut texts were fed.
+
+    Raises:
+        ConformanceError: it does not conform.
+    """
+    rng = random.Random(seed)  # noqa: S311 - no secrets here
+    fed = 0
+    for text in texts:
+        check_prose_flows(make, text)
+        for variant, words in itertools.chain([(text, ())], damaged(text, variants_per_text, rng)):
+            expected = check_text(make, variant, words)
+            ways = itertools.chain([range(1, len(variant))], _random_cuts(variant, cuts_per_text, rng))
+            for cuts in ways:
+                check_cut(make, variant, cuts, expected)
+                fed += 1
+    return fed
+
+
+def check_text(make: MakeParser, text: str, words: Sequence[str] = ()) -> list[Delta]:
+    """Feeds a text at once and checks order and words; returns what was said, put together.
+
+    Raises:
+        ConformanceError: it does not conform.
+    """
+    deltas = whole(make, text)
+    _check_order(deltas, text)
+    said = "\n".join(_words_of(deltas))
+    for word in words:
+        require(word in said, f"the word {word!r} of {text!r} is lost: {deltas}")
+    return deltas
+
+
+def check_cut(make: MakeParser, text: str, cuts: Iterable[int], expected: Sequence[Delta]) -> None:
+    """Checks that a text cut at these places says the same.
+
+    Raises:
+        ConformanceError: it does not.
+    """
+    pieces = _pieces(text, cuts)
+    said = merge(feed(make(), pieces))
+    require(said == expected, f"fed as {pieces!r} it says {said}, at once {list(expected)}")
+
+
+def whole(make: MakeParser, text: str) -> list[Delta]:
+    """What a parser says of a text fed at once, put together."""
+    return merge(feed(make(), [text]))
+
+
+def feed(parser: TextFed, pieces: Iterable[str]) -> list[Delta]:
+    """Everything a parser says of pieces, in order."""
+    said: list[Delta] = []
+    for piece in pieces:
+        said += parser.feed(piece)
+    return said + parser.finish()
+
+
+def check_prose_flows(make: MakeParser, text: str) -> None:
+    """Checks that prose after a text is not held back: a long answer must neither wait nor fill the memory.
+
+    Raises:
+        ConformanceError: more than `MAX_HELD_PROSE` characters are held.
+    """
+    parser = make()
+    parser.feed(text)
+    said = 0
+    prose = _PROSE * (4 * MAX_HELD_PROSE // len(_PROSE))
+    for piece in _pieces(prose, range(7, len(prose), 7)):
+        said += sum(len(delta.text) for delta in parser.feed(piece) if not isinstance(delta, CallStart | CallEnd))
+    held = len(prose) - said
+    require(held <= MAX_HELD_PROSE, f"after {text!r}, {held} characters of prose are held back")
+
+
+def damaged(text: str, count: int, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Texts made from one, as models and length limits damage them, with words put in that must not be lost."""
+    for number in range(count):
+        start, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+        word = f"w{number}q{rng.randrange(10**6)}"
+        match number % 5:
+            case 0:
+                yield text[:end], ()
+            case 1:
+                yield text[:start] + word + text[start:], (word,)
+            case 2:
+                yield text[:start] + word + text[end:], (word,)
+            case 3:
+                yield text[:end] + text[start:], ()
+            case _:
+                yield text[:start] + word + text[start:end], (word,)
+
+
+def _maker(parser: type[OutputTextParser], prompt: str, tools: Mapping[str, Mapping[str, Any]]) -> MakeParser:
+    def make() -> TextFed:
+        numbers = itertools.count()
+        return parser(ParserContext(prompt, tools, lambda: f"call_{next(numbers)}"))
+
+    return make
+
+
+def _check_says(make: MakeParser, texts: Iterable[str], kind: type[Delta], violation: str) -> None:
+    for text in texts:
+        require(not any(isinstance(delta, kind) for delta in whole(make, text)), violation)
+
+
+def _check_closing(parser: type[ReasoningParser], prompts: Sequence[str]) -> None:
+    """A prompt must open the reasoning, and the closing text must end it."""
+    opened = [reader for reader in (parser(ParserContext(prompt, {}, str)) for prompt in prompts) if reader.reasoning]
+    require(opened, f"after none of the prompts {list(prompts)} the parser is reasoning")
+    for reader in opened:
+        reader.feed("I think ")
+        reader.feed(parser.closing_text)
+        require(not reader.reasoning, f"after its closing_text {parser.closing_text!r} it is still reasoning")
+
+
+def _check_order(deltas: Iterable[Delta], text: str) -> None:
+    """One call at a time, numbered from 0; nothing else inside it; no empty text."""
+    open_call, calls = None, 0
+    for delta in deltas:
+        match delta:
+            case CallStart(index=index, name=name, call_id=call_id):
+                require(open_call is None and index == calls, f"call {index} begins out of order in {text!r}")
+                require(name and call_id, f"a call without name or id in {text!r}")
+                open_call, calls = index, calls + 1
+            case CallArguments(index=index) | CallEnd(index=index):
+                require(index == open_call, f"{delta} while call {open_call} is open in {text!r}")
+                open_call = None if isinstance(delta, CallEnd) else open_call
+            case ContentDelta() | ReasoningDelta():
+                require(open_call is None, f"{delta} while call {open_call} is open in {text!r}")
+        require(getattr(delta, "text", "x"), f"an empty {delta} in {text!r}")
+    require(open_call is None, f"call {open_call} does not end in {text!r}")
+
+
+def _words_of(deltas: Iterable[Delta]) -> Iterator[str]:
+    for delta in deltas:
+        if isinstance(delta, CallStart):
+            yield delta.name
+            yield delta.call_id
+        elif not isinstance(delta, CallEnd):
+            yield delta.text
+
+
+def _random_cuts(text: str, count: int, rng: random.Random) -> Iterator[list[int]]:
+    """Places to cut at, some of them twice, which makes empty pieces."""
+    for _ in range(count):
+        yield sorted(rng.randrange(len(text) + 1) for _ in range(rng.randint(1, 12)))
+
+
+def _pieces(text: str, cuts: Iterable[int]) -> list[str]:
+    places = [0, *cuts, len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(places)]

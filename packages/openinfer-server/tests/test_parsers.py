@@ -1,0 +1,362 @@
+"""Tool and reasoning parsers: what each format becomes, whole, damaged and cut short."""
+
+import itertools
+import json
+
+import pytest
+
+from openinfer_core.plugins import find_plugin
+from openinfer_server.parsers import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    Markers,
+    ModelTraits,
+    OutputParser,
+    ParserContext,
+    ReasoningDelta,
+    choose_parsers,
+    merge,
+)
+from openinfer_server.parsers.choose import REASONING_PARSERS, TOOL_PARSERS
+from openinfer_server.parsers.hermes import HermesParser
+from openinfer_server.parsers.thinking import KimiThinking, Qwen3Thinking
+from openinfer_server.parsers.typed_values import ANYTHING, as_json, types_of
+from openinfer_server.testing.parser_cuts import check_subject, subjects
+from openinfer_server.testing.parser_texts import REASONING_PROMPTS, REASONING_TEXTS, TOOL_TEXTS, TOOLS
+from openinfer_server.testing.parsers import check_reasoning_parser, check_tool_parser, feed
+
+
+def context(prompt="", tools=TOOLS) -> ParserContext:
+    numbers = itertools.count()
+    return ParserContext(prompt, tools, lambda: f"call_{next(numbers)}")
+
+
+def tool_parser(name):
+    return find_plugin(TOOL_PARSERS, name).load()
+
+
+def said(parser, *pieces):
+    """Content, reasoning, and calls as (id, name, arguments)."""
+    deltas = merge(feed(parser, pieces))
+    content = "".join(d.text for d in deltas if isinstance(d, ContentDelta))
+    reasoning = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
+    arguments = {d.index: d.text for d in deltas if isinstance(d, CallArguments)}
+    calls = [(d.call_id, d.name, arguments.get(d.index, "")) for d in deltas if isinstance(d, CallStart)]
+    assert len(calls) == sum(isinstance(d, CallEnd) for d in deltas)
+    return content, reasoning, calls
+
+
+@pytest.mark.parametrize("name", TOOL_TEXTS)
+def test_tool_parser_conforms(name):
+    assert check_tool_parser(tool_parser(name), TOOL_TEXTS[name], tools=TOOLS, cuts_per_text=4) > 0
+
+
+@pytest.mark.parametrize("name", REASONING_TEXTS)
+def test_reasoning_parser_conforms(name):
+    parser = find_plugin(REASONING_PARSERS, name).load()
+    assert check_reasoning_parser(parser, REASONING_TEXTS[name], prompts=REASONING_PROMPTS, cuts_per_text=4) > 0
+
+
+@pytest.mark.parametrize("subject", subjects(), ids=lambda subject: subject.name)
+def test_every_way_of_cutting_says_the_same(subject):
+    assert check_subject(subject, num_texts=25) > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "expected"),
+    [
+        ("hermes", 0, ["get_weather"]),
+        ("hermes", 1, ["now", "write_file"]),
+        ("hermes", 2, ["get_weather"]),
+        ("hermes", 3, []),
+        ("qwen3-coder", 0, ["get_weather"]),
+        ("qwen3-coder", 1, ["write_file", "now"]),
+        ("qwen3-coder", 2, ["get_weather"]),
+        ("qwen3-coder", 3, []),
+        ("deepseek-v3", 0, ["get_weather", "now"]),
+        ("deepseek-v3", 2, []),
+        ("deepseek-v4", 0, ["get_weather", "now"]),
+        ("deepseek-v4", 1, ["write_file"]),
+        ("deepseek-v4", 2, []),
+        ("kimi-k2", 0, ["get_weather", "now"]),
+        ("kimi-k2", 2, []),
+    ],
+)
+def test_calls_of_a_well_formed_answer_have_json_arguments(name, place, expected):
+    text = TOOL_TEXTS[name][place]
+    content, _, calls = said(tool_parser(name)(context()), text)
+    assert [call[1] for call in calls] == expected
+    assert all(isinstance(json.loads(call[2]), dict) for call in calls)
+    if not expected:
+        assert content == text
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v4", "hermes", "kimi-k2", "qwen3-coder"])
+def test_the_same_call_is_the_same_in_every_format(name):
+    _, _, calls = said(tool_parser(name)(context()), TOOL_TEXTS[name][0])
+    arguments = json.loads(calls[0][2])
+    assert arguments["city"].startswith("Zürich")
+    assert arguments["days"] == 3
+
+
+def test_hermes_arguments_are_handed_on_as_they_come_and_as_they_stand():
+    parser = HermesParser(context())
+    assert parser.feed('<tool_call>\n{"name": "now", "arg') == []
+    assert parser.feed('uments": {"a":  [1,') == [CallStart(0, "call_0", "now"), CallArguments(0, '{"a":  [1,')]
+    assert parser.feed(' "}]"') == [CallArguments(0, ' "}]"')]
+    assert parser.feed("]}") == [CallArguments(0, "]}")]
+    assert parser.feed("}\n</tool_call>") == [CallEnd(0)]
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "content"),
+    [
+        ('<tool_call>{"name": "now"}</tool_call>', "{}", ""),
+        ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "{}", ""),
+        ('<tool_call>{"name": "now", "parameters": {"a": 1}}</tool_call>', '{"a": 1}', ""),
+        ('<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}', ""),
+        ('<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>', '{"a": 1}', ""),
+        ('<tool_call>{"name": "now", "arguments": {"a": {"b": 1}</tool_call>', '{"a": {"b": 1}', ""),
+        ('<tool_call>{"name": "now", "arguments": {"a": 1}}', '{"a": 1}', ""),
+        ('<tool_call>{"name": "now", "arguments": {"a": "tru', '{"a": "tru', ""),
+        (
+            '<tool_call>{"name": "now", "arguments": {"a": 1}, "id": 7}</tool_call>',
+            '{"a": 1}',
+            ', "id": 7}</tool_call>',
+        ),
+        ('<tool_call>{"name": "now", "arguments": {"a": "x\ny"}}</tool_call>', '{"a": "x\ny"}', ""),
+    ],
+)
+def test_hermes_what_models_get_wrong_is_a_call_still(text, arguments, content):
+    assert said(HermesParser(context()), text) == (content, "", [("call_0", "now", arguments)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Say <tool_call> to call.",
+        '<tool_call>["now"]</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": true}</tool_call>',
+        '<tool_call>{"name": "' + 300 * "x" + '", "arguments": {}}</tool_call>',
+        "<tool_call>" + 300 * " " + '{"name": "now", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "no',
+        "Half a tag: <tool_c",
+        "  white space around is kept \n\n",
+    ],
+)
+def test_hermes_what_is_no_call_is_content_to_the_last_character(text):
+    assert said(HermesParser(context()), text) == (text, "", [])
+
+
+def test_hermes_a_call_after_one_that_was_none_is_found():
+    text = 'As <tool_call> says: <tool_call>{"name": <tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    content, _, calls = said(HermesParser(context()), text)
+    assert content == 'As <tool_call> says: <tool_call>{"name":'
+    assert [call[1] for call in calls] == ["now"]
+
+
+def test_white_space_beside_calls_is_markup_and_elsewhere_is_not():
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    content, _, calls = said(HermesParser(context()), f"\n One \n\n{call}\n{call}\n\n Two \n")
+    assert content == "\n OneTwo \n"
+    assert len(calls) == 2
+
+
+def test_qwen3_coder_values_have_the_type_their_schema_says():
+    content, _, calls = said(tool_parser("qwen3-coder")(context()), TOOL_TEXTS["qwen3-coder"][0])
+    assert content == ""
+    assert json.loads(calls[0][2]) == {"city": "Zürich", "days": 3, "metric": True, "note": None}
+
+
+def test_qwen3_coder_strings_are_handed_on_as_they_come():
+    parser = tool_parser("qwen3-coder")(context())
+    parser.feed("<tool_call>\n<function=write_file>\n<parameter=content>\n")
+    assert parser.feed('one "') == [CallArguments(0, 'one \\"')]
+    assert parser.feed("line\n") == [CallArguments(0, "line")]  # the newline may be the tag's
+    assert parser.feed("two") == [CallArguments(0, "\\ntwo")]
+    assert merge(parser.feed("\n</parameter>\n</function>\n</tool_call>")) == [CallArguments(0, '"}'), CallEnd(0)]
+
+
+def test_qwen3_coder_newlines_of_a_value_are_kept_but_for_the_tags_own():
+    _, _, calls = said(tool_parser("qwen3-coder")(context()), TOOL_TEXTS["qwen3-coder"][1])
+    written = json.loads(calls[0][2])
+    assert written["content"] == 'if a < b:\n    print("\\n🙂")\n'
+    assert written["options"] == {"modes": [1, "x"]}
+
+
+@pytest.mark.parametrize(
+    "end", ["", "\n</param", "\n</parameter>\n", "\n</parameter>\n</func", "\n</parameter>\n<param"]
+)
+def test_tagged_arguments_that_were_cut_are_never_whole_json(end):
+    text = "<tool_call>\n<function=write_file>\n<parameter=content>\nhalf a fi" + end
+    content, _, calls = said(tool_parser("qwen3-coder")(context()), text)
+    assert content == ""
+    assert "half a fi" in calls[0][2]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(calls[0][2])
+
+
+def test_qwen3_coder_what_stands_between_parameters_ends_the_call_and_is_content():
+    text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\nand so on\n</function>"
+    content, _, calls = said(tool_parser("qwen3-coder")(context()), text)
+    assert json.loads(calls[0][2]) == {"city": "Rome"}
+    assert content == "and so on\n</function>"
+
+
+def test_qwen3_coder_a_function_without_its_wrapper_must_be_on_offer():
+    text = "<function=delete_all>\n</function>"
+    assert said(tool_parser("qwen3-coder")(context()), text) == (text, "", [])
+
+
+def test_a_value_longer_than_may_be_held_is_a_string(monkeypatch):
+    monkeypatch.setattr("openinfer_server.parsers.tagged_arguments.MAX_HELD", 10)
+    parser = tool_parser("qwen3-coder")(context())
+    text = '<tool_call>\n<function=write_file>\n<parameter=options>\n{"modes": ["a", "b"]}\n</parameter>\n</function>'
+    _, _, calls = said(parser, *text)
+    assert json.loads(calls[0][2]) == {"options": '{"modes": ["a", "b"]}'}
+
+
+def test_deepseek_v4_values_are_text_or_json_as_marked():
+    _, _, calls = said(tool_parser("deepseek-v4")(context()), TOOL_TEXTS["deepseek-v4"][0])
+    assert [json.loads(call[2]) for call in calls] == [{"city": 'Zürich "old"\ntown', "days": 3}, {}]
+    text = TOOL_TEXTS["deepseek-v4"][0].replace('"false">3', '"false">three')
+    assert json.loads(said(tool_parser("deepseek-v4")(context()), text)[2][0][2])["days"] == "three"
+
+
+def test_kimi_ids_are_the_models_own():
+    content, _, calls = said(tool_parser("kimi-k2")(context()), TOOL_TEXTS["kimi-k2"][0])
+    assert content == "I look it up."
+    assert [call[:2] for call in calls] == [("functions.get_weather:0", "get_weather"), ("functions.now:1", "now")]
+
+
+def test_deepseek_v3_both_spellings():
+    old, new = TOOL_TEXTS["deepseek-v3"][:2]
+    assert [call[1:] for call in said(tool_parser("deepseek-v3")(context()), old)[2]] == [
+        ("get_weather", '{"city": "Zürich", "days": 3}'),
+        ("now", "{}"),
+    ]
+    content, _, calls = said(tool_parser("deepseek-v3")(context()), new)
+    assert content == "Let me see.Done."
+    assert calls[0][1] == "write_file"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reasoning", "content"),
+    [
+        ("", "<think>\nhm\n</think>\n\nYes.", "hm", "Yes."),
+        ("", "\n<think>hm</think>Yes.", "hm", "Yes."),
+        ("", "Yes <think>no</think>.", "", "Yes <think>no</think>."),
+        ("", "\n\nYes.", "", "\n\nYes."),
+        ("<think>\n", "hm\n</think>\n\nYes.", "hm", "Yes."),
+        ("<think>\n", "<think>hm</think>Yes.", "hm", "Yes."),
+        ("<think>\n", "cut sho", "cut sho", ""),
+        ("<think>\n", "cut short</thi", "cut short</thi", ""),
+        ("<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
+    ],
+)
+def test_reasoning_is_told_from_the_answer(prompt, text, reasoning, content):
+    assert said(Qwen3Thinking(context(prompt)), text) == (content, reasoning, [])
+
+
+def test_kimi_calls_end_the_reasoning():
+    parser = OutputParser(KimiThinking(context()), tool_parser("kimi-k2")(context()))
+    content, reasoning, calls = said(parser, REASONING_TEXTS["kimi-k2"][1])
+    assert (content, reasoning) == ("", "I need the weather.")
+    assert [call[1] for call in calls] == ["now"]
+
+
+def test_a_call_inside_the_reasoning_is_reasoning():
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    parser = OutputParser(Qwen3Thinking(context("<think>")), HermesParser(context()))
+    content, reasoning, calls = said(parser, f"maybe {call}?</think>{call}")
+    assert (content, reasoning, len(calls)) == ("", f"maybe {call}?", 1)
+
+
+def test_reasoning_is_known_piece_by_piece():
+    parser = Qwen3Thinking(context())
+    seen = [parser.reasoning]
+    for piece in ("<thi", "nk>", "\nhm", "</think", ">", "x"):
+        parser.feed(piece)
+        seen.append(parser.reasoning)
+    assert seen == [False, False, True, True, True, False, False]
+
+
+SCHEMA = {
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": ["integer", "null"]},
+        "level": {"enum": ["low", 3]},
+        "any": {},
+        "list": {"anyOf": [{"type": "array"}, {"$ref": "#/$defs/Name"}]},
+        "loop": {"$ref": "#/$defs/Loop"},
+    },
+    "$defs": {"Name": {"const": "x"}, "Loop": {"$ref": "#/$defs/Loop"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("text", "5", '"5"'),
+        ("text", "true", '"true"'),
+        ("count", "5", "5"),
+        ("count", " 5 ", "5"),
+        ("count", "five", '"five"'),
+        ("count", "None", "null"),
+        ("level", "3", "3"),
+        ("level", "low", '"low"'),
+        ("any", '{"a": 1}', '{"a": 1}'),
+        ("any", "{'a': 1}", "\"{'a': 1}\""),
+        ("any", "1e400", '"1e400"'),
+        ("any", 1500 * "[", '"' + 1500 * "[" + '"'),
+        ("list", "[1]", "[1]"),
+        ("list", "True", '"True"'),
+        ("loop", "7", "7"),
+        ("unknown", "7", "7"),
+    ],
+)
+def test_values_become_json_of_their_type(name, text, expected):
+    assert as_json(text, types_of(SCHEMA, name)) == expected
+    json.loads(expected)
+
+
+@pytest.mark.parametrize(
+    "schema", [{}, {"properties": []}, {"properties": {"a": "x"}}, {"properties": {"a": {"type": 5}}}]
+)
+def test_odd_schemas_allow_anything(schema):
+    assert types_of(schema, "a") == ANYTHING
+
+
+def test_markers_that_contain_each_other_are_refused():
+    with pytest.raises(ValueError, match="contain"):
+        Markers("<a>", "x<a>")
+
+
+TEMPLATES = {
+    "<tool_call> </think>": ("hermes", "qwen3"),
+    "<tool_call> <function= </think>": ("qwen3-coder", "qwen3"),
+    "<｜Assistant｜> <｜tool▁calls▁begin｜> </think>": ("deepseek-v3", "deepseek"),
+    "<｜Assistant｜> ｜DSML｜ </think>": ("deepseek-v4", "deepseek"),
+    "<|im_middle|> <|tool_calls_section_begin|> </think>": ("kimi-k2", "kimi-k2"),
+    "<|im_middle|> <|tool_calls_section_begin|>": ("kimi-k2", None),
+    "": (None, None),
+}
+
+
+@pytest.mark.parametrize(("template", "expected"), TEMPLATES.items())
+def test_auto_goes_by_what_the_template_shows(template, expected):
+    chosen = choose_parsers(ModelTraits("anything", template))
+    names = tuple(None if part is None else part.plugin.name for part in (chosen.tools, chosen.reasoning))
+    assert names == expected
+
+
+def test_auto_goes_by_the_family_where_there_is_no_template():
+    chosen = choose_parsers(ModelTraits("deepseek_v4", ""))
+    assert chosen.parts["tool parser"].startswith("deepseek-v4 (openinfer-server ")
+    assert chosen.parts["reasoning parser"].startswith("deepseek (openinfer-server ")
