@@ -1,11 +1,13 @@
 """The timeline of a start: phases touch, and the system is asked where it can tell."""
 
+import gc
 import sys
 import time
 
 import pytest
 
-from openinfer_core.timeline import Timeline, process_age_s, resident_bytes
+from openinfer_core.resident import resident_bytes, settle_memory
+from openinfer_core.timeline import Timeline, process_age_s
 
 
 def test_phases_touch_and_begin_where_they_were_told() -> None:
@@ -35,3 +37,9 @@ def test_text_has_all_phases_in_one_line() -> None:
     timeline.mark("imports")
     timeline.mark("ready")
     assert str(timeline).startswith("1.25 s: imports 1.25, ready 0.00; ")
+
+
+def test_settled_memory_is_still_a_working_process() -> None:
+    settle_memory()
+    gc.unfreeze()
+    assert resident_bytes() >= 0

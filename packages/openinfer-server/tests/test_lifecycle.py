@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import signal
@@ -14,8 +15,10 @@ import openai
 import psutil
 import pytest
 
+from openinfer_core import EngineClosed
 from openinfer_core.local import InProcessEngine
-from openinfer_server import CannotListen, ServerOptions, load_app
+from openinfer_core.timeline import Timeline
+from openinfer_server import CannotListen, ServerOptions, UnusableTokenizer, load_app, run, run_starting
 from openinfer_server.server import listen
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
 
@@ -228,3 +231,35 @@ def test_process_ends_with_1_when_its_engine_process_is_killed(child):
     _, log = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1, log
     assert "the engine died" in log
+
+
+def test_engine_starts_while_the_text_is_read_and_the_phases_are_told(info, model_dir):
+    timeline, reading = Timeline(begin_s=0.0), threading.Event()
+
+    def launch():
+        assert reading.wait(DEADLINE_S)  # the text is read although the engine is not there yet
+        return InProcessEngine(ParrotLoop(info))
+
+    class Reported(Timeline):
+        def mark(self, name: str, *, device_bytes: int = 0) -> None:
+            timeline.mark(name, device_bytes=device_bytes)
+            reading.set()
+
+    code = run_starting(
+        launch,
+        model_dir,
+        ServerOptions(port=0),
+        on_ready=lambda url: signal.raise_signal(signal.SIGTERM),
+        timeline=Reported(begin_s=0.0),
+    )
+    gc.unfreeze()
+    assert code == 0
+    assert [phase.name for phase in timeline.phases] == ["text", "engine", "http"]
+
+
+def test_text_that_cannot_be_read_closes_an_engine_that_has_started(info, tmp_path):
+    engine = InProcessEngine(ParrotLoop(info))
+    with pytest.raises(UnusableTokenizer, match=r"no tokenizer\.json"):
+        run(engine, tmp_path, ServerOptions(port=0))
+    with pytest.raises(EngineClosed):
+        asyncio.run(engine.stats())

@@ -29,6 +29,7 @@ import msgspec
 from openinfer_core.errors import OpenInferError, Refused
 from openinfer_core.host import EngineHost, EngineLoop
 from openinfer_core.links import LinkServer, shows_token
+from openinfer_core.resident import settle_memory
 from openinfer_core.wire import Close, FrameBuffer, Hello, Refusal, Welcome, encode_frame, to_engine_decoder
 
 logger = logging.getLogger("openinfer.engine")
@@ -117,6 +118,7 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
         try:
             set_log_level(os.environ)
             loop = build(launch.spec)
+            settle_memory()
         except OpenInferError as error:
             _refuse(listener, launch.token, str(error))
             return 1

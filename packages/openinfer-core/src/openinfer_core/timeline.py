@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from openinfer_core.resident import resident_bytes
+
 _MIB = 2**20
 
 
@@ -76,11 +78,3 @@ def process_age_s() -> float:
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
     except (OSError, AttributeError):
         return 0.0
-
-
-def resident_bytes() -> int:
-    """Of this process; 0 where the system does not say (not Linux)."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, AttributeError):
-        return 0

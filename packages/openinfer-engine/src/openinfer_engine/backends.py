@@ -15,6 +15,7 @@ from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.driver import wake_driver
 from openinfer_kv_cache import KvDtype, KvLayout
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -80,6 +81,7 @@ def open_backend(options: EngineOptions) -> Backend:
     """
     if options.device is DeviceKind.CPU:
         return CpuBackend()
+    wake_driver()
     try:
         from openinfer_engine.cuda_backend import CudaBackend
     except KernelsError as error:  # the packages of the CUDA extras are missing; the message says which

@@ -16,21 +16,21 @@ class LoadProgress:
 
     Args:
         total_bytes: of all ranks' weights on their devices.
-        stream: where to.
+        stream: where to; None is standard error.
         clock: seconds.
     """
 
     def __init__(
-        self, total_bytes: int, *, stream: TextIO = sys.stderr, clock: Callable[[], float] = time.perf_counter
+        self, total_bytes: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._total_bytes = total_bytes
-        self._stream = stream
+        self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._lock = threading.Lock()
         self._done_bytes = 0
         self._begin_s = clock()
         self._shown_s = self._begin_s
-        self._in_place = stream.isatty()
+        self._in_place = self._stream.isatty()
 
     def __enter__(self) -> Self:
         return self

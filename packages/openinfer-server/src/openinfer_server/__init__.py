@@ -6,7 +6,7 @@ from openinfer_server.errors import CannotListen, ConflictingRoutes, ServerError
 from openinfer_server.exchange import Exchange
 from openinfer_server.options import EventLoop, ServerOptions
 from openinfer_server.routes import Endpoints, Level, Route, RouteDoc
-from openinfer_server.server import run, serve, serve_app
+from openinfer_server.server import run, run_starting, serve, serve_app
 from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
 
@@ -31,6 +31,7 @@ __all__ = [
     "build_app",
     "load_app",
     "run",
+    "run_starting",
     "serve",
     "serve_app",
 ]

@@ -13,10 +13,10 @@ from openinfer_server.api_errors import ApiError, internal
 from openinfer_server.builtin import BUILTIN
 from openinfer_server.chat_template import ChatTemplate
 from openinfer_server.document import document_route
-from openinfer_server.endpoints import load_endpoints
 from openinfer_server.engine_link import EngineLink
 from openinfer_server.exchange import Exchange
 from openinfer_server.metrics import ServerMetrics
+from openinfer_server.model_text import ModelText
 from openinfer_server.options import ServerOptions
 from openinfer_server.router import Router
 from openinfer_server.routes import Endpoints
@@ -131,21 +131,20 @@ def build_app(
 
 
 def load_app(handle: EngineHandle, model_dir: Path, options: ServerOptions) -> App:
-    """Reads tokenizer and chat template of a model folder and puts an application together.
+    """Reads what a frontend needs of a model folder and puts an application together.
 
     Raises:
-        UnusableTokenizer: see there.
-        UnusableTemplate: see there.
-        PluginError: `options.endpoints` names what is not installed or does not load.
+        UnusableTokenizer, UnusableTemplate, PluginError: see `ModelText.load`.
         ConflictingRoutes: two APIs offer one method and path.
     """
-    endpoints = load_endpoints(options.endpoints)
-    tokenizer = Tokenizer.load(model_dir, num_token_ids=handle.info.num_token_ids)
-    template = ChatTemplate.load(
-        model_dir, timeout_s=options.template_timeout_s, max_characters=_RENDERED_PER_BODY_BYTE * options.max_body_bytes
-    )
-    return build_app(handle, tokenizer, template, options, endpoints=endpoints)
+    return app_of(handle, ModelText.load(model_dir, options), options)
 
 
-_RENDERED_PER_BODY_BYTE = 2
-"""A turn's frame in the prompt is about as long as its frame in JSON."""
+def app_of(handle: EngineHandle, text: ModelText, options: ServerOptions) -> App:
+    """Puts an application together of an engine and what was read for it.
+
+    Raises:
+        ConflictingRoutes: two APIs offer one method and path.
+    """
+    text.tokenizer.cover(handle.info.num_token_ids)
+    return build_app(handle, text.tokenizer, text.template, options, endpoints=text.endpoints)

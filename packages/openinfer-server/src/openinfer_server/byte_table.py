@@ -21,6 +21,12 @@ class ByteTable:
     escaped: list[bytes | None]
     """Per token id its text as the inside of a JSON string; None where the bytes are not whole UTF-8."""
 
+    def cover(self, num_token_ids: int) -> None:
+        """Adds entries for ids without a token, so that every id below `num_token_ids` has one."""
+        missing = num_token_ids - len(self.raw)
+        self.raw.extend([b""] * missing)
+        self.escaped.extend([b""] * missing)
+
 
 def byte_alphabet() -> dict[str, int]:
     """GPT-2's alphabet: character -> byte. Printable Latin-1 stands for itself, the rest follows from U+0100 on."""

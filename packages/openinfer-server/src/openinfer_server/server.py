@@ -5,8 +5,8 @@ serving ──SIGTERM, SIGINT or `stop`──► draining ──all answered, or
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
-import gc
 import importlib
 import importlib.util
 import logging
@@ -14,6 +14,7 @@ import math
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
@@ -22,15 +23,20 @@ import uvicorn
 
 from openinfer_core.engine import EngineHandle
 from openinfer_core.events import FailureKind
-from openinfer_server.app import App, load_app
+from openinfer_core.resident import settle_memory
+from openinfer_core.timeline import Timeline
+from openinfer_server.app import App, app_of, load_app
 from openinfer_server.errors import CannotListen, ServerError
 from openinfer_server.http_protocol import bounded_protocol
+from openinfer_server.model_text import ModelText
 from openinfer_server.options import EventLoop, ServerOptions
 
 logger = logging.getLogger("openinfer.server")
 
 DRAIN_GRACE_S = 2.0
 """What aborted requests get to send their last event."""
+_STARTED_GRACE_S = 0.2
+"""What an engine gets to be found started when the frontend cannot go on."""
 _BACKLOG = 2048
 
 OnReady = Callable[[str], None]
@@ -52,19 +58,79 @@ def run(handle: EngineHandle, model_dir: Path, options: ServerOptions, *, on_rea
     Raises:
         ServerError: the server cannot start.
     """
+    return run_starting(lambda: handle, model_dir, options, on_ready=on_ready)
 
-    async def serve_and_close() -> int:
-        try:
-            with listen(options) as listener:
-                app = load_app(handle, model_dir, options)
-                gc.collect()
-                gc.freeze()  # the tables of a large vocabulary are not looked through again
-                return await serve_app(app, listener, options, on_ready=on_ready)
-        finally:
-            await handle.close()
+
+def run_starting(
+    launch: Callable[[], EngineHandle],
+    model_dir: Path,
+    options: ServerOptions,
+    *,
+    on_ready: OnReady | None = None,
+    timeline: Timeline | None = None,
+) -> int:
+    """`run` for an engine that is not there yet: it starts in a thread while tokenizer and template are read here.
+
+    Args:
+        launch: starts the engine; may take long.
+        model_dir: see `run`.
+        options: see there.
+        on_ready: told the URL.
+        timeline: gets the phases `text`, `engine` (what it took longer than that) and `http`.
+
+    Raises:
+        ServerError: the server cannot start. An engine that is still starting then ends with this process.
+        OpenInferError: what `launch` raised.
+    """
+    marks = timeline or Timeline(begin_s=time.time())
+
+    async def start_and_serve() -> int:
+        with listen(options) as listener:
+            launching = _in_thread(launch)
+            try:
+                text = ModelText.load(model_dir, options)
+            except BaseException:
+                await _close_if_there(launching)
+                raise
+            marks.mark("text")
+            handle = await launching
+            marks.mark("engine")
+            try:
+                app = app_of(handle, text, options)
+                settle_memory()  # the tables of a large vocabulary are not looked through again
+
+                def ready(url: str) -> None:
+                    marks.mark("http")
+                    if on_ready is not None:
+                        on_ready(url)
+
+                return await serve_app(app, listener, options, on_ready=ready)
+            finally:
+                await handle.close()
 
     with asyncio.Runner(loop_factory=_loop_factory(options.event_loop)) as runner:
-        return runner.run(serve_and_close())
+        return runner.run(start_and_serve())
+
+
+def _in_thread(launch: Callable[[], EngineHandle]) -> "asyncio.Future[EngineHandle]":
+    """Calls `launch` in a thread that does not keep the process alive, as an executor's would: Ctrl-C ends it."""
+    result: concurrent.futures.Future[EngineHandle] = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            result.set_result(launch())
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=call, name="openinfer-launch", daemon=True).start()
+    return asyncio.wrap_future(result)
+
+
+async def _close_if_there(launching: "asyncio.Future[EngineHandle]") -> None:
+    """Closes an engine that has started; one that has not ends with this process."""
+    await asyncio.wait((launching,), timeout=_STARTED_GRACE_S)
+    if launching.done() and launching.exception() is None:
+        await launching.result().close()
 
 
 async def serve(

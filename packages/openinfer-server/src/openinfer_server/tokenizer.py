@@ -42,7 +42,7 @@ class Tokenizer:
         self._characters_per_token = _most_characters_per_token(tokenizer)
 
     @classmethod
-    def load(cls, model_dir: Path, *, num_token_ids: int) -> "Tokenizer":
+    def load(cls, model_dir: Path, *, num_token_ids: int = 0) -> "Tokenizer":
         """Reads `tokenizer.json` of a model folder.
 
         Raises:
@@ -56,6 +56,11 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise UnusableTokenizer(f"{path} cannot be read: {error}") from error
         return cls(tokenizer, num_token_ids=num_token_ids)
+
+    def cover(self, num_token_ids: int) -> None:
+        """Any id below `num_token_ids` may be sampled: for an engine that was not there when this was loaded."""
+        if self.byte_table is not None:
+            self.byte_table.cover(num_token_ids)
 
     def close(self) -> None:
         """Ends the encoding threads."""
