@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer_kernels import AttentionBatch, DeviceUnavailableError, Ops, SamplingBatch
+from openinfer_kernels import DeviceUnavailableError, Ops, SamplingBatch
 from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.testing.paged import PagedCase, make_paged_case
 
 
 def cuda_ops() -> Ops:
@@ -100,63 +101,10 @@ def upload(ops: Ops) -> Callable[[Any], Any]:
     return uploaded
 
 
-@dataclasses.dataclass(kw_only=True)
-class PagedCase:
-    """Rows in a paged cache, and the same keys and values unpaged."""
-
-    batch: AttentionBatch
-    kv_cache: np.ndarray
-    """`[blocks, layers, 2, K, B, D]`; NaN wherever no row's context is."""
-    contexts: list[np.ndarray]
-    """Per row `[layers, 2, K, context, D]`."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.batch.positions)
-
-
 @pytest.fixture(scope="session")
 def paged_case() -> Callable[..., PagedCase]:
     """Builds a case of `(context tokens, query tokens)` rows whose blocks are scattered over the cache."""
-
-    def build(
-        rng: np.random.Generator,
-        rows: list[tuple[int, int]],
-        *,
-        num_kv_heads: int,
-        head_dim: int,
-        block_tokens: int,
-        num_layers: int = 2,
-    ) -> PagedCase:
-        num_blocks = [-(-context // block_tokens) for context, _ in rows]
-        total = sum(num_blocks) + 3
-        free = rng.permutation(np.arange(1, total)).tolist()
-        shape = (num_layers, 2, num_kv_heads)
-        kv_cache = np.full((total, *shape, block_tokens, head_dim), np.nan, np.float32)
-        block_tables = rng.integers(0, total, size=(len(rows), max(num_blocks) + 2), dtype=np.int32)
-        positions, slots, contexts = [], [], []
-        for row, (context, queries) in enumerate(rows):
-            block_tables[row, : num_blocks[row]] = [free.pop() for _ in range(num_blocks[row])]
-            contexts.append(rng.normal(size=(*shape, context, head_dim)).astype(np.float32))
-            for position in range(context):
-                block, offset = block_tables[row, position // block_tokens], position % block_tokens
-                kv_cache[block, :, :, :, offset] = contexts[row][:, :, :, position]
-                if position >= context - queries:
-                    positions.append(position)
-                    slots.append(int(block) * block_tokens + offset)
-        query_tokens = [queries for _, queries in rows]
-        batch = AttentionBatch(
-            positions=np.array(positions, np.int32),
-            query_starts=np.cumsum([0, *query_tokens]).astype(np.int32),
-            context_lens=np.array([context for context, _ in rows], np.int32),
-            block_tables=block_tables,
-            cache_slots=np.array(slots, np.int64),
-            max_query_tokens=max(query_tokens),
-            max_context_tokens=max(context for context, _ in rows),
-        )
-        return PagedCase(batch=batch, kv_cache=kv_cache, contexts=contexts)
-
-    return build
+    return make_paged_case
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ MODELS = "openinfer.models"
 CHECKPOINTS = "openinfer.checkpoints"
 SCHEDULERS = "openinfer.schedulers"
 QUEUE_POLICIES = "openinfer.queue_policies"
+KERNEL_PROVIDERS = "openinfer.kernel_providers"
 
 Lister = Callable[[str], "Iterable[EntryPoint]"]
 """Lists the entry points of a group; the default reads the installed distributions."""

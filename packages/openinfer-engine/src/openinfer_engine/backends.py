@@ -30,6 +30,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def architecture(self) -> str:
+        """What kernels are made for: `cpu`, or a GPU's as compilers name it: `sm_90a`."""
+        ...
+
+    @property
     def kernels(self) -> dict[str, str]:
         """Which implementation serves each phase, for `openinfer plan`."""
         ...
@@ -94,6 +99,7 @@ class CpuBackend:
     """NumPy in float32."""
 
     dtype = KvDtype.FLOAT32
+    architecture = "cpu"
     kernels = {"prefill": "cpu NumPy, float32", "decode": "cpu NumPy, float32", "sampling": "cpu NumPy, float64 sums"}  # noqa: RUF012
 
     def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:

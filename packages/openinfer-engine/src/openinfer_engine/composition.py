@@ -15,6 +15,7 @@ from openinfer_core.timeline import Timeline
 from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.checkpoint import Checkpoint
 from openinfer_engine.fingerprint import fingerprint
+from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat
 from openinfer_engine.rank import RunnerLimits
@@ -41,6 +42,7 @@ class Composition:
     num_blocks: int
     scheduler: Plugin
     queue_policy: Plugin
+    kernel_providers: tuple[ChosenProvider, ...]
     timeline: Timeline
     """Of the start that this is part of."""
 
@@ -94,6 +96,7 @@ class Composition:
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             "weights": str(self.options.load_format),
+            **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
         }
 
     def make_scheduler(self) -> Scheduler:
@@ -183,6 +186,7 @@ def resolve(
         num_blocks=_num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes),
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
+        kernel_providers=choose_providers(options.kernel_providers, architecture=backend.architecture),
         timeline=timeline,
     )
 

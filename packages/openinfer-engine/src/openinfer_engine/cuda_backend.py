@@ -47,6 +47,11 @@ class CudaBackend:
             raise Refused(f"--device cuda: {error}") from error
 
     @property
+    def architecture(self) -> str:
+        """Of the GPU."""
+        return self._device.architecture
+
+    @property
     def kernels(self) -> dict[str, str]:
         """Ours, and cuBLASLt for large products."""
         replay = "captured" if self._options.cuda_graph else "launched one by one"

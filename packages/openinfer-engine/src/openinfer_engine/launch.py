@@ -17,6 +17,7 @@ from openinfer_core.timeline import Timeline
 from openinfer_engine.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.communicator import Communicator, SoloCommunicator
 from openinfer_engine.composition import Composition, resolve
+from openinfer_engine.kernel_providers import with_providers
 from openinfer_engine.load_progress import LoadProgress
 from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.loop import StepLoop
@@ -101,7 +102,7 @@ def _load_model(
         model = definition.load(
             config,
             weights,
-            ops=ops,
+            ops=with_providers(ops, composition.kernel_providers),
             communicator=communicator,
             max_model_tokens=composition.runner_limits.max_model_tokens,
         )

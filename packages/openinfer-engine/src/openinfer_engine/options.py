@@ -70,6 +70,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name in the group openinfer.queue_policies."""
     tenant_weights: dict[str, float] = {}
     """Shares per tenant for the fair-share policy: gold=4,free=1."""
+    kernel_providers: dict[str, str] = {}
+    """Operators of other packages: rms_norm=NAME, each NAME in the group openinfer.kernel_providers."""
     load_format: LoadFormat = LoadFormat.SAFETENSORS
     """Where weights come from."""
     tensor_parallel_size: int = 1

@@ -6,6 +6,7 @@ KernelsError
 ├── CudaCallError           a call of the CUDA driver or of cuBLASLt failed
 ├── DeviceUnavailableError  this machine cannot run the CUDA operators: packages, driver or GPU are missing or too old
 ├── KernelBuildError        a CUDA source could not be compiled
+├── KernelProviderError     a provider of operators does not do what it says
 ├── RopeConfigError         a rotary embedding that a config asks for and this package refuses
 └── WeightDtypeError        a weight in a dtype that no operator reads
 ```
@@ -30,6 +31,10 @@ class DeviceUnavailableError(KernelsError):
 
 class KernelBuildError(KernelsError):
     """A CUDA source could not be compiled; the compiler's message."""
+
+
+class KernelProviderError(KernelsError):
+    """A provider of operators does not do what it says; which, and what was missing."""
 
 
 class RopeConfigError(KernelsError):

@@ -1,0 +1,5 @@
+"""RMSNorm for openinfer on a CPU, its sums in float64."""
+
+from openinfer_exact_norm.provider import ExactNorm
+
+__all__ = ["ExactNorm"]

@@ -1,0 +1,68 @@
+"""Operators of other packages, as `--kernel-providers rms_norm=NAME` asks for them: found, checked, put in place."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from openinfer_core import InvalidRequest, Plugin, Refused, find_plugin
+from openinfer_core.plugins import KERNEL_PROVIDERS
+from openinfer_kernels import KernelsError, Ops
+from openinfer_kernels.providers import PROVIDABLE, KernelProvider, provide, why_not
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenProvider:
+    """One operator and who serves it."""
+
+    operator: str
+    plugin: Plugin
+    provider: KernelProvider
+
+    @property
+    def origin(self) -> str:
+        """`NAME (DISTRIBUTION VERSION)`, for `openinfer plan` and its lock files."""
+        return f"{self.plugin.name} ({self.plugin.origin})"
+
+
+def choose_providers(asked: Mapping[str, str], *, architecture: str) -> tuple[ChosenProvider, ...]:
+    """The providers of an option's operators, by operator; one object for each name.
+
+    Args:
+        asked: operator -> name in the group `openinfer.kernel_providers`.
+        architecture: of the device: `cpu`, `sm_90a`.
+
+    Raises:
+        InvalidRequest: no such operator.
+        PluginError: no installed package has a provider of that name, or it failed to load.
+        Refused: the provider does not serve that operator on this device.
+    """
+    plugins = {name: find_plugin(KERNEL_PROVIDERS, name) for name in sorted({*asked.values()})}
+    for operator in asked:
+        if operator not in PROVIDABLE:
+            raise InvalidRequest(
+                f"kernel_providers names the operator {operator!r}; possible are {', '.join(PROVIDABLE)}",
+                field="kernel_providers",
+            )
+    providers = {name: _load(plugin) for name, plugin in plugins.items()}
+    for operator, name in asked.items():
+        reason = why_not(providers[name], operator, architecture=architecture)
+        if reason is not None:
+            raise Refused(f"kernel_providers {operator}={name} ({plugins[name].origin}): {reason}")
+    return tuple(ChosenProvider(operator, plugins[name], providers[name]) for operator, name in sorted(asked.items()))
+
+
+def with_providers(own: Ops, chosen: Sequence[ChosenProvider]) -> Ops:
+    """One rank's operators.
+
+    Raises:
+        Refused: a provider cannot be used on this machine.
+    """
+    try:
+        return provide(own, {each.operator: each.provider for each in chosen})
+    except KernelsError as error:
+        names = ", ".join(sorted({each.origin for each in chosen}))
+        raise Refused(f"kernel_providers {names}: {error}") from error
+
+
+def _load(plugin: Plugin) -> KernelProvider:
+    found = plugin.load()
+    return found() if isinstance(found, type) else found

@@ -1,0 +1,11 @@
+"""Conformance kits for whoever implements operators. No test framework is needed.
+
+providers   `check_kernel_provider`, for a `KernelProvider`
+paged       cases of attention over a paged cache
+
+A violation raises `ConformanceError`, an `AssertionError` that says what the contract demands.
+"""
+
+from openinfer_kernels.testing.errors import ConformanceError
+
+__all__ = ["ConformanceError"]

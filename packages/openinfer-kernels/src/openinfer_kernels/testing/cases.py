@@ -1,0 +1,123 @@
+"""What each operator is tried with by the conformance kit: odd sizes, a row of NaN, padding, shuffled blocks."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer_kernels.ops import HostArray
+from openinfer_kernels.rope import RopeParameters, rope_table
+from openinfer_kernels.testing.paged import make_paged_case
+
+_HEAD_DIM = 64
+_BLOCK_TOKENS = 16
+"""Sizes that every implementation takes, also those that are particular."""
+_ROWS = ((1, 1), (37, 1), (50, 17), (16, 16), (90, 3))
+"""Context and query tokens: the first token of all, decoding, a chunk behind a context, a whole prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Arguments of one call, in host memory. Arrays of floats come to the compute dtype, others stay as they are."""
+
+    name: str
+    positional: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    mutated: tuple[int | str, ...] = ()
+    """Arguments that the operator changes, by position or keyword."""
+    exact: tuple[int | str, ...] = ()
+    """Arrays of floats that stay as they are: tables in float32."""
+
+
+def _floats(rng: np.random.Generator, *shape: int) -> HostArray:
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def _embedding(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, vocab, h in ((1, 7, 8), (5, 100, 24), (130, 33, 136)):
+        token_ids = rng.integers(0, vocab, tokens).astype(np.int32)
+        yield Case(name=f"{tokens} of {vocab} x {h}", positional=(token_ids, _floats(rng, vocab, h)), keywords={})
+
+
+def _linear(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, inner, outer in ((1, 128, 64), (7, 40, 24), (33, 256, 192), (130, 128, 72)):
+        x, weight = _floats(rng, tokens, inner), _floats(rng, outer, inner)
+        yield Case(name=f"{tokens} x {inner} -> {outer}", positional=(x, weight), keywords={})
+        with_bias = (_with_nan(x), weight, _floats(rng, outer))
+        yield Case(name=f"{tokens} x {inner} -> {outer}, bias, NaN", positional=with_bias, keywords={})
+
+
+def _linear_swiglu(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, inner, width in ((1, 128, 64), (9, 128, 192), (70, 40, 24)):
+        x, gate_up = _floats(rng, tokens, inner), _floats(rng, 2 * width, inner) / np.float32(np.sqrt(inner))
+        name = f"{tokens} x {inner} -> {width}"
+        yield Case(name=name, positional=(x, gate_up), keywords={})
+        yield Case(name=f"{name}, NaN", positional=(_with_nan(x), gate_up), keywords={})
+
+
+def _rms_norm(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, h in ((1, 8), (3, 200), (9, 1025), (130, 64)):
+        for eps in (1e-6, 0.5):
+            x = _with_nan(_floats(rng, tokens, h) * np.float32(3))
+            yield Case(name=f"{tokens} x {h}, eps {eps}", positional=(x, _floats(rng, h)), keywords={"eps": eps})
+
+
+def _add_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, h in ((1, 8), (3, 200), (9, 1025), (130, 64)):
+        arrays = _with_nan(_floats(rng, tokens, h)), _floats(rng, tokens, h), _floats(rng, h)
+        yield Case(name=f"{tokens} x {h}", positional=arrays, keywords={"eps": 1e-5}, mutated=(1,))
+
+
+def _qk_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
+    for heads, kv_heads in ((4, 4), (6, 2)):
+        case = make_paged_case(rng, _ROWS, num_kv_heads=kv_heads, head_dim=_HEAD_DIM, block_tokens=_BLOCK_TOKENS)
+        cache_slots = case.batch.cache_slots.copy()
+        cache_slots[-2:] = -1
+        batch = dataclasses.replace(case.batch, cache_slots=cache_slots)
+        keywords = {
+            "q_norm": _floats(rng, _HEAD_DIM),
+            "k_norm": _floats(rng, _HEAD_DIM),
+            "eps": 1e-6,
+            "rope": rope_table(RopeParameters(theta=1e4), head_dim=_HEAD_DIM, positions=128),
+            "kv_cache": case.kv_cache,
+            "layer": 1,
+            "batch": batch,
+        }
+        qkv = _with_nan(_floats(rng, case.num_tokens, (heads + 2 * kv_heads) * _HEAD_DIM))
+        yield Case(
+            name=f"{heads} heads over {kv_heads}",
+            positional=(qkv,),
+            keywords=keywords,
+            mutated=("kv_cache",),
+            exact=("rope",),
+        )
+
+
+def _paged_attention(rng: np.random.Generator) -> Iterable[Case]:
+    for rows in (_ROWS, ((5, 1), (200, 1), (33, 1)), ((40, 40),)):
+        for heads, kv_heads in ((2, 2), (8, 2)):
+            case = make_paged_case(rng, rows, num_kv_heads=kv_heads, head_dim=_HEAD_DIM, block_tokens=_BLOCK_TOKENS)
+            q = _with_nan(_floats(rng, case.num_tokens, heads, _HEAD_DIM))
+            keywords = {"layer": 1, "batch": case.batch, "scale": _HEAD_DIM**-0.5}
+            name = f"rows {rows}, {heads} heads over {kv_heads}"
+            yield Case(name=name, positional=(q, case.kv_cache), keywords=keywords)
+
+
+def _with_nan(x: HostArray) -> HostArray:
+    """A copy whose third row is NaN, where there are so many: it must stay there."""
+    x = x.copy()
+    x[2:3] = np.nan
+    return x
+
+
+CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
+    "add_rms_norm": _add_rms_norm,
+    "embedding": _embedding,
+    "linear": _linear,
+    "linear_swiglu": _linear_swiglu,
+    "paged_attention": _paged_attention,
+    "qk_norm_rope_append": _qk_norm_rope_append,
+    "rms_norm": _rms_norm,
+}

@@ -1,0 +1,157 @@
+"""Operators of other packages: how they are put beside our own, and a kit that notices when one is wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer_kernels import Ops
+from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.errors import KernelProviderError
+from openinfer_kernels.providers import PROVIDABLE, provide, why_not
+from openinfer_kernels.testing import ConformanceError
+from openinfer_kernels.testing.cases import CASES
+from openinfer_kernels.testing.providers import check_kernel_provider, check_operator
+
+
+class Doubled:
+    """Doubles what a norm gives, and serves nothing else."""
+
+    operators = ("rms_norm",)
+    architectures = ("cpu",)
+
+    def bind(self, own: Ops) -> dict[str, Callable[..., Any]]:
+        return {"rms_norm": lambda *given, **named: 2 * own.rms_norm(*given, **named)}
+
+
+class Forgetful(Doubled):
+    operators = ("rms_norm", "linear")
+
+
+def test_provided_operator_stands_in_for_our_own_and_the_rest_stays():
+    own = CpuOps()
+    ops = provide(own, {"rms_norm": Doubled()})
+    x, weight = np.ones((2, 4), np.float32), np.ones(4, np.float32)
+    np.testing.assert_array_equal(ops.rms_norm(x, weight, eps=0.0), 2 * own.rms_norm(x, weight, eps=0.0))
+    np.testing.assert_array_equal(ops.linear(x, np.eye(4, dtype=np.float32)), x)
+    assert ops.name == "cpu"
+    assert provide(own, {}) is own
+
+
+def test_operator_that_was_not_bound_is_refused():
+    with pytest.raises(KernelProviderError, match=r"Forgetful\.bind returned no linear"):
+        provide(CpuOps(), {"linear": Forgetful()})
+
+
+def test_reasons_say_what_is_possible():
+    assert why_not(Doubled(), "rms_norm", architecture="cpu") is None
+    assert "it does not serve linear, but rms_norm" in str(why_not(Doubled(), "linear", architecture="cpu"))
+    assert "serves cpu, and this device is sm_90a" in str(why_not(Doubled(), "rms_norm", architecture="sm_90a"))
+    assert "possible: add_rms_norm, " in str(why_not(Doubled(), "sample", architecture="cpu"))
+
+
+def test_every_providable_operator_is_in_the_contract_and_has_cases():
+    assert all(callable(getattr(Ops, operator)) for operator in PROVIDABLE)
+    assert list(PROVIDABLE) == sorted(CASES)
+
+
+@pytest.mark.parametrize("operator", PROVIDABLE)
+def test_our_own_operators_conform(ops, operator):
+    check_operator(getattr(ops, operator), operator, ops)
+
+
+def wrong_eps(own: Ops, x: Any, weight: Any, *, eps: float) -> Any:
+    return own.rms_norm(x, weight, eps=2 * eps)
+
+
+def spreads_nan(own: Ops, x: Any, weight: Any, *, eps: float) -> Any:
+    return own.rms_norm(x, weight, eps=eps) + 0 * x.sum()
+
+
+def changes_its_input(own: Ops, x: Any, weight: Any, *, eps: float) -> Any:
+    y = own.rms_norm(x, weight, eps=eps)
+    x[:] = 0
+    return y
+
+
+def widens(own: Ops, x: Any, weight: Any, *, eps: float) -> Any:
+    return own.rms_norm(x, weight, eps=eps).astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (wrong_eps, "the result is off by"),
+        (spreads_nan, "NaN where none belongs"),
+        (changes_its_input, "argument 0 was changed"),
+        (widens, "not the compute dtype"),
+    ],
+)
+def test_kit_notices_a_wrong_norm(wrong: Callable[..., Any], message: str):
+    own = CpuOps()
+    with pytest.raises(ConformanceError, match=message):
+        check_operator(lambda *given, **named: wrong(own, *given, **named), "rms_norm", own)
+
+
+def test_kit_notices_a_residual_that_was_left_alone():
+    own = CpuOps()
+
+    def forgets(x: Any, residual: Any, weight: Any, *, eps: float) -> Any:
+        return own.rms_norm(x + residual, weight, eps=eps)
+
+    with pytest.raises(ConformanceError, match="argument 1, which is mutated, is off"):
+        check_operator(forgets, "add_rms_norm", own)
+
+
+def test_kit_notices_padding_that_was_written():
+    own = CpuOps()
+
+    def writes(qkv: Any, *, batch: Any, **named: Any) -> Any:
+        import dataclasses
+
+        slots = np.where(batch.cache_slots < 0, 0, batch.cache_slots)
+        return own.qk_norm_rope_append(qkv, batch=dataclasses.replace(batch, cache_slots=slots), **named)
+
+    with pytest.raises(ConformanceError, match="kv_cache"):
+        check_operator(writes, "qk_norm_rope_append", own)
+
+
+def test_kit_notices_a_mask_that_sees_the_future():
+    own = CpuOps()
+
+    def sees_all(q: Any, kv_cache: Any, *, layer: int, batch: Any, scale: float) -> Any:
+        out = own.paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
+        last = np.repeat(batch.query_starts[1:] - 1, np.diff(batch.query_starts))
+        return np.ascontiguousarray(out[last])
+
+    with pytest.raises(ConformanceError, match="paged_attention"):
+        check_operator(sees_all, "paged_attention", own)
+
+
+def test_kit_notices_calls_that_differ():
+    own, calls = CpuOps(), []
+
+    def drifts(x: Any, weight: Any, *, eps: float) -> Any:
+        calls.append(0)
+        return own.rms_norm(x, weight, eps=eps) * np.float32(1 + 1e-6 * (len(calls) % 2))
+
+    with pytest.raises(ConformanceError, match="two calls gave different bits"):
+        check_operator(drifts, "rms_norm", own)
+
+
+def test_kit_refuses_a_provider_of_nothing_of_ours_or_of_another_device():
+    class Sampler(Doubled):
+        operators = ("sample",)
+
+    class Nothing(Doubled):
+        operators = ()
+
+    with pytest.raises(ConformanceError, match="serves no operator"):
+        check_kernel_provider(Nothing, CpuOps(), architecture="cpu")
+    with pytest.raises(ConformanceError, match="'sample' is not one of"):
+        check_kernel_provider(Sampler, CpuOps(), architecture="cpu")
+    with pytest.raises(ConformanceError, match="serves cpu, and this device is sm_80"):
+        check_kernel_provider(Doubled, CpuOps(), architecture="sm_80")
+    with pytest.raises(ConformanceError, match="the result is off"):
+        check_kernel_provider(Doubled, CpuOps(), architecture="cpu")
