@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams, Tokens
 from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
-from openinfer_engine.options import DeviceKind, LoadFormat
+from openinfer_engine.options import DeviceKind
 from openinfer_qwen3.family import Qwen3
 
 pytestmark = pytest.mark.gpu
@@ -40,13 +41,21 @@ BF16_LOGPROB = 0.15
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights that BF16 holds exactly, so that both devices compute with the same ones."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    definition, rng = Qwen3().definition, np.random.default_rng(0)
+    weights = {}
+    for name, shape in definition.tensors(definition.parse(CONFIG)).items():
+        values = rng.normal(size=shape).astype(np.float32)
+        values = 1 + values / 10 if len(shape) == 1 else values * np.float32(shape[-1] ** -0.5)
+        weights[name] = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 
 def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **options: object) -> StepLoop:
-    fields = {"num_blocks": 256, "max_num_seqs": 16, "load_format": LoadFormat.DUMMY, "device": device, **options}
+    fields = {"num_blocks": 256, "max_num_seqs": 16, "device": device, **options}
     try:
         return build_loop(resolve(Qwen3().definition, model_dir, EngineOptions(**fields)))
     except Refused as reason:
