@@ -208,8 +208,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(CONFIGS))
     parser.add_argument("--layers", type=int, help="fewer, for a quick look")
-    parser.add_argument("--qk-gain", type=float, default=1.0)
-    parser.add_argument("--logit-std", type=float, default=5.0)
+    parser.add_argument("--logit-std", type=float, default=2.0, help="of what the context adds")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -218,7 +217,7 @@ def main() -> int:
         config["num_hidden_layers"] = arguments.layers
     folder = Path(tempfile.mkdtemp(dir=_roomiest()))
     try:
-        reference = Reference(folder, config, qk_gain=arguments.qk_gain, logit_std=arguments.logit_std)
+        reference = Reference(folder, config, logit_std=arguments.logit_std)
         gate = Gate(reference)
         identical = run_all(folder, gate, np.random.default_rng(1), config["vocab_size"])
     finally:
@@ -248,7 +247,6 @@ def _report(
         "set_up": {
             "layers": config["num_hidden_layers"],
             "weights": "random BF16, seed 0",
-            "qk_gain": arguments.qk_gain,
             "logit_std": arguments.logit_std,
             "mean_largest_logprob": float(np.mean(gate.likeliest)),
         },

@@ -32,8 +32,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-8b": COMMON | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
 }
 
-EMBEDDING_STD = 0.5
-"""As large as all that the layers add to it."""
+EMBEDDING_STD = 1.0
+NUM_SUCCESSORS = 8
+SUCCESSOR_LOGITS = (12.0, 24.0)
+"""What a token's successors gain over what the context gives every token, drawn evenly."""
 
 
 class Scores(NamedTuple):
@@ -46,35 +48,16 @@ class Scores(NamedTuple):
 class Reference:
     """transformers in float32 and in BF16 on one random checkpoint, which is written to `folder`.
 
-    Weights are drawn as for training, so that rounding is amplified no more than in a trained model: `fan_in ** -0.5`,
-    and for what is added to the residual stream another `(2 * layers) ** -0.5` (Radford et al. 2019, section 2.3). The
-    last norm's weights have random signs: a tied head would otherwise say the token that it was given.
-
     Args:
         folder: where `config.json` and `model.safetensors` go.
         config: of the model.
-        qk_gain: mean of the norm weights of Q and K: scores of attention have its square as standard deviation.
-        logit_std: standard deviation of the logits; 5 makes the likeliest of 151,936 tokens about a third likely.
+        logit_std: standard deviation of what the context adds to each logit.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], *, qk_gain: float, logit_std: float) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], *, logit_std: float) -> None:
         (folder / "config.json").write_text(json.dumps(config))
         made = Qwen3Config(**config)
-        with torch.device("meta"):
-            shapes = {name: value.shape for name, value in Qwen3ForCausalLM(made).named_parameters()}
-        generator = torch.Generator("cuda").manual_seed(0)
-        head_std = EMBEDDING_STD if made.tie_word_embeddings else made.hidden_size**-0.5
-        last_norm = logit_std / (head_std * made.hidden_size**0.5)
-        weights: dict[str, torch.Tensor] = {}
-        for name, shape in shapes.items():
-            random = torch.randn(shape, generator=generator, device="cuda")
-            if name == "model.norm.weight":
-                weights[name] = last_norm * random.sign() * (1 + 0.2 * random.abs())
-            elif len(shape) == 1:
-                weights[name] = (qk_gain if "_norm.weight" in name and "self_attn" in name else 1) * (1 + 0.2 * random)
-            else:
-                weights[name] = random * _std(name, shape, made)
-            weights[name] = weights[name].bfloat16()
+        weights = random_weights(made, logit_std=logit_std)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         self._bfloat16 = _model(made, weights, torch.bfloat16)
         self._float32 = _model(made, weights, torch.float32)
@@ -87,8 +70,38 @@ class Reference:
             return Scores(torch.log_softmax(truth, -1), torch.log_softmax(rounded, -1))
 
 
+def random_weights(config: Qwen3Config, *, logit_std: float) -> dict[str, torch.Tensor]:
+    """BF16 weights by their published names, the same for every run on one kind of GPU.
+
+    They are drawn as for training, so that rounding is amplified no more than in a trained model: with a variance of
+    1 / inputs, and 1 / (2 layers) of that for what is added to the residual stream (Radford et al. 2019, section 2.3).
+    Such a model says nothing of its last token, so its head gets what a trained one has: a few successors of each token
+    are likely, and the context decides among them. The last norm's random signs keep that apart from the token itself
+    where embedding and head are one matrix.
+    """
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in Qwen3ForCausalLM(config).named_parameters()}
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        random = torch.randn(shape, generator=generator, device="cuda")
+        weights[name] = 1 + 0.2 * random if len(shape) == 1 else random * _std(name, shape, config)
+    embedding = weights["model.embed_tokens.weight"]
+    head = weights.get("lm_head.weight", embedding)
+    head_std = _std("lm_head.weight", head.shape, config)
+    signs = torch.randn(config.hidden_size, generator=generator, device="cuda").sign()
+    weights["model.norm.weight"] *= signs * logit_std / (head_std * config.hidden_size**0.5)
+    per_logit = head_std / (logit_std * config.hidden_size**0.5)
+    directions = embedding * signs * (per_logit / EMBEDDING_STD)
+    for _ in range(NUM_SUCCESSORS):
+        tokens = torch.randperm(len(head), generator=generator, device="cuda")
+        gains = torch.empty(len(head), 1, device="cuda").uniform_(*SUCCESSOR_LOGITS, generator=generator)
+        head.index_add_(0, tokens, directions * gains)
+    return {name: value.bfloat16() for name, value in weights.items()}
+
+
 def _std(name: str, shape: torch.Size, config: Qwen3Config) -> float:
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or ("lm_head" in name and config.tie_word_embeddings):
         return EMBEDDING_STD
     adds_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return shape[-1] ** -0.5 * ((2 * config.num_hidden_layers) ** -0.5 if adds_to_residual else 1)
