@@ -27,6 +27,7 @@ class Choice:
         submitted_s: clock of the submission.
         last_token_s: clock of the last token; 0 before the first.
         completion_tokens: sampled tokens, the stop token included; known at the end.
+        reasoning_tokens: those of them that were spent on reasoning, as far as a parser told.
         finish_reason: None until it has ended well.
     """
 
@@ -38,6 +39,7 @@ class Choice:
         "index",
         "last_token_s",
         "prompt_tokens",
+        "reasoning_tokens",
         "request_id",
         "submitted_s",
     )
@@ -51,6 +53,7 @@ class Choice:
         self.last_token_s = 0.0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
 
     def scheduled(self, event: Scheduled) -> None:

@@ -84,9 +84,9 @@ class App:
             await exchange.send_error(error)
         except ClientGone:
             exchange.status = CLIENT_GONE
-        except Exception:
+        except Exception as error:
             logger.exception("%s %s failed", exchange.method, route)
-            self.service.metrics.faults.value += 1
+            self.service.metrics.count_fault(error)
             if exchange.status:
                 raise
             await exchange.send_error(internal())

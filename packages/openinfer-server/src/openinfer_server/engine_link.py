@@ -74,13 +74,22 @@ class EngineLink:
 
     def submit(self, choice: Choice, request: GenerateRequest) -> None:
         """Hands a request to the engine; its events go to the choice. A dead engine fails it."""
-        choice.request_id = request.request_id
         choice.submitted_s = self._clock()
+        self._hand_over(choice, request)
+
+    def _hand_over(self, choice: Choice, request: GenerateRequest) -> None:
+        choice.request_id = request.request_id
         self._choices[request.request_id] = choice
         try:
             self.handle.submit(request)
         except EngineClosed:
             self._failed(choice, Failed(request.request_id, FailureKind.SHUTDOWN, ENGINE_ENDED))
+
+    def replace(self, choice: Choice, request: GenerateRequest) -> None:
+        """Goes on with another request in place of the choice's own; for the counters it is one. Not if it ended."""
+        if self._choices.pop(choice.request_id, None) is not None:
+            self.handle.abort(choice.request_id)
+            self._hand_over(choice, request)
 
     def abort(self, choice: Choice) -> None:
         """Ends a choice whose answer nobody waits for; does nothing if it has ended."""
@@ -157,7 +166,7 @@ class EngineLink:
     def _fault(self, choice: Choice, error: Exception) -> None:
         """The fence: whatever went wrong inside one request ends that request."""
         logger.error("request %d failed inside the server", choice.request_id, exc_info=error)
-        self.metrics.faults.value += 1
+        self.metrics.count_fault(error)
         if choice.request_id in self._choices:
             self.handle.abort(choice.request_id)
         self._failed(choice, faulty(choice.request_id))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_server.exposition import Counter, Histogram, Sample, render_family, render_histogram
+from openinfer_server.parsers.output import ParserFault
 
 LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 REQUEST_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -23,10 +24,18 @@ class ServerMetrics:
         self.generated_tokens = Counter()
         self.slow_clients = Counter()
         self.faults = Counter()
+        self.parser_faults: Tally[str] = Tally()
+        """Requests that failed because a parser raised, by the parser's kind."""
         self.time_to_first_token_s = Histogram(LATENCY_BOUNDS_S)
         self.inter_token_s = Histogram(LATENCY_BOUNDS_S)
         self.queued_s = Histogram(LATENCY_BOUNDS_S)
         self.request_s = Histogram(REQUEST_BOUNDS_S)
+
+    def count_fault(self, error: Exception) -> None:
+        """Counts a fault of this server, or of a parser, inside one request."""
+        self.faults.value += 1
+        if isinstance(error, ParserFault):
+            self.parser_faults[error.kind] += 1
 
     def render(self, info: EngineInfo, stats: EngineStats | None, *, open_requests: int) -> bytes:
         """Everything in Prometheus' text format.
@@ -58,6 +67,10 @@ class ServerMetrics:
         yield from render_family("openinfer_requests_total", "counter", "Ended engine requests by outcome.", outcomes)
         yield from render_family(
             "openinfer_requests_open", "gauge", "Engine requests that have not ended.", [((), open_requests)]
+        )
+        parser_faults: list[Sample] = [((("kind", kind),), self.parser_faults[kind]) for kind in ("reasoning", "tool")]
+        yield from render_family(
+            "openinfer_parser_faults_total", "counter", "Requests failed by a parser that raised.", parser_faults
         )
         for name, text, counter in (
             ("openinfer_prompt_tokens_total", "Prompt tokens of ended requests.", self.prompt_tokens),

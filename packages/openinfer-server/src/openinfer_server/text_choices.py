@@ -31,6 +31,8 @@ class TextOptions:
     min_tokens: int
     """Stop strings are not looked for in the text of so many first tokens."""
     echo: bool
+    visible_tokens: frozenset[str] = frozenset()
+    """Special tokens that show by name, for parsers that know them."""
 
 
 class TextChoice(Choice):
@@ -50,7 +52,7 @@ class TextChoice(Choice):
 
     def __init__(self, answer: Answer, index: int, *, prompt: Prompt, options: TextOptions) -> None:
         super().__init__(answer, index, prompt_tokens=len(prompt.token_ids))
-        self._detokenizer = options.tokenizer.detokenizer(prompt.token_ids)
+        self._detokenizer = options.tokenizer.detokenizer(prompt.token_ids, visible=options.visible_tokens)
         self._echo = options.echo
         self._min_tokens = options.min_tokens
         self._num_tokens = 0
@@ -77,20 +79,41 @@ class TextChoice(Choice):
         for place, token_id in enumerate(event.token_ids):
             scores = () if event.logprobs is None else (ScoredToken(token_id, event.logprobs[place], self._offset),)
             self.show(self._feed(token_id), scores)
-            if self._scanner is not None and self._scanner.found:
-                self._stop()
+            if self.is_complete():
+                self.complete()
                 return
 
     def finished(self, event: Finished) -> None:
         """The engine ended it well: shows what was held."""
         if self._echo:
             self._show_prompt()
-        rest = self._detokenizer.finish()
-        if self._scanner is not None:
-            rest = self._scanner.feed(rest) + self._scanner.finish()
+        rest = self.take_held()
         if rest:
             self.show(rest, ())
         super().finished(event)
+
+    def is_complete(self) -> bool:
+        """Whether the text ends here, whatever the engine would still say."""
+        return self._scanner is not None and self._scanner.found
+
+    def complete(self) -> None:
+        """Ends a text that is complete."""
+        self.end_early(FinishReason.STOP)
+
+    def end_early(self, reason: FinishReason) -> None:
+        """Ends it well and tells the engine to stop."""
+        self.completion_tokens = self._num_tokens
+        self.answer.link.stopped(self)
+        self.conclude(reason)
+
+    def go_on_after(self, token_ids: Sequence[int], *, visible: frozenset[str]) -> None:
+        """The next token follows these, whatever came before."""
+        self._detokenizer = self._tokenizer.detokenizer(token_ids, visible=visible)
+
+    def take_held(self) -> str:
+        """Text that is held back for what may follow it, as if nothing followed."""
+        rest = self._detokenizer.finish()
+        return rest if self._scanner is None else self._scanner.feed(rest) + self._scanner.finish()
 
     def _feed(self, token_id: int) -> str:
         text = self._detokenizer.feed(token_id)
@@ -99,11 +122,6 @@ class TextChoice(Choice):
         if self._scanner is None or self._num_tokens <= self._min_tokens:
             return text
         return self._scanner.feed(text)
-
-    def _stop(self) -> None:
-        self.completion_tokens = self._num_tokens
-        self.answer.link.stopped(self)
-        self.conclude(FinishReason.STOP)
 
     def _show_prompt(self) -> None:
         """Shows the prompt before the first token; by then all of its log-probabilities have come."""

@@ -5,7 +5,7 @@ it for the whole text and stall every stream (FRONTEND-CHOICES.md: 37-68 ms for 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class Tokenizer:
         byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self.byte_table: ByteTable | None = build_byte_table(tokenizer, num_token_ids) if byte_level else None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="openinfer-encode")
+        self._detokenizers: dict[frozenset[str], Callable[[Sequence[int]], Detokenizer]] = {}
         self._characters_per_token = _most_characters_per_token(tokenizer)
 
     @classmethod
@@ -82,6 +83,10 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
 
+    def encode_short(self, text: str) -> list[int]:
+        """Token ids of a few words, at once, without special tokens of the tokenizer's own."""
+        return self._encode(text, False)
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:  # noqa: FBT001 - run_in_executor passes no keywords
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -89,14 +94,33 @@ class Tokenizer:
         """Text of a prompt with its special tokens, as `echo` shows it."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """A detokenizer for the completion of a prompt. Special tokens do not show."""
-        if self.byte_table is not None:
-            return ByteDetokenizer(self.byte_table.raw)
-        return WindowDetokenizer(self._decode_shown, prompt_token_ids[-_CONTEXT_TOKENS:])
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, visible: frozenset[str] = frozenset()) -> Detokenizer:
+        """A detokenizer for the completion of a prompt.
 
-    def _decode_shown(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        Args:
+            prompt_token_ids: what comes before.
+            visible: special tokens that show, by name; others do not.
+        """
+        make = self._detokenizers.get(visible)
+        if make is None:
+            make = self._detokenizers[visible] = self._detokenizer_maker(visible)
+        return make(prompt_token_ids)
+
+    def _detokenizer_maker(self, visible: frozenset[str]) -> Callable[[Sequence[int]], Detokenizer]:
+        """Made once for each set of names; they are the parsers', of which a server has one pair."""
+        shown = {token_id: name for token_id, name in self._special_ids.items() if name in visible}
+        if self.byte_table is not None:
+            raw = self.byte_table.raw
+            if shown:
+                raw = [shown[i].encode() if i in shown else data for i, data in enumerate(raw)]
+            return lambda _: ByteDetokenizer(raw)
+        hidden = self._special_ids.keys() - shown.keys()
+
+        def decode(token_ids: list[int]) -> str:
+            seen = [token_id for token_id in token_ids if token_id not in hidden]
+            return self._tokenizer.decode(seen, skip_special_tokens=False)
+
+        return lambda context: WindowDetokenizer(decode, context[-_CONTEXT_TOKENS:])
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token by itself, special tokens by their name; for log-probabilities."""

@@ -17,7 +17,7 @@ from openinfer_server.parsers.deltas import (
     merge,
 )
 from openinfer_server.parsers.markers import Markers
-from openinfer_server.parsers.output import OutputParser
+from openinfer_server.parsers.output import OutputParser, ParserFault
 from openinfer_server.parsers.script import Script, ScriptedParser
 from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
 
@@ -34,6 +34,7 @@ __all__ = [
     "OutputParser",
     "OutputTextParser",
     "ParserContext",
+    "ParserFault",
     "ReasoningDelta",
     "ReasoningParser",
     "Script",

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from openinfer_core.plugins import Lister, Plugin, find_plugin, installed, list_plugins
@@ -14,7 +15,7 @@ from openinfer_server.parsers.contract import (
     ReasoningParser,
     ToolParser,
 )
-from openinfer_server.parsers.output import OutputParser
+from openinfer_server.parsers.output import OutputParser, fenced
 
 TOOL_PARSERS = "openinfer.tool_parsers"
 REASONING_PARSERS = "openinfer.reasoning_parsers"
@@ -58,17 +59,20 @@ class ModelParsers:
             token for chosen in (self.tools, self.reasoning) if chosen for token in chosen.parser.visible_tokens
         )
 
-    def open(self, prompt: str, tools: Mapping[str, Mapping[str, Any]]) -> OutputParser | None:
-        """The parsers of one answer; None if its text is content and nothing else.
+    def open(self, prompt: str, tools: Mapping[str, Mapping[str, Any]]) -> OutputParser:
+        """The parsers of one answer.
 
         Args:
             prompt: the rendered chat.
             tools: functions on offer; calls are looked for only if there are any.
+
+        Raises:
+            ParserFault: a parser cannot be made.
         """
         context = ParserContext(prompt, tools, new_call_id)
-        reasoning = None if self.reasoning is None else cast("ReasoningParser", self.reasoning.parser(context))
-        calls = None if self.tools is None or not tools else cast("ToolParser", self.tools.parser(context))
-        return None if reasoning is None and calls is None else OutputParser(reasoning, calls)
+        reasoning = None if self.reasoning is None else fenced("reasoning", partial(self.reasoning.parser, context))
+        calls = None if self.tools is None or not tools else fenced("tool", partial(self.tools.parser, context))
+        return OutputParser(cast("ReasoningParser | None", reasoning), cast("ToolParser | None", calls))
 
 
 def choose_parsers(

@@ -6,8 +6,37 @@
 Either may be absent. This is what the endpoints use; nothing here knows HTTP.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from openinfer_server.parsers.contract import ReasoningParser, ToolParser
 from openinfer_server.parsers.deltas import ContentDelta, Delta
+
+T = TypeVar("T")
+
+
+class ParserFault(Exception):
+    """A parser raised; its own exception is the cause.
+
+    Attributes:
+        kind: `reasoning` or `tool`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"the {kind} parser failed on this answer")
+        self.kind = kind
+
+
+def fenced(kind: str, call: Callable[[], T]) -> T:
+    """Calls a parser.
+
+    Raises:
+        ParserFault: it raised.
+    """
+    try:
+        return call()
+    except Exception as error:
+        raise ParserFault(kind) from error
 
 
 class OutputParser:
@@ -16,6 +45,8 @@ class OutputParser:
     Args:
         reasoning: None leaves reasoning in the content.
         tools: None leaves calls in the content.
+
+    Every method raises `ParserFault` if a parser raises.
     """
 
     __slots__ = ("_reasoning", "_tools")
@@ -23,6 +54,11 @@ class OutputParser:
     def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
         self._reasoning = reasoning
         self._tools = tools
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is no parser: all text is content."""
+        return self._reasoning is None and self._tools is None
 
     @property
     def reasoning(self) -> bool:
@@ -38,20 +74,26 @@ class OutputParser:
         """Takes the next piece of text."""
         if self._reasoning is None:
             return self._content(text)
-        deltas = self._reasoning.feed(text)
-        return deltas if self._tools is None else self._without_calls(deltas)
+        try:
+            deltas = self._reasoning.feed(text)
+        except Exception as error:
+            raise ParserFault("reasoning") from error
+        return deltas if self._tools is None else self._with_calls(deltas)
 
     def finish(self) -> list[Delta]:
         """The text has ended."""
-        deltas = [] if self._reasoning is None else self._without_calls(self._reasoning.finish())
-        return deltas if self._tools is None else deltas + self._tools.finish()
+        deltas = [] if self._reasoning is None else self._with_calls(fenced("reasoning", self._reasoning.finish))
+        return deltas if self._tools is None else deltas + fenced("tool", self._tools.finish)
 
     def _content(self, text: str) -> list[Delta]:
-        if self._tools is not None:
+        if self._tools is None:
+            return [ContentDelta(text)] if text else []
+        try:
             return self._tools.feed(text)
-        return [ContentDelta(text)] if text else []
+        except Exception as error:
+            raise ParserFault("tool") from error
 
-    def _without_calls(self, deltas: list[Delta]) -> list[Delta]:
+    def _with_calls(self, deltas: list[Delta]) -> list[Delta]:
         told: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, ContentDelta):
