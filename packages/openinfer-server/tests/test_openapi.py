@@ -6,6 +6,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from openinfer_server.api_types import ChatRequest, CompletionRequest
+from openinfer_server.responses.types import ResponseRequest
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,12 @@ def test_document_has_every_route_with_its_level(document):
 LEVELS = {
     "POST /v1/completions": "user",
     "POST /v1/chat/completions": "user",
+    "POST /v1/responses": "user",
+    "POST /v1/responses/input_tokens": "user",
+    "GET /v1/responses/{response_id}": "user",
+    "DELETE /v1/responses/{response_id}": "user",
+    "POST /v1/responses/{response_id}/cancel": "user",
+    "GET /v1/responses/{response_id}/input_items": "user",
     "POST /inference/v1/generate": "user",
     "POST /tokenize": "user",
     "POST /detokenize": "user",
@@ -61,7 +68,7 @@ def test_every_error_has_a_schema(document):
                 assert all("schema" in content for content in response["content"].values()), (method, path, status)
 
 
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, ResponseRequest], ids=lambda kind: kind.__name__)
 def test_refused_fields_take_null_alone_and_say_why(document, kind):
     properties = document["components"]["schemas"][kind.__name__]["properties"]
     assert set(properties) == set(kind.__struct_fields__)

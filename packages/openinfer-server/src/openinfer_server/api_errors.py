@@ -6,7 +6,7 @@ Messages are written here, for the client; no exception's text is passed on unle
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -173,3 +173,23 @@ def from_decode_error(error: Exception) -> ApiError:
         field = ".".join([*where, unknown.group(1)])
         return ApiError(400, f"unknown field: {field}", param=field, code="unknown_parameter")
     return ApiError(400, message, param=where[0] if where else None, code="invalid_type")
+
+
+def convert_inside(given: Mapping[str, Any], kind: Any, where: str) -> Any:
+    """A part of a body that was decoded as it came, as its type.
+
+    Args:
+        given: an object.
+        kind: a Struct, or a union of several.
+        where: its place in the body.
+
+    Raises:
+        ApiError: 400; its `param` begins with `where`.
+    """
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        told = from_decode_error(error)
+        body = told.body
+        param = f"{where}.{body.param}" if body.param else where
+        raise ApiError(400, f"{body.message} (in {where})", param=param, code=body.code) from error

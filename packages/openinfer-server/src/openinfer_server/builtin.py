@@ -10,6 +10,7 @@ from openinfer_server.completions import Completions
 from openinfer_server.generate import token_generation_routes
 from openinfer_server.models import model_routes
 from openinfer_server.operations import operation_routes
+from openinfer_server.responses.handlers import response_routes
 from openinfer_server.routes import Endpoints, Route, RouteDoc
 from openinfer_server.service import Service
 from openinfer_server.tokens import token_routes
@@ -52,6 +53,7 @@ def completion_routes(service: Service) -> list[Route]:
 
 BUILTIN: Sequence[Endpoints] = (
     completion_routes,
+    response_routes,
     token_generation_routes,
     token_routes,
     model_routes,

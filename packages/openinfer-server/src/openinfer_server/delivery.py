@@ -38,7 +38,13 @@ async def send_stream(exchange: Exchange, answer: Answer, writer: StreamWriter, 
         if answer.failure is not None:
             raise from_failed(answer.failure)
         exchange.status = 200
-        await _send_events(exchange, answer, writer, end, gone)
+        await _send_events(
+            exchange,
+            answer.done,
+            writer,
+            lambda: end(None if answer.failure is None else from_failed(answer.failure)),
+            gone,
+        )
     finally:
         answer.abort()
         gone.cancel()
@@ -46,21 +52,39 @@ async def send_stream(exchange: Exchange, answer: Answer, writer: StreamWriter, 
 
 async def _send_events(
     exchange: Exchange,
-    answer: Answer,
+    ended: "asyncio.Future[None]",
     writer: StreamWriter,
-    end: StreamEnd,
+    end: Callable[[], bytes],
     gone: "asyncio.Task[None]",
 ) -> None:
     try:
         await writer.start()
-        await _first_of(gone, answer.done, writer.dropped)
-        if not answer.done.done():
+        await _first_of(gone, ended, writer.dropped)
+        if not ended.done():
             raise ClientGone
-        writer.parts.append(end(None if answer.failure is None else from_failed(answer.failure)))
+        writer.parts.append(end())
         await writer.end(exchange.options.write_timeout_s)
     except BaseException:
         writer.drop()  # half a response: only closing the connection tells the client
         raise
+
+
+async def await_end(exchange: Exchange, ended: "asyncio.Future[None]", writer: StreamWriter) -> None:
+    """Lets a reader follow what goes on without it, to its end or until the reader is gone or too slow.
+
+    Args:
+        exchange: whose response it is.
+        ended: resolved when nothing more is written.
+        writer: gets the events.
+
+    Raises:
+        ClientGone: nobody reads any more.
+    """
+    gone = asyncio.create_task(exchange.disconnected())
+    try:
+        await _send_events(exchange, ended, writer, lambda: b"", gone)
+    finally:
+        gone.cancel()
 
 
 async def send_whole(exchange: Exchange, answer: Answer, body: Callable[[], bytes]) -> None:

@@ -60,7 +60,14 @@ def _anything(kind: type) -> Schema:
 
 
 def _types(doc: RouteDoc) -> Iterator[Any]:
-    for kind in (doc.body, *_several(doc.answer), doc.unwell, *_several(doc.events), *_several(doc.error_body)):
+    for kind in (
+        doc.body,
+        *_several(doc.answer),
+        doc.unwell,
+        *_several(doc.events),
+        *doc.also,
+        *_several(doc.error_body),
+    ):
         if kind is not None:
             yield kind
     yield from (ErrorResponse, AnthropicErrorResponse)

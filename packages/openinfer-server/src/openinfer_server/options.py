@@ -47,6 +47,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Further ones are answered with 503 and closed."""
     max_logprob_entries: int = 2**20
     """(tokens + prompt tokens if echoed) x (alternatives + 1) of one request."""
+    max_stored_responses: int = 1024
+    """Responses of `/v1/responses` that are kept in memory; the oldest make room."""
+    max_stored_response_bytes: int = 64 * 2**20
+    """Of all of them, as JSON."""
     max_buffered_bytes: int = 256 * 2**10
     """What the reader of a stream may leave unread per choice before it is dropped and its request aborted; an echoed
     prompt comes on top."""
@@ -87,6 +91,8 @@ _AT_LEAST_ONE = (
     "max_request_tokens",
     "max_connections",
     "max_logprob_entries",
+    "max_stored_responses",
+    "max_stored_response_bytes",
     "max_buffered_bytes",
 )
 _SECONDS = (

@@ -38,6 +38,7 @@ class RouteDoc:
         unwell: msgspec type of the JSON that comes with 503, where that is an answer and not an error.
         media_type: content type of the answer; empty if there is never one with 200.
         events: msgspec type of the data of server-sent events, if the answer can be a stream of them.
+        also: further msgspec types that the schemas above refer to by name.
         errors: statuses beside those that any route may give.
         error_body: msgspec type of the JSON of an error.
     """
@@ -50,6 +51,7 @@ class RouteDoc:
     unwell: Any = None
     media_type: bytes = JSON
     events: Any = None
+    also: tuple[Any, ...] = ()
     errors: tuple[int, ...] = ()
     error_body: Any = field(default=ErrorResponse)
 

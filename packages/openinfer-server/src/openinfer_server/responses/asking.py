@@ -1,0 +1,168 @@
+"""From the body of a response to what the engine is asked."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from openinfer_server.api_errors import ApiError, invalid, refused
+from openinfer_server.api_types import GenerationFields, SamplingFields, SystemTurn, Turn
+from openinfer_server.chat_prompt import chat_prompt
+from openinfer_server.logprobs import ScoredToken, chat_format
+from openinfer_server.requests import Plan, Prompt, Scoring, make_plan
+from openinfer_server.responses.items import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputItem,
+    InputText,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    check_arguments,
+    read_items,
+    turns_of,
+)
+from openinfer_server.responses.objects import (
+    OutputFunctionCall,
+    OutputItem,
+    OutputLogprob,
+    OutputMessage,
+    OutputReasoning,
+    ReasoningSettings,
+    ResponseObject,
+)
+from openinfer_server.responses.store import ResponseRecord
+from openinfer_server.responses.types import LOGPROBS, Conversation, ResponseRequest, read_tools
+from openinfer_server.service import Service
+from openinfer_server.tokenizer import Tokenizer
+
+FIELD_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "logprobs": "top_logprobs"}
+"""What errors of shared code call a field, and what this API calls it."""
+_ID_PREFIXES: dict[type, str] = {
+    MessageItem: "msg",
+    FunctionCallItem: "fc",
+    FunctionOutputItem: "fco",
+    ReasoningItem: "rs",
+}
+
+
+def conversation_items(request: Conversation, previous: ResponseRecord | None) -> list[InputItem]:
+    """Everything the prompt is made of, but the instructions; each item has an id.
+
+    Raises:
+        ApiError: 400; an item is malformed, or the previous response has not ended well.
+    """
+    items: list[InputItem] = []
+    if previous is not None:
+        if previous.response.status not in ("completed", "incomplete"):
+            message = f"the previous response is {previous.response.status}; only one that has ended can be continued"
+            raise invalid("previous_response_id", message)
+        items += [*previous.items, *map(_as_input, previous.response.output)]
+    given = read_items(request.input)
+    check_arguments(given)
+    return items + [_with_id(item) for item in given]
+
+
+async def conversation_prompt(service: Service, request: Conversation, items: Sequence[InputItem]) -> Prompt:
+    """The prompt of a conversation.
+
+    Raises:
+        ApiError: 400.
+    """
+    turns: list[Turn] = [] if request.instructions is None else [SystemTurn(content=request.instructions)]
+    turns += turns_of(items)
+    if not items:
+        raise invalid("input", "input is required")
+    if read_tools(request.tools):
+        raise refused("tools", "this route does not offer tools yet")
+    variables: dict[str, object] = {}
+    if request.reasoning is not None and request.reasoning.thinks is not None:
+        variables["enable_thinking"] = request.reasoning.thinks
+    try:
+        return await chat_prompt(service, turns, variables)
+    except ApiError as error:
+        raise error.with_names(FIELD_NAMES) from error
+
+
+def response_plan(service: Service, request: ResponseRequest, prompt: Prompt) -> Plan:
+    """What the engine is asked.
+
+    Raises:
+        ApiError: 400.
+    """
+    fields = GenerationFields(**{name: getattr(request, name) for name in SamplingFields.__struct_fields__})
+    scoring = Scoring(output=(request.top_logprobs or 0) if LOGPROBS in (request.include or []) else None)
+    room = max(1, service.info.max_model_tokens - len(prompt.token_ids))
+    try:
+        return make_plan(
+            fields,
+            [prompt],
+            max_tokens=lambda _: room if request.max_output_tokens is None else request.max_output_tokens,
+            scoring=scoring,
+            info=service.info,
+            options=service.options,
+            new_id=service.link.new_id,
+        )
+    except ApiError as error:
+        raise error.with_names(FIELD_NAMES) from error
+
+
+def new_response(request: ResponseRequest, model: str) -> ResponseObject:
+    """The response before its first event, with the settings that are in force."""
+    reasoning = request.reasoning
+    return ResponseObject(
+        id=f"resp_{secrets.token_hex(24)}",
+        created_at=int(time.time()),
+        background=bool(request.background),
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata or {},
+        model=model,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        reasoning=ReasoningSettings(effort=None if reasoning is None else reasoning.effort),
+        store=request.store is not False,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        tool_choice="auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
+        tools=list(request.tools or []),
+        top_logprobs=request.top_logprobs or 0,
+        top_p=1.0 if request.top_p is None else request.top_p,
+    )
+
+
+def score_format(tokenizer: Tokenizer) -> Callable[[Sequence[ScoredToken]], list[OutputLogprob]]:
+    """Log-probabilities as this API shows them."""
+    build = chat_format(tokenizer)
+
+    def scores(tokens: Sequence[ScoredToken]) -> list[OutputLogprob]:
+        entries = build(tokens).content
+        return [OutputLogprob(entry.token, entry.logprob, entry.bytes, entry.top_logprobs) for entry in entries]
+
+    return scores
+
+
+def _with_id(item: InputItem) -> InputItem:
+    item_id = item.id or f"{_ID_PREFIXES[type(item)]}_{secrets.token_hex(16)}"
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        text = item.content
+        part = OutputText(text=text, annotations=[]) if item.role == "assistant" else InputText(text=text)
+        return msgspec.structs.replace(item, id=item_id, content=[part])
+    return msgspec.structs.replace(item, id=item_id)
+
+
+def _as_input(item: OutputItem) -> InputItem:
+    """An item of a response as the next request would bring it."""
+    match item:
+        case OutputMessage():
+            parts = [OutputText(text=part.text, annotations=[], logprobs=[]) for part in item.content]
+            return MessageItem(id=item.id, role="assistant", content=[*parts], status=item.status)
+        case OutputReasoning():
+            texts = [ReasoningText(text=part.text) for part in item.content]
+            return ReasoningItem(id=item.id, summary=[], content=texts, status=item.status)
+        case OutputFunctionCall():
+            return FunctionCallItem(
+                id=item.id, call_id=item.call_id, name=item.name, arguments=item.arguments, status=item.status
+            )

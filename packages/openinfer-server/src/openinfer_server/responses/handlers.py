@@ -1,0 +1,293 @@
+"""The routes of `/v1/responses`."""
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from openinfer_server.api_errors import ApiError, invalid
+from openinfer_server.delivery import await_end, send_stream, send_whole
+from openinfer_server.delta_choice import DeltaChoice, Reading
+from openinfer_server.exchange import Exchange
+from openinfer_server.parsers.output import OutputParser
+from openinfer_server.requests import Plan
+from openinfer_server.responses.asking import (
+    conversation_items,
+    conversation_prompt,
+    new_response,
+    response_plan,
+    score_format,
+)
+from openinfer_server.responses.events import Event
+from openinfer_server.responses.items import InputItem
+from openinfer_server.responses.objects import DeletedResponse, InputTokens, ResponseObject
+from openinfer_server.responses.run import ResponseRun
+from openinfer_server.responses.store import ResponseRecord, ResponseStore
+from openinfer_server.responses.types import (
+    Conversation,
+    FunctionTool,
+    InputTokensRequest,
+    ItemsQuery,
+    ResponseRequest,
+    RetrieveQuery,
+    check_conversation,
+    check_obfuscation,
+    check_response,
+)
+from openinfer_server.routes import Route, RouteDoc
+from openinfer_server.service import Service
+from openinfer_server.text_choices import TextOptions
+
+DEFAULT_ITEMS = 20
+"""OpenAI's default of `limit`."""
+MAX_ITEMS = 100
+ERRORS = (404, 408, 413, 415, 429, 503)
+
+_decoder = msgspec.json.Decoder(ResponseRequest)
+_count_decoder = msgspec.json.Decoder(InputTokensRequest)
+
+
+class ItemList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `GET /v1/responses/{response_id}/input_items`."""
+
+    object: str = "list"
+    data: list[InputItem]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class Responses:
+    """The routes' handlers, and the responses they keep."""
+
+    def __init__(self, service: Service) -> None:
+        options = service.options
+        self._service = service
+        self._scores = score_format(service.tokenizer)
+        self._background: set[asyncio.Task[None]] = set()
+        self.store = ResponseStore(
+            max_responses=options.max_stored_responses, max_bytes=options.max_stored_response_bytes
+        )
+
+    async def create(self, exchange: Exchange) -> None:
+        """Answers a list of items with another one."""
+        service = self._service
+        service.check_serving()
+        request = await exchange.read_json(_decoder)
+        check_response(request)
+        model = service.resolve_model(request.model)
+        items = conversation_items(request, self._previous(exchange, request))
+        plan = response_plan(service, request, await conversation_prompt(service, request, items))
+        run = ResponseRun(
+            service.link,
+            new_response(request, model),
+            scores=self._scores,
+            events=[] if request.background and request.stream else None,
+        )
+        record = ResponseRecord(run.response, items, exchange.tenant)
+        if request.background:
+            await self._answer_later(exchange, run, plan, record, stream=bool(request.stream))
+        else:
+            await self._answer_now(exchange, run, plan, stream=bool(request.stream))
+            if run.response.store and run.builder.ended:
+                self.store.add(record)
+
+    def _previous(self, exchange: Exchange, request: Conversation) -> ResponseRecord | None:
+        if request.previous_response_id is None:
+            return None
+        try:
+            return self.store.find(request.previous_response_id, exchange.tenant)
+        except ApiError as error:
+            raise error.with_names({"response_id": "previous_response_id"}) from error
+
+    def _submit(self, run: ResponseRun, plan: Plan) -> None:
+        (prompt,) = plan.prompts
+        text = TextOptions(tokenizer=self._service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=False)
+        (request,) = plan.requests
+        reading = Reading(parser=OutputParser(), request=request, max_model_tokens=self._service.info.max_model_tokens)
+        choice = DeltaChoice(run.answer, 0, prompt=prompt, options=text, reading=reading, sink=run)
+        run.answer.submit([choice], [request])
+
+    async def _answer_now(self, exchange: Exchange, run: ResponseRun, plan: Plan, *, stream: bool) -> None:
+        if not stream:
+            self._submit(run, plan)
+            await send_whole(exchange, run.answer, lambda: msgspec.json.encode(run.response))
+            return
+        writer = exchange.stream(1)
+        run.attach(writer)
+        self._submit(run, plan)
+        try:
+            # the run itself writes the last event, whatever it is
+            await send_stream(exchange, run.answer, writer, lambda error: b"")
+        finally:
+            self._service.metrics.slow_clients.value += writer.was_slow
+
+    async def _answer_later(
+        self, exchange: Exchange, run: ResponseRun, plan: Plan, record: ResponseRecord, *, stream: bool
+    ) -> None:
+        """Begins a response that goes on without its client."""
+        record.run = run
+        self.store.add(record)
+        run.builder.queue()
+        body = msgspec.json.encode(run.response)
+        self._submit(run, plan)
+        task = asyncio.create_task(self._settle(run, record), name="openinfer-background-response")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        if stream:
+            await self._follow(exchange, run, after=-1)
+        else:
+            await exchange.send(200, body)
+
+    async def _settle(self, run: ResponseRun, record: ResponseRecord) -> None:
+        await asyncio.wait((run.ended,))
+        if run.events is None:
+            record.run = None
+        self.store.weigh(record)
+
+    async def _follow(self, exchange: Exchange, run: ResponseRun, *, after: int) -> None:
+        """Sends the events of a background response, past and to come."""
+        writer = exchange.stream(1)
+        run.attach(writer, after=after)
+        exchange.status = 200
+        try:
+            await await_end(exchange, run.ended, writer)
+        finally:
+            run.detach(writer)
+            self._service.metrics.slow_clients.value += writer.was_slow
+
+    async def retrieve(self, exchange: Exchange) -> None:
+        """A response that is kept, or the events of a background one."""
+        query = exchange.read_query(RetrieveQuery)
+        check_obfuscation(query.include_obfuscation, "include_obfuscation")
+        record = self._find(exchange)
+        if not query.stream:
+            if query.starting_after is not None:
+                raise invalid("starting_after", "starting_after is only for stream=true")
+            await exchange.send(200, msgspec.json.encode(record.response))
+            return
+        if record.run is None:
+            message = "only a response made with background=true and stream=true has its events kept"
+            raise invalid("stream", message)
+        after = -1 if query.starting_after is None else query.starting_after
+        if after < -1:
+            raise invalid("starting_after", "starting_after is the number of an event")
+        await self._follow(exchange, record.run, after=after)
+
+    async def delete(self, exchange: Exchange) -> None:
+        """Forgets a response; one in the making is cancelled."""
+        record = self._find(exchange)
+        if record.run is not None:
+            record.run.cancel()
+        self.store.remove(record)
+        await exchange.send(200, msgspec.json.encode(DeletedResponse(id=record.response.id)))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """Ends a background response before its time."""
+        record = self._find(exchange)
+        if not record.response.background:
+            raise invalid("response_id", "only a response made with background=true can be cancelled")
+        if record.run is not None:
+            record.run.cancel()
+        await exchange.send(200, msgspec.json.encode(record.response))
+
+    async def input_items(self, exchange: Exchange) -> None:
+        """What a response's prompt was made of."""
+        query = exchange.read_query(ItemsQuery)
+        items = list(self._find(exchange).items)
+        page, has_more = _page(items if query.order == "asc" else items[::-1], query)
+        ends = (page[0].id, page[-1].id) if page else (None, None)
+        body = ItemList(data=[*page], has_more=has_more, first_id=ends[0], last_id=ends[1])
+        await exchange.send(200, msgspec.json.encode(body))
+
+    async def input_tokens(self, exchange: Exchange) -> None:
+        """How many tokens a prompt has."""
+        request = await exchange.read_json(_count_decoder)
+        check_conversation(request)
+        self._service.resolve_model(request.model)
+        items = conversation_items(request, self._previous(exchange, request))
+        prompt = await conversation_prompt(self._service, request, items)
+        await exchange.send(200, msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))
+
+    def _find(self, exchange: Exchange) -> ResponseRecord:
+        return self.store.find(exchange.parameters["response_id"], exchange.tenant)
+
+
+def _page(items: Sequence[InputItem], query: ItemsQuery) -> tuple[Sequence[InputItem], bool]:
+    limit = DEFAULT_ITEMS if query.limit is None else query.limit
+    if not 1 <= limit <= MAX_ITEMS:
+        raise invalid("limit", f"limit is {limit}; it must be between 1 and {MAX_ITEMS}")
+    begin = 0
+    if query.after is not None:
+        begin = next((place + 1 for place, item in enumerate(items) if item.id == query.after), -1)
+        if begin < 0:
+            raise invalid("after", "after names no item of this response")
+    rest = items[begin:]
+    return rest[:limit], len(rest) > limit
+
+
+def response_routes(service: Service) -> list[Route]:
+    """OpenAI's responses."""
+    responses = Responses(service)
+
+    def route(method: str, path: str, name: str, doc: RouteDoc) -> Route:
+        return Route(method=method, path=f"/v1/responses{path}", handler=getattr(responses, name), doc=doc)
+
+    def about(summary: str, answer: object) -> RouteDoc:
+        return RouteDoc(summary=summary, tag="Responses", answer=answer, errors=(404,))
+
+    return [
+        route(
+            "POST",
+            "",
+            "create",
+            RouteDoc(
+                summary="Answers items with items.",
+                tag="Responses",
+                body=ResponseRequest,
+                answer=ResponseObject,
+                events=Event,
+                also=(InputItem, FunctionTool),
+                errors=ERRORS,
+            ),
+        ),
+        route(
+            "POST",
+            "/input_tokens",
+            "input_tokens",
+            RouteDoc(
+                summary="Counts the tokens of a prompt.",
+                tag="Responses",
+                body=InputTokensRequest,
+                answer=InputTokens,
+                errors=(404, 408, 413, 415),
+            ),
+        ),
+        route(
+            "GET",
+            "/{response_id}",
+            "retrieve",
+            RouteDoc(
+                summary="Shows a response that is kept.",
+                tag="Responses",
+                query=RetrieveQuery,
+                answer=ResponseObject,
+                events=Event,
+                errors=(404,),
+            ),
+        ),
+        route("DELETE", "/{response_id}", "delete", about("Forgets a response.", DeletedResponse)),
+        route("POST", "/{response_id}/cancel", "cancel", about("Ends a background response.", ResponseObject)),
+        route(
+            "GET",
+            "/{response_id}/input_items",
+            "input_items",
+            RouteDoc(
+                summary="Lists what a response's prompt was made of.",
+                tag="Responses",
+                query=ItemsQuery,
+                answer=ItemList,
+                errors=(404,),
+            ),
+        ),
+    ]

@@ -1,0 +1,290 @@
+"""Input items, and the turns they stand for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from openinfer_server.api_errors import convert_inside, invalid, refused
+from openinfer_server.api_types import (
+    TEXT_ONLY,
+    AssistantTurn,
+    DeveloperTurn,
+    FunctionCall,
+    RequestFields,
+    SystemTurn,
+    ToolCall,
+    ToolTurn,
+    Turn,
+    UserTurn,
+    check_refused,
+)
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+_NO_STATE = "it describes the item, not its text"
+_NO_CALLERS = "functions are called by the model alone"
+_NO_NAMESPACES = "functions have no namespaces here"
+
+
+class InputText(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"
+):
+    """Text that the client wrote."""
+
+    text: str
+    prompt_cache_breakpoint: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "prompt_cache_breakpoint": "the prefix cache keeps what fits, block by block"
+    }
+
+
+class OutputText(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"
+):
+    """Text that the model wrote, handed back."""
+
+    text: str
+    annotations: list[object] | None = None
+    logprobs: list[object] | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"annotations": _NO_STATE, "logprobs": _NO_STATE}
+
+
+class Refusal(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    """What another server's model declined to say; for the model it is text."""
+
+    refusal: str
+
+
+class ReasoningText(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"
+):
+    """What the model thought."""
+
+    text: str
+
+
+class SummaryText(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="summary_text"
+):
+    """A summary of what it thought."""
+
+    text: str
+
+
+ContentPart: TypeAlias = InputText | OutputText | Refusal
+
+
+class MessageItem(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="message"
+):
+    """A turn's text. The type may be left out."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[ContentPart]
+    id: str | None = None
+    status: ItemStatus | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"id": _NO_STATE, "status": _NO_STATE, "phase": _NO_STATE}
+
+
+class FunctionCallItem(
+    RequestFields,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="function_call",
+    rename={"asynchronous": "async"},
+):
+    """A call the model made."""
+
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+    id: str | None = None
+    status: ItemStatus | None = None
+    caller: object = None
+    namespace: object = None
+    asynchronous: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "caller": _NO_CALLERS,
+        "namespace": _NO_NAMESPACES,
+        "asynchronous": "every call is waited for",
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {"id": _NO_STATE, "status": _NO_STATE}
+
+
+class FunctionOutputItem(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function_call_output"
+):
+    """What a call returned."""
+
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: ItemStatus | None = None
+    name: str | None = None
+    caller: object = None
+    namespace: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"caller": _NO_CALLERS, "namespace": _NO_NAMESPACES}
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "id": _NO_STATE,
+        "status": _NO_STATE,
+        "name": "call_id says which call it was",
+    }
+
+
+class ReasoningItem(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning"
+):
+    """What the model thought before the next item; templates may drop it."""
+
+    id: str | None = None
+    summary: list[SummaryText] | None = None
+    content: list[ReasoningText] | None = None
+    status: ItemStatus | None = None
+    encrypted_content: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"encrypted_content": "only the server that encrypted it can read it"}
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "id": _NO_STATE,
+        "status": _NO_STATE,
+        "summary": "the template wants the reasoning itself, which is content",
+    }
+
+
+InputItem: TypeAlias = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_REFERENCE = "send the item itself, or continue with previous_response_id"
+
+
+def read_items(given: str | Sequence[Mapping[str, Any]] | None) -> list[InputItem]:
+    """The input as items.
+
+    Args:
+        given: as decoded; a text is one message of the user.
+
+    Raises:
+        ApiError: 400; an item is malformed or of a type that cannot be honoured.
+    """
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [MessageItem(role="user", content=given)]
+    return [_read_item(item, f"input[{index}]") for index, item in enumerate(given)]
+
+
+def _read_item(given: Mapping[str, Any], where: str) -> InputItem:
+    kind = given.get("type") or ("message" if "role" in given else "item_reference" if "id" in given else None)
+    if kind == "item_reference":
+        raise refused(where, _REFERENCE)
+    if kind not in ITEM_TYPES:
+        known = ", ".join(ITEM_TYPES)
+        raise refused(f"{where}.type", f"{TEXT_ONLY}, whose items are {known}; not {str(kind)[:100]!r}")
+    item: InputItem = convert_inside({**given, "type": kind}, InputItem, where)
+    check_refused(item, f"{where}.")
+    if isinstance(item, MessageItem | FunctionOutputItem):
+        parts = item.content if isinstance(item, MessageItem) else item.output
+        for index, part in enumerate(parts if isinstance(parts, list) else []):
+            check_refused(part, f"{where}.content[{index}].")
+    return item
+
+
+def turns_of(items: Sequence[InputItem]) -> list[Turn]:
+    """The turns that items stand for. Reasoning, text and calls of the model that follow each other are one turn."""
+    turns: list[Turn] = []
+    answer = _Answer()
+    for item in items:
+        match item:
+            case ReasoningItem():
+                answer.reason("".join(part.text for part in item.content or []), turns)
+            case FunctionCallItem():
+                answer.calls.append(ToolCall(id=item.call_id, type="function", function=_call(item)))
+            case MessageItem(role="assistant"):
+                answer.say(_text(item.content), turns)
+            case MessageItem():
+                answer.close(turns)
+                turns.append(_turn(item))
+            case FunctionOutputItem():
+                answer.close(turns)
+                output = item.output if isinstance(item.output, str) else "".join(part.text for part in item.output)
+                turns.append(ToolTurn(content=output, tool_call_id=item.call_id))
+    answer.close(turns)
+    return turns
+
+
+class _Answer:
+    """The assistant's turn that is being put together."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.text: list[str] = []
+        self.calls: list[ToolCall] = []
+
+    def reason(self, text: str, turns: list[Turn]) -> None:
+        """Reasoning begins a turn, unless it follows reasoning."""
+        if self.text or self.calls:
+            self.close(turns)
+        self.reasoning.append(text)
+
+    def say(self, text: str, turns: list[Turn]) -> None:
+        """Text after calls begins a turn, and so does a second text."""
+        if self.calls or self.text:
+            self.close(turns)
+        self.text.append(text)
+
+    def close(self, turns: list[Turn]) -> None:
+        """Ends the turn, if there is one."""
+        if self.reasoning or self.text or self.calls:
+            turns.append(
+                AssistantTurn(
+                    content="".join(self.text),
+                    reasoning_content="".join(self.reasoning) or None,
+                    tool_calls=list(self.calls) or None,
+                )
+            )
+        self.reasoning.clear()
+        self.text.clear()
+        self.calls.clear()
+
+
+def _call(item: FunctionCallItem) -> FunctionCall:
+    return FunctionCall(name=item.name, arguments=item.arguments)
+
+
+def _turn(item: MessageItem) -> Turn:
+    text = _text(item.content)
+    match item.role:
+        case "system":
+            return SystemTurn(content=text)
+        case "developer":
+            return DeveloperTurn(content=text)
+        case _:
+            return UserTurn(content=text)
+
+
+def _text(content: str | list[ContentPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
+
+
+def check_arguments(items: Sequence[InputItem]) -> None:
+    """Checks that the arguments of calls are JSON objects.
+
+    Raises:
+        ApiError: 400.
+    """
+    for index, item in enumerate(items):
+        if isinstance(item, FunctionCallItem):
+            try:
+                msgspec.json.decode(item.arguments, type=dict[str, object])
+            except (msgspec.MsgspecError, RecursionError) as error:
+                field = f"input[{index}].arguments"
+                raise invalid(field, f"{field} is not a JSON object") from error

@@ -1,0 +1,294 @@
+"""Bodies and queries of `/v1/responses`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from openinfer_server.api_errors import convert_inside, invalid, refused
+from openinfer_server.api_types import (
+    CACHE_OPTIONS,
+    CACHE_RETENTION,
+    RequestFields,
+    SamplingFields,
+    check_refused,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+MAX_METADATA = 16
+"""OpenAI's bounds."""
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+_FUNCTIONS_ONLY = "the only tools are functions that the client runs"
+_NO_CONTROL = "the model has no such control"
+
+
+class FunctionTool(
+    RequestFields,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename={"asynchronous": "async"},
+):
+    """A function the model may call."""
+
+    type: Literal["function"]
+    name: str
+    parameters: dict[str, Any] | None = None
+    """JSON Schema of its arguments."""
+    strict: bool | None = None
+    description: str | None = None
+    asynchronous: object = None
+    allowed_callers: object = None
+    defer_loading: object = None
+    output_schema: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "asynchronous": "every call is waited for",
+        "allowed_callers": "functions are called by the model alone",
+        "defer_loading": "every tool is in the prompt",
+        "output_schema": "what a function returns is given to the model as it is",
+    }
+
+
+class ReasoningOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to think. Models here think or do not: `none` and `minimal` turn it off, every other effort on."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+    context: object = None
+    generate_summary: object = None
+    mode: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "context": "what of earlier reasoning is kept is the chat template's choice",
+        "generate_summary": "reasoning is given whole",
+        "mode": _NO_CONTROL,
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {"summary": "reasoning is given whole, and auto leaves the choice"}
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think; None leaves it to the template."""
+        return None if self.effort is None else self.effort not in ("none", "minimal")
+
+
+class TextFormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form of the text."""
+
+    type: Literal["text"]
+
+
+class TextOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the text is to be."""
+
+    format: object = None
+    verbosity: Literal["medium"] | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"verbosity": "medium is what the model does anyway"}
+
+
+class ResponseStreamOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stream says beside its text."""
+
+    include_obfuscation: bool | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"include_obfuscation": "false asks for what is always so; true is refused"}
+
+
+class ToolChoice(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One function that must be called, or those that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+_ITEM = {"items": {"type": "object", "description": "An InputItem; its type may be left out where it has a role."}}
+_TOOL = {"items": {"$ref": "#/components/schemas/FunctionTool"}}
+Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
+Input = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_ITEM)]
+
+
+_CONVERSATION_REFUSED = {"conversation": "there are no conversations; continue with previous_response_id"}
+_CONVERSATION_IGNORED = {"truncation": "disabled is what is always so; auto is refused"}
+
+
+class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/responses`."""
+
+    model: str | None = None
+    input: Input | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    conversation: object = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    background: bool | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    top_logprobs: int | None = None
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    user: str | None = None
+    access_programs: object = None
+    background_options: object = None
+    context_management: object = None
+    image: object = None
+    moderation: object = None
+    prompt: object = None
+    prompt_cache_options: object = None
+    prompt_cache_retention: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **_CONVERSATION_REFUSED,
+        "access_programs": "there are none here",
+        "background_options": "a background response begins as soon as the engine has room",
+        "context_management": "nothing of a conversation is left out",
+        "image": "this server serves text only",
+        "moderation": "this server does not moderate",
+        "prompt": "this server stores no prompts; send instructions and input",
+        "prompt_cache_options": CACHE_OPTIONS,
+        "prompt_cache_retention": CACHE_RETENTION,
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        **_CONVERSATION_IGNORED,
+        "max_tool_calls": "it bounds tools that the server runs, and there are none",
+        "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
+        "safety_identifier": "it says whom the request is for, and nobody is counted",
+        "service_tier": "there is one tier, which auto and default name",
+        "user": "it says whom the request is for, and nobody is counted",
+    }
+
+
+class InputTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/responses/input_tokens`: what makes the prompt of a response."""
+
+    model: str | None = None
+    input: Input | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    conversation: object = None
+    personality: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {**_CONVERSATION_REFUSED, "personality": _NO_CONTROL}
+    IGNORED: ClassVar[Mapping[str, str]] = _CONVERSATION_IGNORED
+
+
+Conversation: TypeAlias = ResponseRequest | InputTokensRequest
+"""What makes a prompt."""
+
+
+class RetrieveQuery(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Query of `GET /v1/responses/{response_id}`."""
+
+    stream: bool | None = None
+    starting_after: int | None = None
+    """The last event the client has seen."""
+    include: list[str] | None = None
+    include_obfuscation: bool | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "include": "what was asked for when the response was created is there",
+        "include_obfuscation": "false asks for what is always so; true is refused",
+    }
+
+
+class ItemsQuery(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Query of `GET /v1/responses/{response_id}/input_items`."""
+
+    after: str | None = None
+    limit: int | None = None
+    order: Literal["asc", "desc"] | None = None
+    include: list[str] | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"include": "items are given whole"}
+
+
+def check_conversation(request: Conversation) -> None:
+    """Refuses what cannot be honoured of a prompt's fields.
+
+    Raises:
+        ApiError: 400.
+    """
+    check_refused(request)
+    for name in ("reasoning", "text"):
+        options = getattr(request, name)
+        if options is not None:
+            check_refused(options, f"{name}.")
+    if request.text is not None and request.text.format not in (None, {"type": "text"}):
+        raise refused("text.format", "only the type text is possible; there is no structured output yet")
+
+
+def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[FunctionTool]:
+    """The functions on offer.
+
+    Raises:
+        ApiError: 400; a tool is malformed, or not a function.
+    """
+    tools: list[FunctionTool] = []
+    for index, tool in enumerate(given or []):
+        kind = tool.get("type")
+        if kind != "function":
+            raise refused(f"tools[{index}].type", f"{_FUNCTIONS_ONLY}, not {str(kind)[:100]!r}")
+        tools.append(convert_inside(tool, FunctionTool, f"tools[{index}]"))
+        check_refused(tools[-1], f"tools[{index}].")
+    return tools
+
+
+def check_response(request: ResponseRequest) -> None:
+    """Refuses what cannot be honoured.
+
+    Raises:
+        ApiError: 400.
+    """
+    check_conversation(request)
+    for name in request.include or []:
+        if name not in (LOGPROBS, ENCRYPTED):
+            raise refused("include", f"{name[:100]!r} is not among {LOGPROBS} and {ENCRYPTED}; {_FUNCTIONS_ONLY}")
+    if request.top_logprobs is not None and LOGPROBS not in (request.include or []):
+        raise invalid("top_logprobs", f"top_logprobs needs include to have {LOGPROBS}")
+    if request.stream_options is not None:
+        if not request.stream:
+            raise invalid("stream_options", "stream_options is only for stream=true")
+        check_obfuscation(request.stream_options.include_obfuscation, "stream_options.include_obfuscation")
+    if request.background and request.store is False:
+        raise invalid("background", "a background response is stored until it is asked for; leave store out")
+    _check_metadata(request.metadata or {})
+
+
+def check_obfuscation(include: bool | None, field: str) -> None:  # noqa: FBT001 - a field's value
+    """Refuses padding.
+
+    Raises:
+        ApiError: 400.
+    """
+    if include:
+        raise refused(field, "events are as long as their text")
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise invalid("metadata", f"metadata has {len(metadata)} pairs; at most {MAX_METADATA} are possible")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            message = f"metadata keys have up to {MAX_METADATA_KEY} characters, values up to {MAX_METADATA_VALUE}"
+            raise invalid("metadata", message)
