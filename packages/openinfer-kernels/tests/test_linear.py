@@ -43,6 +43,18 @@ def test_linear_of_a_models_shape_is_right_for_any_number_of_tokens(ops, activat
     assert np.linalg.norm(out - expected) < (3e-3 if ops.name == "cuda" else 1e-6) * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 17, 32, 33, 65, 130])
+@pytest.mark.parametrize(("num_in", "num_out"), [(256, 192), (40, 72)])
+def test_logits_are_the_sums_unrounded(ops, activation, num_tokens, num_in, num_out):
+    rng = np.random.default_rng(num_tokens)
+    x, head = (  # eighths, whose products and sums are exact in float32, and mostly not in BF16
+        (rng.integers(-64, 65, size=(rows, num_in)) / 8).astype(np.float32) for rows in (num_tokens, num_out)
+    )
+    logits = ops.download(ops.logits(activation(x), activation(head)))
+    assert logits.dtype == np.float32
+    np.testing.assert_array_equal(logits, x.astype(np.float64) @ head.T.astype(np.float64))
+
+
 def test_linear_twice_is_bit_identical(ops, activation, host):
     rng = np.random.default_rng(0)
     x, weight = (activation(rng.normal(size=(rows, 2048)).astype(np.float32)) for rows in (48, 640))
@@ -95,6 +107,13 @@ def test_embedding_gathers_rows(ops, activation, host, size):
     table = activation(np.random.default_rng(size).normal(size=(40, size)).astype(np.float32))
     ids = np.array([3, 0, 3, 39, 2], np.int32)
     np.testing.assert_array_equal(host(ops.embedding(ops.upload(ids), table)), host(table)[ids])
+
+
+@pytest.mark.parametrize("size", [3, 8, 250])
+def test_embedding_gathers_rows_of_float32(ops, size):
+    table = np.random.default_rng(size).normal(size=(9, size)).astype(np.float32)
+    ids = np.array([8, 0, 8, 3], np.int32)
+    np.testing.assert_array_equal(ops.download(ops.embedding(ops.upload(ids), ops.upload(table))), table[ids])
 
 
 def test_embedding_result_is_a_copy(ops, activation, host):

@@ -207,11 +207,18 @@ class Ops(Protocol):
     # --- dense ------------------------------------------------------------------------------------------
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
-        """Rows of `table [V, h]` for `token_ids [T]`: `[T, h]`."""
+        """Rows of `table [V, h]`, of the compute dtype or float32, for `token_ids [T]`: `[T, h]`."""
         ...
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
         """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`."""
+        ...
+
+    def logits(self, hidden: Array, head: Array) -> Array:
+        """`hidden [T, h] @ head [V, h].T`: `[T, V]`, float32 whatever the compute dtype, the sums unrounded.
+
+        Rounding them to BF16 would move a logit of 30 by up to 0.06, and make equals of the likeliest tokens.
+        """
         ...
 
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:

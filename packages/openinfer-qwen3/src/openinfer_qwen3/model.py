@@ -226,8 +226,8 @@ class Qwen3Model:
         return x
 
     def logits(self, hidden: Array) -> Array:
-        """`[n, V]` for `hidden [n, h]`, on every rank."""
-        piece = self._ops.linear(hidden, self._weights.lm_head)
+        """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
+        piece = self._ops.logits(hidden, self._weights.lm_head)
         return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
 
     def _attention(self, x: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:

@@ -5,7 +5,7 @@ memory, as they do in a model; what is small stays in L2, as it does there too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from openinfer_kernels.rope import RopeParameters, rope_table
 
 _BLOCK_TOKENS = 16
 _MAX_DECODE_ROWS = 256
-_BF16_BYTES = 2
+_BF16_BYTES, _FLOAT32_BYTES = 2, 4
 
 Call = Callable[[], object]
 
@@ -84,9 +84,7 @@ def cases(model: ModelShape, *, tokens: Sequence[int], context: int) -> Iterator
     ):
         yield from (_linear(name, count, n, k) for count in tokens)
     yield from (_swiglu(count, model.f, model.h) for count in tokens)
-    yield from (
-        replace(_linear("linear", count, model.vocabulary, model.h), operator="linear (head)") for count in rows
-    )
+    yield from (_head(count, model.vocabulary, model.h) for count in rows)
     yield from (_embedding(count, model) for count in tokens)
     yield from (_norm(count, model.h) for count in tokens)
     yield from (_add_norm(count, model.h) for count in tokens)
@@ -108,6 +106,21 @@ def _linear(operator: str, tokens: int, n: int, k: int) -> Case:
         shape=f"{tokens} x {k} -> {n}",
         tokens=tokens,
         bytes=_BF16_BYTES * (tokens * k + n * k + tokens * n),
+        flops=2 * tokens * n * k,
+        prepare=prepare,
+    )
+
+
+def _head(tokens: int, n: int, k: int) -> Case:
+    def prepare(ops: Ops, fill: Filler) -> Call:
+        x, weight = fill(tokens, k), fill(n, k)
+        return lambda: ops.logits(x, weight)
+
+    return Case(
+        operator="logits",
+        shape=f"{tokens} x {k} -> {n}",
+        tokens=tokens,
+        bytes=_BF16_BYTES * (tokens * k + n * k) + _FLOAT32_BYTES * tokens * n,
         flops=2 * tokens * n * k,
         prepare=prepare,
     )
@@ -213,7 +226,7 @@ def _sample(kind: str, rows: int, vocabulary: int, options: dict[str, float]) ->
         def column(value: float, dtype: Any) -> Array:
             return ops.upload(np.full(rows, value, dtype))
 
-        logits = fill(rows, vocabulary)
+        logits = fill(rows, vocabulary).astype(np.float32)
         batch = SamplingBatch(
             num_token_ids=vocabulary,
             temperature=column(options["temperature"], np.float32),
@@ -225,16 +238,16 @@ def _sample(kind: str, rows: int, vocabulary: int, options: dict[str, float]) ->
         )
         return lambda: ops.sample(logits, batch)
 
-    size = _BF16_BYTES * rows * vocabulary
+    size = _FLOAT32_BYTES * rows * vocabulary
     return Case(operator="sample", shape=f"{rows} rows, {kind}", tokens=rows, bytes=size, flops=0, prepare=prepare)
 
 
 def _logprobs(rows: int, vocabulary: int) -> Case:
     def prepare(ops: Ops, fill: Filler) -> Call:
-        logits, ids = fill(rows, vocabulary), ops.upload(np.arange(rows, dtype=np.int32))
+        logits, ids = fill(rows, vocabulary).astype(np.float32), ops.upload(np.arange(rows, dtype=np.int32))
         return lambda: ops.logprobs(logits, ids, top=5)
 
-    size = _BF16_BYTES * rows * vocabulary
+    size = _FLOAT32_BYTES * rows * vocabulary
     return Case(operator="logprobs", shape=f"{rows} rows, top 5", tokens=rows, bytes=size, flops=0, prepare=prepare)
 
 

@@ -56,6 +56,10 @@ class CpuOps:
         """See `openinfer_kernels.cpu.linear`."""
         return linear(x, weight, bias)
 
+    def logits(self, hidden: Array, head: Array) -> Array:
+        """The same as `linear`: the compute dtype is float32."""
+        return self.linear(hidden, head)
+
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
         """See `openinfer_kernels.cpu.linear`."""
         return linear_swiglu(x, gate_up)

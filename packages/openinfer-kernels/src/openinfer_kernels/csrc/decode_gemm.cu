@@ -15,7 +15,8 @@
 //
 // Epilogues:  store     y = x W^T
 //             swiglu    y = silu(g) * u, with the roundings of linear.cu; TMA interleaves gate and up rows by 8
-// The tensor map of W has four axes, (k, 8 rows, 2, the rest), and a tile is 8 x 2 x 4 rows: for store the
+//             float32   y = x W^T, the sums as they are
+// The tensor map of W has four axes, (k, 8 rows, 2, the rest), and a tile is 8 x 2 x 4 rows: but for swiglu the
 // second axis goes on to the next 8 rows, for swiglu from gate rows to the up rows of the same features. So a thread,
 // whose accumulators are of rows r and r + 8, has the gate and the up value of one feature.
 #include "hopper.cuh"
@@ -35,7 +36,7 @@ constexpr int kMostBlocksPerTile = 3;        // a cluster
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kAlignment = 1024;             // of swizzled boxes
 
-enum Epilogue { kStore, kSwiglu };
+enum Epilogue { kStore, kSwiglu, kFloat32 };
 
 // Sizes for up to kTokens tokens; decode_gemm.py repeats those of launches.
 template <int kTokens>
@@ -150,8 +151,21 @@ __device__ bool gather_parts(float (&d)[kTokens / 2], const Work& work, Shared<k
   return true;
 }
 
+template <Epilogue>
+struct OutputOf {
+  using Type = bf16;
+};
+
+template <>
+struct OutputOf<kFloat32> {
+  using Type = float;
+};
+
+template <Epilogue kEpilogue>
+using Output = typename OutputOf<kEpilogue>::Type;
+
 template <int kTokens, Epilogue kEpilogue>
-__device__ void finish_tile(const float (&d)[kTokens / 2], int tile, bf16* y, int m, int n) {
+__device__ void finish_tile(const float (&d)[kTokens / 2], int tile, Output<kEpilogue>* y, int m, int n) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kTokens / 4; i++) {
@@ -162,6 +176,10 @@ __device__ void finish_tile(const float (&d)[kTokens / 2], int tile, bf16* y, in
       bf16* to = y + int64_t(token) * n + tile * kRows + warp * 16 + lane / 4;
       to[0] = __float2bfloat16_rn(first);
       to[8] = __float2bfloat16_rn(second);
+    } else if constexpr (kEpilogue == kFloat32) {
+      float* to = y + int64_t(token) * n + tile * kRows + warp * 16 + lane / 4;
+      to[0] = first;
+      to[8] = second;
     } else {
       const float gate = rounded(first);
       bf16* to = y + int64_t(token) * (n / 2) + tile * (kRows / 2) + warp * 8 + lane / 4;
@@ -171,7 +189,7 @@ __device__ void finish_tile(const float (&d)[kTokens / 2], int tile, bf16* y, in
 }
 
 template <int kTokens, Epilogue kEpilogue>
-__device__ void consume(Shared<kTokens>& s, const Work& work, bf16* y, int m, int n) {
+__device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>* y, int m, int n) {
   using S = Sizes<kTokens>;
   float d[S::kSums] = {};
   int tile = work.first_tile, chunk = 0;
@@ -190,7 +208,7 @@ __device__ void consume(Shared<kTokens>& s, const Work& work, bf16* y, int m, in
 }
 
 template <int kTokens, Epilogue kEpilogue>
-__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, bf16* y, int m, int n, int k) {
+__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<kEpilogue>* y, int m, int n, int k) {
   using S = Sizes<kTokens>;
   static_assert(sizeof(Shared<kTokens>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
@@ -222,7 +240,8 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, bf16* y,
 #define DECODE_GEMM(TOKENS, NAME, EPILOGUE)                                                                        \
   extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)                                 \
       decode_gemm_##NAME##_##TOKENS(const __grid_constant__ CUtensorMap w_map,                                     \
-                                    const __grid_constant__ CUtensorMap x_map, bf16* y, int m, int n, int k) {     \
+                                    const __grid_constant__ CUtensorMap x_map, Output<EPILOGUE>* y, int m, int n,  \
+                                    int k) {                                                                       \
     run<TOKENS, EPILOGUE>(w_map, x_map, y, m, n, k);                                                               \
   }
 
@@ -232,3 +251,6 @@ DECODE_GEMM(32, store, kStore)
 DECODE_GEMM(8, swiglu, kSwiglu)
 DECODE_GEMM(16, swiglu, kSwiglu)
 DECODE_GEMM(32, swiglu, kSwiglu)
+DECODE_GEMM(8, float32, kFloat32)
+DECODE_GEMM(16, float32, kFloat32)
+DECODE_GEMM(32, float32, kFloat32)

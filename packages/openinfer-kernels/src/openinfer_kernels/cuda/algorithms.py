@@ -43,7 +43,7 @@ class Algorithms:
     def __init__(self, device: Device, *, version: int) -> None:
         self._l2_bytes = device.l2_bytes
         name = re.sub(r"[^a-z0-9]+", "-", device.name.lower())
-        self._path = cache_dir() / "cublaslt" / f"{name}.{version}.json"
+        self._path = cache_dir() / "products" / f"{name}.{version}.json"
         self._measured = _read(self._path)
         self._recommended: dict[Key, Algorithm] = {}
 
@@ -105,7 +105,7 @@ def sorted_items(choices: dict[Key, Algorithm]) -> list[tuple[Key, Algorithm]]:
 
 def _text_of(key: Key) -> str:
     tokens, shape = key
-    return f"{tokens} {shape.n} {shape.k} {shape.biased:d} {shape.aligned:d}"
+    return f"{tokens} {shape.n} {shape.k} {shape.biased:d} {shape.aligned:d} {shape.is_float32:d}"
 
 
 def _read(path: Path) -> dict[Key, Algorithm]:
@@ -118,8 +118,8 @@ def _read(path: Path) -> dict[Key, Algorithm]:
 
 
 def _parsed(key: str, algorithm: str) -> tuple[Key, Algorithm]:
-    tokens, n, k, biased, aligned = map(int, key.split())
+    tokens, n, k, biased, aligned, is_float32 = map(int, key.split())
     words = np.frombuffer(bytes.fromhex(algorithm), np.uint64)
     if words.shape != (8,):
         raise ValueError(f"{len(algorithm)} digits for {key}")
-    return (tokens, WeightShape(n, k, bool(biased), bool(aligned))), Algorithm(words)
+    return (tokens, WeightShape(n, k, bool(biased), bool(aligned), bool(is_float32))), Algorithm(words)

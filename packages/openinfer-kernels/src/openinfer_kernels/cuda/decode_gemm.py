@@ -29,6 +29,7 @@ class DecodeGemm:
         self._num_multiprocessors = device.num_multiprocessors
         self._store = _kernels(device, "store")
         self._swiglu = _kernels(device, "swiglu")
+        self._float32 = _kernels(device, "float32")
         self._maps = TensorMaps()
 
     def serves(self, x: Array, weight: Array) -> bool:
@@ -42,9 +43,11 @@ class DecodeGemm:
 
         The weight may be read while operators ahead on the stream still run, so it must not be what they write.
         """
-        row_bytes = weight.shape[1] * _BF16_BYTES
-        cut = _weight_cut(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
-        self._multiply(self._store, x, cut, out)
+        self._multiply(self._store, x, _rows_cut(weight), out)
+
+    def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
+        """As `linear`, into float32 `out`: the sums, unrounded."""
+        self._multiply(self._float32, x, _rows_cut(weight), out)
 
     def linear_swiglu(self, x: Array, gate_up: Array, out: Array) -> None:
         """Writes `silu(x @ gate.T) * (x @ up.T)` into `out [T, F]` for `gate_up [2 F, k]`; otherwise as `linear`."""
@@ -80,6 +83,12 @@ def _kernels(device: Device, epilogue: str) -> dict[int, Kernel]:
         tokens: device.kernel(_STEM, f"decode_gemm_{epilogue}_{tokens}", shared_bytes=kib << 10)
         for tokens, kib in _SHARED_KIB.items()
     }
+
+
+def _rows_cut(weight: Array) -> Cut:
+    """Tiles of 64 rows one after the other."""
+    row_bytes = weight.shape[1] * _BF16_BYTES
+    return _weight_cut(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
 
 
 def _weight_cut(weight: Array, *, second_bytes: int, third_bytes: int) -> Cut:

@@ -10,7 +10,7 @@ from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.ops import Array
 
 _THREADS = 256
-_INT32 = np.dtype(np.int32)
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class Embedding:
@@ -21,15 +21,16 @@ class Embedding:
         self._singles = device.kernel("embedding", "embedding_singles")
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
-        """Rows of `table [V, h]` for `token_ids [T]`, each of 0..V - 1 (not checked): `[T, h]`.
+        """Rows of `table [V, h]`, BF16 or float32, for `token_ids [T]`, each of 0..V - 1 (not checked): `[T, h]`.
 
         Raises:
             ArrayMismatchError: another dtype or layout.
         """
         require(token_ids, _INT32, ndim=1, what="token_ids")
-        require(table, bfloat16, ndim=2, what="the embedding table")
-        num_tokens, size = token_ids.shape[0], table.shape[1]
-        out = cupy.empty((num_tokens, size), bfloat16)
+        dtype = _FLOAT32 if getattr(table, "dtype", None) == _FLOAT32 else bfloat16
+        require(table, dtype, ndim=2, what="the embedding table")
+        num_tokens, size = token_ids.shape[0], table.nbytes // max(1, len(table)) // bfloat16.itemsize
+        out = cupy.empty((num_tokens, table.shape[1]), dtype)
         vectors = size % 8 == 0 and fits_vectors(table)
         kernel, accesses = (self._vectors, size // 8) if vectors else (self._singles, size)
         grid = (num_tokens, -(-accesses // _THREADS), 1)

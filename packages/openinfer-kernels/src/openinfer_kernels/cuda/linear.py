@@ -4,20 +4,19 @@ Few tokens go to our own kernel where it serves (docs/kernels.md says when and w
 """
 
 import ctypes
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-from openinfer_kernels.cuda.algorithms import Algorithms, Key, class_of
-from openinfer_kernels.cuda.arrays import fits_vectors, require
+import numpy as np
+
+from openinfer_kernels.cuda.arrays import require
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.products import Algorithm, Problem, Products, WeightShape
+from openinfer_kernels.cuda.library_products import LibraryProducts
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array
 
 _THREADS = 256
-_CANDIDATES = 12
 
 
 class Linear:
@@ -31,10 +30,7 @@ class Linear:
         self._decode_gemm = decode_gemm
         self._gate_vectors = device.kernel("linear", "swiglu_vectors")
         self._gate_singles = device.kernel("linear", "swiglu_singles")
-        self._products = Products()
-        self._algorithms = Algorithms(device, version=self._products.version)
-        self._problems: dict[WeightShape, Problem] = {}
-        self._measures = False
+        self._library = LibraryProducts(device)
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
         """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`, rounded once.
@@ -47,7 +43,21 @@ class Linear:
         if bias is None and self._decode_gemm.serves(x, weight):
             self._decode_gemm.linear(x, weight, out)
         else:
-            self._multiply(x, weight, bias, out)
+            self._library.multiply(x, weight, bias, out)
+        return out
+
+    def logits(self, hidden: Array, head: Array) -> Array:
+        """`hidden [T, h] @ head [V, h].T`: `[T, V]` float32, the sums as they are.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or shape.
+        """
+        _check(hidden, head, None)
+        out = cupy.empty((hidden.shape[0], head.shape[0]), np.float32)
+        if self._decode_gemm.serves(hidden, head):
+            self._decode_gemm.linear_float32(hidden, head, out)
+        else:
+            self._library.multiply(hidden, head, None, out)
         return out
 
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
@@ -65,25 +75,13 @@ class Linear:
             self._gate(self.linear(x, gate_up), out)
         return out
 
-    @contextmanager
-    def tuning(self) -> Generator[None]:
-        """Within it, the first product of each shape measures algorithms instead of taking the recommended one.
-
-        For the warm-up, never while a stream captures. What was measured is kept for later runs.
-        """
-        self._measures = True
-        try:
-            yield
-        finally:
-            self._measures = False
-            self._algorithms.save()
+    def tuning(self) -> AbstractContextManager[None]:
+        """Within it, products that cuBLASLt makes measure its algorithms: for the warm-up, before any capture."""
+        return self._library.tuning()
 
     def close(self) -> None:
         """Gives back what cuBLASLt holds."""
-        for problem in self._problems.values():
-            problem.close()
-        self._problems.clear()
-        self._products.close()
+        self._library.close()
 
     def _gate(self, both: Array, out: Array) -> None:
         num_tokens, width = out.shape
@@ -91,32 +89,6 @@ class Linear:
         kernel, accesses = (self._gate_vectors, width // 8) if vectors else (self._gate_singles, width)
         grid = (num_tokens, -(-accesses // _THREADS), 1)
         kernel(grid, (_THREADS, 1, 1), [both, out, ctypes.c_int(width)], overlap=True)
-
-    def _multiply(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        shape = _weight_shape(x, weight, bias)
-        problem = self._problems.get(shape)
-        if problem is None:
-            problem = self._problems[shape] = Problem(shape)
-        if bias is not None:
-            problem.set_bias(bias)
-        key = class_of(len(x)), shape
-        algorithm = self._algorithms.find(key)
-        if algorithm is None or (self._measures and not self._algorithms.is_measured(key)):
-            algorithm = self._choose(key, problem, x, weight, out)
-        problem.set_num_tokens(len(x))
-        self._products.run(problem, algorithm, x, weight, out)
-
-    def _choose(self, key: Key, problem: Problem, x: Array, weight: Array, out: Array) -> Algorithm:
-        problem.set_num_tokens(key[0])
-        candidates = self._products.candidates(problem, most=_CANDIDATES if self._measures else 1)
-        problem.set_num_tokens(len(x))
-        if self._measures:
-            self._algorithms.measure(key, candidates, lambda each: self._products.run(problem, each, x, weight, out))
-        else:
-            self._algorithms.recommend(key, candidates[0])
-        found = self._algorithms.find(key)
-        assert found is not None  # noqa: S101 - set just above
-        return found
 
 
 def _check(x: Array, weight: Array, bias: Array | None) -> None:
@@ -128,8 +100,3 @@ def _check(x: Array, weight: Array, bias: Array | None) -> None:
         require(bias, bfloat16, ndim=1, what="the bias")
         if bias.shape[0] != weight.shape[0]:
             raise ArrayMismatchError(f"the bias {bias.shape} is not as long as the weight {weight.shape} has rows")
-
-
-def _weight_shape(x: Array, weight: Array, bias: Array | None) -> WeightShape:
-    n, k = weight.shape
-    return WeightShape(n, k, bias is not None, n % 8 == 0 and k % 8 == 0 and fits_vectors(x, weight))

@@ -90,6 +90,10 @@ class CudaOps:
         """See `openinfer_kernels.cuda.linear`."""
         return self._linear.linear(x, weight, bias)
 
+    def logits(self, hidden: Array, head: Array) -> Array:
+        """See `openinfer_kernels.cuda.linear`."""
+        return self._linear.logits(hidden, head)
+
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
         """See `openinfer_kernels.cuda.linear`."""
         return self._linear.linear_swiglu(x, gate_up)

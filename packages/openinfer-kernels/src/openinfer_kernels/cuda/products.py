@@ -39,6 +39,8 @@ class WeightShape(NamedTuple):
     biased: bool
     aligned: bool
     """Whether all rows begin at multiples of 16 bytes."""
+    is_float32: bool
+    """Whether the result is float32, the sums as they are; else BF16."""
 
 
 class Problem:
@@ -53,7 +55,8 @@ class Problem:
             self._describe(cublaslt.MatmulDescAttribute.EPILOGUE, np.uint32(cublaslt.Epilogue.BIAS))
         self.weight: int = cublaslt.matrix_layout_create(_BFLOAT16, shape.k, shape.n, shape.k)
         self.x: int = cublaslt.matrix_layout_create(_BFLOAT16, shape.k, 1, shape.k)
-        self.y: int = cublaslt.matrix_layout_create(_BFLOAT16, shape.n, 1, shape.n)
+        dtype = _FLOAT32 if shape.is_float32 else _BFLOAT16
+        self.y: int = cublaslt.matrix_layout_create(dtype, shape.n, 1, shape.n)
 
     def set_num_tokens(self, num_tokens: int) -> None:
         """The rows of x and y from now on."""
