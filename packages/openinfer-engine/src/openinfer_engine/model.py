@@ -57,7 +57,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Array) -> Array:
-        """`[n, V]` for `hidden [n, h]`, whole vocabulary on every rank."""
+        """`[n, V]` float32 for `hidden [n, h]`, whole vocabulary on every rank."""
         ...
 
 
