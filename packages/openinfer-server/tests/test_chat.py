@@ -42,7 +42,7 @@ def test_chat_stream_begins_with_the_role_and_equals_whole(client):
     *chunks, last, usage = chunks
     assert first.object == "chat.completion.chunk"
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
-    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
     assert (last.choices[0].delta.content, last.choices[0].finish_reason) == (None, "length")
     assert usage.usage == whole.usage

@@ -9,6 +9,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """What completion tokens were spent on."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of one request, over all its choices; each prompt counts once."""
 
@@ -16,6 +22,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class LegacyLogprobs(msgspec.Struct, frozen=True):
@@ -73,11 +80,30 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
+class AnswerFunction(msgspec.Struct, frozen=True):
+    """A function the model calls."""
+
+    name: str
+    arguments: str
+    """JSON, as the model wrote it: an answer that was cut short has half of it."""
+
+
+class AnswerCall(msgspec.Struct, frozen=True):
+    """A call the model makes."""
+
+    id: str
+    function: AnswerFunction
+    type: str = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The assistant's turn."""
 
-    role: str
-    content: str
+    role: str = "assistant"
+    content: str | None
+    """None if there are calls and nothing else."""
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[AnswerCall] | msgspec.UnsetType = msgspec.UNSET
     refusal: None = None
 
 

@@ -10,11 +10,12 @@ from typing import ClassVar, Literal
 import msgspec
 
 from openinfer_server.api_errors import refused
+from openinfer_server.request_fields import RequestFields
+from openinfer_server.tool_types import Tool, ToolChoice
 
 TEXT_ONLY = "this server serves text only"
 CACHE_OPTIONS = "the prefix cache has no options; cache_salt separates its users"
 CACHE_RETENTION = "the prefix cache keeps what fits"
-_NO_TOOLS = "this server does not parse tool calls yet"
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,15 +23,6 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-
-
-class RequestFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An object of a request: each of its fields is honoured unless it is named here."""
-
-    REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Fields that are known and cannot be honoured, and why; `null` is taken."""
-    IGNORED: ClassVar[Mapping[str, str]] = {}
-    """Fields that are taken and change nothing, and why that is harmless."""
 
 
 class SamplingFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,6 +173,11 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: ChatTemplateOptions | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    thinking_token_budget: int | None = None
+    """Tokens of reasoning at most; vLLM's name."""
     response_format: object = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -192,29 +189,23 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     functions: object = None
     metadata: object = None
     moderation: object = None
-    parallel_tool_calls: object = None
     prediction: object = None
     prompt_cache_options: object = None
     prompt_cache_retention: object = None
     reasoning_effort: object = None
-    tool_choice: object = None
-    tools: object = None
     verbosity: object = None
     web_search_options: object = None
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "audio": TEXT_ONLY,
-        "function_call": _NO_TOOLS,
-        "functions": _NO_TOOLS,
+        "function_call": "tool_choice has taken its place",
+        "functions": "tools has taken its place",
         "metadata": "this server stores no completions",
         "moderation": "this server does not moderate",
-        "parallel_tool_calls": _NO_TOOLS,
         "prediction": "this server does not decode against predicted outputs",
         "prompt_cache_options": CACHE_OPTIONS,
         "prompt_cache_retention": CACHE_RETENTION,
         "reasoning_effort": "the model has no such control; chat_template_kwargs.enable_thinking may be what you want",
-        "tool_choice": _NO_TOOLS,
-        "tools": _NO_TOOLS,
         "verbosity": "the model has no such control",
         "web_search_options": "this server does not search the web",
     }

@@ -18,6 +18,7 @@ from openinfer_server.exchange import Exchange
 from openinfer_server.metrics import ServerMetrics
 from openinfer_server.model_text import ModelText
 from openinfer_server.options import ServerOptions
+from openinfer_server.parsers import ModelTraits, choose_parsers
 from openinfer_server.router import Router
 from openinfer_server.routes import Endpoints
 from openinfer_server.service import Service
@@ -124,9 +125,15 @@ def build_app(
 
     Raises:
         ConflictingRoutes: two APIs offer one method and path.
+        UnusableParser, PluginError: see `choose_parsers`.
     """
     metrics = ServerMetrics()
-    service = Service(options, EngineLink(handle, metrics), metrics, tokenizer, template)
+    parsers = choose_parsers(
+        ModelTraits(handle.info.family, template.source if template else ""),
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
+    )
+    service = Service(options, EngineLink(handle, metrics), metrics, tokenizer, template, parsers)
     return App(service, endpoints=endpoints)
 
 

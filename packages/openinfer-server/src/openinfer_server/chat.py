@@ -1,25 +1,26 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import cast
 
 import msgspec
 
 from openinfer_server.api_errors import invalid, refused
 from openinfer_server.api_responses import ChatChoice, ChatCompletion, ChatMessage, Usage
 from openinfer_server.api_types import AssistantTurn, ChatRequest, check_refused
+from openinfer_server.chat_answers import ChatAnswer, ChatGeneration
 from openinfer_server.chat_prompt import chat_prompt
+from openinfer_server.delta_choice import DeltaChoice
 from openinfer_server.event_frames import ResponseHead, chat_frame
 from openinfer_server.exchange import Exchange
 from openinfer_server.generation import AnswerShape, Generation
 from openinfer_server.logprobs import chat_format
-from openinfer_server.requests import (
-    Prompt,
-    Scoring,
-    check_stream_options,
-    make_plan,
-)
+from openinfer_server.reader import Reader
+from openinfer_server.requests import Prompt, Scoring, check_stream_options, make_plan
 from openinfer_server.service import Service
 from openinfer_server.text_choices import CollectedText
+from openinfer_server.tool_offer import chat_offer
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -46,17 +47,21 @@ class ChatCompletions:
         _check(request)
         model = service.resolve_model(request.model)
         include_usage = check_stream_options(request)
-        prompt = await chat_prompt(service, request.messages, _template_options(request))
+        offer = chat_offer(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        variables = {**_template_options(request), **offer.variables}
+        prompt = await chat_prompt(service, request.messages, variables)
+        reader = Reader.make(service, prompt, offer, budget_tokens=request.thinking_token_budget)
         plan = make_plan(
             request,
-            [prompt],
+            [reader.prompt],
             max_tokens=lambda prompt: self._max_tokens(request, prompt),
             scoring=Scoring(output=(request.top_logprobs or 0) if request.logprobs else None),
             info=service.info,
             options=service.options,
             new_id=service.link.new_id,
         )
-        generation = Generation(
+        make = Generation if reader.is_plain else partial(ChatGeneration, reader=reader)
+        generation = make(
             service=service,
             shape=self._shape,
             plan=plan,
@@ -74,7 +79,7 @@ class ChatCompletions:
                 return given
         return max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
 
-    def _body(self, head: ResponseHead, choices: Sequence[CollectedText], usage: Usage) -> ChatCompletion:
+    def _body(self, head: ResponseHead, choices: Sequence[CollectedText | DeltaChoice], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
             id=head.id,
             created=head.created,
@@ -83,9 +88,13 @@ class ChatCompletions:
             usage=usage,
         )
 
-    def _choice(self, choice: CollectedText) -> ChatChoice:
-        logprobs = self._logprobs(choice.scores) if choice.scores else None
-        return ChatChoice(choice.index, ChatMessage("assistant", choice.text), logprobs, str(choice.finish_reason))
+    def _choice(self, choice: CollectedText | DeltaChoice) -> ChatChoice:
+        if isinstance(choice, CollectedText):
+            message, scores, reason = ChatMessage(content=choice.text), choice.scores, str(choice.finish_reason)
+        else:
+            kept = cast("ChatAnswer", choice.sink)  # `ChatGeneration` makes no other choices for whole answers
+            message, scores, reason = kept.message, kept.scores, kept.finish_reason
+        return ChatChoice(choice.index, message, self._logprobs(scores) if scores else None, reason)
 
 
 def _check(request: ChatRequest) -> None:

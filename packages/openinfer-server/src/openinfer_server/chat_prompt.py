@@ -6,6 +6,8 @@ Every route that takes turns comes through here, so that one conversation has on
 import asyncio
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from openinfer_server.api_errors import ApiError
 from openinfer_server.api_types import Turn
 from openinfer_server.chat_template import ChatTemplate, RenderingRefused
@@ -19,7 +21,7 @@ INLINE_TURNS = 16
 
 
 async def chat_prompt(service: Service, turns: Sequence[Turn], variables: Mapping[str, object]) -> Prompt:
-    """The prompt of a conversation, up to where the assistant's answer begins.
+    """The prompt of a conversation and its rendered text, up to where the assistant's answer begins.
 
     Args:
         service: whose template and tokenizer.
@@ -39,13 +41,14 @@ async def chat_prompt(service: Service, turns: Sequence[Turn], variables: Mappin
         raise too_long(f"at least {least}", info, "messages")
     token_ids = await tokenizer.encode(text, add_special_tokens=False)
     check_prompt_token_ids(token_ids, info, "messages")
-    return Prompt(tuple(token_ids), "", "messages")
+    return Prompt(tuple(token_ids), text, "messages")
 
 
 async def _render(template: ChatTemplate, turns: Sequence[Turn], variables: Mapping[str, object]) -> str:
     rendered = template_turns(turns, developer_role="developer" if template.knows_developer_role else "system")
     try:
-        if len(rendered) <= INLINE_TURNS and num_characters(rendered) <= INLINE_CHARACTERS:
+        characters = num_characters(rendered) + len(msgspec.json.encode(variables))
+        if len(rendered) <= INLINE_TURNS and characters <= INLINE_CHARACTERS:
             return template.render(rendered, variables)
         return await asyncio.to_thread(template.render, rendered, variables)
     except RenderingRefused as error:

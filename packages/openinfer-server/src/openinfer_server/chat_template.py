@@ -47,6 +47,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._timeout_s = timeout_s
         self._max_characters = max_characters
+        self.source = source
+        self.knows_tools = "tools" in source
+        """Whether the template tells the model what it may call."""
         self.knows_developer_role = "developer" in source
         """Whether the template tells developers' turns apart; otherwise they are system turns."""
 

@@ -61,6 +61,7 @@ class DeltaChoice(TextChoice):
 
     Attributes:
         called: whether a call has begun.
+        sink: where its deltas go.
     """
 
     __slots__ = (
@@ -71,8 +72,8 @@ class DeltaChoice(TextChoice):
         "_parser",
         "_reading",
         "_said_ids",
-        "_sink",
         "called",
+        "sink",
     )
 
     def __init__(
@@ -95,13 +96,13 @@ class DeltaChoice(TextChoice):
         self._parser = reading.parser
         self._reading = reading
         self._said_ids: list[int] = []
-        self._sink = sink
+        self.sink = sink
 
     def scheduled(self, event: Scheduled) -> None:
         """The engine works on it; what it found cached of its own earlier tokens is no news."""
         if self._num_before is None:
             super().scheduled(event)
-            self._sink.begin(self)
+            self.sink.begin(self)
 
     def tokens(self, event: Tokens) -> None:
         """Reads each token; keeps them while the request may be replaced."""
@@ -116,7 +117,7 @@ class DeltaChoice(TextChoice):
             self.reasoning_tokens = self._num_tokens
             budget = self._reading.reasoning_budget_tokens
             self._out_of_budget = budget is not None and self._num_before is None and self._num_tokens >= budget
-        self._sink.take(self._with_calls_noted(deltas), scores)
+        self.sink.take(self._with_calls_noted(deltas), scores)
 
     def is_complete(self) -> bool:
         """Whether the engine need not go on with its request."""
@@ -144,8 +145,8 @@ class DeltaChoice(TextChoice):
         if not self._call_ended:
             rest = self._with_calls_noted(self._parser.finish())
             if rest:
-                self._sink.take(rest, ())
-        self._sink.conclude(self, reason)
+                self.sink.take(rest, ())
+        self.sink.conclude(self, reason)
         super().conclude(reason)
 
     def _with_calls_noted(self, deltas: list[Delta]) -> list[Delta]:
@@ -163,7 +164,7 @@ class DeltaChoice(TextChoice):
         self._num_before = self._num_tokens
         closing = self._parser.closing_text
         rest = self.take_held()
-        self._sink.take(self._with_calls_noted(self._parser.feed(rest + closing)), ())
+        self.sink.take(self._with_calls_noted(self._parser.feed(rest + closing)), ())
         closing_ids = self._options.tokenizer.encode_short(closing)
         said = (*self._reading.request.prompt_token_ids, *self._said_ids[: self._num_tokens], *closing_ids)
         self._said_ids.clear()

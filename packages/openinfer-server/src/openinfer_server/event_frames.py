@@ -81,6 +81,12 @@ def chat_frame(head: ResponseHead, index: int) -> EventFrame:
     return _frame(head, index, opening=b'"delta":{"content":"', closing=b'"}', empty=b'"delta":{}', first=role)
 
 
+def chat_delta_frame(head: ResponseHead, index: int) -> EventFrame:
+    """Events of `/v1/chat/completions` whose text is the inside of the whole `delta` object."""
+    role = b'"delta":{"role":"assistant","content":""}'
+    return _frame(head, index, opening=b'"delta":{', closing=b"}", empty=b'"delta":{}', first=role)
+
+
 def _frame(
     head: ResponseHead, index: int, *, opening: bytes, closing: bytes, empty: bytes, first: bytes | None = None
 ) -> EventFrame:

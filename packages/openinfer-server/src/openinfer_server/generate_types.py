@@ -6,7 +6,8 @@ from typing import ClassVar
 import msgspec
 
 from openinfer_server.api_responses import Usage
-from openinfer_server.api_types import RequestFields, StreamOptions
+from openinfer_server.api_types import StreamOptions
+from openinfer_server.request_fields import RequestFields
 
 NO_TEXT = "no text is made here; /v1/completions makes some"
 

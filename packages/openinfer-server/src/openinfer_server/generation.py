@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,8 @@ class AnswerShape:
     event_object: str
     frame: FrameMaker
     logprob_format: LogprobFormat
-    body: Callable[[ResponseHead, Sequence[CollectedText], Usage], msgspec.Struct]
+    body: Callable[[ResponseHead, Sequence[Any], Usage], msgspec.Struct]
+    """Makes the whole answer of the choices that its `Generation` makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ class Generation:
     async def _deliver_stream(self, exchange: Exchange, head: ResponseHead) -> None:
         indices = range(len(self.plan.requests))
         answer, writer = Answer(self.service.link), exchange.stream(len(indices))
-        answer.submit([self._stream_choice(answer, head, writer, index) for index in indices], self.plan.requests)
+        answer.submit([self.stream_choice(answer, head, writer, index) for index in indices], self.plan.requests)
 
         def end(error: ApiError | None) -> bytes:
             if error is not None:
@@ -81,11 +83,8 @@ class Generation:
             self.service.metrics.slow_clients.value += writer.was_slow
 
     async def _deliver_whole(self, exchange: Exchange, head: ResponseHead) -> None:
-        answer, text = Answer(self.service.link), self._text_options()
-        choices = [
-            CollectedText(answer, index, prompt=self.plan.prompt_of(index), options=text)
-            for index in range(len(self.plan.requests))
-        ]
+        answer = Answer(self.service.link)
+        choices = [self.whole_choice(answer, index) for index in range(len(self.plan.requests))]
         answer.submit(choices, self.plan.requests)
         await send_whole(
             exchange,
@@ -93,7 +92,12 @@ class Generation:
             lambda: msgspec.json.encode(self.shape.body(head, choices, usage_of(choices, self.plan.n))),
         )
 
-    def _stream_choice(self, answer: Answer, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
+    def whole_choice(self, answer: Answer, index: int) -> Choice:
+        """A choice that is kept for one body."""
+        return CollectedText(answer, index, prompt=self.plan.prompt_of(index), options=self.text_options())
+
+    def stream_choice(self, answer: Answer, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
+        """A choice that is written as it comes."""
         frame = self.shape.frame(head, index)
         prompt = self.plan.prompt_of(index)
         table = self._plain_table()
@@ -107,7 +111,7 @@ class Generation:
             answer,
             index,
             prompt=prompt,
-            options=self._text_options(),
+            options=self.text_options(),
             frame=frame,
             writer=writer,
             logprob_format=self.shape.logprob_format,
@@ -119,8 +123,12 @@ class Generation:
         plain = not self.plan.stops and scoring.output is None and scoring.prompt is None
         return self.service.tokenizer.byte_table if plain else None
 
-    def _text_options(self) -> TextOptions:
-        plan = self.plan
+    def text_options(self, visible_tokens: frozenset[str] = frozenset()) -> TextOptions:
+        """What is wanted of the choices' text."""
         return TextOptions(
-            tokenizer=self.service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=self.echo
+            tokenizer=self.service.tokenizer,
+            stops=self.plan.stops,
+            min_tokens=self.plan.min_tokens,
+            echo=self.echo,
+            visible_tokens=visible_tokens,
         )

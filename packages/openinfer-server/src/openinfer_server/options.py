@@ -33,6 +33,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     endpoints: tuple[str, ...] = ()
     """Further APIs, by their names in the entry-point group `openinfer.endpoints`."""
 
+    tool_parser: str = "auto"
+    """What finds tool calls in answers: a name in the entry-point group `openinfer.tool_parsers`, auto (by the chat
+    template), or none."""
+    reasoning_parser: str = "auto"
+    """What tells reasoning from answers: a name in `openinfer.reasoning_parsers`, auto, or none."""
+
     max_body_bytes: int = 8 * 2**20
     """A longer request body is answered with 413 while it is read."""
     max_head_bytes: int = 32 * 2**10

@@ -32,7 +32,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str
-    """As `echo` shows it."""
+    """As `echo` shows it; of a chat as it was rendered; may be empty where nobody asks."""
     field: str
     """Where it came from, for messages."""
 

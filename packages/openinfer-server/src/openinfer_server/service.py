@@ -9,6 +9,7 @@ from openinfer_server.chat_template import ChatTemplate
 from openinfer_server.engine_link import EngineLink
 from openinfer_server.metrics import ServerMetrics
 from openinfer_server.options import ServerOptions
+from openinfer_server.parsers.choose import ModelParsers
 from openinfer_server.tokenizer import Tokenizer
 
 
@@ -25,6 +26,7 @@ class Service:
     metrics: ServerMetrics
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    parsers: ModelParsers = field(default_factory=ModelParsers)
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
 

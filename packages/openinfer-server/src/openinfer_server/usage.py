@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from openinfer_server.answer import Choice
-from openinfer_server.api_responses import PromptTokensDetails, Usage
+from openinfer_server.api_responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
 
 def usage_of(choices: Sequence[Choice], n: int) -> Usage:
@@ -17,4 +17,5 @@ def usage_of(choices: Sequence[Choice], n: int) -> Usage:
     prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
     completion_tokens = sum(choice.completion_tokens for choice in choices)
     cached = PromptTokensDetails(sum(choice.cached_tokens for choice in firsts))
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
+    reasoning = CompletionTokensDetails(sum(choice.reasoning_tokens for choice in choices))
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, reasoning)

@@ -5,7 +5,7 @@ has opened it, which the end of the prompt shows, the answer begins inside.
 """
 
 from openinfer_server.parsers.contract import ModelTraits, ParserContext
-from openinfer_server.parsers.deltas import ReasoningDelta
+from openinfer_server.parsers.deltas import ContentDelta, ReasoningDelta
 from openinfer_server.parsers.kimi_k2 import CALL_BEGIN, SECTION_BEGIN
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script, ScriptedParser
@@ -26,6 +26,7 @@ class ThinkParser(ScriptedParser):
 
     def __init__(self, context: ParserContext) -> None:
         super().__init__()
+        self.content = TrimmedText(lambda text: self.say(ContentDelta(text)), before_tags=False)
         self.reasoning = context.prompt.rstrip().endswith(OPEN)
 
     def run(self) -> Script[None]:

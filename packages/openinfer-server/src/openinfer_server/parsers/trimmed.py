@@ -12,11 +12,13 @@ class TrimmedText:
 
     Args:
         emit: takes the text, in pieces that are not empty.
+        before_tags: whether tags may follow the text; otherwise nothing is held, and only white space after tags goes.
     """
 
-    __slots__ = ("_emit", "_skipping", "_space")
+    __slots__ = ("_before_tags", "_emit", "_skipping", "_space")
 
-    def __init__(self, emit: Callable[[str], None]) -> None:
+    def __init__(self, emit: Callable[[str], None], *, before_tags: bool = True) -> None:
+        self._before_tags = before_tags
         self._emit = emit
         self._skipping = False
         self._space = ""
@@ -28,7 +30,7 @@ class TrimmedText:
             if not text:
                 return
             self._skipping = False
-        kept = text.rstrip(SPACE)
+        kept = text.rstrip(SPACE) if self._before_tags else text
         if kept:
             self._emit(self._space + kept)
             self._space = text[len(kept) :]

@@ -11,7 +11,6 @@ from openinfer_server.api_types import (
     AssistantTurn,
     DeveloperTurn,
     FunctionCall,
-    RequestFields,
     SystemTurn,
     ToolCall,
     ToolTurn,
@@ -19,6 +18,7 @@ from openinfer_server.api_types import (
     UserTurn,
     check_refused,
 )
+from openinfer_server.request_fields import RequestFields
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 _NO_STATE = "it describes the item, not its text"

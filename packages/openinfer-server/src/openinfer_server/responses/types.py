@@ -9,10 +9,10 @@ from openinfer_server.api_errors import convert_inside, invalid, refused
 from openinfer_server.api_types import (
     CACHE_OPTIONS,
     CACHE_RETENTION,
-    RequestFields,
     SamplingFields,
     check_refused,
 )
+from openinfer_server.request_fields import RequestFields
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
