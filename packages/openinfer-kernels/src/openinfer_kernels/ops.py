@@ -55,6 +55,8 @@ class AttentionBatch:
     """Largest number of tokens in one row."""
     max_context_tokens: int
     """Largest entry of `context_lens`."""
+    shares_blocks: bool = False
+    """Whether rows read what other rows of this step append: a prompt's tokens as rows of their own, of one block table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

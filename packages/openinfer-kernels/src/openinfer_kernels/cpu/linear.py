@@ -21,11 +21,16 @@ def linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None = No
 
 @np.errstate(over="ignore", invalid="ignore")
 def linear_swiglu(x: NDArray[Any], gate_up: NDArray[Any]) -> NDArray[Any]:
-    """`silu(x @ gate.T) * (x @ up.T)` for `gate_up [2 F, h]`: `[T, F]`.
+    """`silu(x @ gate.T) * (x @ up.T)` for `gate_up [2 F, h]`: `[T, F]`."""
+    return swiglu(x @ gate_up.T)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def swiglu(both: NDArray[Any]) -> NDArray[Any]:
+    """`silu(gate) * up` for `both [T, 2 F]`, gate before up: `[T, F]`.
 
     `silu(g) = g / (1 + exp(-g))`; where `exp(-g)` overflows to infinity the quotient is zero, which is right.
     """
-    both = x @ gate_up.T
     width = both.shape[-1] // 2
     gate, up = both[:, :width], both[:, width:]
     out = np.negative(gate)

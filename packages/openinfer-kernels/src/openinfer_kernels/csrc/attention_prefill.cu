@@ -20,6 +20,7 @@ struct Arguments {
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
   int num_rows, table_stride, group;
+  int least_tokens;         // of a row, for it to be ours
   float scale;              // of scores, times log2(e)
 };
 
@@ -112,7 +113,7 @@ __device__ void run(const Arguments& a) {
   wait_for_previous_kernel();
   const int kv_head = blockIdx.x % a.cache.num_heads;
   const QueryTile tile = find_tile<S::kWarps>(blockIdx.x / a.cache.num_heads, a.query_starts, a.context_lens, a.num_rows,
-                                              a.group, S::kLines, scratch);
+                                              a.least_tokens, a.group, S::kLines, scratch);
   if (tile.row < 0) return;
   const Prefill<D, S> self = {a, tile, kv_head};
 

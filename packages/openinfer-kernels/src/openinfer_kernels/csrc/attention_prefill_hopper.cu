@@ -38,6 +38,7 @@ struct Arguments {
   const int* context_lens;  // [R]
   int* counters;            // [2] tiles handed out, blocks without work: zero before and after
   int num_rows, table_stride, group, num_kv_heads, block_shift;
+  int least_tokens;         // of a row, for it to be ours
   int block_lines;          // lines of the cache [blocks, layers, 2, K, B] x [D] from one block to the next
   int layer_line;           // first line of the layer in a block
   unsigned group_reciprocal;  // 2**32 / group, rounded up
@@ -74,7 +75,8 @@ struct Tile {
   int seen;                   // keys that the tile's last line sees
 };
 
-// Fills the rows' columns of `s`; returns the number of tiles of one KV head. Rows with one token have none.
+// Fills the rows' columns of `s`; returns the number of tiles of one KV head. Rows with few tokens, or with no context,
+// which are padding, have none.
 template <class S>
 __device__ int count_tiles(Shared<S>& s, const Arguments& a) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -87,7 +89,8 @@ __device__ int count_tiles(Shared<S>& s, const Arguments& a) {
       s.first_queries[row] = start;
       s.first_queries[row + 1] = start + num_tokens;
       s.contexts[row] = __ldcg(a.context_lens + row);
-      tiles = num_tokens > 1 ? (num_tokens * a.group + kLines - 1) / kLines : 0;
+      const bool is_ours = num_tokens >= a.least_tokens && s.contexts[row] > 0;
+      tiles = is_ours ? (num_tokens * a.group + kLines - 1) / kLines : 0;
     }
     int sum = tiles;
 #pragma unroll

@@ -14,22 +14,23 @@ struct QueryTile {
   int context;
 };
 
-// Tile `wanted` of all rows with several tokens, a row's last (and longest) first. For all threads of a block of 32
-// `kWarps`; `scratch` is shared.
+// Tile `wanted` of all rows with `least_tokens` and a context, a row's last (and longest) first. For all threads of a block
+// of 32 `kWarps`; `scratch` is shared.
 template <int kWarps>
-__device__ QueryTile find_tile(int wanted, const int* query_starts, const int* context_lens, int num_rows, int group,
-                               int tile_lines, int* scratch) {
+__device__ QueryTile find_tile(int wanted, const int* query_starts, const int* context_lens, int num_rows,
+                               int least_tokens, int group, int tile_lines, int* scratch) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   QueryTile* found = reinterpret_cast<QueryTile*>(scratch + kWarps);
   if (thread == 0) found->row = -1;
   for (int base = 0, before = 0; base < num_rows; base += kWarps * 32) {
     const int row = base + thread;
-    int start = 0, num_tokens = 0;
+    int start = 0, num_tokens = 0, context = 0;
     if (row < num_rows) {
       start = __ldcg(query_starts + row);
       num_tokens = __ldcg(query_starts + row + 1) - start;
+      context = __ldcg(context_lens + row);
     }
-    const int tiles = num_tokens > 1 ? (num_tokens * group + tile_lines - 1) / tile_lines : 0;
+    const int tiles = num_tokens >= least_tokens && context > 0 ? (num_tokens * group + tile_lines - 1) / tile_lines : 0;
     int sum = tiles;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -44,7 +45,6 @@ __device__ QueryTile find_tile(int wanted, const int* query_starts, const int* c
       before += scratch[w];
     }
     if (first <= wanted && wanted < first + tiles) {
-      const int context = __ldcg(context_lens + row);
       *found = {row, (tiles - 1 - (wanted - first)) * tile_lines, num_tokens * group, start, context - num_tokens, context};
     }
     __syncthreads();

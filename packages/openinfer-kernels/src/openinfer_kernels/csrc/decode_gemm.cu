@@ -183,7 +183,7 @@ __device__ void finish_tile(const float (&d)[kTokens / 2], int tile, Output<kEpi
     } else {
       const float gate = rounded(first);
       bf16* to = y + int64_t(token) * (n / 2) + tile * (kRows / 2) + warp * 8 + lane / 4;
-      *to = __float2bfloat16_rn(rounded(gate / (1.0f + __expf(-gate))) * rounded(second));
+      *to = __float2bfloat16_rn(rounded(silu(gate)) * rounded(second));
     }
   }
 }

@@ -20,7 +20,7 @@ __device__ void gate(const bf16* both, bf16* y, int width) {
   float gates[kWidth];
   unpack(load<kWidth>(row + at), gates);
 #pragma unroll
-  for (int i = 0; i < kWidth; i++) gates[i] = __fdividef(gates[i], 1.0f + __expf(-gates[i]));
+  for (int i = 0; i < kWidth; i++) gates[i] = silu(gates[i]);
   store(y + int64_t(blockIdx.x) * width + at, product(pack(gates), ups));
 }
 

@@ -107,8 +107,8 @@ __device__ void run_vectors(const Arguments& a) {
   const int token = blockIdx.x, lane = threadIdx.x % kLanes, all_heads = a.all_heads();
   const int at_once = blockDim.x / kLanes, first = blockIdx.y * at_once * kHeads + threadIdx.x / kLanes;
   const Vector<8> q_weight = load<8>(a.q_norm + lane * 8), k_weight = load<8>(a.k_norm + lane * 8);
-  wait_for_previous_kernel();
   allow_next_kernel();
+  wait_for_previous_kernel();
   const int position = a.positions[token];
   const int64_t slot = a.slots[token];
   const bf16* heads = a.qkv + int64_t(token) * all_heads * kHeadDim + lane * 8;
@@ -137,8 +137,8 @@ constexpr int kMaxPairs = 8;  // per thread: head dimensions up to 512
 __device__ void run_pairs(const Arguments& a, int head_dim) {
   const int token = blockIdx.x, head = blockIdx.y, half = head_dim / 2;
   const Kind kind = kind_of(head, a);
-  wait_for_previous_kernel();
   allow_next_kernel();
+  wait_for_previous_kernel();
   const bf16* given = a.qkv + (int64_t(token) * a.all_heads() + head) * head_dim;
   bf16* target = Targets(token, a.slots[token], head_dim, a).of(head, head_dim, a);
   if (target == nullptr) return;

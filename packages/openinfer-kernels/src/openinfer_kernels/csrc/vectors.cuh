@@ -70,3 +70,6 @@ __device__ __forceinline__ Vector<1> product(const Vector<1>& a, const Vector<1>
 
 // The value that BF16 storage would leave of a float32.
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+
+// One function for all kernels that gate, so that they agree bit for bit.
+__device__ __forceinline__ float silu(float value) { return __fdividef(value, 1.0f + __expf(-value)); }

@@ -23,7 +23,7 @@ class Attention:
 
     def __init__(self, device: Device) -> None:
         self._decode = AttentionDecode(device)
-        self._prefill = AttentionPrefillHopper(device) if device.has(HOPPER_STEM) else AttentionPrefill(device)
+        self._prefill = _make_prefill(device, least_tokens=2)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """Attention of `q [T, H, D]` over `kv_cache [blocks, layers, 2, K, B, D]`: `[T, H * D]`.
@@ -42,6 +42,29 @@ class Attention:
         if most > 1:
             self._prefill.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
         return out
+
+
+class OneKernelAttention:
+    """The operator by the kernel for prompts alone, whatever a row's number of tokens.
+
+    It walks over keys in tiles that begin at multiples of a fixed number in their sequence, so that a token's sums do
+    not depend on the tokens that are computed beside it. Rows with one token take longer: nobody shares their context.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._prefill = _make_prefill(device, least_tokens=1)
+
+    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
+        """See `Attention.paged_attention`."""
+        _check(q, kv_cache, batch)
+        out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
+        self._prefill.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
+        return out
+
+
+def _make_prefill(device: Device, *, least_tokens: int) -> AttentionPrefill | AttentionPrefillHopper:
+    make = AttentionPrefillHopper if device.has(HOPPER_STEM) else AttentionPrefill
+    return make(device, least_tokens=least_tokens)
 
 
 def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:

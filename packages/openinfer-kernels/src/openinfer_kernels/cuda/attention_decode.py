@@ -4,6 +4,7 @@ The work is divided on the device from `context_lens`, so that a captured launch
 """
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,14 +17,40 @@ from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch
 
 MAX_ROWS = 1024
+_STEM, _HOPPER_STEM = "attention_decode", "attention_decode_hopper"
 _MAX_ITEMS = 1 << 17
 """Rows times KV heads times tiles of query heads."""
-_WARPS = 4
+_WARPS, _TURN_TOKENS = 4, 16
 _PADDING = 8
 _HEADS_OF_TILE = 8
 _LOG2_E = 1.4426950408889634
-_BLOCKS_PER_MULTIPROCESSOR = {(64, 1): 3, (64, 2): 3, (128, 1): 2, (128, 2): 2, (256, 1): 2}
-"""By head dimension and tiles of query heads: the variants that are compiled, and how many blocks fit at once."""
+
+
+class _Variant(NamedTuple):
+    """How a compiled kernel uses a multiprocessor."""
+
+    blocks: int
+    """That fit at once."""
+    turns: int
+    """Of keys and values in shared memory for each warp; 0 where they go straight to registers."""
+
+
+_Variants = dict[tuple[int, int], _Variant]
+"""By head dimension and tiles of query heads."""
+_ANY_GPU: _Variants = {
+    (64, 1): _Variant(3, 0),
+    (64, 2): _Variant(3, 0),
+    (128, 1): _Variant(2, 0),
+    (128, 2): _Variant(2, 0),
+    (256, 1): _Variant(2, 0),
+}
+_HOPPER: _Variants = {
+    (64, 1): _Variant(2, 4),
+    (64, 2): _Variant(2, 4),
+    (128, 1): _Variant(2, 2),
+    (128, 2): _Variant(2, 2),
+    (256, 1): _Variant(1, 2),
+}
 
 
 class _Arguments(ctypes.Structure):
@@ -43,7 +70,8 @@ class AttentionDecode:
     """The decode kernels of one device and their workspace: one stream at a time."""
 
     def __init__(self, device: Device) -> None:
-        self._kernels = {variant: _kernel(device, *variant) for variant in _BLOCKS_PER_MULTIPROCESSOR}
+        stem, self._variants = (_HOPPER_STEM, _HOPPER) if device.has(_HOPPER_STEM) else (_STEM, _ANY_GPU)
+        self._kernels = {key: _kernel(device, stem, *key, variant) for key, variant in self._variants.items()}
         self._num_multiprocessors = device.num_multiprocessors
         self._arrivals = cupy.zeros(_MAX_ITEMS, np.int32)
 
@@ -64,7 +92,7 @@ class AttentionDecode:
             raise ArrayMismatchError(
                 f"attention over {num_rows} rows of {num_kv_heads} KV heads: at most {_MAX_ITEMS} of both multiplied"
             )
-        blocks = self._num_multiprocessors * _BLOCKS_PER_MULTIPROCESSOR[head_dim, tiles]
+        blocks = self._num_multiprocessors * self._variants[head_dim, tiles].blocks
         parts = cupy.empty(blocks * 2 * _HEADS_OF_TILE * tiles * (head_dim + 2), np.float32)
         arguments = _Arguments(
             address(q),
@@ -74,14 +102,16 @@ class AttentionDecode:
             num_rows,
             batch.block_tables.shape[1],
             group,
-            int(layer > 0),
+            int(layer > 0 and not batch.shares_blocks),
             scale * _LOG2_E,
         )
         self._kernels[head_dim, tiles]((blocks, 1, 1), (_WARPS * 32, 1, 1), [arguments], overlap=True)
 
 
-def _kernel(device: Device, head_dim: int, tiles: int) -> Kernel:
+def _kernel(device: Device, stem: str, head_dim: int, tiles: int, variant: _Variant) -> Kernel:
     heads = _HEADS_OF_TILE * tiles
     sums = _WARPS * heads * (head_dim + _PADDING)
-    shared_bytes = 4 * (2 * _WARPS * heads + 2 * _WARPS + 8 + sums) + 4 * (2 * MAX_ROWS + 1)
-    return device.kernel("attention_decode", f"attention_decode_{head_dim}_{tiles}", shared_bytes=shared_bytes)
+    ends = 4 * (2 * _WARPS * heads + 2 * _WARPS + 8 + sums)
+    ring = _WARPS * variant.turns * 2 * (_TURN_TOKENS * head_dim * 2 + 8)  # keys, values, and a barrier for each
+    shared_bytes = ring + ends + 4 * (3 * MAX_ROWS + 1)
+    return device.kernel(stem, f"{stem}_{head_dim}_{tiles}", shared_bytes=shared_bytes)

@@ -22,7 +22,7 @@ class _Arguments(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("cache", LayerCache),
         *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens")),
-        *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "group")),
+        *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "group", "least_tokens")),
         ("scale", ctypes.c_float),
     )
 
@@ -30,7 +30,9 @@ class _Arguments(ctypes.Structure):
 class AttentionPrefill:
     """The prefill kernels of one device, for any GPU."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, least_tokens: int = 2) -> None:
+        """Rows of a step with fewer query tokens than `least_tokens` are left alone."""
+        self._least_tokens = least_tokens
         self._kernels = {
             head_dim: device.kernel(
                 "attention_prefill",
@@ -41,7 +43,7 @@ class AttentionPrefill:
         }
 
     def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
-        """Writes what belongs to rows with several query tokens into `out [T, H D]`; arrays as in the contract."""
+        """Writes what belongs to its rows into `out [T, H D]`; arrays as in the contract."""
         num_rows, num_kv_heads, head_dim = len(batch.context_lens), kv_cache.shape[3], kv_cache.shape[5]
         group = q.shape[1] // num_kv_heads
         warps = _WARPS_AND_KEYS[head_dim][0]
@@ -53,6 +55,7 @@ class AttentionPrefill:
             num_rows,
             batch.block_tables.shape[1],
             group,
+            self._least_tokens,
             scale * _LOG2_E,
         )
         blocks = most_tiles(len(q), num_rows, group, lines=warps * _LINES_OF_WARP) * num_kv_heads

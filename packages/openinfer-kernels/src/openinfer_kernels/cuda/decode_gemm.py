@@ -25,8 +25,10 @@ _MOST_TOKENS = max(_SHARED_KIB)
 class DecodeGemm:
     """The products on one device; on GPUs other than Hopper it serves none."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, most_blocks_per_tile: int = _MOST_BLOCKS_PER_TILE) -> None:
+        """`most_blocks_per_tile`: blocks that may share a tile by dividing K."""
         self._num_multiprocessors = device.num_multiprocessors
+        self._most_blocks_per_tile = most_blocks_per_tile
         self._store = _kernels(device, "store")
         self._swiglu = _kernels(device, "swiglu")
         self._float32 = _kernels(device, "float32")
@@ -68,7 +70,7 @@ class DecodeGemm:
 
     def _division(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:
         """Blocks in all, and those that share a tile: several where there are too few tiles for the chip."""
-        cluster = min(_MOST_BLOCKS_PER_TILE, max(1, self._num_multiprocessors // tiles), chunks_per_tile)
+        cluster = min(self._most_blocks_per_tile, max(1, self._num_multiprocessors // tiles), chunks_per_tile)
         if cluster > 1:
             return tiles * cluster, cluster
         tiles_per_block = -(-tiles // (_BLOCKS_PER_MULTIPROCESSOR * self._num_multiprocessors))

@@ -11,6 +11,7 @@ import numpy as np
 from openinfer_kernels.cuda.arrays import require
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.invariant_products import InvariantProducts
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.library_products import LibraryProducts
 from openinfer_kernels.errors import ArrayMismatchError
@@ -26,11 +27,12 @@ class Linear:
     ahead on the stream still run.
     """
 
-    def __init__(self, device: Device, decode_gemm: DecodeGemm) -> None:
+    def __init__(self, device: Device, decode_gemm: DecodeGemm, library: LibraryProducts | InvariantProducts) -> None:
+        """`library` multiplies what `decode_gemm` does not serve."""
         self._decode_gemm = decode_gemm
         self._gate_vectors = device.kernel("linear", "swiglu_vectors")
         self._gate_singles = device.kernel("linear", "swiglu_singles")
-        self._library = LibraryProducts(device)
+        self._library = library
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
         """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`, rounded once.

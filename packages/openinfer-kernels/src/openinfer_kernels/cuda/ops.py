@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.cuda.attention import Attention
+from openinfer_kernels.cuda.attention import Attention, OneKernelAttention
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.embedding import Embedding
+from openinfer_kernels.cuda.library_products import LibraryProducts
 from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.cuda.logprobs import LogprobsKernels
 from openinfer_kernels.cuda.memory import Memory
@@ -38,12 +39,18 @@ class CudaOps:
         self.device = Device.open() if device is None else device
         self._memory = Memory(self.device)
         self._embedding = Embedding(self.device)
-        self._linear = Linear(self.device, DecodeGemm(self.device))
+        self._linear = self._make_linear()
         self._norm = Norm(self.device)
         self._qk_norm_rope_append = QkNormRopeAppend(self.device)
-        self._attention = Attention(self.device)
+        self._attention = self._make_attention()
         self._sampling = Sampling(self.device)
         self._logprobs = LogprobsKernels(self.device)
+
+    def _make_linear(self) -> Linear:
+        return Linear(self.device, DecodeGemm(self.device), LibraryProducts(self.device))
+
+    def _make_attention(self) -> Attention | OneKernelAttention:
+        return Attention(self.device)
 
     @property
     def name(self) -> str:

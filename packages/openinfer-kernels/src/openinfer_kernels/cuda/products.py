@@ -98,17 +98,17 @@ class Products:
         """Of cuBLASLt; algorithms of another version mean nothing."""
         return cublaslt.get_version()
 
-    def candidates(self, problem: Problem, *, most: int) -> list[Algorithm]:
-        """Algorithms that cuBLASLt holds for best, best first; partial sums stay in float32.
+    def candidates(self, problem: Problem, *, most: int, may_divide_k: bool = True) -> list[Algorithm]:
+        """Algorithms that cuBLASLt holds for best, best first; partial sums, where K may be divided, stay in float32.
 
         Raises:
             ArrayMismatchError: it has none for this shape.
         """
         alignment = np.uint32(16 if problem.shape.aligned else bfloat16.itemsize)
-        attributes = cublaslt.MatmulPreferenceAttribute
+        attributes, schemes = cublaslt.MatmulPreferenceAttribute, cublaslt.ReductionScheme
         wanted = {
             attributes.MAX_WORKSPACE_BYTES: np.uint64(WORKSPACE_BYTES),
-            attributes.REDUCTION_SCHEME_MASK: np.uint32(cublaslt.ReductionScheme.COMPUTE_TYPE),
+            attributes.REDUCTION_SCHEME_MASK: np.uint32(schemes.COMPUTE_TYPE if may_divide_k else schemes.NONE),
             attributes.MIN_ALIGNMENT_A_BYTES: alignment,
             attributes.MIN_ALIGNMENT_B_BYTES: alignment,
             attributes.MIN_ALIGNMENT_C_BYTES: alignment,

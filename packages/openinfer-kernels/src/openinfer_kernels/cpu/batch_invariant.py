@@ -1,0 +1,112 @@
+"""The operators whose results depend on what stands beside a row, computed so that they do not.
+
+A library multiplies matrices of different sizes by different orders of sums. Here every product has one shape: tokens
+are taken `TOKENS` at a time, whatever the step brings, and keys `KEYS` at a time, from multiples of `KEYS` in their
+sequence. What is missing is zero. So the bits of a token's result depend on its own sequence alone: not on other rows,
+not on how a prompt is cut into chunks, not on what of it was cached.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_kernels.cpu.linear import linear, swiglu
+from openinfer_kernels.cpu.ops import CpuOps
+from openinfer_kernels.ops import Array, AttentionBatch
+
+TOKENS = 8
+KEYS = 64
+
+
+class BatchInvariantCpuOps(CpuOps):
+    """`CpuOps` with results that are the same, bit for bit, in any batch; a product of one token is one of eight."""
+
+    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
+        """See `openinfer_kernels.cpu.linear`."""
+        out = _sliced_linear(x, weight)
+        if bias is not None:
+            out += bias
+        return out
+
+    def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
+        """See `openinfer_kernels.cpu.linear`."""
+        return swiglu(_sliced_linear(x, gate_up))
+
+    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
+        """See `openinfer_kernels.cpu.attention`."""
+        return _paged_attention(q, kv_cache[:, layer], batch=batch, scale=scale)
+
+
+def _sliced_linear(x: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
+    """`x [T, in] @ weight [out, in].T`, every product with `TOKENS` tokens."""
+    slices = _slices(x)
+    out = np.empty((*slices.shape[:2], weight.shape[0]), x.dtype)
+    for index, tokens in enumerate(slices):
+        out[index] = linear(tokens, weight)
+    return out.reshape(-1, weight.shape[0])[: len(x)]
+
+
+def _slices(x: NDArray[Any]) -> NDArray[Any]:
+    """`x [T, ...]` as `[slices, TOKENS, ...]`, zeros behind the last."""
+    missing = -len(x) % TOKENS
+    padded = np.concatenate((x, np.zeros((missing, *x.shape[1:]), x.dtype))) if missing else x
+    return padded.reshape(-1, TOKENS, *x.shape[1:])
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _paged_attention(
+    q: NDArray[Any], layer_cache: NDArray[Any], *, batch: AttentionBatch, scale: float
+) -> NDArray[Any]:
+    """Attention of `q [T, H, D]` over `layer_cache [blocks, 2, K, B, D]`: `[T, H * D]`; row by row."""
+    out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), q.dtype)
+    scaled = q * np.float32(scale)
+    starts = batch.query_starts.tolist()
+    for row, context in enumerate(batch.context_lens.tolist()):
+        tokens = slice(starts[row], starts[row + 1])
+        first_position = context - (tokens.stop - tokens.start)
+        keys, values = _gather(layer_cache, batch.block_tables[row], context)
+        for begin, queries in enumerate(_slices(scaled[tokens])):
+            first = tokens.start + begin * TOKENS
+            size = min(TOKENS, tokens.stop - first)
+            seen = first_position + begin * TOKENS + np.arange(TOKENS)
+            out[first : first + size] = _attend(queries, keys, values, seen)[:size]
+    return out
+
+
+def _gather(layer_cache: NDArray[Any], block_table: NDArray[Any], context: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """A row's keys and values, each `[pieces, K, KEYS, D]`, zeros behind its context."""
+    num_kv_heads, block_tokens, head_dim = layer_cache.shape[2:]
+    blocks = block_table[: -(-context // block_tokens)]
+    both = layer_cache[blocks].transpose(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :context]
+    padded = np.zeros((2, num_kv_heads, context + -context % KEYS, head_dim), layer_cache.dtype)
+    padded[:, :, :context] = both
+    pieces = padded.reshape(2, num_kv_heads, -1, KEYS, head_dim).transpose(0, 2, 1, 3, 4)
+    keys, values = np.ascontiguousarray(pieces)
+    return keys, values
+
+
+def _attend(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], seen: NDArray[Any]) -> NDArray[Any]:
+    """Attention of `queries [TOKENS, H, D]`, query `i` seeing positions up to `seen[i]`: `[TOKENS, H * D]`.
+
+    Pieces of keys are added one after the other under a running maximum, as in Milakov and Gimelshein 2018, "Online
+    normalizer calculation for softmax", algorithm 3. A piece that a query does not see at all adds zeros to it.
+    """
+    num_tokens, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    lines = np.ascontiguousarray(queries.swapaxes(0, 1)).reshape(num_kv_heads, -1, num_tokens, head_dim)
+    mixed = np.zeros_like(lines)  # [K, H / K, TOKENS, D]
+    top = np.full((*lines.shape[:3], 1), -np.inf, lines.dtype)
+    weight = np.zeros_like(top)
+    num_pieces = int(seen[-1]) // KEYS + 1  # of which there are fewer where the last queries are padding
+    for index, (some_keys, some_values) in enumerate(zip(keys[:num_pieces], values[:num_pieces], strict=True)):
+        scores = lines @ some_keys[:, None].swapaxes(2, 3)
+        np.copyto(scores, -np.inf, where=index * KEYS + np.arange(KEYS) > seen[:, None])
+        highest = np.maximum(top, scores.max(axis=-1, keepdims=True))
+        factor = np.exp(top - highest)
+        np.exp(scores - highest, out=scores)
+        mixed = mixed * factor + scores @ some_values[:, None]
+        weight = weight * factor + scores.sum(axis=-1, keepdims=True)
+        top = highest
+    mixed /= weight
+    return mixed.reshape(num_heads, num_tokens, head_dim).swapaxes(0, 1).reshape(num_tokens, -1)

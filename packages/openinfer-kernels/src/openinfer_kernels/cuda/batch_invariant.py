@@ -1,0 +1,27 @@
+"""`BatchInvariantCudaOps`: results that are the same, bit for bit, in any batch.
+
+    products     none divides its inner size among blocks; each kernel is compared with one reference before it is used
+    attention    one kernel for prompts, chunks and decode rows: it walks over keys in tiles that begin at multiples of
+                 128 (64) in their sequence, so that a token's sums do not depend on the tokens computed beside it
+    all others   compute a row, or a token, by itself anyway
+
+So a token's result depends on its own sequence alone: not on other rows, nor on how a prompt is cut into chunks, nor on
+what of it was cached.
+"""
+
+from openinfer_kernels.cuda.attention import OneKernelAttention
+from openinfer_kernels.cuda.decode_gemm import DecodeGemm
+from openinfer_kernels.cuda.invariant_products import InvariantProducts
+from openinfer_kernels.cuda.linear import Linear
+from openinfer_kernels.cuda.ops import CudaOps
+
+
+class BatchInvariantCudaOps(CudaOps):
+    """`CudaOps` whose results of a token depend on its own sequence alone; docs/kernels.md says what it costs."""
+
+    def _make_linear(self) -> Linear:
+        decode_gemm = DecodeGemm(self.device, most_blocks_per_tile=1)
+        return Linear(self.device, decode_gemm, InvariantProducts(decode_gemm))
+
+    def _make_attention(self) -> OneKernelAttention:
+        return OneKernelAttention(self.device)

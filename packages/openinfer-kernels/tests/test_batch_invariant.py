@@ -1,0 +1,156 @@
+"""Operators whose rows have the same bits in any batch, chunk and place; and that they compute what the others do."""
+
+import numpy as np
+import pytest
+
+from openinfer_kernels import AttentionBatch, Ops
+from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
+
+
+def cuda_ops() -> Ops:
+    from openinfer_kernels.cuda import BatchInvariantCudaOps
+
+    return BatchInvariantCudaOps()
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(BatchInvariantCpuOps, id="cpu"), pytest.param(cuda_ops, id="cuda", marks=pytest.mark.gpu)],
+)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return request.param()
+
+
+SHAPES = [(64, 128), (200, 96), (512, 1024)]
+"""Rows and columns of a weight."""
+MOST_TOKENS = 150
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("operator", ["linear", "linear_swiglu", "logits"])
+def test_product_of_a_token_has_the_same_bits_in_any_batch_and_place(ops, activation, host, operator, rows, columns):
+    rng = np.random.default_rng(rows)
+    weight = activation(rng.normal(size=(rows, columns)).astype(np.float32))
+    x = rng.normal(size=(MOST_TOKENS, columns)).astype(np.float32)
+    multiply = getattr(ops, operator)
+    alone = np.concatenate([host(multiply(activation(x[i : i + 1]), weight)) for i in range(MOST_TOKENS)])
+    for size in (2, 7, 8, 9, 33, 64, 65, MOST_TOKENS):
+        for first in (0, 3, MOST_TOKENS - size):
+            some = slice(first, min(first + size, MOST_TOKENS))
+            np.testing.assert_array_equal(host(multiply(activation(x[some]), weight)), alone[some])
+
+
+def test_products_equal_those_of_the_other_operators(ops, activation, host, close):
+    rng = np.random.default_rng(1)
+    weight, x = (rng.normal(size=shape).astype(np.float32) / 8 for shape in ((64, 128), (21, 128)))
+    bias = rng.normal(size=64).astype(np.float32)
+    arrays = [activation(array) for array in (x, weight, bias)]
+    seen = [host(array) for array in arrays]
+    close(host(ops.linear(*arrays)), CpuOps().linear(*seen), rtol=1e-5, atol=2e-2 if ops.name == "cuda" else 1e-5)
+    close(host(ops.logits(*arrays[:2])), CpuOps().linear(*seen[:2]), rtol=1e-5, atol=1e-4)
+    gated = CpuOps().linear_swiglu(*seen[:2])
+    close(host(ops.linear_swiglu(*arrays[:2])), gated, rtol=1e-5, atol=2e-2 if ops.name == "cuda" else 1e-5)
+
+
+def test_queries_and_keys_of_a_token_have_the_same_bits_in_any_batch(ops, activation, upload, host):
+    rng = np.random.default_rng(4)
+    num_tokens, head_dim = 90, 64
+    qkv = rng.normal(size=(num_tokens, 10 * head_dim)).astype(np.float32)
+    norms = [activation(rng.normal(size=head_dim).astype(np.float32)) for _ in range(2)]
+    rope = upload(rng.normal(size=(2, num_tokens, head_dim // 2)).astype(np.float32))
+
+    def run(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cache = activation(np.zeros((6, 1, 2, 2, 16, head_dim), np.float32))
+        count = len(tokens)
+        batch = AttentionBatch(
+            positions=tokens.astype(np.int32),
+            query_starts=np.array([0, count], np.int32),
+            context_lens=np.array([count], np.int32),
+            block_tables=np.zeros((1, 6), np.int32),
+            cache_slots=tokens.astype(np.int64),
+            max_query_tokens=count,
+            max_context_tokens=num_tokens,
+        )
+        q = ops.qk_norm_rope_append(
+            activation(qkv[tokens]),
+            q_norm=norms[0],
+            k_norm=norms[1],
+            eps=1e-6,
+            rope=rope,
+            kv_cache=cache,
+            layer=0,
+            batch=upload(batch),
+        )
+        slots = host(cache)[:, 0].transpose(0, 3, 1, 2, 4).reshape(96, -1)
+        return host(q), slots[tokens]
+
+    whole = run(np.arange(num_tokens))
+    for size in (1, 5, 64):
+        some = rng.permutation(num_tokens)[:size]
+        for got, expected in zip(run(some), whole, strict=True):
+            np.testing.assert_array_equal(got, expected[some])
+
+
+def test_norms_of_a_token_have_the_same_bits_in_any_batch(ops, activation, host):
+    rng = np.random.default_rng(5)
+    x, residual = (rng.normal(size=(70, 320)).astype(np.float32) for _ in range(2))
+    weight = activation(rng.normal(size=320).astype(np.float32))
+
+    def run(tokens: slice) -> np.ndarray:
+        return host(ops.add_rms_norm(activation(x[tokens]), activation(residual[tokens]), weight, eps=1e-6))
+
+    whole = run(slice(None))
+    for tokens in (slice(0, 1), slice(3, 12), slice(69, 70)):
+        np.testing.assert_array_equal(run(tokens), whole[tokens])
+
+
+ROWS = [(1, 1), (200, 1), (64, 64), (129, 65), (300, 17), (65, 1), (128, 9), (511, 100)]
+"""Context and query tokens."""
+
+
+def test_attention_of_a_token_has_the_same_bits_in_any_batch_and_chunk(
+    ops, paged_case, rounded, activation, upload, host
+):
+    shape = {"num_kv_heads": 2, "head_dim": 64, "block_tokens": 16}
+    rng = np.random.default_rng(2)
+    case = paged_case(rng, ROWS, **shape)
+    q = rounded(rng.normal(size=(case.num_tokens, 6, 64)).astype(np.float32))
+    cache = activation(case.kv_cache)
+
+    def attend(rows: list[tuple[int, int, int]]) -> np.ndarray:
+        """Row of the case, first and last of its query tokens."""
+        starts = case.batch.query_starts
+        tokens = np.concatenate([np.arange(starts[r] + a, starts[r] + b) for r, a, b in rows])
+        counts = [b - a for _, a, b in rows]
+        batch = type(case.batch)(
+            positions=case.batch.positions[tokens],
+            query_starts=np.cumsum([0, *counts]).astype(np.int32),
+            context_lens=np.array([ROWS[r][0] - ROWS[r][1] + b for r, _, b in rows], np.int32),
+            block_tables=np.ascontiguousarray(case.batch.block_tables[[r for r, _, _ in rows]]),
+            cache_slots=case.batch.cache_slots[tokens],
+            max_query_tokens=max(counts),
+            max_context_tokens=max(context for context, _ in ROWS),
+        )
+        out = ops.paged_attention(activation(q[tokens]), cache, layer=1, batch=upload(batch), scale=0.2)
+        return host(out)
+
+    whole = attend([(r, 0, queries) for r, (_, queries) in enumerate(ROWS)])
+    starts = case.batch.query_starts
+    for row, (_, queries) in enumerate(ROWS):
+        mine = whole[starts[row] : starts[row + 1]]
+        np.testing.assert_array_equal(attend([(row, 0, queries)]), mine)
+        for cut in {1, queries // 3, queries - 1} - {0, queries}:
+            chunks = [attend([(row, 0, cut)]), attend([(1, 0, 1), (row, cut, queries)])[1:]]
+            np.testing.assert_array_equal(np.concatenate(chunks), mine)
+        np.testing.assert_array_equal(attend([(row, queries - 1, queries), (2, 0, 64)])[:1], mine[-1:])
+
+
+def test_attention_equals_that_of_the_other_operators(ops, paged_case, rounded, activation, upload, host):
+    shape = {"num_kv_heads": 2, "head_dim": 64, "block_tokens": 16}
+    rng = np.random.default_rng(3)
+    case = paged_case(rng, ROWS, **shape)
+    q = rounded(rng.normal(size=(case.num_tokens, 6, 64)).astype(np.float32))
+    cache = rounded(case.kv_cache)
+    expected = CpuOps().paged_attention(q, cache, layer=1, batch=case.batch, scale=0.2)
+    out = host(ops.paged_attention(activation(q), activation(cache), layer=1, batch=upload(case.batch), scale=0.2))
+    np.testing.assert_allclose(out, expected, rtol=2**-6, atol=2e-2 if ops.name == "cuda" else 1e-5)
