@@ -109,3 +109,12 @@ def test_serve_help_lists_the_familys_options(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     for flag in ("--max-num-seqs", "--drain-deadline-s", "--locked"):
         assert flag in said
+
+
+def test_commands_of_other_packages_are_found_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert re.search(r"kernels +of openinfer-kernels ", capsys.readouterr().out)
+    assert main(["kernels", "list", "--arch", "sm_90a"]) == 0
+    assert "attention_prefill_hopper" in capsys.readouterr().out

@@ -74,6 +74,8 @@ class FamilyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Memory ledger of one rank: weights, kv_cache, workspace."""
     limits: dict[str, int]
     """max_model_tokens, num_blocks, block_size_tokens, max_num_seqs, max_step_tokens."""
+    measured: dict[str, str] = {}
+    """What was measured of kernels, and of what could stand in their place; by the keys of `kernels`, for reading."""
 
 
 def load_family(plugin: Plugin) -> ModelFamily:

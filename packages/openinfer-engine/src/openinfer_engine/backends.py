@@ -3,7 +3,7 @@
 The CUDA backend's modules are imported when it is chosen, so that a CPU engine needs none of its packages.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from openinfer_core import Refused
@@ -34,9 +34,13 @@ class Backend(Protocol):
         """What kernels are made for: `cpu`, or a GPU's as compilers name it: `sm_90a`."""
         ...
 
+    def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
+        """Which implementation serves each phase, for `openinfer plan`; `provided` operators are somebody else's."""
+        ...
+
     @property
-    def kernels(self) -> dict[str, str]:
-        """Which implementation serves each phase, for `openinfer plan`."""
+    def measured(self) -> dict[str, str]:
+        """What was measured of some of them, and of what could stand in their place."""
         ...
 
     def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
@@ -100,7 +104,12 @@ class CpuBackend:
 
     dtype = KvDtype.FLOAT32
     architecture = "cpu"
-    kernels = {"prefill": "cpu NumPy, float32", "decode": "cpu NumPy, float32", "sampling": "cpu NumPy, float64 sums"}  # noqa: RUF012
+    measured: dict[str, str] = {}  # noqa: RUF012
+
+    def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
+        """NumPy alone, but for what is provided."""
+        operators = "cpu NumPy, float32" + (f", but {', '.join(sorted(provided))}" if provided else "")
+        return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
 
     def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
         """Not bounded: the system's allocator gives and takes."""

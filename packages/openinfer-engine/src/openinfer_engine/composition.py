@@ -116,7 +116,8 @@ class Composition:
         return FamilyPlan(
             model_type=self.model_type,
             parts=self.parts,
-            kernels=self.backend.kernels,
+            kernels=self.backend.kernels(provided=[each.operator for each in self.kernel_providers]),
+            measured=self.backend.measured,
             memory_bytes={
                 "weights": _weights_bytes(self.definition, self.config, self.backend),
                 "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),

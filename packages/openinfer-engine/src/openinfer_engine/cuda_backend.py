@@ -1,6 +1,6 @@
 """The CUDA backend: one GPU, its memory ledger, and ranks whose decode steps are captured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Self
 
 from openinfer_core import Refused
@@ -12,6 +12,7 @@ from openinfer_engine.options import EngineOptions
 from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
 from openinfer_kernels import KernelsError, Ops
+from openinfer_kernels.catalogue import kernels_by_part, measured_by_part
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kv_cache import KvDtype, KvLayout
@@ -51,17 +52,19 @@ class CudaBackend:
         """Of the GPU."""
         return self._device.architecture
 
-    @property
-    def kernels(self) -> dict[str, str]:
-        """Ours, and cuBLASLt for large products."""
-        replay = "captured" if self._options.cuda_graph else "launched one by one"
+    def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
+        """Of the catalogue of `openinfer_kernels`, in BF16."""
+        replay = "captured once, replayed" if self._options.cuda_graph else "launched one by one"
         return {
             "device": f"{self._device.name} ({self._device.architecture})",
-            "products": "cuBLASLt BF16; decode_gemm for few tokens on sm_90a",
-            "prefill": "attention_prefill, BF16",
-            "decode": f"attention_decode, BF16, {replay}",
-            "sampling": "sampling, float32",
+            "decode steps": replay,
+            **kernels_by_part(self._device.architecture, skip=provided),
         }
+
+    @property
+    def measured(self) -> dict[str, str]:
+        """On an H200."""
+        return measured_by_part(self._device.architecture)
 
     def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
         """Activations of the largest step, logits of all rows, and a fixed part."""

@@ -10,7 +10,7 @@ CUDA module asks for all its cubins when it is made. Importing this needs the st
 hook can; `python -m openinfer_kernels.cubins` compiles everything, for wheels and for CI.
 """
 
-from openinfer_kernels.cubins.cache import build_cubins, cache_dir, require_cubins
+from openinfer_kernels.cubins.cache import build_cubins, cache_dir, find_cubins, require_cubins
 from openinfer_kernels.cubins.compilers import Compiler, Nvcc, Nvrtc, find_compiler
 from openinfer_kernels.cubins.sources import ARCHITECTURES, Source, architecture_of, sources
 
@@ -24,6 +24,7 @@ __all__ = [
     "build_cubins",
     "cache_dir",
     "find_compiler",
+    "find_cubins",
     "require_cubins",
     "sources",
 ]

@@ -33,17 +33,27 @@ def require_cubins(architecture: str, *, compiler: Callable[[], Compiler] = find
     Raises:
         KernelBuildError: there is no compiler, or it refused a source.
     """
-    wanted = {source: source.cubin_name(architecture) for source in sources(architecture)}
-    cache = cache_dir() / "cubins"
-    missing = [
-        source for source, name in wanted.items() if not any((place / name).is_file() for place in (PREBUILT, cache))
-    ]
+    found = find_cubins(architecture)
+    missing = [source for source in sources(architecture) if source.stem not in found]
     if missing:
-        build_cubins(missing, architecture, target=cache, compiler=compiler())
-    return {
-        source.stem: next(place / name for place in (PREBUILT, cache) if (place / name).is_file())
-        for source, name in wanted.items()
-    }
+        build_cubins(missing, architecture, target=_cubins_of_cache(), compiler=compiler())
+        found = find_cubins(architecture)
+    return found
+
+
+def find_cubins(architecture: str) -> dict[str, Path]:
+    """Stem -> cubin of every source that the wheel or the cache has for `architecture`; compiles nothing."""
+    found: dict[str, Path] = {}
+    for source in sources(architecture):
+        name = source.cubin_name(architecture)
+        place = next((each for each in (PREBUILT, _cubins_of_cache()) if (each / name).is_file()), None)
+        if place is not None:
+            found[source.stem] = place / name
+    return found
+
+
+def _cubins_of_cache() -> Path:
+    return cache_dir() / "cubins"
 
 
 def build_cubins(chosen: Sequence[Source], architecture: str, *, target: Path, compiler: Compiler) -> None:

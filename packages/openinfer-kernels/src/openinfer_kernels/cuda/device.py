@@ -37,17 +37,7 @@ class Device:
             DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
             KernelBuildError: kernels had to be compiled and could not be.
         """
-        _require_driver()
-        count = cupy.cuda.runtime.getDeviceCount()
-        if index >= count:
-            raise DeviceUnavailableError(f"GPU {index} was asked for; this machine has {count}, numbered from 0")
-        properties = cupy.cuda.runtime.getDeviceProperties(index)
-        capability = (properties["major"], properties["minor"])
-        if capability < _OLDEST_CAPABILITY:
-            raise DeviceUnavailableError(
-                f"{properties['name'].decode()} has compute capability {_dotted(capability)}; "
-                f"the operators need {_dotted(_OLDEST_CAPABILITY)} (Ampere) or newer, for bfloat16"
-            )
+        properties, capability = _look_at(index)
         cubins = require_cubins(architecture_of(*capability))
         _use(index)
         return cls(index, properties, cubins)
@@ -79,6 +69,35 @@ class Device:
     def use(self) -> None:
         """Makes this the GPU of the calling thread, as each thread that calls its operators must do once."""
         _use(self.index)
+
+
+def gpu_architecture(index: int = 0) -> str:
+    """Of the GPU `index`, as compilers name it; nothing is compiled or loaded.
+
+    Raises:
+        DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
+    """
+    return architecture_of(*_look_at(index)[1])
+
+
+def _look_at(index: int) -> tuple[dict[str, Any], tuple[int, int]]:
+    """A GPU's properties and compute capability, if it can run the operators.
+
+    Raises:
+        DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
+    """
+    _require_driver()
+    count = cupy.cuda.runtime.getDeviceCount()
+    if index >= count:
+        raise DeviceUnavailableError(f"GPU {index} was asked for; this machine has {count}, numbered from 0")
+    properties = cupy.cuda.runtime.getDeviceProperties(index)
+    capability = (properties["major"], properties["minor"])
+    if capability < _OLDEST_CAPABILITY:
+        raise DeviceUnavailableError(
+            f"{properties['name'].decode()} has compute capability {_dotted(capability)}; "
+            f"the operators need {_dotted(_OLDEST_CAPABILITY)} (Ampere) or newer, for bfloat16"
+        )
+    return properties, capability
 
 
 def _use(index: int) -> None:

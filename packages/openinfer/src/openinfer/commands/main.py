@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from openinfer.commands import bench, demo, generate, plan, serve
-from openinfer_core import OpenInferError
+from openinfer_core import OpenInferError, find_plugin, list_plugins
+
+COMMANDS = "openinfer.commands"
+"""Entry points of further subcommands: functions of what follows the name, which return the exit code."""
 
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "serve": (serve.run, "serve a model through an OpenAI-compatible API"),
@@ -23,24 +26,35 @@ EXIT_USAGE = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns its exit code, 2 for what the user can mend."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    texts = {name: text for name, (_, text) in _COMMANDS.items()}
+    if not arguments or arguments[0] not in _COMMANDS:  # the others are looked up only where they can matter
+        texts |= {plugin.name: f"of {plugin.origin}" for plugin in list_plugins(COMMANDS)}
     parser = argparse.ArgumentParser(
         prog="openinfer",
         description="An LLM inference engine that you can take apart.",
-        epilog="\n".join(f"  {name:10} {text}" for name, (_, text) in _COMMANDS.items()),
+        epilog="\n".join(f"  {name:10} {text}" for name, text in texts.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"openinfer {version('openinfer')}")
-    parser.add_argument("command", choices=tuple(_COMMANDS), metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("command", choices=tuple(texts), metavar="COMMAND", help="one of the commands below")
     chosen = parser.parse_args(arguments[:1])
     _leave_a_core()
-    run, _ = _COMMANDS[chosen.command]
     try:
-        return run(arguments[1:])
+        return _find(chosen.command)(arguments[1:])
     except OpenInferError as error:
         print(f"openinfer {chosen.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+
+
+def _find(name: str) -> Callable[[Sequence[str]], int]:
+    """A subcommand of this package, else of another.
+
+    Raises:
+        PluginError: two packages offer it, or it failed to load.
+    """
+    return _COMMANDS[name][0] if name in _COMMANDS else find_plugin(COMMANDS, name).load()
 
 
 def _leave_a_core() -> None:

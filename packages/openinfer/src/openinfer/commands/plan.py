@@ -33,11 +33,12 @@ class LockDiffers(OpenInferError):
 def run(argv: Sequence[str]) -> int:
     """Prints the composition; with `--lock` also writes it."""
     arguments = parse(argv, command="plan", description=__doc__ or "", configure=_configure)
-    composition = resolve(arguments)
+    plan: FamilyPlan = arguments.family.plan(arguments.model_dir, arguments.options)
+    composition = _composition(arguments, plan)
     if arguments.namespace.json:
         print(msgspec.json.format(msgspec.json.encode(composition)).decode())
     else:
-        print(_table(composition))
+        print(_table(composition, plan.measured))
     if arguments.namespace.lock is not None:
         Path(arguments.namespace.lock).write_bytes(msgspec.json.format(msgspec.json.encode(composition)) + b"\n")
     return 0
@@ -45,7 +46,10 @@ def run(argv: Sequence[str]) -> int:
 
 def resolve(arguments: ModelArguments) -> Composition:
     """What would serve the model of a command line."""
-    plan: FamilyPlan = arguments.family.plan(arguments.model_dir, arguments.options)
+    return _composition(arguments, arguments.family.plan(arguments.model_dir, arguments.options))
+
+
+def _composition(arguments: ModelArguments, plan: FamilyPlan) -> Composition:
     parts = {
         "openinfer": f"openinfer {version('openinfer')}",
         "contract": f"openinfer-core {version('openinfer-core')}",
@@ -99,9 +103,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lock", metavar="FILE", help="also write the composition to FILE, for serve --locked")
 
 
-def _table(composition: Composition) -> str:
+def _table(composition: Composition, measured: dict[str, str]) -> str:
     lines = [f"model       {composition.model} ({composition.model_type})"]
-    for title, rows in (("parts", composition.parts), ("kernels", composition.kernels)):
+    for title, rows in (("parts", composition.parts), ("kernels", composition.kernels), ("measured", measured)):
+        if not rows:
+            continue
         lines += ["", title, *(f"  {name:22} {value}" for name, value in rows.items())]
     lines += ["", "memory", *(f"  {name:22} {_size(size):>12}" for name, size in composition.memory_bytes.items())]
     lines.append(f"  {'total':22} {_size(sum(composition.memory_bytes.values())):>12}")

@@ -1,0 +1,165 @@
+"""Which kernel serves which operator on which GPU, what was measured of it, and of what else was tried in its place.
+
+The one place for these facts: `openinfer kernels list` and `openinfer plan` print them, and a test holds them to the
+sources, to the contract and to the files that the measurements are in. Importing this loads no CUDA library.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from openinfer_kernels.cubins.sources import ARCHITECTURES, HOPPER
+
+CPU = "cpu"
+CUBLASLT = "cuBLASLt"
+"""The only kernels on a GPU that are not ours."""
+
+
+class Phase(StrEnum):
+    """Which steps a kernel serves."""
+
+    PREFILL = "prefill"
+    """Prompts and chunks of them, and steps of many rows."""
+    DECODE = "decode"
+    """One token per row."""
+    ANY = "any"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """One kernel, and what it is for."""
+
+    part: str
+    """What a model is made of: products, attention, norms."""
+    phase: Phase
+    operators: tuple[str, ...]
+    """Methods of `Ops`; empty for what runs around a model."""
+    kernel: str
+    """`csrc/KERNEL.cu`, or a library."""
+    architectures: tuple[str, ...] = ARCHITECTURES
+    when: str = ""
+    """What else it asks for."""
+    measured: str = ""
+    """On one H200, and of the alternative there."""
+    source: str = ""
+    """File of this repository with the measurement."""
+
+
+_BEFORE_HOPPER_AND_AFTER = tuple(each for each in ARCHITECTURES if each != HOPPER)
+_DECODE_GEMM = "benchmarks/results/h200/decode-gemm.json"
+_ATTENTION = "benchmarks/results/h200/attention-2026-11-21.json"
+_SAMPLING = "benchmarks/results/h200/sampling-2026-11-21.json"
+
+SERVINGS = (
+    Serving(
+        part="products",
+        phase=Phase.DECODE,
+        operators=("linear", "linear_swiglu", "logits"),
+        kernel="decode_gemm",
+        architectures=(HOPPER,),
+        when="up to 32 tokens, out % 64 == 0, in % 128 == 0",
+        measured="all products and norms of a Qwen3-4B step of 8 tokens in 2.31 ms; with cuBLASLt 2.75 ms",
+        source=_DECODE_GEMM,
+    ),
+    Serving(
+        part="products",
+        phase=Phase.ANY,
+        operators=("linear", "linear_swiglu", "logits"),
+        kernel=CUBLASLT,
+        when="what no other kernel takes; its algorithm by measurement at the start",
+    ),
+    Serving(part="gate", phase=Phase.ANY, operators=("linear_swiglu",), kernel="linear", when="behind cuBLASLt"),
+    Serving(
+        part="attention",
+        phase=Phase.DECODE,
+        operators=("paged_attention",),
+        kernel="attention_decode_hopper",
+        architectures=(HOPPER,),
+        when="head dimensions 64, 128, 256",
+    ),
+    Serving(
+        part="attention",
+        phase=Phase.DECODE,
+        operators=("paged_attention",),
+        kernel="attention_decode",
+        architectures=_BEFORE_HOPPER_AND_AFTER,
+        when="head dimensions 64, 128, 256",
+        measured="0.84 of 4.3 TB/s at 32 rows of 1,024 tokens, 0.96 at 256",
+        source=_ATTENTION,
+    ),
+    Serving(
+        part="attention",
+        phase=Phase.PREFILL,
+        operators=("paged_attention",),
+        kernel="attention_prefill_hopper",
+        architectures=(HOPPER,),
+        when="head dimensions 64, 128, 256",
+        measured="639 TFLOP/s at one prompt of 16,384 tokens; FlashInfer's FA3 613 TFLOP/s",
+        source="docs/kernels.md",
+    ),
+    Serving(
+        part="attention",
+        phase=Phase.PREFILL,
+        operators=("paged_attention",),
+        kernel="attention_prefill",
+        architectures=_BEFORE_HOPPER_AND_AFTER,
+        when="head dimensions 64, 128, 256",
+        measured="261 TFLOP/s on an H200 at one prompt of 16,384 tokens",
+        source="docs/kernels.md",
+    ),
+    Serving(part="norms", phase=Phase.ANY, operators=("rms_norm", "add_rms_norm"), kernel="norm"),
+    Serving(
+        part="RoPE and KV append", phase=Phase.ANY, operators=("qk_norm_rope_append",), kernel="qk_norm_rope_append"
+    ),
+    Serving(part="embedding", phase=Phase.ANY, operators=("embedding",), kernel="embedding"),
+    Serving(
+        part="sampling",
+        phase=Phase.ANY,
+        operators=("sample",),
+        kernel="sampling",
+        measured="12 to 78 µs for top-k 50 and top-p 0.95 at 1 to 256 rows",
+        source=_SAMPLING,
+    ),
+    Serving(part="log-probabilities", phase=Phase.ANY, operators=("logprobs",), kernel="logprobs"),
+    Serving(part="step inputs", phase=Phase.ANY, operators=(), kernel="steps"),
+    Serving(part="weights", phase=Phase.ANY, operators=("upload_weight",), kernel="weights"),
+    Serving(part="weights", phase=Phase.ANY, operators=(), kernel="random_weights", when="--load-format dummy"),
+)
+"""In order of preference where two serve one operator."""
+
+
+def servings(architecture: str) -> tuple[Serving, ...]:
+    """What serves on a GPU, preferred first."""
+    return tuple(each for each in SERVINGS if architecture in each.architectures)
+
+
+def kernels_by_part(architecture: str, *, skip: Iterable[str] = ()) -> dict[str, str]:
+    """`prefill attention` -> the kernels that serve it, in order of preference; for `openinfer plan`.
+
+    Args:
+        architecture: of a GPU: `sm_90a`.
+        skip: operators that somebody else serves.
+    """
+    skipped = {*skip}
+    found: dict[str, list[str]] = {}
+    for each in servings(architecture):
+        if each.operators and not {*each.operators} <= skipped:
+            found.setdefault(_name(each), []).append(_described(each))
+    return {name: "; else ".join(kernels) for name, kernels in found.items()}
+
+
+def measured_by_part(architecture: str) -> Mapping[str, str]:
+    """`prefill attention` -> what was measured of it, and of the alternative, with the file it is in."""
+    found: dict[str, str] = {}
+    for each in servings(architecture):
+        if each.measured and _name(each) not in found:
+            found[_name(each)] = f"{each.measured} ({each.source})"
+    return found
+
+
+def _name(serving: Serving) -> str:
+    return serving.part if serving.phase is Phase.ANY else f"{serving.phase} {serving.part}"
+
+
+def _described(serving: Serving) -> str:
+    return f"{serving.kernel} ({serving.when})" if serving.when else serving.kernel
