@@ -103,9 +103,16 @@ SERVINGS = (
         operators=("paged_attention",),
         kernel="attention_prefill",
         architectures=_BEFORE_HOPPER_AND_AFTER,
-        when="head dimensions 64, 128, 256",
+        when="head dimensions 32, 64, 128, 256",
         measured="261 TFLOP/s on an H200 at one prompt of 16,384 tokens",
         source="docs/kernels.md",
+    ),
+    Serving(
+        part="attention",
+        phase=Phase.ANY,
+        operators=("paged_attention",),
+        kernel="attention_prefill",
+        when="head dimension 32",
     ),
     Serving(part="norms", phase=Phase.ANY, operators=("rms_norm", "add_rms_norm"), kernel="norm"),
     Serving(

@@ -38,10 +38,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Where 16 bytes lie in a tile: pieces are exchanged within 128 bytes by the token's last three bits, so that 8 tokens'
-// pieces fall into different banks.
+// pieces fall into different banks (within 64 bytes by the last two, where a token has no more).
 template <int D>
 __device__ __forceinline__ int place(int token, int chunk) {
-  return token * D + ((chunk ^ (token & 7)) * 8);
+  constexpr int kExchanged = D < 64 ? D / 8 - 1 : 7;
+  return token * D + ((chunk ^ (token & kExchanged)) * 8);
 }
 
 __device__ __forceinline__ void copy16(bf16* to, const bf16* from, bool is_there) {
@@ -234,6 +235,7 @@ __device__ void run(const Arguments& a) {
     run<D, Shape<D, WARPS, KEYS>>(arguments);                                                                  \
   }
 
+ATTENTION_PREFILL(32, 8, 64, 2)
 ATTENTION_PREFILL(64, 8, 64, 2)
 ATTENTION_PREFILL(128, 8, 64, 1)
 ATTENTION_PREFILL(256, 4, 32, 1)

@@ -12,7 +12,9 @@ from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (32, 64, 128, 256)
+_SMALLEST_OF_ALL_KERNELS = 64
+"""Smaller heads, of toys, are served by the kernel for prompts of any GPU alone."""
 BLOCK_TOKENS = (16, 32, 64, 128, 256)
 MAX_GROUP = 16
 _INT32 = np.dtype(np.int32)
@@ -22,13 +24,14 @@ class Attention:
     """The operator on one device."""
 
     def __init__(self, device: Device) -> None:
+        self._small = AttentionPrefill(device, least_tokens=1)
         self._decode = AttentionDecode(device)
         self._prefill = _make_prefill(device, least_tokens=2)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """Attention of `q [T, H, D]` over `kv_cache [blocks, layers, 2, K, B, D]`: `[T, H * D]`.
 
-        D is 64, 128 or 256, B 16 or a larger power of two up to 256, H / K at most 16, `scale` positive. A row whose
+        D is 32, 64, 128 or 256, B 16 or a larger power of two up to 256, H / K at most 16, `scale` positive. A row whose
         context is empty, which is padding of a captured step, gets no result.
 
         Raises:
@@ -37,6 +40,9 @@ class Attention:
         _check(q, kv_cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
+        if q.shape[2] < _SMALLEST_OF_ALL_KERNELS:
+            self._small.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
+            return out
         if num_tokens < num_rows * most or most == 1:  # else every row is as long as the longest
             self._decode.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
         if most > 1:
@@ -52,13 +58,15 @@ class OneKernelAttention:
     """
 
     def __init__(self, device: Device) -> None:
+        self._small = AttentionPrefill(device, least_tokens=1)
         self._prefill = _make_prefill(device, least_tokens=1)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `Attention.paged_attention`."""
         _check(q, kv_cache, batch)
         out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
-        self._prefill.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
+        kernel = self._small if q.shape[2] < _SMALLEST_OF_ALL_KERNELS else self._prefill
+        kernel.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
         return out
 
 

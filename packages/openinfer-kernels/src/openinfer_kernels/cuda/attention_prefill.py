@@ -8,7 +8,7 @@ from openinfer_kernels.cuda.layer_cache import LayerCache, layer_cache
 from openinfer_kernels.ops import Array, AttentionBatch
 
 _LOG2_E = 1.4426950408889634
-_WARPS_AND_KEYS = {64: (8, 64), 128: (8, 64), 256: (4, 32)}
+_WARPS_AND_KEYS = {32: (8, 64), 64: (8, 64), 128: (8, 64), 256: (4, 32)}
 """By head dimension: warps of a block, each with 16 lines (pairs of token and query head), and keys of a tile."""
 _LINES_OF_WARP = 16
 _SCRATCH_BYTES = 64
