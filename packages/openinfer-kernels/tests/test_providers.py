@@ -85,7 +85,7 @@ def widens(own: Ops, x: Any, weight: Any, *, eps: float) -> Any:
         (wrong_eps, "the result is off by"),
         (spreads_nan, "NaN where none belongs"),
         (changes_its_input, "argument 0 was changed"),
-        (widens, "not the compute dtype"),
+        (widens, "the result is float64, not float32"),
     ],
 )
 def test_kit_notices_a_wrong_norm(wrong: Callable[..., Any], message: str):

@@ -43,4 +43,4 @@ def test_tiny_model_says_on_a_gpu_what_it_says_on_a_cpu(llm: LLM, gpu_llm: LLM) 
         else:
             first, second = theirs.logprobs[split].top_logprobs
             assert first - second < NEAR_TIE_NATS, f"{theirs.text!r} is sure of its token {split}, and ours is another"
-    assert same >= len(PROMPTS) - 2
+    assert same >= 16

@@ -22,6 +22,7 @@ PROVIDABLE = (
     "embedding",
     "linear",
     "linear_swiglu",
+    "logits",
     "paged_attention",
     "qk_norm_rope_append",
     "rms_norm",

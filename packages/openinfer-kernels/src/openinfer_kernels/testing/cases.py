@@ -57,6 +57,12 @@ def _linear_swiglu(rng: np.random.Generator) -> Iterable[Case]:
         yield Case(name=f"{name}, NaN", positional=(_with_nan(x), gate_up), keywords={})
 
 
+def _logits(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, h, vocab in ((1, 128, 192), (9, 256, 640), (40, 40, 72)):
+        hidden, head = _with_nan(_floats(rng, tokens, h)), _floats(rng, vocab, h)
+        yield Case(name=f"{tokens} x {h} -> {vocab}", positional=(hidden, head), keywords={})
+
+
 def _rms_norm(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, h in ((1, 8), (3, 200), (9, 1025), (130, 64)):
         for eps in (1e-6, 0.5):
@@ -117,6 +123,7 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "embedding": _embedding,
     "linear": _linear,
     "linear_swiglu": _linear_swiglu,
+    "logits": _logits,
     "paged_attention": _paged_attention,
     "qk_norm_rope_append": _qk_norm_rope_append,
     "rms_norm": _rms_norm,
