@@ -32,6 +32,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What supplies each part: name -> distribution and version, as `openinfer plan` prints it."""
     start: tuple[StartPhase, ...] = ()
     """Where the time of its start went; empty for an engine that does not say."""
+    memory_bytes: dict[str, int] = {}
+    """The ledger of its device's memory: purpose -> bytes, as `openinfer plan` prints it."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -84,6 +84,7 @@ class Composition:
             max_num_seqs=self.options.max_num_seqs,
             max_waiting=self.options.max_waiting,
             composition=self.parts,
+            memory_bytes=self.memory_bytes,
         )
 
     @property
@@ -97,6 +98,17 @@ class Composition:
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             "weights": str(self.options.load_format),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
+        }
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """The ledger: what all ranks take of their devices' memory, by purpose."""
+        ranks, options = self.options.tensor_parallel_size, self.options
+        workspace = self.backend.workspace_bytes(self.runner_limits, max_step_tokens=options.max_step_tokens)
+        return {
+            "weights": ranks * self.weights_bytes,
+            "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
+            "workspace": ranks * workspace,
         }
 
     def make_scheduler(self) -> Scheduler:
@@ -118,12 +130,7 @@ class Composition:
             parts=self.parts,
             kernels=self.backend.kernels(provided=[each.operator for each in self.kernel_providers]),
             measured=self.backend.measured,
-            memory_bytes={
-                "weights": _weights_bytes(self.definition, self.config, self.backend),
-                "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
-                "workspace": ranks
-                * self.backend.workspace_bytes(self.runner_limits, max_step_tokens=config.max_step_tokens),
-            },
+            memory_bytes=self.memory_bytes,
             limits={
                 "max_model_tokens": self.runner_limits.max_model_tokens,
                 "num_blocks": self.num_blocks,

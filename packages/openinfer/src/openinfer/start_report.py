@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from openinfer_core import EngineInfo
 from openinfer_core.timeline import StartPhase
 
 _MIB = 2**20
@@ -29,9 +30,11 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ready_s: float
     """From the begin of the frontend's process until it took connections."""
     phases: tuple[ReportedPhase, ...]
+    memory_bytes: dict[str, int]
+    """The engine's ledger: what it takes of its device's memory, by purpose."""
 
     @classmethod
-    def of(cls, frontend: Sequence[StartPhase], engine: Sequence[StartPhase]) -> "StartReport":
+    def of(cls, frontend: Sequence[StartPhase], engine: EngineInfo) -> "StartReport":
         """Lays the phases of both processes on one axis, in order of their begin."""
         zero_s = frontend[0].begin_s
         reported = [
@@ -43,13 +46,14 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 resident_mib=round(phase.resident_bytes / _MIB, 1),
                 device_mib=round(phase.device_bytes / _MIB, 1),
             )
-            for process, phases in (("frontend", frontend), ("engine", engine))
+            for process, phases in (("frontend", frontend), ("engine", engine.start))
             for phase in phases
         ]
         last = frontend[-1]
         return cls(
             ready_s=round(last.begin_s + last.seconds - zero_s, 4),
             phases=tuple(sorted(reported, key=lambda phase: phase.begin_s)),
+            memory_bytes=engine.memory_bytes,
         )
 
     def encode(self) -> bytes:

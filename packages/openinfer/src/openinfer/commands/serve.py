@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
         return launched[0]
 
     def announce(url: str) -> None:
-        report = StartReport.of(timeline.phases, launched[0].info.start)
+        report = StartReport.of(timeline.phases, launched[0].info)
         logger.info("the frontend started in %s", timeline)
         if arguments.namespace.start_report is not None:
             Path(arguments.namespace.start_report).write_bytes(report.encode())

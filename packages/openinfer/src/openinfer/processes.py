@@ -1,0 +1,65 @@
+"""Memory of a server's processes, as Linux tells it."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from openinfer_core import Refused
+
+_KIB_PER_MIB = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeMemory:
+    """Of a process and everything it started."""
+
+    processes: int
+    resident_mib: float
+    """Sum of resident sets (RSS): pages that two processes share count twice."""
+    proportional_mib: float
+    """Sum of proportional sets (PSS): shared pages count once."""
+
+
+def tree_memory(pid: int) -> TreeMemory:
+    """Memory of `pid` and its descendants now.
+
+    Raises:
+        Refused: not on Linux, or the process has ended.
+    """
+    if not sys.platform.startswith("linux"):
+        raise Refused("the memory of processes is read from /proc, which Linux has")
+    try:
+        found = [_rollup(each) for each in _tree(pid)]
+    except OSError as error:
+        raise Refused(f"process {pid} cannot be looked at: {error}") from error
+    return TreeMemory(
+        processes=len(found),
+        resident_mib=round(sum(resident for resident, _ in found) / _KIB_PER_MIB, 1),
+        proportional_mib=round(sum(proportional for _, proportional in found) / _KIB_PER_MIB, 1),
+    )
+
+
+def device_memory_mib() -> float | None:
+    """Memory in use on GPU 0, by everyone; None without `nvidia-smi`."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return float(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)  # noqa: S603
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _tree(pid: int) -> list[int]:
+    found = [pid]
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+            found += _tree(int(child))
+    return found
+
+
+def _rollup(pid: int) -> tuple[int, int]:
+    """RSS and PSS in KiB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    fields = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines[1:])}
+    return int(fields["Rss"]), int(fields["Pss"])
