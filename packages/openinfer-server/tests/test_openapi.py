@@ -40,6 +40,8 @@ LEVELS = {
     "DELETE /v1/responses/{response_id}": "user",
     "POST /v1/responses/{response_id}/cancel": "user",
     "GET /v1/responses/{response_id}/input_items": "user",
+    "POST /v1/messages": "user",
+    "POST /v1/messages/count_tokens": "user",
     "POST /inference/v1/generate": "user",
     "POST /tokenize": "user",
     "POST /detokenize": "user",

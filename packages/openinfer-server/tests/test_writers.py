@@ -68,6 +68,7 @@ def test_direct_parts_of_one_flush_are_one_chunk():
         await writer.start()
         put(writer, b"a", b"bc")
         put(writer)
+        put(writer, b"")  # an empty chunk would end the response
         put(writer, b"x" * 17)
         assert connection.transport.written == [b"5\r\nearly\r\n", b"3\r\nabc\r\n", b"11\r\n" + b"x" * 17 + b"\r\n"]
         await writer.end(1)

@@ -72,10 +72,14 @@ class ApiError(Exception):
         """The response body in OpenAI's shape."""
         return msgspec.json.encode(ErrorResponse(self.body))
 
+    @property
+    def anthropic_body(self) -> AnthropicErrorBody:
+        """What is told Anthropic's clients."""
+        return AnthropicErrorBody(_ANTHROPIC_TYPES.get(self.status, _type_of(self.status)), self.body.message)
+
     def to_anthropic_json(self) -> bytes:
         """The response body in Anthropic's shape."""
-        body = AnthropicErrorBody(_ANTHROPIC_TYPES.get(self.status, _type_of(self.status)), self.body.message)
-        return msgspec.json.encode(AnthropicErrorResponse(error=body))
+        return msgspec.json.encode(AnthropicErrorResponse(error=self.anthropic_body))
 
     def with_names(self, names: Mapping[str, str]) -> "ApiError":
         """The same error where the client's API has other names for fields.

@@ -8,6 +8,7 @@ from openinfer_server.api_types import ChatRequest, CompletionRequest
 from openinfer_server.chat import ChatCompletions
 from openinfer_server.completions import Completions
 from openinfer_server.generate import token_generation_routes
+from openinfer_server.messages.handlers import message_routes
 from openinfer_server.models import model_routes
 from openinfer_server.operations import operation_routes
 from openinfer_server.responses.handlers import response_routes
@@ -54,6 +55,7 @@ def completion_routes(service: Service) -> list[Route]:
 BUILTIN: Sequence[Endpoints] = (
     completion_routes,
     response_routes,
+    message_routes,
     token_generation_routes,
     token_routes,
     model_routes,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 class StopScanner:
     """Watches one text for any of its stop strings."""
 
-    __slots__ = ("_beginnings", "_beginnings_set", "_held", "_longest", "_stops", "found")
+    __slots__ = ("_beginnings", "_beginnings_set", "_held", "_longest", "_stops", "found", "matched")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -21,14 +21,17 @@ class StopScanner:
         self._held = ""
         self.found = False
         """Whether a stop string is complete; nothing more shows then."""
+        self.matched: str | None = None
+        """The one that is."""
 
     def feed(self, piece: str) -> str:
         """Takes the next piece; returns the text that can be shown."""
         text = self._held + piece
-        cut = self._first_stop(text)
-        if cut is not None:
-            self.found, self._held = True, ""
-            return text[:cut]
+        first = self._first_stop(text)
+        if first is not None:
+            end, begin = first
+            self.found, self.matched, self._held = True, text[begin:end], ""
+            return text[:begin]
         shown = len(text) - self._held_characters(text)
         self._held = text[shown:]
         return text[:shown]
@@ -38,10 +41,10 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    def _first_stop(self, text: str) -> int | None:
-        """Where the stop string that is complete first begins."""
+    def _first_stop(self, text: str) -> tuple[int, int] | None:
+        """Where the stop string that is complete first ends and begins."""
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(matches)[1] if matches else None
+        return min(matches, default=None)
 
     def _held_characters(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -62,6 +62,11 @@ class TextChoice(Choice):
         self._scanner = StopScanner(options.stops) if options.stops else None
         self._tokenizer = options.tokenizer
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self._scanner is None else self._scanner.matched
+
     def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
         """Takes the next piece of text and the tokens it goes with; either may be empty."""
         raise NotImplementedError

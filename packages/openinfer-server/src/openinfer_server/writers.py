@@ -116,6 +116,8 @@ class DirectWriter(StreamWriter):
             return
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
+        if not body:
+            return  # an empty chunk would end the response
         chunk = b"%x\r\n%b\r\n" % (len(body), body)
         if self._blocked:
             self._hold(chunk)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from openinfer_server.api_errors import ApiError, invalid, refused
+from openinfer_server.api_errors import ApiError, invalid
 from openinfer_server.api_types import GenerationFields, SamplingFields, SystemTurn, Turn
 from openinfer_server.chat_prompt import chat_prompt
 from openinfer_server.logprobs import ScoredToken, chat_format
@@ -34,9 +34,11 @@ from openinfer_server.responses.objects import (
     ResponseObject,
 )
 from openinfer_server.responses.store import ResponseRecord
-from openinfer_server.responses.types import LOGPROBS, Conversation, ResponseRequest, read_tools
+from openinfer_server.responses.types import LOGPROBS, Conversation, ResponseRequest, ToolChoice, read_tools
 from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
+from openinfer_server.tool_offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
+from openinfer_server.tool_types import FunctionDefinition
 
 FIELD_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "logprobs": "top_logprobs"}
 """What errors of shared code call a field, and what this API calls it."""
@@ -65,7 +67,38 @@ def conversation_items(request: Conversation, previous: ResponseRecord | None) -
     return items + [_with_id(item) for item in given]
 
 
-async def conversation_prompt(service: Service, request: Conversation, items: Sequence[InputItem]) -> Prompt:
+def conversation_offer(service: Service, request: Conversation) -> ToolOffer:
+    """The functions that may be called.
+
+    Raises:
+        ApiError: 400.
+    """
+    functions = [
+        FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+        for tool in read_tools(request.tools)
+    ]
+    mode, only = _tool_choice(request.tool_choice)
+    parallel = request.parallel_tool_calls is not False
+    return offer_of(service, Wanted(functions, mode, only, parallel, Fields(function="")))
+
+
+def _tool_choice(choice: str | ToolChoice | None) -> tuple[ToolMode, Sequence[str] | None]:
+    """Mode, and the functions it is limited to."""
+    if choice is None:
+        return ToolMode.AUTO, None
+    if isinstance(choice, str):
+        return ToolMode(choice), None
+    if choice.type == "function" and choice.name is not None:
+        return ToolMode.REQUIRED, [choice.name]
+    names = [tool.get("name") for tool in choice.tools or [] if tool.get("type") == "function"]
+    if choice.type == "allowed_tools" and choice.mode is not None and len(names) == len(choice.tools or []):
+        return ToolMode(choice.mode), [str(name) for name in names]
+    raise invalid("tool_choice", "tool_choice is a word, a function with its name, or allowed_tools with functions")
+
+
+async def conversation_prompt(
+    service: Service, request: Conversation, items: Sequence[InputItem], offer: ToolOffer
+) -> Prompt:
     """The prompt of a conversation.
 
     Raises:
@@ -75,9 +108,7 @@ async def conversation_prompt(service: Service, request: Conversation, items: Se
     turns += turns_of(items)
     if not items:
         raise invalid("input", "input is required")
-    if read_tools(request.tools):
-        raise refused("tools", "this route does not offer tools yet")
-    variables: dict[str, object] = {}
+    variables: dict[str, object] = {**offer.variables}
     if request.reasoning is not None and request.reasoning.thinks is not None:
         variables["enable_thinking"] = request.reasoning.thinks
     try:

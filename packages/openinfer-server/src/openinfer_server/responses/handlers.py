@@ -1,18 +1,18 @@
 """The routes of `/v1/responses`."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from openinfer_server.api_errors import ApiError, invalid
 from openinfer_server.delivery import await_end, send_stream, send_whole
-from openinfer_server.delta_choice import DeltaChoice, Reading
 from openinfer_server.exchange import Exchange
-from openinfer_server.parsers.output import OutputParser
-from openinfer_server.requests import Plan
+from openinfer_server.read_answer import submit_read
+from openinfer_server.reader import Reader
 from openinfer_server.responses.asking import (
     conversation_items,
+    conversation_offer,
     conversation_prompt,
     new_response,
     response_plan,
@@ -36,7 +36,6 @@ from openinfer_server.responses.types import (
 )
 from openinfer_server.routes import Route, RouteDoc
 from openinfer_server.service import Service
-from openinfer_server.text_choices import TextOptions
 
 DEFAULT_ITEMS = 20
 """OpenAI's default of `limit`."""
@@ -77,7 +76,10 @@ class Responses:
         check_response(request)
         model = service.resolve_model(request.model)
         items = conversation_items(request, self._previous(exchange, request))
-        plan = response_plan(service, request, await conversation_prompt(service, request, items))
+        offer = conversation_offer(service, request)
+        prompt = await conversation_prompt(service, request, items, offer)
+        reader = Reader.make(service, prompt, offer, budget_tokens=None)
+        plan = response_plan(service, request, reader.prompt)
         run = ResponseRun(
             service.link,
             new_response(request, model),
@@ -85,10 +87,14 @@ class Responses:
             events=[] if request.background and request.stream else None,
         )
         record = ResponseRecord(run.response, items, exchange.tenant)
+
+        def submit() -> None:
+            submit_read(service, run.answer, plan, reader, run)
+
         if request.background:
-            await self._answer_later(exchange, run, plan, record, stream=bool(request.stream))
+            await self._answer_later(exchange, run, submit, record, stream=bool(request.stream))
         else:
-            await self._answer_now(exchange, run, plan, stream=bool(request.stream))
+            await self._answer_now(exchange, run, submit, stream=bool(request.stream))
             if run.response.store and run.builder.ended:
                 self.store.add(record)
 
@@ -100,22 +106,16 @@ class Responses:
         except ApiError as error:
             raise error.with_names({"response_id": "previous_response_id"}) from error
 
-    def _submit(self, run: ResponseRun, plan: Plan) -> None:
-        (prompt,) = plan.prompts
-        text = TextOptions(tokenizer=self._service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=False)
-        (request,) = plan.requests
-        reading = Reading(parser=OutputParser(), request=request, max_model_tokens=self._service.info.max_model_tokens)
-        choice = DeltaChoice(run.answer, 0, prompt=prompt, options=text, reading=reading, sink=run)
-        run.answer.submit([choice], [request])
-
-    async def _answer_now(self, exchange: Exchange, run: ResponseRun, plan: Plan, *, stream: bool) -> None:
+    async def _answer_now(
+        self, exchange: Exchange, run: ResponseRun, submit: Callable[[], None], *, stream: bool
+    ) -> None:
         if not stream:
-            self._submit(run, plan)
+            submit()
             await send_whole(exchange, run.answer, lambda: msgspec.json.encode(run.response))
             return
         writer = exchange.stream(1)
         run.attach(writer)
-        self._submit(run, plan)
+        submit()
         try:
             # the run itself writes the last event, whatever it is
             await send_stream(exchange, run.answer, writer, lambda error: b"")
@@ -123,14 +123,14 @@ class Responses:
             self._service.metrics.slow_clients.value += writer.was_slow
 
     async def _answer_later(
-        self, exchange: Exchange, run: ResponseRun, plan: Plan, record: ResponseRecord, *, stream: bool
+        self, exchange: Exchange, run: ResponseRun, submit: Callable[[], None], record: ResponseRecord, *, stream: bool
     ) -> None:
         """Begins a response that goes on without its client."""
         record.run = run
         self.store.add(record)
         run.builder.queue()
         body = msgspec.json.encode(run.response)
-        self._submit(run, plan)
+        submit()
         task = asyncio.create_task(self._settle(run, record), name="openinfer-background-response")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -206,7 +206,8 @@ class Responses:
         check_conversation(request)
         self._service.resolve_model(request.model)
         items = conversation_items(request, self._previous(exchange, request))
-        prompt = await conversation_prompt(self._service, request, items)
+        offer = conversation_offer(self._service, request)
+        prompt = await conversation_prompt(self._service, request, items, offer)
         await exchange.send(200, msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))
 
     def _find(self, exchange: Exchange) -> ResponseRecord:

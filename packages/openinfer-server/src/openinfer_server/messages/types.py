@@ -1,0 +1,226 @@
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from openinfer_server.api_errors import convert_inside, invalid, refused
+from openinfer_server.api_types import RequestFields, SamplingFields, check_refused
+
+CACHED_ANYWAY = "the prefix cache keeps every block that fits, asked or not"
+_FUNCTIONS_ONLY = "the only tools are those that the client runs"
+_NO_CONTROL = "the model has no such control"
+_NO_ACCOUNTS = "this server has no accounts"
+
+_BLOCKS = {"items": {"type": "object", "description": "A block of text, thinking, tool_use or tool_result."}}
+Blocks = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_BLOCKS)]
+
+
+class MessageParam(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class ClientTool(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs."""
+
+    name: str
+    input_schema: dict[str, Any]
+    """JSON Schema of its input."""
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: object = None
+    eager_input_streaming: bool | None = None
+    allowed_callers: object = None
+    defer_loading: object = None
+    input_examples: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "allowed_callers": "tools are called by the model alone",
+        "defer_loading": "every tool is in the prompt",
+        "input_examples": "templates have no place for them; put them into the description",
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "cache_control": CACHED_ANYWAY,
+        "eager_input_streaming": "a tool's input is always streamed as it comes",
+    }
+
+
+class ThinkingEnabled(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"
+):
+    """Think, for so many tokens at most."""
+
+    budget_tokens: int
+    display: Literal["omitted"] | None = None
+
+
+class ThinkingAdaptive(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="adaptive"
+):
+    """Think as the model's template has it."""
+
+    display: Literal["omitted"] | None = None
+
+
+class ThinkingDisabled(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="disabled"
+):
+    """Do not think."""
+
+
+Thinking: TypeAlias = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
+
+
+class ToolChoiceAuto(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="auto"
+):
+    """The model decides."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceAny(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="any"):
+    """Some tool must be called."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceTool(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool"
+):
+    """This tool must be called."""
+
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceNone(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="none"
+):
+    """No tool is called."""
+
+
+ToolChoice: TypeAlias = ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone
+
+
+class Metadata(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """About the request."""
+
+    user_id: str | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"user_id": "it says whom the request is for, and nobody is counted"}
+
+
+class OutputConfig(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the answer is to be."""
+
+    effort: Literal["high"] | None = None
+    format: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"format": "there is no structured output yet"}
+    IGNORED: ClassVar[Mapping[str, str]] = {"effort": "high is what the model does anyway"}
+
+
+_TOOL = {"items": {"$ref": "#/components/schemas/ClientTool"}}
+Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
+_SYSTEM = {"items": {"$ref": "#/components/schemas/TextBlock"}}
+System = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_SYSTEM)]
+
+_PROMPT_REFUSED = {"user_profile_id": _NO_ACCOUNTS, "workspace_id": _NO_ACCOUNTS}
+_PROMPT_IGNORED = {"cache_control": CACHED_ANYWAY, "speed": "standard is what is always so; fast is refused"}
+
+
+class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/messages`."""
+
+    model: str | None = None
+    messages: list[MessageParam]
+    max_tokens: int
+    """At most; less if the model's context ends before."""
+    system: System | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    thinking: Thinking | None = None
+    """Absent is disabled."""
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    metadata: Metadata | None = None
+    output_config: OutputConfig | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+    cache_control: object = None
+    container: object = None
+    diagnostics: object = None
+    inference_geo: object = None
+    user_profile_id: object = None
+    workspace_id: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **_PROMPT_REFUSED,
+        "container": "this server runs no code",
+        "diagnostics": "the answer's usage says what was cached",
+        "inference_geo": "the server is where it is",
+        "stop": "it is named stop_sequences here",
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        **_PROMPT_IGNORED,
+        "service_tier": "there is one tier, which both name",
+    }
+
+
+class CountTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    model: str | None = None
+    messages: list[MessageParam]
+    system: System | None = None
+    thinking: Thinking | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    speed: Literal["standard"] | None = None
+    cache_control: object = None
+    user_profile_id: object = None
+    workspace_id: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = _PROMPT_REFUSED
+    IGNORED: ClassVar[Mapping[str, str]] = _PROMPT_IGNORED
+
+
+Prompting: TypeAlias = MessagesRequest | CountTokensRequest
+"""What makes a prompt."""
+
+
+def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
+    """The tools on offer.
+
+    Raises:
+        ApiError: 400; a tool is malformed, or the server would have to run it.
+    """
+    tools: list[ClientTool] = []
+    for index, tool in enumerate(given or []):
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            raise refused(f"tools[{index}].type", f"{_FUNCTIONS_ONLY}, whose type is custom; not {str(kind)[:100]!r}")
+        tools.append(convert_inside(tool, ClientTool, f"tools[{index}]"))
+        check_refused(tools[-1], f"tools[{index}].")
+    return tools
+
+
+def check_prompting(request: Prompting) -> None:
+    """Refuses what cannot be honoured of a prompt's fields.
+
+    Raises:
+        ApiError: 400.
+    """
+    check_refused(request)
+    if request.output_config is not None:
+        check_refused(request.output_config, "output_config.")
+    thinking = request.thinking
+    if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens < 1:
+        raise invalid("thinking.budget_tokens", "thinking.budget_tokens must be at least 1")
