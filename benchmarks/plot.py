@@ -1,4 +1,4 @@
-"""Draws results/h200/offline-qwen3-4b.png from the JSON beside it: python3 benchmarks/plot.py (needs matplotlib)."""
+"""Draws results/h200/qwen3-4b-offline.png from the JSON beside it: python3 benchmarks/plot.py (needs matplotlib)."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ HERE = Path(__file__).resolve().parent / "results" / "h200"
 FLOOR = {1: 1.91, 8: 2.17, 16: 2.47, 32: 3.06, 64: 4.26, 128: 6.65, 256: 11.4}
 VLLM = {1: 3.58, 8: 3.96, 16: 4.27, 32: 5.08, 64: 6.36, 128: 9.27, 256: 15.80}
 
-timings = json.loads((HERE / "offline-qwen3-4b.json").read_text())["timings"]
-ours = {timing["batch"]: timing["tpot_ms"] for timing in timings if timing["prompt_tokens"] == 1024}
+rows = json.loads((HERE / "qwen3-4b-offline.json").read_text())["rows"]
+ours = {row["batch"]: row["tpot_ms"] for row in rows if row["prompt_tokens"] == 1024}
 figure, axes = plt.subplots(figsize=(7.5, 4.2), dpi=130)
 for label, values, style in (
     ("vLLM 0.25.0", VLLM, {"color": "#888888", "marker": "s"}),
@@ -30,4 +30,4 @@ axes.set_ylim(0)
 axes.grid(alpha=0.3)
 axes.legend()
 figure.tight_layout()
-figure.savefig(HERE / "offline-qwen3-4b.png")
+figure.savefig(HERE / "qwen3-4b-offline.png")

@@ -42,8 +42,10 @@ def test_bench_offline_runs_every_request_to_its_end(tmp_path: Path, capsys: pyt
     report = tmp_path / "report.json"
     model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
     argv = ["--model", str(model_dir), "--size", "3x20", "--output", "5", "--option", "num_blocks=64"]
-    assert run_offline([*argv, "--json", str(report)]) == 0
+    assert run_offline([*argv, "--commit", "abc", "--json", str(report)]) == 0
     assert "3 x 20" in capsys.readouterr().out
-    (timing,) = json.loads(report.read_text())["timings"]
-    assert timing["batch"] == 3
-    assert timing["tpot_ms"] > 0
+    written = json.loads(report.read_text())
+    (row,) = written["rows"]
+    assert (row["batch"], row["prompt_tokens"], written["commit"]) == (3, 20, "abc")
+    assert row["tpot_ms"] > 0
+    assert row["prefill_tokens_per_s"] == pytest.approx(60 / row["prefill_s"])

@@ -31,6 +31,7 @@ from openinfer_core import (
     read_config,
 )
 from openinfer_core.plugins import MODELS
+from openinfer_core.provenance import provenance
 from openinfer_engine.composition import resolve
 from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
@@ -75,12 +76,13 @@ def run(argv: Sequence[str]) -> int:
     sys.stdout.write(_table(timings))
     if arguments.json is not None:
         report = {
+            **msgspec.to_builtins(provenance(commit=arguments.commit)),
             "set_up": {
                 "model": msgspec.to_builtins(composition.plan()),
                 "options": msgspec.to_builtins(options),
                 "load_s": load_s,
             },
-            "timings": [asdict(timing) for timing in timings],
+            "rows": [_row(timing) for timing in timings],
         }
         Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
     return 0
@@ -143,6 +145,11 @@ def _run_once(
     )
 
 
+def _row(timing: OfflineTiming) -> dict[str, Any]:
+    """As files of results hold it."""
+    return asdict(timing) | {"prefill_tokens_per_s": timing.prefill_tokens_per_s}
+
+
 def _table(timings: Sequence[OfflineTiming]) -> str:
     lines = [f"{'batch x prompt':>16} {'TPOT ms':>9} {'prefill ms':>11} {'prefill tokens/s':>17}"]
     lines += [
@@ -166,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="an engine option: device=cuda, load_format=dummy",
     )
+    parser.add_argument("--commit", metavar="ID", help="of the code, where no checkout says")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser
 
