@@ -358,5 +358,5 @@ def test_auto_goes_by_what_the_template_shows(template, expected):
 
 def test_auto_goes_by_the_family_where_there_is_no_template():
     chosen = choose_parsers(ModelTraits("deepseek_v4", ""))
-    assert chosen.parts["tool parser"].startswith("deepseek-v4 (openinfer-server ")
-    assert chosen.parts["reasoning parser"].startswith("deepseek (openinfer-server ")
+    assert chosen.parts["tool_parser"].startswith("deepseek-v4 (openinfer-server ")
+    assert chosen.parts["reasoning_parser"].startswith("deepseek (openinfer-server ")

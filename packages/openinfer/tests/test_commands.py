@@ -69,9 +69,13 @@ def test_plan_says_what_serves_and_a_lock_holds(tmp_path: Path, capsys: pytest.C
     plan = json.loads(capsys.readouterr().out)
     assert plan == json.loads(lock.read_text())
     assert plan["parts"]["scheduler"].startswith("token-budget (openinfer-engine ")
-    assert main(["serve", "--model", "tiny", "--locked", str(lock), "--queue-policy", "priority"]) == 2
+    assert plan["parts"]["tool_parser"].startswith("hermes (openinfer-server ")
+    assert plan["parts"]["reasoning_parser"].startswith("qwen3 (openinfer-server ")
+    changed = ["--queue-policy", "priority", "--tool-parser", "none"]
+    assert main(["serve", "--model", "tiny", "--locked", str(lock), *changed]) == 2
     said = capsys.readouterr().err
     assert "parts.queue_policy is 'priority" in said
+    assert "parts.tool_parser is 'none'" in said
     assert "limits" not in said
 
 
@@ -84,6 +88,11 @@ def test_plan_says_what_serves_and_a_lock_holds(tmp_path: Path, capsys: pytest.C
         (["plan", "--model", "tiny", "--queue-policy", "lifo"], "fair-share, fcfs, priority"),
         (["plan", "--model", "tiny", "--max-num-seqs", "0"], "--max-num-seqs"),
         (["plan", "--model", "tiny", "--max-model-tokens", "999999"], "999999"),
+        (
+            ["plan", "--model", "tiny", "--tool-parser", "hermse"],
+            "deepseek-v3, deepseek-v4, hermes, kimi-k2, qwen3-coder",
+        ),
+        (["serve", "--model", "tiny", "--reasoning-parser", "mind"], "deepseek, kimi-k2, qwen3"),
         (["bench", "nothing"], "frontend"),
     ],
 )

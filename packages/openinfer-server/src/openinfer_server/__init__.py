@@ -2,8 +2,16 @@
 
 from openinfer_server.app import App, build_app, load_app
 from openinfer_server.chat_template import ChatTemplate, RenderingRefused
-from openinfer_server.errors import CannotListen, ConflictingRoutes, ServerError, UnusableTemplate, UnusableTokenizer
+from openinfer_server.errors import (
+    CannotListen,
+    ConflictingRoutes,
+    ServerError,
+    UnusableParser,
+    UnusableTemplate,
+    UnusableTokenizer,
+)
 from openinfer_server.exchange import Exchange
+from openinfer_server.frontend_parts import frontend_parts
 from openinfer_server.options import EventLoop, ServerOptions
 from openinfer_server.routes import Endpoints, Level, Route, RouteDoc
 from openinfer_server.server import run, run_starting, serve, serve_app
@@ -26,9 +34,11 @@ __all__ = [
     "ServerOptions",
     "Service",
     "Tokenizer",
+    "UnusableParser",
     "UnusableTemplate",
     "UnusableTokenizer",
     "build_app",
+    "frontend_parts",
     "load_app",
     "run",
     "run_starting",

@@ -15,10 +15,10 @@ from openinfer_server.chat_template import ChatTemplate
 from openinfer_server.document import document_route
 from openinfer_server.engine_link import EngineLink
 from openinfer_server.exchange import Exchange
+from openinfer_server.frontend_parts import parsers_for
 from openinfer_server.metrics import ServerMetrics
 from openinfer_server.model_text import ModelText
 from openinfer_server.options import ServerOptions
-from openinfer_server.parsers import ModelTraits, choose_parsers
 from openinfer_server.router import Router
 from openinfer_server.routes import Endpoints
 from openinfer_server.service import Service
@@ -128,11 +128,7 @@ def build_app(
         UnusableParser, PluginError: see `choose_parsers`.
     """
     metrics = ServerMetrics()
-    parsers = choose_parsers(
-        ModelTraits(handle.info.family, template.source if template else ""),
-        tool_parser=options.tool_parser,
-        reasoning_parser=options.reasoning_parser,
-    )
+    parsers = parsers_for(template.source if template else None, handle.info.family, options)
     service = Service(options, EngineLink(handle, metrics), metrics, tokenizer, template, parsers)
     return App(service, endpoints=endpoints)
 

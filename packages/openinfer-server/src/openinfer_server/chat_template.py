@@ -60,7 +60,7 @@ class ChatTemplate:
         Raises:
             UnusableTemplate: it does not compile, or several are there and none is named `default`.
         """
-        config = _read_config(model_dir / "tokenizer_config.json")
+        config = _read_config(model_dir)
         source = _source(model_dir, config)
         if source is None:
             return None
@@ -99,6 +99,15 @@ class ChatTemplate:
                 raise RenderingRefused(f"the rendered chat exceeds {self._max_characters} characters")
             parts.append(part)
         return "".join(parts)
+
+
+def template_source(model_dir: Path) -> str | None:
+    """Source of a model folder's template, not compiled; None if there is none.
+
+    Raises:
+        UnusableTemplate: several are there and none is named `default`, or a file cannot be read.
+    """
+    return _source(model_dir, _read_config(model_dir))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -174,7 +183,8 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(model_dir: Path) -> dict[str, Any]:
+    path = model_dir / "tokenizer_config.json"
     if not path.is_file():
         return {}
     try:

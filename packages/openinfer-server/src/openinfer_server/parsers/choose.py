@@ -46,10 +46,9 @@ class ModelParsers:
     @property
     def parts(self) -> dict[str, str]:
         """What `openinfer plan` shows."""
-        none = "none"
         return {
-            "tool parser": none if self.tools is None else self.tools.origin,
-            "reasoning parser": none if self.reasoning is None else self.reasoning.origin,
+            "tool_parser": NONE if self.tools is None else self.tools.origin,
+            "reasoning_parser": NONE if self.reasoning is None else self.reasoning.origin,
         }
 
     @property

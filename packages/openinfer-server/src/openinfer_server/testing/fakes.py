@@ -25,6 +25,7 @@ from openinfer_core.events import (
     TokenLogprobs,
     Tokens,
 )
+from openinfer_core.host import EngineLoop
 from openinfer_core.local import InProcessEngine
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_server.app import load_app
@@ -211,7 +212,7 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
 
     def __init__(
         self,
-        loop: ParrotLoop,
+        loop: EngineLoop,
         model_dir: Path,
         options: ServerOptions,
         *,
@@ -221,7 +222,7 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
         self.engine = RecordingEngine(InProcessEngine(loop))
         self.url = ""
         self.exit_code: int | None = None
-        self._parrot = loop
+        self._loop = loop
         self._model_dir = model_dir
         self._options = options
         self._protocol = protocol or bounded_protocol(options)
@@ -243,7 +244,8 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Drains it."""
-        self._parrot.go()
+        if isinstance(self._loop, ParrotLoop):
+            self._loop.go()
         self.stop()
         self.join()
 

@@ -9,9 +9,13 @@ from typing import Any, cast
 import msgspec
 
 from openinfer.commands.model_arguments import ModelArguments, parse
+from openinfer.flags import add_flags, read_flags
 from openinfer_core import FamilyPlan, InvalidRequest, OpenInferError
+from openinfer_server import ServerOptions, frontend_parts
 
 LOCK_FORMAT = 1
+_SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser"))
+"""The server's options that choose a part."""
 
 
 class Composition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     """Prints the composition; with `--lock` also writes it."""
     arguments = parse(argv, command="plan", description=__doc__ or "", configure=_configure)
     plan: FamilyPlan = arguments.family.plan(arguments.model_dir, arguments.options)
-    composition = _composition(arguments, plan)
+    composition = _composition(arguments, plan, read_flags(arguments.namespace, ServerOptions))
     if arguments.namespace.json:
         print(msgspec.json.format(msgspec.json.encode(composition)).decode())
     else:
@@ -44,17 +48,18 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def resolve(arguments: ModelArguments) -> Composition:
+def resolve(arguments: ModelArguments, server: ServerOptions) -> Composition:
     """What would serve the model of a command line."""
-    return _composition(arguments, arguments.family.plan(arguments.model_dir, arguments.options))
+    return _composition(arguments, arguments.family.plan(arguments.model_dir, arguments.options), server)
 
 
-def _composition(arguments: ModelArguments, plan: FamilyPlan) -> Composition:
+def _composition(arguments: ModelArguments, plan: FamilyPlan, server: ServerOptions) -> Composition:
     parts = {
         "openinfer": f"openinfer {version('openinfer')}",
         "contract": f"openinfer-core {version('openinfer-core')}",
         "family": f"{arguments.family.name} ({arguments.plugin.origin})",
         "server": f"openinfer-server {version('openinfer-server')}",
+        **frontend_parts(arguments.model_dir, arguments.family.name, server),
         **plan.parts,
     }
     return Composition(
@@ -101,6 +106,8 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--lock", metavar="FILE", help="also write the composition to FILE, for serve --locked")
+    others = frozenset(ServerOptions.__struct_fields__) - _SERVER_PARTS
+    add_flags(parser, ServerOptions, skip=others)
 
 
 def _table(composition: Composition, measured: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ from openinfer.flags import add_flags, read_flags
 from openinfer.start_report import StartReport
 from openinfer_core import EngineHandle
 from openinfer_core.timeline import Timeline
-from openinfer_server import ServerOptions, run_starting
+from openinfer_server import ServerOptions, frontend_parts, run_starting
 
 logger = logging.getLogger("openinfer")
 
@@ -24,7 +24,9 @@ def run(argv: Sequence[str]) -> int:
     options = read_flags(arguments.namespace, ServerOptions, preset={"model_names": (arguments.model_name,)})
     logging.basicConfig(level=os.environ.get("OPENINFER_LOG_LEVEL", "INFO"), format="%(name)s: %(message)s")
     if arguments.namespace.locked is not None:
-        check_lock(Path(arguments.namespace.locked), resolve(arguments))
+        check_lock(Path(arguments.namespace.locked), resolve(arguments, options))
+    else:
+        frontend_parts(arguments.model_dir, arguments.family.name, options)  # a wrong name is told before the start
     timeline.mark("imports")
     launched: list[EngineHandle] = []
 
