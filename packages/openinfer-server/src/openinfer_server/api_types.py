@@ -15,6 +15,7 @@ from openinfer_server.tool_types import Tool, ToolChoice
 
 TEXT_ONLY = "this server serves text only"
 CACHE_OPTIONS = "the prefix cache has no options; cache_salt separates its users"
+CACHED_ANYWAY = "the prefix cache keeps every block that fits, asked or not"
 CACHE_RETENTION = "the prefix cache keeps what fits"
 
 
@@ -65,20 +66,24 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: object = None
+    best_of: int | None = None
     suffix: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "best_of": "ask for n choices and choose yourself",
-        "suffix": "the model does not fill in the middle",
+    REFUSED: ClassVar[Mapping[str, str]] = {"suffix": "the model does not fill in the middle"}
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        **GenerationFields.IGNORED,
+        "best_of": "as many as n is what is always so; more is refused",
     }
 
 
-class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextPart(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A piece of a turn's content."""
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: object = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"prompt_cache_breakpoint": CACHED_ANYWAY}
 
 
 Content = str | list[TextPart]
@@ -181,13 +186,13 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     response_format: object = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    metadata: dict[str, str] | None = None
     store: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     audio: object = None
     function_call: object = None
     functions: object = None
-    metadata: object = None
     moderation: object = None
     prediction: object = None
     prompt_cache_options: object = None
@@ -200,7 +205,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
         "audio": TEXT_ONLY,
         "function_call": "tool_choice has taken its place",
         "functions": "tools has taken its place",
-        "metadata": "this server stores no completions",
         "moderation": "this server does not moderate",
         "prediction": "this server does not decode against predicted outputs",
         "prompt_cache_options": CACHE_OPTIONS,
@@ -211,6 +215,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     }
     IGNORED: ClassVar[Mapping[str, str]] = {
         **GenerationFields.IGNORED,
+        "metadata": "it labels completions that are stored, and none are",
+        "modalities": "text is the only one",
         "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
         "safety_identifier": "it says whom the request is for, and nobody is counted",
         "service_tier": "there is one tier, which auto and default name",

@@ -5,7 +5,7 @@ from typing import cast
 
 import msgspec
 
-from openinfer_server.api_errors import invalid
+from openinfer_server.api_errors import invalid, refused
 from openinfer_server.api_responses import Completion, CompletionChoice, Usage
 from openinfer_server.api_types import CompletionRequest, check_refused
 from openinfer_server.event_frames import ResponseHead, completion_frame
@@ -47,6 +47,8 @@ class Completions:
         service.check_serving()
         request = await exchange.read_json(_decoder)
         check_refused(request)
+        if request.best_of not in (None, request.n or 1):
+            raise refused("best_of", "ask for n choices and choose yourself")
         model = service.resolve_model(request.model)
         include_usage = check_stream_options(request)
         prompts = await self._prompts(request)

@@ -287,7 +287,9 @@ def test_full_queue_is_429_in_anthropics_shape(start, info, agent_dir):
 
 def test_models_are_in_anthropics_shape(agent):
     page = agent.anthropic.models.list()
-    assert [model.id for model in page] == ["parrot"]
+    assert [model.id for model in page] == ["parrot", "bird"]
+    assert [model.id for model in agent.anthropic.models.list(limit=1)] == ["parrot", "bird"]
+    assert [model.id for model in agent.anthropic.models.list(after_id="parrot")] == ["bird"]
     model = agent.anthropic.models.retrieve("parrot")
     assert (model.type, model.display_name, model.lifecycle) == ("model", "parrot", "active")
     assert model.created_at.year >= 2024

@@ -7,6 +7,7 @@ import msgspec
 
 from openinfer_server.api_errors import convert_inside, invalid, refused
 from openinfer_server.api_types import (
+    CACHED_ANYWAY,
     TEXT_ONLY,
     AssistantTurn,
     FunctionCall,
@@ -18,7 +19,7 @@ from openinfer_server.api_types import (
     UserTurn,
     check_refused,
 )
-from openinfer_server.messages.types import CACHED_ANYWAY, MessageParam
+from openinfer_server.messages.types import MessageParam
 
 _NO_CITATIONS = "there are no documents to cite"
 _NO_TOOLSETS = "tools come one by one here"

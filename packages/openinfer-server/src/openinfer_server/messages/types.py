@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from openinfer_server.api_errors import convert_inside, invalid, refused
-from openinfer_server.api_types import RequestFields, SamplingFields, check_refused
+from openinfer_server.api_types import CACHED_ANYWAY, RequestFields, SamplingFields, check_refused
 
-CACHED_ANYWAY = "the prefix cache keeps every block that fits, asked or not"
 _FUNCTIONS_ONLY = "the only tools are those that the client runs"
 _NO_CONTROL = "the model has no such control"
 _NO_ACCOUNTS = "this server has no accounts"

@@ -7,6 +7,7 @@ import msgspec
 
 from openinfer_server.api_errors import convert_inside, invalid, refused
 from openinfer_server.api_types import (
+    CACHED_ANYWAY,
     TEXT_ONLY,
     AssistantTurn,
     DeveloperTurn,
@@ -34,9 +35,7 @@ class InputText(
     text: str
     prompt_cache_breakpoint: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "prompt_cache_breakpoint": "the prefix cache keeps what fits, block by block"
-    }
+    IGNORED: ClassVar[Mapping[str, str]] = {"prompt_cache_breakpoint": CACHED_ANYWAY}
 
 
 class OutputText(
@@ -189,10 +188,6 @@ def _read_item(given: Mapping[str, Any], where: str) -> InputItem:
         raise refused(f"{where}.type", f"{TEXT_ONLY}, whose items are {known}; not {str(kind)[:100]!r}")
     item: InputItem = convert_inside({**given, "type": kind}, InputItem, where)
     check_refused(item, f"{where}.")
-    if isinstance(item, MessageItem | FunctionOutputItem):
-        parts = item.content if isinstance(item, MessageItem) else item.output
-        for index, part in enumerate(parts if isinstance(parts, list) else []):
-            check_refused(part, f"{where}.content[{index}].")
     return item
 
 

@@ -1,0 +1,371 @@
+"""Every field that the official SDKs can send is honoured, refused by name, or named as one that changes nothing.
+
+A field counts as honoured only if a probe shows what it does: `PROBES` holds, for each body, what to send and what must
+be so with the field and not without it.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from anthropic import types as anthropic_types
+from anthropic.types import message_count_tokens_params, message_create_params, model_list_params
+from openai.types import chat, completion_create_params, responses, shared_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import (
+    input_item_list_params,
+    input_token_count_params,
+    response_create_params,
+    response_input_param,
+    response_input_text_param,
+    response_retrieve_params,
+)
+
+from openinfer_core.request import GenerateRequest
+from openinfer_server import api_types, tool_types
+from openinfer_server.messages import blocks
+from openinfer_server.messages import types as messages
+from openinfer_server.models import ModelQuery
+from openinfer_server.request_fields import RequestFields
+from openinfer_server.responses import items
+from openinfer_server.responses import types as response_types
+
+BODIES: Mapping[str, tuple[type, tuple[Any, ...], dict[str, Any]]] = {
+    "/v1/completions": (
+        api_types.CompletionRequest,
+        (completion_create_params.CompletionCreateParamsBase, completion_create_params.CompletionCreateParamsStreaming),
+        {"prompt": "stone"},
+    ),
+    "/v1/chat/completions": (
+        api_types.ChatRequest,
+        (chat_create_params.CompletionCreateParamsBase, chat_create_params.CompletionCreateParamsStreaming),
+        {"messages": [{"role": "user", "content": "stone"}]},
+    ),
+    "/v1/responses": (
+        response_types.ResponseRequest,
+        (response_create_params.ResponseCreateParamsBase, response_create_params.ResponseCreateParamsStreaming),
+        {"input": "stone"},
+    ),
+    "/v1/messages": (
+        messages.MessagesRequest,
+        (message_create_params.MessageCreateParamsBase, message_create_params.MessageCreateParamsStreaming),
+        {"max_tokens": 100, "messages": [{"role": "user", "content": "stone"}]},
+    ),
+    "/v1/responses/input_tokens": (
+        response_types.InputTokensRequest,
+        (input_token_count_params.InputTokenCountParams,),
+        {"input": "stone"},
+    ),
+    "/v1/messages/count_tokens": (
+        messages.CountTokensRequest,
+        (message_count_tokens_params.MessageCountTokensParams,),
+        {"messages": [{"role": "user", "content": "stone"}]},
+    ),
+}
+"""Path -> our type, the SDK's, and a body that has what is needed."""
+
+PARTS: list[tuple[Any, type]] = [
+    (chat.ChatCompletionStreamOptionsParam, api_types.StreamOptions),
+    (chat.ChatCompletionSystemMessageParam, api_types.SystemTurn),
+    (chat.ChatCompletionDeveloperMessageParam, api_types.DeveloperTurn),
+    (chat.ChatCompletionUserMessageParam, api_types.UserTurn),
+    (chat.ChatCompletionAssistantMessageParam, api_types.AssistantTurn),
+    (chat.ChatCompletionToolMessageParam, api_types.ToolTurn),
+    (chat.ChatCompletionContentPartTextParam, api_types.TextPart),
+    (chat.ChatCompletionMessageFunctionToolCallParam, api_types.ToolCall),
+    (chat.ChatCompletionFunctionToolParam, tool_types.Tool),
+    (shared_params.FunctionDefinition, tool_types.FunctionDefinition),
+    (chat.ChatCompletionNamedToolChoiceParam, tool_types.ToolChoice),
+    (chat.ChatCompletionAllowedToolChoiceParam, tool_types.ToolChoice),
+    (response_create_params.StreamOptions, response_types.ResponseStreamOptions),
+    (shared_params.Reasoning, response_types.ReasoningOptions),
+    (responses.ResponseTextConfigParam, response_types.TextOptions),
+    (responses.FunctionToolParam, response_types.FunctionTool),
+    (responses.ToolChoiceFunctionParam, response_types.ToolChoice),
+    (responses.ToolChoiceAllowedParam, response_types.ToolChoice),
+    (responses.EasyInputMessageParam, items.MessageItem),
+    (response_input_param.Message, items.MessageItem),
+    (responses.ResponseOutputMessageParam, items.MessageItem),
+    (responses.ResponseFunctionToolCallParam, items.FunctionCallItem),
+    (response_input_param.FunctionCallOutput, items.FunctionOutputItem),
+    (responses.ResponseReasoningItemParam, items.ReasoningItem),
+    (response_input_text_param.ResponseInputTextParam, items.InputText),
+    (responses.ResponseOutputTextParam, items.OutputText),
+    (response_retrieve_params.ResponseRetrieveParamsBase, response_types.RetrieveQuery),
+    (response_retrieve_params.ResponseRetrieveParamsStreaming, response_types.RetrieveQuery),
+    (input_item_list_params.InputItemListParams, response_types.ItemsQuery),
+    (anthropic_types.UserMessageParam, messages.MessageParam),
+    (anthropic_types.AssistantMessageParam, messages.MessageParam),
+    (anthropic_types.SystemMessageParam, messages.MessageParam),
+    (anthropic_types.TextBlockParam, blocks.TextBlock),
+    (anthropic_types.ThinkingBlockParam, blocks.ThinkingBlock),
+    (anthropic_types.ToolUseBlockParam, blocks.ToolUseBlock),
+    (anthropic_types.ToolResultBlockParam, blocks.ToolResultBlock),
+    (anthropic_types.ToolParam, messages.ClientTool),
+    (anthropic_types.ThinkingConfigEnabledParam, messages.ThinkingEnabled),
+    (anthropic_types.ThinkingConfigAdaptiveParam, messages.ThinkingAdaptive),
+    (anthropic_types.ThinkingConfigDisabledParam, messages.ThinkingDisabled),
+    (anthropic_types.ToolChoiceAutoParam, messages.ToolChoiceAuto),
+    (anthropic_types.ToolChoiceAnyParam, messages.ToolChoiceAny),
+    (anthropic_types.ToolChoiceToolParam, messages.ToolChoiceTool),
+    (anthropic_types.ToolChoiceNoneParam, messages.ToolChoiceNone),
+    (anthropic_types.MetadataParam, messages.Metadata),
+    (anthropic_types.OutputConfigParam, messages.OutputConfig),
+    (model_list_params.ModelListParams, ModelQuery),
+]
+"""Smaller objects of the SDKs, and ours."""
+
+
+def fields_of(theirs: Any) -> set[str]:
+    """Names that a TypedDict of an SDK sends."""
+    return {name for base in (*getattr(theirs, "__mro__", ()), theirs) for name in getattr(base, "__annotations__", {})}
+
+
+def known(ours: type) -> set[str]:
+    """Names that a type of ours takes."""
+    return {*ours.__struct_encode_fields__, ours.__struct_config__.tag_field}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), PARTS, ids=lambda kind: kind.__name__)
+def test_every_field_of_a_part_is_known(theirs, ours):
+    assert fields_of(theirs) - known(ours) == set()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_field_of_a_body_is_known(path):
+    ours, theirs, _ = BODIES[path]
+    assert set().union(*map(fields_of, theirs)) - known(ours) == set()
+
+
+def every_type() -> list[type[RequestFields]]:
+    """All request objects that say what they refuse and ignore."""
+    found = [*RequestFields.__subclasses__()]
+    for kind in found:
+        found += kind.__subclasses__()
+    return found
+
+
+@pytest.mark.parametrize("kind", every_type(), ids=lambda kind: f"{kind.__module__.rsplit('.', 1)[-1]}.{kind.__name__}")
+def test_no_field_is_both_refused_and_ignored(kind):
+    assert not set(kind.REFUSED) & set(kind.IGNORED)
+    assert {*kind.REFUSED, *kind.IGNORED} <= set(kind.__struct_fields__)
+    assert all(why and why[0].islower() and why[-1] != "." for why in (*kind.REFUSED.values(), *kind.IGNORED.values()))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What came of a body."""
+
+    request: GenerateRequest | None
+    prompt: str
+    body: str
+    num_choices: int
+
+    @property
+    def sampling(self):
+        """What the engine was asked to sample."""
+        return self.request.sampling
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A value for a field, and what must be so with it alone."""
+
+    value: Any
+    shows: Callable[[Told], bool]
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that it needs; the comparison has them too."""
+    says: str = "A stone."
+
+
+FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
+CHAT_TOOL = {"type": "function", "function": FUNCTION}
+RESPONSE_TOOL = {"type": "function", **FUNCTION}
+CLIENT_TOOL = {"name": "weather", "input_schema": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+USER = {"role": "user"}
+
+SAMPLING = {
+    "seed": Probe(7, lambda told: told.sampling.seed == 7),
+    "stop": Probe([" sto"], lambda told: "A" in told.body and "ne." not in told.body),
+    "temperature": Probe(0.5, lambda told: told.sampling.temperature == 0.5),
+    "top_p": Probe(0.5, lambda told: told.sampling.top_p == 0.5),
+    "presence_penalty": Probe(0.5, lambda told: told.sampling.presence_penalty == 0.5),
+    "frequency_penalty": Probe(0.5, lambda told: told.sampling.frequency_penalty == 0.5),
+    "logit_bias": Probe({"5": 2}, lambda told: told.sampling.logit_bias == {5: 2.0}),
+    "top_k": Probe(5, lambda told: told.sampling.top_k == 5),
+    "min_p": Probe(0.5, lambda told: told.sampling.min_p == 0.5),
+    "repetition_penalty": Probe(1.5, lambda told: told.sampling.repetition_penalty == 1.5),
+    "min_tokens": Probe(2, lambda told: told.sampling.min_tokens == 2),
+    "ignore_eos": Probe(True, lambda told: told.sampling.stop_token_ids == ()),
+    "stop_token_ids": Probe([9], lambda told: 9 in told.sampling.stop_token_ids),
+    "cache_salt": Probe("s", lambda told: told.request.cache_salt == "s"),
+    "priority": Probe(3, lambda told: told.request.priority == 3),
+}
+OPENAI = {
+    **SAMPLING,
+    "model": Probe("bird", lambda told: '"model":"bird"' in told.body),
+    "stream": Probe(True, lambda told: told.body.startswith("data: ")),
+    "stream_options": Probe({"include_usage": True}, lambda told: '"total_tokens"' in told.body, {"stream": True}),
+    "n": Probe(2, lambda told: told.num_choices == 2),
+    "max_tokens": Probe(3, lambda told: told.sampling.max_tokens == 3),
+}
+PROBES: Mapping[str, Mapping[str, Probe]] = {
+    "/v1/completions": {
+        **OPENAI,
+        "prompt": Probe("mountain", lambda told: told.prompt == "mountain"),
+        "echo": Probe(True, lambda told: '"stoneA stone."' in told.body),
+        "logprobs": Probe(2, lambda told: '"token_logprobs"' in told.body),
+    },
+    "/v1/chat/completions": {
+        **OPENAI,
+        "messages": Probe([{**USER, "content": "mountain"}], lambda told: "mountain" in told.prompt),
+        "max_completion_tokens": Probe(3, lambda told: told.sampling.max_tokens == 3),
+        "logprobs": Probe(True, lambda told: '"logprob":-1.5' in told.body),
+        "top_logprobs": Probe(1, lambda told: '"logprob":-0.5' in told.body, {"logprobs": True}),
+        "chat_template_kwargs": Probe({"enable_thinking": False}, lambda told: "</think>" in told.prompt),
+        "tools": Probe([CHAT_TOOL], lambda told: '"tool_calls":[' in told.body, says=CALL),
+        "tool_choice": Probe("none", lambda told: "# Tools" not in told.prompt, {"tools": [CHAT_TOOL]}),
+        "parallel_tool_calls": Probe(
+            False, lambda told: told.body.count('"weather"') == 1, {"tools": [CHAT_TOOL]}, says=CALL + CALL
+        ),
+        "thinking_token_budget": Probe(
+            4, lambda told: told.prompt.endswith("</think>\n\n"), says="<think>" + "stone " * 20
+        ),
+    },
+    "/v1/responses": {
+        **SAMPLING,
+        "model": OPENAI["model"],
+        "input": Probe("mountain", lambda told: "mountain" in told.prompt),
+        "instructions": Probe("Be brief.", lambda told: "system\nBe brief." in told.prompt),
+        "max_output_tokens": Probe(3, lambda told: told.sampling.max_tokens == 3),
+        "metadata": Probe({"a": "b"}, lambda told: '"metadata":{"a":"b"}' in told.body),
+        "stream": Probe(True, lambda told: told.body.startswith("event: response.created")),
+        "background": Probe(True, lambda told: '"status":"queued"' in told.body),
+        "store": Probe(False, lambda told: '"store":false' in told.body),
+        "include": Probe(["message.output_text.logprobs"], lambda told: '"logprob":-1.5' in told.body),
+        "top_logprobs": Probe(
+            1, lambda told: '"logprob":-0.5' in told.body, {"include": ["message.output_text.logprobs"]}
+        ),
+        "reasoning": Probe({"effort": "none"}, lambda told: "</think>" in told.prompt),
+        "tools": Probe([RESPONSE_TOOL], lambda told: '"function_call"' in told.body, says=CALL),
+        "tool_choice": Probe("none", lambda told: "# Tools" not in told.prompt, {"tools": [RESPONSE_TOOL]}),
+        "parallel_tool_calls": Probe(
+            False, lambda told: told.body.count('"call_id"') == 1, {"tools": [RESPONSE_TOOL]}, says=CALL + CALL
+        ),
+    },
+    "/v1/messages": {
+        **{name: probe for name, probe in SAMPLING.items() if name != "stop"},
+        "model": OPENAI["model"],
+        "messages": Probe([{**USER, "content": "mountain"}], lambda told: "mountain" in told.prompt),
+        "max_tokens": Probe(3, lambda told: told.sampling.max_tokens == 3),
+        "system": Probe("Be brief.", lambda told: "system\nBe brief." in told.prompt),
+        "stop_sequences": Probe([" sto"], lambda told: '"stop_sequence":" sto"' in told.body),
+        "stream": Probe(True, lambda told: told.body.startswith("event: message_start")),
+        "thinking": Probe({"type": "adaptive"}, lambda told: "</think>" not in told.prompt),
+        "tools": Probe([CLIENT_TOOL], lambda told: '"tool_use"' in told.body, says=CALL),
+        "tool_choice": Probe({"type": "none"}, lambda told: "# Tools" not in told.prompt, {"tools": [CLIENT_TOOL]}),
+    },
+}
+ONE_VALUE: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"response_format": {"type": "text"}},
+    "/v1/responses": {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "stream_options": {}},
+    "/v1/messages": {"output_config": {"effort": "high"}, "metadata": {"user_id": "u"}},
+}
+"""Objects that are taken with what is always so; `test_refusals.py` and the suites show what is refused of them."""
+ELSEWHERE = {"previous_response_id"}
+"""`test_openai_responses.py` shows what it does."""
+IGNORED_VALUES: Mapping[str, Any] = {
+    "best_of": 1,
+    "cache_control": {"type": "ephemeral"},
+    "max_tool_calls": 3,
+    "metadata": {"a": "b"},
+    "modalities": ["text"],
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "service_tier": "auto",
+    "speed": "standard",
+    "store": False,
+    "truncation": "disabled",
+    "user": "u",
+}
+
+
+@pytest.fixture
+def tell(agent, says, call):
+    """Posts a body and tells what came of it."""
+
+    def post(path: str, body: dict[str, Any], text: str = "A stone.") -> tuple[int, Told]:
+        says(text)
+        before = len(agent.server.engine.submitted)
+        status, _, answer = call(agent.server, "POST", path, body)
+        asked = agent.server.engine.submitted[before:]
+        prompt = agent.prompt if asked else ""
+        return status, Told(asked[0] if asked else None, prompt, answer.decode(), len(asked))
+
+    return post
+
+
+def probes():
+    for path, table in PROBES.items():
+        for name, probe in table.items():
+            yield pytest.param(path, name, probe, id=f"{path}-{name}")
+
+
+@pytest.mark.parametrize(("path", "name", "probe"), list(probes()))
+def test_honoured_field_does_what_it_says_and_nothing_else_does(tell, path, name, probe):
+    base = {**BODIES[path][2], **probe.beside}
+    status, told = tell(path, {**base, name: probe.value}, probe.says)
+    assert status == 200, told.body
+    assert probe.shows(told), told
+    status, told = tell(path, base, probe.says)
+    assert status == 200, told.body
+    assert not probe.shows(told), told
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_every_field_of_ours_is_probed_refused_or_named(path):
+    kind = BODIES[path][0]
+    one_value = set(ONE_VALUE.get(path, {}))
+    honoured = set(kind.__struct_fields__) - set(kind.REFUSED) - set(kind.IGNORED) - one_value - ELSEWHERE
+    assert honoured == set(PROBES[path])
+
+
+def refusals():
+    for path, (kind, _, needed) in BODIES.items():
+        for name in kind.REFUSED:
+            yield pytest.param(path, needed, name, id=f"{path}-{name}")
+
+
+@pytest.mark.parametrize(("path", "needed", "name"), list(refusals()))
+def test_refused_field_is_named_with_what_to_do(tell, path, needed, name):
+    value = "x" if name == "stop" else {"x": 1}
+    status, told = tell(path, {**needed, name: value})
+    assert status == 400
+    message = json.loads(told.body)["error"]["message"]
+    assert message.startswith(f"{name} is not supported: ")
+    assert told.request is None
+
+
+def ignored():
+    for path, (kind, _, needed) in BODIES.items():
+        for name in kind.IGNORED:
+            yield pytest.param(path, needed, {name: IGNORED_VALUES[name]}, id=f"{path}-{name}")
+        for name, value in ONE_VALUE.get(path, {}).items():
+            stream = {"stream": True} if name == "stream_options" else {}
+            yield pytest.param(path, {**needed, **stream}, {name: value}, id=f"{path}-{name}")
+
+
+def without_id(request: GenerateRequest | None) -> GenerateRequest | None:
+    return None if request is None else msgspec.structs.replace(request, request_id=0)
+
+
+@pytest.mark.parametrize(("path", "needed", "given"), list(ignored()))
+def test_ignored_field_is_taken_and_changes_nothing(tell, path, needed, given):
+    status, told = tell(path, {**needed, **given})
+    assert status == 200, told.body
+    _, without = tell(path, needed)
+    assert without_id(told.request) == without_id(without.request)
