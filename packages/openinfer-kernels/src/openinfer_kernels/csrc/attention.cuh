@@ -7,7 +7,7 @@ namespace attention {
 
 using bf16 = __nv_bfloat16;
 
-constexpr float kMinusInfinity = -__builtin_huge_valf();
+constexpr float kMinusInfinity = __builtin_bit_cast(float, 0xFF800000u);
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

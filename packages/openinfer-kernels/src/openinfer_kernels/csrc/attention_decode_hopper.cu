@@ -24,7 +24,7 @@ struct Memory {
   alignas(128) uint8_t pieces[kWarps][kDepth][kKinds][kPieceBytes];
   Shared<D, kTiles> ends;
   uint64_t full[kWarps][kDepth][kKinds];
-  int rows[];  // [3 R + 1]
+  int rows[1];  // [3 R + 1]; NVRTC takes no array without a size
 };
 
 __device__ __forceinline__ void copy(void* target, const bf16* from, int bytes, uint64_t* barrier) {
