@@ -31,6 +31,7 @@ def test_serve_measures_our_server_and_writes_what_is_compared(
     assert [row["ok"] + row["aborted"] for row in result["rows"]] == [8, 20, 64, 1, 10]
     assert all(row["failed"] == 0 and row["ttft_ms"]["p50"] > 0 for row in result["rows"])
     assert result["rows"][0]["tpot_ms"]["p99"] >= result["rows"][0]["tpot_ms"]["p50"] > 0
+    assert result["rows"][-1]["cached_tokens"] == 160
     assert result["commit"] == "abc"
     assert {"gpu", "date", "versions"} <= result.keys()
     assert len(result["samples"]) >= 2

@@ -56,7 +56,15 @@ def test_aborts_leave_the_prompts_as_they_are() -> None:
     assert all(1 <= each < 8 for each in after)
 
 
-@pytest.mark.parametrize("workload", ["bs2", "qps=0", "qps=x", "conc=0", "warm=", "prefill=0", "bs1=3"])
+def test_workload_may_have_sizes_of_its_own() -> None:
+    phase = only("conc=4:5x9")
+    assert (phase.name, phase.sizes) == ("conc=4", {"prompt_tokens": 5, "output_tokens": 9})
+    assert only("conc=4").sizes == {"prompt_tokens": 16, "output_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    "workload", ["conc=4:5", "conc=4:0x3", "bs2", "qps=0", "qps=x", "conc=0", "warm=", "prefill=0", "bs1=3"]
+)
 def test_what_is_no_workload_is_refused(workload: str) -> None:
     with pytest.raises(InvalidRequest, match="is none of bs1"):
         list(phases(workload, SIZES))

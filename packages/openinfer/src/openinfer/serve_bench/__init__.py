@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         print(heading(), flush=True)
         for phase in plan:
             outcomes = send_load(target, phase, processes=arguments.processes)
-            rows.append(row_of(phase.name, outcomes[phase.thrown_away :]))
+            rows.append(row_of(phase.name, outcomes[phase.thrown_away :]) | phase.sizes)
             print(line_of(rows[-1]), flush=True)
     if arguments.watch:
         print(watch.summary())
@@ -102,7 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--model", metavar="DIR|NAME", help="start our server with this model; other flags are those of openinfer serve"
     )
-    add("--workload", nargs="+", required=True, metavar="W", help="bs1, qps=R, conc=N, prefill=L, warm=L1,L2")
+    add(
+        "--workload",
+        nargs="+",
+        required=True,
+        metavar="W",
+        help="bs1, qps=R, conc=N, prefill=L, warm=L1,L2; each may end in :PROMPTxOUTPUT tokens",
+    )
     add("--prompt-tokens", type=int, default=1024, metavar="N", help="of bs1, qps and conc")
     add("--output-tokens", type=int, default=128, metavar="N", help="of bs1, qps and conc")
     add("--seconds", type=float, default=20.0, metavar="S", help="of qps")

@@ -19,8 +19,13 @@ DEADLINE_S = 600.0
 _SHOWN_ERROR = 200
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -85,7 +90,10 @@ class Client:
 
 def _judge(outcome: Outcome, connection: "_Connection", job: Job) -> None:
     outcome.times = np.asarray(connection.times, np.float64).tobytes()
-    outcome.tokens = len(connection.times) if connection.usage is None else connection.usage
+    usage = connection.usage
+    outcome.tokens = len(connection.times) if usage is None else usage.completion_tokens
+    if usage is not None and usage.prompt_tokens_details is not None:
+        outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
     outcome.aborted = connection.aborted
     if outcome.aborted:
         return
@@ -119,7 +127,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.usage: int | None = None
+        self.usage: _Usage | None = None
         self.aborted = False
         self.failure = ""
         self.reusable = False
@@ -197,7 +205,7 @@ class _Connection(asyncio.Protocol):
         if event.error is not None:
             self.failure = str(event.error)
         if event.usage is not None:
-            self.usage = event.usage.completion_tokens
+            self.usage = event.usage
         if any(choice.text or choice.finish_reason is None for choice in event.choices):
             self.times.append(self._now_s)  # a bare finish is no token's
             if len(self.times) == self._abort_after:

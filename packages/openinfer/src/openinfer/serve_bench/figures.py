@@ -35,6 +35,7 @@ def row_of(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "failed": len(errors),
         "aborted": sum(outcome.aborted for outcome in outcomes),
         "errors": sorted(set(errors))[:_SHOWN_ERRORS],
+        "cached_tokens": sum(outcome.cached_tokens for outcome in done),
         "out_tok_s": round(sum(outcome.tokens for outcome in done) / wall_s, 1) if wall_s else 0.0,
         "req_s": round(len(done) / wall_s, 3) if wall_s else 0.0,
         "ttft_ms": percentiles_ms(np.asarray(ttft)),

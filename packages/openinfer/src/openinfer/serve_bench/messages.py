@@ -20,7 +20,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One request."""
 
     prompt: bytes
-    """Token ids, int32."""
+    """Token ids, int32, little endian as in memory."""
     output_tokens: int
     at_s: float | None = None
     """When it is sent, in seconds after the begin; None: as soon as one of the worker's places is free."""
@@ -53,6 +53,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     """float64: when each event with text arrived."""
     tokens: int = 0
     """As the server counts them, else the events."""
+    cached_tokens: int = 0
+    """Of the prompt, found in a cache, where the server says so."""
     aborted: bool = False
     """The client left, as it was told."""
     error: str = ""

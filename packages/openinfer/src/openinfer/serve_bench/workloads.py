@@ -6,11 +6,13 @@
     prefill=L        5 prompts of L tokens that no cache knows, 1 output token, one at a time, after 1 thrown away
     warm=L1,L2,…     per length a new prompt (a row of its own, `cold=L`), then the same 10 times, after 1 thrown away
 
-Prompts are random token ids, so that no tokenizer is needed here and none is measured there.
+`:64x512` behind a workload gives it prompts of 64 tokens and 512 output tokens. Prompts are random token ids, so that
+no tokenizer is needed here and none is measured there. All workloads begin with the same random numbers: two of them in
+one run may share prompts, which a prefix cache finds (`cached_tokens` of a row); other seeds share none.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +49,12 @@ class Phase:
     thrown_away: int = 0
     """Of the first requests, which warm something up."""
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of its requests, for the row of the result."""
+        last = self.jobs[-1]
+        return {"prompt_tokens": len(last.prompt_ids), "output_tokens": last.output_tokens}
+
 
 def phases(workload: str, sizes: Sizes) -> Iterator[Phase]:
     """The phases of a workload, in order.
@@ -54,18 +62,20 @@ def phases(workload: str, sizes: Sizes) -> Iterator[Phase]:
     Raises:
         InvalidRequest: there is no such workload.
     """
-    kind, _, value = workload.partition("=")
+    name, _, own = workload.partition(":")
+    kind, _, value = name.partition("=")
     rng = np.random.default_rng(sizes.seed)
     try:
+        sizes = _with_own(sizes, own)
         if kind == "bs1" and not value:
-            yield _one_by_one(workload, rng, sizes)
+            yield _one_by_one(name, rng, sizes)
         elif kind == "qps":
-            yield _poisson(workload, rng, sizes, rate=float(value))
+            yield _poisson(name, rng, sizes, rate=float(value))
         elif kind == "conc":
-            yield _closed(workload, rng, sizes, places=int(value))
+            yield _closed(name, rng, sizes, places=int(value))
         elif kind == "prefill":
             prompts = _prompts(rng, 6, int(value), sizes)
-            yield Phase(name=workload, jobs=_jobs(prompts, 1), places=1, thrown_away=1)
+            yield Phase(name=name, jobs=_jobs(prompts, 1), places=1, thrown_away=1)
         elif kind == "warm":
             for length in map(int, value.split(",")):
                 (prompt,) = _prompts(rng, 1, length, sizes)
@@ -75,8 +85,17 @@ def phases(workload: str, sizes: Sizes) -> Iterator[Phase]:
             raise ValueError(kind)
     except ValueError as error:
         raise InvalidRequest(
-            f"--workload {workload!r} is none of bs1, qps=R, conc=N, prefill=L, warm=L1,L2", field="workload"
+            f"--workload {workload!r} is none of bs1, qps=R, conc=N, prefill=L, warm=L1,L2, with :PROMPTxOUTPUT",
+            field="workload",
         ) from error
+
+
+def _with_own(sizes: Sizes, own: str) -> Sizes:
+    """Sizes with those of a workload's own, `64x512`; nothing changes nothing."""
+    if not own:
+        return sizes
+    prompt, output = map(int, own.split("x"))
+    return replace(sizes, prompt_tokens=prompt, output_tokens=output)
 
 
 def _one_by_one(name: str, rng: np.random.Generator, sizes: Sizes) -> Phase:
