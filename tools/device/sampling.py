@@ -90,13 +90,19 @@ def random_changes(rng, num_rows, num_columns):
             output_counts=(rng.random((count, num_columns)) < 0.01).astype(np.int32) * 3,
             prompt_seen=rng.random((count, num_columns)) < 0.05,
         ),
-        "bias": Bias(
-            rows=(pairs // num_columns).astype(np.int32),
-            token_ids=(pairs % num_columns).astype(np.int32),
-            values=rng.choice([-np.inf, -3.0, 2.0, 5.0], size=len(pairs)).astype(np.float32),
-        ),
+        "bias": bias_of(pairs // num_columns, pairs % num_columns, rng),
         "token_mask": TokenMask(rows=masked, bits=np.packbits(padded, axis=1, bitorder="little").view(np.uint32)),
     }
+
+
+def bias_of(rows, token_ids, rng):
+    """Random changes of these coordinates, which are sorted."""
+    named, firsts, counts = np.unique(rows, return_index=True, return_counts=True)
+    ids = np.zeros((len(named), counts.max()), np.int32)
+    for index, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        ids[index, :count] = token_ids[first : first + count]
+    values = rng.choice([-np.inf, -3.0, 2.0, 5.0], size=ids.shape).astype(np.float32)
+    return Bias(rows=named.astype(np.int32), counts=counts.astype(np.int32), token_ids=ids, values=values)
 
 
 # --- a float64 reference for single rows --------------------------------------------------------------------------

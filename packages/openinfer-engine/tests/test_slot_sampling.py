@@ -4,7 +4,7 @@ import numpy as np
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine.slot_sampling import SlotSampling, is_plain
+from openinfer_engine.slot_sampling import SlotSampling
 from openinfer_kernels import SamplingBatch
 from openinfer_kernels.cpu import CpuOps
 
@@ -32,6 +32,15 @@ def slots(*started: SlotStart) -> SlotSampling:
 
 def batch_of(state: SlotSampling, rows: list[int], positions: list[int]) -> SamplingBatch:
     return state.batch(np.asarray(rows, np.int32), np.asarray(positions, np.int64), OPS)
+
+
+def changes_of(batch: SamplingBatch) -> dict[int, dict[int, float]]:
+    """Row -> token -> what is added to its logit."""
+    bias = batch.bias
+    return {
+        int(row): dict(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+        for row, count, ids, values in zip(bias.rows, bias.counts, bias.token_ids, bias.values, strict=True)
+    }
 
 
 def test_batch_takes_each_rows_parameters_from_its_slot() -> None:
@@ -64,10 +73,13 @@ def test_penalties_count_outputs_before_and_after_a_preemption() -> None:
 def test_stop_tokens_are_forbidden_until_min_tokens() -> None:
     params = make(min_tokens=2, stop_token_ids=(7, 8, 7), logit_bias={8: 3.0, 1: -1.0})
     state = slots(start(0, params))
-    early = batch_of(state, [0], [3]).bias  # the second output token
-    assert dict(zip(early.token_ids.tolist(), early.values.tolist(), strict=True)) == {1: -1.0, 7: -np.inf, 8: -np.inf}
-    late = batch_of(state, [0], [4]).bias
-    assert dict(zip(late.token_ids.tolist(), late.values.tolist(), strict=True)) == {8: 3.0, 1: -1.0}
+    assert changes_of(batch_of(state, [0], [3])) == {0: {1: -1.0, 7: -np.inf, 8: -np.inf}}  # the second output token
+    assert changes_of(batch_of(state, [0], [4])) == {0: {8: 3.0, 1: -1.0}}
+
+
+def test_rows_with_unequal_numbers_of_changes_share_a_batch() -> None:
+    state = slots(start(0, make(logit_bias={1: 2.0, 5: 1.0})), start(1, make()), start(2, make(logit_bias={3: -4.0})))
+    assert changes_of(batch_of(state, [2, 1, 0], [7, 7, 7])) == {0: {3: -4.0}, 2: {1: 2.0, 5: 1.0}}
 
 
 def test_a_new_owner_of_a_slot_inherits_nothing() -> None:
@@ -77,17 +89,3 @@ def test_a_new_owner_of_a_slot_inherits_nothing() -> None:
     assert batch.penalties is None
     assert state.logprobs[0] == -1
     assert state.prompt_logprobs[0] == -1
-
-
-def test_only_what_changes_logits_or_asks_for_scores_is_not_plain() -> None:
-    assert is_plain(make(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(1,)))
-    for params in (
-        make(logit_bias={1: 1.0}),
-        make(min_tokens=1),
-        make(logprobs=0),
-        make(prompt_logprobs=0),
-        make(presence_penalty=0.5),
-        make(frequency_penalty=0.5),
-        make(repetition_penalty=1.1),
-    ):
-        assert not is_plain(params)

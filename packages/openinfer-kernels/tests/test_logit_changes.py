@@ -29,6 +29,15 @@ def penalties(row: int, counts: list[int], seen: list[int], *, presence=0.0, fre
     )
 
 
+def bias_of(changes: dict[int, dict[int, float]]) -> Bias:
+    """Row -> token -> what is added; rows are padded with changes that do not count."""
+    width = 1 + max(map(len, changes.values()))
+    ids, values = np.zeros((len(changes), width), np.int32), np.full((len(changes), width), 1e6, np.float32)
+    for index, row in enumerate(changes.values()):
+        ids[index, : len(row)], values[index, : len(row)] = list(row), list(row.values())
+    return Bias(rows=i32(*changes), counts=i32(*map(len, changes.values())), token_ids=ids, values=values)
+
+
 def packed(allowed: list[list[int]], num_tokens: int) -> np.ndarray:
     """`[m, ceil(n / 32)]` uint32 with the bits of the allowed tokens."""
     bits = np.zeros((len(allowed), -(-num_tokens // 32)), np.uint32)
@@ -48,9 +57,8 @@ def ranking(ops, upload, sampling):
         while len(order) < num_tokens:
             banned = dict.fromkeys(order, -np.inf)
             if given_bias is not None:
-                extra = zip(given_bias.token_ids.tolist(), given_bias.values.tolist(), strict=True)
-                banned = dict(extra) | banned
-            bias = Bias(rows=np.zeros(len(banned), np.int32), token_ids=i32(*banned), values=f32(*banned.values()))
+                banned = given_bias | banned
+            bias = bias_of({0: banned})
             batch = sampling(1, num_token_ids=num_tokens, temperature=0, bias=bias, **changes)
             order.append(int(ops.download(ops.sample(upload(f32(*row)[None]), upload(batch)))[0]))
         return order
@@ -91,14 +99,14 @@ def test_repetition_comes_before_presence_and_frequency(ranking):
 
 def test_bias_comes_after_the_penalties(ranking):
     # a: 4 / 4 + 1.5 = 2.5 < b. Adding first would give 5.5 / 4 = 1.375, behind c.
-    bias = Bias(rows=i32(0), token_ids=i32(0), values=f32(1.5))
+    bias = {0: 1.5}
     changed = penalties(0, [0] * 5, [1, 0, 0, 0, 0], repetition=4.0)
     assert ranking(ROW, penalties=changed, bias=bias) == [1, 0, 2, 3, 4]
 
 
 def test_mask_wins_over_bias(ops, upload, sampling):
     mask = TokenMask(rows=i32(0), bits=packed([[2, 4]], 5))
-    bias = Bias(rows=i32(0, 0), token_ids=i32(0, 4), values=f32(100.0, 9.0))
+    bias = bias_of({0: {0: 100.0, 4: 9.0}})
     batch = sampling(1, num_token_ids=5, temperature=0, bias=bias, token_mask=mask)
     assert ops.download(ops.sample(upload(f32(*ROW)[None]), upload(batch))).tolist() == [4]
 
@@ -110,7 +118,7 @@ def test_changes_touch_only_the_rows_they_name(ops, upload, sampling):
         num_token_ids=5,
         temperature=0,
         penalties=penalties(2, [1, 0, 0, 0, 0], [0] * 5, presence=2.0),
-        bias=Bias(rows=i32(3, 3), token_ids=i32(4, 0), values=f32(50.0, -np.inf)),
+        bias=bias_of({3: {4: 50.0, 0: -np.inf}, -1: {1: 100.0}}),
         token_mask=TokenMask(rows=i32(1), bits=packed([[2, 3]], 5)),
     )
     device = upload(logits)
@@ -128,7 +136,7 @@ def test_mask_that_allows_nothing_is_minus_one_and_alone(ops, upload, sampling):
 
 
 def test_bias_that_forbids_everything_is_minus_one(ops, upload, sampling):
-    bias = Bias(rows=np.zeros(5, np.int32), token_ids=i32(0, 1, 2, 3, 4), values=np.full(5, -np.inf, np.float32))
+    bias = bias_of({0: dict.fromkeys(range(5), -np.inf)})
     batch = sampling(1, num_token_ids=5, bias=bias)
     assert ops.download(ops.sample(upload(f32(*ROW)[None]), upload(batch))).tolist() == [-1]
 
@@ -139,7 +147,7 @@ def test_changes_may_name_padding_ids_which_stay_impossible(ops, upload, samplin
         num_token_ids=3,
         temperature=0,
         penalties=penalties(0, [1, 0, 0, 0, 1], [0, 0, 0, 1, 0], presence=0.5),
-        bias=Bias(rows=i32(0, 0), token_ids=i32(4, 3), values=f32(100.0, 100.0)),
+        bias=bias_of({0: {4: 100.0, 3: 100.0}}),
         token_mask=TokenMask(rows=i32(0), bits=packed([[1, 2, 3, 4]], 5)),
     )
     assert ops.download(ops.sample(upload(f32(*ROW)[None]), upload(batch))).tolist() == [1]

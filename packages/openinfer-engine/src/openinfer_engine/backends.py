@@ -13,8 +13,9 @@ from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
+from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
-from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
 from openinfer_kernels.driver import wake_driver
 from openinfer_kv_cache import KvDtype, KvLayout
 
@@ -77,6 +78,7 @@ class Backend(Protocol):
         communicator: Communicator,
         limits: RunnerLimits,
         mark: Callable[[str], None],
+        tracer: Tracer,
     ) -> Rank:
         """The rank that runs a loaded model, warmed up; `mark` is told the name of each phase that has ended."""
         ...
@@ -89,7 +91,7 @@ def open_backend(options: EngineOptions) -> Backend:
         Refused: its device or packages are not there.
     """
     if options.device is DeviceKind.CPU:
-        return CpuBackend()
+        return CpuBackend(batch_invariant=options.batch_invariant)
     wake_driver()
     try:
         from openinfer_engine.cuda_backend import CudaBackend
@@ -106,9 +108,13 @@ class CpuBackend:
     architecture = "cpu"
     measured: dict[str, str] = {}  # noqa: RUF012
 
+    def __init__(self, *, batch_invariant: bool) -> None:
+        self._batch_invariant = batch_invariant
+
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         """NumPy alone, but for what is provided."""
-        operators = "cpu NumPy, float32" + (f", but {', '.join(sorted(provided))}" if provided else "")
+        operators = "cpu NumPy, float32" + (", batch-invariant" if self._batch_invariant else "")
+        operators += f", but {', '.join(sorted(provided))}" if provided else ""
         return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
 
     def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
@@ -127,7 +133,7 @@ class CpuBackend:
 
     def make_ops(self) -> Ops:
         """Stateless."""
-        return CpuOps()
+        return BatchInvariantCpuOps() if self._batch_invariant else CpuOps()
 
     def dummy_weights(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int) -> WeightSource:
         """Pieces of one sequence."""
@@ -143,8 +149,9 @@ class CpuBackend:
         communicator: Communicator,
         limits: RunnerLimits,
         mark: Callable[[str], None],
+        tracer: Tracer,
     ) -> Rank:
         """Needs no warming."""
         kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
         mark("kv_cache")
-        return RankRunner(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits)
+        return RankRunner(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits, tracer=tracer)

@@ -6,15 +6,19 @@ from typing import Self
 from openinfer_core import Refused
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.cuda_rank import CudaRank
+from openinfer_engine.cuda_slots import slot_sizes
 from openinfer_engine.dummy import DeviceDummyWeights
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import EngineOptions
-from openinfer_engine.rank import RankRunner, RunnerLimits
+from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.runner import Rank
+from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.catalogue import kernels_by_part, measured_by_part
+from openinfer_kernels.cuda.batch_invariant import BatchInvariantCudaOps
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.ops import CudaOps
+from openinfer_kernels.cuda.steps import state_bytes
 from openinfer_kv_cache import KvDtype, KvLayout
 
 _FIXED_WORKSPACE_BYTES = 1 << 30
@@ -22,7 +26,7 @@ _FIXED_WORKSPACE_BYTES = 1 << 30
 _ACTIVATION_BYTES_PER_TOKEN = 1 << 18
 """Of one token of a step, at most: a few vectors of the widest layer of any model served."""
 _LOGIT_BYTES = 12
-"""Of one logit of a sampled row: BF16, and float32 scratch of sampling."""
+"""Of one logit of a sampled row: float32, float32 scratch of sampling, and what a copy of some rows takes."""
 
 
 class CudaBackend:
@@ -55,11 +59,16 @@ class CudaBackend:
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         """Of the catalogue of `openinfer_kernels`, in BF16."""
         replay = "captured once, replayed" if self._options.cuda_graph else "launched one by one"
-        return {
+        found = {
             "device": f"{self._device.name} ({self._device.architecture})",
             "decode steps": replay,
             **kernels_by_part(self._device.architecture, skip=provided),
         }
+        if self._options.batch_invariant:
+            found["batch invariance"] = "no product divides K; each kernel's bits are compared before its first use"
+            found["decode attention"] = found["prefill attention"]
+            found["products"] = "cuBLASLt (its first algorithm that agrees bit for bit)"
+        return found
 
     @property
     def measured(self) -> dict[str, str]:
@@ -67,12 +76,13 @@ class CudaBackend:
         return measured_by_part(self._device.architecture)
 
     def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
-        """Activations of the largest step, logits of all rows, and a fixed part."""
+        """Activations of the largest step, logits of all rows, the slots' sampling state, and a fixed part."""
         rows = limits.max_num_seqs + 256
         return (
             _FIXED_WORKSPACE_BYTES
             + max_step_tokens * _ACTIVATION_BYTES_PER_TOKEN
             + rows * limits.vocab_size * _LOGIT_BYTES
+            + state_bytes(slot_sizes(limits))
         )
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
@@ -96,7 +106,7 @@ class CudaBackend:
 
     def make_ops(self) -> Ops:
         """On this GPU."""
-        return CudaOps(self._device)
+        return BatchInvariantCudaOps(self._device) if self._options.batch_invariant else CudaOps(self._device)
 
     def dummy_weights(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int) -> WeightSource:
         """Computed on the GPU."""
@@ -112,14 +122,14 @@ class CudaBackend:
         communicator: Communicator,
         limits: RunnerLimits,
         mark: Callable[[str], None],
+        tracer: Tracer,
     ) -> Rank:
         """Warmed up, its decode steps captured."""
         kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
         mark("kv_cache")
-        eager = RankRunner(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits)
         if not isinstance(ops, CudaOps):
             raise TypeError("operators of another backend")
-        rank = CudaRank(eager, model, kv_cache=kv_cache, ops=ops, limits=limits)
+        rank = CudaRank(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits, tracer=tracer)
         rank.warm_up(capture=self._options.cuda_graph, mark=mark)
         return rank
 

@@ -1,160 +1,263 @@
-"""`CudaRank`: a rank on a GPU. Plain decode steps are replayed from a captured graph, all others run op by op.
+"""`CudaRank`: a rank on a GPU. No step is waited for: it is queued, and its result is read when the loop asks.
 
-    plan ─► admit (host tables, device tables, slots' parameters)
-       ├─ every row is one token whose id is on the device, and asks for nothing beside sampling
-       │    └─► slots and positions to the device ─► replay the graph of so many rows ─► ids to the host
-       └─ else ─► RankRunner.execute
+    plan ─► block tables, slots that begin ─► one small copy to the device
+       ├─ decode rows alone ─► replay: forward ─► replay: sampling, plain or full ──────────► ids to the host
+       └─ pieces of prompts ─► replay, or launch one by one: forward ─► sampling launched ──► ids to the host
 
-A replay is not waited for: the next step is prepared and queued behind it, and its ids are read when the loop asks.
+What the host must know of a slot is known when it begins (`CudaSlots`), so nothing that a request may ask for makes a
+step wait, and what few rows ask for costs the others little.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from openinfer_core.scheduling import SlotStart, StepPlan, StepResult
+from openinfer_core.scheduling import StepPlan
+from openinfer_engine.block_tables import BlockTables
+from openinfer_engine.communicator import Communicator
+from openinfer_engine.cuda_captured import (
+    ROW_BUCKETS,
+    TOKEN_BUCKETS,
+    CapturedDecode,
+    CapturedPieces,
+    StepWork,
+    bucket_of,
+    capture_decode,
+    capture_pieces,
+    row_buckets,
+)
+from openinfer_engine.cuda_results import QueuedStep, SampledTokens, ScoredPrompt
+from openinfer_engine.cuda_sampler import CudaSampler
+from openinfer_engine.cuda_slots import CudaSlots, UnscoredRow, slot_sizes
+from openinfer_engine.cuda_times import StepTimes
 from openinfer_engine.model import Model
-from openinfer_engine.rank import NOT_FINITE, RankRunner, RunnerLimits
-from openinfer_engine.runner import DoneStep, PendingStep
-from openinfer_engine.slot_sampling import is_plain
-from openinfer_kernels import Array, HostArray
-from openinfer_kernels.cuda.graphs import Event, Graph, PinnedBuffers, Stream
+from openinfer_engine.rank import PROMPT_LOGPROB_ROWS, RunnerLimits
+from openinfer_engine.runner import PendingStep
+from openinfer_engine.step_logprobs import HostLogprobs
+from openinfer_engine.trace import NoTrace, Tracer
+from openinfer_kernels import Array, HostArray, Logprobs
+from openinfer_kernels.cuda.graphs import Stream
 from openinfer_kernels.cuda.ops import CudaOps
-from openinfer_kernels.cuda.steps import SLOT_PARAMS, DecodeInputs, SlotState
+from openinfer_kernels.cuda.pinned import PinnedTurn, PinnedTurns
+from openinfer_kernels.cuda.step_inputs import DECODE_LINES, DecodeInputs, PieceInputs, SampledRows, piece_record
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Numbers of rows that are captured; a step is padded to the next one."""
-MOST_ROWS = ROW_BUCKETS[-1]
-_IN_FLIGHT = 3
-"""Steps whose host buffers are in use at a time, at most: one running, one queued, one being read."""
+_TURNS = 3
+"""Steps whose host memory is in use at a time, at most: one running, one queued, one being read."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    inputs: DecodeInputs
+class _Rows:
+    """What a step samples, on the device."""
+
+    sampled: HostArray
+    """Rows of the plan."""
+    places: HostArray
+    """Where each is in the next two."""
     token_ids: Array
-    graph: Graph
+    logprobs: Logprobs | None
+    prompts: list[ScoredPrompt]
 
 
 class CudaRank:
     """Steps of one GPU, in order, on one stream."""
 
-    def __init__(self, eager: RankRunner, model: Model, *, kv_cache: Array, ops: CudaOps, limits: RunnerLimits) -> None:
-        self._eager = eager
+    def __init__(
+        self,
+        model: Model,
+        *,
+        kv_cache: Array,
+        ops: CudaOps,
+        communicator: Communicator,
+        limits: RunnerLimits,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._ops = ops
+        self._communicator = communicator
         self._limits = limits
         self._stream = Stream(ops.device)
-        max_blocks = -(-limits.max_model_tokens // limits.block_size_tokens)
-        self._slots = SlotState(
-            ops.device, last_ids=eager.last_ids, max_num_seqs=limits.max_num_seqs, max_blocks=max_blocks
+        self._times = StepTimes(self._stream, tracer or NoTrace())
+        self._tables = BlockTables(
+            max_num_seqs=limits.max_num_seqs,
+            max_model_tokens=limits.max_model_tokens,
+            block_size_tokens=limits.block_size_tokens,
         )
-        self._plain: HostArray = np.zeros(limits.max_num_seqs, np.bool_)
-        """Slots whose request asks for nothing beside sampling."""
-        self._captured: dict[int, _Captured] = {}
-        self._buffers = PinnedBuffers(_IN_FLIGHT, inputs=2 * MOST_ROWS, outputs=MOST_ROWS)
+        self._slots = CudaSlots(ops.device, limits)
+        max_rows = max(limits.max_num_seqs, ROW_BUCKETS[-1])
+        self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
+        self._decode: dict[int, CapturedDecode] = {}
+        self._pieces: dict[int, CapturedPieces] = {}
+        self._turns = PinnedTurns(_TURNS)
+
+    # --- start ------------------------------------------------------------------------------------------
 
     def warm_up(self, *, capture: bool, mark: Callable[[str], None]) -> None:
-        """Runs each decode size once, so that nothing is compiled or measured later, and captures it.
+        """Runs each captured size once, so that nothing is compiled or measured later, and captures it.
 
         Args:
             capture: whether to capture.
             mark: told the phases of the start: `tuning` and `capture`.
         """
-        buckets = [rows for rows in ROW_BUCKETS if rows <= _bucket(min(self._limits.max_num_seqs, MOST_ROWS))]
+        work = StepWork(
+            decode_logits=self._decode_logits,
+            sample=lambda logits, inputs: self._sampler.sample(logits, inputs.sampled),
+            sample_fully=self._sampler.sample_fully,
+            pieces_hidden=self._pieces_hidden,
+        )
+        decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
+        pieces = [self._piece_inputs(tokens) for tokens in TOKEN_BUCKETS]
         with self._stream:
             with self._ops.tuning():
-                for rows in buckets:
-                    self._decode(self._make_inputs(rows))
+                for inputs in decode:
+                    self._sampler.sample_fully(self._decode_logits(inputs), inputs)
+                for inputs in pieces:
+                    self._pieces_hidden(inputs)
                 self._stream.synchronize()
             mark("tuning")
             if capture:
-                pool = self._stream.private_pool()
-                for rows in reversed(buckets):
-                    inputs = self._make_inputs(rows)
-                    with pool:
-                        graph, token_ids = self._stream.capture(lambda inputs=inputs: self._decode(inputs))
-                    self._captured[rows] = _Captured(inputs, token_ids, graph)
+                with self._stream.private_pool():  # every graph's scratch; inputs lie elsewhere
+                    for inputs in reversed(pieces):
+                        self._pieces[len(inputs.token_ids)] = capture_pieces(self._stream, inputs, work)
+                    for inputs in reversed(decode):
+                        self._decode[inputs.rows.shape[1]] = capture_decode(self._stream, inputs, work)
                 self._stream.synchronize()
                 mark("capture")
 
+    def _decode_inputs(self, num_rows: int) -> DecodeInputs:
+        max_blocks = slot_sizes(self._limits).max_blocks
+        return DecodeInputs.make(num_rows, max_blocks=max_blocks, max_context_tokens=self._limits.max_model_tokens)
+
+    def _piece_inputs(self, num_tokens: int) -> PieceInputs:
+        """For as many rows as so many tokens can have; two at least, since attention is told of no shorter row else."""
+        return PieceInputs.make(
+            max(2, min(num_tokens, self._limits.max_num_seqs)),
+            num_tokens,
+            max_blocks=slot_sizes(self._limits).max_blocks,
+            longest=(num_tokens, self._limits.max_model_tokens),
+        )
+
+    # --- what is captured, beside sampling --------------------------------------------------------------
+
+    def _decode_logits(self, inputs: DecodeInputs) -> Array:
+        """`[R, V]` logits of a decode step."""
+        self._slots.state.prepare_decode(inputs)
+        return self._model.logits(self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache))
+
+    def _pieces_hidden(self, inputs: PieceInputs) -> Array:
+        """`[T, h]` hidden states of a step of pieces."""
+        self._slots.state.prepare_pieces(inputs)
+        return self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
+
+    # --- steps ------------------------------------------------------------------------------------------
+
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begins a step."""
-        with self._stream:
-            entries = self._eager.admit(plan)
-            if len(entries):
-                self._slots.append_blocks(self._ops.upload(entries))
-            for start in plan.started:
-                self._start(start)
-            if self._is_plain_decode(plan):
-                return self._replay(plan)
-            return DoneStep(self._eager.execute(plan))
+        """Queues a step. If that fails, the other ranks are told, so that none waits for this one."""
+        try:
+            with self._stream:
+                return self._queue(plan)
+        except BaseException as error:
+            self._communicator.abort(error)
+            raise
 
-    def _make_inputs(self, rows: int) -> DecodeInputs:
-        return self._slots.make_decode_inputs(
-            rows,
-            num_token_ids=self._limits.num_token_ids,
-            max_context_tokens=self._limits.max_model_tokens,
+    def _queue(self, plan: StepPlan) -> QueuedStep:
+        entries = self._tables.advance(plan)
+        turn = self._turns.take()
+        note_times = self._times.begin(plan)
+        self._slots.update(plan, entries, turn)
+        captured = self._captured_decode(plan)
+        rows = self._run_pieces(plan, turn) if captured is None else self._replay_decode(plan, captured, turn)
+        sampled = SampledTokens(
+            rows=rows.sampled,
+            places=rows.places,
+            token_ids=turn.download(rows.token_ids),
+            logprobs=None if rows.logprobs is None else _download(rows.logprobs, turn),
+            tops=self._slots.logprobs[plan.slots[rows.sampled]],
         )
+        after = note_times()
+        turn.done.record()
+        return QueuedStep(turn.done, plan.num_rows, sampled, rows.prompts, after)
 
-    def _decode(self, inputs: DecodeInputs) -> Array:
-        """A whole decode step: what is captured. Returns the sampled ids."""
-        self._slots.prepare_decode(inputs, block_tokens=self._limits.block_size_tokens)
-        hidden = self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
-        token_ids = self._ops.sample(self._model.logits(hidden), inputs.sampling)
-        self._slots.keep_last_ids(inputs.slots_and_positions[0], token_ids)
-        return token_ids
+    def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
+        """The captured decode step that can hold a plan, if it is one."""
+        is_decode = not len(plan.token_ids) and plan.num_tokens == plan.num_rows
+        bucket = bucket_of(ROW_BUCKETS, plan.num_rows) if is_decode else None
+        return None if bucket is None else self._decode.get(bucket)
 
-    def _start(self, start: SlotStart) -> None:
-        params = start.request.sampling
-        self._plain[start.slot] = is_plain(params)
-        record = np.zeros(1, SLOT_PARAMS)
-        top_k = min(params.top_k, self._limits.vocab_size)
-        record[0] = (params.temperature, params.top_p, params.min_p, top_k, start.seed)
-        self._slots.write_params(start.slot, record)
+    def _replay_decode(self, plan: StepPlan, captured: CapturedDecode, turn: PinnedTurn) -> _Rows:
+        num_rows = plan.num_rows
+        rows = np.full((DECODE_LINES, captured.inputs.rows.shape[1]), -1, np.int32)
+        rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = plan.slots, plan.starts, plan.sample
+        if plan.token_masks:
+            rows[DECODE_LINES - 1] = self._sampler.send_masks(plan.token_masks.items(), rows.shape[1], turn)
+        turn.upload_into(rows, captured.inputs.rows)
+        captured.forward.launch()
+        sampling = captured.plain if self._slots.is_plain(plan) else captured.full
+        sampling.graph.launch()
+        sampled = np.flatnonzero(plan.sample)
+        return _Rows(sampled, sampled, sampling.token_ids, sampling.logprobs, [])
 
-    def _is_plain_decode(self, plan: StepPlan) -> bool:
-        return (
-            bool(self._captured)
-            and plan.num_rows <= MOST_ROWS
-            and not len(plan.token_ids)
-            and plan.num_tokens == plan.num_rows
-            and bool(self._plain[plan.slots].all())
-            and bool(plan.sample.all())
+    def _run_pieces(self, plan: StepPlan, turn: PinnedTurn) -> _Rows:
+        hidden = self._forward_pieces(plan, turn)
+        ends = np.cumsum(plan.counts)
+        prompts = [
+            self._score(unscored, hidden[int(ends[unscored.row] - plan.counts[unscored.row]) :], turn)
+            for unscored in self._slots.unscored(plan)
+        ]
+        sampled = np.flatnonzero(plan.sample)
+        places = np.arange(len(sampled))
+        last_tokens, slots, positions = turn.upload(
+            (ends[sampled] - 1).astype(np.int32), plan.slots[sampled], (plan.starts + plan.counts)[sampled]
         )
+        if not len(sampled):
+            return _Rows(sampled, places, slots, None, prompts)
+        logits = self._model.logits(self._ops.embedding(last_tokens, hidden))
+        rows = SampledRows.make(len(sampled), slots=slots)
+        self._slots.state.prepare_sampling(rows, positions)
+        masks = [
+            (place, plan.token_masks[row]) for place, row in enumerate(sampled.tolist()) if row in plan.token_masks
+        ]
+        mask = self._sampler.token_mask(masks, len(sampled), turn) if masks else None
+        token_ids = self._sampler.sample(logits, rows, changes=self._slots.changes_logits(plan), mask=mask)
+        top = int(self._slots.logprobs[plan.slots[sampled]].max())
+        logprobs = self._ops.logprobs(logits, token_ids, top=top) if top >= 0 else None
+        return _Rows(sampled, places, token_ids, logprobs, prompts)
 
-    def _replay(self, plan: StepPlan) -> PendingStep:
-        rows = plan.num_rows
-        captured = self._captured[_bucket(rows)]
-        padded = captured.inputs.slots_and_positions.shape[1]
-        turn = self._buffers.take()
-        turn.inputs[: 2 * padded].reshape(2, padded)[:, rows:] = -1
-        turn.inputs[:rows] = plan.slots
-        turn.inputs[padded : padded + rows] = plan.starts
-        turn.upload(captured.inputs.slots_and_positions)
-        captured.graph.launch()
-        turn.download(captured.token_ids)
-        return _Replayed(turn.outputs, turn.done, rows)
+    def _forward_pieces(self, plan: StepPlan, turn: PinnedTurn) -> Array:
+        """`[T or more, h]` hidden states of a step of any shape."""
+        columns = (plan.slots, plan.starts, plan.counts, plan.given_counts, plan.token_ids)
+        bucket = bucket_of(TOKEN_BUCKETS, plan.num_tokens)
+        captured = None if bucket is None else self._pieces.get(bucket)
+        if captured is not None:
+            inputs = captured.inputs
+            sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
+            turn.upload_into(piece_record(*columns, sizes=sizes), inputs.record)
+            captured.forward.launch()
+            return captured.hidden
+        (record,) = turn.upload(piece_record(*columns, sizes=(plan.num_rows, plan.num_tokens)))
+        longest = int((plan.starts + plan.counts).max())
+        inputs = PieceInputs.make(
+            plan.num_rows,
+            plan.num_tokens,
+            max_blocks=-(-longest // self._limits.block_size_tokens),
+            longest=(int(plan.counts.max()), longest),
+            record=record,
+        )
+        return self._pieces_hidden(inputs)
+
+    def _score(self, unscored: UnscoredRow, hidden: Array, turn: PinnedTurn) -> ScoredPrompt:
+        """Log-probabilities of a row's `targets`, which the first of `hidden` predict, piece by piece."""
+        targets: Sequence[int] = unscored.targets
+        (token_ids,) = turn.upload(np.asarray(targets, np.int32))
+        pieces: list[HostLogprobs] = []
+        for begin in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            piece = slice(begin, min(begin + PROMPT_LOGPROB_ROWS, len(targets)))
+            logits = self._model.logits(hidden[piece])
+            pieces.append(_download(self._ops.logprobs(logits, token_ids[piece], top=unscored.top), turn))
+        return ScoredPrompt(unscored.row, pieces, unscored.top)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replayed:
-    """A decode step on its way."""
-
-    outputs: HostArray
-    done: Event
-    num_rows: int
-
-    def result(self) -> StepResult:
-        """Waits for the ids."""
-        self.done.wait()
-        token_ids = self.outputs[: self.num_rows].copy()
-        failed = np.flatnonzero(token_ids < 0).tolist()
-        return StepResult(token_ids=token_ids, failed_rows=dict.fromkeys(failed, NOT_FINITE))
-
-
-def _bucket(rows: int) -> int:
-    """The smallest captured number of rows that holds so many."""
-    return next(bucket for bucket in ROW_BUCKETS if bucket >= rows)
+def _download(logprobs: Logprobs, turn: PinnedTurn) -> HostLogprobs:
+    columns = (logprobs.chosen, logprobs.ranks, logprobs.top_ids, logprobs.top)
+    return HostLogprobs(*map(turn.download, columns))

@@ -24,6 +24,7 @@ from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import Model, ModelDefinition, WeightSource
 from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
 from openinfer_engine.runner import Rank, ThreadRunner
+from openinfer_engine.trace import NoTrace, Trace, Tracer
 from openinfer_kernels import Ops
 
 logger = logging.getLogger("openinfer.engine")
@@ -63,13 +64,14 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
 def build_loop(composition: Composition) -> StepLoop:
     """Loads the weights of every rank and puts the engine together, without a host."""
     scheduler = composition.make_scheduler()
-    runner = ThreadRunner(_load_ranks(composition))
+    tracer = NoTrace() if composition.options.trace is None else Trace(Path(composition.options.trace))
+    runner = ThreadRunner(_load_ranks(composition, tracer), tracer=tracer)
     info = msgspec.structs.replace(composition.info, start=composition.timeline.phases)
     logger.info("the engine started in %s", composition.timeline)
-    return StepLoop(info=info, scheduler=scheduler, runner=runner)
+    return StepLoop(info=info, scheduler=scheduler, runner=runner, tracer=tracer)
 
 
-def _load_ranks(composition: Composition) -> Sequence[Rank]:
+def _load_ranks(composition: Composition, tracer: Tracer) -> Sequence[Rank]:
     size = composition.options.tensor_parallel_size
     communicators: Sequence[Communicator] = [SoloCommunicator()] if size == 1 else LocalGroup(size).communicators
     progress = LoadProgress(size * composition.weights_bytes)
@@ -78,7 +80,8 @@ def _load_ranks(composition: Composition) -> Sequence[Rank]:
             loading = [pool.submit(_load_model, composition, checkpoint, each, progress) for each in communicators]
             models = [future.result() for future in loading]
         composition.mark("weights")
-        making = [pool.submit(_make_rank, composition, *parts) for parts in zip(models, communicators, strict=True)]
+        parts = zip(models, communicators, strict=True)
+        making = [pool.submit(_make_rank, composition, *each, tracer) for each in parts]
         return [future.result() for future in making]
 
 
@@ -109,7 +112,7 @@ def _load_model(
     return model, ops
 
 
-def _make_rank(composition: Composition, loaded: tuple[Model, Ops], communicator: Communicator) -> Rank:
+def _make_rank(composition: Composition, loaded: tuple[Model, Ops], communicator: Communicator, tracer: Tracer) -> Rank:
     model, ops = loaded
     return composition.backend.make_rank(
         model,
@@ -119,6 +122,7 @@ def _make_rank(composition: Composition, loaded: tuple[Model, Ops], communicator
         communicator=communicator,
         limits=composition.runner_limits,
         mark=composition.mark if communicator.rank == 0 else _no_mark,
+        tracer=tracer if communicator.rank == 0 else NoTrace(),
     )
 
 

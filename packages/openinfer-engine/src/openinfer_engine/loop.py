@@ -27,6 +27,7 @@ from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import Scheduler, StepPlan
 from openinfer_engine.masking import MaskedRequests
 from openinfer_engine.runner import PendingStep, Runner
+from openinfer_engine.trace import LOOP, NoTrace, Tracer
 
 _COMPILER_WAIT_S = 0.005
 """Of a step that has nothing to run and a grammar to wait for; commands are heard after it."""
@@ -46,6 +47,7 @@ class StepLoop:
         scheduler: plans steps.
         runner: executes them.
         grammar_compiler: makes the matchers of requests with a grammar; without one they are refused.
+        tracer: is told what happens when.
         clock: monotonic seconds.
     """
 
@@ -56,12 +58,14 @@ class StepLoop:
         scheduler: Scheduler,
         runner: Runner,
         grammar_compiler: GrammarCompiler | None = None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info = info
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
         self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids)
 
@@ -82,6 +86,12 @@ class StepLoop:
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
         """Queues a request, or fails it at once if this engine cannot serve it."""
+        self._tracer.submitted(request)
+        events = self._take(request)
+        self._tracer.told(events)
+        return events
+
+    def _take(self, request: GenerateRequest) -> list[TokenEvent]:
         refusal = self._refusal(request)
         if refusal is not None:
             return [Failed(request.request_id, FailureKind.INVALID, refusal)]
@@ -92,6 +102,11 @@ class StepLoop:
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
         """Ends a request."""
+        events = self._end(request_id)
+        self._tracer.told(events)
+        return events
+
+    def _end(self, request_id: RequestId) -> list[TokenEvent]:
         withdrawn = self._masked.withdraw(request_id)
         if withdrawn is not None:
             return [Finished(request_id, FinishReason.ABORT, len(withdrawn.prompt_token_ids), 0, 0)]
@@ -105,7 +120,8 @@ class StepLoop:
             ContractViolation: the scheduler has unfinished requests and nothing to run: it is wedged.
         """
         events = self._add_compiled()
-        plan = self._scheduler.plan(now_s=self._clock())
+        with self._tracer.span(LOOP, "plan"):
+            plan = self._scheduler.plan(now_s=self._clock())
         before, self._in_flight = self._in_flight, None
         failures: list[Failed] = []
         if plan is not None:
@@ -114,9 +130,17 @@ class StepLoop:
         elif before is None:
             self._rest()
         if before is not None:
-            events += self._scheduler.apply(before.plan, before.pending.result(), now_s=self._clock())
+            events += self._finish(before)
         failures += self._masked.follow(events)
-        return events + [failure for failure in failures if self.abort(failure.request_id)]
+        events += [failure for failure in failures if self._end(failure.request_id)]
+        self._tracer.told(events)
+        return events
+
+    def _finish(self, step: _InFlight) -> list[TokenEvent]:
+        with self._tracer.span(LOOP, "wait", step=step.plan.step):
+            result = step.pending.result()
+        with self._tracer.span(LOOP, "apply", step=step.plan.step):
+            return self._scheduler.apply(step.plan, result, now_s=self._clock())
 
     def stats(self) -> EngineStats:
         """The scheduler's snapshot."""
@@ -127,6 +151,7 @@ class StepLoop:
         self._in_flight = None
         self._masked.close()
         self._runner.close()
+        self._tracer.close()
 
     def _rest(self) -> None:
         """There is nothing to plan and nothing in flight: grammars are compiled, or the scheduler is wedged."""

@@ -43,6 +43,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     device: DeviceKind = DeviceKind.CPU
     """What computes."""
+    batch_invariant: bool = False
+    """Whether a request gets the same log-probabilities, bit for bit, whatever else is in the batch, however its prompt
+    is cut into chunks and whatever of it was cached; slower, see docs/kernels.md."""
     cuda_graph: bool = True
     """Whether decode steps on a GPU are captured and replayed; false is for debugging."""
     gpu_memory_fraction: float = 0.9
@@ -78,6 +81,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Ranks that share each layer."""
     engine_host: EngineHost = EngineHost.PROCESS
     """Where the step loop runs."""
+    trace: str | None = None
+    """Path of a trace of the run (Perfetto, chrome://tracing), written when the engine closes; it costs about 1 % of
+    a step's host time."""
 
     def __post_init__(self) -> None:
         _check("max_model_tokens", self.max_model_tokens, 1, 2**24)
@@ -92,6 +98,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise InvalidRequest(
                 f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be between 0.05 and 1",
                 field="gpu_memory_fraction",
+            )
+        if self.batch_invariant and self.kernel_providers:
+            raise InvalidRequest(
+                f"batch_invariant is kept by our own operators; {', '.join(sorted(self.kernel_providers))} would be "
+                "another package's, which does not promise it: give one of the two options",
+                field="kernel_providers",
             )
         if self.kv_cache_bytes is not None and self.num_blocks is not None:
             raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")

@@ -11,6 +11,8 @@ from openinfer_engine.communicator import Communicator
 from openinfer_engine.model import Model
 from openinfer_engine.runner import DoneStep
 from openinfer_engine.slot_sampling import SlotSampling
+from openinfer_engine.step_logprobs import HostLogprobs
+from openinfer_engine.trace import DEVICE, NoTrace, Tracer
 from openinfer_kernels import Array, HostArray, Ops
 
 PROMPT_LOGPROB_ROWS = 256
@@ -34,8 +36,16 @@ class RankRunner:
     """One rank's state and its step. Steps run one after the other on one thread."""
 
     def __init__(
-        self, model: Model, *, kv_cache: Array, ops: Ops, communicator: Communicator, limits: RunnerLimits
+        self,
+        model: Model,
+        *,
+        kv_cache: Array,
+        ops: Ops,
+        communicator: Communicator,
+        limits: RunnerLimits,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer or NoTrace()
         self._model = model
         self._kv_cache = kv_cache
         self._ops = ops
@@ -51,29 +61,20 @@ class RankRunner:
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._last_ids: Array = ops.zeros((limits.max_num_seqs,), np.int32)
 
-    @property
-    def last_ids(self) -> Array:
-        """`[max_num_seqs]` int32 on the device: the id that each slot sampled last."""
-        return self._last_ids
-
     def launch(self, plan: StepPlan) -> DoneStep:
         """Computes one step. If it fails, the other ranks are told, so that none waits for this one."""
         try:
-            self.admit(plan)
-            return DoneStep(self.execute(plan))
+            for start in plan.started:
+                self._sampling.start(start)
+                self._prompts[start.slot] = start.request.prompt_token_ids
+            self._tables.advance(plan)
+            with self._tracer.span(DEVICE, "step", step=plan.step, rows=plan.num_rows, tokens=plan.num_tokens):
+                return DoneStep(self._compute(plan))
         except BaseException as error:
             self._communicator.abort(error)
             raise
 
-    def admit(self, plan: StepPlan) -> HostArray:
-        """Takes over slots that begin anew, and the step's new blocks; returns `BlockTables.advance`'s entries."""
-        for start in plan.started:
-            self._sampling.start(start)
-            self._prompts[start.slot] = start.request.prompt_token_ids
-        return self._tables.advance(plan)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Computes a step that was admitted, and waits for it."""
+    def _compute(self, plan: StepPlan) -> StepResult:
         batch = self._tables.batch(plan, self._ops)
         hidden = self._model.forward(self._input_ids(plan), batch=batch, kv_cache=self._kv_cache)
         sampled = np.flatnonzero(plan.sample)
@@ -155,11 +156,5 @@ class RankRunner:
 
     def _logprobs_of(self, logits: Array, token_ids: Array, tops: list[int]) -> list[TokenLogprobs]:
         result = self._ops.logprobs(logits, token_ids, top=max(tops))
-        chosen = self._ops.download(result.chosen).tolist()
-        ranks = self._ops.download(result.ranks).tolist()
-        top_ids = self._ops.download(result.top_ids).tolist()
-        top_logprobs = self._ops.download(result.top).tolist()
-        return [
-            TokenLogprobs(chosen[i], ranks[i], tuple(top_ids[i][:top]), tuple(top_logprobs[i][:top]))
-            for i, top in enumerate(tops)
-        ]
+        columns = (result.chosen, result.ranks, result.top_ids, result.top)
+        return HostLogprobs(*map(self._ops.download, columns)).of_rows(range(len(tops)), tops)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.errors import GroupBroken
+from openinfer_engine.trace import NoTrace, Tracer
 
 
 class Rank(Protocol):
@@ -51,17 +52,20 @@ class DoneStep:
 class ThreadRunner:
     """One thread per rank; a step's result is rank 0's."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], *, tracer: Tracer | None = None) -> None:
         self._ranks = list(ranks)
+        self._tracer = tracer or NoTrace()
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{rank}") for rank in range(len(self._ranks))
         ]
 
     def launch(self, plan: StepPlan) -> "_PendingStep":
         """Queues a step on every rank."""
-        return _PendingStep(
-            [thread.submit(rank.launch, plan) for thread, rank in zip(self._threads, self._ranks, strict=True)]
-        )
+        return _PendingStep([thread.submit(self._launch, index, plan) for index, thread in enumerate(self._threads)])
+
+    def _launch(self, index: int, plan: StepPlan) -> PendingStep:
+        with self._tracer.span(f"rank {index}", "launch", step=plan.step):
+            return self._ranks[index].launch(plan)
 
     def close(self) -> None:
         """Waits for the threads and drops the ranks."""

@@ -22,9 +22,9 @@ class _Penalised:
     """`[V]` bool."""
 
 
-@dataclass(slots=True)
-class _Biased:
-    """Changes of single logits of a sequence."""
+@dataclass(frozen=True, slots=True)
+class LogitChanges:
+    """Changes of single logits of a sequence: its bias, and stop tokens that it may not sample yet."""
 
     token_ids: HostArray
     values: HostArray
@@ -32,6 +32,28 @@ class _Biased:
     """Forbidden while fewer than `min_tokens` tokens were generated."""
     no_stop: HostArray
     """Mask of `token_ids`: those that are no stop tokens."""
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "LogitChanges | None":
+        """None where a request asks for none."""
+        if not params.logit_bias and params.min_tokens == 0:
+            return None
+        token_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
+        stop = np.unique(np.asarray(params.stop_token_ids, np.int32))
+        return cls(
+            token_ids=token_ids,
+            values=np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias)),
+            stop_token_ids=stop,
+            no_stop=~np.isin(token_ids, stop),
+        )
+
+    def at(self, *, forbid_stop: bool) -> tuple[HostArray, HostArray]:
+        """Token ids, each once, and what is added to their logits."""
+        if not forbid_stop:
+            return self.token_ids, self.values
+        forbidden = np.full(len(self.stop_token_ids), -np.inf, np.float32)
+        ids = np.concatenate([self.token_ids[self.no_stop], self.stop_token_ids])
+        return ids, np.concatenate([self.values[self.no_stop], forbidden])
 
 
 class SlotSampling:
@@ -52,7 +74,7 @@ class SlotSampling:
         self._prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self._min_tokens = np.zeros(max_num_seqs, np.int64)
         self._penalised: dict[int, _Penalised] = {}
-        self._biased: dict[int, _Biased] = {}
+        self._changes: dict[int, LogitChanges] = {}
 
     def start(self, start: SlotStart) -> None:
         """Takes over a slot for a sequence; everything of the last one is void."""
@@ -67,11 +89,11 @@ class SlotSampling:
         self._prompt_tokens[slot] = len(start.request.prompt_token_ids)
         self._min_tokens[slot] = params.min_tokens
         self._penalised.pop(slot, None)
-        self._biased.pop(slot, None)
-        if _has_penalties(params):
+        self._changes.pop(slot, None)
+        if has_penalties(params):
             self._penalised[slot] = self._statistics(start)
-        if _has_changes(params):
-            self._biased[slot] = _biased(params)
+        if (changes := LogitChanges.of(params)) is not None:
+            self._changes[slot] = changes
 
     def batch(
         self, slots: HostArray, positions: HostArray, ops: Ops, *, masks: Sequence[MaskWords | None] = ()
@@ -92,7 +114,7 @@ class SlotSampling:
             min_p=ops.upload(self._min_p[slots]),
             seeds=ops.upload(self._seeds[slots]),
             positions=ops.upload(positions),
-            bias=self._bias(slots, positions, ops) if self._biased else None,
+            bias=self._bias(slots, positions, ops) if self._changes else None,
             penalties=self._penalties(slots, ops) if self._penalised else None,
             token_mask=self._token_mask(masks, ops),
         )
@@ -138,57 +160,23 @@ class SlotSampling:
         return TokenMask(rows=ops.upload(np.asarray(rows, np.int32)), bits=ops.upload(bits))
 
     def _bias(self, slots: HostArray, positions: HostArray, ops: Ops) -> Bias | None:
-        rows: list[HostArray] = []
-        token_ids: list[HostArray] = []
-        values: list[HostArray] = []
-        generated = positions - self._prompt_tokens[slots]
-        early = generated < self._min_tokens[slots]
-        for row, slot in enumerate(slots.tolist()):
-            biased = self._biased.get(slot)
-            if biased is None:
-                continue
-            ids, row_values = _changes(biased, forbid_stop=bool(early[row]))
-            rows.append(np.full(len(ids), row, np.int32))
-            token_ids.append(ids)
-            values.append(row_values)
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._changes]
         if not rows:
             return None
+        early = positions - self._prompt_tokens[slots] < self._min_tokens[slots]
+        changes = [self._changes[int(slots[row])].at(forbid_stop=bool(early[row])) for row in rows]
+        longest = max(len(token_ids) for token_ids, _ in changes)
+        ids, values = np.zeros((len(rows), longest), np.int32), np.zeros((len(rows), longest), np.float32)
+        for index, (row_ids, row_values) in enumerate(changes):
+            ids[index, : len(row_ids)], values[index, : len(row_ids)] = row_ids, row_values
         return Bias(
-            rows=ops.upload(np.concatenate(rows)),
-            token_ids=ops.upload(np.concatenate(token_ids)),
-            values=ops.upload(np.concatenate(values)),
+            rows=ops.upload(np.asarray(rows, np.int32)),
+            counts=ops.upload(np.asarray([len(row_ids) for row_ids, _ in changes], np.int32)),
+            token_ids=ops.upload(ids),
+            values=ops.upload(values),
         )
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """Whether a sequence needs nothing of a step but its next token, drawn from unchanged logits."""
-    scored = params.logprobs is not None or params.prompt_logprobs is not None
-    return not (scored or _has_penalties(params) or _has_changes(params))
-
-
-def _has_changes(params: SamplingParams) -> bool:
-    return bool(params.logit_bias) or params.min_tokens > 0
-
-
-def _has_penalties(params: SamplingParams) -> bool:
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether what was generated, or given, makes tokens less likely or more."""
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-
-
-def _biased(params: SamplingParams) -> _Biased:
-    token_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
-    stop = np.unique(np.asarray(params.stop_token_ids, np.int32))
-    return _Biased(
-        token_ids=token_ids,
-        values=np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias)),
-        stop_token_ids=stop,
-        no_stop=~np.isin(token_ids, stop),
-    )
-
-
-def _changes(biased: _Biased, *, forbid_stop: bool) -> tuple[HostArray, HostArray]:
-    """Token ids and what is added to their logits; ids are unique."""
-    if not forbid_stop:
-        return biased.token_ids, biased.values
-    forbidden = np.full(len(biased.stop_token_ids), -np.inf, np.float32)
-    ids = np.concatenate([biased.token_ids[biased.no_stop], biased.stop_token_ids])
-    return ids, np.concatenate([biased.values[biased.no_stop], forbidden])

@@ -55,20 +55,20 @@ class AttentionBatch:
     """Largest number of tokens in one row."""
     max_context_tokens: int
     """Largest entry of `context_lens`."""
-    shares_blocks: bool = False
-    """Whether rows read what other rows of this step append: a prompt's tokens as rows of their own, of one block table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """Additive changes of single logits, as coordinates; `-inf` forbids a token. Coordinates are unique."""
+    """Additive changes of single logits, for the rows that have any; `-inf` forbids a token."""
 
     rows: Array
-    """`[n]` row of the logits."""
+    """`[b]` rows of the logits, each once; -1 names none."""
+    counts: Array
+    """`[b]` changes of each row, from the front of the next two."""
     token_ids: Array
-    """`[n]`."""
+    """`[b, n]`, of one row each once."""
     values: Array
-    """`[n]` float32, finite or `-inf`."""
+    """`[b, n]` float32, finite or `-inf`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Penalties:
     """Penalties for the rows that ask for any; other rows are not named."""
 
     rows: Array
-    """`[p]` rows of the logits, each once."""
+    """`[p]` rows of the logits, each once; -1 names none."""
     presence: Array
     """`[p]` float32, subtracted once from every token that occurs in the output."""
     frequency: Array
@@ -94,7 +94,7 @@ class TokenMask:
     """Which tokens a grammar allows, for the rows that have one."""
 
     rows: Array
-    """`[m]` rows of the logits, each once."""
+    """`[m]` rows of the logits, each once; -1 names none."""
     bits: Array
     """`[m, ceil(V / 32)]` uint32; bit `i % 32` of word `i // 32` set: token i may be sampled."""
 

@@ -27,6 +27,8 @@ def _penalise(scores: NDArray[Any], penalties: Penalties) -> None:
     """Only the tokens that occurred are touched: few of a vocabulary."""
     num_ids = scores.shape[1]
     for index, row in enumerate(penalties.rows.tolist()):
+        if row < 0:
+            continue
         counts = penalties.output_counts[index, :num_ids]
         ids = np.flatnonzero((counts > 0) | penalties.prompt_seen[index, :num_ids])
         old, counts = scores[row, ids], counts[ids].astype(np.float32)
@@ -36,14 +38,20 @@ def _penalise(scores: NDArray[Any], penalties: Penalties) -> None:
 
 
 def _add_bias(scores: NDArray[Any], bias: Bias) -> None:
-    sampled = bias.token_ids < scores.shape[1]
-    scores[bias.rows[sampled], bias.token_ids[sampled]] += bias.values[sampled]
+    for index, row in enumerate(bias.rows.tolist()):
+        if row < 0:
+            continue
+        count = int(bias.counts[index])
+        token_ids, values = bias.token_ids[index, :count], bias.values[index, :count]
+        sampled = token_ids < scores.shape[1]
+        scores[row, token_ids[sampled]] += values[sampled]
 
 
 def _forbid_masked(scores: NDArray[Any], mask: TokenMask) -> None:
     allowed_by_row = np.unpackbits(_bytes(mask.bits), axis=1, count=scores.shape[1], bitorder="little")
     for row, allowed in zip(mask.rows.tolist(), allowed_by_row, strict=True):
-        np.copyto(scores[row], -np.inf, where=allowed == 0)
+        if row >= 0:
+            np.copyto(scores[row], -np.inf, where=allowed == 0)
 
 
 def _bytes(bits: NDArray[Any]) -> NDArray[np.uint8]:

@@ -73,17 +73,30 @@ struct TokenMask {
   }
 };
 
-struct Bias {
-  const int *rows, *token_ids;
+// The changes of one row; `count` is 0 where it has none.
+struct RowBias {
+  const int* token_ids;
   const float* values;
   int count;
 
-  // Adds what names `row` and ids `first .. first + size` to `scores`, which begin with id `first`.
-  __device__ __forceinline__ void add(int row, float* scores, int first, int size) const {
+  // Adds what names ids `first .. first + size` to `scores`, which begin with id `first`.
+  __device__ __forceinline__ void add(float* scores, int first, int size) const {
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
-      if (rows[i] != row) continue;
       const int at = token_ids[i] - first;
       if (at >= 0 && at < size) scores[at] += values[i];
     }
+  }
+};
+
+struct Bias {
+  const int *rows, *counts, *token_ids;
+  const float* values;
+  int count, width;
+
+  __device__ __forceinline__ RowBias of(int row) const {
+    const int index = count > 0 ? index_of(row, rows, count) : -1;
+    if (index < 0) return {nullptr, nullptr, 0};
+    const int64_t first = int64_t(index) * width;
+    return {token_ids + first, values + first, counts[index]};
   }
 };

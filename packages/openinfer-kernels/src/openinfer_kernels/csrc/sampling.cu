@@ -49,7 +49,8 @@ struct Arguments {
 // Writes the scores of a slice of row `index`, whose logits begin at `logits`, to `scores`.
 template <class Logit, int kWidth>
 __device__ __forceinline__ void write_scores(const Arguments& a, const Logit* logits, const Slice& slice,
-                                             const RowPenalties& penalties, const uint32_t* mask, float* scores) {
+                                             const RowPenalties& penalties, const RowBias& bias, const uint32_t* mask,
+                                             float* scores) {
   for (int at = threadIdx.x * kWidth; at < slice.size; at += kThreads * kWidth) {
     const int id = slice.first + at;
     float values[kWidth];
@@ -60,7 +61,7 @@ __device__ __forceinline__ void write_scores(const Arguments& a, const Logit* lo
     for (int i = 0; i < kWidth; i++) scores[at + i] = allowed >> i & 1 ? values[i] : -CUDART_INF_F;
   }
   __syncthreads();
-  if (a.bias.count > 0) a.bias.add(team_row(), scores, slice.first, slice.size);
+  if (bias.count > 0) bias.add(scores, slice.first, slice.size);
   __syncthreads();
 }
 
@@ -211,15 +212,15 @@ __device__ __forceinline__ void sample(const Arguments& a) {
   const Logit* logits = static_cast<const Logit*>(a.logits) + int64_t(index) * a.num_columns;
   const RowPenalties penalties = a.penalties.of(index, a.num_columns);
   const uint32_t* mask = a.mask.of(index, a.num_columns);
-  const bool is_biased = a.bias.count > 0 && index_of(index, a.bias.rows, a.bias.count) >= 0;
-  if (a.is_wide && !penalties.output_counts && !mask && !is_biased) {
+  const RowBias bias = a.bias.of(index);
+  if (a.is_wide && !penalties.output_counts && !mask && bias.count == 0) {
     choose(a, Scores<Logit>{logits + slice.first, slice}, work, a.tokens + index);
   } else {
     float* scores = a.scratch + (int64_t(index) * kTeam + team_rank()) * a.slice;
     if (a.is_wide)
-      write_scores<Logit, kWide<Logit>>(a, logits, slice, penalties, mask, scores);
+      write_scores<Logit, kWide<Logit>>(a, logits, slice, penalties, bias, mask, scores);
     else
-      write_scores<Logit, 1>(a, logits, slice, penalties, mask, scores);
+      write_scores<Logit, 1>(a, logits, slice, penalties, bias, mask, scores);
     choose(a, Scores<float>{scores, slice}, work, a.tokens + index);
   }
   team_sync();

@@ -102,7 +102,7 @@ class AttentionDecode:
             num_rows,
             batch.block_tables.shape[1],
             group,
-            int(layer > 0 and not batch.shares_blocks),
+            int(layer > 0),
             scale * _LOG2_E,
         )
         self._kernels[head_dim, tiles]((blocks, 1, 1), (_WARPS * 32, 1, 1), [arguments], overlap=True)

@@ -1,19 +1,13 @@
-"""Streams, graphs, events and pinned buffers: what a runner needs to queue steps without waiting for them."""
+"""Streams, graphs and events: what a runner needs to queue steps without waiting for them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-import numpy as np
-
-from openinfer_kernels.cuda.arrays import address
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import cupy
-from openinfer_kernels.ops import Array, HostArray
 
-_TO_DEVICE, _TO_HOST = 1, 2
-"""`cudaMemcpyKind`."""
+Result = TypeVar("Result")
 
 
 class Event:
@@ -29,6 +23,35 @@ class Event:
     def wait(self) -> None:
         """Returns once the device has passed it; at once if it was never recorded."""
         self._event.synchronize()
+
+
+class Timer:
+    """Times of points of the current stream, on the host's clock.
+
+    Args:
+        clock: monotonic seconds; read once, when the stream is empty.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._last = cupy.cuda.Event()
+        self._last.record()
+        self._last.synchronize()
+        self._last_s = clock()
+
+    def mark(self) -> Any:
+        """Marks the stream's present end; `seconds` tells later when it was passed."""
+        event = cupy.cuda.Event()
+        event.record()
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        """When the device passed a mark, which it has; marks are asked about in their order.
+
+        From mark to mark, since the time between two events is told in single precision.
+        """
+        self._last_s += cupy.cuda.get_elapsed_time(self._last, mark) * 1e-3
+        self._last = mark
+        return self._last_s
 
 
 class Graph:
@@ -68,8 +91,8 @@ class Stream:
         pool = cupy.cuda.MemoryPool()
         return _Allocator(pool)
 
-    def capture(self, work: Callable[[], Array]) -> tuple[Graph, Array]:
-        """Captures what `work` queues; returns the graph and the array that `work` returned."""
+    def capture(self, work: Callable[[], Result]) -> tuple[Graph, Result]:
+        """Captures what `work` queues; returns the graph and what `work` returned."""
         self._stream.begin_capture()
         try:
             result = work()
@@ -91,49 +114,3 @@ class _Allocator(AbstractContextManager[None]):
 
     def __exit__(self, *exception: object) -> None:
         self._using.__exit__(*exception)
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedTurn:
-    """Host buffers of one step."""
-
-    inputs: HostArray
-    outputs: HostArray
-    done: Event
-
-    def upload(self, target: Array) -> None:
-        """Copies the first values of `inputs` into a device array, without waiting."""
-        stream = cupy.cuda.get_current_stream().ptr
-        cupy.cuda.runtime.memcpyAsync(address(target), self.inputs.ctypes.data, target.nbytes, _TO_DEVICE, stream)
-
-    def download(self, source: Array) -> None:
-        """Copies a device array into the first values of `outputs`, without waiting, and marks the end."""
-        stream = cupy.cuda.get_current_stream().ptr
-        cupy.cuda.runtime.memcpyAsync(self.outputs.ctypes.data, address(source), source.nbytes, _TO_HOST, stream)
-        self.done.record()
-
-
-class PinnedBuffers:
-    """Host buffers that steps take in turns; int32, in memory that the device copies from and to by itself.
-
-    Args:
-        turns: steps in flight at most.
-        inputs: values that a step sends.
-        outputs: values that a step brings back.
-    """
-
-    def __init__(self, turns: int, *, inputs: int, outputs: int) -> None:
-        self._turns = [PinnedTurn(_pinned(inputs), _pinned(outputs), Event()) for _ in range(turns)]
-        self._next = 0
-
-    def take(self) -> PinnedTurn:
-        """The next buffers, once their last step is over."""
-        turn = self._turns[self._next]
-        self._next = (self._next + 1) % len(self._turns)
-        turn.done.wait()
-        return turn
-
-
-def _pinned(count: int) -> HostArray:
-    memory = cupy.cuda.alloc_pinned_memory(count * 4)
-    return np.frombuffer(memory, np.int32, count)

@@ -27,9 +27,11 @@ _COLUMNS = {
 class _Bias(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
         ("token_ids", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("count", ctypes.c_int),
+        ("width", ctypes.c_int),
     )
 
 
@@ -77,8 +79,7 @@ class Sampling:
     def sample(self, logits: Array, sampling: SamplingBatch) -> Array:
         """One token per row of `logits [R, V]`, BF16 or float32: `[R]` int32; `SamplingBatch` has the rules.
 
-        Nothing is read by the host; the launch depends on R, V and which changes are there. Rows -1 in `bias`,
-        `penalties` and `token_mask` name no row: padding of a captured step.
+        Nothing is read by the host; the launch depends on R, V and which changes are there.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.
@@ -126,7 +127,7 @@ def _pointer(array: Array | None) -> int | None:
 def _bias(bias: Bias | None) -> _Bias:
     if bias is None:
         return _Bias()
-    return _Bias(address(bias.rows), address(bias.token_ids), address(bias.values), len(bias.rows))
+    return _Bias(*map(address, (bias.rows, bias.counts, bias.token_ids, bias.values)), *bias.token_ids.shape)
 
 
 def _penalties(penalties: Penalties | None) -> _Penalties:
@@ -167,8 +168,9 @@ def _check(sampling: SamplingBatch, num_rows: int, num_columns: int) -> None:
 def _check_bias(bias: Bias) -> None:
     count = len(bias.rows)
     _require(bias.rows, _INT32, (count,), "bias.rows")
-    _require(bias.token_ids, _INT32, (count,), "bias.token_ids")
-    _require(bias.values, _FLOAT32, (count,), "bias.values")
+    _require(bias.counts, _INT32, (count,), "bias.counts")
+    require(bias.token_ids, _INT32, ndim=2, what="bias.token_ids")
+    _require(bias.values, _FLOAT32, (count, bias.token_ids.shape[1]), "bias.values")
 
 
 def _check_penalties(penalties: Penalties, num_columns: int) -> None:

@@ -1,4 +1,4 @@
-"""What a step does around the model: slots' state on the device, from which a captured decode step makes its inputs."""
+"""`SlotState`: what the device knows of each slot, from which steps make their inputs. `csrc/steps.cu`."""
 
 import ctypes
 from dataclasses import dataclass
@@ -6,119 +6,233 @@ from typing import Any
 
 import numpy as np
 
+from openinfer_kernels.cuda.arrays import address
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import cupy
-from openinfer_kernels.ops import Array, AttentionBatch, HostArray, SamplingBatch
+from openinfer_kernels.cuda.step_inputs import PIECE_LINES, DecodeInputs, PieceInputs, SampledRows
+from openinfer_kernels.ops import Array, Bias, HostArray, Penalties
 
 _THREADS = 128
-SLOT_PARAMS: np.dtype[Any] = np.dtype(
-    [("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("seed", "u8")]
+_ONE_BLOCK_THREADS = 1024
+SLOT_RECORD: np.dtype[Any] = np.dtype(
+    [
+        ("temperature", "f4"),
+        ("top_p", "f4"),
+        ("min_p", "f4"),
+        ("top_k", "i4"),
+        ("seed", "u8"),
+        ("presence", "f4"),
+        ("frequency", "f4"),
+        ("repetition", "f4"),
+        ("num_biased", "i4"),
+        ("slot", "i4"),
+        ("unused", "i4"),
+    ]
 )
-"""One slot's sampling parameters, as the kernels read them."""
+"""`SlotRecord` of the kernels: how the sequence that begins in a slot is sampled."""
+_PARAMS_BYTES = 24
+"""Of one slot's `SlotParams`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeInputs:
-    """The arrays of a decode step of a fixed number of rows; a captured step reads and writes these places."""
+class SlotSizes:
+    """Sizes of the state."""
 
-    slots_and_positions: Array
-    """`[2, R]` int32, the only thing the host writes: slots (-1 for padding), then positions."""
-    token_ids: Array
-    batch: AttentionBatch
-    sampling: SamplingBatch
+    max_num_seqs: int
+    max_blocks: int
+    """KV blocks of the longest context."""
+    block_tokens: int
+    num_columns: int
+    """Of the logits."""
+    max_biased: int
+    """Tokens of one sequence whose logits are changed by a bias."""
+
+
+class _SlotArrays(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("last_ids", "params", "presence", "frequency", "repetition", "num_biased")
+    )
+
+
+class _Tables(ctypes.Structure):
+    _fields_ = (("blocks", ctypes.c_void_p), ("max_blocks", ctypes.c_int), ("block_tokens", ctypes.c_int))
 
 
 class SlotState:
-    """What the device knows of each slot.
+    """What the device knows of each slot. Its methods queue kernels on CuPy's current stream."""
 
-    Args:
-        device: where.
-        last_ids: `[max_num_seqs]` int32, the id that each slot sampled last; kept and shared with the caller.
-        max_num_seqs: slots.
-        max_blocks: KV blocks of the longest context.
-    """
-
-    def __init__(self, device: Device, *, last_ids: Array, max_num_seqs: int, max_blocks: int) -> None:
-        self._append = device.kernel("steps", "steps_append_blocks")
-        self._keep = device.kernel("steps", "steps_keep_last_ids")
-        self._prepare = device.kernel("steps", "steps_prepare_decode")
-        self._max_blocks = max_blocks
-        self._tables = cupy.zeros((max_num_seqs, max_blocks), np.int32)
-        self._last_ids = last_ids
-        self._params = cupy.zeros(max_num_seqs * SLOT_PARAMS.itemsize, np.uint8)
-
-    def write_params(self, slot: int, params: HostArray) -> None:
-        """Sets one slot's sampling parameters, an array of one `SLOT_PARAMS`."""
-        begin = slot * SLOT_PARAMS.itemsize
-        self._params[begin : begin + SLOT_PARAMS.itemsize].set(
-            params.view(np.uint8), stream=cupy.cuda.get_current_stream()
+    def __init__(self, device: Device, sizes: SlotSizes) -> None:
+        names = (
+            "append_blocks",
+            "start_slots",
+            "count_tokens",
+            "prepare_decode",
+            "prepare_pieces",
+            "prepare_sampling",
+            "name_rows",
+            "keep_sampled",
         )
+        self._kernels = {name: device.kernel("steps", f"steps_{name}") for name in names}
+        self._sizes = sizes
+        slots = sizes.max_num_seqs
+        self._tables = cupy.zeros((slots, sizes.max_blocks), np.int32)
+        self._last_ids = cupy.zeros(slots, np.int32)
+        self._params = cupy.zeros(slots * _PARAMS_BYTES, np.uint8)
+        self._presence, self._frequency = cupy.zeros(slots, np.float32), cupy.zeros(slots, np.float32)
+        self._repetition = cupy.asarray(np.ones(slots, np.float32))
+        self._num_biased = cupy.zeros(slots, np.int32)
+        self._bias_ids = cupy.zeros((slots, sizes.max_biased), np.int32)
+        self._bias_values = cupy.zeros((slots, sizes.max_biased), np.float32)
+        self._counts = cupy.zeros((slots, sizes.num_columns), np.int32)
+        self._seen = cupy.zeros((slots, sizes.num_columns), np.bool_)
+        self._penalised_rows = cupy.asarray(np.full(slots, -1, np.int32))
+        self._biased_rows = cupy.asarray(np.full(slots, -1, np.int32))
+
+    # --- what begins ------------------------------------------------------------------------------------
 
     def append_blocks(self, entries: Array) -> None:
-        """Writes entries `[n, 3]` (slot, column, block) into the block tables."""
+        """Writes entries `[n, 3]` int32 (slot, column, block) into the block tables."""
         count = entries.shape[0]
-        arguments = [self._tables, entries, ctypes.c_int(count), ctypes.c_int(self._max_blocks)]
-        self._append(_grid(count), (_THREADS, 1, 1), arguments)
+        self._launch("append_blocks", count, [self._tables, entries, _int(count), _int(self._sizes.max_blocks)])
 
-    def keep_last_ids(self, slots: Array, token_ids: Array) -> None:
-        """Notes what rows sampled; slots and ids below 0 are passed over."""
-        count = slots.shape[0]
-        self._keep(_grid(count), (_THREADS, 1, 1), [self._last_ids, slots, token_ids, ctypes.c_int(count)])
+    def start(self, records: Array) -> None:
+        """Takes over `[n]` slot records, each `SLOT_RECORD.itemsize` bytes: uint8."""
+        count = records.size // SLOT_RECORD.itemsize
+        self._launch("start_slots", count, [self._slot_arrays(), records, _int(count)])
 
-    def make_decode_inputs(self, num_rows: int, *, num_token_ids: int, max_context_tokens: int) -> DecodeInputs:
-        """Arrays for a decode step of that many rows."""
-        int32 = [cupy.zeros(num_rows, np.int32) for _ in range(4)]
-        float32 = [cupy.zeros(num_rows, np.float32) for _ in range(3)]
-        token_ids, positions, context_lens, top_k = int32
-        batch = AttentionBatch(
-            positions=positions,
-            query_starts=cupy.asarray(np.arange(num_rows + 1, dtype=np.int32)),
-            context_lens=context_lens,
-            block_tables=cupy.zeros((num_rows, self._max_blocks), np.int32),
-            cache_slots=cupy.zeros(num_rows, np.int64),
-            max_query_tokens=1,
-            max_context_tokens=max_context_tokens,
-        )
-        sampling = SamplingBatch(
-            num_token_ids=num_token_ids,
-            temperature=float32[0],
-            top_p=float32[1],
-            min_p=float32[2],
-            top_k=top_k,
-            seeds=cupy.zeros(num_rows, np.uint64),
-            positions=cupy.zeros(num_rows, np.int64),
-        )
-        slots_and_positions = cupy.full((2, num_rows), -1, np.int32)
-        return DecodeInputs(
-            slots_and_positions=slots_and_positions, token_ids=token_ids, batch=batch, sampling=sampling
-        )
+    def set_bias(self, slot: int, token_ids: Array, values: Array) -> None:
+        """Sets the changes of single logits, `[n]` each, of which a slot's record says the number."""
+        _copy(token_ids, self._bias_ids[slot])
+        _copy(values, self._bias_values[slot])
 
-    def prepare_decode(self, inputs: DecodeInputs, *, block_tokens: int) -> None:
-        """Fills a decode step's arrays from its slots and positions; part of what is captured."""
-        batch, sampling = inputs.batch, inputs.sampling
-        slots, positions = inputs.slots_and_positions
+    def count_tokens(self, slot: int, prompt: Array, output: Array) -> None:
+        """Sets what the penalties of a slot look at: int32 ids of the prompt, and of the output so far."""
+        seen, counts = self._seen[slot], self._counts[slot]
+        for array in (seen, counts):
+            cupy.cuda.runtime.memsetAsync(address(array), 0, array.nbytes, _stream())
+        longest = max(prompt.size, output.size)
+        arguments = [seen, counts, prompt, _int(prompt.size), output, _int(output.size)]
+        self._launch("count_tokens", longest, arguments)
+
+    # --- a step -----------------------------------------------------------------------------------------
+
+    def prepare_decode(self, inputs: DecodeInputs) -> None:
+        """Fills the arrays of a decode step from its `rows`."""
         arguments = [
-            slots,
-            positions,
-            self._tables,
+            inputs.rows,
+            self._table_arrays(),
+            self._slot_arrays(),
+            inputs.model_inputs(),
+            inputs.sampled.pointers(),
+            inputs.sampled.slots,
+        ]
+        self._kernels["prepare_decode"]((inputs.rows.shape[1], 1, 1), (_THREADS, 1, 1), arguments)
+
+    def prepare_pieces(self, inputs: PieceInputs) -> None:
+        """Fills the arrays of a step of pieces of any length from its `record`."""
+        num_rows, num_tokens = len(inputs.batch.context_lens), len(inputs.token_ids)
+        arguments = [
+            inputs.record,
+            inputs.record[PIECE_LINES * num_rows :],
+            self._table_arrays(),
+            self._slot_arrays(),
+            inputs.model_inputs(),
+            inputs.batch.query_starts,
+            _int(num_tokens),
+        ]
+        self._kernels["prepare_pieces"]((num_rows + 1, 1, 1), (_THREADS, 1, 1), arguments)
+
+    def prepare_sampling(self, sampled: SampledRows, positions: Array) -> None:
+        """Fills how rows are sampled from their slots and `positions [R]` int32 of their tokens."""
+        count = sampled.slots.shape[0]
+        arguments = [sampled.slots, positions, self._slot_arrays(), sampled.pointers(), _int(count)]
+        self._launch("prepare_sampling", count, arguments)
+
+    def changes(self, sampled_slots: Array) -> tuple[Bias, Penalties]:
+        """The bias and penalties of rows `[R]` by slot, -1 for none; views of this state."""
+        arguments = [
+            sampled_slots,
+            _int(sampled_slots.shape[0]),
+            self._slot_arrays(),
+            _int(self._sizes.max_num_seqs),
+            self._penalised_rows,
+            self._biased_rows,
+        ]
+        self._kernels["name_rows"]((1, 1, 1), (_ONE_BLOCK_THREADS, 1, 1), arguments)
+        bias = Bias(rows=self._biased_rows, counts=self._num_biased, token_ids=self._bias_ids, values=self._bias_values)
+        penalties = Penalties(
+            rows=self._penalised_rows,
+            presence=self._presence,
+            frequency=self._frequency,
+            repetition=self._repetition,
+            output_counts=self._counts,
+            prompt_seen=self._seen,
+        )
+        return bias, penalties
+
+    def keep_sampled(self, sampled_slots: Array, token_ids: Array, *, counts: bool) -> None:
+        """Notes what rows sampled; slots and ids below 0 are passed over.
+
+        Args:
+            sampled_slots: `[R]`.
+            token_ids: `[R]`.
+            counts: whether any of the slots may have penalties.
+        """
+        count = sampled_slots.shape[0]
+        arguments = [
+            self._slot_arrays(),
+            self._counts if counts else None,
+            ctypes.c_int64(self._sizes.num_columns),
+            sampled_slots,
+            token_ids,
+            _int(count),
+        ]
+        self._launch("keep_sampled", count, arguments)
+
+    # --- arguments --------------------------------------------------------------------------------------
+
+    def _launch(self, name: str, count: int, arguments: list[Any]) -> None:
+        if count:
+            self._kernels[name]((-(-count // _THREADS), 1, 1), (_THREADS, 1, 1), arguments)
+
+    def _slot_arrays(self) -> _SlotArrays:
+        arrays = (
             self._last_ids,
             self._params,
-            inputs.token_ids,
-            batch.positions,
-            batch.context_lens,
-            batch.cache_slots,
-            batch.block_tables,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.top_k,
-            sampling.seeds,
-            sampling.positions,
-            ctypes.c_int(self._max_blocks),
-            ctypes.c_int(block_tokens),
-        ]
-        self._prepare((slots.shape[0], 1, 1), (_THREADS, 1, 1), arguments)
+            self._presence,
+            self._frequency,
+            self._repetition,
+            self._num_biased,
+        )
+        return _SlotArrays(*map(address, arrays))
+
+    def _table_arrays(self) -> _Tables:
+        return _Tables(address(self._tables), self._sizes.max_blocks, self._sizes.block_tokens)
 
 
-def _grid(count: int) -> tuple[int, int, int]:
-    return (-(-count // _THREADS), 1, 1)
+def state_bytes(sizes: SlotSizes) -> int:
+    """Device memory that a `SlotState` takes."""
+    per_slot = 4 * sizes.max_blocks + 5 * sizes.num_columns + 8 * sizes.max_biased + _PARAMS_BYTES + 32
+    return sizes.max_num_seqs * per_slot
+
+
+def make_record(slot: int, **fields: Any) -> HostArray:
+    """One `SLOT_RECORD`; fields left out are 0."""
+    record = np.zeros(1, SLOT_RECORD)
+    for name, value in {"slot": slot, **fields}.items():
+        record[name] = value
+    return record
+
+
+def _int(value: int) -> ctypes.c_int:
+    return ctypes.c_int(value)
+
+
+def _stream() -> int:
+    return cupy.cuda.get_current_stream().ptr
+
+
+def _copy(source: Array, target: Array) -> None:
+    if source.nbytes:
+        on_device = 3
+        cupy.cuda.runtime.memcpyAsync(address(target), address(source), source.nbytes, on_device, _stream())

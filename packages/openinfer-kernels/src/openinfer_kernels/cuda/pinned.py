@@ -1,0 +1,98 @@
+"""Pinned host memory of steps in flight: copies to and from the device that nobody waits for."""
+
+from typing import Any
+
+import numpy as np
+
+from openinfer_kernels.cuda.arrays import address
+from openinfer_kernels.cuda.graphs import Event
+from openinfer_kernels.cuda.libraries import cupy
+from openinfer_kernels.ops import Array, HostArray
+
+_TO_DEVICE, _TO_HOST = 1, 2
+"""`cudaMemcpyKind`."""
+_ALIGNMENT = 16
+_FIRST_BYTES = 1 << 18
+
+
+class PinnedTurn:
+    """Host memory of one step, and the event behind its last copy."""
+
+    def __init__(self) -> None:
+        self.done = Event()
+        self._buffers = [_pinned(_FIRST_BYTES)]
+        self._used = 0
+
+    def take(self, nbytes: int) -> HostArray:
+        """`[nbytes]` uint8 that stays as it is until the turn comes round again."""
+        buffer, begin = self._buffers[-1], self._used
+        if begin + nbytes > buffer.size:
+            buffer, begin = _pinned(max(2 * buffer.size, nbytes)), 0
+            self._buffers.append(buffer)
+        self._used = begin + _aligned(nbytes)
+        return buffer[begin : begin + nbytes]
+
+    def upload(self, *hosts: HostArray) -> list[Array]:
+        """Copies of host arrays, brought over together."""
+        offsets = np.cumsum([0, *(_aligned(host.nbytes) for host in hosts)]).tolist()
+        staged, target = self.take(offsets[-1]), cupy.empty(offsets[-1], np.uint8)
+        for host, begin in zip(hosts, offsets, strict=False):
+            staged[begin : begin + host.nbytes] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        self._send(staged, target)
+        return [
+            target[begin : begin + host.nbytes].view(host.dtype).reshape(host.shape)
+            for host, begin in zip(hosts, offsets, strict=False)
+        ]
+
+    def upload_into(self, host: HostArray, target: Array) -> None:
+        """Copies a host array to the beginning of a device array."""
+        staged = self.take(host.nbytes)
+        staged[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        self._send(staged, target)
+
+    def download(self, source: Array) -> HostArray:
+        """Begins to copy a device array; what is returned holds it once `done` has passed."""
+        staged = self.take(source.nbytes)
+        if source.nbytes:
+            runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
+            runtime.memcpyAsync(staged.ctypes.data, address(source), source.nbytes, _TO_HOST, stream)
+        return staged.view(source.dtype).reshape(source.shape)
+
+    def _send(self, staged: HostArray, target: Array) -> None:
+        if staged.nbytes:
+            runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
+            runtime.memcpyAsync(address(target), staged.ctypes.data, staged.nbytes, _TO_DEVICE, stream)
+
+    def begin(self) -> None:
+        """Waits for the last step that used it, and forgets what that left; the largest buffer is kept."""
+        self.done.wait()
+        self._buffers = [max(self._buffers, key=len)]
+        self._used = 0
+
+
+class PinnedTurns:
+    """Turns that steps take one after the other.
+
+    Args:
+        turns: steps whose host memory is in use at a time, at most.
+    """
+
+    def __init__(self, turns: int) -> None:
+        self._turns = [PinnedTurn() for _ in range(turns)]
+        self._next = 0
+
+    def take(self) -> PinnedTurn:
+        """The next one, once its last step is over."""
+        turn = self._turns[self._next]
+        self._next = (self._next + 1) % len(self._turns)
+        turn.begin()
+        return turn
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pinned(nbytes: int) -> HostArray:
+    memory: Any = cupy.cuda.alloc_pinned_memory(nbytes)
+    return np.frombuffer(memory, np.uint8, nbytes)
