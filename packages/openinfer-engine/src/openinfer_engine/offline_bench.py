@@ -35,6 +35,7 @@ from openinfer_core.provenance import provenance
 from openinfer_engine.composition import resolve
 from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
+from openinfer_engine.trace_summary import summarise_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,8 @@ def run(argv: Sequence[str]) -> int:
     model_dir = Path(arguments.model)
     family: Any = claim(read_config(model_dir), map(load_family, list_plugins(MODELS)))
     given = dict(_pair(each) for each in arguments.option)
+    if arguments.trace is not None:
+        given["trace"] = arguments.trace
     options = msgspec.convert({"prefix_cache": False, **given}, family.options_type, strict=False)
     composition = resolve(family.definition, model_dir, options)
     begin_s = time.perf_counter()
@@ -74,6 +77,8 @@ def run(argv: Sequence[str]) -> int:
     ]
     loop.close()
     sys.stdout.write(_table(timings))
+    if arguments.trace is not None:
+        sys.stdout.write(summarise_file(Path(arguments.trace)).table())
     if arguments.json is not None:
         report = {
             **msgspec.to_builtins(provenance(commit=arguments.commit)),
@@ -174,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         help="an engine option: device=cuda, load_format=dummy",
     )
     parser.add_argument("--commit", metavar="ID", help="of the code, where no checkout says")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace of the runs to FILE, and print what it says")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser
 

@@ -76,13 +76,21 @@ def run(argv: Sequence[str]) -> int:
     """Prints the summary of a trace file."""
     parser = argparse.ArgumentParser(prog="openinfer bench trace", description=__doc__, allow_abbrev=False)
     parser.add_argument("file", help="what --trace wrote")
-    path = Path(parser.parse_args(argv).file)
+    sys.stdout.write(summarise_file(Path(parser.parse_args(argv).file)).table())
+    return 0
+
+
+def summarise_file(path: Path) -> TraceSummary:
+    """Summarises what `Trace.close` wrote.
+
+    Raises:
+        InvalidRequest: the file is no trace.
+    """
     try:
         events = json.loads(path.read_bytes())["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(f"{path} is no trace: {error}", field="file") from error
-    sys.stdout.write(summarise(events).table())
-    return 0
+    return summarise(events)
 
 
 def _requests(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
