@@ -44,8 +44,8 @@ class Backend(Protocol):
         """What was measured of some of them, and of what could stand in their place."""
         ...
 
-    def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
-        """What steps need beside weights and KV, at most."""
+    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int) -> Mapping[str, int]:
+        """What steps need beside weights and KV, at most: purpose -> bytes on one device."""
         ...
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
@@ -117,10 +117,10 @@ class CpuBackend:
         operators += f", but {', '.join(sorted(provided))}" if provided else ""
         return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
 
-    def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
+    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int) -> Mapping[str, int]:
         """Not bounded: the system's allocator gives and takes."""
         del limits, max_step_tokens
-        return 0
+        return {}
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
         """1 GiB."""

@@ -68,6 +68,7 @@ class Composition:
             max_waiting=options.max_waiting,
             prefix_cache=options.prefix_cache,
             layout_digest=self.layouts[0].digest,
+            max_itl_ms=options.max_itl_ms,
         )
 
     @property
@@ -104,11 +105,11 @@ class Composition:
     def memory_bytes(self) -> dict[str, int]:
         """The ledger: what all ranks take of their devices' memory, by purpose."""
         ranks, options = self.options.tensor_parallel_size, self.options
-        workspace = self.backend.workspace_bytes(self.runner_limits, max_step_tokens=options.max_step_tokens)
+        workspaces = self.backend.workspaces(self.runner_limits, max_step_tokens=options.max_step_tokens)
         return {
             "weights": ranks * self.weights_bytes,
             "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
-            "workspace": ranks * workspace,
+            **{purpose: ranks * num_bytes for purpose, num_bytes in workspaces.items()},
         }
 
     def make_scheduler(self) -> Scheduler:
@@ -138,6 +139,7 @@ class Composition:
                 "kv_cache_tokens": self.num_blocks * config.block_size_tokens,
                 "max_num_seqs": config.max_num_seqs,
                 "max_step_tokens": config.max_step_tokens,
+                **({} if config.max_itl_ms is None else {"max_itl_ms": config.max_itl_ms}),
                 "tensor_parallel_size": ranks,
             },
         )
@@ -236,7 +238,7 @@ def _num_blocks(
     ranks = options.tensor_parallel_size
     budget_bytes = options.kv_cache_bytes
     if budget_bytes is None:
-        workspace_bytes = backend.workspace_bytes(sizes, max_step_tokens=options.max_step_tokens)
+        workspace_bytes = sum(backend.workspaces(sizes, max_step_tokens=options.max_step_tokens).values())
         budget_bytes = ranks * backend.kv_cache_bytes(
             weights_bytes=weights_bytes // ranks, workspace_bytes=workspace_bytes
         )

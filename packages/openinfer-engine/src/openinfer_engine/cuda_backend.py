@@ -5,6 +5,8 @@ from typing import Self
 
 from openinfer_core import Refused
 from openinfer_engine.communicator import Communicator
+from openinfer_engine.cuda_captured import TOKEN_BUCKETS, row_buckets
+from openinfer_engine.cuda_ledger import workspaces
 from openinfer_engine.cuda_rank import CudaRank
 from openinfer_engine.cuda_slots import slot_sizes
 from openinfer_engine.dummy import DeviceDummyWeights
@@ -20,13 +22,6 @@ from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.steps import state_bytes
 from openinfer_kv_cache import KvDtype, KvLayout
-
-_FIXED_WORKSPACE_BYTES = 1 << 30
-"""Libraries' workspaces, the context, captured graphs and what rounding in the pools costs."""
-_ACTIVATION_BYTES_PER_TOKEN = 1 << 18
-"""Of one token of a step, at most: a few vectors of the widest layer of any model served."""
-_LOGIT_BYTES = 12
-"""Of one logit of a sampled row: float32, float32 scratch of sampling, and what a copy of some rows takes."""
 
 
 class CudaBackend:
@@ -59,7 +54,7 @@ class CudaBackend:
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         """Of the catalogue of `openinfer_kernels`, in BF16."""
         replay = "captured once, replayed" if self._options.cuda_graph else "launched one by one"
-        found = {
+        found: dict[str, str] = {
             "device": f"{self._device.name} ({self._device.architecture})",
             "decode steps": replay,
             **kernels_by_part(self._device.architecture, skip=provided),
@@ -73,16 +68,16 @@ class CudaBackend:
     @property
     def measured(self) -> dict[str, str]:
         """On an H200."""
-        return measured_by_part(self._device.architecture)
+        return dict(measured_by_part(self._device.architecture))
 
-    def workspace_bytes(self, limits: RunnerLimits, *, max_step_tokens: int) -> int:
-        """Activations of the largest step, logits of all rows, the slots' sampling state, and a fixed part."""
-        rows = limits.max_num_seqs + 256
-        return (
-            _FIXED_WORKSPACE_BYTES
-            + max_step_tokens * _ACTIVATION_BYTES_PER_TOKEN
-            + rows * limits.vocab_size * _LOGIT_BYTES
-            + state_bytes(slot_sizes(limits))
+    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int) -> Mapping[str, int]:
+        """See `cuda_ledger`."""
+        num_graphs = len(row_buckets(limits.max_num_seqs)) + len(TOKEN_BUCKETS)
+        return workspaces(
+            limits,
+            max_step_tokens=max_step_tokens,
+            slot_state_bytes=state_bytes(slot_sizes(limits)),
+            num_graphs=num_graphs if self._options.cuda_graph else 0,
         )
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
