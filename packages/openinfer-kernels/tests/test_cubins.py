@@ -129,14 +129,23 @@ def test_without_any_compiler_the_error_says_what_to_install(monkeypatch):
         find_compiler()
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_every_source_compiles_for_the_oldest_and_the_fastest_architecture(architecture):
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_source_compiles_for_every_architecture(architecture):
     """Into the user's own cache, as a start-up does: only what changed is compiled again."""
     if Nvcc.find() is None and Nvrtc.find() is None:
         pytest.skip("no compiler of CUDA sources on this machine: neither nvcc nor NVRTC")
     cubins = require_cubins(architecture)
     assert set(cubins) == {each.stem for each in sources(architecture)}
     assert all(path.read_bytes().startswith(b"\x7fELF") for path in cubins.values())
+
+
+def test_every_source_compiles_with_nvrtc(monkeypatch):
+    """The compiler of all who have no toolkit; it takes less than nvcc, and the fastest GPU has all sources."""
+    if Nvrtc.find() is None:
+        pytest.skip("NVRTC is not on this machine")
+    monkeypatch.setenv("OPENINFER_CACHE_DIR", str(cache_dir() / "nvrtc"))
+    cubins = require_cubins("sm_90a", compiler=Nvrtc)
+    assert set(cubins) == {each.stem for each in sources("sm_90a")}
 
 
 def test_command_compiles_into_the_folder_asked_for(tmp_path):
