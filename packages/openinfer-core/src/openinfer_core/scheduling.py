@@ -115,6 +115,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prefix_cache: bool = True
     layout_digest: str = ""
     """Of the KV layout: part of every block's identity."""
+    max_itl_ms: int | None = None
+    """What a step with decode rows should take at most; a scheduler then gives prompts as many tokens as fit."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -128,6 +130,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             value = getattr(self, name)
             if not 1 <= value < 2**31:
                 raise InvalidRequest(f"{name} is {value}; it must be in 1 .. 2^31 - 1", field=name)
+        if self.max_itl_ms is not None and self.max_itl_ms < 1:
+            raise InvalidRequest(f"max_itl_ms is {self.max_itl_ms}; it must be at least 1", field="max_itl_ms")
         if self.max_step_tokens < self.max_num_seqs:
             raise InvalidRequest(
                 f"max_step_tokens ({self.max_step_tokens}) is below max_num_seqs ({self.max_num_seqs}): "

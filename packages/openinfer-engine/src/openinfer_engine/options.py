@@ -56,6 +56,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Sequences that run at a time at most."""
     max_step_tokens: int = 2048
     """Token budget of one step: decode rows and prompt chunks together."""
+    max_itl_ms: int | None = None
+    """Milliseconds that a step with decode rows should take at most: prompts wait, or come in smaller chunks, so that
+    nobody's next token does. None gives prompts the whole token budget."""
     max_waiting: int = 4096
     """Requests that wait at most; more are refused as overloaded."""
     block_size_tokens: int = 16
@@ -89,6 +92,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("max_model_tokens", self.max_model_tokens, 1, 2**24)
         _check("max_num_seqs", self.max_num_seqs, 1, 2**16)
         _check("max_step_tokens", self.max_step_tokens, 1, 2**24)
+        _check("max_itl_ms", self.max_itl_ms, 1, 60_000)
         _check("max_waiting", self.max_waiting, 1, 2**24)
         _check("block_size_tokens", self.block_size_tokens, 1, 2**12)
         _check("kv_cache_bytes", self.kv_cache_bytes, 1, 2**48)

@@ -57,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(2, 5),
         extra_tokens=st.integers(0, 8),
         prefix_cache=st.booleans(),
+        max_itl_ms=st.sampled_from((None, None, 1, 5)),
         policy=st.sampled_from(POLICIES),
     )
     def make(
@@ -67,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         extra_tokens: int,
         prefix_cache: bool,
+        max_itl_ms: int | None,
         policy: Callable[[QueuePolicyConfig], Any],
     ) -> None:
         config = SchedulerConfig(
@@ -77,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_tokens=MAX_MODEL_TOKENS,
             max_waiting=8,
             prefix_cache=prefix_cache,
+            max_itl_ms=max_itl_ms,
         )
         self.driver = SchedulerDriver(TokenBudgetScheduler, config, policy=policy(QueuePolicyConfig()))
 

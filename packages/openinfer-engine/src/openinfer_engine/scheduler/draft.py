@@ -23,6 +23,8 @@ class StepInFlight:
     samples: list[bool]
     faults: dict[int, str]
     """Row -> why its request fails whatever the step gives."""
+    decode_rows: int
+    """The first so many rows go on from the last id of their slot."""
 
 
 class StepDraft:
@@ -31,6 +33,7 @@ class StepDraft:
     __slots__ = (
         "budget_tokens",
         "counts",
+        "decode_rows",
         "ends",
         "faults",
         "given_counts",
@@ -47,6 +50,7 @@ class StepDraft:
     def __init__(self, budget_tokens: int) -> None:
         self.budget_tokens = budget_tokens
         """What is left of the step's token budget."""
+        self.decode_rows = 0
         self.rows: list[Sequence] = []
         self.slots: list[int] = []
         self.starts: list[int] = []
@@ -82,7 +86,7 @@ class StepDraft:
 
     def close_decode_rows(self) -> None:
         """Fills in what all decode rows share; no row of another kind is there yet."""
-        num_rows = len(self.rows)
+        num_rows = self.decode_rows = len(self.rows)
         self.counts = [1] * num_rows
         self.given_counts = [0] * num_rows
         self.samples = [True] * num_rows
@@ -134,5 +138,6 @@ class StepDraft:
             ends=self.ends,
             samples=self.samples,
             faults=self.faults,
+            decode_rows=self.decode_rows,
         )
         return plan, record

@@ -27,6 +27,7 @@ from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.draft import StepDraft, StepInFlight
 from openinfer_engine.scheduler.harvest import Harvest, finished
 from openinfer_engine.scheduler.line import Line
+from openinfer_engine.scheduler.pace import StepPace
 from openinfer_engine.scheduler.sequence import Sequence, count_final_tokens
 
 _POLICY_FAULT = "the queue policy failed on this request"
@@ -41,6 +42,7 @@ class TokenBudgetScheduler:
         self._line = Line(config, policy, self._counters)
         self._open: dict[RequestId, Sequence] = {}
         self._in_flight: deque[StepInFlight] = deque()
+        self._pace = StepPace(config.max_itl_ms)
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -107,6 +109,7 @@ class TokenBudgetScheduler:
         """The next step, or None if nothing can run before a step in flight is applied, or at all."""
         draft = StepDraft(self._config.max_step_tokens)
         unfilled = self._plan_decode_rows(draft)
+        draft.budget_tokens = self._pace.budget_tokens(draft.budget_tokens, decode_rows=draft.decode_rows)
         self._plan_chunks(draft, unfilled)
         self._admit(draft)
         if not draft.rows:
@@ -160,9 +163,10 @@ class TokenBudgetScheduler:
         Raises:
             ContractViolation: `plan` is not the oldest one in flight, or the result has another number of rows.
         """
-        del now_s
+        step = self._land(plan, result)
+        self._pace.note(step, applied_s=now_s)
         harvest = Harvest(
-            self._land(plan, result),
+            step,
             result,
             line=self._line,
             counters=self._counters,
