@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 from openinfer_server.adapters import adapter_routes
+from openinfer_server.api_errors import ErrorResponse
+from openinfer_server.api_events import ChatEvent, CompletionEvent
 from openinfer_server.api_responses import ChatCompletion, Completion
 from openinfer_server.api_types import ChatRequest, CompletionRequest
 from openinfer_server.chat import ChatCompletions
 from openinfer_server.completions import Completions
+from openinfer_server.event_frames import DONE_DATA
 from openinfer_server.generate import token_generation_routes
 from openinfer_server.messages.handlers import message_routes
 from openinfer_server.models import model_routes
@@ -32,7 +35,8 @@ def completion_routes(service: Service) -> list[Route]:
                 tag="OpenAI",
                 body=CompletionRequest,
                 answer=Completion,
-                events=Completion,
+                events=(CompletionEvent, ErrorResponse),
+                last_data=DONE_DATA,
                 errors=GENERATION_ERRORS,
             ),
         ),
@@ -45,7 +49,8 @@ def completion_routes(service: Service) -> list[Route]:
                 tag="OpenAI",
                 body=ChatRequest,
                 answer=ChatCompletion,
-                events=ChatCompletion,
+                events=(ChatEvent, ErrorResponse),
+                last_data=DONE_DATA,
                 errors=GENERATION_ERRORS,
             ),
         ),

@@ -13,7 +13,9 @@ import msgspec
 from openinfer_server.api_errors import ApiError
 from openinfer_server.api_responses import Usage
 
-DONE = b"data: [DONE]\n\n"
+DONE_DATA = "[DONE]"
+"""Data of the last event of a stream."""
+DONE = f"data: {DONE_DATA}\n\n".encode()
 _END = b"}\n\n"
 
 

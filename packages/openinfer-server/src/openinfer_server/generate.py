@@ -7,10 +7,10 @@ import msgspec
 
 from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
 from openinfer_server.answer import Answer, Choice
-from openinfer_server.api_errors import ApiError, invalid, refused
+from openinfer_server.api_errors import ApiError, ErrorResponse, invalid, refused
 from openinfer_server.api_types import GenerationFields, check_refused
 from openinfer_server.delivery import send_stream, send_whole
-from openinfer_server.event_frames import DONE, error_event
+from openinfer_server.event_frames import DONE, DONE_DATA, error_event
 from openinfer_server.exchange import Exchange
 from openinfer_server.generate_types import (
     ScoredTokenId,
@@ -219,7 +219,8 @@ def token_generation_routes(service: Service) -> list[Route]:
         tag="Tokens",
         body=TokenRequest,
         answer=TokenAnswer,
-        events=TokenAnswer,
+        events=(TokenAnswer, ErrorResponse),
+        last_data=DONE_DATA,
         errors=ERRORS,
     )
     return [Route(method="POST", path="/inference/v1/generate", handler=TokenGeneration(service), doc=doc)]

@@ -125,10 +125,26 @@ def _responses(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:
     else:
         content[doc.media_type.decode().partition(";")[0]] = {"schema": {"type": "string"}}
     if doc.events is not None:
-        about = "Each event's data is one of these; a stream ends as the API's own does."
-        content[EVENT_STREAM] = {"schema": {"type": "string", "description": about}}
-        content[EVENT_STREAM]["x-event-schema"] = _any_of(doc.events, schemas)
+        content[EVENT_STREAM] = {"schema": _event_schema(doc, schemas)}
     return {"200": {"description": "The answer.", "content": content}, **_errors(doc, schemas)}
+
+
+def _event_schema(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:
+    """One server-sent event, as OpenAPI 3.2 describes the items of such a stream."""
+    data: Schema = {
+        "type": "string",
+        "contentMediaType": JSON.decode(),
+        "contentSchema": _any_of(doc.events, schemas),
+    }
+    return {
+        "type": "object",
+        "description": "Each event of the stream.",
+        "properties": {
+            "event": {"type": "string"},
+            "data": {"anyOf": [{"const": doc.last_data}, data]} if doc.last_data else data,
+        },
+        "required": ["data"],
+    }
 
 
 def _errors(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:

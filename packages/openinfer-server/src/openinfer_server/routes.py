@@ -37,7 +37,8 @@ class RouteDoc:
         answer: msgspec type of the JSON that comes with 200, or a tuple of several; None if it is not JSON.
         unwell: msgspec type of the JSON that comes with 503, where that is an answer and not an error.
         media_type: content type of the answer; empty if there is never one with 200.
-        events: msgspec type of the data of server-sent events, if the answer can be a stream of them.
+        events: msgspec type of the data of server-sent events, or a tuple of several, if the answer can be a stream.
+        last_data: data of the last event where that is no JSON.
         also: further msgspec types that the schemas above refer to by name.
         errors: statuses beside those that any route may give.
         error_body: msgspec type of the JSON of an error.
@@ -51,6 +52,7 @@ class RouteDoc:
     unwell: Any = None
     media_type: bytes = JSON
     events: Any = None
+    last_data: str = ""
     also: tuple[Any, ...] = ()
     errors: tuple[int, ...] = ()
     error_body: Any = field(default=ErrorResponse)
