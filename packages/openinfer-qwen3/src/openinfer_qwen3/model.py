@@ -145,23 +145,19 @@ def load(
     config: Qwen3Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
 ) -> "Qwen3Model":
     """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
-    table = rope_table(config.rope, head_dim=config.head_dim, positions=max_model_tokens)
     embed_tokens = ops.upload_weight(*pad_rows(weights.read("model.embed_tokens.weight"), communicator.size))
     if config.tie_word_embeddings:
         lm_head = _vocabulary_piece(embed_tokens, communicator)
     else:
         head = weights.read("lm_head.weight")
         lm_head = ops.upload_weight(*rows_of_rank(head, rank=communicator.rank, size=communicator.size))
-    loaded = Weights(
-        embed_tokens=embed_tokens,
-        layers=tuple(
-            _load_layer(config, weights, f"model.layers.{index}", ops=ops, rank=communicator.rank)
-            for index in range(config.num_hidden_layers)
-        ),
-        norm=ops.upload_weight(weights.read("model.norm.weight")),
-        lm_head=lm_head,
-        rope=ops.upload(table),
+    layers = tuple(
+        _load_layer(config, weights, f"model.layers.{index}", ops=ops, rank=communicator.rank)
+        for index in range(config.num_hidden_layers)
     )
+    norm = ops.upload_weight(weights.read("model.norm.weight"))
+    table = rope_table(config.rope, head_dim=config.head_dim, positions=max_model_tokens)  # while weights are copied
+    loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head, rope=ops.upload(table))
     return Qwen3Model(config, loaded, ops=ops, communicator=communicator)
 
 
