@@ -153,19 +153,15 @@ class ChatAnswer:
 
 def delta_json(deltas: Sequence[Delta]) -> bytes:
     """Inside of the `delta` object of one event. Nearly every token makes one delta, or none."""
-    if not deltas:
-        return b""
-    if len(deltas) == 1:
-        match deltas[0]:
-            case ContentDelta(text):
-                return b'"content":"%b"' % escape_json(text)
-            case ReasoningDelta(text):
-                return b'"reasoning_content":"%b"' % escape_json(text)
-            case CallArguments(index, text):
-                arguments = b'{"index":%d,"function":{"arguments":"%b"}}' % (index, escape_json(text))
-                return b'"tool_calls":[%b]' % arguments
-            case _:
-                pass
+    if len(deltas) != 1:
+        return _several(deltas) if deltas else b""
+    delta = deltas[0]
+    if isinstance(delta, ContentDelta):
+        return b'"content":"' + escape_json(delta.text) + b'"'
+    if isinstance(delta, ReasoningDelta):
+        return b'"reasoning_content":"' + escape_json(delta.text) + b'"'
+    if isinstance(delta, CallArguments):
+        return b'"tool_calls":[{"index":%d,"function":{"arguments":"%b"}}]' % (delta.index, escape_json(delta.text))
     return _several(deltas)
 
 

@@ -19,10 +19,13 @@ from openinfer_core.events import Finished, FinishReason, Scheduled, Tokens
 from openinfer_core.request import GenerateRequest
 from openinfer_server.answer import Answer
 from openinfer_server.logprobs import ScoredToken
-from openinfer_server.parsers.deltas import CallEnd, CallStart, Delta
+from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
 from openinfer_server.parsers.output import OutputParser
 from openinfer_server.requests import Prompt
 from openinfer_server.text_choices import TextChoice, TextOptions
+
+_TEXTS = frozenset((ContentDelta, ReasoningDelta, CallArguments))
+"""Deltas that neither begin nor end a call."""
 
 
 class DeltaSink(Protocol):
@@ -65,6 +68,7 @@ class DeltaChoice(TextChoice):
     """
 
     __slots__ = (
+        "_budget_tokens",
         "_call_ended",
         "_num_before",
         "_options",
@@ -88,6 +92,7 @@ class DeltaChoice(TextChoice):
     ) -> None:
         super().__init__(answer, index, prompt=prompt, options=options)
         self.called = False
+        self._budget_tokens = reading.reasoning_budget_tokens
         self._call_ended = False
         self._num_before: int | None = None
         """Tokens that were generated before the engine's request was replaced."""
@@ -106,27 +111,25 @@ class DeltaChoice(TextChoice):
 
     def tokens(self, event: Tokens) -> None:
         """Reads each token; keeps them while the request may be replaced."""
-        if self._reading.reasoning_budget_tokens is not None and self._num_before is None:
+        if self._budget_tokens is not None:
             self._said_ids += event.token_ids
-        super().tokens(event)
+        TextChoice.tokens(self, event)
 
     def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
         """Reads a token's text."""
         deltas = self._parser.feed(text)
         if self._parser.reasoning:
             self.reasoning_tokens = self._num_tokens
-            budget = self._reading.reasoning_budget_tokens
-            self._out_of_budget = budget is not None and self._num_before is None and self._num_tokens >= budget
-        self.sink.take(self._with_calls_noted(deltas), scores)
-
-    def is_complete(self) -> bool:
-        """Whether the engine need not go on with its request."""
-        return self._call_ended or self._out_of_budget or super().is_complete()
+            if self._budget_tokens is not None and self._num_tokens >= self._budget_tokens:
+                self.is_complete = self._out_of_budget = True
+        if len(deltas) > 1 or (deltas and type(deltas[0]) not in _TEXTS):
+            deltas = self._with_calls_noted(deltas)
+        self.sink.take(deltas, scores)
 
     def complete(self) -> None:
         """Ends the engine's request: for good, or to go on after the reasoning."""
-        if self._out_of_budget and not super().is_complete():
-            self._out_of_budget = False
+        if self._out_of_budget and self.stop_string is None:
+            self.is_complete = self._out_of_budget = False
             self._close_reasoning()
         else:
             super().complete()
@@ -155,13 +158,13 @@ class DeltaChoice(TextChoice):
             if isinstance(delta, CallStart):
                 self.called = True
             elif isinstance(delta, CallEnd) and not self._reading.parallel_calls:
-                self._call_ended = True
+                self.is_complete = self._call_ended = True
                 return deltas[: place + 1]
         return deltas
 
     def _close_reasoning(self) -> None:
         """Shows the text that closes the reasoning, and lets the engine go on after it."""
-        self._num_before = self._num_tokens
+        self._num_before, self._budget_tokens = self._num_tokens, None
         closing = self._parser.closing_text
         rest = self.take_held()
         self.sink.take(self._with_calls_noted(self._parser.feed(rest + closing)), ())

@@ -36,7 +36,11 @@ class TextOptions:
 
 
 class TextChoice(Choice):
-    """Turns tokens into pieces of text; subclasses say where they go."""
+    """Turns tokens into pieces of text; subclasses say where they go.
+
+    Attributes:
+        is_complete: whether the text ends here, whatever the engine would still say.
+    """
 
     __slots__ = (
         "_detokenizer",
@@ -48,10 +52,12 @@ class TextChoice(Choice):
         "_prompt_logprobs",
         "_scanner",
         "_tokenizer",
+        "is_complete",
     )
 
     def __init__(self, answer: Answer, index: int, *, prompt: Prompt, options: TextOptions) -> None:
         super().__init__(answer, index, prompt_tokens=len(prompt.token_ids))
+        self.is_complete = False
         self._detokenizer = options.tokenizer.detokenizer(prompt.token_ids, visible=options.visible_tokens)
         self._echo = options.echo
         self._min_tokens = options.min_tokens
@@ -84,7 +90,7 @@ class TextChoice(Choice):
         for place, token_id in enumerate(event.token_ids):
             scores = () if event.logprobs is None else (ScoredToken(token_id, event.logprobs[place], self._offset),)
             self.show(self._feed(token_id), scores)
-            if self.is_complete():
+            if self.is_complete:
                 self.complete()
                 return
 
@@ -96,10 +102,6 @@ class TextChoice(Choice):
         if rest:
             self.show(rest, ())
         super().finished(event)
-
-    def is_complete(self) -> bool:
-        """Whether the text ends here, whatever the engine would still say."""
-        return self._scanner is not None and self._scanner.found
 
     def complete(self) -> None:
         """Ends a text that is complete."""
@@ -126,7 +128,9 @@ class TextChoice(Choice):
         self._num_tokens += 1
         if self._scanner is None or self._num_tokens <= self._min_tokens:
             return text
-        return self._scanner.feed(text)
+        text = self._scanner.feed(text)
+        self.is_complete = self._scanner.found
+        return text
 
     def _show_prompt(self) -> None:
         """Shows the prompt before the first token; by then all of its log-probabilities have come."""

@@ -31,7 +31,7 @@ class CallParser(ScriptedParser):
 
     def content_until(self, markers: Markers) -> Script[str | None]:
         """Says content up to a marker."""
-        return (yield from self.text_until(markers, self.content.write))
+        return (yield from self.trimmed_until(markers, self.content))
 
     def json_arguments(self, end: str) -> Script[None]:
         """Hands on the arguments as they stand before `end`; none at all are an empty object."""

@@ -78,3 +78,8 @@ class ReasoningParser(OutputTextParser, Protocol):
     def reasoning(self) -> bool:
         """Whether what comes next is reasoning, as far as was fed."""
         ...
+
+    @property
+    def done(self) -> bool:
+        """Whether all further text is content and nothing is held: neither `feed` nor `finish` is called again."""
+        ...

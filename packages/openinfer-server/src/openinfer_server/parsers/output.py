@@ -49,9 +49,11 @@ class OutputParser:
     Every method raises `ParserFault` if a parser raises.
     """
 
-    __slots__ = ("_reasoning", "_tools")
+    __slots__ = ("_is_told_apart", "_reasoning", "_tools")
 
     def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+        self._is_told_apart = reasoning is None
+        """Whether all that comes is the answer: the reasoning parser is not asked again."""
         self._reasoning = reasoning
         self._tools = tools
 
@@ -63,7 +65,7 @@ class OutputParser:
     @property
     def reasoning(self) -> bool:
         """Whether what comes next is reasoning."""
-        return self._reasoning is not None and self._reasoning.reasoning
+        return not self._is_told_apart and self._reasoning is not None and self._reasoning.reasoning
 
     @property
     def closing_text(self) -> str:
@@ -72,17 +74,19 @@ class OutputParser:
 
     def feed(self, text: str) -> list[Delta]:
         """Takes the next piece of text."""
-        if self._reasoning is None:
+        if self._is_told_apart or self._reasoning is None:
             return self._content(text)
         try:
             deltas = self._reasoning.feed(text)
+            self._is_told_apart = self._reasoning.done
         except Exception as error:
             raise ParserFault("reasoning") from error
         return deltas if self._tools is None else self._with_calls(deltas)
 
     def finish(self) -> list[Delta]:
         """The text has ended."""
-        deltas = [] if self._reasoning is None else self._with_calls(fenced("reasoning", self._reasoning.finish))
+        rest = self._reasoning.finish if self._reasoning is not None and not self._is_told_apart else None
+        deltas = [] if rest is None else self._with_calls(fenced("reasoning", rest))
         return deltas if self._tools is None else deltas + fenced("tool", self._tools.finish)
 
     def _content(self, text: str) -> list[Delta]:

@@ -34,12 +34,15 @@ class ScriptedParser:
 
     Attributes:
         content: where the answer's text goes; the white space beside tags is left out.
+        is_read: whether `run` has ended: all that comes is content.
     """
 
     def __init__(self) -> None:
-        self.content = TrimmedText(lambda text: self.say(ContentDelta(text)))
+        self.content = TrimmedText(ContentDelta, self.say)
         self._buffer = ""
         self._ended = False
+        self._flow: tuple[Markers, TrimmedText] | None = None
+        self.is_read = False
         self._said: list[Delta] = []
         self._taken: list[str] | None = None
         self._script = self._run_to_end()
@@ -51,6 +54,10 @@ class ScriptedParser:
 
     def feed(self, text: str) -> list[Delta]:
         """Takes the next piece; returns what became certain."""
+        if self._flow is not None and not self._buffer:
+            markers, trimmed = self._flow
+            if trimmed.flows(text) and not markers.may_begin(text):
+                return [trimmed.kind(text)]  # nearly all text is this, and the script would do the same with it
         if not text:
             return []
         self._buffer += text
@@ -69,6 +76,7 @@ class ScriptedParser:
     def _run_to_end(self) -> Script[None]:
         yield
         yield from self.run()
+        self.is_read = True
         while (yield from self.more()):
             self.content.write(self._take(len(self._buffer)))
 
@@ -154,6 +162,13 @@ class ScriptedParser:
                     emit(self._take(held))
                 return None
             yield
+
+    def trimmed_until(self, markers: Markers, trimmed: TrimmedText) -> Script[str | None]:
+        """`text_until` into text whose white space beside the markers is left out."""
+        self._flow = markers, trimmed
+        found = yield from self.text_until(markers, trimmed.write)
+        self._flow = None
+        return found
 
     def unread(self, text: str) -> None:
         """Puts back what was just taken, outside of what is tentative."""

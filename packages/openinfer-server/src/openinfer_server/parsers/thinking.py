@@ -5,7 +5,7 @@ has opened it, which the end of the prompt shows, the answer begins inside.
 """
 
 from openinfer_server.parsers.contract import ModelTraits, ParserContext
-from openinfer_server.parsers.deltas import ContentDelta, ReasoningDelta
+from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
 from openinfer_server.parsers.kimi_k2 import CALL_BEGIN, SECTION_BEGIN
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script, ScriptedParser
@@ -26,8 +26,15 @@ class ThinkParser(ScriptedParser):
 
     def __init__(self, context: ParserContext) -> None:
         super().__init__()
-        self.content = TrimmedText(lambda text: self.say(ContentDelta(text)), before_tags=False)
+        self.content = TrimmedText(ContentDelta, self.say, before_tags=False)
         self.reasoning = context.prompt.rstrip().endswith(OPEN)
+        self.done = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Takes the next piece; returns what became certain."""
+        said = super().feed(text)
+        self.done = self.is_read and not self.content.skipping
+        return said
 
     def run(self) -> Script[None]:
         """Reasoning, if there is any; the rest is content."""
@@ -37,9 +44,9 @@ class ThinkParser(ScriptedParser):
         elif not self.reasoning:
             self.content.write(spaces)
             return
-        thoughts = TrimmedText(lambda text: self.say(ReasoningDelta(text)))
+        thoughts = TrimmedText(ReasoningDelta, self.say)
         thoughts.at_tag()
-        end = yield from self.text_until(self.ends, thoughts.write)
+        end = yield from self.trimmed_until(self.ends, thoughts)
         self.reasoning = False
         self.content.at_tag()
         if end is not None and end != CLOSE:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
+
 SPACE = " \t\r\n"
 MAX_SPACE = 256
 """White space that is held back at most; of more the last part is held."""
@@ -11,42 +13,58 @@ class TrimmedText:
     """Hands text on, but holds white space at its end until it is known whether a tag follows.
 
     Args:
-        emit: takes the text, in pieces that are not empty.
+        kind: of deltas that are made of it.
+        say: takes them.
         before_tags: whether tags may follow the text; otherwise nothing is held, and only white space after tags goes.
+
+    Attributes:
+        kind: see above.
+        skipping: whether white space that comes next belongs to a tag before it.
     """
 
-    __slots__ = ("_before_tags", "_emit", "_skipping", "_space")
+    __slots__ = ("_before_tags", "_say", "_space", "kind", "skipping")
 
-    def __init__(self, emit: Callable[[str], None], *, before_tags: bool = True) -> None:
+    def __init__(
+        self,
+        kind: type[ContentDelta] | type[ReasoningDelta],
+        say: Callable[[Delta], None],
+        *,
+        before_tags: bool = True,
+    ) -> None:
+        self.kind = kind
         self._before_tags = before_tags
-        self._emit = emit
-        self._skipping = False
+        self._say = say
+        self.skipping = False
         self._space = ""
 
     def write(self, text: str) -> None:
         """Takes the next piece."""
-        if self._skipping:
+        if self.skipping:
             text = text.lstrip(SPACE)
             if not text:
                 return
-            self._skipping = False
+            self.skipping = False
         kept = text.rstrip(SPACE) if self._before_tags else text
         if kept:
-            self._emit(self._space + kept)
+            self._say(self.kind(self._space + kept))
             self._space = text[len(kept) :]
         else:
             self._space += text
         if len(self._space) > MAX_SPACE:
-            self._emit(self._space[:-MAX_SPACE])
+            self._say(self.kind(self._space[:-MAX_SPACE]))
             self._space = self._space[-MAX_SPACE:]
+
+    def flows(self, text: str) -> bool:
+        """Whether a piece would be said as it is: `write` can be left out."""
+        return not self._space and not self.skipping and text[-1:] not in SPACE
 
     def at_tag(self) -> None:
         """A tag is here: white space before and after it belongs to it."""
         self._space = ""
-        self._skipping = True
+        self.skipping = True
 
     def flush(self) -> None:
         """The text has ended: its white space is its own."""
         if self._space:
-            self._emit(self._space)
+            self._say(self.kind(self._space))
             self._space = ""

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from openinfer.frontend_bench.answers import ANSWERS
 from openinfer.frontend_bench.measure import Bench, Sample
 from openinfer_core import Refused
 
@@ -32,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="openinfer-bench-") as folder:
         bench = Bench(Path(folder), floor=_compile("floor", folder), client=_compile("client", folder))
-        rows = [_measure(bench, arguments, streams) for streams in arguments.streams]
+        rows = [row for streams in arguments.streams for row in _measure(bench, arguments, streams)]
     print(_table(rows))
     if arguments.json is not None:
         report = {"set_up": _set_up(arguments), "rows": rows}
@@ -40,27 +41,34 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _measure(bench: Bench, arguments: argparse.Namespace, streams: int) -> dict[str, Any]:
-    """Floor and server in turns; medians, and the runs behind them."""
+def _measure(bench: Bench, arguments: argparse.Namespace, streams: int) -> list[dict[str, Any]]:
+    """Floor and server in turns, for every kind of answer; medians, and the runs behind them."""
     steps_per_s = arguments.rate / streams
     steps = max(1, round(arguments.seconds * steps_per_s))
-    floors: list[Sample] = []
-    servers: list[Sample] = []
+    floors: dict[str, list[Sample]] = {name: [] for name in arguments.answers}
+    servers: dict[str, list[Sample]] = {name: [] for name in arguments.answers}
     for _ in range(arguments.repeats):
-        servers.append(bench.run_server(streams=streams, steps=steps, step_s=1 / steps_per_s))
-        event_bytes = servers[-1].event_bytes
-        floors.append(bench.run_floor(streams=streams, steps=steps, step_s=1 / steps_per_s, event_bytes=event_bytes))
-        print(
-            f"  {streams} streams: {servers[-1].cpu_s_per_100k:.3f} / {floors[-1].cpu_s_per_100k:.3f}", file=sys.stderr
-        )
-    floor = statistics.median(sample.cpu_s_per_100k for sample in floors)
-    server = statistics.median(sample.cpu_s_per_100k for sample in servers)
+        for name in arguments.answers:
+            server = bench.run_server(ANSWERS[name], streams=streams, steps=steps, step_s=1 / steps_per_s)
+            size = server.event_bytes
+            floor = bench.run_floor(streams=streams, steps=steps, step_s=1 / steps_per_s, event_bytes=size)
+            servers[name].append(server)
+            floors[name].append(floor)
+            print(
+                f"  {streams} streams, {name}: {server.cpu_s_per_100k:.3f} / {floor.cpu_s_per_100k:.3f}",
+                file=sys.stderr,
+            )
+    return [_row(name, streams, steps_per_s, servers[name], floors[name]) for name in arguments.answers]
+
+
+def _row(name: str, streams: int, steps_per_s: float, servers: list[Sample], floors: list[Sample]) -> dict[str, Any]:
     return {
+        "answer": name,
         "streams": streams,
         "steps_per_s": steps_per_s,
         "event_bytes": servers[-1].event_bytes,
-        "floor_cpu_s_per_100k": floor,
-        "server_cpu_s_per_100k": server,
+        "floor_cpu_s_per_100k": statistics.median(sample.cpu_s_per_100k for sample in floors),
+        "server_cpu_s_per_100k": statistics.median(sample.cpu_s_per_100k for sample in servers),
         "ratio": statistics.median(s.cpu_s_per_100k / f.cpu_s_per_100k for s, f in zip(servers, floors, strict=True)),
         "server_tokens_per_s": statistics.median(sample.tokens_per_s for sample in servers),
         "lag_p50_ms": statistics.median(sample.lag_p50_ms for sample in servers),
@@ -73,6 +81,8 @@ def _measure(bench: Bench, arguments: argparse.Namespace, streams: int) -> dict[
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openinfer bench frontend", description=__doc__, allow_abbrev=False)
     parser.add_argument("--streams", type=int, nargs="+", default=[8, 64, 256], metavar="N")
+    about = "; ".join(f"{answer.name}: {answer.about}" for answer in ANSWERS.values())
+    parser.add_argument("--answers", nargs="+", choices=[*ANSWERS], default=["text"], metavar="NAME", help=about)
     parser.add_argument("--rate", type=float, default=RATE_TOKENS_PER_S, metavar="X", help="tokens/s over all streams")
     parser.add_argument("--seconds", type=float, default=6.0, metavar="X", help="length of one run")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each, in turns; medians are shown")
@@ -102,13 +112,24 @@ def _set_up(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    head = f"{'streams':>8} {'floor':>8} {'server':>8} {'ratio':>7} {'tokens/s':>10} {'lag p50 ms':>11} {'p99 ms':>8}"
-    return "\n".join(["CPU-seconds per 100k tokens, median of runs in turns", head, *map(_line, rows)])
+    head = ("answer", "streams", "floor", "server", "ratio", "tokens/s", "lag p50 ms", "p99 ms")
+    return "\n".join(["CPU-seconds per 100k tokens, median of runs in turns", _line(head), *map(_cells, rows)])
 
 
-def _line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['streams']:>8} {row['floor_cpu_s_per_100k']:>8.3f} {row['server_cpu_s_per_100k']:>8.3f} "
-        f"{row['ratio']:>7.2f} {row['server_tokens_per_s']:>10,.0f} "
-        f"{row['lag_p50_ms']:>11.1f} {row['lag_p99_ms']:>8.1f}"
+def _cells(row: dict[str, Any]) -> str:
+    return _line(
+        (
+            row["answer"],
+            row["streams"],
+            f"{row['floor_cpu_s_per_100k']:.3f}",
+            f"{row['server_cpu_s_per_100k']:.3f}",
+            f"{row['ratio']:.2f}",
+            f"{row['server_tokens_per_s']:,.0f}",
+            f"{row['lag_p50_ms']:.1f}",
+            f"{row['lag_p99_ms']:.1f}",
+        )
     )
+
+
+def _line(cells: Sequence[object]) -> str:
+    return " ".join(f"{cell!s:>10}" for cell in cells)

@@ -43,10 +43,10 @@ static void scan(struct stream *s) {
     if (!strncmp(line, "data: [DONE]", 12)) {
       s->done = 1;
     } else if (!strncmp(line, "data: ", 6)) {
-      char *text = strstr(line, "\"text\":\" ");
+      char *text = strstr(line, "\":\" "); /* the one string of an event that begins with a space */
       if (text) {
         tokens++;
-        for (char *at = text + 8; *at == ' '; at += 5) { /* several tokens may share one event */
+        for (char *at = text + 3; *at == ' '; at += 5) { /* several tokens may share one event */
           lags[(now - atol(at + 1) + LAGS) % LAGS]++;
           if (at[5] == ' ') tokens++;
         }

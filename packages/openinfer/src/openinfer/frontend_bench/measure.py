@@ -13,11 +13,18 @@ from typing import Any
 
 import msgspec
 
-from openinfer.frontend_bench.stamps import STAMPS
+from openinfer.frontend_bench.answers import ANSWERS, CHAT_TEMPLATE, Answer
+from openinfer.frontend_bench.stamps import (
+    NUM_TOKEN_IDS,
+    OPEN_CALL,
+    OPEN_CALL_TEXT,
+    OPEN_REASONING,
+    OPEN_REASONING_TEXT,
+    STAMPS,
+    StampedOptions,
+)
 from openinfer_core import EngineClosed
-from openinfer_core.simulated import SimulatedOptions
 
-PROMPT_TOKENS = 8
 _START_DEADLINE_S = 30.0
 
 
@@ -72,23 +79,28 @@ class Bench:
         port_file.unlink(missing_ok=True)
         command = [str(self._floor), str(port_file), str(streams), str(steps), str(step_s * 1e6), str(event_bytes)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as floor:  # noqa: S603
-            answer = self._run_client(_wait_for_port(port_file), streams, self._write_request(steps))
+            answer = self._run_client(_wait_for_port(port_file), streams, self._write_request(ANSWERS["text"], steps))
             output, _ = floor.communicate(timeout=_START_DEADLINE_S)
         spent = json.loads(output)
         return _sample(streams, answer, spent["cpu_s"], event_bytes)
 
-    def run_server(self, *, streams: int, steps: int, step_s: float) -> Sample:
+    def run_server(self, answer: Answer, *, streams: int, steps: int, step_s: float) -> Sample:
         """The real server streams; its CPU time is that of its process, without the engine's."""
-        options = SimulatedOptions(
-            tpot_s=step_s, rows_per_step=max(streams, 1), num_token_ids=STAMPS, max_waiting=65536
+        options = StampedOptions(
+            tpot_s=step_s,
+            rows_per_step=max(streams, 1),
+            num_token_ids=NUM_TOKEN_IDS,
+            max_waiting=65536,
+            opening_token_id=answer.opening_token_id,
         )
         with _server(self._model_dir, options) as (port, pid):
-            self._run_client(port, min(streams, 8), self._write_request(8))  # warm: first requests fill tables
-            request = self._write_request(steps)
+            warm = self._write_request(answer, 8)
+            self._run_client(port, min(streams, 8), warm)  # first requests fill tables
+            request = self._write_request(answer, steps)
             before_s = _cpu_s(pid)
-            answer = self._run_client(port, streams, request)
+            told = self._run_client(port, streams, request)
             cpu_s = _cpu_s(pid) - before_s
-        return _sample(streams, answer, cpu_s, round(answer["bytes"] / answer["tokens"]))
+        return _sample(streams, told, cpu_s, round(told["bytes"] / told["tokens"]))
 
     def _run_client(self, port: int, streams: int, request: Path) -> dict[str, Any]:
         command = [str(self._client), str(port), str(streams), str(request)]
@@ -97,22 +109,9 @@ class Bench:
             raise EngineClosed(f"only {answer['finished']} of {streams} streams ended with [DONE]")
         return answer
 
-    def _write_request(self, steps: int) -> Path:
-        body = json.dumps(
-            {
-                "model": "simulated",
-                "prompt": list(range(PROMPT_TOKENS)),
-                "max_tokens": steps,
-                "stream": True,
-                "ignore_eos": True,
-            }
-        ).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
-        ).encode()
+    def _write_request(self, answer: Answer, steps: int) -> Path:
         path = self._folder / "request"
-        path.write_bytes(head + body)
+        path.write_bytes(answer.request(steps))
         return path
 
 
@@ -129,7 +128,7 @@ def _sample(streams: int, answer: dict[str, Any], cpu_s: float, event_bytes: int
 
 
 @contextlib.contextmanager
-def _server(model_dir: Path, options: SimulatedOptions) -> Generator[tuple[int, int]]:
+def _server(model_dir: Path, options: StampedOptions) -> Generator[tuple[int, int]]:
     spec = msgspec.json.encode(options).decode()
     command = [sys.executable, "-P", "-m", "openinfer.frontend_bench.server", str(model_dir), spec]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603
@@ -165,10 +164,16 @@ def _write_model(folder: Path) -> None:
     folder.mkdir()
     tokenizer: dict[str, Any] = {
         "version": "1.0",
-        "added_tokens": [],
+        "added_tokens": [_added(OPEN_CALL, OPEN_CALL_TEXT), _added(OPEN_REASONING, OPEN_REASONING_TEXT)],
         "pre_tokenizer": level,
         "decoder": level,
-        "model": model,
+        "model": model | {"ignore_merges": True},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "config.json").write_text("{}")
+
+
+def _added(token_id: int, text: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"id": token_id, "content": text, **flags}

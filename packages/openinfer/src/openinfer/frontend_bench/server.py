@@ -10,14 +10,14 @@ from pathlib import Path
 
 import msgspec
 
+from openinfer.frontend_bench.stamps import StampedOptions
 from openinfer_core.remote import spawn_engine
-from openinfer_core.simulated import SimulatedOptions
 from openinfer_server import ServerOptions, run
 
 
 def main() -> int:
     """Serves until SIGTERM."""
-    options = msgspec.json.decode(sys.argv[2], type=SimulatedOptions)
+    options = msgspec.json.decode(sys.argv[2], type=StampedOptions)
     handle = spawn_engine("openinfer.frontend_bench.engine", options)
     return run(handle, Path(sys.argv[1]), ServerOptions(port=0), on_ready=lambda url: print(url, flush=True))
 
