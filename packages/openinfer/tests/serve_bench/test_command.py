@@ -36,6 +36,7 @@ def test_serve_measures_our_server_and_writes_what_is_compared(
     assert {"gpu", "date", "versions"} <= result.keys()
     assert len(result["samples"]) >= 2
     assert result["samples"][0]["resident_mib"] > 10
+    assert [result["samples"][-1][gauge] for gauge in ("open", "running", "waiting", "kv_blocks_used")] == [0, 0, 0, 0]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "warm=24" in capsys.readouterr().out
 

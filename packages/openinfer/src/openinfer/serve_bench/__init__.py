@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     )
     plan = [phase for workload in arguments.workload for phase in phases(workload, sizes)]
     rows: list[dict[str, Any]] = []
-    with _target(arguments, flags) as (target, pid), Watch(pid, every_s=arguments.watch) as watch:
+    with _target(arguments, flags) as (target, pid), Watch(target, pid, every_s=arguments.watch) as watch:
         print(heading(), flush=True)
         for phase in plan:
             outcomes = send_load(target, phase, processes=arguments.processes)
@@ -117,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         "--processes", type=int, default=max(1, min(6, (os.cpu_count() or 2) - 1)), metavar="N", help="client processes"
     )
     add("--abort-share", type=float, default=0.0, metavar="X", help="of the requests of qps and conc, left early")
-    add("--watch", type=float, default=0.0, metavar="S", help="look at the server's memory each S seconds")
+    add(
+        "--watch", type=float, default=0.0, metavar="S", help="look at the server each S seconds: memory, open requests"
+    )
     add("--seed", type=int, default=42, metavar="N", help="of prompts, arrivals and aborts")
     add("--commit", metavar="ID", help="of the code, where no checkout says")
     add("--json", metavar="FILE", help="write the figures to FILE")
