@@ -2,7 +2,10 @@
 
 import dataclasses
 
-from openinfer_engine.cuda_ledger import workspaces
+import pytest
+
+from openinfer_core import Refused
+from openinfer_engine.cuda_ledger import kv_cache_share, workspaces
 from openinfer_engine.rank import RunnerLimits
 
 LIMITS = RunnerLimits(
@@ -31,3 +34,30 @@ def test_every_purpose_grows_with_what_it_is_for() -> None:
 def test_nothing_is_kept_for_graphs_that_are_not_captured() -> None:
     assert ledger(num_graphs=0)["graphs"] == 0
     assert sum(ledger().values()) < 3 << 30
+
+
+def share(**changes: float) -> int:
+    given = {"memory_bytes": 24 << 30, "used_bytes": 0, "fraction": 0.5, "weights_bytes": 8 << 30, "workspace_bytes": 0}
+    return kv_cache_share("NVIDIA X", **(given | changes))  # pyright: ignore[reportArgumentType]
+
+
+def test_kv_cache_takes_what_is_left_of_what_was_granted() -> None:
+    assert share() == 4 << 30
+    assert share(workspace_bytes=1 << 30) == 3 << 30
+
+
+def test_model_that_does_not_fit_is_refused_with_every_size_and_what_to_do() -> None:
+    with pytest.raises(Refused) as said:
+        share(weights_bytes=16 << 30, workspace_bytes=2 << 30)
+    assert str(said.value) == (
+        "the model does not fit into NVIDIA X: weights take 16.0 GiB and workspaces 2.0 GiB of the 12.0 GiB that were "
+        "granted (gpu_memory_fraction 0.5 of 24.0 GiB), and nothing is left for the KV cache; a larger GPU or a "
+        "smaller model is needed, or lower max_num_seqs and max_step_tokens for smaller workspaces"
+    )
+
+
+def test_memory_that_others_hold_is_refused_with_the_fraction_that_is_left() -> None:
+    context = 600 << 20
+    assert share(used_bytes=(11 << 30) + context) == 4 << 30
+    with pytest.raises(Refused, match=r"hold 1[78]\.. GiB of the 24\.0 GiB of NVIDIA X.*or lower it below 0\.2\d"):
+        share(used_bytes=18 << 30)

@@ -35,6 +35,10 @@ class Backend(Protocol):
         """What kernels are made for: `cpu`, or a GPU's as compilers name it: `sm_90a`."""
         ...
 
+    def check_layout(self, layout: KvLayout) -> None:
+        """Raises `Refused` for blocks that its operators do not serve."""
+        ...
+
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         """Which implementation serves each phase, for `openinfer plan`; `provided` operators are somebody else's."""
         ...
@@ -110,6 +114,10 @@ class CpuBackend:
 
     def __init__(self, *, batch_invariant: bool) -> None:
         self._batch_invariant = batch_invariant
+
+    def check_layout(self, layout: KvLayout) -> None:
+        """All are served."""
+        del layout
 
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         """NumPy alone, but for what is provided."""

@@ -175,6 +175,7 @@ def resolve(
     backend = open_backend(options)
     timeline.mark("device", device_bytes=backend.used_bytes())
     layouts = _layouts(definition, config, model_dir, options, backend.dtype)
+    backend.check_layout(layouts[0])
     sizes = RunnerLimits(
         max_num_seqs=options.max_num_seqs,
         max_model_tokens=_max_model_tokens(options, limits),

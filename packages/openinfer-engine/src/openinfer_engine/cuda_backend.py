@@ -6,7 +6,7 @@ from typing import Self
 from openinfer_core import Refused
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.cuda_captured import TOKEN_BUCKETS, row_buckets
-from openinfer_engine.cuda_ledger import workspaces
+from openinfer_engine.cuda_ledger import kv_cache_share, workspaces
 from openinfer_engine.cuda_rank import CudaRank
 from openinfer_engine.cuda_slots import slot_sizes
 from openinfer_engine.dummy import DeviceDummyWeights
@@ -21,6 +21,7 @@ from openinfer_kernels.cuda.batch_invariant import BatchInvariantCudaOps
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.steps import state_bytes
+from openinfer_kernels.gpu_requirements import require_attention
 from openinfer_kv_cache import KvDtype, KvLayout
 
 
@@ -50,6 +51,14 @@ class CudaBackend:
     def architecture(self) -> str:
         """Of the GPU."""
         return self._device.architecture
+
+    def check_layout(self, layout: KvLayout) -> None:
+        """Raises `Refused` for blocks that no attention kernel is for."""
+        *_, block_tokens, head_dim = layout.block_shape()
+        try:
+            require_attention(head_dim=head_dim, block_tokens=block_tokens)
+        except KernelsError as error:
+            raise Refused(f"--device cuda: {error}") from error
 
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         """Of the catalogue of `openinfer_kernels`, in BF16."""
@@ -84,16 +93,16 @@ class CudaBackend:
         """The rest of the share of memory that was granted.
 
         Raises:
-            Refused: nothing is left.
+            Refused: nothing is left, or others hold it.
         """
-        granted = int(self._device.memory_bytes * self._options.gpu_memory_fraction)
-        rest = granted - weights_bytes - workspace_bytes
-        if rest <= 0:
-            raise Refused(
-                f"{self._device.name} has {self._device.memory_bytes} bytes, of which {granted} may be used; "
-                f"weights take {weights_bytes} and workspaces {workspace_bytes}: nothing is left for the KV cache"
-            )
-        return rest
+        return kv_cache_share(
+            self._device.name,
+            memory_bytes=self._device.memory_bytes,
+            used_bytes=self._device.used_bytes(),
+            fraction=self._options.gpu_memory_fraction,
+            weights_bytes=weights_bytes,
+            workspace_bytes=workspace_bytes,
+        )
 
     def used_bytes(self) -> int:
         """Of this GPU."""

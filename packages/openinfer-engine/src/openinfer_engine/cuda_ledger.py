@@ -6,9 +6,11 @@ The bounds are checked against the device: `openinfer bench startup` prints memo
 
 from collections.abc import Mapping
 
+from openinfer_core import Refused
 from openinfer_engine.rank import PROMPT_LOGPROB_ROWS, RunnerLimits
 
 _MIB = 1 << 20
+_GIB = 1 << 30
 _CONTEXT_BYTES = 640 * _MIB
 """The CUDA context with our kernels, cuBLASLt's, its workspace, and tables of RoPE."""
 _GRAPH_BYTES = 10 * _MIB
@@ -38,3 +40,41 @@ def workspaces(
         "slots": slot_state_bytes,
         "graphs": num_graphs * _GRAPH_BYTES,
     }
+
+
+def kv_cache_share(
+    gpu: str, *, memory_bytes: int, used_bytes: int, fraction: float, weights_bytes: int, workspace_bytes: int
+) -> int:
+    """What is left for the KV cache of the share of a GPU's memory that was granted.
+
+    Args:
+        gpu: its name.
+        memory_bytes: all of its memory.
+        used_bytes: what is in use before anything is loaded, by everyone; our own context is part of it.
+        fraction: of its memory, granted.
+        weights_bytes: of the model.
+        workspace_bytes: the sum of `workspaces`.
+
+    Raises:
+        Refused: other processes hold what was granted, or the model does not fit.
+    """
+    granted = int(memory_bytes * fraction)
+    held = max(0, used_bytes - _CONTEXT_BYTES)
+    if held > memory_bytes - granted:
+        raise Refused(
+            f"other processes hold {_gib(held)} of the {_gib(memory_bytes)} of {gpu}, and {_gib(granted)} were granted "
+            f"(gpu_memory_fraction {fraction}); stop them, or lower it below {1 - held / memory_bytes:.2f}"
+        )
+    rest = granted - weights_bytes - workspace_bytes
+    if rest <= 0:
+        raise Refused(
+            f"the model does not fit into {gpu}: weights take {_gib(weights_bytes)} and workspaces "
+            f"{_gib(workspace_bytes)} of the {_gib(granted)} that were granted (gpu_memory_fraction {fraction} of "
+            f"{_gib(memory_bytes)}), and nothing is left for the KV cache; a larger GPU or a smaller model is needed, "
+            "or lower max_num_seqs and max_step_tokens for smaller workspaces"
+        )
+    return rest
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"

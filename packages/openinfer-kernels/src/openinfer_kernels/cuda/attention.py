@@ -10,12 +10,11 @@ from openinfer_kernels.cuda.attention_prefill_hopper import AttentionPrefillHopp
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.gpu_requirements import require_attention
 from openinfer_kernels.ops import Array, AttentionBatch
 
-HEAD_DIMS = (32, 64, 128, 256)
 _SMALLEST_OF_ALL_KERNELS = 64
 """Smaller heads, of toys, are served by the kernel for prompts of any GPU alone."""
-BLOCK_TOKENS = (16, 32, 64, 128, 256)
 MAX_GROUP = 16
 _INT32 = np.dtype(np.int32)
 
@@ -31,8 +30,8 @@ class Attention:
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """Attention of `q [T, H, D]` over `kv_cache [blocks, layers, 2, K, B, D]`: `[T, H * D]`.
 
-        D is 32, 64, 128 or 256, B 16 or a larger power of two up to 256, H / K at most 16, `scale` positive. A row whose
-        context is empty, which is padding of a captured step, gets no result.
+        D and B are as `require_attention` says, H / K at most 16, `scale` positive. A row whose context is empty, which
+        is padding of a captured step, gets no result.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.
@@ -83,13 +82,11 @@ def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:
     require(batch.block_tables, _INT32, ndim=2, what="batch.block_tables")
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_tokens = kv_cache.shape[3:5]
-    if head_dim not in HEAD_DIMS or kv_cache.shape[5] != head_dim or not fits_vectors(q, kv_cache):
+    require_attention(head_dim=head_dim, block_tokens=block_tokens)
+    if kv_cache.shape[5] != head_dim or not fits_vectors(q, kv_cache):
         raise ArrayMismatchError(
-            f"q {q.shape} and kv_cache {kv_cache.shape} must have one head dimension of {HEAD_DIMS}, "
-            "and begin at multiples of 16 bytes"
+            f"q {q.shape} and kv_cache {kv_cache.shape} must have one head dimension and begin at multiples of 16 bytes"
         )
-    if block_tokens not in BLOCK_TOKENS:
-        raise ArrayMismatchError(f"blocks of {block_tokens} tokens are not supported: one of {BLOCK_TOKENS}")
     if num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
         raise ArrayMismatchError(
             f"{num_heads} query heads over {num_kv_heads} KV heads: a multiple, at most {MAX_GROUP} times as many"

@@ -7,9 +7,14 @@ from openinfer_kernels.cubins import architecture_of, require_cubins
 from openinfer_kernels.cuda.launch import Kernel, Module, check
 from openinfer_kernels.cuda.libraries import cupy, driver
 from openinfer_kernels.errors import DeviceUnavailableError
+from openinfer_kernels.gpu_requirements import (
+    NO_DRIVER,
+    NO_GPU,
+    require_capability,
+    require_driver,
+    require_index,
+)
 
-_OLDEST_CAPABILITY = (8, 0)
-"""Ampere, the first with bfloat16 in its tensor cores."""
 _OVERLAP_CAPABILITY = (9, 0)
 """Hopper, the first with programmatic dependent launch."""
 
@@ -87,16 +92,10 @@ def _look_at(index: int) -> tuple[dict[str, Any], tuple[int, int]]:
         DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
     """
     _require_driver()
-    count = cupy.cuda.runtime.getDeviceCount()
-    if index >= count:
-        raise DeviceUnavailableError(f"GPU {index} was asked for; this machine has {count}, numbered from 0")
+    require_index(index, count=cupy.cuda.runtime.getDeviceCount())
     properties = cupy.cuda.runtime.getDeviceProperties(index)
     capability = (properties["major"], properties["minor"])
-    if capability < _OLDEST_CAPABILITY:
-        raise DeviceUnavailableError(
-            f"{properties['name'].decode()} has compute capability {_dotted(capability)}; "
-            f"the operators need {_dotted(_OLDEST_CAPABILITY)} (Ampere) or newer, for bfloat16"
-        )
+    require_capability(properties["name"].decode(), capability)
     return properties, capability
 
 
@@ -112,18 +111,9 @@ def _require_driver() -> None:
     try:
         (result,) = driver.cuInit(0)
     except RuntimeError as missing:  # cuda-bindings, where the driver's library is not on the machine
-        raise DeviceUnavailableError("this machine has no NVIDIA driver: libcuda.so.1 cannot be loaded") from missing
+        raise DeviceUnavailableError(NO_DRIVER) from missing
     if result == driver.CUresult.CUDA_ERROR_NO_DEVICE:
-        raise DeviceUnavailableError("this machine has an NVIDIA driver but no GPU that it can use")
+        raise DeviceUnavailableError(NO_GPU)
     check((result,))
-    supported, needed = check(driver.cuDriverGetVersion()), cupy.cuda.runtime.runtimeGetVersion()
-    if supported // 1000 < needed // 1000:
-        raise DeviceUnavailableError(
-            f"the NVIDIA driver is too old: it supports CUDA {supported // 1000}.{supported % 1000 // 10}, "
-            f"and the packages installed here need CUDA {needed // 1000}; "
-            "update the driver, or install openinfer-kernels[cuda12]"
-        )
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
+    supported = check(driver.cuDriverGetVersion())
+    require_driver(supported=supported, needed=cupy.cuda.runtime.runtimeGetVersion())

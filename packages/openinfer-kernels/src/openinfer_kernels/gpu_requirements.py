@@ -1,0 +1,72 @@
+"""What a machine must have for the CUDA operators, and what is said where it has not: one sentence each.
+
+Apart from the module that asks the driver, so that every sentence is tested where there is no GPU.
+"""
+
+from openinfer_kernels.errors import ArrayMismatchError, DeviceUnavailableError
+
+OLDEST_CAPABILITY = (8, 0)
+"""Ampere, the first with bfloat16 in its tensor cores."""
+HEAD_DIMS = (32, 64, 128, 256)
+"""Of attention."""
+BLOCK_TOKENS = (16, 32, 64, 128, 256)
+"""Tokens of a KV block, of attention."""
+NO_DRIVER = "this machine has no NVIDIA driver: libcuda.so.1 cannot be loaded"
+NO_GPU = "this machine has an NVIDIA driver but no GPU that it can use"
+
+
+def require_driver(*, supported: int, needed: int) -> None:
+    """Checks versions of CUDA as the driver's API numbers them: 13000 is 13.0.
+
+    Args:
+        supported: the newest that the driver supports.
+        needed: that of the packages installed here.
+
+    Raises:
+        DeviceUnavailableError: the driver is older than the packages.
+    """
+    if supported // 1000 < needed // 1000:
+        raise DeviceUnavailableError(
+            f"the NVIDIA driver is too old: it supports CUDA {supported // 1000}.{supported % 1000 // 10}, "
+            f"and the packages installed here need CUDA {needed // 1000}; "
+            "update the driver, or install openinfer-kernels[cuda12]"
+        )
+
+
+def require_index(index: int, *, count: int) -> None:
+    """Checks the number of a GPU.
+
+    Raises:
+        DeviceUnavailableError: there is no such GPU.
+    """
+    if not 0 <= index < count:
+        raise DeviceUnavailableError(f"GPU {index} was asked for; this machine has {count}, numbered from 0")
+
+
+def require_capability(name: str, capability: tuple[int, int]) -> None:
+    """Checks a GPU's compute capability.
+
+    Raises:
+        DeviceUnavailableError: it is too old.
+    """
+    if capability < OLDEST_CAPABILITY:
+        raise DeviceUnavailableError(
+            f"{name} has compute capability {_dotted(capability)}; "
+            f"the operators need {_dotted(OLDEST_CAPABILITY)} (Ampere) or newer, for bfloat16"
+        )
+
+
+def require_attention(*, head_dim: int, block_tokens: int) -> None:
+    """Checks the sizes that attention's kernels are compiled for.
+
+    Raises:
+        ArrayMismatchError: they serve no such head dimension, or no such blocks.
+    """
+    if head_dim not in HEAD_DIMS:
+        raise ArrayMismatchError(f"attention over heads of {head_dim} values is not possible: one of {HEAD_DIMS}")
+    if block_tokens not in BLOCK_TOKENS:
+        raise ArrayMismatchError(f"blocks of {block_tokens} tokens are not possible: one of {BLOCK_TOKENS}")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
