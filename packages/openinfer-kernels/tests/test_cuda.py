@@ -99,12 +99,13 @@ def test_captured_operators_replay_on_new_inputs(cuda, upload, activation, host,
 @pytest.mark.gpu
 def test_tuning_keeps_its_choices_for_the_next_start(cuda, activation, host, tmp_path, monkeypatch):
     from openinfer_kernels.cuda.decode_gemm import DecodeGemm
+    from openinfer_kernels.cuda.library_products import LibraryProducts
     from openinfer_kernels.cuda.linear import Linear
 
     monkeypatch.setenv("OPENINFER_CACHE_DIR", str(tmp_path))
     rng = np.random.default_rng(0)
     x, weight = (activation(rng.normal(size=(rows, 1024)).astype(np.float32)) for rows in (300, 512))
-    first = Linear(cuda.device, DecodeGemm(cuda.device))
+    first = Linear(cuda.device, DecodeGemm(cuda.device), LibraryProducts(cuda.device))
     untuned = host(first.linear(x, weight))
     with first.tuning():
         tuned = host(first.linear(x, weight))
