@@ -232,4 +232,9 @@ def check_refused(request: RequestFields, where: str = "") -> None:
     """
     for name, why in request.REFUSED.items():
         if getattr(request, name) is not None:
-            raise refused(where + name, why)
+            raise refused(where + sent_name(type(request), name), why)
+
+
+def sent_name(kind: type[msgspec.Struct], name: str) -> str:
+    """A field as JSON has it: some names are words of Python."""
+    return kind.__struct_encode_fields__[kind.__struct_fields__.index(name)]

@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from openinfer_server.api_errors import AnthropicErrorResponse, ErrorResponse
+from openinfer_server.api_types import sent_name
 from openinfer_server.exchange import JSON
 from openinfer_server.routes import Route, RouteDoc
 
@@ -171,14 +172,14 @@ def _say_what_is_refused(components: dict[str, Schema], types: Iterable[Any]) ->
     for kind in _structs(types):
         properties = components.get(kind.__name__, {}).get("properties", {})
         for name, why in getattr(kind, "REFUSED", {}).items():
-            properties[name] = {"type": "null", "description": f"Refused: {why}."}
+            properties[sent_name(kind, name)] = {"type": "null", "description": f"Refused: {why}."}
         for name, why in getattr(kind, "IGNORED", {}).items():
-            properties[name] = {**properties[name], "description": f"Changes nothing: {why}."}
+            properties[sent_name(kind, name)] |= {"description": f"Changes nothing: {why}."}
 
 
-def _structs(types: Iterable[Any]) -> Iterator[type]:
+def _structs(types: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:
     """Every Struct that these types are made of."""
-    seen: set[type] = set()
+    seen: set[type[msgspec.Struct]] = set()
     pending: list[object] = list(msgspec.inspect.multi_type_info(types))
     while pending:
         info = pending.pop()

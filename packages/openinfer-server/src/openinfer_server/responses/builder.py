@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from openinfer_core.events import FinishReason
 from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
 from openinfer_server.responses.events import (
@@ -113,7 +115,7 @@ class ResponseBuilder:
                 case CallArguments():
                     self._arguments(delta.text)
                 case CallEnd():
-                    self._close("completed")
+                    self._close("completed" if _is_json("".join(self._pieces)) else "incomplete")
 
     def finish(self, reason: FinishReason, usage: ResponseUsage) -> None:
         """The answer has ended well, or at its length."""
@@ -248,6 +250,15 @@ class ResponseBuilder:
         part.text = text
         self._emit(ReasoningDone(sequence_number=self._next(), item_id=item.id, output_index=self._index, text=text))
         self._emit(PartDone(sequence_number=self._next(), item_id=item.id, output_index=self._index, part=part))
+
+
+def _is_json(arguments: str) -> bool:
+    """Whether a call is whole: the parser ends it, too, where the answer was cut short."""
+    try:
+        msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return True
 
 
 def _new_id(prefix: str) -> str:
