@@ -9,7 +9,6 @@ DESIGN.md: regret at most 0.20 nat, |dlogprob| at most 0.06 in the mean and 0.20
 """
 
 import argparse
-import datetime as dt
 import json
 import shutil
 import sys
@@ -24,6 +23,7 @@ from source_packages import folders
 
 sys.path[:0] = folders()
 
+import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from golden_reference import CONFIGS, Reference, Scores  # noqa: E402
@@ -38,6 +38,7 @@ from openinfer_core import (  # noqa: E402
     Tokens,
     find_plugin,
 )
+from openinfer_core.provenance import provenance  # noqa: E402
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve  # noqa: E402
 from openinfer_engine.options import DeviceKind  # noqa: E402
 
@@ -209,7 +210,7 @@ def main() -> int:
     parser.add_argument("model", choices=sorted(CONFIGS))
     parser.add_argument("--layers", type=int, help="fewer, for a quick look")
     parser.add_argument("--logit-std", type=float, default=2.0, help="of what the context adds")
-    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--commit", help="where the checkout does not say")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     config = dict(CONFIGS[arguments.model])
@@ -236,17 +237,14 @@ def _roomiest() -> str:
 def _report(
     arguments: argparse.Namespace, config: dict[str, Any], gate: Gate, identical: dict[str, bool]
 ) -> dict[str, Any]:
-    packages = ("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers", "openinfer")
-    return {
+    made_of = msgspec.to_builtins(provenance(commit=arguments.commit))
+    made_of["versions"] |= {name: version(name) for name in ("torch", "transformers")}
+    return made_of | {
         "model": arguments.model,
-        "commit": arguments.commit,
-        "gpu": torch.cuda.get_device_name(),
-        "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "versions": {name: _version(name) for name in packages if _version(name)},
-        "command": " ".join(["python3", *sys.argv]),
+        "command": f"python3 tools/device/golden_gate.py {arguments.model}",
         "set_up": {
             "layers": config["num_hidden_layers"],
-            "weights": "random BF16, seed 0",
+            "weights": "random BF16, tools/device/golden_reference.py",
             "logit_std": arguments.logit_std,
             "mean_largest_logprob": float(np.mean(gate.likeliest)),
         },
@@ -254,13 +252,6 @@ def _report(
         "identical_twice": identical,
         "runs": gate.rows,
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except ModuleNotFoundError:
-        return None
 
 
 if __name__ == "__main__":
