@@ -118,6 +118,21 @@ def test_kit_refuses_a_reasoning_parser_whose_closing_text_does_not_close():
         check_reasoning_parser(NeverCloses, REASONING_TEXTS["qwen3"], prompts=REASONING_PROMPTS)
 
 
+class IsDoneTooSoon(Qwen3Thinking):
+    @property
+    def done(self):
+        return not self.reasoning
+
+    @done.setter
+    def done(self, value):
+        pass
+
+
+def test_kit_refuses_a_reasoning_parser_that_is_done_before_it_is():
+    with pytest.raises(ConformanceError, match="it was done"):
+        check_reasoning_parser(IsDoneTooSoon, REASONING_TEXTS["qwen3"], prompts=REASONING_PROMPTS)
+
+
 class CallsOut(Qwen3Thinking):
     def finish(self):
         return [*super().finish(), CallStart(0, "a", "b"), CallArguments(0, "{}"), CallEnd(0)]

@@ -333,6 +333,13 @@ def test_odd_schemas_allow_anything(schema):
     assert types_of(schema, "a") == ANYTHING
 
 
+def test_schemas_that_refer_to_each_other_without_end_are_bounded():
+    web = {f"n{i}": {"anyOf": [{"$ref": f"#/$defs/n{j}"} for j in range(300)]} for i in range(300)}
+    schema = {"properties": {"a": {"$ref": "#/$defs/n0"}}, "$defs": web}
+    assert types_of(schema, "a") == ANYTHING
+    assert types_of({**schema, "$defs": {"n0": {"anyOf": [{"$ref": "#/$defs/n0"}, {"type": "null"}]}}}, "a") == {"null"}
+
+
 def test_markers_that_contain_each_other_are_refused():
     with pytest.raises(ValueError, match="contain"):
         Markers("<a>", "x<a>")

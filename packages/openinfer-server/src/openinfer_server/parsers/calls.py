@@ -38,7 +38,7 @@ class CallParser(ScriptedParser):
         yield from self.spaces()
         first = yield from self.peek()
         if first in {"{", "["}:
-            yield from self.json_value(end, self.arguments)
+            yield from self.json_value(self.arguments, end=end)
         elif first and (yield from self.literal(end)):
             self.unread(end)
             self.arguments("{}")

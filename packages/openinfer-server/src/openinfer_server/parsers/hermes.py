@@ -77,7 +77,7 @@ class HermesParser(CallParser):
         first = yield from self.peek()
         if first in {"{", "["}:
             self.begin_call(name)
-            yield from self.json_value(CLOSE, self.arguments)
+            yield from self.json_value(self.arguments, end=CLOSE)
             return True
         value = (yield from self.json_string(MAX_HELD)) if first == '"' else (yield from self._null())
         if value is None:
@@ -92,7 +92,7 @@ class HermesParser(CallParser):
 
     def _arguments_first(self) -> Script[bool]:
         held: list[str] = []
-        if (yield from self.peek()) != "{" or not (yield from self.json_value(CLOSE, held.append, MAX_HELD)):
+        if (yield from self.peek()) != "{" or not (yield from self.json_value(held.append, end=CLOSE, limit=MAX_HELD)):
             return False
         yield from self.spaces()
         if not (yield from self.literal(",")) or (yield from self._key()) != "name":

@@ -8,7 +8,7 @@ which is less than the longest marker beyond the last piece.
 
 import re
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -36,6 +36,9 @@ class ScriptedParser:
         content: where the answer's text goes; the white space beside tags is left out.
         is_read: whether `run` has ended: all that comes is content.
     """
+
+    visible_tokens: ClassVar[tuple[str, ...]] = ()
+    """See the contract."""
 
     def __init__(self) -> None:
         self.content = TrimmedText(ContentDelta, self.say)
@@ -190,11 +193,11 @@ class ScriptedParser:
             pieces.append("\\" + self._take(1))
         return None
 
-    def json_value(self, end: str, emit: Callable[[str], None], limit: int = UNBOUNDED) -> Script[bool]:
+    def json_value(self, emit: Callable[[str], None], *, end: str = "", limit: int = UNBOUNDED) -> Script[bool]:
         """Hands an object or array on, up to the bracket that closes it; False if it is not closed.
 
         It is not checked beyond strings and brackets: models write what is close to JSON, and nothing may be lost.
-        `end`, which begins with `<`, ends it outside a string in any case, and is left there.
+        A tag `end`, if given, begins with `<`; outside a string it ends the value in any case, and is left there.
         """
         depth, quoted = 0, False
         while True:
@@ -202,7 +205,7 @@ class ScriptedParser:
             limit -= scanned
             if scanned:
                 emit(self._take(scanned))
-            at_end = not quoted and self._buffer.startswith(end)
+            at_end = end and not quoted and self._buffer.startswith(end)
             if closed or at_end or self._ended or limit <= 0 or len(self._buffer) > limit:
                 return closed
             yield
@@ -227,13 +230,13 @@ def _scan_json(text: str, end: str, depth: int, quoted: bool, *, final: bool) ->
                 return at + final, depth, quoted, False
             at += 2
             continue
-        if mark == "<":
+        if mark == "<" and end:
             rest = text[at : at + len(end)]
             if rest == end or (end.startswith(rest) and not final):
                 return at, depth, quoted, False
         elif mark == '"':
             quoted = not quoted
-        else:
+        elif mark != "<":
             depth += 1 if mark in "{[" else -1
         at += 1
         if depth <= 0:

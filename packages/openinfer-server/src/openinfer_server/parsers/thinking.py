@@ -4,6 +4,8 @@ A block counts at the beginning of the answer only, where models put it: `<think
 has opened it, which the end of the prompt shows, the answer begins inside.
 """
 
+from typing import ClassVar
+
 from openinfer_server.parsers.contract import ModelTraits, ParserContext
 from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
 from openinfer_server.parsers.kimi_k2 import CALL_BEGIN, SECTION_BEGIN
@@ -19,8 +21,8 @@ _KIMI = "<|im_middle|>"
 class ThinkParser(ScriptedParser):
     """What all three have in common. White space beside the tags belongs to them."""
 
-    visible_tokens: tuple[str, ...] = (OPEN, CLOSE)
-    closing_text = f"\n{CLOSE}\n\n"
+    visible_tokens = (OPEN, CLOSE)
+    closing_text: ClassVar[str] = f"\n{CLOSE}\n\n"
     ends = Markers(CLOSE)
     """What ends the reasoning; what is not the closing tag is read again as text."""
 

@@ -8,17 +8,27 @@ from typing import Any, cast
 
 import msgspec
 
-MAX_REFERENCES = 8
-"""How deep references and alternatives of a schema are followed."""
+MAX_SCHEMAS = 256
+"""How many references and alternatives of one parameter are followed; the types of the others are not known."""
 ANYTHING = frozenset({"string", "number", "boolean", "null", "array", "object"})
 TEXT = frozenset({"string"})
 
 
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """JSON types that a parameter may have; any if its schema does not say."""
-    parameter = _get(schema.get("properties"), name)
-    found = frozenset(_types(parameter, schema, MAX_REFERENCES))
-    return found or ANYTHING
+    found: set[str] = set()
+    waiting: list[object] = [_get(schema.get("properties"), name)]
+    seen: set[int] = set()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping) and id(cast("object", part)) not in seen:
+            if len(seen) == MAX_SCHEMAS:
+                return ANYTHING
+            seen.add(id(cast("object", part)))
+            described = cast("Mapping[str, Any]", part)
+            found.update(_own_types(described))
+            waiting += _alternatives(described, schema)
+    return frozenset(found) or ANYTHING
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -59,10 +69,8 @@ def _kind_of(value: object) -> str:
             return "object"
 
 
-def _types(parameter: object, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    if not isinstance(parameter, Mapping) or depth == 0:
-        return
-    schema = cast("Mapping[str, Any]", parameter)
+def _own_types(schema: Mapping[str, Any]) -> Iterator[str]:
+    """What a schema says about types itself."""
     declared = schema.get("type")
     for name in cast("list[object]", declared) if isinstance(declared, list) else [declared]:
         if isinstance(name, str):
@@ -71,11 +79,14 @@ def _types(parameter: object, root: Mapping[str, Any], depth: int) -> Iterator[s
         yield _kind_of(schema["const"])
     if declared is None and isinstance(schema.get("enum"), list):
         yield from map(_kind_of, schema["enum"])
+
+
+def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[object]:
+    """Schemas that a schema stands for."""
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
-            for alternative in schema[word]:
-                yield from _types(alternative, root, depth - 1)
-    yield from _types(_referenced(schema.get("$ref"), root), root, depth - 1)
+            yield from schema[word]
+    yield _referenced(schema.get("$ref"), root)
 
 
 def _referenced(reference: object, root: Mapping[str, Any]) -> object:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from openinfer_core.testing.errors import require
-from openinfer_server.parsers.contract import OutputTextParser, ParserContext, ReasoningParser, ToolParser
+from openinfer_server.parsers.contract import ParserContext
 from openinfer_server.parsers.deltas import (
     CallArguments,
     CallEnd,
@@ -39,6 +39,25 @@ class TextFed(Protocol):
         ...
 
 
+class ReasoningFed(TextFed, Protocol):
+    """What is checked of a reasoning parser beside that."""
+
+    @property
+    def closing_text(self) -> str:
+        """What ends the reasoning."""
+        ...
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether what comes next is reasoning."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether all further text is content, and nothing is held."""
+        ...
+
+
 MakeParser = Callable[[], TextFed]
 
 MAX_HELD_PROSE = 4096
@@ -47,7 +66,7 @@ _PROSE = "The quick brown fox jumps over the lazy dog, 3 < 4 and 5 > 4 {not} [js
 
 
 def check_tool_parser(
-    parser: type[ToolParser],
+    parser: Callable[[ParserContext], TextFed],
     texts: Sequence[str],
     *,
     tools: Mapping[str, Mapping[str, Any]],
@@ -78,7 +97,7 @@ def check_tool_parser(
 
 
 def check_reasoning_parser(
-    parser: type[ReasoningParser],
+    parser: Callable[[ParserContext], ReasoningFed],
     texts: Sequence[str],
     *,
     prompts: Sequence[str],
@@ -104,6 +123,8 @@ def check_reasoning_parser(
         make = _maker(parser, prompt, {})
         _check_says(make, texts, CallStart, "a reasoning parser says no calls")
         fed += check_cuts(make, texts, cuts_per_text=cuts_per_text, variants_per_text=variants_per_text, seed=seed)
+        for text in texts:
+            _check_done(parser, prompt, text)
     _check_closing(parser, prompts)
     return fed
 
@@ -150,6 +171,20 @@ def check_cut(make: MakeParser, text: str, cuts: Iterable[int], expected: Sequen
     pieces = _pieces(text, cuts)
     said = merge(feed(make(), pieces))
     require(said == expected, f"fed as {pieces!r} it says {said}, at once {list(expected)}")
+
+
+def whole_of(
+    parser: Callable[[ParserContext], TextFed], text: str, *, tools: Mapping[str, Mapping[str, Any]], prompt: str = ""
+) -> list[Delta]:
+    """What a parser says of a text, put together; ids it asks for are `call_0`, `call_1`, ….
+
+    Args:
+        parser: the class.
+        text: the answer.
+        tools: functions on offer -> JSON Schema of their parameters.
+        prompt: what came before.
+    """
+    return whole(_maker(parser, prompt, tools), text)
 
 
 def whole(make: MakeParser, text: str) -> list[Delta]:
@@ -199,7 +234,9 @@ def damaged(text: str, count: int, rng: random.Random) -> Iterator[tuple[str, tu
                 yield text[:start] + word + text[start:end], (word,)
 
 
-def _maker(parser: type[OutputTextParser], prompt: str, tools: Mapping[str, Mapping[str, Any]]) -> MakeParser:
+def _maker(
+    parser: Callable[[ParserContext], TextFed], prompt: str, tools: Mapping[str, Mapping[str, Any]]
+) -> MakeParser:
     def make() -> TextFed:
         numbers = itertools.count()
         return parser(ParserContext(prompt, tools, lambda: f"call_{next(numbers)}"))
@@ -212,14 +249,28 @@ def _check_says(make: MakeParser, texts: Iterable[str], kind: type[Delta], viola
         require(not any(isinstance(delta, kind) for delta in whole(make, text)), violation)
 
 
-def _check_closing(parser: type[ReasoningParser], prompts: Sequence[str]) -> None:
+def _check_closing(parser: Callable[[ParserContext], ReasoningFed], prompts: Sequence[str]) -> None:
     """A prompt must open the reasoning, and the closing text must end it."""
     opened = [reader for reader in (parser(ParserContext(prompt, {}, str)) for prompt in prompts) if reader.reasoning]
     require(opened, f"after none of the prompts {list(prompts)} the parser is reasoning")
     for reader in opened:
         reader.feed("I think ")
-        reader.feed(parser.closing_text)
-        require(not reader.reasoning, f"after its closing_text {parser.closing_text!r} it is still reasoning")
+        require(not reader.done, "it says that it is done, and is reasoning")
+        reader.feed(reader.closing_text)
+        require(not reader.reasoning, f"after its closing_text {reader.closing_text!r} it is still reasoning")
+
+
+def _check_done(parser: Callable[[ParserContext], ReasoningFed], prompt: str, text: str) -> None:
+    """Once it says that it is done, what comes is content as it stands, and nothing is held."""
+    reader = parser(ParserContext(prompt, {}, str))
+    for character in text:
+        was_done = reader.done
+        said = merge(reader.feed(character))
+        require(
+            not was_done or said == [ContentDelta(character)],
+            f"it was done, and says {said} of {character!r} in {text!r}",
+        )
+    require(not reader.done or not reader.finish(), f"it was done, and held something of {text!r}")
 
 
 def _check_order(deltas: Iterable[Delta], text: str) -> None:
