@@ -85,6 +85,12 @@ class Tally:
     slowest_s: float = 0.0
     statuses: Counter[int] = dataclasses.field(default_factory=Counter)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """As JSON has it."""
+        statuses = {str(status): count for status, count in sorted(self.statuses.items())}
+        return {"cases": self.cases, "slowest_ms": round(self.slowest_s * 1000, 1), "statuses": statuses}
+
 
 def serve() -> ThreadedServer:
     """A server of the tiny model's tokenizer and chat template, which knows tools and thinking, and of a parrot."""
@@ -214,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "cases": total,
             "seed": arguments.seed,
             "wall_s": round(wall_s, 1),
-            "operations": {name: dataclasses.asdict(tally) for name, tally in tallies.items()},
+            "operations": {name: tally.record for name, tally in tallies.items()},
         }
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -8,7 +8,7 @@ import pytest
 
 from openinfer_core.errors import BrokenPlugin, UnknownPlugin
 from openinfer_core.local import InProcessEngine
-from openinfer_server import ConflictingRoutes, ServerOptions, load_app
+from openinfer_server import ConflictingRoutes, ServerOptions, frontend_parts, load_app
 from openinfer_server.endpoints import ENDPOINTS, load_endpoints
 from openinfer_server.testing import ParrotLoop
 
@@ -74,6 +74,13 @@ def test_endpoint_that_raises_is_a_500_and_the_server_goes_on(start, info, call)
 @pytest.mark.usefixtures("counting")
 def test_installed_endpoint_opens_no_route_unasked(start, info, call):
     assert call(start(ParrotLoop(info)), "POST", "/count", {"text": "stone"})[0] == 404
+
+
+@pytest.mark.usefixtures("counting")
+def test_plan_shows_where_an_endpoint_comes_from(model_dir):
+    parts = frontend_parts(model_dir, "birds", ServerOptions(endpoints=("counting",)))
+    assert parts["endpoint counting"] == "counting-endpoint 1.0"
+    assert not any(name.startswith("endpoint") for name in frontend_parts(model_dir, "birds", ServerOptions()))
 
 
 @pytest.mark.usefixtures("counting")

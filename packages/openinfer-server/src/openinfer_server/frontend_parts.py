@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from openinfer_core.plugins import find_plugin
 from openinfer_server.chat_template import template_source
+from openinfer_server.endpoints import ENDPOINTS
 from openinfer_server.options import ServerOptions
 from openinfer_server.parsers import ModelParsers, ModelTraits, choose_parsers
 
@@ -29,4 +31,6 @@ def frontend_parts(model_dir: Path, family: str, options: ServerOptions) -> dict
         UnusableTemplate: the folder's chat template cannot be read.
         UnusableParser, PluginError: see `choose_parsers`.
     """
-    return parsers_for(template_source(model_dir), family, options).parts
+    endpoints = [find_plugin(ENDPOINTS, name) for name in options.endpoints]
+    brought = {f"endpoint {plugin.name}": plugin.origin for plugin in endpoints}
+    return {**parsers_for(template_source(model_dir), family, options).parts, **brought}

@@ -14,7 +14,7 @@ from openinfer_core import FamilyPlan, InvalidRequest, OpenInferError
 from openinfer_server import ServerOptions, frontend_parts
 
 LOCK_FORMAT = 1
-_SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser"))
+_SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser", "endpoints"))
 """The server's options that choose a part."""
 
 
