@@ -35,6 +35,8 @@ logger = logging.getLogger("openinfer.server")
 
 DRAIN_GRACE_S = 2.0
 """What aborted requests get to send their last event."""
+_SPAWN_S = 0.05
+"""What an engine's process gets to begin, before reading a tokenizer keeps the interpreter to itself."""
 _STARTED_GRACE_S = 0.2
 """What an engine gets to be found started when the frontend cannot go on."""
 _BACKLOG = 2048
@@ -87,6 +89,7 @@ def run_starting(
     async def start_and_serve() -> int:
         with listen(options) as listener:
             launching = _in_thread(launch)
+            await asyncio.wait((launching,), timeout=_SPAWN_S)
             try:
                 text = ModelText.load(model_dir, options)
             except BaseException:
