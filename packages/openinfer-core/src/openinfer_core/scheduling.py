@@ -116,7 +116,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     layout_digest: str = ""
     """Of the KV layout: part of every block's identity."""
     max_itl_ms: int | None = None
-    """What a step with decode rows should take at most; a scheduler then gives prompts as many tokens as fit."""
+    """What a step with decode rows should take at most: prompts are given as many tokens as fit. A scheduler that
+    cannot keep to it raises `Refused` when it is made with one."""
 
     def __post_init__(self) -> None:
         for name in (
