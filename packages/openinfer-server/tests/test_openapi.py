@@ -78,3 +78,47 @@ def test_refused_fields_take_null_alone_and_say_why(document, kind):
         assert properties[name] == {"type": "null", "description": f"Refused: {why}."}
     for name, why in kind.IGNORED.items():
         assert properties[name]["description"] == f"Changes nothing: {why}."
+
+
+BASE = {
+    "CompletionRequest": ("/v1/completions", {"prompt": "a"}),
+    "ChatRequest": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}),
+    "ResponseRequest": ("/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"]}),
+    "MessagesRequest": ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}),
+}
+
+
+def beyond(schema):
+    """Values just beyond the bounds of a schema."""
+    if schema.get("type") == "array":
+        items = schema["items"]
+        if "maxItems" in schema:
+            yield [{"string": "a", "integer": 1}[items["type"]]] * (schema["maxItems"] + 1)
+        yield from ([value] for value in beyond(items))
+    if schema.get("type") == "string":
+        if "minLength" in schema:
+            yield ""
+        if "maxLength" in schema:
+            yield "x" * (schema["maxLength"] + 1)
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield from ({"1": value} for value in beyond(schema["additionalProperties"]))
+    step = 1 if schema.get("type") == "integer" else 0.001
+    if "minimum" in schema:
+        yield schema["minimum"] - step
+    if "maximum" in schema:
+        yield schema["maximum"] + step
+    if "exclusiveMinimum" in schema:
+        yield schema["exclusiveMinimum"]
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_every_bound_is_kept(document, shared, call, name):
+    path, needed = BASE[name]
+    num_bounds = 0
+    for field, schema in document["components"]["schemas"][name]["properties"].items():
+        for kind in schema.get("anyOf", [schema]):
+            for value in beyond(kind):
+                status, _, answer = call(shared, "POST", path, {**needed, field: value})
+                assert status == 400, (field, value, answer)
+                num_bounds += 1
+    assert num_bounds > 25

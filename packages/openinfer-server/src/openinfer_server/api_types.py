@@ -10,6 +10,24 @@ from typing import ClassVar, Literal
 import msgspec
 
 from openinfer_server.api_errors import refused
+from openinfer_server.bounded_fields import (
+    Count,
+    LogitBias,
+    Logprobs,
+    MinP,
+    NonNegative,
+    Penalty,
+    Priority,
+    RepetitionPenalty,
+    Salt,
+    Seed,
+    Stop,
+    Stops,
+    StopTokenIds,
+    Temperature,
+    TopK,
+    TopP,
+)
 from openinfer_server.request_fields import RequestFields
 from openinfer_server.tool_types import Tool, ToolChoice
 
@@ -29,22 +47,22 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class SamplingFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every route takes that generates text."""
 
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    seed: Seed | None = None
+    stop: Stop | Stops | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
     # ours and vLLM's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: NonNegative | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
+    stop_token_ids: StopTokenIds | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,8 +71,8 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
     user: str | None = None
 
     IGNORED: ClassVar[Mapping[str, str]] = {"user": "it says whom the request is for, and nobody is counted"}
@@ -65,7 +83,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
 
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Logprobs | None = None
     best_of: int | None = None
     suffix: object = None
 
@@ -174,14 +192,14 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[Turn]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Logprobs | None = None
     chat_template_kwargs: ChatTemplateOptions | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: NonNegative | None = None
     """Tokens of reasoning at most; vLLM's name."""
     response_format: object = None
     modalities: list[Literal["text"]] | None = None

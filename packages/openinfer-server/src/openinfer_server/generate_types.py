@@ -7,6 +7,23 @@ import msgspec
 
 from openinfer_server.api_responses import Usage
 from openinfer_server.api_types import StreamOptions
+from openinfer_server.bounded_fields import (
+    Count,
+    LogitBias,
+    Logprobs,
+    MinP,
+    NonNegative,
+    Penalty,
+    Priority,
+    RepetitionPenalty,
+    Salt,
+    Seed,
+    StopTokenIds,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+)
 from openinfer_server.request_fields import RequestFields
 
 NO_TEXT = "no text is made here; /v1/completions makes some"
@@ -15,23 +32,23 @@ NO_TEXT = "no text is made here; /v1/completions makes some"
 class TokenSampling(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The object under `sampling_params`."""
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop_token_ids: list[int] | None = None
+    max_tokens: NonNegative | None = None
+    min_tokens: NonNegative | None = None
+    n: Count | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
-    logprobs: int | None = None
+    logprobs: Logprobs | None = None
     """Alternatives per generated token."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Logprobs | None = None
     """Alternatives per prompt token."""
     detokenize: bool | None = None
     stop: list[str] | None = None
@@ -49,15 +66,15 @@ class TokenSampling(RequestFields, frozen=True, kw_only=True, forbid_unknown_fie
 class TokenRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /inference/v1/generate`."""
 
-    token_ids: list[int]
+    token_ids: list[TokenId]
     sampling_params: TokenSampling = TokenSampling()
     model: str | None = None
     request_id: str | None = None
     """Comes back in the answer; made here if absent."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
     features: object = None
     kv_transfer_params: object = None
 

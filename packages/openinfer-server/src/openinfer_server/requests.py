@@ -13,15 +13,11 @@ from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.sampling import SamplingParams
 from openinfer_server.api_errors import ApiError, from_invalid_request, invalid, refused
 from openinfer_server.api_types import GenerationFields
+from openinfer_server.bounded_fields import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOPS
 from openinfer_server.options import ServerOptions
 
 T = TypeVar("T")
 
-MAX_STOPS = 4
-"""OpenAI's bound."""
-MAX_STOP_CHARACTERS = 256
-MAX_LOGIT_BIAS = 100.0
-"""OpenAI's bound."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`."""
 

@@ -6,7 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from openinfer_server.api_errors import convert_inside, invalid, refused
-from openinfer_server.api_types import CACHED_ANYWAY, RequestFields, SamplingFields, check_refused
+from openinfer_server.api_types import CACHED_ANYWAY, SamplingFields, check_refused
+from openinfer_server.bounded_fields import Count, Stops
+from openinfer_server.request_fields import RequestFields
 
 _FUNCTIONS_ONLY = "the only tools are those that the client runs"
 _NO_CONTROL = "the model has no such control"
@@ -54,7 +56,7 @@ class ThinkingEnabled(
 ):
     """Think, for so many tokens at most."""
 
-    budget_tokens: int
+    budget_tokens: Count
     display: Literal["omitted"] | None = None
 
 
@@ -139,10 +141,10 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
 
     model: str | None = None
     messages: list[MessageParam]
-    max_tokens: int
+    max_tokens: Count
     """At most; less if the model's context ends before."""
     system: System | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
     thinking: Thinking | None = None
     """Absent is disabled."""

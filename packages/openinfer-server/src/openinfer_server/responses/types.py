@@ -12,6 +12,7 @@ from openinfer_server.api_types import (
     SamplingFields,
     check_refused,
 )
+from openinfer_server.bounded_fields import Count, Logprobs
 from openinfer_server.request_fields import RequestFields
 
 LOGPROBS = "message.output_text.logprobs"
@@ -135,9 +136,9 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     background: bool | None = None
     store: bool | None = None
     include: list[str] | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Count | None = None
     metadata: dict[str, str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Logprobs | None = None
     max_tool_calls: int | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
