@@ -312,6 +312,11 @@ class Faulty(HermesParser):
         if "%" in text:
             raise ZeroDivisionError("a parser's own fault")
         return super().feed(text)
+
+    def finish(self):
+        if "last" in self.context.tools:
+            raise ZeroDivisionError("at the very end")
+        return super().finish()
 """
 
 
@@ -332,9 +337,11 @@ def test_a_parser_that_raises_fails_its_request_alone_and_is_counted(
         list(client.chat.completions.create(**ask("50 % of it"), stream=True))
     with pytest.raises(openai.InternalServerError):
         client.chat.completions.create(**ask("?", tools=[named("refuse")]))
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(**ask("?", tools=[named("last")]))
     assert client.chat.completions.create(**ask(CALL)).choices[0].finish_reason == "tool_calls"
     metrics = call(server, "GET", "/metrics")[2].decode()
-    assert 'openinfer_parser_faults_total{kind="tool"} 3' in metrics
+    assert 'openinfer_parser_faults_total{kind="tool"} 4' in metrics
     assert 'openinfer_parser_faults_total{kind="reasoning"} 0' in metrics
 
 

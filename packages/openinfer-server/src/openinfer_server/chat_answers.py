@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 
@@ -161,8 +162,13 @@ def delta_json(deltas: Sequence[Delta]) -> bytes:
     if isinstance(delta, ReasoningDelta):
         return b'"reasoning_content":"' + escape_json(delta.text) + b'"'
     if isinstance(delta, CallArguments):
-        return b'"tool_calls":[{"index":%d,"function":{"arguments":"%b"}}]' % (delta.index, escape_json(delta.text))
+        return _before_arguments(delta.index) + escape_json(delta.text) + b'"}}]'
     return _several(deltas)
+
+
+@lru_cache(maxsize=64)
+def _before_arguments(index: int) -> bytes:
+    return b'"tool_calls":[{"index":%d,"function":{"arguments":"' % index
 
 
 def _several(deltas: Sequence[Delta]) -> bytes:

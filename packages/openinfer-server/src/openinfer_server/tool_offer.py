@@ -17,8 +17,8 @@ from openinfer_server.tool_types import FunctionDefinition, Tool, ToolChoice
 
 MAX_TOOLS = 128
 """OpenAI's bound."""
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-"""OpenAI's, and dots. A name stands unquoted in prompts and tags."""
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+"""OpenAI's and Anthropic's, and dots. A name stands unquoted in prompts and tags."""
 
 
 class ToolMode(StrEnum):
@@ -119,7 +119,7 @@ def chat_offer(
 
 def _check_function(function: FunctionDefinition, index: int, names: set[str], fields: Fields) -> None:
     if not _NAME.fullmatch(function.name):
-        message = "a function's name has 1 to 64 letters, digits, dots, dashes and underscores"
+        message = "a function's name has 1 to 128 letters, digits, dots, dashes and underscores"
         raise invalid(fields.of(index, "name"), message)
     if function.name in names:
         raise invalid(fields.of(index, "name"), f"two functions are named {function.name!r}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from openinfer_server.parsers.contract import ReasoningParser, ToolParser
-from openinfer_server.parsers.deltas import ContentDelta, Delta
+from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
 
 T = TypeVar("T")
 
@@ -98,6 +98,8 @@ class OutputParser:
             raise ParserFault("tool") from error
 
     def _with_calls(self, deltas: list[Delta]) -> list[Delta]:
+        if len(deltas) == 1 and isinstance(deltas[0], ReasoningDelta):
+            return deltas
         told: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, ContentDelta):

@@ -13,6 +13,7 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from openinfer_server.parsers.deltas import ContentDelta, Delta
+from openinfer_server.parsers.json_scan import IN_STRING, scan_json
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.trimmed import TrimmedText
 
@@ -25,8 +26,6 @@ MAX_WORD = 256
 UNBOUNDED = 2**62
 _SPACES = re.compile(r"[ \t\r\n]*")
 _NOT_QUOTED = re.compile(r'[^"\\]*')
-_IN_STRING = re.compile(r'["\\]')
-_OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
 
 
 class ScriptedParser:
@@ -44,6 +43,8 @@ class ScriptedParser:
         self.content = TrimmedText(ContentDelta, self.say)
         self._buffer = ""
         self._ended = False
+        self._string: Callable[[str], None] | None = None
+        """Takes text inside the JSON string that the script is in."""
         self._flow: tuple[Markers, TrimmedText] | None = None
         self.is_read = False
         self._said: list[Delta] = []
@@ -63,6 +64,10 @@ class ScriptedParser:
                 return [trimmed.kind(text)]  # nearly all text is this, and the script would do the same with it
         if not text:
             return []
+        if self._string is not None and not self._buffer and IN_STRING.search(text) is None:
+            self._string(text)  # the same inside a JSON string
+            said, self._said = self._said, []
+            return said
         self._buffer += text
         next(self._script)
         said, self._said = self._said, []
@@ -201,46 +206,22 @@ class ScriptedParser:
         """
         depth, quoted = 0, False
         while True:
-            scanned, depth, quoted, closed = _scan_json(self._buffer[:limit], end, depth, quoted, final=self._ended)
+            scanned, depth, quoted, closed = scan_json(self._buffer[:limit], end, depth, quoted, final=self._ended)
             limit -= scanned
             if scanned:
                 emit(self._take(scanned))
             at_end = end and not quoted and self._buffer.startswith(end)
             if closed or at_end or self._ended or limit <= 0 or len(self._buffer) > limit:
                 return closed
+            self._string = emit if quoted and limit > UNBOUNDED // 2 else None
             yield
+            self._string = None
 
     def _take(self, length: int) -> str:
         text, self._buffer = self._buffer[:length], self._buffer[length:]
         if self._taken is not None:
             self._taken.append(text)
         return text
-
-
-def _scan_json(text: str, end: str, depth: int, quoted: bool, *, final: bool) -> tuple[int, int, bool, bool]:  # noqa: FBT001
-    """How far a text goes on with a JSON value: characters, then depth, whether in a string, whether it is closed."""
-    at = 0
-    while True:
-        found = (_IN_STRING if quoted else _OUTSIDE_STRING).search(text, at)
-        if found is None:
-            return len(text), depth, quoted, False
-        mark, at = found.group(), found.start()
-        if mark == "\\":
-            if at + 1 == len(text):
-                return at + final, depth, quoted, False
-            at += 2
-            continue
-        if mark == "<" and end:
-            rest = text[at : at + len(end)]
-            if rest == end or (end.startswith(rest) and not final):
-                return at, depth, quoted, False
-        elif mark == '"':
-            quoted = not quoted
-        elif mark != "<":
-            depth += 1 if mark in "{[" else -1
-        at += 1
-        if depth <= 0:
-            return at, depth, quoted, True
 
 
 def _decode_string(text: str) -> str | None:

@@ -34,8 +34,9 @@ class ThinkParser(ScriptedParser):
 
     def feed(self, text: str) -> list[Delta]:
         """Takes the next piece; returns what became certain."""
-        said = super().feed(text)
-        self.done = self.is_read and not self.content.skipping
+        said = ScriptedParser.feed(self, text)
+        if self.is_read:
+            self.done = not self.content.skipping
         return said
 
     def run(self) -> Script[None]:
