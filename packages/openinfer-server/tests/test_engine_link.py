@@ -99,6 +99,39 @@ def test_events_of_unknown_requests_are_dropped(world):
 
 
 @in_loop
+def test_choice_goes_on_with_another_request_and_counts_as_one(world):
+    answer, (a,) = world.ask()
+    first, begun_s = a.request_id, a.submitted_s
+    world.link.dispatch([Scheduled(first, 0, 0.0), Tokens(first, (5,))])
+    world.now_s += 1
+    sampling = SamplingParams(max_tokens=9)
+    again = GenerateRequest(request_id=world.link.new_id(), prompt_token_ids=(1, 2, 3, 5), sampling=sampling)
+    world.link.replace(a, again)
+    assert (world.engine.aborted, world.engine.submitted[-1], a.request_id) == (
+        [first],
+        again.request_id,
+        again.request_id,
+    )
+    world.link.dispatch([Tokens(first, (6,)), Finished(first, FinishReason.ABORT, 3, 2, 0), Tokens(a.request_id, (7,))])
+    assert (a.seen, a.submitted_s, answer.done.done()) == ([5, 7], begun_s, False)
+    world.link.dispatch([finished(a)])
+    assert answer.done.done()
+    assert dict(world.metrics.requests) == {FinishReason.LENGTH: 1}
+    assert world.link.num_open == 0
+    world.link.replace(a, again)  # it has ended: nothing goes on
+    assert world.engine.submitted.count(again.request_id) == 1
+
+
+@in_loop
+def test_choice_cannot_go_on_before_an_engine_that_has_ended(world):
+    answer, (a,) = world.ask()
+    world.engine.closed = True
+    sampling = SamplingParams(max_tokens=9)
+    world.link.replace(a, GenerateRequest(request_id=world.link.new_id(), prompt_token_ids=(1,), sampling=sampling))
+    assert answer.failure.kind is FailureKind.SHUTDOWN
+
+
+@in_loop
 def test_fault_in_one_choice_fails_its_answer_alone(world):
     bad, (a, b) = world.ask(2)
     good, (c,) = world.ask()

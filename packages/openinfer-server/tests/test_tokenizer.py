@@ -86,3 +86,17 @@ def test_missing_or_broken_tokenizer_says_so(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UnusableTokenizer, match="cannot be read"):
         Tokenizer.load(tmp_path, num_token_ids=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "hidden"), [("tokenizer", "<|im_start|>", "<|im_end|>"), ("fallback_tokenizer", "<s>", "</s>")]
+)
+def test_special_tokens_show_to_those_who_know_them(request, name, shown, hidden):
+    given = request.getfixturevalue(name)
+    ours = Tokenizer(given, num_token_ids=given.get_vocab_size())
+    (letter,) = ours.encode_short("a")
+    for visible, text in ((frozenset(), "aa"), (frozenset({shown, "<never>"}), f"a{shown}a")):
+        detokenizer = ours.detokenizer([letter], visible=visible)
+        said = (letter, given.token_to_id(shown), given.token_to_id(hidden), letter)
+        pieces = [detokenizer.feed(token_id) for token_id in said]
+        assert "".join([*pieces, detokenizer.finish()]) == text
