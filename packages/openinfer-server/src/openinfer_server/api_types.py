@@ -37,11 +37,13 @@ CACHED_ANYWAY = "the prefix cache keeps every block that fits, asked or not"
 CACHE_RETENTION = "the prefix cache keeps what fits"
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StreamOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a stream says beside its text."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"include_obfuscation": "false asks for what is always so; true is refused"}
 
 
 class SamplingFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,127 @@
+"""FIELDS.md says of every field what becomes of it; it is written from the types.
+
+python packages/openinfer-server/tests/test_field_lists.py
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from openinfer_server import api_types, generate_types, tool_types
+from openinfer_server.messages import blocks
+from openinfer_server.messages import types as messages
+from openinfer_server.models import ModelQuery
+from openinfer_server.request_fields import RequestFields
+from openinfer_server.responses import items
+from openinfer_server.responses import types as responses
+from openinfer_server.tokens import DetokenizeRequest, TokenizeRequest
+
+FILE = Path(__file__).parents[1] / "FIELDS.md"
+SECTIONS: Sequence[tuple[str, Sequence[tuple[str, type]]]] = (
+    ("POST /v1/completions", [("", api_types.CompletionRequest), ("stream_options", api_types.StreamOptions)]),
+    (
+        "POST /v1/chat/completions",
+        [
+            ("", api_types.ChatRequest),
+            ("stream_options", api_types.StreamOptions),
+            ("messages[] of the assistant", api_types.AssistantTurn),
+            ("messages[].content[]", api_types.TextPart),
+            ("tools[]", tool_types.Tool),
+            ("tools[].function", tool_types.FunctionDefinition),
+            ("tool_choice", tool_types.ToolChoice),
+            ("chat_template_kwargs", api_types.ChatTemplateOptions),
+        ],
+    ),
+    (
+        "POST /v1/responses",
+        [
+            ("", responses.ResponseRequest),
+            ("stream_options", responses.ResponseStreamOptions),
+            ("reasoning", responses.ReasoningOptions),
+            ("text", responses.TextOptions),
+            ("tools[]", responses.FunctionTool),
+            ("tool_choice", responses.ToolChoice),
+            ("input[] of type message", items.MessageItem),
+            ("input[] of type function_call", items.FunctionCallItem),
+            ("input[] of type function_call_output", items.FunctionOutputItem),
+            ("input[] of type reasoning", items.ReasoningItem),
+            ("input[].content[] of type input_text", items.InputText),
+            ("input[].content[] of type output_text", items.OutputText),
+        ],
+    ),
+    ("POST /v1/responses/input_tokens", [("", responses.InputTokensRequest)]),
+    ("GET /v1/responses/{response_id}", [("", responses.RetrieveQuery)]),
+    ("GET /v1/responses/{response_id}/input_items", [("", responses.ItemsQuery)]),
+    (
+        "POST /v1/messages",
+        [
+            ("", messages.MessagesRequest),
+            ("thinking of type enabled", messages.ThinkingEnabled),
+            ("thinking of type adaptive", messages.ThinkingAdaptive),
+            ("output_config", messages.OutputConfig),
+            ("metadata", messages.Metadata),
+            ("tools[]", messages.ClientTool),
+            ("tool_choice of type auto", messages.ToolChoiceAuto),
+            ("messages[].content[] of type text", blocks.TextBlock),
+            ("messages[].content[] of type thinking", blocks.ThinkingBlock),
+            ("messages[].content[] of type tool_use", blocks.ToolUseBlock),
+            ("messages[].content[] of type tool_result", blocks.ToolResultBlock),
+        ],
+    ),
+    ("POST /v1/messages/count_tokens", [("", messages.CountTokensRequest)]),
+    ("GET /v1/models", [("", ModelQuery)]),
+    (
+        "POST /inference/v1/generate",
+        [("", generate_types.TokenRequest), ("sampling_params", generate_types.TokenSampling)],
+    ),
+    ("POST /tokenize", [("", TokenizeRequest)]),
+    ("POST /detokenize", [("", DetokenizeRequest)]),
+)
+HEAD = """# Fields
+
+Written from the types by `tests/test_field_lists.py`, which also fails when this file is behind. Bounds are in
+`/openapi.json`. A field that is not named here is refused with 400 and its name; `null` means absent.
+"""
+
+
+def render() -> str:
+    """The whole file."""
+    lines = [HEAD]
+    for title, parts in SECTIONS:
+        lines.append(f"## `{title}`\n")
+        for where, kind in parts:
+            lines += _part(where, kind)
+    return "\n".join(lines)
+
+
+def _part(where: str, kind: type) -> Iterator[str]:
+    refused, ignored = getattr(kind, "REFUSED", {}), getattr(kind, "IGNORED", {})
+    sent = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
+    honoured = [f"`{sent[name]}`" for name in sent if name not in refused and name not in ignored]
+    if where:
+        yield f"**{where}**\n"
+    points = [f"honoured: {', '.join(honoured) or 'its presence'}"]
+    points += [f"refused: `{sent[name]}`: {why}" for name, why in sorted(refused.items())]
+    points += [f"changes nothing: `{sent[name]}`: {why}" for name, why in sorted(ignored.items())]
+    yield from (textwrap.fill(f"- {point}", width=118, subsequent_indent="  ") for point in points)
+    yield ""
+
+
+def test_file_is_what_the_types_say():
+    is_written = FILE.read_text(encoding="utf-8") == render()
+    assert is_written, "run python packages/openinfer-server/tests/test_field_lists.py"
+
+
+def test_every_object_of_a_request_that_refuses_or_ignores_is_in_the_file():
+    listed = {kind for _, parts in SECTIONS for _, kind in parts}
+    pending, named = [RequestFields], set()
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        if (kind.REFUSED or kind.IGNORED) and kind.__module__.startswith("openinfer_server"):
+            named.add(kind)
+    assert named - listed <= {api_types.GenerationFields}  # which is part of two that are
+
+
+if __name__ == "__main__":
+    FILE.write_text(render(), encoding="utf-8")
