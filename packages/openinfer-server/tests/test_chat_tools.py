@@ -411,3 +411,13 @@ def test_a_client_that_leaves_after_the_budget_aborts_what_goes_on(info, start, 
     stream.close()
     last = server.engine.submitted[-1].request_id
     wait_until(lambda: last in server.engine.aborted, "what goes on is aborted")
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_thinking_is_switched_under_either_templates_name(start, connect, info, make_folder, tokenizer, name):
+    server = start(
+        ParrotLoop(info), folder=make_folder("{{ enable_thinking }} {{ thinking }} {{ messages[0].content }}")
+    )
+    further = {"tools": [], "max_tokens": 1, "extra_body": {"chat_template_kwargs": {name: False}}}
+    connect(server).chat.completions.create(**ask("?", **further))
+    assert prompt_of(server, tokenizer) == "False False ?" + END

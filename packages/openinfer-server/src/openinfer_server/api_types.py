@@ -182,6 +182,8 @@ class ChatTemplateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """The template's variables that a request may set; the list is closed on purpose."""
 
     enable_thinking: bool | None = None
+    thinking: bool | None = None
+    """The same under DeepSeek's name; either sets both."""
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,6 +18,8 @@ from openinfer_server.service import Service
 INLINE_CHARACTERS = 4096
 """Smaller chats are rendered in the event loop; larger ones in a thread."""
 INLINE_TURNS = 16
+_THINKING = ("enable_thinking", "thinking")
+"""What the templates of Qwen3 and of DeepSeek call one switch; both are set if one is given."""
 
 
 async def chat_prompt(service: Service, turns: Sequence[Turn], variables: Mapping[str, object]) -> Prompt:
@@ -35,13 +37,18 @@ async def chat_prompt(service: Service, turns: Sequence[Turn], variables: Mappin
     if template is None:
         message = "the model has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
-    text = await _render(template, turns, variables)
+    text = await _render(template, turns, _with_both_names(variables))
     least = tokenizer.least_tokens(text)
     if least > info.max_model_tokens:
         raise too_long(f"at least {least}", info, "messages")
     token_ids = await tokenizer.encode(text, add_special_tokens=False)
     check_prompt_token_ids(token_ids, info, "messages")
     return Prompt(tuple(token_ids), text, "messages")
+
+
+def _with_both_names(variables: Mapping[str, object]) -> Mapping[str, object]:
+    given = [variables[name] for name in _THINKING if name in variables]
+    return {**dict.fromkeys(_THINKING, given[0]), **variables} if given else variables
 
 
 async def _render(template: ChatTemplate, turns: Sequence[Turn], variables: Mapping[str, object]) -> str:
