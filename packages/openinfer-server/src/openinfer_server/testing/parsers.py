@@ -3,7 +3,8 @@
 A parser's author gives texts as their model writes them. From each the kit makes further texts, cut short, with pieces
 left out, doubled and put in, and checks for all of them, over random ways of cutting each into pieces:
 
-- what is said, put together, does not depend on the pieces, down to single characters and empty pieces;
+- what is said, put together, does not depend on the pieces, down to single characters and empty pieces (of the
+  author's own texts every way of cutting them in two is tried);
 - nothing raises, and the deltas keep their order (a call begins, gets arguments, ends; numbers rise from 0);
 - no word of the text is lost: words put in anywhere come out as content, reasoning, name, id or argument;
 - text that cannot be markup does not wait: prose comes out while it goes in.
@@ -139,6 +140,7 @@ def check_cuts(make: MakeParser, texts: Iterable[str], *, cuts_per_text: int, va
     fed = 0
     for text in texts:
         check_prose_flows(make, text)
+        fed += check_single_cuts(make, text)
         for variant, words in itertools.chain([(text, ())], damaged(text, variants_per_text, rng)):
             expected = check_text(make, variant, words)
             ways = itertools.chain([range(1, len(variant))], _random_cuts(variant, cuts_per_text, rng))
@@ -146,6 +148,18 @@ def check_cuts(make: MakeParser, texts: Iterable[str], *, cuts_per_text: int, va
                 check_cut(make, variant, cuts, expected)
                 fed += 1
     return fed
+
+
+def check_single_cuts(make: MakeParser, text: str) -> int:
+    """Checks every way of cutting a text into two; returns how many there are.
+
+    Raises:
+        ConformanceError: what is said depends on the cut.
+    """
+    expected = check_text(make, text)
+    for place in range(1, len(text)):
+        check_cut(make, text, (place,), expected)
+    return max(0, len(text) - 1)
 
 
 def check_text(make: MakeParser, text: str, words: Sequence[str] = ()) -> list[Delta]:
