@@ -1,7 +1,10 @@
 """openinfer-server: an OpenAI-compatible HTTP server for any `openinfer_core.engine.EngineHandle`."""
 
+from openinfer_server.api_errors import ApiError
+from openinfer_server.api_types import GenerationFields
 from openinfer_server.app import App, build_app, load_app
 from openinfer_server.chat_template import ChatTemplate, RenderingRefused
+from openinfer_server.complete import Completed, complete
 from openinfer_server.errors import (
     CannotListen,
     ConflictingRoutes,
@@ -19,13 +22,16 @@ from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
 
 __all__ = [
+    "ApiError",
     "App",
     "CannotListen",
     "ChatTemplate",
+    "Completed",
     "ConflictingRoutes",
     "Endpoints",
     "EventLoop",
     "Exchange",
+    "GenerationFields",
     "Level",
     "RenderingRefused",
     "Route",
@@ -38,6 +44,7 @@ __all__ = [
     "UnusableTemplate",
     "UnusableTokenizer",
     "build_app",
+    "complete",
     "frontend_parts",
     "load_app",
     "run",

@@ -94,6 +94,17 @@ async def send_whole(exchange: Exchange, answer: Answer, body: Callable[[], byte
         ApiError: the answer failed.
         ClientGone: nobody waits any more; the answer is aborted.
     """
+    await await_whole(exchange, answer)
+    await exchange.send(200, body())
+
+
+async def await_whole(exchange: Exchange, answer: Answer) -> None:
+    """Waits for an answer; aborts it when its client leaves.
+
+    Raises:
+        ApiError: the answer failed.
+        ClientGone: nobody waits any more; the answer is aborted.
+    """
     gone = asyncio.create_task(exchange.disconnected())
     try:
         await _first_of(gone, answer.done)
@@ -101,7 +112,6 @@ async def send_whole(exchange: Exchange, answer: Answer, body: Callable[[], byte
             raise ClientGone
         if answer.failure is not None:
             raise from_failed(answer.failure)
-        await exchange.send(200, body())
     finally:
         answer.abort()
         gone.cancel()

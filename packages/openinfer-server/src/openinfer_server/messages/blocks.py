@@ -11,7 +11,6 @@ from openinfer_server.api_types import (
     TEXT_ONLY,
     AssistantTurn,
     FunctionCall,
-    RequestFields,
     SystemTurn,
     ToolCall,
     ToolTurn,
@@ -20,6 +19,7 @@ from openinfer_server.api_types import (
     check_refused,
 )
 from openinfer_server.messages.types import MessageParam
+from openinfer_server.request_fields import RequestFields
 
 _NO_CITATIONS = "there are no documents to cite"
 _NO_TOOLSETS = "tools come one by one here"

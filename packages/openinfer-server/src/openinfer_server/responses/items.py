@@ -90,7 +90,6 @@ class MessageItem(
 
 
 class FunctionCallItem(
-    RequestFields,
     frozen=True,
     kw_only=True,
     forbid_unknown_fields=True,

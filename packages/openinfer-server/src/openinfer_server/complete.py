@@ -1,0 +1,84 @@
+"""`complete`: a prompt continued and awaited, for endpoints of other packages."""
+
+from dataclasses import dataclass
+
+from openinfer_server.answer import Answer
+from openinfer_server.api_errors import invalid
+from openinfer_server.api_types import GenerationFields
+from openinfer_server.delivery import await_whole
+from openinfer_server.exchange import Exchange
+from openinfer_server.requests import (
+    DEFAULT_COMPLETION_TOKENS,
+    Prompt,
+    Scoring,
+    check_prompt_token_ids,
+    make_plan,
+    too_long,
+)
+from openinfer_server.service import Service
+from openinfer_server.text_choices import CollectedText, TextOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A text that has ended.
+
+    Attributes:
+        text: without the stop string that ended it.
+        finish_reason: `stop` or `length`.
+        prompt_tokens: of the prompt.
+        completion_tokens: sampled, the stop token included.
+    """
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+async def complete(exchange: Exchange, service: Service, prompt: str, fields: GenerationFields) -> Completed:
+    """Continues a prompt with one text; aborted when the client leaves.
+
+    Args:
+        exchange: whose client waits; its body must have been read.
+        service: see there.
+        prompt: as text.
+        fields: how to sample, with the names and meanings of `/v1/completions`; `n` must be absent or 1.
+
+    Raises:
+        ApiError: a value is out of range, the prompt is too long, the queue is full, or the engine failed.
+        ClientGone: nobody waits any more.
+    """
+    service.check_serving()
+    if fields.n not in (None, 1):
+        raise invalid("n", "one prompt is continued with one text here")
+    plan = make_plan(
+        fields,
+        [await _encoded(service, prompt)],
+        max_tokens=lambda given: _max_tokens(fields, given, service),
+        scoring=Scoring(),
+        info=service.info,
+        options=service.options,
+        new_id=service.link.new_id,
+    )
+    text = TextOptions(tokenizer=service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=False)
+    answer = Answer(service.link)
+    choice = CollectedText(answer, 0, prompt=plan.prompt_of(0), options=text)
+    answer.submit([choice], plan.requests)
+    await await_whole(exchange, answer)
+    return Completed(choice.text, str(choice.finish_reason), choice.prompt_tokens, choice.completion_tokens)
+
+
+async def _encoded(service: Service, prompt: str) -> Prompt:
+    info, least = service.info, service.tokenizer.least_tokens(prompt)
+    if least > info.max_model_tokens:
+        raise too_long(f"at least {least}", info, "prompt")
+    token_ids = await service.tokenizer.encode(prompt, add_special_tokens=True)
+    check_prompt_token_ids(token_ids, info, "prompt")
+    return Prompt(tuple(token_ids), prompt, "prompt")
+
+
+def _max_tokens(fields: GenerationFields, prompt: Prompt, service: Service) -> int:
+    if fields.max_tokens is not None:
+        return fields.max_tokens
+    return max(1, min(DEFAULT_COMPLETION_TOKENS, service.info.max_model_tokens - len(prompt.token_ids)))
