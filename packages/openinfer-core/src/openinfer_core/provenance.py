@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-_LIBRARIES = ("cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvmath-python", "numpy", "tokenizers", "uvloop")
+_LIBRARIES = ("cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvidia-cublas", "numpy", "tokenizers", "uvloop")
 _ASK_S = 10.0
 
 

@@ -1,7 +1,7 @@
 """The libraries that this folder stands on: they carry no types, and are not installed where only code is checked.
 
 `cupy` owns memory, streams and graphs; `driver` is the CUDA driver's API, for launches that CuPy cannot make;
-`cublaslt` multiplies large matrices; `bfloat16` is the dtype of all activations and weights.
+`bfloat16` is the dtype of all activations and weights.
 """
 
 import importlib
@@ -29,5 +29,4 @@ def _required(name: str) -> Any:
 
 cupy: Any = _required("cupy")
 driver: Any = _required("cuda.bindings.driver")
-cublaslt: Any = _required("nvmath.bindings.cublasLt")
 bfloat16: np.dtype[Any] = np.dtype(_required("ml_dtypes").bfloat16)

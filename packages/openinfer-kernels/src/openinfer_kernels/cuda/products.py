@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.cuda import cublaslt
 from openinfer_kernels.cuda.arrays import address
-from openinfer_kernels.cuda.libraries import bfloat16, cublaslt, cupy
+from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError, CudaCallError
 from openinfer_kernels.ops import Array
 
@@ -120,7 +121,7 @@ class Products:
                 stored = np.array(value)
                 cublaslt.matmul_preference_set_attribute(preference, attribute, stored.ctypes.data, stored.nbytes)
             return self._ask(problem, preference, most)
-        except cublaslt.cuBLASLtError as refused:
+        except cublaslt.CublasLtError as refused:
             raise ArrayMismatchError(f"cuBLASLt has no algorithm for {problem.shape}: {refused}") from refused
         finally:
             cublaslt.matmul_preference_destroy(preference)
@@ -150,7 +151,7 @@ class Products:
                 WORKSPACE_BYTES,
                 cupy.cuda.get_current_stream().ptr,
             )
-        except cublaslt.cuBLASLtError as refused:
+        except cublaslt.CublasLtError as refused:
             raise CudaCallError(f"cuBLASLt: {refused}, for {len(x)} tokens and {problem.shape}") from refused
 
     def close(self) -> None:
@@ -158,11 +159,11 @@ class Products:
         cublaslt.destroy(self._handle)
 
     def _ask(self, problem: Problem, preference: int, most: int) -> list[Algorithm]:
-        found: Any = np.zeros(most, cublaslt.matmul_heuristic_result_dtype)
+        found: Any = np.zeros(most, cublaslt.HEURISTIC_RESULT)
         count = np.zeros(1, np.int32)
         layouts = (problem.weight, problem.x, problem.y, problem.y)
         cublaslt.matmul_algo_get_heuristic(
             self._handle, problem.description, *layouts, preference, most, found.ctypes.data, count.ctypes.data
         )
         usable = found[: count[0]][found["state"][: count[0]] == 0]
-        return [Algorithm(words) for words in usable["algo"]["data_"]]
+        return [Algorithm(words) for words in usable["algo"]]
