@@ -21,7 +21,6 @@ from openinfer_server.api_types import (
 from openinfer_server.messages.types import MessageParam
 from openinfer_server.request_fields import RequestFields
 
-_NO_CITATIONS = "there are no documents to cite"
 _NO_TOOLSETS = "tools come one by one here"
 
 

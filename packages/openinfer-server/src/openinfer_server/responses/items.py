@@ -90,6 +90,7 @@ class MessageItem(
 
 
 class FunctionCallItem(
+    RequestFields,
     frozen=True,
     kw_only=True,
     forbid_unknown_fields=True,
