@@ -1,10 +1,11 @@
 """Launching a family's engine: in a thread of this process, or in a process of its own."""
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +75,34 @@ def build_loop(composition: Composition) -> StepLoop:
 def _load_ranks(composition: Composition, tracer: Tracer) -> Sequence[Rank]:
     size = composition.options.tensor_parallel_size
     communicators: Sequence[Communicator] = [SoloCommunicator()] if size == 1 else LocalGroup(size).communicators
-    progress = LoadProgress(size * composition.weights_bytes)
-    with _weights(composition) as checkpoint, ThreadPoolExecutor(size) as pool:
-        with progress:
-            loading = [pool.submit(_load_model, composition, checkpoint, each, progress) for each in communicators]
-            models = [future.result() for future in loading]
+    with ThreadPoolExecutor(size) as pool:
+        models = _load_models(composition, communicators, pool)
         composition.mark("weights")
         parts = zip(models, communicators, strict=True)
         making = [pool.submit(_make_rank, composition, *each, tracer) for each in parts]
         return [future.result() for future in making]
 
 
-def _weights(composition: Composition) -> AbstractContextManager[Checkpoint | None]:
+def _load_models(
+    composition: Composition, communicators: Sequence[Communicator], pool: ThreadPoolExecutor
+) -> list[tuple[Model, Ops]]:
+    total_bytes = len(communicators) * composition.weights_bytes
+    with _weights(composition) as checkpoint, LoadProgress(total_bytes) as progress:
+        loading = [pool.submit(_load_model, composition, checkpoint, each, progress) for each in communicators]
+        return [future.result() for future in loading]
+
+
+@contextmanager
+def _weights(composition: Composition) -> Generator[Checkpoint | None]:
+    """The checkpoint, if there is one. It is closed beside what follows: unmapping 8 GB takes 0.2 s."""
     if composition.options.load_format is LoadFormat.DUMMY:
-        return nullcontext()
-    return Checkpoint.open(composition.model_dir)
+        yield None
+        return
+    checkpoint = Checkpoint.open(composition.model_dir)
+    try:
+        yield checkpoint
+    finally:
+        threading.Thread(target=checkpoint.close, name="openinfer-unmap").start()
 
 
 def _load_model(
@@ -96,6 +110,8 @@ def _load_model(
 ) -> tuple[Model, Ops]:
     definition, config, rank = composition.definition, composition.config, communicator.rank
     ops = composition.backend.make_ops()
+    if rank == 0:
+        composition.mark("operators")
     weights: WeightSource
     if checkpoint is None:
         weights = composition.backend.dummy_weights(definition.tensors(config), rank=rank, size=communicator.size)

@@ -6,6 +6,7 @@ the driver stages pageable memory before it does. Within `loading`, weights take
 
 import ctypes
 import math
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -87,7 +88,7 @@ class Memory:
             uploads.finish()
         finally:
             self._uploads, self._progress = None, _tell_nobody
-            uploads.close()
+            threading.Thread(target=uploads.close, name="openinfer-unpin").start()  # 0.05 s that nobody waits for
         cupy.cuda.get_current_stream().synchronize()
 
     def download(self, array: Array) -> HostArray:
