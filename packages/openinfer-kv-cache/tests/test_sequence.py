@@ -54,6 +54,30 @@ def test_match_shares_blocks_in_use(cache):
     assert [cache.pool.num_users(block) for block in first.blocks] == [2, 2, 1]
 
 
+def test_a_sequence_would_wait_for_whoever_has_its_next_block_still_to_seal(cache):
+    first = cache.sequence(range(12))
+    first.reserve(12)
+    second, shorter, other = cache.sequence(range(12)), cache.sequence(range(6)), cache.sequence([9, *range(11)])
+    assert second.would_wait_for(first)
+    assert shorter.would_wait_for(first)
+    assert not other.would_wait_for(first)
+    assert not first.would_wait_for(second)  # that has no blocks
+    first.seal(4)
+    assert second.would_wait_for(first)  # for the second block
+    assert not shorter.would_wait_for(first)  # whose second block is not full
+    first.seal(12)
+    assert not second.would_wait_for(first)
+    assert second.match() == 8
+
+
+def test_a_sequence_of_another_world_would_not_wait(cache):
+    first = cache.sequence(range(12), cache_salt="a")
+    first.reserve(12)
+    assert not cache.sequence(range(12)).would_wait_for(first)
+    assert cache.sequence(range(12), cache_salt="a").would_wait_for(first)
+    assert not cache.sequence(range(3), cache_salt="a").would_wait_for(first)
+
+
 WORLDS = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"lora_name": "a"}, {"lora_name": "a", "cache_salt": "a"}]
 
 

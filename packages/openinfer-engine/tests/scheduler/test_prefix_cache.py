@@ -84,3 +84,46 @@ def test_scoring_a_prompt_samples_nothing(make_driver: Any, make_request: Any) -
     driver.run()
     assert driver.accounts[0].token_ids == []
     assert driver.scheduler.stats().generated_tokens == 0
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_equal_prompts_that_come_together_are_computed_once(
+    make_driver: Any, make_request: Any, max_in_flight: int
+) -> None:
+    driver = make_driver(max_in_flight=max_in_flight, max_step_tokens=64)
+    for index in range(4):
+        driver.submit(make_request(index, PROMPT, max_tokens=20))
+    first = driver.step()
+    assert first.counts.tolist() == [18]
+    driver.run()
+    stats = driver.scheduler.stats()
+    assert (stats.prompt_tokens, stats.cached_tokens) == (18 + 3 * 2, 3 * 16)
+
+
+def test_prompts_of_many_steps_with_a_common_beginning_share_it(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver(max_in_flight=2)
+    common = tuple(range(40))
+    driver.submit(make_request(0, (*common, 1, 2, 3)))
+    driver.submit(make_request(1, (*common, 4, 5, 6)))
+    driver.run()
+    assert driver.scheduler.stats().prompt_tokens == 43 + 3
+
+
+def test_prompts_that_share_nothing_that_is_being_computed_do_not_wait(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver(max_step_tokens=64)
+    driver.submit(make_request(0, PROMPT))
+    driver.submit(make_request(1, (50, *PROMPT)))
+    driver.submit(make_request(2, PROMPT[:3]))
+    driver.submit(make_request(3, PROMPT, cache_salt="other"))
+    assert driver.step().counts.tolist() == [18, 19, 3, 18]
+    driver.run()
+
+
+def test_one_that_waited_for_an_aborted_prompt_computes_it_itself(make_driver: Any, make_request: Any) -> None:
+    driver = make_driver()
+    driver.submit(make_request(0, tuple(range(40))))
+    driver.submit(make_request(1, tuple(range(40))))
+    driver.step()
+    driver.abort(0)
+    driver.run()
+    assert driver.accounts[1].scheduled.cached_tokens == 16  # of the one step that was applied

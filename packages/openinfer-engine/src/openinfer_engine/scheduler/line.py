@@ -18,7 +18,7 @@ from openinfer_core.waiting_queue import WaitingQueue
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.draft import StepInFlight
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
-from openinfer_kv_cache import KvCache, KvCacheOptions
+from openinfer_kv_cache import BlockSequence, KvCache, KvCacheOptions
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,8 @@ class Line:
     def admit(self) -> Admission | None:
         """Lets the next in line run if there is a slot, and blocks for every id it knows; nobody is passed over.
 
-        One block per running sequence has to stay spare, lest the newcomer is preempted at their next block.
+        One block per running sequence has to stay spare, lest the newcomer is preempted at their next block. Who has a
+        prefix in common with a prompt that is being computed waits for it, and computes it not a second time.
         """
         sequence = self._next()
         if sequence is None or not self.free_slots:
@@ -91,11 +92,14 @@ class Line:
         """Takes blocks for every id a sequence knows, cached ones first.
 
         Returns:
-            The tokens found in the cache; None if blocks are short, and then nothing has changed.
+            The tokens found in the cache; None if blocks are short, or others compute what it needs first, and will
+            have it in the cache soon. Then nothing has changed.
         """
         kv, pool, spare_blocks = sequence.kv, self.kv.pool, len(self.running)
         cached_tokens = 0
         if self._matches_prefixes and sequence.may_match:
+            if self._is_being_computed(kv):
+                return None
             if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks):
                 return None
             cached_tokens = kv.match()
@@ -104,6 +108,14 @@ class Line:
         if kv.reserve(sequence.known_tokens) is None:
             raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
         return cached_tokens
+
+    def _is_being_computed(self, kv: BlockSequence) -> bool:
+        """Whether the prompt of somebody who runs has the block that `kv` would have to compute first."""
+        block_tokens = self.kv.pool.block_size_tokens
+        return any(
+            other.kv.num_sealed_blocks < other.prompt_tokens // block_tokens and kv.would_wait_for(other.kv)
+            for other in self.running
+        )
 
     # --- growth -----------------------------------------------------------------------------------------
 
