@@ -421,3 +421,23 @@ def test_thinking_is_switched_under_either_templates_name(start, connect, info, 
     further = {"tools": [], "max_tokens": 1, "extra_body": {"chat_template_kwargs": {name: False}}}
     connect(server).chat.completions.create(**ask("?", **further))
     assert prompt_of(server, tokenizer) == "False False ?" + END
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ call.function.arguments | tojson }}", '{"a": 1}'),
+        ("{{ '<' + call.function.arguments + '>' }}", '<{"a":1}>'),
+        ("{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}", "a=1"),
+        ("{{ call.function.arguments if call.function.arguments is string else 'object' }}", "object"),
+    ],
+)
+def test_arguments_of_earlier_calls_reach_a_template_as_it_takes_them(
+    start, connect, info, make_folder, tokenizer, written, expected
+):
+    source = "{% for turn in messages %}{% for call in turn.tool_calls or [] %}" + written + "{% endfor %}{% endfor %}."
+    server = start(ParrotLoop(info), folder=make_folder(source))
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": '{"a":1}'}}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    connect(server).chat.completions.create(model="parrot", messages=turns, max_tokens=1)
+    assert prompt_of(server, tokenizer) == expected + "."

@@ -52,7 +52,11 @@ def _with_both_names(variables: Mapping[str, object]) -> Mapping[str, object]:
 
 
 async def _render(template: ChatTemplate, turns: Sequence[Turn], variables: Mapping[str, object]) -> str:
-    rendered = template_turns(turns, developer_role="developer" if template.knows_developer_role else "system")
+    rendered = template_turns(
+        turns,
+        developer_role="developer" if template.knows_developer_role else "system",
+        text_arguments=template.wants_text_arguments,
+    )
     try:
         characters = num_characters(rendered) + len(msgspec.json.encode(variables))
         if len(rendered) <= INLINE_TURNS and characters <= INLINE_CHARACTERS:

@@ -52,6 +52,10 @@ class ChatTemplate:
         """Whether the template tells the model what it may call."""
         self.knows_developer_role = "developer" in source
         """Whether the template tells developers' turns apart; otherwise they are system turns."""
+        self.wants_text_arguments = (
+            "tool_calls" in source and not self._renders_call_with({}) and self._renders_call_with("{}")
+        )
+        """Whether it writes the arguments of earlier calls as they stand (DeepSeek's); others take objects."""
 
     @classmethod
     def load(cls, model_dir: Path, *, timeout_s: float, max_characters: int) -> "ChatTemplate | None":
@@ -89,6 +93,20 @@ class ChatTemplate:
             raise RenderingRefused(f"the chat template refused the messages: {error}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise RenderingRefused("the chat template failed on these messages") from error
+
+    def _renders_call_with(self, arguments: object) -> bool:
+        """Whether a conversation with an earlier call can be rendered: tries it."""
+        call = {"id": "call_0", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        turns: list[dict[str, object]] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "!", "tool_call_id": "call_0"},
+        ]
+        try:
+            self.render(turns, {})
+        except RenderingRefused:
+            return False
+        return True
 
     def _collect(self, variables: dict[str, object]) -> str:
         parts: list[str] = []
