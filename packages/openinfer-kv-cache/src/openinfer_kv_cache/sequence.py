@@ -123,15 +123,14 @@ class BlockSequence:
 
         Then to compute it here would be to compute it twice. O(1) where not even the first block is common to both.
         """
-        if not self._num_matchable_blocks() or self._first_digest() != other._first_digest():
+        num_matchable, theirs = self._num_matchable_blocks(), other.prefix_digests()
+        self._hash_blocks(min(num_matchable, 1))
+        if not num_matchable or not theirs or self._digests[0] != theirs[0]:
             return False
         place = len(self._find_prefix())
-        if place == self._num_matchable_blocks() or not other._num_sealed <= place < len(other._blocks):
+        if place == num_matchable or not other.num_sealed_blocks <= place < min(len(other.blocks), len(theirs)):
             return False
-        if (place + 1) * self._block_size > len(other._token_ids):
-            return False
-        other._hash_blocks(place + 1)
-        return self._digests[place] == other._digests[place]
+        return self._digests[place] == theirs[place]
 
     def would_fit(self, num_tokens: int, *, spare_blocks: int = 0) -> bool:
         """Whether the sequence can get room for `num_tokens` tokens now, leaving `spare_blocks` available.
@@ -328,13 +327,6 @@ class BlockSequence:
             if len(found) < end:
                 break
         return found
-
-    def _first_digest(self) -> Digest | None:
-        """None where not even one block is full."""
-        if len(self._token_ids) < self._block_size:
-            return None
-        self._hash_blocks(1)
-        return self._digests[0]
 
     def _hash_blocks(self, end: int) -> None:
         """Computes the digests of the first `end` blocks, as far as they are not computed yet."""
