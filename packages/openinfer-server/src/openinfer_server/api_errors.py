@@ -32,11 +32,18 @@ class ErrorResponse(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
+class AnthropicErrorDetails(msgspec.Struct, frozen=True):
+    """The object under `details` for Anthropic's clients."""
+
+    error_code: str
+
+
 class AnthropicErrorBody(msgspec.Struct, frozen=True):
     """The object under `error` for Anthropic's clients."""
 
     type: str
     message: str
+    details: AnthropicErrorDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +82,9 @@ class ApiError(Exception):
     @property
     def anthropic_body(self) -> AnthropicErrorBody:
         """What is told Anthropic's clients."""
-        return AnthropicErrorBody(_ANTHROPIC_TYPES.get(self.status, _type_of(self.status)), self.body.message)
+        kind, code = _ANTHROPIC_TYPES.get(self.status, _type_of(self.status)), self.body.code
+        details = msgspec.UNSET if code is None else AnthropicErrorDetails(code)
+        return AnthropicErrorBody(kind, self.body.message, details)
 
     def to_anthropic_json(self) -> bytes:
         """The response body in Anthropic's shape."""

@@ -313,3 +313,35 @@ def test_asynchronous_client_streams_many(agent, says):
             return await asyncio.gather(*[ask_one(client) for _ in range(8)])
 
     assert asyncio.run(ask_all()) == ["A stone."] * 8
+
+
+def test_beta_calls_are_the_same_messages(agent, says):
+    says("A stone.")
+    beta = agent.anthropic.beta.messages
+    assert beta.create(model="parrot", max_tokens=99, messages=HELLO).content[0].text == "A stone."
+    with beta.stream(model="parrot", max_tokens=99, messages=HELLO) as stream:
+        assert "".join(stream.text_stream) == "A stone."
+    assert beta.count_tokens(model="parrot", messages=HELLO).input_tokens > 0
+    assert [model.id for model in agent.anthropic.beta.models.list()] == ["parrot", "bird"]
+
+
+def test_sdks_tool_runner_goes_round(agent, says):
+    asked = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells the weather.
+
+        Args:
+            city: which.
+        """
+        asked.append(city)
+        says("Sunny.")
+        return "sunny"
+
+    says(CALL)
+    runner = agent.anthropic.beta.messages.tool_runner(model="parrot", max_tokens=200, messages=HELLO, tools=[weather])
+    last = runner.until_done()
+    assert asked == ["Paris"]
+    assert last.content[0].text == "Sunny."
+    assert "<|im_start|>tool\nsunny<|im_end|>" in agent.prompt

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 from anthropic import types as anthropic_types
 from anthropic.types import message_count_tokens_params, message_create_params, model_list_params
+from anthropic.types.beta import message_count_tokens_params as beta_count_params
+from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import chat, completion_create_params, responses, shared_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import (
@@ -51,7 +53,11 @@ BODIES: Mapping[str, tuple[type, tuple[Any, ...], dict[str, Any]]] = {
     ),
     "/v1/messages": (
         messages.MessagesRequest,
-        (message_create_params.MessageCreateParamsBase, message_create_params.MessageCreateParamsStreaming),
+        (
+            message_create_params.MessageCreateParamsBase,
+            message_create_params.MessageCreateParamsStreaming,
+            beta_create_params.MessageCreateParamsBase,
+        ),
         {"max_tokens": 100, "messages": [{"role": "user", "content": "stone"}]},
     ),
     "/v1/responses/input_tokens": (
@@ -61,7 +67,7 @@ BODIES: Mapping[str, tuple[type, tuple[Any, ...], dict[str, Any]]] = {
     ),
     "/v1/messages/count_tokens": (
         messages.CountTokensRequest,
-        (message_count_tokens_params.MessageCountTokensParams,),
+        (message_count_tokens_params.MessageCountTokensParams, beta_count_params.MessageCountTokensParams),
         {"messages": [{"role": "user", "content": "stone"}]},
     ),
 }
@@ -119,9 +125,14 @@ PARTS: list[tuple[Any, type]] = [
 """Smaller objects of the SDKs, and ours."""
 
 
+IN_HEADERS = {"betas"}
+"""Names that are sent as headers; `anthropic-beta` opens nothing here."""
+
+
 def fields_of(theirs: Any) -> set[str]:
     """Names that a TypedDict of an SDK sends."""
-    return {name for base in (*getattr(theirs, "__mro__", ()), theirs) for name in getattr(base, "__annotations__", {})}
+    bases = (*getattr(theirs, "__mro__", ()), theirs)
+    return {name for base in bases for name in getattr(base, "__annotations__", {})} - IN_HEADERS
 
 
 def known(ours: type) -> set[str]:

@@ -5,11 +5,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.api_errors import convert_inside, invalid, refused
+from openinfer_server.api_errors import ApiError, convert_inside, invalid, refused
 from openinfer_server.api_types import CACHED_ANYWAY, SamplingFields, check_refused
 from openinfer_server.bounded_fields import Count, Stops
 from openinfer_server.request_fields import RequestFields
 
+NO_THREADS = "messages are not kept; send the whole conversation"
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's code."""
 _FUNCTIONS_ONLY = "the only tools are those that the client runs"
 _NO_CONTROL = "the model has no such control"
 _NO_ACCOUNTS = "this server has no accounts"
@@ -132,7 +135,14 @@ Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
 _SYSTEM = {"items": {"$ref": "#/components/schemas/TextBlock"}}
 System = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_SYSTEM)]
 
-_PROMPT_REFUSED = {"user_profile_id": _NO_ACCOUNTS, "workspace_id": _NO_ACCOUNTS}
+_PROMPT_REFUSED = {
+    "billing_policy": _NO_ACCOUNTS,
+    "compaction": "nothing of a conversation is left out",
+    "context_management": "nothing of a conversation is left out",
+    "mcp_servers": _FUNCTIONS_ONLY,
+    "user_profile_id": _NO_ACCOUNTS,
+    "workspace_id": _NO_ACCOUNTS,
+}
 _PROMPT_IGNORED = {"cache_control": CACHED_ANYWAY, "speed": "standard is what is always so; fast is refused"}
 
 
@@ -157,7 +167,14 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     cache_control: object = None
     container: object = None
     diagnostics: object = None
+    fallback_credit_token: object = None
+    fallbacks: object = None
     inference_geo: object = None
+    thread: object = None
+    billing_policy: object = None
+    compaction: object = None
+    context_management: object = None
+    mcp_servers: object = None
     user_profile_id: object = None
     workspace_id: object = None
 
@@ -165,8 +182,11 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
         **_PROMPT_REFUSED,
         "container": "this server runs no code",
         "diagnostics": "the answer's usage says what was cached",
+        "fallback_credit_token": _NO_ACCOUNTS,
+        "fallbacks": "this server has one model",
         "inference_geo": "the server is where it is",
         "stop": "it is named stop_sequences here",
+        "thread": NO_THREADS,
     }
     IGNORED: ClassVar[Mapping[str, str]] = {
         **_PROMPT_IGNORED,
@@ -186,6 +206,10 @@ class CountTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
     output_config: OutputConfig | None = None
     speed: Literal["standard"] | None = None
     cache_control: object = None
+    billing_policy: object = None
+    compaction: object = None
+    context_management: object = None
+    mcp_servers: object = None
     user_profile_id: object = None
     workspace_id: object = None
 
@@ -219,6 +243,8 @@ def check_prompting(request: Prompting) -> None:
     Raises:
         ApiError: 400.
     """
+    if getattr(request, "thread", None) is not None:  # with the code at which the SDK goes on without a thread
+        raise ApiError(400, f"thread is not supported: {NO_THREADS}", param="thread", code=THREAD_UNSUPPORTED)
     check_refused(request)
     if request.output_config is not None:
         check_refused(request.output_config, "output_config.")
