@@ -352,6 +352,9 @@ TEMPLATES = {
     "<｜Assistant｜> ｜DSML｜ </think>": ("deepseek-v4", "deepseek"),
     "<|im_middle|> <|tool_calls_section_begin|> </think>": ("kimi-k2", "kimi-k2"),
     "<|im_middle|> <|tool_calls_section_begin|>": ("kimi-k2", None),
+    "<|im_middle|> tools": ("kimi-k2", None),
+    "<tool_call> <arg_key> </think>": (None, "qwen3"),
+    "<seed:tool_call> <function=": (None, None),
     "": (None, None),
 }
 

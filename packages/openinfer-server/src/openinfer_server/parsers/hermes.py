@@ -16,6 +16,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _OPEN = Markers(OPEN)
 MAX_HELD = 2**20
 """Characters of arguments that are held while the name has not come; more are no call."""
+_TAGS_OF_OTHERS = ("<function=", "<arg_key>")
+"""Qwen3-Coder's, GLM's."""
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -30,8 +32,8 @@ class HermesParser(CallParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template shows `<tool_call>` and no tag for functions in it."""
-        return OPEN in traits.template and "<function=" not in traits.template
+        """Whether the template shows `<tool_call>` and none of the tags that others have in it."""
+        return OPEN in traits.template and not any(tag in traits.template for tag in _TAGS_OF_OTHERS)
 
     def run(self) -> Script[None]:
         """Content and calls, to the end."""

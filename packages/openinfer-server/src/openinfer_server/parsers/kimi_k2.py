@@ -16,6 +16,7 @@ from openinfer_server.parsers.script import Script
 
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+TURN = "<|im_middle|>"
 ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
 _MARKERS = Markers(SECTION_BEGIN, SECTION_END, CALL_BEGIN)
 _ID = re.compile(r"[^<\s]*")
@@ -29,8 +30,8 @@ class KimiK2Parser(CallParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template writes sections."""
-        return SECTION_BEGIN in traits.template
+        """Whether the template writes sections, or Kimi's turns at least, as its first revisions do."""
+        return SECTION_BEGIN in traits.template or TURN in traits.template or traits.family == "kimi_k2"
 
     def run(self) -> Script[None]:
         """Content and calls, to the end."""

@@ -38,8 +38,8 @@ class Qwen3CoderParser(TaggedArgumentsParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template writes functions as tags."""
-        return FUNCTION in traits.template
+        """Whether the template writes functions as tags inside `<tool_call>`."""
+        return OPEN in traits.template and FUNCTION in traits.template
 
     def run(self) -> Script[None]:
         """Content and calls, to the end."""

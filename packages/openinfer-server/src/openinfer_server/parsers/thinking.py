@@ -8,14 +8,13 @@ from typing import ClassVar
 
 from openinfer_server.parsers.contract import ModelTraits, ParserContext
 from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
-from openinfer_server.parsers.kimi_k2 import CALL_BEGIN, SECTION_BEGIN
+from openinfer_server.parsers.kimi_k2 import CALL_BEGIN, SECTION_BEGIN, TURN
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script, ScriptedParser
 from openinfer_server.parsers.trimmed import TrimmedText
 
 OPEN, CLOSE = "<think>", "</think>"
 _DEEPSEEK = "<｜Assistant｜>"
-_KIMI = "<|im_middle|>"
 
 
 class ThinkParser(ScriptedParser):
@@ -62,7 +61,7 @@ class Qwen3Thinking(ThinkParser):
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
         """Whether the template knows the tag, and is none of the others'."""
-        return CLOSE in traits.template and not any(name in traits.template for name in (_DEEPSEEK, _KIMI))
+        return CLOSE in traits.template and not any(name in traits.template for name in (_DEEPSEEK, TURN))
 
 
 class DeepSeekThinking(ThinkParser):
@@ -86,4 +85,4 @@ class KimiThinking(ThinkParser):
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
         """Whether the template knows the tag and Kimi's turns."""
-        return CLOSE in traits.template and _KIMI in traits.template
+        return CLOSE in traits.template and TURN in traits.template
