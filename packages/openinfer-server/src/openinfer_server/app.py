@@ -86,7 +86,7 @@ class App:
         except ClientGone:
             exchange.status = CLIENT_GONE
         except Exception as error:
-            logger.exception("%s %s failed", exchange.method, route)
+            logger.exception("%s %s failed (%s)", exchange.method, route, exchange.request_id)
             self.service.metrics.count_fault(error)
             if exchange.status:
                 raise

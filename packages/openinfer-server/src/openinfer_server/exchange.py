@@ -1,6 +1,8 @@
 """`Exchange`: one HTTP request and its response, over ASGI's three callables."""
 
 import asyncio
+import re
+import secrets
 from collections.abc import Mapping
 from typing import TypeVar, get_args
 from urllib.parse import parse_qsl
@@ -16,6 +18,8 @@ Q = TypeVar("Q", bound=msgspec.Struct)
 JSON = b"application/json"
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_HEADER = b"anthropic-version"
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+"""What is taken from a client: nothing that could forge a line of the log."""
 
 
 class Exchange:
@@ -25,6 +29,7 @@ class Exchange:
         status: status of the response that was begun; 0 before.
         parameters: of the path, by name.
         tenant: whose request it is; empty where everybody is one tenant.
+        request_id: the client's own (`x-request-id`) or one made here; in the response's head and in the log.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServerOptions) -> None:
@@ -35,6 +40,8 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._asgi_send = send
+        given = (self._header(b"x-request-id") or b"").decode("latin-1")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
     @property
     def method(self) -> str:
@@ -115,7 +122,11 @@ class Exchange:
             raise ApiError(408, text, code="timeout", headers=((b"connection", b"close"),)) from error
 
     async def _send(self, message: Message) -> None:
-        """ASGI's `send`; servers may raise OSError when the client has left."""
+        """ASGI's `send`; servers may raise OSError when the client has left. The head gets the request's id."""
+        if message["type"] == "http.response.start":
+            request_id = self.request_id.encode()
+            names = (b"x-request-id", b"request-id") if self.for_anthropic else (b"x-request-id",)
+            message = {**message, "headers": [*message["headers"], *((name, request_id) for name in names)]}
         try:
             await self._asgi_send(message)
         except OSError as error:

@@ -43,8 +43,8 @@ class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
     last_id: str | None
 
 
-class ModelQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Query of `/v1/models`; OpenAI's clients send none."""
+class ModelQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Query of `/v1/models`; OpenAI's clients send none. Others (`beta`, `api-version`) say how the client speaks."""
 
     after_id: str | None = None
     before_id: str | None = None

@@ -136,3 +136,19 @@ def test_asynchronous_client(agent, says):
             return [answer.choices[0].message.content for answer in answers]
 
     assert asyncio.run(ask_all()) == ["A stone."] * 4
+
+
+def test_requests_have_an_id_that_both_sdks_show(agent, says, call):
+    says("A stone.")
+    mine = {"x-request-id": "trace-1.a:b"}
+    answer = agent.openai.chat.completions.create(model="parrot", messages=TURNS, extra_headers=mine)
+    assert answer._request_id == "trace-1.a:b"  # noqa: SLF001 - the SDK documents it
+    assert agent.openai.models.list()._request_id.startswith("req_")  # noqa: SLF001
+    with pytest.raises(openai.BadRequestError) as error:
+        agent.openai.chat.completions.create(model="parrot", messages=[], extra_headers={"x-request-id": "x" * 129})
+    assert error.value.request_id.startswith("req_")
+    message = agent.anthropic.messages.create(model="parrot", max_tokens=9, messages=TURNS)
+    assert message._request_id.startswith("req_")  # noqa: SLF001
+    raw = agent.openai.chat.completions.with_raw_response.create(model="parrot", messages=TURNS, stream=True)
+    assert raw.headers["x-request-id"].startswith("req_")
+    raw.parse().close()
