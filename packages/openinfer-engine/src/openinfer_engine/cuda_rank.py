@@ -106,9 +106,9 @@ class CudaRank:
             sample_fully=self._sampler.sample_fully,
             pieces_hidden=self._pieces_hidden,
         )
-        decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
-        pieces = [self._piece_inputs(tokens) for tokens in TOKEN_BUCKETS]
         with self._stream:
+            decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
+            pieces = [self._piece_inputs(tokens) for tokens in TOKEN_BUCKETS]
             with self._ops.tuning():
                 for inputs in decode:
                     self._sampler.sample_fully(self._decode_logits(inputs), inputs)

@@ -152,7 +152,7 @@ class PieceInputs:
             positions=cupy.empty(num_tokens, np.int32),
             query_starts=cupy.empty(num_rows + 1, np.int32),
             context_lens=cupy.empty(num_rows, np.int32),
-            block_tables=cupy.empty((num_rows, max_blocks), np.int32),
+            block_tables=cupy.zeros((num_rows, max_blocks), np.int32),  # what no row uses is a block, too
             cache_slots=cupy.empty(num_tokens, np.int64),
             max_query_tokens=longest[0],
             max_context_tokens=longest[1],
