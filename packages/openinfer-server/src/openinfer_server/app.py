@@ -4,6 +4,7 @@ Any ASGI server can run it (its lifespan starts and ends the link); `serve` runs
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,8 +64,11 @@ class App:
         self._link_task = asyncio.create_task(self._run_link(), name="openinfer-link")
 
     async def stop(self) -> None:
-        """Ends open requests and takes no more events."""
+        """Lets background requests end, for `drain_deadline_s`; then ends what is open and takes no more events."""
         if self._link_task is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.service.options.drain_deadline_s):
+                    await self.service.link.drained()
             self._link_task.cancel()
             await asyncio.wait((self._link_task,))
         self.service.tokenizer.close()

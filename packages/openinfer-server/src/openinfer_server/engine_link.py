@@ -8,6 +8,7 @@ No task, queue, event or future per token. Aborted requests are forgotten at onc
 finds no choice and is dropped. A fault in one choice (a template of bytes, a stop scanner) fails that request alone.
 """
 
+import asyncio
 import itertools
 import logging
 import time
@@ -24,6 +25,7 @@ from openinfer_server.writers import StreamWriter
 logger = logging.getLogger("openinfer.server")
 
 ENGINE_ENDED = "the engine has ended"
+_DRAIN_POLL_S = 0.02
 
 
 class EngineLink:
@@ -110,6 +112,11 @@ class EngineLink:
                 self._failed(choice, Failed(choice.request_id, kind, message))
                 self.handle.abort(choice.request_id)
         self._flush()
+
+    async def drained(self) -> None:
+        """Returns when no choice is open: of those that go on without a connection, too."""
+        while self._choices:  # noqa: ASYNC110 - once, at the end; an event would cost every request
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def stats(self) -> EngineStats | None:
         """The engine's numbers; None if it has ended."""

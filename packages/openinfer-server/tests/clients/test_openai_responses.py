@@ -5,7 +5,8 @@ import asyncio
 import openai
 import pytest
 
-from openinfer_server.testing import wait_until
+from openinfer_server import ServerOptions
+from openinfer_server.testing import ParrotLoop, wait_until
 
 LONG = {"extra_body": {"ignore_eos": True}}
 
@@ -282,3 +283,21 @@ def test_asynchronous_client_streams_many(every_way):
             return await asyncio.gather(*[ask(client, f"stone {number}") for number in range(8)])
 
     assert asyncio.run(ask_all()) == [f"user\nstone {number}" for number in range(8)]
+
+
+def test_background_response_ends_before_the_server_does(start, info, connect):
+    server = start(ParrotLoop(info, step_s=0.005))
+    connect(server).responses.create(model="parrot", input="stone", background=True, max_output_tokens=40, **LONG)
+    server.stop()
+    assert server.join() == 0
+    assert server.engine.aborted == []
+
+
+def test_background_response_is_given_up_at_the_drains_deadline(start, info, connect):
+    parrot = ParrotLoop(info)
+    server = start(parrot, ServerOptions(port=0, drain_deadline_s=0.1))
+    parrot.hold()
+    connect(server).responses.create(model="parrot", input="stone", background=True)
+    server.stop()
+    assert server.join() == 0
+    assert len(server.engine.aborted) == 1

@@ -36,6 +36,7 @@ from openinfer_server.responses.types import (
 )
 from openinfer_server.routes import Route, RouteDoc
 from openinfer_server.service import Service
+from openinfer_server.writers import StreamWriter
 
 DEFAULT_ITEMS = 20
 """OpenAI's default of `limit`."""
@@ -126,6 +127,7 @@ class Responses:
         self, exchange: Exchange, run: ResponseRun, submit: Callable[[], None], record: ResponseRecord, *, stream: bool
     ) -> None:
         """Begins a response that goes on without its client."""
+        writer = exchange.stream(1) if stream else None
         record.run = run
         self.store.add(record)
         run.builder.queue()
@@ -134,10 +136,10 @@ class Responses:
         task = asyncio.create_task(self._settle(run, record), name="openinfer-background-response")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-        if stream:
-            await self._follow(exchange, run, after=-1)
-        else:
+        if writer is None:
             await exchange.send(200, body)
+        else:
+            await self._follow(exchange, run, writer, after=-1)
 
     async def _settle(self, run: ResponseRun, record: ResponseRecord) -> None:
         await asyncio.wait((run.ended,))
@@ -145,9 +147,8 @@ class Responses:
             record.run = None
         self.store.weigh(record)
 
-    async def _follow(self, exchange: Exchange, run: ResponseRun, *, after: int) -> None:
+    async def _follow(self, exchange: Exchange, run: ResponseRun, writer: StreamWriter, *, after: int) -> None:
         """Sends the events of a background response, past and to come."""
-        writer = exchange.stream(1)
         run.attach(writer, after=after)
         exchange.status = 200
         try:
@@ -172,7 +173,7 @@ class Responses:
         after = -1 if query.starting_after is None else query.starting_after
         if after < -1:
             raise invalid("starting_after", "starting_after is the number of an event")
-        await self._follow(exchange, record.run, after=after)
+        await self._follow(exchange, record.run, exchange.stream(1), after=after)
 
     async def delete(self, exchange: Exchange) -> None:
         """Forgets a response; one in the making is cancelled."""
