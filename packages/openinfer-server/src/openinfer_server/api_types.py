@@ -37,6 +37,15 @@ CACHED_ANYWAY = "the prefix cache keeps every block that fits, asked or not"
 CACHE_RETENTION = "the prefix cache keeps what fits"
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much to think. Models here think or do not: `none` and `minimal` turn it off, every other effort on."""
+
+
+def thinks(effort: Effort | None) -> bool | None:
+    """Whether the template is told to think; None leaves it the choice."""
+    return None if effort is None else effort not in ("none", "minimal")
+
+
 class StreamOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a stream says beside its text."""
 
@@ -203,6 +212,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     thinking_token_budget: NonNegative | None = None
     """Tokens of reasoning at most; vLLM's name."""
     response_format: object = None
@@ -219,7 +229,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     prediction: object = None
     prompt_cache_options: object = None
     prompt_cache_retention: object = None
-    reasoning_effort: object = None
     verbosity: object = None
     web_search_options: object = None
 
@@ -231,7 +240,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
         "prediction": "this server does not decode against predicted outputs",
         "prompt_cache_options": CACHE_OPTIONS,
         "prompt_cache_retention": CACHE_RETENTION,
-        "reasoning_effort": "the model has no such control; chat_template_kwargs.enable_thinking may be what you want",
         "verbosity": "the model has no such control",
         "web_search_options": "this server does not search the web",
     }

@@ -8,7 +8,7 @@ import msgspec
 
 from openinfer_server.api_errors import invalid, refused
 from openinfer_server.api_responses import ChatChoice, ChatCompletion, ChatMessage, Usage
-from openinfer_server.api_types import AssistantTurn, ChatRequest, check_refused
+from openinfer_server.api_types import AssistantTurn, ChatRequest, check_refused, thinks
 from openinfer_server.chat_answers import ChatAnswer, ChatGeneration
 from openinfer_server.chat_prompt import chat_prompt
 from openinfer_server.delta_choice import DeltaChoice
@@ -113,7 +113,11 @@ def _check(request: ChatRequest) -> None:
 
 
 def _template_options(request: ChatRequest) -> Mapping[str, object]:
-    given = request.chat_template_kwargs
-    if given is None:
-        return {}
-    return {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
+    given, thinking = request.chat_template_kwargs, thinks(request.reasoning_effort)
+    variables = {} if given is None else msgspec.structs.asdict(given)
+    chosen = {name: value for name, value in variables.items() if value is not None}
+    if thinking is None:
+        return chosen
+    if any(chosen.get(name, thinking) is not thinking for name in ("enable_thinking", "thinking")):
+        raise invalid("reasoning_effort", "reasoning_effort and chat_template_kwargs contradict each other")
+    return {**chosen, "enable_thinking": thinking}

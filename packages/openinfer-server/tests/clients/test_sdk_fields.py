@@ -243,6 +243,7 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
         "parallel_tool_calls": Probe(
             False, lambda told: told.body.count('"weather"') == 1, {"tools": [CHAT_TOOL]}, says=CALL + CALL
         ),
+        "reasoning_effort": Probe("minimal", lambda told: "</think>" in told.prompt),
         "thinking_token_budget": Probe(
             4, lambda told: told.prompt.endswith("</think>\n\n"), says="<think>" + "stone " * 20
         ),
@@ -262,6 +263,9 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
             1, lambda told: '"logprob":-0.5' in told.body, {"include": ["message.output_text.logprobs"]}
         ),
         "reasoning": Probe({"effort": "none"}, lambda told: "</think>" in told.prompt),
+        "thinking_token_budget": Probe(
+            4, lambda told: told.prompt.endswith("</think>\n\n"), says="<think>" + "stone " * 20
+        ),
         "tools": Probe([RESPONSE_TOOL], lambda told: '"function_call"' in told.body, says=CALL),
         "tool_choice": Probe("none", lambda told: "# Tools" not in told.prompt, {"tools": [RESPONSE_TOOL]}),
         "parallel_tool_calls": Probe(

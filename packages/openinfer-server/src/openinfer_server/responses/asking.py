@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from openinfer_server.api_errors import ApiError, invalid
-from openinfer_server.api_types import GenerationFields, SamplingFields, SystemTurn, Turn
+from openinfer_server.api_types import GenerationFields, SamplingFields, SystemTurn, Turn, thinks
 from openinfer_server.chat_prompt import chat_prompt
 from openinfer_server.logprobs import ScoredToken, chat_format
 from openinfer_server.requests import Plan, Prompt, Scoring, make_plan
@@ -109,8 +109,9 @@ async def conversation_prompt(
     if not items:
         raise invalid("input", "input is required")
     variables: dict[str, object] = {**offer.variables}
-    if request.reasoning is not None and request.reasoning.thinks is not None:
-        variables["enable_thinking"] = request.reasoning.thinks
+    thinking = thinks(None if request.reasoning is None else request.reasoning.effort)
+    if thinking is not None:
+        variables["enable_thinking"] = thinking
     try:
         return await chat_prompt(service, turns, variables)
     except ApiError as error:

@@ -79,7 +79,7 @@ class Responses:
         items = conversation_items(request, self._previous(exchange, request))
         offer = conversation_offer(service, request)
         prompt = await conversation_prompt(service, request, items, offer)
-        reader = Reader.make(service, prompt, offer, budget_tokens=None)
+        reader = Reader.make(service, prompt, offer, budget_tokens=request.thinking_token_budget)
         plan = response_plan(service, request, reader.prompt)
         run = ResponseRun(
             service.link,

@@ -9,10 +9,11 @@ from openinfer_server.api_errors import convert_inside, invalid, refused
 from openinfer_server.api_types import (
     CACHE_OPTIONS,
     CACHE_RETENTION,
+    Effort,
     SamplingFields,
     check_refused,
 )
-from openinfer_server.bounded_fields import Count, Logprobs
+from openinfer_server.bounded_fields import Count, Logprobs, NonNegative
 from openinfer_server.request_fields import RequestFields
 
 LOGPROBS = "message.output_text.logprobs"
@@ -54,9 +55,9 @@ class FunctionTool(
 
 
 class ReasoningOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to think. Models here think or do not: `none` and `minimal` turn it off, every other effort on."""
+    """How to think."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto"] | None = None
     context: object = None
     generate_summary: object = None
@@ -68,11 +69,6 @@ class ReasoningOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_
         "mode": _NO_CONTROL,
     }
     IGNORED: ClassVar[Mapping[str, str]] = {"summary": "reasoning is given whole, and auto leaves the choice"}
-
-    @property
-    def thinks(self) -> bool | None:
-        """Whether the model is to think; None leaves it to the template."""
-        return None if self.effort is None else self.effort not in ("none", "minimal")
 
 
 class TextFormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +133,8 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     store: bool | None = None
     include: list[str] | None = None
     max_output_tokens: Count | None = None
+    thinking_token_budget: NonNegative | None = None
+    """Tokens of reasoning at most; vLLM's name in chats."""
     metadata: dict[str, str] | None = None
     top_logprobs: Logprobs | None = None
     max_tool_calls: int | None = None
