@@ -15,7 +15,7 @@ from openinfer_kernels.cuda.step_inputs import DecodeInputs, PieceInputs
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of captured decode steps; a step is padded to the next one."""
-TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384)
+TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of captured steps of pieces. Of more tokens the device has work for longer than it takes to launch them."""
 
 

@@ -53,6 +53,14 @@ def test_before_anything_was_timed_chunks_are_small() -> None:
     assert StepPace(10).budget_tokens(2048, decode_rows=1) == FIRST_TOKENS
 
 
+def test_costs_near_the_dearer_of_uneven_steps_are_expected() -> None:
+    pace = StepPace(10)
+    for _ in range(8):
+        teach(pace, steps=4)
+        teach(pace, steps=4, token_ms=1.5 * TOKEN_MS)
+    assert pace.budget_tokens(2048, decode_rows=8) < (10 - DECODE_MS) / (1.3 * TOKEN_MS)
+
+
 def test_costs_follow_a_change_and_one_slow_step_hardly_counts() -> None:
     pace = StepPace(10)
     teach(pace)

@@ -2,8 +2,9 @@
 
     predicted ms of a step  =  ms of the last steps without prompt tokens  +  tokens x ms per token
 
-Both are running means of what steps took: from the result before to their own, since a step is planned while the one
-before runs. Prompts go on however little time there is, by `LEAST_TOKENS` in a step.
+Both follow what steps took: from the result before to their own, since a step is planned while the one before runs.
+They rise quickly and fall slowly, so that they are near the dearer steps: the limit is meant for most steps, not for
+the mean. Prompts go on however little time there is, by `LEAST_TOKENS` in a step.
 """
 
 from openinfer_engine.scheduler.draft import StepInFlight
@@ -11,10 +12,10 @@ from openinfer_engine.scheduler.draft import StepInFlight
 LEAST_TOKENS = 16
 FIRST_TOKENS = 256
 """Of a step before any with prompt tokens was timed."""
-_WEIGHT = 0.25
-"""Of the newest step in a mean."""
-_MOST_GROWTH = 4.0
-"""A step counts as at most so many times the mean: the host was busy with something else."""
+_RISE, _FALL = 0.5, 0.05
+"""Share of the way to the newest step's cost."""
+_MOST_GROWTH = 2.0
+"""A step counts as at most so many times what is known: the host was busy with something else."""
 
 
 class StepPace:
@@ -50,13 +51,14 @@ class StepPace:
         tokens = sum(end - start for start, end in zip(step.starts, step.ends, strict=True))
         prompt_tokens = tokens - step.decode_rows
         if prompt_tokens == 0:
-            self._decode_ms = _mean(self._decode_ms, took_ms)
+            self._decode_ms = _follow(self._decode_ms, took_ms)
         else:
             decode_ms = (self._decode_ms or 0.0) if step.decode_rows else 0.0
-            self._token_ms = _mean(self._token_ms, max(took_ms - decode_ms, 0.1 * took_ms) / prompt_tokens)
+            self._token_ms = _follow(self._token_ms, max(took_ms - decode_ms, 0.1 * took_ms) / prompt_tokens)
 
 
-def _mean(mean: float | None, newest: float) -> float:
-    if mean is None:
+def _follow(known: float | None, newest: float) -> float:
+    if known is None:
         return newest
-    return mean + _WEIGHT * (min(newest, _MOST_GROWTH * mean) - mean)
+    way = min(newest, _MOST_GROWTH * known) - known
+    return known + (_RISE if way > 0 else _FALL) * way
