@@ -63,11 +63,22 @@ class ChatGeneration(Generation):
 class ChatStream:
     """A sink that writes an event per token, also when nothing came of it yet."""
 
-    __slots__ = ("_dirty", "_format", "_frame", "_writer")
+    __slots__ = (
+        "_after_text",
+        "_before_content",
+        "_before_reasoning",
+        "_dirty",
+        "_format",
+        "_frame",
+        "_writer",
+    )
 
     def __init__(
         self, frame: EventFrame, writer: StreamWriter, dirty: list[StreamWriter], logprob_format: LogprobFormat
     ) -> None:
+        self._after_text = b'"' + frame.after
+        self._before_content = frame.before + b'"content":"'
+        self._before_reasoning = frame.before + b'"reasoning_content":"'
         self._dirty = dirty
         self._format = logprob_format
         self._frame = frame
@@ -79,11 +90,18 @@ class ChatStream:
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
         """Writes an event."""
-        frame, delta = self._frame, delta_json(deltas)
         if scores:
-            self._write(frame.text_event(delta, msgspec.json.encode(self._format(scores))))
-        else:
-            self._write(frame.before + delta + frame.after)
+            self._write(self._frame.text_event(delta_json(deltas), msgspec.json.encode(self._format(scores))))
+            return
+        if len(deltas) == 1:
+            delta = deltas[0]
+            if type(delta) is ContentDelta:
+                self._write(self._before_content + escape_json(delta.text) + self._after_text)
+                return
+            if type(delta) is ReasoningDelta:
+                self._write(self._before_reasoning + escape_json(delta.text) + self._after_text)
+                return
+        self._write(self._frame.before + delta_json(deltas) + self._frame.after)
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
         """Writes the last event."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from openinfer_core.events import Finished, FinishReason, Scheduled, Tokens
+from openinfer_core.events import Finished, FinishReason, Scheduled
 from openinfer_core.request import GenerateRequest
 from openinfer_server.answer import Answer
 from openinfer_server.logprobs import ScoredToken
@@ -75,7 +75,6 @@ class DeltaChoice(TextChoice):
         "_out_of_budget",
         "_parser",
         "_reading",
-        "_said_ids",
         "called",
         "sink",
     )
@@ -100,7 +99,7 @@ class DeltaChoice(TextChoice):
         self._out_of_budget = False
         self._parser = reading.parser
         self._reading = reading
-        self._said_ids: list[int] = []
+        self._said_ids = None if reading.reasoning_budget_tokens is None else []
         self.sink = sink
 
     def scheduled(self, event: Scheduled) -> None:
@@ -108,12 +107,6 @@ class DeltaChoice(TextChoice):
         if self._num_before is None:
             super().scheduled(event)
             self.sink.begin(self)
-
-    def tokens(self, event: Tokens) -> None:
-        """Reads each token; keeps them while the request may be replaced."""
-        if self._budget_tokens is not None:
-            self._said_ids += event.token_ids
-        TextChoice.tokens(self, event)
 
     def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
         """Reads a token's text."""
@@ -169,8 +162,8 @@ class DeltaChoice(TextChoice):
         rest = self.take_held()
         self.sink.take(self._with_calls_noted(self._parser.feed(rest + closing)), ())
         closing_ids = self._options.tokenizer.encode_short(closing)
-        said = (*self._reading.request.prompt_token_ids, *self._said_ids[: self._num_tokens], *closing_ids)
-        self._said_ids.clear()
+        said = (*self._reading.request.prompt_token_ids, *(self._said_ids or ())[: self._num_tokens], *closing_ids)
+        self._said_ids = None
         request = self._continuation(said)
         if request is None:
             self.end_early(FinishReason.LENGTH)

@@ -5,15 +5,17 @@ complete at the same character the one that began first. (Taking the earliest st
 "bc", "abcd" wins in the whole text and "bc" when "abc" arrives first.)
 """
 
+import re
 from collections.abc import Sequence
 
 
 class StopScanner:
     """Watches one text for any of its stop strings."""
 
-    __slots__ = ("_beginnings", "_beginnings_set", "_held", "_longest", "_stops", "found", "matched")
+    __slots__ = ("_any", "_beginnings", "_beginnings_set", "_held", "_longest", "_stops", "found", "matched")
 
     def __init__(self, stops: Sequence[str]) -> None:
+        self._any = re.compile("|".join(map(re.escape, stops)))
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops))
         self._beginnings_set = {stop[:length] for stop in self._stops for length in range(1, len(stop))}
@@ -27,7 +29,7 @@ class StopScanner:
     def feed(self, piece: str) -> str:
         """Takes the next piece; returns the text that can be shown."""
         text = self._held + piece
-        first = self._first_stop(text)
+        first = None if self._any.search(text) is None else self._first_stop(text)
         if first is not None:
             end, begin = first
             self.found, self.matched, self._held = True, text[begin:end], ""

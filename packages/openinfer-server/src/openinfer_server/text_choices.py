@@ -50,6 +50,7 @@ class TextChoice(Choice):
         "_offset",
         "_prompt",
         "_prompt_logprobs",
+        "_said_ids",
         "_scanner",
         "_tokenizer",
         "is_complete",
@@ -65,6 +66,8 @@ class TextChoice(Choice):
         self._offset = 0
         self._prompt = prompt
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._said_ids: list[int] | None = None
+        """All tokens so far, if a subclass wants them kept."""
         self._scanner = StopScanner(options.stops) if options.stops else None
         self._tokenizer = options.tokenizer
 
@@ -87,9 +90,15 @@ class TextChoice(Choice):
             self._prompt_logprobs += event.prompt_logprobs
         if self._echo and event.token_ids:
             self._show_prompt()
+        if self._said_ids is not None:
+            self._said_ids += event.token_ids
+        logprobs = event.logprobs
         for place, token_id in enumerate(event.token_ids):
-            scores = () if event.logprobs is None else (ScoredToken(token_id, event.logprobs[place], self._offset),)
-            self.show(self._feed(token_id), scores)
+            scores = () if logprobs is None else (ScoredToken(token_id, logprobs[place], self._offset),)
+            text = self._detokenizer.feed(token_id)
+            self._offset += len(text)
+            self._num_tokens += 1
+            self.show(text if self._scanner is None else self._scan(text), scores)
             if self.is_complete:
                 self.complete()
                 return
@@ -122,10 +131,8 @@ class TextChoice(Choice):
         rest = self._detokenizer.finish()
         return rest if self._scanner is None else self._scanner.feed(rest) + self._scanner.finish()
 
-    def _feed(self, token_id: int) -> str:
-        text = self._detokenizer.feed(token_id)
-        self._offset += len(text)
-        self._num_tokens += 1
+    def _scan(self, text: str) -> str:
+        """What can be shown of a piece before stop strings; looks for none in the first `min_tokens` tokens."""
         if self._scanner is None or self._num_tokens <= self._min_tokens:
             return text
         text = self._scanner.feed(text)

@@ -10,7 +10,7 @@ class Markers:
     is complete first, so that the answer does not depend on how much text is there yet.
     """
 
-    __slots__ = ("_beginnings", "_longest", "_pattern", "_starts")
+    __slots__ = ("_beginnings", "_longest", "_pattern", "plain")
 
     def __init__(self, *markers: str) -> None:
         if not all(markers) or any(a in b for a in markers for b in markers if a is not b):
@@ -18,15 +18,13 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, markers)))
         self._beginnings = tuple({marker[:length] for marker in markers for length in range(1, len(marker))})
         self._longest = max(map(len, markers))
-        self._starts = re.compile("[" + "".join(re.escape(start) for start in {marker[0] for marker in markers}) + "]")
+        starts = "".join(re.escape(start) for start in {marker[0] for marker in markers})
+        self.plain = re.compile(rf"[^{starts}]*[^{starts} \t\r\n]")
+        """A piece of text in which no marker may begin, and which does not end with white space."""
 
     def find(self, text: str) -> "re.Match[str] | None":
         """The first marker in a text."""
         return self._pattern.search(text)
-
-    def may_begin(self, text: str) -> bool:
-        """Whether a marker may begin in a text."""
-        return self._starts.search(text) is not None
 
     def num_held(self, text: str) -> int:
         """Length of the longest end of a text that begins a marker."""

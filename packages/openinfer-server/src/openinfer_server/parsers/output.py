@@ -78,10 +78,13 @@ class OutputParser:
             return self._content(text)
         try:
             deltas = self._reasoning.feed(text)
-            self._is_told_apart = self._reasoning.done
+            if not self._reasoning.reasoning:
+                self._is_told_apart = self._reasoning.done
         except Exception as error:
             raise ParserFault("reasoning") from error
-        return deltas if self._tools is None else self._with_calls(deltas)
+        if self._tools is None or (len(deltas) == 1 and type(deltas[0]) is ReasoningDelta):
+            return deltas
+        return self._with_calls(deltas)
 
     def finish(self) -> list[Delta]:
         """The text has ended."""
@@ -98,8 +101,6 @@ class OutputParser:
             raise ParserFault("tool") from error
 
     def _with_calls(self, deltas: list[Delta]) -> list[Delta]:
-        if len(deltas) == 1 and isinstance(deltas[0], ReasoningDelta):
-            return deltas
         told: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, ContentDelta):

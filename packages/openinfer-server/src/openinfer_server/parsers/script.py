@@ -45,7 +45,10 @@ class ScriptedParser:
         self._ended = False
         self._string: Callable[[str], None] | None = None
         """Takes text inside the JSON string that the script is in."""
-        self._flow: tuple[Markers, TrimmedText] | None = None
+        self._flow: TrimmedText | None = None
+        """Where text goes that the script only looks for markers in."""
+        self._plain = _SPACES
+        """What such a piece is like that has no marker and no white space at its end."""
         self.is_read = False
         self._said: list[Delta] = []
         self._taken: list[str] | None = None
@@ -58,10 +61,9 @@ class ScriptedParser:
 
     def feed(self, text: str) -> list[Delta]:
         """Takes the next piece; returns what became certain."""
-        if self._flow is not None and not self._buffer:
-            markers, trimmed = self._flow
-            if trimmed.flows(text) and not markers.may_begin(text):
-                return [trimmed.kind(text)]  # nearly all text is this, and the script would do the same with it
+        flow = self._flow
+        if flow is not None and not self._buffer and flow.is_clear and self._plain.fullmatch(text):
+            return [flow.kind(text)]  # nearly all text is this, and the script would do the same with it
         if not text:
             return []
         if self._string is not None and not self._buffer and IN_STRING.search(text) is None:
@@ -173,7 +175,7 @@ class ScriptedParser:
 
     def trimmed_until(self, markers: Markers, trimmed: TrimmedText) -> Script[str | None]:
         """`text_until` into text whose white space beside the markers is left out."""
-        self._flow = markers, trimmed
+        self._flow, self._plain = trimmed, markers.plain
         found = yield from self.text_until(markers, trimmed.write)
         self._flow = None
         return found

@@ -7,7 +7,7 @@ has opened it, which the end of the prompt shows, the answer begins inside.
 from typing import ClassVar
 
 from openinfer_server.parsers.contract import ModelTraits, ParserContext
-from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
+from openinfer_server.parsers.deltas import ContentDelta, ReasoningDelta
 from openinfer_server.parsers.kimi_k2 import CALL_BEGIN, SECTION_BEGIN, TURN
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script, ScriptedParser
@@ -29,14 +29,11 @@ class ThinkParser(ScriptedParser):
         super().__init__()
         self.content = TrimmedText(ContentDelta, self.say, before_tags=False)
         self.reasoning = context.prompt.rstrip().endswith(OPEN)
-        self.done = False
 
-    def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece; returns what became certain."""
-        said = ScriptedParser.feed(self, text)
-        if self.is_read:
-            self.done = not self.content.skipping
-        return said
+    @property
+    def done(self) -> bool:
+        """Whether all further text is content and nothing is held."""
+        return self.is_read and not self.content.skipping
 
     def run(self) -> Script[None]:
         """Reasoning, if there is any; the rest is content."""

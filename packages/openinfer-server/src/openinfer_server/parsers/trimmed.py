@@ -18,11 +18,12 @@ class TrimmedText:
         before_tags: whether tags may follow the text; otherwise nothing is held, and only white space after tags goes.
 
     Attributes:
+        is_clear: whether a piece that does not end with white space would be said as it is.
         kind: see above.
         skipping: whether white space that comes next belongs to a tag before it.
     """
 
-    __slots__ = ("_before_tags", "_say", "_space", "kind", "skipping")
+    __slots__ = ("_before_tags", "_say", "_space", "is_clear", "kind", "skipping")
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class TrimmedText:
         self.kind = kind
         self._before_tags = before_tags
         self._say = say
+        self.is_clear = True
         self.skipping = False
         self._space = ""
 
@@ -53,15 +55,12 @@ class TrimmedText:
         if len(self._space) > MAX_SPACE:
             self._say(self.kind(self._space[:-MAX_SPACE]))
             self._space = self._space[-MAX_SPACE:]
-
-    def flows(self, text: str) -> bool:
-        """Whether a piece would be said as it is: `write` can be left out."""
-        return not self._space and not self.skipping and text[-1:] not in SPACE
+        self.is_clear = not self._space
 
     def at_tag(self) -> None:
         """A tag is here: white space before and after it belongs to it."""
         self._space = ""
-        self.skipping = True
+        self.skipping, self.is_clear = True, False
 
     def flush(self) -> None:
         """The text has ended: its white space is its own."""
