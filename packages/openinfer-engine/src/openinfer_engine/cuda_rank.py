@@ -106,6 +106,7 @@ class CudaRank:
             sample_fully=self._sampler.sample_fully,
             pieces_hidden=self._pieces_hidden,
         )
+        self._ops.device.synchronize()  # state and cache are filled on other streams, which this one does not wait for
         with self._stream:
             decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
             pieces = [self._piece_inputs(tokens) for tokens in TOKEN_BUCKETS]

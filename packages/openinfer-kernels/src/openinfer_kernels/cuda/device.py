@@ -75,6 +75,11 @@ class Device:
         """Makes this the GPU of the calling thread, as each thread that calls its operators must do once."""
         _use(self.index)
 
+    def synchronize(self) -> None:
+        """Waits for everything that was queued on this GPU, on any stream."""
+        with cupy.cuda.Device(self.index) as device:
+            device.synchronize()
+
 
 def gpu_architecture(index: int = 0) -> str:
     """Of the GPU `index`, as compilers name it; nothing is compiled or loaded.
