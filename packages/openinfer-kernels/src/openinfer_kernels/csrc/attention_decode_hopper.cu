@@ -91,7 +91,6 @@ __device__ void run(const Arguments& a) {
   turns.find(a, rows, first, last, warp, tiles, D);
   const bf16* keys = turns.keys(a.cache);
   int window = first;
-  later.find(a, rows, window + Turns::kUnits, last, warp, tiles, D);
   // The first ring. What is read before the previous kernel has ended does not include the newest token.
   auto fill = [&](bool newest) {
     if (lane < kDepth && turns.left > 0 && (turns.left <= kTurn) == newest)
@@ -110,6 +109,7 @@ __device__ void run(const Arguments& a) {
   W w;
   w.load_q(a.q + item.query * D, item.heads, g, t);
   w.clear();
+  later.find(a, rows, window + Turns::kUnits, last, warp, tiles, D);
   int slot = 0, ahead = kDepth;  // the lane whose turn comes into `slot` next
   uint32_t parities = 0;         // bit `slot`: of the copies that come next
   for (int unit = first; unit < last; unit++) {

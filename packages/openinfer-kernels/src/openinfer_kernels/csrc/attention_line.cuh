@@ -11,6 +11,7 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kTurn = 16;               // tokens
 constexpr int kUnit = kTurn * kWarps;   // tokens
+constexpr int kRowsAtOnce = 2;          // rows that a thread reads together
 constexpr unsigned kAll = ~0u;
 
 struct Arguments {
@@ -43,13 +44,20 @@ __device__ int count_units(const Arguments& a, int heads, const Rows& rows, int*
   const int thread = threadIdx.x, each = (a.num_rows + kThreads - 1) / kThreads;
   const int first = min(thread * each, a.num_rows), last = min(first + each, a.num_rows);
   int mine = 0;
-  for (int row = first; row < last; row++) {
-    const int query = __ldcg(a.query_starts + row), num_tokens = __ldcg(a.query_starts + row + 1) - query;
-    int context = __ldcg(a.context_lens + row);
-    rows.queries[row] = query;
-    if (num_tokens != 1) context = 0;
-    rows.contexts[row] = context;
-    mine += units_of(context) * heads;
+  for (int base = first; base < last; base += kRowsAtOnce) {
+    int queries[kRowsAtOnce + 1], contexts[kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i <= kRowsAtOnce; i++) queries[i] = __ldcg(a.query_starts + min(base + i, a.num_rows));
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; i++) contexts[i] = __ldcg(a.context_lens + min(base + i, a.num_rows - 1));
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; i++) {
+      if (base + i >= last) continue;
+      const int context = queries[i + 1] - queries[i] == 1 ? contexts[i] : 0;
+      rows.queries[base + i] = queries[i];
+      rows.contexts[base + i] = context;
+      mine += units_of(context) * heads;
+    }
   }
   int sum = mine;
 #pragma unroll

@@ -36,6 +36,7 @@ class InvariantProducts:
         self._products = Products()
         self._problems: dict[WeightShape, Problem] = {}
         self._chosen: dict[tuple[int, WeightShape], Algorithm] = {}
+        self._chooses_all = False
 
     def multiply(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
         """Writes `x [T, in] @ weight [out, in].T (+ bias [out])` into `out [T, out]`, BF16 or float32.
@@ -49,16 +50,26 @@ class InvariantProducts:
             problem = self._problems[shape] = Problem(shape)
         if bias is not None:
             problem.set_bias(bias)
-        key = next((most for most in _CLASSES if len(x) <= most), _CLASSES[-1]), shape
-        if key not in self._chosen:
-            self._chosen[key] = self._choose(key[0], problem, weight, biased=bias is not None, dtype=out.dtype)
+        most_tokens = next((most for most in _CLASSES if len(x) <= most), _CLASSES[-1])
+        for most in _CLASSES if self._chooses_all else (most_tokens,):
+            if (most, shape) not in self._chosen:
+                self._chosen[most, shape] = self._choose(
+                    most, problem, weight, biased=bias is not None, dtype=out.dtype
+                )
         problem.set_num_tokens(len(x))
-        self._products.run(problem, self._chosen[key], x, weight, out)
+        self._products.run(problem, self._chosen[most_tokens, shape], x, weight, out)
 
     @contextmanager
     def tuning(self) -> Generator[None]:
-        """Nothing is measured: two runs multiply alike, and so do two machines with one cuBLASLt."""
-        yield
+        """Within it, a shape's algorithms are chosen for any number of tokens as soon as it is met.
+
+        Nothing is measured: two runs multiply alike, and so do two machines with one cuBLASLt.
+        """
+        self._chooses_all = True
+        try:
+            yield
+        finally:
+            self._chooses_all = False
 
     def close(self) -> None:
         """Gives back what cuBLASLt holds."""
