@@ -4,7 +4,6 @@
 set -u
 model_4b=$1 model_8b=$2 out=$3 commit=$4
 here=$(cd "$(dirname "$0")" && pwd)
-openinfer() { python3 -P -m openinfer.commands.main "$@"; }
 mkdir -p "$out"
 
 offline() { # NAME MODEL SIZES…
@@ -34,7 +33,7 @@ case ${5:-all} in all | offline-4b)
   offline qwen3-4b "$model_4b" 1x1024 8x1024 16x1024 32x1024 64x1024 128x1024 256x1024 1x16384 ;;
 esac
 case ${5:-all} in all | serve-4b)
-  openinfer serve --model "$model_4b" --device cuda --load-format dummy --port 8123 --model-names 4b &
+  python3 -P -m openinfer.commands.main serve --model "$model_4b" --device cuda --load-format dummy --port 8123 --model-names 4b &
   server=$!
   until (echo > /dev/tcp/127.0.0.1/8123) 2>/dev/null || ! kill -0 $server; do sleep 0.1; done
   serve http://127.0.0.1:8123 bs1 prefill=1024 prefill=16384 warm=1024,16384 qps=16 qps=32 conc=64 conc=256 \
