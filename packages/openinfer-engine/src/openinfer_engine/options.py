@@ -85,8 +85,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engine_host: EngineHost = EngineHost.PROCESS
     """Where the step loop runs."""
     trace: str | None = None
-    """Path of a trace of the run (Perfetto, chrome://tracing), written when the engine closes; it costs about 1 % of
-    a step's host time."""
+    """Path of a trace of the run (Perfetto, chrome://tracing), written when the engine closes."""
 
     def __post_init__(self) -> None:
         _check("max_model_tokens", self.max_model_tokens, 1, 2**24)
