@@ -73,6 +73,8 @@ class Stream:
         self._device = device
         device.use()
         self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._pools: list[Any] = []
+        """Of graphs: a pool that is dropped frees what its graphs work in."""
 
     def __enter__(self) -> Self:
         self._device.use()
@@ -87,8 +89,9 @@ class Stream:
         self._stream.synchronize()
 
     def private_pool(self) -> AbstractContextManager[None]:
-        """Within it, arrays come from memory that nothing else uses: what graphs work in, for as long as they live."""
+        """Within it, arrays come from memory that nothing else uses: what graphs work in, for as long as the stream lives."""
         pool = cupy.cuda.MemoryPool()
+        self._pools.append(pool)
         return _Allocator(pool)
 
     def capture(self, work: Callable[[], Result]) -> tuple[Graph, Result]:
