@@ -89,6 +89,10 @@ class App:
             await exchange.send_error(error)
         except ClientGone:
             exchange.status = CLIENT_GONE
+        except RecursionError:
+            if exchange.status:
+                raise
+            await exchange.send_error(ApiError(400, "the body is nested too deeply", code="invalid_json"))
         except Exception as error:
             logger.exception("%s %s failed (%s)", exchange.method, route, exchange.request_id)
             self.service.metrics.count_fault(error)

@@ -16,6 +16,7 @@ from openinfer_server.event_frames import ResponseHead, chat_frame
 from openinfer_server.exchange import Exchange
 from openinfer_server.generation import AnswerShape, Generation
 from openinfer_server.logprobs import chat_format
+from openinfer_server.pieces import check_pieces
 from openinfer_server.reader import Reader
 from openinfer_server.requests import Prompt, Scoring, check_stream_options, make_plan
 from openinfer_server.service import Service
@@ -103,6 +104,7 @@ def _check(request: ChatRequest) -> None:
         raise refused("store", "this server stores no completions")
     if request.response_format not in (None, {"type": "text"}):
         raise refused("response_format", "only the type text is possible; there is no structured output yet")
+    check_pieces(request.messages, "messages")
     if not request.messages:
         raise invalid("messages", "messages is empty")
     if request.top_logprobs is not None and not request.logprobs:

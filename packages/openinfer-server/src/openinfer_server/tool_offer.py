@@ -12,11 +12,10 @@ from typing import Any
 
 from openinfer_server.api_errors import invalid, refused
 from openinfer_server.api_types import check_refused
+from openinfer_server.pieces import check_depth
 from openinfer_server.service import Service
-from openinfer_server.tool_types import FunctionDefinition, Tool, ToolChoice
+from openinfer_server.tool_types import MAX_TOOLS, FunctionDefinition, Tool, ToolChoice
 
-MAX_TOOLS = 128
-"""OpenAI's bound."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 """OpenAI's and Anthropic's, and dots. A name stands unquoted in prompts and tags."""
 
@@ -56,6 +55,7 @@ class Fields:
     choice: str = "tool_choice"
     function: str = ".function"
     """Between a tool and the function's own fields."""
+    schema: str = "parameters"
 
     def of(self, index: int, name: str) -> str:
         """A field of a function."""
@@ -125,6 +125,7 @@ def _check_function(function: FunctionDefinition, index: int, names: set[str], f
         raise invalid(fields.of(index, "name"), f"two functions are named {function.name!r}")
     if function.strict:
         raise refused(fields.of(index, "strict"), "that arguments follow their schema cannot be guaranteed yet")
+    check_depth(function.parameters, fields.of(index, fields.schema))
     names.add(function.name)
 
 

@@ -7,6 +7,9 @@ import msgspec
 
 from openinfer_server.request_fields import RequestFields
 
+MAX_TOOLS = 128
+"""OpenAI's bound."""
+
 
 class FunctionDefinition(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A function on offer."""

@@ -19,6 +19,7 @@ from openinfer_server.api_types import (
     check_refused,
 )
 from openinfer_server.messages.types import MessageParam
+from openinfer_server.pieces import check_depth
 from openinfer_server.request_fields import RequestFields
 
 _NO_TOOLSETS = "tools come one by one here"
@@ -125,6 +126,8 @@ def read_block(given: Mapping[str, Any], where: str) -> Block:
         raise refused(f"{where}.type", f"{TEXT_ONLY}, whose blocks are {known}; not {str(kind)[:100]!r}")
     block: Block = convert_inside(given, Block, where)
     check_refused(block, f"{where}.")
+    if isinstance(block, ToolUseBlock):
+        check_depth(block.input, f"{where}.input")
     return block
 
 

@@ -30,6 +30,7 @@ from openinfer_server.messages.types import (
     check_prompting,
     read_tools,
 )
+from openinfer_server.pieces import read_pieces
 from openinfer_server.read_answer import submit_read
 from openinfer_server.reader import Reader
 from openinfer_server.requests import Plan, Prompt, Scoring, make_plan
@@ -90,7 +91,7 @@ class Messages:
     async def _prompt(self, request: Prompting) -> tuple[Prompt, ToolOffer]:
         offer = _offer(self._service, request)
         turns: list[Turn] = [] if request.system is None else [SystemTurn(content=_system(request.system))]
-        turns += turns_of(request.messages)
+        turns += await read_pieces(request.messages, "messages", lambda: turns_of(request.messages))
         variables: Mapping[str, object] = {**_thinking(request), **offer.variables}
         return await chat_prompt(self._service, turns, variables), offer
 
@@ -162,7 +163,7 @@ def _offer(service: Service, request: Prompting) -> ToolOffer:
         case _:
             pass
     parallel = not getattr(choice, "disable_parallel_tool_use", None)
-    return offer_of(service, Wanted(functions, mode, only, parallel, Fields(function="")))
+    return offer_of(service, Wanted(functions, mode, only, parallel, Fields(function="", schema="input_schema")))
 
 
 def message_routes(service: Service) -> list[Route]:

@@ -9,6 +9,7 @@ from openinfer_server.api_errors import ApiError, convert_inside, invalid, refus
 from openinfer_server.api_types import CACHED_ANYWAY, SamplingFields, check_refused
 from openinfer_server.bounded_fields import Count, Stops
 from openinfer_server.request_fields import RequestFields
+from openinfer_server.tool_types import MAX_TOOLS
 
 NO_THREADS = "messages are not kept; send the whole conversation"
 THREAD_UNSUPPORTED = "thread_unsupported_request"
@@ -227,6 +228,8 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
     Raises:
         ApiError: 400; a tool is malformed, or the server would have to run it.
     """
+    if len(given or ()) > MAX_TOOLS:
+        raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
     tools: list[ClientTool] = []
     for index, tool in enumerate(given or []):
         kind = tool.get("type")

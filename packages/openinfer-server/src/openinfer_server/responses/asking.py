@@ -10,6 +10,7 @@ from openinfer_server.api_errors import ApiError, invalid
 from openinfer_server.api_types import GenerationFields, SamplingFields, SystemTurn, Turn, thinks
 from openinfer_server.chat_prompt import chat_prompt
 from openinfer_server.logprobs import ScoredToken, chat_format
+from openinfer_server.pieces import read_pieces
 from openinfer_server.requests import Plan, Prompt, Scoring, make_plan
 from openinfer_server.responses.items import (
     FunctionCallItem,
@@ -50,7 +51,7 @@ _ID_PREFIXES: dict[type, str] = {
 }
 
 
-def conversation_items(request: Conversation, previous: ResponseRecord | None) -> list[InputItem]:
+async def conversation_items(request: Conversation, previous: ResponseRecord | None) -> list[InputItem]:
     """Everything the prompt is made of, but the instructions; each item has an id.
 
     Raises:
@@ -62,9 +63,8 @@ def conversation_items(request: Conversation, previous: ResponseRecord | None) -
             message = f"the previous response is {previous.response.status}; only one that has ended can be continued"
             raise invalid("previous_response_id", message)
         items += [*previous.items, *map(_as_input, previous.response.output)]
-    given = read_items(request.input)
-    check_arguments(given)
-    return items + [_with_id(item) for item in given]
+    pieces = request.input if isinstance(request.input, list) else []
+    return items + await read_pieces(pieces, "input", lambda: _given_items(request))
 
 
 def conversation_offer(service: Service, request: Conversation) -> ToolOffer:
@@ -94,6 +94,12 @@ def _tool_choice(choice: str | ToolChoice | None) -> tuple[ToolMode, Sequence[st
     if choice.type == "allowed_tools" and choice.mode is not None and len(names) == len(choice.tools or []):
         return ToolMode(choice.mode), [str(name) for name in names]
     raise invalid("tool_choice", "tool_choice is a word, a function with its name, or allowed_tools with functions")
+
+
+def _given_items(request: Conversation) -> list[InputItem]:
+    given = read_items(request.input)
+    check_arguments(given)
+    return [_with_id(item) for item in given]
 
 
 async def conversation_prompt(

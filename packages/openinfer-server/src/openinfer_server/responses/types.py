@@ -15,6 +15,7 @@ from openinfer_server.api_types import (
 )
 from openinfer_server.bounded_fields import Count, Logprobs, NonNegative
 from openinfer_server.request_fields import RequestFields
+from openinfer_server.tool_types import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -243,6 +244,8 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[FunctionTool]:
     Raises:
         ApiError: 400; a tool is malformed, or not a function.
     """
+    if len(given or ()) > MAX_TOOLS:
+        raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
     tools: list[FunctionTool] = []
     for index, tool in enumerate(given or []):
         kind = tool.get("type")
