@@ -89,7 +89,7 @@ class Stream:
         self._stream.synchronize()
 
     def private_pool(self) -> AbstractContextManager[None]:
-        """Within it, arrays come from memory that nothing else uses: what graphs work in, for as long as the stream lives."""
+        """Within it, arrays come from memory that nothing else uses while the stream lives: what graphs work in."""
         pool = cupy.cuda.MemoryPool()
         self._pools.append(pool)
         return _Allocator(pool)
