@@ -1,4 +1,4 @@
-"""openinfer-server: an OpenAI-compatible HTTP server for any `openinfer_core.engine.EngineHandle`."""
+"""openinfer-server: OpenAI's and Anthropic's protocols over HTTP for any `openinfer_core.engine.EngineHandle`."""
 
 from openinfer_server.api_errors import ApiError
 from openinfer_server.api_types import GenerationFields
