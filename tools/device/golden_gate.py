@@ -5,7 +5,8 @@
 Teacher-forced: each sequence that the engine was given, or itself went on with, is scored by transformers on the same
 tokens. Over every position: the regret of our likeliest token (how much likelier the truth's likeliest is), and
 |dlogprob| over our top 8. Beside each run stands what transformers in BF16 reaches on the same positions. The gate of
-DESIGN.md: regret at most 0.20 nat, |dlogprob| at most 0.06 in the mean and 0.20 at the 99th percentile.
+DESIGN.md: regret at most 0.20 nat, |dlogprob| at most 0.06 in the mean and 0.20 at the 99th percentile. A control, an
+engine with a mistake, must not pass.
 """
 
 import argparse
@@ -41,9 +42,12 @@ from openinfer_core import (  # noqa: E402
 from openinfer_core.provenance import provenance  # noqa: E402
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve  # noqa: E402
 from openinfer_engine.options import DeviceKind  # noqa: E402
+from openinfer_kernels import HostArray, RopeParameters  # noqa: E402
+from openinfer_qwen3 import model as qwen3  # noqa: E402
 
 TOP = 8
 GATE = {"regret_max": 0.20, "dlogprob_mean": 0.06, "dlogprob_p99": 0.20}
+CONTROL = "control, must not pass: positions off by one from token 100 on"
 BUCKETED_ROWS = 24
 """More than a captured number of rows; they end one after the other, so that every smaller one is passed."""
 
@@ -205,6 +209,24 @@ def run_all(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int)
     return {name: first == second for name, first, second in zip(names, *twice, strict=True)}
 
 
+def run_control(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int) -> None:
+    """An engine whose positions are off by one from token 100 on: the gate must not let it pass."""
+    make_table = qwen3.rope_table
+
+    def misplaced(rope: RopeParameters, *, head_dim: int, positions: int) -> HostArray:
+        table = make_table(rope, head_dim=head_dim, positions=positions)
+        return np.concatenate([table[:, :100], table[:, 99:-1]], axis=1)
+
+    qwen3.rope_table = misplaced
+    try:
+        loop = open_loop(folder, cuda_graph=False, prefix_cache=False, max_num_seqs=4)
+    finally:
+        qwen3.rope_table = make_table
+    prompts = rng.integers(0, vocab_size, (4, 256)).tolist()
+    gate.compare(CONTROL, play(loop, ask(prompts, [1] * 4, prompt_logprobs=TOP, logprobs=TOP)))
+    loop.close()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(CONFIGS))
@@ -221,12 +243,14 @@ def main() -> int:
         reference = Reference(folder, config, logit_std=arguments.logit_std)
         gate = Gate(reference)
         identical = run_all(folder, gate, np.random.default_rng(1), config["vocab_size"])
+        run_control(folder, gate, np.random.default_rng(2), config["vocab_size"])
     finally:
         shutil.rmtree(folder)
     print(f"largest log-probability of the truth, mean {np.mean(gate.likeliest):.2f}; identical twice: {identical}")
     if arguments.out:
         arguments.out.write_text(json.dumps(_report(arguments, config, gate, identical), indent=1) + "\n")
-    return 0 if all(row["passes"] for row in gate.rows) and all(identical.values()) else 1
+    as_expected = all(row["passes"] != (row["run"] == CONTROL) for row in gate.rows)
+    return 0 if as_expected and all(identical.values()) else 1
 
 
 def _roomiest() -> str:
@@ -250,7 +274,8 @@ def _report(
         },
         "gate": GATE,
         "identical_twice": identical,
-        "runs": gate.rows,
+        "runs": [row for row in gate.rows if row["run"] != CONTROL],
+        "control": [row for row in gate.rows if row["run"] == CONTROL],
     }
 
 

@@ -33,6 +33,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 EMBEDDING_STD = 1.0
+QK_GAIN = 2.0
+"""Mean of the norm weights of Q and K. Scores of attention have its square as standard deviation, so that each token
+looks at a few others: with flat attention, a wrong position would hardly be seen."""
 NUM_SUCCESSORS = 8
 SUCCESSOR_LOGITS = (12.0, 24.0)
 """What a token's successors gain over what the context gives every token, drawn evenly."""
@@ -85,7 +88,8 @@ def random_weights(config: Qwen3Config, *, logit_std: float) -> dict[str, torch.
     weights: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         random = torch.randn(shape, generator=generator, device="cuda")
-        weights[name] = 1 + 0.2 * random if len(shape) == 1 else random * _std(name, shape, config)
+        gain = QK_GAIN if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+        weights[name] = gain * (1 + 0.2 * random) if len(shape) == 1 else random * _std(name, shape, config)
     embedding = weights["model.embed_tokens.weight"]
     head = weights.get("lm_head.weight", embedding)
     head_std = _std("lm_head.weight", head.shape, config)
