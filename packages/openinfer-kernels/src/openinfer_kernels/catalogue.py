@@ -157,11 +157,11 @@ def kernels_by_part(architecture: str, *, skip: Iterable[str] = ()) -> dict[str,
 
 def measured_by_part(architecture: str) -> Mapping[str, str]:
     """`prefill attention` -> what was measured of it, and of the alternative, with the file it is in."""
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for each in servings(architecture):
-        if each.measured and _name(each) not in found:
-            found[_name(each)] = f"{each.measured} ({each.source})"
-    return found
+        if each.measured:
+            found.setdefault(_name(each), []).append(f"{each.kernel}: {each.measured} ({each.source})")
+    return {name: "; ".join(facts) for name, facts in found.items()}
 
 
 def _name(serving: Serving) -> str:
