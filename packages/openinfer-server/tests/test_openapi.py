@@ -36,6 +36,7 @@ LEVELS = {
     "POST /v1/chat/completions": "user",
     "POST /v1/responses": "user",
     "POST /v1/responses/input_tokens": "user",
+    "POST /v1/responses/compact": "user",
     "GET /v1/responses/{response_id}": "user",
     "DELETE /v1/responses/{response_id}": "user",
     "POST /v1/responses/{response_id}/cancel": "user",

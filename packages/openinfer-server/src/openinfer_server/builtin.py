@@ -14,7 +14,7 @@ from openinfer_server.generate import token_generation_routes
 from openinfer_server.messages.handlers import message_routes
 from openinfer_server.models import model_routes
 from openinfer_server.operations import operation_routes
-from openinfer_server.responses.handlers import response_routes
+from openinfer_server.responses.routes import response_routes
 from openinfer_server.routes import Endpoints, Route, RouteDoc
 from openinfer_server.service import Service
 from openinfer_server.tokens import token_routes

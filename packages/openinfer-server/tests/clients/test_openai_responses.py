@@ -266,6 +266,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(client, fields, param):
     assert error.value.body["message"]
 
 
+def test_compaction_is_refused_with_what_to_do(client):
+    with pytest.raises(openai.BadRequestError, match="send what is to be kept"):
+        client.responses.compact(model="parrot", input="stone")
+
+
 def test_unknown_model_is_404(client):
     with pytest.raises(openai.NotFoundError) as error:
         client.responses.create(model="eagle", input="a")

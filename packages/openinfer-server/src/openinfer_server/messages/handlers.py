@@ -14,6 +14,7 @@ from openinfer_server.delivery import send_stream, send_whole
 from openinfer_server.exchange import Exchange
 from openinfer_server.messages.blocks import TextBlock, system_text, turns_of
 from openinfer_server.messages.builder import MessageBuilder
+from openinfer_server.messages.checks import check_prompting, read_tools
 from openinfer_server.messages.objects import ErrorEvent, Event, MessageObject, TokenCount
 from openinfer_server.messages.types import (
     ClientTool,
@@ -27,8 +28,6 @@ from openinfer_server.messages.types import (
     ToolChoiceAny,
     ToolChoiceNone,
     ToolChoiceTool,
-    check_prompting,
-    read_tools,
 )
 from openinfer_server.pieces import read_pieces
 from openinfer_server.read_answer import submit_read

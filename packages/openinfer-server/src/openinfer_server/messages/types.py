@@ -1,20 +1,18 @@
 """Bodies of `/v1/messages` and `/v1/messages/count_tokens`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.api_errors import ApiError, convert_inside, invalid, refused
-from openinfer_server.api_types import CACHED_ANYWAY, SamplingFields, check_refused
+from openinfer_server.api_types import CACHED_ANYWAY, SamplingFields
 from openinfer_server.bounded_fields import Count, Stops
 from openinfer_server.request_fields import RequestFields
-from openinfer_server.tool_types import MAX_TOOLS
 
 NO_THREADS = "messages are not kept; send the whole conversation"
 THREAD_UNSUPPORTED = "thread_unsupported_request"
 """Anthropic's code."""
-_FUNCTIONS_ONLY = "the only tools are those that the client runs"
+FUNCTIONS_ONLY = "the only tools are those that the client runs"
 _NO_CONTROL = "the model has no such control"
 _NO_ACCOUNTS = "this server has no accounts"
 
@@ -140,7 +138,7 @@ _PROMPT_REFUSED = {
     "billing_policy": _NO_ACCOUNTS,
     "compaction": "nothing of a conversation is left out",
     "context_management": "nothing of a conversation is left out",
-    "mcp_servers": _FUNCTIONS_ONLY,
+    "mcp_servers": FUNCTIONS_ONLY,
     "user_profile_id": _NO_ACCOUNTS,
     "workspace_id": _NO_ACCOUNTS,
 }
@@ -220,37 +218,3 @@ class CountTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
 
 Prompting: TypeAlias = MessagesRequest | CountTokensRequest
 """What makes a prompt."""
-
-
-def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
-    """The tools on offer.
-
-    Raises:
-        ApiError: 400; a tool is malformed, or the server would have to run it.
-    """
-    if len(given or ()) > MAX_TOOLS:
-        raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
-    tools: list[ClientTool] = []
-    for index, tool in enumerate(given or []):
-        kind = tool.get("type")
-        if kind not in (None, "custom"):
-            raise refused(f"tools[{index}].type", f"{_FUNCTIONS_ONLY}, whose type is custom; not {str(kind)[:100]!r}")
-        tools.append(convert_inside(tool, ClientTool, f"tools[{index}]"))
-        check_refused(tools[-1], f"tools[{index}].")
-    return tools
-
-
-def check_prompting(request: Prompting) -> None:
-    """Refuses what cannot be honoured of a prompt's fields.
-
-    Raises:
-        ApiError: 400.
-    """
-    if getattr(request, "thread", None) is not None:  # with the code at which the SDK goes on without a thread
-        raise ApiError(400, f"thread is not supported: {NO_THREADS}", param="thread", code=THREAD_UNSUPPORTED)
-    check_refused(request)
-    if request.output_config is not None:
-        check_refused(request.output_config, "output_config.")
-    thinking = request.thinking
-    if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens < 1:
-        raise invalid("thinking.budget_tokens", "thinking.budget_tokens must be at least 1")

@@ -12,6 +12,7 @@ from openinfer_server.chat_prompt import chat_prompt
 from openinfer_server.logprobs import ScoredToken, chat_format
 from openinfer_server.pieces import read_pieces
 from openinfer_server.requests import Plan, Prompt, Scoring, make_plan
+from openinfer_server.responses.checks import read_tools
 from openinfer_server.responses.items import (
     FunctionCallItem,
     FunctionOutputItem,
@@ -21,9 +22,7 @@ from openinfer_server.responses.items import (
     OutputText,
     ReasoningItem,
     ReasoningText,
-    check_arguments,
     read_items,
-    turns_of,
 )
 from openinfer_server.responses.objects import (
     OutputFunctionCall,
@@ -35,7 +34,8 @@ from openinfer_server.responses.objects import (
     ResponseObject,
 )
 from openinfer_server.responses.store import ResponseRecord
-from openinfer_server.responses.types import LOGPROBS, Conversation, ResponseRequest, ToolChoice, read_tools
+from openinfer_server.responses.turns import check_arguments, turns_of
+from openinfer_server.responses.types import LOGPROBS, Conversation, ResponseRequest, ToolChoice
 from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
 from openinfer_server.tool_offer import Fields, ToolMode, ToolOffer, Wanted, offer_of

@@ -18,23 +18,18 @@ from openinfer_server.responses.asking import (
     response_plan,
     score_format,
 )
-from openinfer_server.responses.events import Event
+from openinfer_server.responses.checks import check_conversation, check_obfuscation, check_response
 from openinfer_server.responses.items import InputItem
-from openinfer_server.responses.objects import DeletedResponse, InputTokens, ResponseObject
+from openinfer_server.responses.objects import DeletedResponse, InputTokens
 from openinfer_server.responses.run import ResponseRun
 from openinfer_server.responses.store import ResponseRecord, ResponseStore
 from openinfer_server.responses.types import (
     Conversation,
-    FunctionTool,
     InputTokensRequest,
     ItemsQuery,
     ResponseRequest,
     RetrieveQuery,
-    check_conversation,
-    check_obfuscation,
-    check_response,
 )
-from openinfer_server.routes import Route, RouteDoc
 from openinfer_server.service import Service
 from openinfer_server.writers import StreamWriter
 
@@ -211,6 +206,12 @@ class Responses:
         prompt = await conversation_prompt(self._service, request, items, offer)
         await exchange.send(200, msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))
 
+    async def compact(self, exchange: Exchange) -> None:
+        """Refuses: nothing of a conversation is summarised."""
+        del exchange
+        message = "compact is not supported: nothing of a conversation is summarised; send what is to be kept as input"
+        raise ApiError(400, message, code="unsupported_parameter")
+
     def _find(self, exchange: Exchange) -> ResponseRecord:
         return self.store.find(exchange.parameters["response_id"], exchange.tenant)
 
@@ -226,70 +227,3 @@ def _page(items: Sequence[InputItem], query: ItemsQuery) -> tuple[Sequence[Input
             raise invalid("after", "after names no item of this response")
     rest = items[begin:]
     return rest[:limit], len(rest) > limit
-
-
-def response_routes(service: Service) -> list[Route]:
-    """OpenAI's responses."""
-    responses = Responses(service)
-
-    def route(method: str, path: str, name: str, doc: RouteDoc) -> Route:
-        return Route(method=method, path=f"/v1/responses{path}", handler=getattr(responses, name), doc=doc)
-
-    def about(summary: str, answer: object) -> RouteDoc:
-        return RouteDoc(summary=summary, tag="Responses", answer=answer, errors=(404,))
-
-    return [
-        route(
-            "POST",
-            "",
-            "create",
-            RouteDoc(
-                summary="Answers items with items.",
-                tag="Responses",
-                body=ResponseRequest,
-                answer=ResponseObject,
-                events=Event,
-                also=(InputItem, FunctionTool),
-                errors=ERRORS,
-            ),
-        ),
-        route(
-            "POST",
-            "/input_tokens",
-            "input_tokens",
-            RouteDoc(
-                summary="Counts the tokens of a prompt.",
-                tag="Responses",
-                body=InputTokensRequest,
-                answer=InputTokens,
-                errors=(404, 408, 413, 415),
-            ),
-        ),
-        route(
-            "GET",
-            "/{response_id}",
-            "retrieve",
-            RouteDoc(
-                summary="Shows a response that is kept.",
-                tag="Responses",
-                query=RetrieveQuery,
-                answer=ResponseObject,
-                events=Event,
-                errors=(404,),
-            ),
-        ),
-        route("DELETE", "/{response_id}", "delete", about("Forgets a response.", DeletedResponse)),
-        route("POST", "/{response_id}/cancel", "cancel", about("Ends a background response.", ResponseObject)),
-        route(
-            "GET",
-            "/{response_id}/input_items",
-            "input_items",
-            RouteDoc(
-                summary="Lists what a response's prompt was made of.",
-                tag="Responses",
-                query=ItemsQuery,
-                answer=ItemList,
-                errors=(404,),
-            ),
-        ),
-    ]

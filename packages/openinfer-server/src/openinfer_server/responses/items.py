@@ -3,20 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
-import msgspec
-
-from openinfer_server.api_errors import convert_inside, invalid, refused
+from openinfer_server.api_errors import convert_inside, refused
 from openinfer_server.api_types import (
     CACHED_ANYWAY,
     TEXT_ONLY,
-    AssistantTurn,
-    DeveloperTurn,
-    FunctionCall,
-    SystemTurn,
-    ToolCall,
-    ToolTurn,
-    Turn,
-    UserTurn,
     check_refused,
 )
 from openinfer_server.request_fields import RequestFields
@@ -189,97 +179,3 @@ def _read_item(given: Mapping[str, Any], where: str) -> InputItem:
     item: InputItem = convert_inside({**given, "type": kind}, InputItem, where)
     check_refused(item, f"{where}.")
     return item
-
-
-def turns_of(items: Sequence[InputItem]) -> list[Turn]:
-    """The turns that items stand for. Reasoning, text and calls of the model that follow each other are one turn."""
-    turns: list[Turn] = []
-    answer = _Answer()
-    for item in items:
-        match item:
-            case ReasoningItem():
-                answer.reason("".join(part.text for part in item.content or []), turns)
-            case FunctionCallItem():
-                answer.calls.append(ToolCall(id=item.call_id, type="function", function=_call(item)))
-            case MessageItem(role="assistant"):
-                answer.say(_text(item.content), turns)
-            case MessageItem():
-                answer.close(turns)
-                turns.append(_turn(item))
-            case FunctionOutputItem():
-                answer.close(turns)
-                output = item.output if isinstance(item.output, str) else "".join(part.text for part in item.output)
-                turns.append(ToolTurn(content=output, tool_call_id=item.call_id))
-    answer.close(turns)
-    return turns
-
-
-class _Answer:
-    """The assistant's turn that is being put together."""
-
-    def __init__(self) -> None:
-        self.reasoning: list[str] = []
-        self.text: list[str] = []
-        self.calls: list[ToolCall] = []
-
-    def reason(self, text: str, turns: list[Turn]) -> None:
-        """Reasoning begins a turn, unless it follows reasoning."""
-        if self.text or self.calls:
-            self.close(turns)
-        self.reasoning.append(text)
-
-    def say(self, text: str, turns: list[Turn]) -> None:
-        """Text after calls begins a turn, and so does a second text."""
-        if self.calls or self.text:
-            self.close(turns)
-        self.text.append(text)
-
-    def close(self, turns: list[Turn]) -> None:
-        """Ends the turn, if there is one."""
-        if self.reasoning or self.text or self.calls:
-            turns.append(
-                AssistantTurn(
-                    content="".join(self.text),
-                    reasoning_content="".join(self.reasoning) or None,
-                    tool_calls=list(self.calls) or None,
-                )
-            )
-        self.reasoning.clear()
-        self.text.clear()
-        self.calls.clear()
-
-
-def _call(item: FunctionCallItem) -> FunctionCall:
-    return FunctionCall(name=item.name, arguments=item.arguments)
-
-
-def _turn(item: MessageItem) -> Turn:
-    text = _text(item.content)
-    match item.role:
-        case "system":
-            return SystemTurn(content=text)
-        case "developer":
-            return DeveloperTurn(content=text)
-        case _:
-            return UserTurn(content=text)
-
-
-def _text(content: str | list[ContentPart]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
-
-
-def check_arguments(items: Sequence[InputItem]) -> None:
-    """Checks that the arguments of calls are JSON objects.
-
-    Raises:
-        ApiError: 400.
-    """
-    for index, item in enumerate(items):
-        if isinstance(item, FunctionCallItem):
-            try:
-                msgspec.json.decode(item.arguments, type=dict[str, object])
-            except (msgspec.MsgspecError, RecursionError) as error:
-                field = f"input[{index}].arguments"
-                raise invalid(field, f"{field} is not a JSON object") from error

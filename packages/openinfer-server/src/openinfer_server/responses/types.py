@@ -1,21 +1,18 @@
 """Bodies and queries of `/v1/responses`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.api_errors import convert_inside, invalid, refused
 from openinfer_server.api_types import (
     CACHE_OPTIONS,
     CACHE_RETENTION,
     Effort,
     SamplingFields,
-    check_refused,
 )
 from openinfer_server.bounded_fields import Count, Logprobs, NonNegative
 from openinfer_server.request_fields import RequestFields
-from openinfer_server.tool_types import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -23,7 +20,7 @@ MAX_METADATA = 16
 """OpenAI's bounds."""
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
-_FUNCTIONS_ONLY = "the only tools are functions that the client runs"
+FUNCTIONS_ONLY = "the only tools are functions that the client runs"
 _NO_CONTROL = "the model has no such control"
 
 
@@ -221,76 +218,3 @@ class ItemsQuery(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
     include: list[str] | None = None
 
     IGNORED: ClassVar[Mapping[str, str]] = {"include": "items are given whole"}
-
-
-def check_conversation(request: Conversation) -> None:
-    """Refuses what cannot be honoured of a prompt's fields.
-
-    Raises:
-        ApiError: 400.
-    """
-    check_refused(request)
-    for name in ("reasoning", "text"):
-        options = getattr(request, name)
-        if options is not None:
-            check_refused(options, f"{name}.")
-    if request.text is not None and request.text.format not in (None, {"type": "text"}):
-        raise refused("text.format", "only the type text is possible; there is no structured output yet")
-
-
-def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[FunctionTool]:
-    """The functions on offer.
-
-    Raises:
-        ApiError: 400; a tool is malformed, or not a function.
-    """
-    if len(given or ()) > MAX_TOOLS:
-        raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
-    tools: list[FunctionTool] = []
-    for index, tool in enumerate(given or []):
-        kind = tool.get("type")
-        if kind != "function":
-            raise refused(f"tools[{index}].type", f"{_FUNCTIONS_ONLY}, not {str(kind)[:100]!r}")
-        tools.append(convert_inside(tool, FunctionTool, f"tools[{index}]"))
-        check_refused(tools[-1], f"tools[{index}].")
-    return tools
-
-
-def check_response(request: ResponseRequest) -> None:
-    """Refuses what cannot be honoured.
-
-    Raises:
-        ApiError: 400.
-    """
-    check_conversation(request)
-    for name in request.include or []:
-        if name not in (LOGPROBS, ENCRYPTED):
-            raise refused("include", f"{name[:100]!r} is not among {LOGPROBS} and {ENCRYPTED}; {_FUNCTIONS_ONLY}")
-    if request.top_logprobs is not None and LOGPROBS not in (request.include or []):
-        raise invalid("top_logprobs", f"top_logprobs needs include to have {LOGPROBS}")
-    if request.stream_options is not None:
-        if not request.stream:
-            raise invalid("stream_options", "stream_options is only for stream=true")
-        check_obfuscation(request.stream_options.include_obfuscation, "stream_options.include_obfuscation")
-    if request.background and request.store is False:
-        raise invalid("background", "a background response is stored until it is asked for; leave store out")
-    _check_metadata(request.metadata or {})
-
-
-def check_obfuscation(include: bool | None, field: str) -> None:  # noqa: FBT001 - a field's value
-    """Refuses padding.
-
-    Raises:
-        ApiError: 400.
-    """
-    if include:
-        raise refused(field, "events are as long as their text")
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    if len(metadata) > MAX_METADATA:
-        raise invalid("metadata", f"metadata has {len(metadata)} pairs; at most {MAX_METADATA} are possible")
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            message = f"metadata keys have up to {MAX_METADATA_KEY} characters, values up to {MAX_METADATA_VALUE}"
-            raise invalid("metadata", message)

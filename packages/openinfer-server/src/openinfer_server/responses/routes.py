@@ -1,0 +1,88 @@
+"""The routes of `/v1/responses` and what the OpenAPI document says of them."""
+
+from openinfer_server.responses.events import Event
+from openinfer_server.responses.handlers import ERRORS, ItemList, Responses
+from openinfer_server.responses.items import InputItem
+from openinfer_server.responses.objects import DeletedResponse, InputTokens, ResponseObject
+from openinfer_server.responses.types import (
+    FunctionTool,
+    InputTokensRequest,
+    ItemsQuery,
+    ResponseRequest,
+    RetrieveQuery,
+)
+from openinfer_server.routes import Route, RouteDoc
+from openinfer_server.service import Service
+
+
+def response_routes(service: Service) -> list[Route]:
+    """OpenAI's responses."""
+    responses = Responses(service)
+
+    def route(method: str, path: str, name: str, doc: RouteDoc) -> Route:
+        return Route(method=method, path=f"/v1/responses{path}", handler=getattr(responses, name), doc=doc)
+
+    def about(summary: str, answer: object) -> RouteDoc:
+        return RouteDoc(summary=summary, tag="Responses", answer=answer, errors=(404,))
+
+    return [
+        route(
+            "POST",
+            "",
+            "create",
+            RouteDoc(
+                summary="Answers items with items.",
+                tag="Responses",
+                body=ResponseRequest,
+                answer=ResponseObject,
+                events=Event,
+                also=(InputItem, FunctionTool),
+                errors=ERRORS,
+            ),
+        ),
+        route(
+            "POST",
+            "/input_tokens",
+            "input_tokens",
+            RouteDoc(
+                summary="Counts the tokens of a prompt.",
+                tag="Responses",
+                body=InputTokensRequest,
+                answer=InputTokens,
+                errors=(404, 408, 413, 415),
+            ),
+        ),
+        route(
+            "POST",
+            "/compact",
+            "compact",
+            RouteDoc(summary="Refused: nothing is summarised.", tag="Responses", media_type=b""),
+        ),
+        route(
+            "GET",
+            "/{response_id}",
+            "retrieve",
+            RouteDoc(
+                summary="Shows a response that is kept.",
+                tag="Responses",
+                query=RetrieveQuery,
+                answer=ResponseObject,
+                events=Event,
+                errors=(404,),
+            ),
+        ),
+        route("DELETE", "/{response_id}", "delete", about("Forgets a response.", DeletedResponse)),
+        route("POST", "/{response_id}/cancel", "cancel", about("Ends a background response.", ResponseObject)),
+        route(
+            "GET",
+            "/{response_id}/input_items",
+            "input_items",
+            RouteDoc(
+                summary="Lists what a response's prompt was made of.",
+                tag="Responses",
+                query=ItemsQuery,
+                answer=ItemList,
+                errors=(404,),
+            ),
+        ),
+    ]
