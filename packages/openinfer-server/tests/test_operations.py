@@ -3,6 +3,7 @@
 import json
 import re
 
+import anthropic
 import msgspec
 
 from openinfer_core.engine import EngineStats
@@ -48,6 +49,17 @@ def test_models_are_listed_and_retrieved(start, info, connect, call):
     assert call(server, "GET", "/v1/models/eagle")[0] == 404
     assert call(server, "GET", "/v1/models/")[0] == 404
     assert client.completions.create(model="bird", prompt="a", max_tokens=1).model == "bird"
+
+
+def test_openais_clients_get_every_name_and_anthropics_get_pages(start, info, connect):
+    names = tuple(f"bird-{number}" for number in range(25))
+    server = start(ParrotLoop(info), ServerOptions(port=0, model_names=names))
+    assert [model.id for model in connect(server).models.list()] == list(names)
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=20) as client:
+        page = client.models.list()
+        assert (len(page.data), page.has_more, page.last_id) == (20, True, "bird-19")
+        assert [model.id for model in page] == list(names)
+        assert [model.id for model in client.models.list(before_id="bird-9", limit=3).data] == list(names[6:9])
 
 
 def value(metrics: bytes, name: str) -> float:

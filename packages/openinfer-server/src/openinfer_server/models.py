@@ -65,7 +65,7 @@ class Models:
         if query.workspace_id is not None:
             raise refused("workspace_id", "this server has no workspaces")
         names = self._service.model_names
-        page, has_more = _page(names, query)
+        page, has_more = _page(names, query, default=DEFAULT_LIMIT if exchange.for_anthropic else len(names))
         if exchange.for_anthropic:
             models = [self._anthropic_model(name) for name in page]
             ends = (page[0], page[-1]) if page else (None, None)
@@ -91,10 +91,10 @@ class Models:
         )
 
 
-def _page(names: Sequence[str], query: ModelQuery) -> tuple[Sequence[str], bool]:
+def _page(names: Sequence[str], query: ModelQuery, *, default: int) -> tuple[Sequence[str], bool]:
     """The names that a query asks for, and whether there are more."""
-    limit = DEFAULT_LIMIT if query.limit is None else query.limit
-    if not 1 <= limit <= MAX_LIMIT:
+    limit = default if query.limit is None else query.limit
+    if query.limit is not None and not 1 <= limit <= MAX_LIMIT:
         raise invalid("limit", f"limit is {limit}; it must be between 1 and {MAX_LIMIT}")
     if query.lifecycle is not None and "active" not in query.lifecycle:
         return (), False
