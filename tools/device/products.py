@@ -1,6 +1,6 @@
-"""Times the products of a Qwen3-4B decode step on a GPU, by our kernel for few tokens and by cuBLASLt alone.
+"""Times the products of a Qwen3-4B step on a GPU, by our kernels where they serve and by cuBLASLt alone.
 
-    python3 tools/device/decode_gemm.py [--commit COMMIT] [--out FILE] [--tokens N ...] [--chains-only]
+    python3 tools/device/products.py [--commit COMMIT] [--out FILE] [--tokens N ...] [--chains-only]
 
 Each product alone (weights from memory: all layers' in turn), and all 145 products of a step with and without the 73
 norms between them, each kernel after the one before, in CUDA graphs. The clocks are warmed before each measurement.
@@ -24,7 +24,9 @@ import numpy as np  # noqa: E402
 
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm  # noqa: E402
 from openinfer_kernels.cuda.device import Device  # noqa: E402
+from openinfer_kernels.cuda.gemm import Gemm  # noqa: E402
 from openinfer_kernels.cuda.libraries import bfloat16  # noqa: E402
+from openinfer_kernels.cuda.library_products import LibraryProducts  # noqa: E402
 from openinfer_kernels.cuda.linear import Linear  # noqa: E402
 from openinfer_kernels.cuda.norm import Norm  # noqa: E402
 
@@ -36,10 +38,10 @@ BYTES_PER_S = 4.3e12
 WARM_S = 0.15
 
 
-class Unused(DecodeGemm):
+class Unused:
     """Leaves everything to cuBLASLt."""
 
-    def serves(self, x, weight):
+    def serves(self, *_):
         return False
 
 
@@ -66,7 +68,7 @@ class Step:
                 linear.linear(y, layer["qkv"])
                 y = normed(linear.linear(attended, layer["o_proj"]))
                 y = normed(linear.linear(linear.linear_swiglu(y, layer["gate_up"]), layer["down"]))
-            linear.linear(y, self.head)
+            linear.logits(y, self.head)
 
         return chain
 
@@ -109,7 +111,7 @@ def time_products(step, linears, num_tokens):
         weights = [step.head] * 4 if name == "head" else [layer[name] for layer in step.layers]
         row = {"product": name, "n": n, "k": k, "tokens": num_tokens, "floor_us": n * k * 2 / BYTES_PER_S * 1e6}
         for kind, linear in linears.items():
-            multiply = linear.linear_swiglu if name == "gate_up" else linear.linear
+            multiply = {"gate_up": linear.linear_swiglu, "head": linear.logits}.get(name, linear.linear)
             ms = median_ms(lambda: [multiply(x, weight) for weight in weights])  # noqa: B023 - called at once
             row[f"{kind}_us"] = ms * 1e3 / len(weights)
             row[f"{kind}_tb_per_s"] = n * k * 2 / row[f"{kind}_us"] / 1e6
@@ -131,18 +133,22 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 48, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 48, 64, 96, 128, 192, 256])
     parser.add_argument("--chains-only", action="store_true")
     arguments = parser.parse_args()
     device = Device.open()
     norm, linears = (
         Norm(device),
-        {"ours": Linear(device, DecodeGemm(device)), "cublaslt": Linear(device, Unused(device))},
+        {
+            "ours": Linear(device, DecodeGemm(device), Gemm(device), LibraryProducts(device)),
+            "cublaslt": Linear(device, Unused(), Unused(), LibraryProducts(device)),
+        },
     )
     step = Step()
-    with linears["cublaslt"].tuning():
-        for num_tokens in arguments.tokens:
-            step.run(linears["cublaslt"], norm, num_tokens)()
+    for linear in linears.values():
+        with linear.tuning():
+            for num_tokens in arguments.tokens:
+                step.run(linear, norm, num_tokens)()
     chains = [time_chains(step, linears, norm, num_tokens) for num_tokens in arguments.tokens]
     products = []
     if not arguments.chains_only:

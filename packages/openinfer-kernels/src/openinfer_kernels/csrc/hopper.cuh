@@ -59,6 +59,11 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// All threads of the cluster have come here; what they wrote before may not have.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // The address of block `rank`'s copy of what `pointer` is in this block.
 __device__ __forceinline__ uint32_t address_in(const void* pointer, uint32_t rank) {
   uint32_t address;
@@ -70,8 +75,22 @@ __device__ __forceinline__ void store_in(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
+__device__ __forceinline__ float4 load_in(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void barrier_arrive_in(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Tells another block of the cluster that shared memory was read; orders nothing that was written.
+__device__ __forceinline__ void barrier_arrive_nearby(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait_cluster(uint64_t* barrier, uint32_t parity) {
@@ -101,6 +120,12 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -125,11 +150,33 @@ __device__ __forceinline__ void load_box(void* target, const CUtensorMap* map, u
       : "memory");
 }
 
+// Into the same place, and with the same barrier, of each block of the cluster whose bit is set in `targets`.
+__device__ __forceinline__ void load_box_into(void* target, const CUtensorMap* map, uint64_t* barrier, int x, int y,
+                                              uint16_t targets, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(shared_address(target)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(targets), "l"(policy)
+      : "memory");
+}
+
 // --- programmatic dependent launch ----------------------------------------------------------------------------
 
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// --- registers of a warpgroup -----------------------------------------------------------------------------------
+
+template <int Count>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+template <int Count>
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
 
 // --- wgmma ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ class BatchInvariantCudaOps(CudaOps):
 
     def _make_linear(self) -> Linear:
         decode_gemm = DecodeGemm(self.device, most_blocks_per_tile=1)
-        return Linear(self.device, decode_gemm, InvariantProducts(decode_gemm))
+        return Linear(self.device, decode_gemm, None, InvariantProducts(decode_gemm))
 
     def _make_attention(self) -> OneKernelAttention:
         return OneKernelAttention(self.device)

@@ -81,6 +81,13 @@ class Kernel:
         config.hStream = cupy.cuda.get_current_stream().ptr
         check(driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0))
 
+    def most_clusters(self, cluster: int, *, threads: int) -> int:
+        """Clusters of at least two blocks that the device runs at a time: fewer than its multiprocessors would hold."""
+        config = self._config(overlap=False, cluster=cluster)
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        return check(driver.cuOccupancyMaxActiveClusters(self._function, config))
+
     def _config(self, overlap: bool, cluster: int) -> Any:  # noqa: FBT001 - part of a key
         """A launch's configuration but for its sizes and stream: attributes take long to set."""
         key = overlap and self._may_overlap, cluster

@@ -1,6 +1,6 @@
 """Products with weights stored `[out, in]`, and the gate of SwiGLU.
 
-Few tokens go to our own kernel where it serves (docs/kernels.md says when and why), everything else to cuBLASLt.
+Our own kernels multiply what they serve (docs/kernels.md says what and why), cuBLASLt everything else.
 """
 
 import ctypes
@@ -11,10 +11,12 @@ import numpy as np
 from openinfer_kernels.cuda.arrays import require
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.gemm import Gemm
 from openinfer_kernels.cuda.invariant_products import InvariantProducts
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.library_products import LibraryProducts
 from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.gemm_tiles import Epilogue
 from openinfer_kernels.ops import Array
 
 _THREADS = 256
@@ -27,9 +29,12 @@ class Linear:
     ahead on the stream still run.
     """
 
-    def __init__(self, device: Device, decode_gemm: DecodeGemm, library: LibraryProducts | InvariantProducts) -> None:
-        """`library` multiplies what `decode_gemm` does not serve."""
+    def __init__(
+        self, device: Device, decode_gemm: DecodeGemm, gemm: Gemm | None, library: LibraryProducts | InvariantProducts
+    ) -> None:
+        """`gemm`, if any, is asked what `decode_gemm` does not serve, and `library` multiplies the rest."""
         self._decode_gemm = decode_gemm
+        self._gemm = gemm
         self._gate_vectors = device.kernel("linear", "swiglu_vectors")
         self._gate_singles = device.kernel("linear", "swiglu_singles")
         self._library = library
@@ -42,10 +47,11 @@ class Linear:
         """
         _check(x, weight, bias)
         out = cupy.empty((x.shape[0], weight.shape[0]), bfloat16)
-        if bias is None and self._decode_gemm.serves(x, weight):
-            self._decode_gemm.linear(x, weight, out)
-        else:
+        own = self._own(Epilogue.STORE, x, weight) if bias is None else None
+        if own is None:
             self._library.multiply(x, weight, bias, out)
+        else:
+            own.linear(x, weight, out)
         return out
 
     def logits(self, hidden: Array, head: Array) -> Array:
@@ -56,10 +62,11 @@ class Linear:
         """
         _check(hidden, head, None)
         out = cupy.empty((hidden.shape[0], head.shape[0]), np.float32)
-        if self._decode_gemm.serves(hidden, head):
-            self._decode_gemm.linear_float32(hidden, head, out)
-        else:
+        own = self._own(Epilogue.FLOAT32, hidden, head)
+        if own is None:
             self._library.multiply(hidden, head, None, out)
+        else:
+            own.linear_float32(hidden, head, out)
         return out
 
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
@@ -71,10 +78,11 @@ class Linear:
         _check(x, gate_up, None)
         num_tokens, width = x.shape[0], gate_up.shape[0] // 2
         out = cupy.empty((num_tokens, width), bfloat16)
-        if self._decode_gemm.serves(x, gate_up):
-            self._decode_gemm.linear_swiglu(x, gate_up, out)
-        else:
+        own = self._own(Epilogue.SWIGLU, x, gate_up)
+        if own is None:
             self._gate(self.linear(x, gate_up), out)
+        else:
+            own.linear_swiglu(x, gate_up, out)
         return out
 
     def tuning(self) -> AbstractContextManager[None]:
@@ -84,6 +92,12 @@ class Linear:
     def close(self) -> None:
         """Gives back what cuBLASLt holds."""
         self._library.close()
+
+    def _own(self, epilogue: Epilogue, x: Array, weight: Array) -> DecodeGemm | Gemm | None:
+        """The kernel of ours for a product, if there is one."""
+        if self._decode_gemm.serves(x, weight):
+            return self._decode_gemm
+        return self._gemm if self._gemm is not None and self._gemm.serves(epilogue, x, weight) else None
 
     def _gate(self, both: Array, out: Array) -> None:
         num_tokens, width = out.shape

@@ -10,6 +10,7 @@ from openinfer_kernels.cuda.attention import Attention, OneKernelAttention
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.embedding import Embedding
+from openinfer_kernels.cuda.gemm import Gemm
 from openinfer_kernels.cuda.library_products import LibraryProducts
 from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.cuda.logprobs import LogprobsKernels
@@ -47,7 +48,7 @@ class CudaOps:
         self._logprobs = LogprobsKernels(self.device)
 
     def _make_linear(self) -> Linear:
-        return Linear(self.device, DecodeGemm(self.device), LibraryProducts(self.device))
+        return Linear(self.device, DecodeGemm(self.device), Gemm(self.device), LibraryProducts(self.device))
 
     def _make_attention(self) -> Attention | OneKernelAttention:
         return Attention(self.device)

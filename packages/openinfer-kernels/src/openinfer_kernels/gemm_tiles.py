@@ -1,0 +1,116 @@
+"""Which tiles multiply a product by `csrc/gemm.cu`, and how many blocks work together; docs/kernels.md has the reasons.
+
+    up to 192 tokens     all tokens in one tile, each weight read once; K divided where there are few tiles
+    more                 tiles of 256 tokens, in pairs that share their tokens, for arithmetic
+
+A multiprocessor holds one block. What decides is how much of their time the multiprocessors are busy: below a share,
+cuBLASLt is faster.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+CHUNK = 64
+"""Of K, that is read at a time: a part has at least one."""
+_LARGE_TOKENS = 256
+_MOST_PARTS = 4
+_SHARERS = 2
+_LEAST_BUSY = 0.75
+
+
+class Epilogue(StrEnum):
+    """What becomes of the sums, as in the names of the kernels."""
+
+    STORE = "store"
+    SWIGLU = "swiglu"
+    FLOAT32 = "float32"
+
+
+_LEAST_BUSY_LARGE = {Epilogue.STORE: 0.96, Epilogue.SWIGLU: 0.85}
+"""The gate's product saves a kernel besides."""
+
+
+class Tile(NamedTuple):
+    """Tokens and rows of the weight that a block multiplies at a time: `Sizes` of the kernel."""
+
+    tokens: int
+    columns: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 384 if self.tokens == _LARGE_TOKENS else 2 * self.tokens + 32
+
+
+SHARED_BYTES = 225 << 10
+"""Of a block."""
+TILES = {
+    Epilogue.STORE: (*(Tile(tokens, columns) for tokens in (64, 128, 192) for columns in (96, 112)), Tile(256, 160)),
+    Epilogue.SWIGLU: (
+        *(Tile(tokens, columns) for tokens in (64, 128, 192) for columns in (96, 160, 192)),
+        Tile(256, 160),
+    ),
+    Epilogue.FLOAT32: (Tile(64, 128), Tile(128, 128)),
+}
+"""All that are compiled, by tokens."""
+
+
+class Division(NamedTuple):
+    """How a product is divided among blocks."""
+
+    tile: Tile
+    sharers: int
+    """Blocks of a cluster that read their tokens together."""
+    parts: int
+    """Blocks of a cluster that divide K."""
+
+
+class Room(NamedTuple):
+    """What runs at a time on a device."""
+
+    multiprocessors: int
+    clusters: Callable[[int], int]
+    """Clusters of so many blocks, with a multiprocessor for each block: fewer than the multiprocessors would hold."""
+
+
+def divide(epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int, room: Room) -> Division | None:
+    """The division of a product, None where cuBLASLt is faster.
+
+    Args:
+        epilogue: of the product.
+        num_tokens: at least 1.
+        num_rows: of the weight.
+        num_columns: of the weight, K.
+        room: of the device.
+    """
+    tokens = next((tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens), _LARGE_TOKENS)
+    tiles = [tile for tile in TILES[epilogue] if tile.tokens == tokens]
+    if tokens == _LARGE_TOKENS:
+        return _divide_large(epilogue, tiles[0], num_tokens, num_rows, room) if tiles else None
+    most_parts = min(_MOST_PARTS, -(-num_columns // CHUNK)) if epilogue is Epilogue.STORE else 1
+    candidates = [
+        (_share_busy(tile, parts, num_rows, room), Division(tile, 1, parts))
+        for tile in tiles
+        for parts in range(1, most_parts + 1)
+    ]
+    busy, division = max(candidates)
+    return division if busy >= _LEAST_BUSY else None
+
+
+def _share_busy(tile: Tile, parts: int, num_rows: int, room: Room) -> float:
+    """Of the multiprocessors' time; 0 where clusters do not run all at a time, which they must to divide K."""
+    num_tiles = -(-num_rows // tile.columns)
+    if parts > 1:
+        return num_rows * parts / (room.multiprocessors * tile.columns) if num_tiles <= room.clusters(parts) else 0.0
+    rounds = -(-num_tiles // room.multiprocessors)
+    return num_rows / (rounds * room.multiprocessors * tile.columns)
+
+
+def _divide_large(epilogue: Epilogue, tile: Tile, num_tokens: int, num_rows: int, room: Room) -> Division | None:
+    token_tiles = -(-num_tokens // tile.tokens)
+    sharers = 1 if token_tiles == 1 else _SHARERS
+    clusters = token_tiles * -(-num_rows // (tile.columns * sharers))
+    rounds = -(-clusters // room.clusters(sharers))
+    busy = num_tokens * num_rows / (rounds * room.multiprocessors * tile.tokens * tile.columns)
+    return Division(tile, sharers, 1) if busy >= _LEAST_BUSY_LARGE[epilogue] else None
