@@ -33,8 +33,8 @@ class AttentionBatch:
     """Where the tokens of one step stand. A chunk of a prompt and a decode row are the same kind of row.
 
     The tokens of row `r` are `query_starts[r] : query_starts[r + 1]`, at least one, with consecutive
-    positions; the last one has position `context_lens[r] - 1`. Arrays are on the device; the plain integers
-    are known to the host.
+    positions; the last one has position `context_lens[r] - 1`. No row's context holds a token that another row of
+    this step appends. Arrays are on the device; the plain integers are known to the host.
     """
 
     positions: Array
