@@ -3,8 +3,7 @@
     python packages/openinfer-server/tests/test_api_fuzz.py --cases 20000 --out benchmarks/results/cpu/server-fuzz.json
 
 A third of each operation's cases follow its schema, a third break it, and a third are requests that work with up to
-three fields made at random, which reach what is behind the checks. As a test
-it runs a few hundred.
+three fields made at random, which reach what is behind the checks. As a test it runs a few hundred.
 """
 
 import argparse
