@@ -27,6 +27,7 @@ from openinfer_server.writers import StreamWriter
 
 TOOL_CALLS = "tool_calls"
 """Why an answer ended that calls tools."""
+_AFTER_ARGUMENTS = b'"}}]'
 
 
 def finish_reason(choice: DeltaChoice, reason: FinishReason) -> str:
@@ -64,6 +65,7 @@ class ChatStream:
     """A sink that writes an event per token, also when nothing came of it yet."""
 
     __slots__ = (
+        "_after_arguments",
         "_after_text",
         "_before_content",
         "_before_reasoning",
@@ -76,6 +78,7 @@ class ChatStream:
     def __init__(
         self, frame: EventFrame, writer: StreamWriter, dirty: list[StreamWriter], logprob_format: LogprobFormat
     ) -> None:
+        self._after_arguments = _AFTER_ARGUMENTS + frame.after
         self._after_text = b'"' + frame.after
         self._before_content = frame.before + b'"content":"'
         self._before_reasoning = frame.before + b'"reasoning_content":"'
@@ -100,6 +103,10 @@ class ChatStream:
                 return
             if type(delta) is ReasoningDelta:
                 self._write(self._before_reasoning + escape_json(delta.text) + self._after_text)
+                return
+            if type(delta) is CallArguments:
+                before = self._frame.before + _before_arguments(delta.index)
+                self._write(before + escape_json(delta.text) + self._after_arguments)
                 return
         self._write(self._frame.before + delta_json(deltas) + self._frame.after)
 
@@ -180,7 +187,7 @@ def delta_json(deltas: Sequence[Delta]) -> bytes:
     if isinstance(delta, ReasoningDelta):
         return b'"reasoning_content":"' + escape_json(delta.text) + b'"'
     if isinstance(delta, CallArguments):
-        return _before_arguments(delta.index) + escape_json(delta.text) + b'"}}]'
+        return _before_arguments(delta.index) + escape_json(delta.text) + _AFTER_ARGUMENTS
     return _several(deltas)
 
 
