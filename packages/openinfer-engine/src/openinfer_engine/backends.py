@@ -96,12 +96,13 @@ def open_backend(options: EngineOptions) -> Backend:
     """
     if options.device is DeviceKind.CPU:
         return CpuBackend(batch_invariant=options.batch_invariant)
-    wake_driver()
+    waking = wake_driver()
     try:
         from openinfer_engine.cuda_backend import CudaBackend
     except KernelsError as error:  # the packages of the CUDA extras are missing; the message says which
         raise Refused(f"--device cuda: {error}") from error
 
+    waking.join()
     return CudaBackend.open(options)
 
 

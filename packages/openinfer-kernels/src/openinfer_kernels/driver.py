@@ -5,12 +5,17 @@ import ctypes
 import threading
 
 
-def wake_driver(index: int = 0) -> None:
+def wake_driver(index: int = 0) -> threading.Thread:
     """Begins to make the context of GPU `index` in a thread, and returns at once.
 
     The context lives as long as the process. Whatever goes wrong is found, and said, when the GPU is opened.
+
+    Returns:
+        The thread; to be joined before the first call of CUDA, so that nothing is initialised by two threads at once.
     """
-    threading.Thread(target=_make_context, args=(index,), name="openinfer-driver", daemon=True).start()
+    thread = threading.Thread(target=_make_context, args=(index,), name="openinfer-driver", daemon=True)
+    thread.start()
+    return thread
 
 
 def _make_context(index: int) -> None:
