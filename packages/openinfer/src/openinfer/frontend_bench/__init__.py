@@ -4,7 +4,8 @@ The floor is a C program that calls `send()` once per token and does nothing els
 one run, with the same number of streams, steps and bytes per event, before the same C client; the figure is the
 CPU time of the streaming process (user and system) per 100,000 tokens, the server's over the floor's. The server
 runs before a simulated engine in a process of its own, whose tokens carry the time they were made, from which the
-client tells the lag of every token. Absolute figures of different machines do not compare; the ratio does.
+client tells the lag of every token. Absolute figures of different machines do not compare; the ratio does. Where
+`perf` can count instructions, so do those, also while others use the machine.
 """
 
 import argparse
@@ -70,12 +71,18 @@ def _row(name: str, streams: int, steps_per_s: float, servers: list[Sample], flo
         "floor_cpu_s_per_100k": statistics.median(sample.cpu_s_per_100k for sample in floors),
         "server_cpu_s_per_100k": statistics.median(sample.cpu_s_per_100k for sample in servers),
         "ratio": statistics.median(s.cpu_s_per_100k / f.cpu_s_per_100k for s, f in zip(servers, floors, strict=True)),
+        "server_instructions_per_token": _median([sample.instructions_per_token for sample in servers]),
         "server_tokens_per_s": statistics.median(sample.tokens_per_s for sample in servers),
         "lag_p50_ms": statistics.median(sample.lag_p50_ms for sample in servers),
         "lag_p99_ms": statistics.median(sample.lag_p99_ms for sample in servers),
         "server_samples": [sample.asdict() for sample in servers],
         "floor_samples": [sample.asdict() for sample in floors],
     }
+
+
+def _median(counts: Sequence[int | None]) -> float | None:
+    known = [count for count in counts if count is not None]
+    return statistics.median(known) if known else None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,7 +119,7 @@ def _set_up(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    head = ("answer", "streams", "floor", "server", "ratio", "tokens/s", "lag p50 ms", "p99 ms")
+    head = ("answer", "streams", "floor", "server", "ratio", "instr/tok", "tokens/s", "lag p50 ms", "p99 ms")
     return "\n".join(["CPU-seconds per 100k tokens, median of runs in turns", _line(head), *map(_cells, rows)])
 
 
@@ -124,6 +131,7 @@ def _cells(row: dict[str, Any]) -> str:
             f"{row['floor_cpu_s_per_100k']:.3f}",
             f"{row['server_cpu_s_per_100k']:.3f}",
             f"{row['ratio']:.2f}",
+            row["server_instructions_per_token"] or "-",
             f"{row['server_tokens_per_s']:,.0f}",
             f"{row['lag_p50_ms']:.1f}",
             f"{row['lag_p99_ms']:.1f}",

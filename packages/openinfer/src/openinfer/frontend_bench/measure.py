@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from openinfer.frontend_bench.answers import ANSWERS, CHAT_TEMPLATE, Answer
+from openinfer.frontend_bench.instructions import counting
 from openinfer.frontend_bench.stamps import (
     NUM_TOKEN_IDS,
     OPEN_CALL,
@@ -39,6 +40,8 @@ class Sample:
     """User and system time of the streaming process."""
     event_bytes: int
     """Bytes per token on the wire, chunk framing included."""
+    instructions_per_token: int | None
+    """Of the server, user's and kernel's together; None where `perf` cannot count them, and for the floor."""
     lag_p50_ms: float
     lag_p99_ms: float
 
@@ -97,10 +100,12 @@ class Bench:
             warm = self._write_request(answer, 8)
             self._run_client(port, min(streams, 8), warm)  # first requests fill tables
             request = self._write_request(answer, steps)
-            before_s = _cpu_s(pid)
-            told = self._run_client(port, streams, request)
-            cpu_s = _cpu_s(pid) - before_s
-        return _sample(streams, told, cpu_s, round(told["bytes"] / told["tokens"]))
+            with counting(pid) as instructions:
+                before_s = _cpu_s(pid)
+                told = self._run_client(port, streams, request)
+                cpu_s = _cpu_s(pid) - before_s
+        event_bytes = round(told["bytes"] / told["tokens"])
+        return _sample(streams, told, cpu_s, event_bytes, instructions=instructions.value)
 
     def _run_client(self, port: int, streams: int, request: Path) -> dict[str, Any]:
         command = [str(self._client), str(port), str(streams), str(request)]
@@ -115,13 +120,16 @@ class Bench:
         return path
 
 
-def _sample(streams: int, answer: dict[str, Any], cpu_s: float, event_bytes: int) -> Sample:
+def _sample(
+    streams: int, answer: dict[str, Any], cpu_s: float, event_bytes: int, *, instructions: int | None = None
+) -> Sample:
     return Sample(
         streams=streams,
         tokens=answer["tokens"],
         wall_s=answer["wall_s"],
         cpu_s=cpu_s,
         event_bytes=event_bytes,
+        instructions_per_token=None if instructions is None else round(instructions / answer["tokens"]),
         lag_p50_ms=answer["lag_ms"]["p50"],
         lag_p99_ms=answer["lag_ms"]["p99"],
     )
