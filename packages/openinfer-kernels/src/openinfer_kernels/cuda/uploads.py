@@ -127,11 +127,13 @@ class _Lane:
 
     def __init__(self) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._buffers = [_pinned_buffer() for _ in range(_BUFFERS)]
+        self._buffers: list[_Buffer] = []
         self._turn = 0
 
     def next_buffer(self) -> _Buffer:
         """The buffer whose last copy is longest ago, once the device has taken it."""
+        if self._turn == len(self._buffers):  # pinning takes a while: the second one while the first is on its way
+            self._buffers.append(_pinned_buffer())
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % _BUFFERS
         buffer.taken.synchronize()
