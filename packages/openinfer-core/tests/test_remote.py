@@ -327,13 +327,20 @@ def test_engine_that_cannot_be_built_is_refused_with_its_message(
     assert list(temporary_folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("behaviour", ["crash", "exit"])
-def test_engine_process_that_dies_while_it_loads_is_noticed(
-    spawn_faulty: Callable[..., RemoteEngine], behaviour: str, temporary_folder: Path
+@pytest.mark.parametrize(
+    ("behaviour", "end"), [("crash", "exit code 1"), ("exit", "exit code 3"), ("fault", "killed by SIGSEGV")]
+)
+def test_engine_process_that_dies_while_it_loads_is_noticed_and_how_it_ended_is_said(
+    spawn_faulty: Callable[..., RemoteEngine],
+    behaviour: str,
+    end: str,
+    temporary_folder: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(EngineClosed, match="engine process"):
+    with pytest.raises(EngineClosed, match=rf"engine process .* \({end}\)"):
         spawn_faulty(behaviour)
     assert list(temporary_folder.iterdir()) == []
+    assert ("Segmentation fault" in capfd.readouterr().err) == (behaviour == "fault")
 
 
 def test_engine_module_that_is_not_there_is_noticed() -> None:

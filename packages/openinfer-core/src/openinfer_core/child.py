@@ -1,6 +1,7 @@
 """`EngineChild`: the parent's side of an engine process: started, connected to, ended; nothing of it is left behind."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -38,6 +39,14 @@ class EngineChild:
     def exit_code(self) -> int | None:
         """None while it runs; negative numbers are signals."""
         return self._process.poll()
+
+    def how_it_ended(self, *, wait_s: float) -> str:
+        """For a message about a child that is gone, or about to be: its exit code or the signal that killed it."""
+        try:
+            code = self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return "it still runs"
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def connect(self) -> socket.socket:
         """A new blocking socket to the child, which may still be building its engine.

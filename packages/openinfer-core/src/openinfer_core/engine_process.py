@@ -12,6 +12,7 @@ drains its requests first and then says Close. `OPENINFER_LOG_LEVEL` sets the le
 """
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -109,6 +110,7 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
     Args:
         build: makes the engine from the launch's spec; an `OpenInferError` it raises is shown to the parent's user.
     """
+    faulthandler.enable()  # a crash in a library says on standard error where each thread stood
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)

@@ -1,6 +1,7 @@
 """The main module of engine processes that misbehave, or behave, as the spec says."""
 
 import os
+import signal
 import sys
 import time
 
@@ -36,6 +37,8 @@ def build(raw: msgspec.Raw) -> SimulatedLoop:
         raise RuntimeError("a bug in the build")
     if behaviour == "exit":
         os._exit(3)
+    if behaviour == "fault":
+        os.kill(os.getpid(), signal.SIGSEGV)
     if behaviour == "build forever":
         time.sleep(3600)
     if behaviour == "print":
