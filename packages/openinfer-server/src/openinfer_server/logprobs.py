@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -13,6 +14,8 @@ from openinfer_server.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's number for "very unlikely"; JSON has no infinity."""
+_KEPT_NAMES = 2**15
+"""Tokens whose spelling is kept."""
 
 
 class ScoredToken(NamedTuple):
@@ -31,22 +34,25 @@ LogprobFormat: TypeAlias = Callable[[Sequence[ScoredToken]], msgspec.Struct]
 
 def legacy_format(tokenizer: Tokenizer) -> Callable[[Sequence[ScoredToken]], LegacyLogprobs]:
     """The format of `/v1/completions`: the token itself is among its alternatives, however unlikely."""
-
-    def top(token: ScoredToken) -> dict[str, float] | None:
-        if token.logprobs is None:
-            return None
-        shown = {_name(tokenizer, token.token_id): _finite(token.logprobs.logprob)}
-        for token_id, logprob in _alternatives(token.logprobs):
-            shown.setdefault(_name(tokenizer, token_id), logprob)
-        return shown
+    name_of = lru_cache(_KEPT_NAMES)(partial(_name, tokenizer))
 
     def build(tokens: Sequence[ScoredToken]) -> LegacyLogprobs:
-        return LegacyLogprobs(
-            text_offset=[token.offset for token in tokens],
-            token_logprobs=[None if t.logprobs is None else _finite(t.logprobs.logprob) for t in tokens],
-            tokens=[_name(tokenizer, token.token_id) for token in tokens],
-            top_logprobs=[top(token) for token in tokens],
-        )
+        shown = LegacyLogprobs([], [], [], [])
+        for token_id, logprobs, offset in tokens:
+            name = name_of(token_id)
+            shown.text_offset.append(offset)
+            shown.tokens.append(name)
+            if logprobs is None:
+                shown.token_logprobs.append(None)
+                shown.top_logprobs.append(None)
+                continue
+            logprob = _finite(logprobs.logprob)
+            top = {name: logprob}
+            for other, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
+                top.setdefault(name_of(other), _finite(value))
+            shown.token_logprobs.append(logprob)
+            shown.top_logprobs.append(top)
+        return shown
 
     return build
 
@@ -54,22 +60,24 @@ def legacy_format(tokenizer: Tokenizer) -> Callable[[Sequence[ScoredToken]], Leg
 def chat_format(tokenizer: Tokenizer) -> Callable[[Sequence[ScoredToken]], ChatLogprobs]:
     """The format of `/v1/chat/completions`, with the bytes of each token."""
 
-    def entry(token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:
+    def spell(token_id: int) -> tuple[str, list[int]]:
         data = tokenizer.token_bytes(token_id)
-        top = [
-            TopLogprob(_replaced(other), logprob, list(other))
-            for other, logprob in ((tokenizer.token_bytes(i), logprob) for i, logprob in _alternatives(logprobs))
-        ]
-        return TokenLogprob(_replaced(data), _finite(logprobs.logprob), list(data), top)
+        return data.decode(errors="replace"), list(data)
+
+    spelled = lru_cache(_KEPT_NAMES)(spell)
+
+    def entry(token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:
+        top: list[TopLogprob] = []
+        for other, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
+            text, data = spelled(other)
+            top.append(TopLogprob(text, _finite(value), data))
+        text, data = spelled(token_id)
+        return TokenLogprob(text, _finite(logprobs.logprob), data, top)
 
     def build(tokens: Sequence[ScoredToken]) -> ChatLogprobs:
         return ChatLogprobs([entry(token.token_id, token.logprobs) for token in tokens if token.logprobs is not None])
 
     return build
-
-
-def _alternatives(logprobs: TokenLogprobs) -> list[tuple[int, float]]:
-    return [(i, _finite(logprob)) for i, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)]
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
@@ -80,12 +88,8 @@ def _name(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _replaced(data: bytes) -> str:
-    return data.decode(errors="replace")
-
-
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
 def score_prompt(tokenizer: Tokenizer, prompt: Prompt, logprobs: Sequence[TokenLogprobs]) -> list[ScoredToken]:
