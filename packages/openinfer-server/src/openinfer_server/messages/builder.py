@@ -20,7 +20,6 @@ from openinfer_server.messages.objects import (
     ContentBlock,
     InputDelta,
     MessageDelta,
-    MessageEvent,
     MessageObject,
     MessageStart,
     MessageStop,
@@ -33,6 +32,7 @@ from openinfer_server.messages.objects import (
     ThinkingDelta,
     ToolUseContent,
 )
+from openinfer_server.named_events import NamedEvent
 from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
 from openinfer_server.writers import StreamWriter
 
@@ -143,7 +143,7 @@ class MessageBuilder:
     def _delta(self, delta: TextDelta | ThinkingDelta | InputDelta) -> None:
         self._emit(BlockDelta(index=self._index, delta=delta))
 
-    def _emit(self, event: MessageEvent) -> None:
+    def _emit(self, event: NamedEvent) -> None:
         writer = self._writer
         if writer is None:
             return

@@ -5,9 +5,9 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from openinfer_server.api_errors import AnthropicErrorBody
+from openinfer_server.named_events import NamedEvent
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-_encoder = msgspec.json.Encoder()
 
 
 class TextContent(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
@@ -67,21 +67,13 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
 
 
-class MessageEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """What all events have."""
-
-    def frame(self) -> bytes:
-        """The event as bytes of the stream."""
-        return b"event: %b\ndata: %b\n\n" % (str(self.__struct_config__.tag).encode(), _encoder.encode(self))
-
-
-class MessageStart(MessageEvent, frozen=True, kw_only=True, tag="message_start"):
+class MessageStart(NamedEvent, frozen=True, kw_only=True, tag="message_start"):
     """The message, without content."""
 
     message: MessageObject
 
 
-class BlockStart(MessageEvent, frozen=True, kw_only=True, tag="content_block_start"):
+class BlockStart(NamedEvent, frozen=True, kw_only=True, tag="content_block_start"):
     """A block begins."""
 
     index: int
@@ -106,14 +98,14 @@ class InputDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     partial_json: str
 
 
-class BlockDelta(MessageEvent, frozen=True, kw_only=True, tag="content_block_delta"):
+class BlockDelta(NamedEvent, frozen=True, kw_only=True, tag="content_block_delta"):
     """A block goes on."""
 
     index: int
     delta: TextDelta | ThinkingDelta | InputDelta
 
 
-class BlockStop(MessageEvent, frozen=True, kw_only=True, tag="content_block_stop"):
+class BlockStop(NamedEvent, frozen=True, kw_only=True, tag="content_block_stop"):
     """A block has ended."""
 
     index: int
@@ -126,18 +118,18 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True):
     stop_sequence: str | None
 
 
-class MessageDelta(MessageEvent, frozen=True, kw_only=True, tag="message_delta"):
+class MessageDelta(NamedEvent, frozen=True, kw_only=True, tag="message_delta"):
     """The message has ended."""
 
     delta: Stop
     usage: MessageUsage
 
 
-class MessageStop(MessageEvent, frozen=True, kw_only=True, tag="message_stop"):
+class MessageStop(NamedEvent, frozen=True, kw_only=True, tag="message_stop"):
     """The last event."""
 
 
-class ErrorEvent(MessageEvent, frozen=True, kw_only=True, tag="error"):
+class ErrorEvent(NamedEvent, frozen=True, kw_only=True, tag="error"):
     """The last event of a message that failed."""
 
     error: AnthropicErrorBody

@@ -2,8 +2,7 @@
 
 from typing import TypeAlias
 
-import msgspec
-
+from openinfer_server.named_events import NamedEvent
 from openinfer_server.responses.objects import (
     OutputItem,
     OutputLogprob,
@@ -12,18 +11,12 @@ from openinfer_server.responses.objects import (
     TextContent,
 )
 
-_encoder = msgspec.json.Encoder()
 
-
-class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+class ResponseEvent(NamedEvent, frozen=True, kw_only=True):
     """What all events have."""
 
     sequence_number: int
     """0, 1, … within one response."""
-
-    def frame(self) -> bytes:
-        """The event as bytes of the stream."""
-        return b"event: %b\ndata: %b\n\n" % (str(self.__struct_config__.tag).encode(), _encoder.encode(self))
 
 
 class Lifecycle(ResponseEvent, frozen=True, kw_only=True):
@@ -98,7 +91,7 @@ class TextDelta(PlaceEvent, frozen=True, kw_only=True, tag="response.output_text
 
     content_index: int = 0
     delta: str
-    logprobs: list[OutputLogprob] = []
+    logprobs: list[OutputLogprob]
 
 
 class TextDone(PlaceEvent, frozen=True, kw_only=True, tag="response.output_text.done"):
@@ -106,7 +99,7 @@ class TextDone(PlaceEvent, frozen=True, kw_only=True, tag="response.output_text.
 
     content_index: int = 0
     text: str
-    logprobs: list[OutputLogprob] = []
+    logprobs: list[OutputLogprob]
 
 
 class ReasoningDeltaEvent(PlaceEvent, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
