@@ -23,7 +23,7 @@ from openinfer_kernels.ops import Array, HostArray
 
 THREADS = 8
 BUFFER_BYTES = 16 << 20
-"""Large, so that threads seldom need the interpreter: with 4 MiB they wait for it longer than for the copies."""
+"""Large, so that threads seldom need the interpreter."""
 _BUFFERS = 2
 """Per thread: one is filled while the other is taken."""
 _TO_DEVICE = 1
