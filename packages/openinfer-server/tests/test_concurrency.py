@@ -63,12 +63,15 @@ def test_streams_with_random_disconnects_end_exactly_once(start, info, way, toke
 
     def idle() -> bool:
         metrics = call(server, "GET", "/metrics")[2]
-        return b"openinfer_requests_open 0\n" in metrics and b"openinfer_requests_running 0\n" in metrics
+        running = b'openinfer_num_requests_running{model_name="parrot"} 0\n'
+        return b"openinfer_requests_open 0\n" in metrics and running in metrics
 
     wait_until(idle, "an idle server")
     metrics = call(server, "GET", "/metrics")[2].decode()
     outcomes = [
-        int(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith("openinfer_requests_total{")
+        int(line.rsplit(" ", 1)[1])
+        for line in metrics.splitlines()
+        if line.startswith(("openinfer_request_success_total{", "openinfer_request_failures_total{"))
     ]
     assert sum(outcomes) == len(server.engine.submitted)
     assert "openinfer_request_faults_total 0" in metrics

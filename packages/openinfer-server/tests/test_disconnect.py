@@ -41,7 +41,8 @@ def test_client_that_leaves_before_the_first_token_is_aborted(start, info, way, 
     connection.close()
     wait_until(lambda: all_aborted(server), "aborts")
     parrot.go()
-    wait_until(lambda: b"openinfer_requests_running 0" in call(server, "GET", "/metrics")[2], "an empty engine")
+    running = b'openinfer_num_requests_running{model_name="parrot"} 0'
+    wait_until(lambda: running in call(server, "GET", "/metrics")[2], "an empty engine")
 
 
 def test_client_that_leaves_in_mid_stream_is_aborted(start, info, way):

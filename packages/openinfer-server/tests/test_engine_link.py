@@ -49,7 +49,7 @@ class World:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.engine = FakeEngine()
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(max_model_tokens=2048)
         self.link = EngineLink(self.engine, self.metrics, clock=lambda: self.now_s)
 
     def ask(self, n: int = 1) -> tuple[Answer, list[FakeChoice]]:
@@ -70,6 +70,10 @@ def in_loop(test):
         test(World())
 
     return lambda: asyncio.run(main())
+
+
+def outcomes(metrics) -> dict[str, int]:
+    return {outcome: count for outcome, count in (metrics.ended + metrics.failures).items() if count}
 
 
 def finished(choice) -> Finished:
@@ -95,7 +99,7 @@ def test_events_reach_their_choices_and_end_the_answer_once(world):
 @in_loop
 def test_events_of_unknown_requests_are_dropped(world):
     world.link.dispatch([Tokens(RequestId(77), (1,)), Failed(RequestId(77), FailureKind.INTERNAL, "x")])
-    assert world.metrics.requests == {}
+    assert outcomes(world.metrics) == {}
 
 
 @in_loop
@@ -116,7 +120,7 @@ def test_choice_goes_on_with_another_request_and_counts_as_one(world):
     assert (a.seen, a.submitted_s, answer.done.done()) == ([5, 7], begun_s, False)
     world.link.dispatch([finished(a)])
     assert answer.done.done()
-    assert dict(world.metrics.requests) == {FinishReason.LENGTH: 1}
+    assert outcomes(world.metrics) == {FinishReason.LENGTH: 1}
     assert world.link.num_open == 0
     world.link.replace(a, again)  # it has ended: nothing goes on
     assert world.engine.submitted.count(again.request_id) == 1
@@ -151,7 +155,7 @@ def test_failure_of_one_choice_aborts_the_others(world):
     assert answer.done.done()
     assert answer.failure.kind is FailureKind.OVERLOADED
     assert world.engine.aborted == [a.request_id, c.request_id]
-    assert world.metrics.requests == {"overloaded": 1, "abort": 2}
+    assert outcomes(world.metrics) == {"overloaded": 1, "abort": 2}
 
 
 @in_loop
@@ -160,7 +164,7 @@ def test_closed_engine_fails_at_submission_and_submits_no_more(world):
     answer, _ = world.ask(3)
     assert answer.failure.kind is FailureKind.SHUTDOWN
     assert world.link.num_open == 0
-    assert world.metrics.requests == {"shutdown": 1}
+    assert outcomes(world.metrics) == {"shutdown": 1}
 
 
 @in_loop
@@ -186,6 +190,55 @@ def test_latencies_are_counted_once_per_token(world):
     assert sum(metrics.inter_token_s.counts) == 6
     assert metrics.inter_token_s.total == pytest.approx(2 * 0.03 + 2 * 0.04 + 0.6 + 0.7)
     assert metrics.generated_tokens.value == 3 + 6 + 2
+
+
+@in_loop
+def test_life_of_a_request_is_cut_into_queue_prefill_and_decode(world):
+    _, (a,) = world.ask()
+    world.now_s += 5.0
+    world.link.dispatch([Scheduled(a.request_id, 2, 1.5), Tokens(a.request_id, (1,))])
+    for _ in range(4):
+        world.now_s += 0.25
+        world.link.dispatch([Tokens(a.request_id, (1,))])
+    world.now_s += 0.5
+    world.link.dispatch([Finished(a.request_id, FinishReason.STOP, 3, 6, 2, 9)])
+    metrics = world.metrics
+    observed = {
+        name: (sum(histogram.counts), round(histogram.total, 9))
+        for name in ("queue_s", "prefill_s", "decode_s", "inference_s", "request_s", "time_per_output_token_s")
+        for histogram in (getattr(metrics, name),)
+    }
+    assert observed == {
+        "queue_s": (1, 1.5),
+        "prefill_s": (1, 3.5),
+        "decode_s": (1, 1.5),
+        "inference_s": (1, 5.0),
+        "request_s": (1, 6.5),
+        "time_per_output_token_s": (1, 0.3),
+    }
+    assert (metrics.prompt_tokens.value, metrics.cached_tokens.value) == (3, 2)
+    assert (metrics.request_generation_tokens.total, metrics.request_max_tokens.total) == (6, 9)
+
+
+@in_loop
+def test_aborted_request_has_an_end_and_no_latency(world):
+    answer, (a,) = world.ask()
+    world.link.dispatch([Scheduled(a.request_id, 0, 0.0), Tokens(a.request_id, (1,))])
+    answer.abort()
+    assert outcomes(world.metrics) == {"abort": 1}
+    assert sum(world.metrics.request_s.counts) == sum(world.metrics.decode_s.counts) == 0
+
+
+@in_loop
+def test_request_that_replaces_another_left_the_queue_once(world):
+    _, (a,) = world.ask()
+    world.link.dispatch([Scheduled(a.request_id, 1, 0.25), Tokens(a.request_id, (5,))])
+    sampling = SamplingParams(max_tokens=9)
+    again = GenerateRequest(request_id=world.link.new_id(), prompt_token_ids=(1, 2, 3, 5), sampling=sampling)
+    world.link.replace(a, again)
+    world.link.dispatch([Scheduled(a.request_id, 3, 0.75)])
+    assert world.metrics.queue_s.total == 0.25
+    assert world.metrics.prompt_tokens.value == 3
 
 
 @in_loop

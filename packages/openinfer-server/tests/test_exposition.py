@@ -31,3 +31,14 @@ def test_same_value_several_times_is_one_call():
 def test_labels_are_escaped():
     lines = list(render_family("m", "gauge", "text", [((("a", 'x"\\\n'), ("b", "")), 1)]))
     assert lines[2] == 'm{a="x\\"\\\\\\n",b=""} 1'
+
+
+def test_labels_of_a_histogram_stand_before_the_bound():
+    histogram = Histogram((1.0,))
+    histogram.observe(0.5)
+    assert list(render_histogram("h", "text", histogram, (("model_name", "m"),)))[2:] == [
+        'h_bucket{model_name="m",le="1.0"} 1',
+        'h_bucket{model_name="m",le="+Inf"} 1',
+        'h_sum{model_name="m"} 0.5',
+        'h_count{model_name="m"} 1',
+    ]

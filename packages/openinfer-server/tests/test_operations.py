@@ -8,6 +8,8 @@ import msgspec
 
 from openinfer_core.engine import EngineStats
 from openinfer_server import ServerOptions
+from openinfer_server.metrics import ServerMetrics
+from openinfer_server.metrics_page import metrics_page
 from openinfer_server.testing import ParrotLoop, wait_until
 
 
@@ -81,14 +83,24 @@ def test_metrics_count_what_happened(start, info, call):
     assert value(metrics, 'openinfer_http_responses_total{route="/v1/completions",status="200"}') == 2
     assert value(metrics, 'openinfer_http_responses_total{route="/v1/completions",status="400"}') == 1
     assert value(metrics, 'openinfer_http_responses_total{route="(none)",status="404"}') == 1
-    assert value(metrics, 'openinfer_requests_total{outcome="length"}') == 2
-    assert value(metrics, "openinfer_generated_tokens_total") == 11
-    assert value(metrics, "openinfer_prompt_tokens_total") == 8
-    assert value(metrics, "openinfer_cached_prompt_tokens_total") == 4
-    assert value(metrics, "openinfer_time_to_first_token_seconds_count") == 2
-    assert value(metrics, "openinfer_inter_token_latency_seconds_count") == 9
-    assert value(metrics, "openinfer_request_seconds_count") == 2
-    assert value(metrics, "openinfer_queue_seconds_count") == 2
+    assert value(metrics, 'openinfer_request_success_total{model_name="parrot",finished_reason="length"}') == 2
+    assert value(metrics, 'openinfer_request_success_total{model_name="parrot",finished_reason="stop"}') == 0
+    assert value(metrics, 'openinfer_request_failures_total{model_name="parrot",kind="internal"}') == 0
+    for name, expected in (
+        ("openinfer_generation_tokens_total", 11),
+        ("openinfer_prompt_tokens_total", 8),
+        ("openinfer_prefix_cache_queries_total", 8),
+        ("openinfer_prefix_cache_hits_total", 4),
+        ("openinfer_time_to_first_token_seconds_count", 2),
+        ("openinfer_inter_token_latency_seconds_count", 9),
+        ("openinfer_e2e_request_latency_seconds_count", 2),
+        ("openinfer_request_queue_time_seconds_count", 2),
+        ("openinfer_request_prefill_time_seconds_count", 2),
+        ("openinfer_request_decode_time_seconds_count", 2),
+        ("openinfer_request_generation_tokens_sum", 11.0),
+        ("openinfer_request_params_max_tokens_sum", 11.0),
+    ):
+        assert value(metrics, f'{name}{{model_name="parrot"}}') == expected, name
     assert value(metrics, "openinfer_requests_open") == 0
     assert value(metrics, "openinfer_engine_up") == 1
     assert value(metrics, "openinfer_kv_blocks_total") == info.num_blocks
@@ -97,11 +109,10 @@ def test_metrics_count_what_happened(start, info, call):
 
 def test_metrics_show_every_number_of_the_engine(info):
     """A number the engine offers is on the page under some name."""
-    from openinfer_server.metrics import ServerMetrics
-
     numbers = {name: 1000 + i for i, name in enumerate(EngineStats.__struct_fields__)}
     stats = msgspec.convert(numbers, EngineStats)
-    page = ServerMetrics().render(info, stats, open_requests=0).decode()
+    metrics = ServerMetrics(max_model_tokens=info.max_model_tokens)
+    page = metrics_page(metrics, info, stats, model_name="parrot", open_requests=0).decode()
     for number in numbers.values():
         assert re.search(rf" {number}(\.0)?$", page, re.M), number
 

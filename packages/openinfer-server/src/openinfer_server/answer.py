@@ -25,6 +25,8 @@ class Choice:
         index: its place among the choices of the answer.
         request_id: known from `Answer.submit` on.
         submitted_s: clock of the submission.
+        queued_s: how long it waited in the engine's queue; None while it does.
+        first_token_s: clock of the first token; 0 before it.
         last_token_s: clock of the last token; 0 before the first.
         completion_tokens: sampled tokens, the stop token included; known at the end.
         reasoning_tokens: those of them that were spent on reasoning, as far as a parser told.
@@ -36,9 +38,11 @@ class Choice:
         "cached_tokens",
         "completion_tokens",
         "finish_reason",
+        "first_token_s",
         "index",
         "last_token_s",
         "prompt_tokens",
+        "queued_s",
         "reasoning_tokens",
         "request_id",
         "submitted_s",
@@ -50,6 +54,8 @@ class Choice:
         self.prompt_tokens = prompt_tokens
         self.request_id = RequestId(-1)
         self.submitted_s = 0.0
+        self.queued_s: float | None = None
+        self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.cached_tokens = 0
         self.completion_tokens = 0

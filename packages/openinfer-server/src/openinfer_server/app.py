@@ -135,7 +135,7 @@ def build_app(
         ConflictingRoutes: two APIs offer one method and path.
         UnusableParser, PluginError: see `choose_parsers`.
     """
-    metrics = ServerMetrics()
+    metrics = ServerMetrics(max_model_tokens=handle.info.max_model_tokens)
     parsers = parsers_for(template.source if template else None, handle.info.family, options)
     service = Service(options, EngineLink(handle, metrics), metrics, tokenizer, template, parsers)
     return App(service, endpoints=endpoints)

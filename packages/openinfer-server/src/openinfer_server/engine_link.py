@@ -77,6 +77,7 @@ class EngineLink:
     def submit(self, choice: Choice, request: GenerateRequest) -> None:
         """Hands a request to the engine; its events go to the choice. A dead engine fails it."""
         choice.submitted_s = self._clock()
+        self.metrics.request_max_tokens.observe(request.sampling.max_tokens)
         self._hand_over(choice, request)
 
     def _hand_over(self, choice: Choice, request: GenerateRequest) -> None:
@@ -136,7 +137,6 @@ class EngineLink:
                 continue
             try:
                 if type(event) is Tokens:
-                    choice.tokens(event)
                     if event.token_ids:
                         tokens += len(event.token_ids)
                         if choice.last_token_s == previous_s:
@@ -144,6 +144,7 @@ class EngineLink:
                         else:
                             self._observe(choice, now_s)
                         choice.last_token_s = now_s
+                    choice.tokens(event)
                 else:
                     self._dispatch_rare(choice, event)
             except Exception as error:  # noqa: BLE001 - the fence; `_fault` logs it
@@ -162,12 +163,12 @@ class EngineLink:
         elif isinstance(event, Failed):
             self._failed(choice, event)
         elif isinstance(event, Scheduled):
-            self.metrics.queued_s.observe(event.queued_s)
+            self._scheduled(choice, event)
             choice.scheduled(event)
 
     def _failed(self, choice: Choice, event: Failed) -> None:
         self._choices.pop(choice.request_id, None)
-        self.metrics.requests[event.kind] += 1
+        self.metrics.failures[event.kind] += 1
         choice.answer.fail(event)
 
     def _fault(self, choice: Choice, error: Exception) -> None:
@@ -178,19 +179,40 @@ class EngineLink:
             self.handle.abort(choice.request_id)
         self._failed(choice, faulty(choice.request_id))
 
+    def _scheduled(self, choice: Choice, event: Scheduled) -> None:
+        """Counts it once: a request that replaces another is no new one."""
+        if choice.queued_s is None:
+            choice.queued_s = event.queued_s
+            self.metrics.count_scheduled(
+                prompt_tokens=choice.prompt_tokens, cached_tokens=event.cached_tokens, queued_s=event.queued_s
+            )
+
     def _observe(self, choice: Choice, now_s: float) -> None:
         """A token whose gap is not this wake-up's: the first of its request, or one after a pause."""
         if choice.last_token_s:
             self.metrics.inter_token_s.observe(now_s - choice.last_token_s)
         else:
-            self.metrics.time_to_first_token_s.observe(now_s - choice.submitted_s)
+            choice.first_token_s = now_s
+            self.metrics.count_first_token(
+                since_submission_s=now_s - choice.submitted_s, queued_s=choice.queued_s or 0.0
+            )
 
     def _count(self, choice: Choice, outcome: FinishReason) -> None:
         metrics = self.metrics
-        metrics.requests[outcome] += 1
-        metrics.prompt_tokens.value += choice.prompt_tokens
-        metrics.cached_tokens.value += choice.cached_tokens
-        metrics.request_s.observe(self._clock() - choice.submitted_s)
+        metrics.ended[outcome] += 1
+        if outcome is FinishReason.ABORT:
+            return
+        now_s = self._clock()
+        total_s = now_s - choice.submitted_s
+        metrics.count_complete(
+            prompt_tokens=choice.prompt_tokens, generated_tokens=choice.completion_tokens, total_s=total_s
+        )
+        if choice.first_token_s:  # the last token, which may be a stop token, came in this wake-up
+            metrics.count_generated(
+                generated_tokens=choice.completion_tokens,
+                decode_s=now_s - choice.first_token_s,
+                inference_s=total_s - (choice.queued_s or 0.0),
+            )
 
     def _flush(self) -> None:
         for writer in self.dirty:

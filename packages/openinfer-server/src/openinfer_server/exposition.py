@@ -63,16 +63,19 @@ def render_family(name: str, kind: str, text: str, samples: Iterable[Sample]) ->
         yield f"{name}{render_labels(labels)} {_number(value)}"
 
 
-def render_histogram(name: str, text: str, histogram: Histogram) -> Iterator[str]:
-    """Lines of a histogram."""
+def render_histogram(
+    name: str, text: str, histogram: Histogram, labels: Sequence[tuple[str, str]] = ()
+) -> Iterator[str]:
+    """Lines of a histogram; all have the same labels, and buckets have `le` too."""
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} histogram"
     cumulative = 0
     for bound, count in zip((*map(_number, histogram.bounds), "+Inf"), histogram.counts, strict=True):
         cumulative += count
-        yield f'{name}_bucket{{le="{bound}"}} {cumulative}'
-    yield f"{name}_sum {_number(histogram.total)}"
-    yield f"{name}_count {cumulative}"
+        yield f"{name}_bucket{render_labels((*labels, ('le', bound)))} {cumulative}"
+    rendered = render_labels(labels)
+    yield f"{name}_sum{rendered} {_number(histogram.total)}"
+    yield f"{name}_count{rendered} {cumulative}"
 
 
 def _number(value: float) -> str:

@@ -1,24 +1,38 @@
-"""What the server counts, under the promised prefix `openinfer_`."""
+"""What the server counts: `metrics_page` shows it, `docs/metrics.md` promises its names."""
 
 from collections import Counter as Tally
-from collections.abc import Iterator
+from collections.abc import Iterable
 
-from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_server.exposition import Counter, Histogram, Sample, render_family, render_histogram
+from openinfer_core.events import FailureKind, FinishReason
+from openinfer_server.exposition import Counter, Histogram
 from openinfer_server.parsers.output import ParserFault
 
-LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-REQUEST_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+TOKEN_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+"""Times between tokens, and before the first."""
+REQUEST_BOUNDS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""Parts of a request's life: vLLM's bounds from 0.3 s on, and shorter ones."""
 
 
 class ServerMetrics:
-    """Counters and histograms of one server."""
+    """Counters and histograms of one server.
 
-    def __init__(self) -> None:
+    Args:
+        max_model_tokens: the engine's context; the bounds of token counts go up to it.
+    """
+
+    def __init__(self, *, max_model_tokens: int) -> None:
         self.responses: Tally[tuple[str, int]] = Tally()
         """By route and status."""
-        self.requests: Tally[str] = Tally()
-        """Engine requests by outcome: a finish reason, or a failure's kind."""
+        self.ended: Tally[str] = Tally(dict.fromkeys(FinishReason, 0))
+        """Engine requests that ended well, by reason."""
+        self.failures: Tally[str] = Tally(dict.fromkeys(FailureKind, 0))
+        """Engine requests that failed, by kind."""
         self.prompt_tokens = Counter()
         self.cached_tokens = Counter()
         self.generated_tokens = Counter()
@@ -26,10 +40,18 @@ class ServerMetrics:
         self.faults = Counter()
         self.parser_faults: Tally[str] = Tally()
         """Requests that failed because a parser raised, by the parser's kind."""
-        self.time_to_first_token_s = Histogram(LATENCY_BOUNDS_S)
-        self.inter_token_s = Histogram(LATENCY_BOUNDS_S)
-        self.queued_s = Histogram(LATENCY_BOUNDS_S)
+        self.time_to_first_token_s = Histogram(TOKEN_BOUNDS_S)
+        self.inter_token_s = Histogram(TOKEN_BOUNDS_S)
+        self.time_per_output_token_s = Histogram(TOKEN_BOUNDS_S)
+        self.queue_s = Histogram(REQUEST_BOUNDS_S)
+        self.prefill_s = Histogram(REQUEST_BOUNDS_S)
+        self.decode_s = Histogram(REQUEST_BOUNDS_S)
+        self.inference_s = Histogram(REQUEST_BOUNDS_S)
         self.request_s = Histogram(REQUEST_BOUNDS_S)
+        counts = tuple(one_two_five(max_model_tokens))
+        self.request_prompt_tokens = Histogram(counts)
+        self.request_generation_tokens = Histogram(counts)
+        self.request_max_tokens = Histogram(counts)
 
     def count_fault(self, error: Exception) -> None:
         """Counts a fault of this server, or of a parser, inside one request."""
@@ -37,74 +59,40 @@ class ServerMetrics:
         if isinstance(error, ParserFault):
             self.parser_faults[error.kind] += 1
 
-    def render(self, info: EngineInfo, stats: EngineStats | None, *, open_requests: int) -> bytes:
-        """Everything in Prometheus' text format.
+    def count_scheduled(self, *, prompt_tokens: int, cached_tokens: int, queued_s: float) -> None:
+        """Counts a request that left the queue."""
+        self.prompt_tokens.value += prompt_tokens
+        self.cached_tokens.value += cached_tokens
+        self.queue_s.observe(queued_s)
+
+    def count_first_token(self, *, since_submission_s: float, queued_s: float) -> None:
+        """Counts a request's first token."""
+        self.time_to_first_token_s.observe(since_submission_s)
+        self.prefill_s.observe(max(0.0, since_submission_s - queued_s))
+
+    def count_complete(self, *, prompt_tokens: int, generated_tokens: int, total_s: float) -> None:
+        """Counts a request that ended well, and not by an abort."""
+        self.request_prompt_tokens.observe(prompt_tokens)
+        self.request_generation_tokens.observe(generated_tokens)
+        self.request_s.observe(total_s)
+
+    def count_generated(self, *, generated_tokens: int, decode_s: float, inference_s: float) -> None:
+        """Counts the generation of such a request, if it had a token.
 
         Args:
-            info: the engine's constants.
-            stats: the engine's own numbers, None if it has ended.
-            open_requests: engine requests that have not ended.
+            generated_tokens: how many it had.
+            decode_s: from the first to the last.
+            inference_s: from leaving the queue to the last.
         """
-        lines = [*self._own(info, open_requests)]
-        lines += render_family(
-            "openinfer_engine_up", "gauge", "1 while the engine lives.", [((), int(stats is not None))]
-        )
-        if stats is not None:
-            lines += _of_engine(stats)
-        return "\n".join([*lines, ""]).encode()
-
-    def _own(self, info: EngineInfo, open_requests: int) -> Iterator[str]:
-        labels = (("model", info.model), ("family", info.family))
-        yield from render_family("openinfer_info", "gauge", "What is served.", [(labels, 1)])
-        by_route: list[Sample] = [
-            ((("route", route), ("status", str(status))), count)
-            for (route, status), count in sorted(self.responses.items())
-        ]
-        yield from render_family(
-            "openinfer_http_responses_total", "counter", "Responses by route and status.", by_route
-        )
-        outcomes: list[Sample] = [((("outcome", name),), count) for name, count in sorted(self.requests.items())]
-        yield from render_family("openinfer_requests_total", "counter", "Ended engine requests by outcome.", outcomes)
-        yield from render_family(
-            "openinfer_requests_open", "gauge", "Engine requests that have not ended.", [((), open_requests)]
-        )
-        parser_faults: list[Sample] = [((("kind", kind),), self.parser_faults[kind]) for kind in ("reasoning", "tool")]
-        yield from render_family(
-            "openinfer_parser_faults_total", "counter", "Requests failed by a parser that raised.", parser_faults
-        )
-        for name, text, counter in (
-            ("openinfer_prompt_tokens_total", "Prompt tokens of ended requests.", self.prompt_tokens),
-            ("openinfer_cached_prompt_tokens_total", "Prompt tokens found in the prefix cache.", self.cached_tokens),
-            ("openinfer_generated_tokens_total", "Tokens received from the engine.", self.generated_tokens),
-            ("openinfer_slow_clients_dropped_total", "Connections dropped for not reading.", self.slow_clients),
-            ("openinfer_request_faults_total", "Faults of this server inside one request.", self.faults),
-        ):
-            yield from render_family(name, "counter", text, [((), counter.value)])
-        for name, text, histogram in (
-            ("openinfer_time_to_first_token_seconds", "Submission to first token.", self.time_to_first_token_s),
-            ("openinfer_inter_token_latency_seconds", "Between tokens of one request.", self.inter_token_s),
-            ("openinfer_queue_seconds", "Submission to the first step.", self.queued_s),
-            ("openinfer_request_seconds", "Submission to the end.", self.request_s),
-        ):
-            yield from render_histogram(name, text, histogram)
+        self.decode_s.observe(decode_s)
+        self.inference_s.observe(inference_s)
+        if generated_tokens > 1:
+            self.time_per_output_token_s.observe(decode_s / (generated_tokens - 1))
 
 
-def _of_engine(stats: EngineStats) -> Iterator[str]:
-    usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
-    for name, kind, text, value in (
-        ("openinfer_requests_running", "gauge", "Sequences in the current batch.", stats.running),
-        ("openinfer_requests_waiting", "gauge", "Requests in the queue.", stats.waiting),
-        ("openinfer_kv_blocks_used", "gauge", "KV blocks of running sequences.", stats.blocks_used),
-        ("openinfer_kv_blocks_total", "gauge", "KV blocks there are.", stats.blocks_total),
-        ("openinfer_kv_usage_ratio", "gauge", "Used share of the KV blocks.", usage),
-        ("openinfer_engine_step_age_seconds", "gauge", "Since the last step, while there is work.", stats.step_age_s),
-        ("openinfer_engine_steps_total", "counter", "Steps of the engine.", stats.steps),
-        ("openinfer_engine_prompt_tokens_total", "counter", "Prompt tokens computed.", stats.prompt_tokens),
-        ("openinfer_engine_cached_tokens_total", "counter", "Prompt tokens found in a cache.", stats.cached_tokens),
-        ("openinfer_engine_generated_tokens_total", "counter", "Tokens sampled.", stats.generated_tokens),
-        ("openinfer_engine_preemptions_total", "counter", "Sequences preempted.", stats.preemptions),
-        ("openinfer_engine_wasted_rows_total", "counter", "Rows computed for nothing.", stats.wasted_rows),
-        ("openinfer_engine_policy_faults_total", "counter", "Faults of the queue policy.", stats.policy_faults),
-        ("openinfer_engine_failed_requests_total", "counter", "Requests that failed.", stats.failed_requests),
-    ):
-        yield from render_family(name, kind, text, [((), value)])
+def one_two_five(limit: int) -> Iterable[int]:
+    """1, 2, 5, 10, 20, 50, … up to a limit."""
+    scale = 1
+    while scale <= limit:
+        yield from (scale * step for step in (1, 2, 5) if scale * step <= limit)
+        scale *= 10

@@ -9,6 +9,7 @@ import msgspec
 from openinfer_core.engine import EngineStats
 from openinfer_server.exchange import Exchange
 from openinfer_server.exposition import CONTENT_TYPE
+from openinfer_server.metrics_page import metrics_page
 from openinfer_server.routes import Handler, Level, Route, RouteDoc
 from openinfer_server.service import Service
 
@@ -64,7 +65,13 @@ class Operations:
     async def metrics(self, exchange: Exchange) -> None:
         """Prometheus' text format."""
         service = self._service
-        body = service.metrics.render(service.info, await self._stats(), open_requests=service.link.num_open)
+        body = metrics_page(
+            service.metrics,
+            service.info,
+            await self._stats(),
+            model_name=service.model_names[0],
+            open_requests=service.link.num_open,
+        )
         await exchange.send(200, body, content_type=CONTENT_TYPE)
 
     async def version(self, exchange: Exchange) -> None:

@@ -12,8 +12,8 @@ from openinfer_core import InvalidRequest, Refused
 
 _GAUGES = {
     "open": "openinfer_requests_open",
-    "running": "openinfer_requests_running",
-    "waiting": "openinfer_requests_waiting",
+    "running": "openinfer_num_requests_running",
+    "waiting": "openinfer_num_requests_waiting",
     "kv_blocks_used": "openinfer_kv_blocks_used",
 }
 """What a sample takes from `/metrics` -> the metric's name there."""
@@ -102,5 +102,6 @@ def _gauges(target: Target) -> dict[str, float | None]:
         text = ""
     finally:
         connection.close()
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if " " in line and not line.startswith("#"))
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if " " in line and not line.startswith("#")]
+    values = {series.partition("{")[0]: value for series, value in lines}
     return {name: float(values[metric]) if metric in values else None for name, metric in _GAUGES.items()}
