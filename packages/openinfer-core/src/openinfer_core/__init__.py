@@ -34,7 +34,7 @@ from openinfer_core.family import FamilyPlan, ModelFamily, claim, load_family, r
 from openinfer_core.ledger import Ledger
 from openinfer_core.plugins import Plugin, find_plugin, list_plugins
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.sampling import Grammar, GrammarKind, SamplingParams
+from openinfer_core.sampling import Grammar, GrammarKind, Preamble, SamplingParams
 
 __all__ = [
     "AmbiguousPlugin",
@@ -59,6 +59,7 @@ __all__ = [
     "OpenInferError",
     "Plugin",
     "PluginError",
+    "Preamble",
     "Refused",
     "RequestId",
     "SamplingParams",

@@ -5,9 +5,15 @@
 
 A mask depends on the token before it, so a request with a grammar is not planned ahead (`Scheduler`), and a step's
 masks are made when it is planned. What a matcher raises fails its request and no other.
+
+A compiler is found through the entry-point group `openinfer.grammar_compilers`; its object takes a `Vocabulary` and
+returns a `GrammarCompiler`.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -24,8 +30,23 @@ def mask_words(num_token_ids: int) -> int:
     return -(-num_token_ids // 32)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What a compiler knows of a model."""
+
+    model_dir: Path
+    """With its `tokenizer.json`."""
+    num_token_ids: int
+    """Of the masks."""
+    eos_token_ids: tuple[int, ...]
+
+
 class TokenMatcher(Protocol):
-    """Follows one request's output. Called from the engine's thread; a call holds up every request of the step."""
+    """Follows one request's output. Called from the engine's thread; a call holds up every request of the step.
+
+    Either method may raise `InvalidRequest` with a message for the client, when the grammar turns out to be too
+    expensive to follow; any other exception is a fault.
+    """
 
     def fill(self, words: MaskWords) -> None:
         """Sets all of `words` to the tokens that may come next, stop tokens included where the output may end.
@@ -55,3 +76,11 @@ class GrammarCompiler(Protocol):
     def close(self) -> None:
         """Frees everything. Idempotent."""
         ...
+
+
+MakeGrammarCompiler: TypeAlias = Callable[[Vocabulary], GrammarCompiler]
+"""What an entry point of `openinfer.grammar_compilers` is. It may begin threads; the engine closes what it returns.
+
+Raises:
+    Refused: it cannot serve this model.
+"""

@@ -14,6 +14,7 @@ CHECKPOINTS = "openinfer.checkpoints"
 SCHEDULERS = "openinfer.schedulers"
 QUEUE_POLICIES = "openinfer.queue_policies"
 KERNEL_PROVIDERS = "openinfer.kernel_providers"
+GRAMMAR_COMPILERS = "openinfer.grammar_compilers"
 
 Lister = Callable[[str], "Iterable[EntryPoint]"]
 """Lists the entry points of a group; the default reads the installed distributions."""

@@ -21,6 +21,8 @@ MAX_ABS_LOGIT_BIAS = 1e6
 """Far beyond any logit, far below what overflows float32 or loses the logit's own digits to a NaN."""
 MAX_GRAMMAR_LENGTH = 2**20
 """In characters; a compiler has bounds of its own."""
+MAX_PREAMBLE_LENGTH = 64
+"""Of each of its ends, in characters."""
 
 
 class GrammarKind(StrEnum):
@@ -28,8 +30,29 @@ class GrammarKind(StrEnum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
+    """Of the whole output, in the syntax of Rust's `regex`."""
     LARK = "lark"
+    """llguidance's dialect of Lark, whose `%json` and `<[token id]>` frontends write; or GBNF, which has `::=`."""
     CHOICE = "choice"
+    """A JSON list of strings."""
+
+
+class Preamble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Output before the constrained part, free up to where it ends: a model's reasoning.
+
+    Raises:
+        InvalidRequest: a text is empty or longer than `MAX_PREAMBLE_LENGTH`.
+    """
+
+    opening: str | None = None
+    """What begins it; output that does not begin with it has none. None: the prompt has begun it."""
+    closing: str
+
+    def __post_init__(self) -> None:
+        for name, text in (("opening", self.opening), ("closing", self.closing)):
+            if text is not None and not 1 <= len(text) <= MAX_PREAMBLE_LENGTH:
+                message = f"the preamble's {name} has {len(text)} characters; 1 to {MAX_PREAMBLE_LENGTH} are possible"
+                raise InvalidRequest(message, field="grammar")
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +64,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     kind: GrammarKind
     text: str
+    preamble: Preamble | None = None
 
     def __post_init__(self) -> None:
         if len(self.text) > MAX_GRAMMAR_LENGTH:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from openinfer_core import EngineInfo, FamilyPlan, InvalidRequest, Plugin, Refused, find_plugin, read_config
+from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
 from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig
 from openinfer_core.timeline import Timeline
 from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.checkpoint import Checkpoint
 from openinfer_engine.fingerprint import fingerprint
+from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat
@@ -42,6 +44,7 @@ class Composition:
     num_blocks: int
     scheduler: Plugin
     queue_policy: Plugin
+    grammar_compiler: Plugin | None
     kernel_providers: tuple[ChosenProvider, ...]
     timeline: Timeline
     """Of the start that this is part of."""
@@ -93,8 +96,9 @@ class Composition:
         """What supplies each part of the engine."""
         return {
             "engine": f"openinfer-engine {version('openinfer-engine')}",
-            "scheduler": f"{self.scheduler.name} ({self.scheduler.origin})",
-            "queue_policy": f"{self.queue_policy.name} ({self.queue_policy.origin})",
+            "scheduler": _origin(self.scheduler),
+            "queue_policy": _origin(self.queue_policy),
+            "grammar_compiler": "none" if self.grammar_compiler is None else _origin(self.grammar_compiler),
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             "weights": str(self.options.load_format),
@@ -111,6 +115,20 @@ class Composition:
             "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
             **{purpose: ranks * num_bytes for purpose, num_bytes in workspaces.items()},
         }
+
+    def make_grammar_compiler(self) -> GrammarCompiler | None:
+        """The chosen grammar compiler; it reads the tokenizer beside what follows.
+
+        Raises:
+            BrokenPlugin: it failed to load.
+            Refused: it cannot serve this model.
+        """
+        vocabulary = Vocabulary(
+            model_dir=self.model_dir,
+            num_token_ids=self.runner_limits.num_token_ids,
+            eos_token_ids=self.eos_token_ids,
+        )
+        return make_grammar_compiler(self.grammar_compiler, vocabulary)
 
     def make_scheduler(self) -> Scheduler:
         """The chosen scheduler with the chosen queue policy.
@@ -160,7 +178,7 @@ def resolve(
         InvalidCheckpoint: the folder is incomplete or contradicts its config.
         InvalidRequest: an option is out of the model's range.
         Refused: the options cannot be served.
-        PluginError: the scheduler or queue policy is not there.
+        PluginError: the scheduler, queue policy or grammar compiler is not there.
     """
     if timeline is None:
         timeline = Timeline(begin_s=time.time())
@@ -197,9 +215,14 @@ def resolve(
         num_blocks=_num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes),
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
+        grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
         kernel_providers=choose_providers(options.kernel_providers, architecture=backend.architecture),
         timeline=timeline,
     )
+
+
+def _origin(plugin: Plugin) -> str:
+    return f"{plugin.name} ({plugin.origin})"
 
 
 def _weights_bytes(definition: ModelDefinition[Any], config: Any, backend: Backend) -> int:

@@ -66,10 +66,16 @@ def build_loop(composition: Composition) -> StepLoop:
     """Loads the weights of every rank and puts the engine together, without a host."""
     scheduler = composition.make_scheduler()
     tracer = NoTrace() if composition.options.trace is None else Trace(Path(composition.options.trace))
-    runner = ThreadRunner(_load_ranks(composition, tracer), tracer=tracer)
+    compiler = composition.make_grammar_compiler()  # before the weights: it reads the tokenizer beside them
+    try:
+        runner = ThreadRunner(_load_ranks(composition, tracer), tracer=tracer)
+    except BaseException:
+        if compiler is not None:
+            compiler.close()
+        raise
     info = msgspec.structs.replace(composition.info, start=composition.timeline.phases)
     logger.info("the engine started in %s", composition.timeline)
-    return StepLoop(info=info, scheduler=scheduler, runner=runner, tracer=tracer)
+    return StepLoop(info=info, scheduler=scheduler, runner=runner, grammar_compiler=compiler, tracer=tracer)
 
 
 def _load_ranks(composition: Composition, tracer: Tracer) -> Sequence[Rank]:

@@ -96,6 +96,9 @@ class StepLoop:
         if refusal is not None:
             return [Failed(request.request_id, FailureKind.INVALID, refusal)]
         if request.sampling.is_masked:
+            if self._masked.num_compiling >= self._info.max_waiting:
+                message = f"{self._masked.num_compiling} requests wait for their grammar; no more are taken"
+                return [Failed(request.request_id, FailureKind.OVERLOADED, message)]
             self._masked.begin(request, now_s=self._clock())
             return self._add_compiled()
         return self._scheduler.add(request, now_s=self._clock())
@@ -178,7 +181,7 @@ class StepLoop:
         if any(token_id >= limit for token_id in request.sampling.logit_bias):
             return f"logit_bias names a token id beyond the model's {limit} tokens"
         if request.sampling.is_masked and not self._masked.is_possible:
-            return "no grammar compiler is installed; send the request without a grammar"
+            return "there is no grammar compiler: install openinfer-engine[structured], or send no grammar"
         if request.lora is not None:
             return f"no LoRA adapter is loaded under the name {request.lora[:64]!r}"
         return None

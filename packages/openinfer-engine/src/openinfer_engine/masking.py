@@ -161,6 +161,8 @@ class MaskedRequests:
 def _fill(request_id: RequestId, matcher: TokenMatcher, words: MaskWords) -> Failed | None:
     try:
         matcher.fill(words)
+    except InvalidRequest as refusal:
+        return Failed(request_id, FailureKind.INVALID, str(refusal))
     except Exception:
         logger.exception("the matcher of request %d failed; the others live", request_id)
         return Failed(request_id, FailureKind.INTERNAL, _FAULT)
@@ -171,6 +173,8 @@ def _accept(matcher: TokenMatcher, event: Tokens) -> Failed | None:
     try:
         for token_id in event.token_ids:
             matcher.accept(token_id)
+    except InvalidRequest as refusal:
+        return Failed(event.request_id, FailureKind.INVALID, str(refusal))
     except Exception:
         logger.exception("the matcher of request %d failed; the others live", event.request_id)
         return Failed(event.request_id, FailureKind.INTERNAL, _FAULT)

@@ -78,6 +78,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Shares per tenant for the fair-share policy: gold=4,free=1."""
     kernel_providers: dict[str, str] = {}
     """Operators of other packages: rms_norm=NAME, each NAME in the group openinfer.kernel_providers."""
+    grammar_compiler: str = "auto"
+    """What compiles the grammars of structured output: a name in the group openinfer.grammar_compilers, auto (which is
+    llguidance where it is installed, by the extra structured) or none."""
     load_format: LoadFormat = LoadFormat.SAFETENSORS
     """Where weights come from."""
     tensor_parallel_size: int = 1

@@ -1,0 +1,148 @@
+"""`LlguidanceCompiler`: makes matchers in a worker thread and keeps those of recent grammars."""
+
+import hashlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from openinfer_core import GenerateRequest, Grammar, InvalidRequest, Refused
+from openinfer_core.grammars import TokenMatcher, Vocabulary, mask_words
+from openinfer_engine.grammars.guard import LIMITS, GrammarGuard, refused
+from openinfer_engine.grammars.matcher import LlguidanceMatcher
+from openinfer_engine.grammars.preambles import head_of
+
+logger = logging.getLogger("openinfer.engine")
+
+MAX_KEPT = 128
+"""Grammars, the refused ones too; the least recently used makes room."""
+
+
+class LlguidanceCompiler:
+    """Implements `openinfer_core.grammars.GrammarCompiler`.
+
+    The tokenizer is read in the worker thread, beside what else an engine does when it starts. For 151k tokens that
+    takes about 1 s, in which llguidance keeps the interpreter lock.
+
+    Raises:
+        Refused: the model folder has no tokenizer.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, guard: GrammarGuard | None = None) -> None:
+        if not (vocabulary.model_dir / "tokenizer.json").is_file():
+            raise Refused(f"{vocabulary.model_dir} has no tokenizer.json, which grammars need")
+        self._vocabulary = vocabulary
+        self._guard = guard or GrammarGuard()
+        self._kept = _Kept()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="openinfer-grammars")
+        self._worker.submit(self._read_tokenizer)
+
+    def compile(self, request: GenerateRequest) -> "Future[TokenMatcher]":
+        """Begins to compile; a grammar that is known is there at once. See the contract."""
+        grammar = request.sampling.grammar
+        if grammar is None or not request.sampling.stop_token_ids:
+            why = "there is none" if grammar is None else "no stop token can end its output; give stop_token_ids"
+            return _done(lambda: _raise(InvalidRequest(f"the grammar cannot be used: {why}", field="grammar")))
+        key = hashlib.blake2b(msgspec.json.encode(grammar), digest_size=16).digest()
+        known = self._kept.get(key)
+        if known is not None:
+            return _done(lambda: self._matcher(known, request))
+        return self._worker.submit(self._compile, key, grammar, request)
+
+    def close(self) -> None:
+        """Ends the worker and the guard. Idempotent."""
+        self._guard.close()
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _compile(self, key: bytes, grammar: Grammar, request: GenerateRequest) -> TokenMatcher:
+        known = self._kept.get(key)
+        if known is None:
+            try:
+                known = self._first(grammar)
+            except InvalidRequest as refusal:
+                known = refusal
+            self._kept.put(key, known)
+        return self._matcher(known, request)
+
+    def _first(self, grammar: Grammar) -> LLMatcher:
+        """A matcher that has made its first mask, which is the dearest of many grammars."""
+        tokenizer = self._tokenizer
+        checked = self._guard.check(grammar, head_of(grammar.preamble, tokenizer))
+        matcher = LLMatcher(tokenizer, checked, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error():
+            raise refused(grammar, matcher.get_error())
+        if not any(mask):
+            raise refused(grammar, "no output of this model's tokens matches it")
+        return matcher
+
+    def _matcher(self, known: "LLMatcher | InvalidRequest", request: GenerateRequest) -> TokenMatcher:
+        grammar = request.sampling.grammar
+        if isinstance(known, InvalidRequest) or grammar is None:
+            raise InvalidRequest(str(known), field="grammar")
+        return LlguidanceMatcher(
+            known.deep_copy(), grammar, request.sampling, eos_token_ids=self._vocabulary.eos_token_ids
+        )
+
+    def _read_tokenizer(self) -> None:
+        try:
+            _ = self._tokenizer
+        except InvalidRequest:
+            logger.exception("requests with a grammar will be refused")
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """Read once, in the worker thread.
+
+        Raises:
+            InvalidRequest: llguidance cannot read it.
+        """
+        path, vocabulary = self._vocabulary.model_dir / "tokenizer.json", self._vocabulary
+        try:
+            tokenizer = LLTokenizer(
+                str(path), n_vocab=vocabulary.num_token_ids, eos_token=list(vocabulary.eos_token_ids) or None
+            )
+        except Exception as error:  # what PyO3 makes of Rust's errors
+            raise InvalidRequest("grammars are not possible with this model's tokenizer", field="grammar") from error
+        if mask_words(tokenizer.vocab_size) != mask_words(vocabulary.num_token_ids):
+            raise InvalidRequest("grammars are not possible: the tokenizer is of another size", field="grammar")
+        return tokenizer
+
+
+class _Kept:
+    """Recent grammars by digest, for the engine's thread and the worker."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, LLMatcher | InvalidRequest] = OrderedDict()
+
+    def get(self, key: bytes) -> "LLMatcher | InvalidRequest | None":
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, value: "LLMatcher | InvalidRequest") -> None:
+        with self._lock:
+            self._entries[key] = value
+            while len(self._entries) > MAX_KEPT:
+                self._entries.popitem(last=False)
+
+
+def _done(make: Callable[[], TokenMatcher]) -> "Future[TokenMatcher]":
+    future: Future[TokenMatcher] = Future()
+    try:
+        future.set_result(make())
+    except Exception as error:  # noqa: BLE001 - raised where the result is taken
+        future.set_exception(error)
+    return future
+
+
+def _raise(error: InvalidRequest) -> TokenMatcher:
+    raise error

@@ -1,0 +1,100 @@
+"""The guard process: translates grammars for llguidance and tries them, within bounds of processor time and memory.
+
+Run by its path, so that it loads nothing but llguidance: one JSON request per line in, one JSON answer per line out. A
+grammar that exhausts a bound, or the stack, ends the process; `guard.py` says so to its client and starts another.
+"""
+
+import json
+import resource
+import signal
+import sys
+import threading
+from typing import Any, cast
+
+from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+MAX_MEMORY_BYTES = 2 * 2**30
+"""Address space, of which Python and llguidance take about 0.3 GB."""
+STACK_BYTES = 2**20
+"""An eighth of what threads of the engine have: what fits here cannot overflow there."""
+WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+"""Between the parts of JSON, unless the schema's `x-guidance` speaks of it: a model cannot go on with it forever."""
+
+
+def translate(request: dict[str, Any]) -> str:
+    """A grammar in llguidance's own notation.
+
+    Args:
+        request: `kind` and `text` as of `openinfer_core.Grammar`, and `head`, Lark that refers to `@body`, or None.
+
+    Raises:
+        ValueError: it is not what its kind says.
+        RecursionError: it is nested too deeply.
+    """
+    body = _body(request["kind"], request["text"])
+    head = request["head"]
+    parts = [body] if head is None else [{"name": "head", "lark_grammar": head}, body]
+    return json.dumps({"grammars": parts})
+
+
+def _body(kind: str, text: str) -> dict[str, Any]:
+    if kind == "json_schema":
+        schema: object = json.loads(text)
+        if isinstance(schema, dict):
+            _bound_white_space(cast("dict[str, Any]", schema))
+        return {"name": "body", "json_schema": schema}
+    if kind == "regex":
+        return {**json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0], "name": "body"}
+    if kind == "choice":
+        return {"name": "body", "lark_grammar": _choice(json.loads(text))}
+    return {"name": "body", "lark_grammar": grammar_from("grammar", text)}
+
+
+def _bound_white_space(schema: dict[str, Any]) -> None:
+    options: object = schema.get("x-guidance", {})
+    if isinstance(options, dict) and not any(str(name).startswith("whitespace") for name in cast("Any", options)):
+        schema["x-guidance"] = {**WHITESPACE, **options}
+
+
+def _choice(given: object) -> str:
+    choices = cast("list[object]", given if isinstance(given, list) else [])
+    if not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError("a choice is a list of strings")
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """`grammar`, or `error` with a message for the client."""
+    try:
+        grammar = translate(request)
+    except RecursionError:
+        return {"error": "it is nested too deeply"}
+    except (ValueError, TypeError, KeyError) as error:
+        return {"error": str(error)}
+    failed, messages = LLMatcher.validate_grammar_with_warnings(
+        grammar, limits=LLParserLimits(**request["limits"], verbose_errors=False)
+    )
+    return {"error": messages[0]} if failed else {"grammar": grammar}
+
+
+def serve() -> None:
+    """Says that it is ready, then answers requests until standard input ends."""
+    sys.stdout.buffer.write(b"ready\n")
+    sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])  # its signal ends the process: the default action
+        reply = answer(request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's; the end of its pipe ends this process
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
