@@ -24,6 +24,7 @@ from openinfer_server.router import Router
 from openinfer_server.routes import Endpoints
 from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
+from openinfer_server.tracing import Tracing
 from openinfer_server.writers import ClientGone, Receive, Scope, Send
 
 logger = logging.getLogger("openinfer.server")
@@ -71,6 +72,8 @@ class App:
                     await self.service.link.drained()
             self._link_task.cancel()
             await asyncio.wait((self._link_task,))
+        if self.service.link.tracing is not None:
+            await self.service.link.tracing.close()
         self.service.tokenizer.close()
 
     async def _run_link(self) -> None:
@@ -80,7 +83,8 @@ class App:
             self.link_ended.set()
 
     async def _serve(self, exchange: Exchange) -> None:
-        route = UNROUTED
+        route, tracing = UNROUTED, self.service.link.tracing
+        trace = None if tracing is None else tracing.begin(exchange)
         try:
             match = self.router.find(exchange.method, exchange.path)
             route, exchange.parameters = match.route.path, match.parameters
@@ -100,6 +104,8 @@ class App:
                 raise
             await exchange.send_error(internal())
         finally:
+            if tracing is not None and trace is not None:
+                tracing.end(trace, exchange, route)
             self.service.metrics.responses[route, exchange.status] += 1
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
@@ -134,10 +140,13 @@ def build_app(
     Raises:
         ConflictingRoutes: two APIs offer one method and path.
         UnusableParser, PluginError: see `choose_parsers`.
+        ServerError: traces are asked for and cannot be made.
     """
     metrics = ServerMetrics(max_model_tokens=handle.info.max_model_tokens)
     parsers = parsers_for(template.source if template else None, handle.info.family, options)
     service = Service(options, EngineLink(handle, metrics), metrics, tokenizer, template, parsers)
+    if options.otlp_traces_endpoint:
+        service.link.tracing = Tracing(options.otlp_traces_endpoint, model_name=service.model_names[0])
     return App(service, endpoints=endpoints)
 
 

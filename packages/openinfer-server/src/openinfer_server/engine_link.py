@@ -20,6 +20,7 @@ from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, S
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_server.answer import Choice, faulty
 from openinfer_server.metrics import ServerMetrics
+from openinfer_server.tracing import Tracing
 from openinfer_server.writers import StreamWriter
 
 logger = logging.getLogger("openinfer.server")
@@ -32,6 +33,7 @@ class EngineLink:
     """Requests to the engine and events from it.
 
     Attributes:
+        tracing: makes spans of requests; None makes none.
         dirty: writers with something to flush at the end of this wake-up.
         dead: whether the engine has ended.
         died: whether it did so by itself.
@@ -42,6 +44,7 @@ class EngineLink:
     ) -> None:
         self.handle = handle
         self.metrics = metrics
+        self.tracing: Tracing | None = None
         self.dirty: list[StreamWriter] = []
         self.dead = False
         self.died = False
@@ -78,6 +81,8 @@ class EngineLink:
         """Hands a request to the engine; its events go to the choice. A dead engine fails it."""
         choice.submitted_s = self._clock()
         self.metrics.request_max_tokens.observe(request.sampling.max_tokens)
+        if self.tracing is not None:
+            request = self.tracing.submit(choice, request)
         self._hand_over(choice, request)
 
     def _hand_over(self, choice: Choice, request: GenerateRequest) -> None:
@@ -169,6 +174,8 @@ class EngineLink:
     def _failed(self, choice: Choice, event: Failed) -> None:
         self._choices.pop(choice.request_id, None)
         self.metrics.failures[event.kind] += 1
+        if self.tracing is not None:
+            self.tracing.ended(choice, event.kind, now_s=self._clock())
         choice.answer.fail(event)
 
     def _fault(self, choice: Choice, error: Exception) -> None:
@@ -199,10 +206,12 @@ class EngineLink:
 
     def _count(self, choice: Choice, outcome: FinishReason) -> None:
         metrics = self.metrics
+        now_s = self._clock()
         metrics.ended[outcome] += 1
+        if self.tracing is not None:
+            self.tracing.ended(choice, outcome, now_s=now_s)
         if outcome is FinishReason.ABORT:
             return
-        now_s = self._clock()
         total_s = now_s - choice.submitted_s
         metrics.count_complete(
             prompt_tokens=choice.prompt_tokens, generated_tokens=choice.completion_tokens, total_s=total_s

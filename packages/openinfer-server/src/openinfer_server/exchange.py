@@ -18,6 +18,7 @@ Q = TypeVar("Q", bound=msgspec.Struct)
 JSON = b"application/json"
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_HEADER = b"anthropic-version"
+TRACE_HEADERS = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 """What is taken from a client: nothing that could forge a line of the log."""
 
@@ -57,6 +58,12 @@ class Exchange:
     def for_anthropic(self) -> bool:
         """Whether the client speaks Anthropic's API: by its header, or by the route it asks for."""
         return self.path.startswith(ANTHROPIC_PATH) or self._header(ANTHROPIC_HEADER) is not None
+
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """W3C's headers of a distributed trace, as far as the client sent them."""
+        pairs = ((name.decode(), value.decode("latin-1")) for name, value in self._scope["headers"])
+        return {name: value for name, value in pairs if name in TRACE_HEADERS}
 
     def read_query(self, kind: "type[Q]") -> Q:
         """The query as a Struct; fields of type `list[str] | None` may be repeated, with `[]` or without.

@@ -33,6 +33,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     endpoints: tuple[str, ...] = ()
     """Further APIs, by their names in the entry-point group `openinfer.endpoints`."""
 
+    otlp_traces_endpoint: str = ""
+    """Where OpenTelemetry spans go, over OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none are made.
+    Needs openinfer-server[otel]."""
+
     tool_parser: str = "auto"
     """What finds tool calls in answers: a name in the entry-point group `openinfer.tool_parsers`, auto (by the chat
     template), or none."""
@@ -85,6 +89,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in _SECONDS:
             if not 0 < getattr(self, name) <= 86400:
                 raise InvalidRequest(f"{name} must be in (0, 86400] seconds", field=name)
+        if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            message = f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL of http or https"
+            raise InvalidRequest(message, field="otlp_traces_endpoint")
         if "" in self.model_names:
             raise InvalidRequest("a model name is empty", field="model_names")
 

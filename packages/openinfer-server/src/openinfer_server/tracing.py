@@ -1,0 +1,233 @@
+"""Spans for OpenTelemetry, made once per request and never per token.
+
+    POST /v1/chat/completions           server span; the client's `traceparent` is its parent
+        chat MODEL                      one per engine request, in the terms of the GenAI conventions
+            queue ─► prefill ─► decode
+
+The three phases are made when the request has ended, from times that the metrics need anyway. Opentelemetry is imported
+when tracing is asked for, and only then.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from openinfer_core.events import FailureKind, FinishReason
+from openinfer_core.request import GenerateRequest
+from openinfer_core.sampling import SamplingParams
+from openinfer_server.errors import ServerError
+
+if TYPE_CHECKING:
+    from openinfer_server.answer import Choice
+    from openinfer_server.exchange import Exchange
+
+CHAT_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""What the conventions call `chat`; every other route is `text_completion`."""
+_EXPORT_TIMEOUT_S = 5.0
+_SERVICE = "openinfer"
+
+
+@dataclass(slots=True)
+class HttpTrace:
+    """The span of one HTTP request, current until `Tracing.end`."""
+
+    span: Any
+    token: Any
+
+
+@dataclass(slots=True)
+class ChoiceTrace:
+    """The span of one engine request."""
+
+    span: Any
+    begun_ns: int
+
+
+class Tracing:
+    """Makes spans and sends them to a collector over OTLP/HTTP, in a thread of its own.
+
+    Sampling and the resource's attributes follow OpenTelemetry's own environment variables.
+
+    Args:
+        endpoint: the collector's URL for traces.
+        model_name: as answers show it.
+
+    Raises:
+        ServerError: OpenTelemetry is not installed.
+    """
+
+    def __init__(self, endpoint: str, *, model_name: str) -> None:
+        needed = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+        if not all(_is_installed(name) for name in needed):
+            raise ServerError("traces need OpenTelemetry, which is not installed; install openinfer-server[otel]")
+        self._trace = importlib.import_module("opentelemetry.trace")
+        self._context = importlib.import_module("opentelemetry.context")
+        propagation = importlib.import_module("opentelemetry.trace.propagation.tracecontext")
+        self._propagator = propagation.TraceContextTextMapPropagator()
+        self._provider = _provider(endpoint)
+        self._tracer = self._provider.get_tracer("openinfer_server", version("openinfer-server"))
+        self._operation = self._context.create_key("openinfer-operation")
+        self._model_name = model_name
+
+    def begin(self, exchange: "Exchange") -> HttpTrace | None:
+        """Begins the span of a request; None for those that are not POST: probes and scrapes are no news."""
+        if exchange.method != "POST":
+            return None
+        parent = self._propagator.extract(exchange.trace_headers)
+        span = self._tracer.start_span("POST", context=parent, kind=self._trace.SpanKind.SERVER)
+        operation = "chat" if exchange.path in CHAT_PATHS else "text_completion"
+        context = self._context.set_value(self._operation, operation, self._trace.set_span_in_context(span))
+        return HttpTrace(span, self._context.attach(context))
+
+    def end(self, http: HttpTrace, exchange: "Exchange", route: str) -> None:
+        """Ends it."""
+        self._context.detach(http.token)
+        if not http.span.is_recording():
+            return
+        http.span.update_name(f"POST {route}")
+        http.span.set_attributes(
+            {
+                "http.request.method": "POST",
+                "http.route": route,
+                "url.path": exchange.path,
+                "http.response.status_code": exchange.status,
+                "openinfer.request_id": exchange.request_id,
+            }
+        )
+        if exchange.status >= 500:
+            http.span.set_status(self._trace.StatusCode.ERROR)
+        http.span.end()
+
+    def submit(self, choice: "Choice", request: GenerateRequest) -> GenerateRequest:
+        """Begins the span of an engine request; returns the request as a child of that span."""
+        context = self._context.get_current()
+        operation = self._context.get_value(self._operation, context) or "text_completion"
+        begun_ns = time.time_ns()
+        span = self._tracer.start_span(
+            f"{operation} {self._model_name}",
+            context=context,
+            kind=self._trace.SpanKind.INTERNAL,
+            start_time=begun_ns,
+        )
+        if not span.is_recording():
+            return request
+        choice.trace = ChoiceTrace(span, begun_ns)
+        span.set_attributes(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": _SERVICE,
+                "gen_ai.request.model": self._model_name,
+                "gen_ai.usage.input_tokens": choice.prompt_tokens,
+                **_sampling_attributes(request.sampling),
+            }
+        )
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._trace.set_span_in_context(span))
+        return msgspec.structs.replace(request, trace_parent=carrier["traceparent"])
+
+    def ended(self, choice: "Choice", outcome: FinishReason | FailureKind, *, now_s: float) -> None:
+        """Ends the span of an engine request.
+
+        Args:
+            choice: whose request it is.
+            outcome: how it ended.
+            now_s: the clock that the choice's times are of.
+        """
+        trace, choice.trace = choice.trace, None
+        if trace is None:
+            return
+        context = self._trace.set_span_in_context(trace.span)
+        for name, begin_s, end_s in _phases(choice, now_s):
+            begin_ns, end_ns = (trace.begun_ns + round((at_s - choice.submitted_s) * 1e9) for at_s in (begin_s, end_s))
+            self._tracer.start_span(name, context=context, start_time=begin_ns).end(end_ns)
+        trace.span.set_attributes(dict(_outcome_attributes(choice, outcome)))
+        if isinstance(outcome, FailureKind):
+            trace.span.set_status(self._trace.StatusCode.ERROR)
+        trace.span.end(trace.begun_ns + round((now_s - choice.submitted_s) * 1e9))
+
+    async def close(self) -> None:
+        """Sends what is left, for a few seconds at most: a collector that is gone does not hold up the end."""
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut_down() -> None:
+            self._provider.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by then
+                loop.call_soon_threadsafe(closed.set)
+
+        threading.Thread(target=shut_down, name="openinfer-tracing-end", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXPORT_TIMEOUT_S):
+                await closed.wait()
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
+
+
+def _provider(endpoint: str) -> Any:
+    sdk = importlib.import_module("opentelemetry.sdk.trace")
+    export = importlib.import_module("opentelemetry.sdk.trace.export")
+    resources = importlib.import_module("opentelemetry.sdk.resources")
+    otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    ours = {
+        "service.name": os.environ.get("OTEL_SERVICE_NAME", _SERVICE),
+        "service.version": version("openinfer-server"),
+    }
+    provider = sdk.TracerProvider(resource=resources.Resource.create(ours), shutdown_on_exit=False)
+    exporter = otlp.OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+    provider.add_span_processor(export.BatchSpanProcessor(exporter))
+    return provider
+
+
+def _sampling_attributes(sampling: SamplingParams) -> dict[str, int | float]:
+    attributes: dict[str, int | float] = {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+    }
+    if sampling.top_k:
+        attributes["gen_ai.request.top_k"] = sampling.top_k
+    if sampling.seed is not None and sampling.seed < 2**63:  # attributes are signed
+        attributes["gen_ai.request.seed"] = sampling.seed
+    return attributes
+
+
+def _phases(choice: "Choice", now_s: float) -> Iterator[tuple[str, float, float]]:
+    """Name, begin and end of each phase that the request reached."""
+    if choice.queued_s is None:
+        yield "queue", choice.submitted_s, now_s
+        return
+    scheduled_s = choice.submitted_s + choice.queued_s
+    yield "queue", choice.submitted_s, scheduled_s
+    if not choice.first_token_s:
+        yield "prefill", scheduled_s, max(scheduled_s, now_s)
+        return
+    yield "prefill", scheduled_s, max(scheduled_s, choice.first_token_s)
+    yield "decode", choice.first_token_s, now_s
+
+
+def _outcome_attributes(choice: "Choice", outcome: FinishReason | FailureKind) -> Iterator[tuple[str, Any]]:
+    yield "gen_ai.usage.cache_read.input_tokens", choice.cached_tokens
+    if choice.first_token_s:
+        yield "gen_ai.response.time_to_first_chunk", choice.first_token_s - choice.submitted_s
+    if isinstance(outcome, FailureKind):
+        yield "error.type", str(outcome)
+        return
+    yield "gen_ai.response.finish_reasons", (str(outcome),)
+    if outcome is not FinishReason.ABORT:
+        yield "gen_ai.usage.output_tokens", choice.completion_tokens
