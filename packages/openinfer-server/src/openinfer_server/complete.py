@@ -53,13 +53,12 @@ async def complete(exchange: Exchange, service: Service, prompt: str, fields: Ge
     if fields.n not in (None, 1):
         raise invalid("n", "one prompt is continued with one text here")
     plan = make_plan(
+        service,
         fields,
         [await _encoded(service, prompt)],
+        tenant=exchange.tenant,
         max_tokens=lambda given: _max_tokens(fields, given, service),
         scoring=Scoring(),
-        info=service.info,
-        options=service.options,
-        new_id=service.link.new_id,
     )
     text = TextOptions(tokenizer=service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=False)
     answer = Answer(service.link)

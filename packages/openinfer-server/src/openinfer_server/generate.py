@@ -56,7 +56,7 @@ class TokenGeneration:
         request = await exchange.read_json(_decoder)
         _check(request)
         model = service.resolve_model(request.model)
-        plan = self._plan(request)
+        plan = self._plan(request, exchange.tenant)
         head = TokenAnswer(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
         answer = Answer(service.link)
         writer = exchange.stream(plan.n) if request.stream else None
@@ -78,7 +78,7 @@ class TokenGeneration:
         finally:
             service.metrics.slow_clients.value += writer.was_slow
 
-    def _plan(self, request: TokenRequest) -> Plan:
+    def _plan(self, request: TokenRequest, tenant: str) -> Plan:
         info, sampling = self._service.info, request.sampling_params
         check_prompt_token_ids(request.token_ids, info, "token_ids")
         if len(request.token_ids) > info.max_model_tokens:
@@ -91,13 +91,12 @@ class TokenGeneration:
             return min(DEFAULT_TOKENS, room) if sampling.max_tokens is None else sampling.max_tokens
 
         return make_plan(
+            self._service,
             fields,
             [Prompt(tuple(request.token_ids), "", "token_ids")],
+            tenant=tenant,
             max_tokens=max_tokens,
             scoring=Scoring(output=sampling.logprobs, prompt=sampling.prompt_logprobs),
-            info=info,
-            options=self._service.options,
-            new_id=self._service.link.new_id,
         )
 
 

@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from openinfer_server.api_errors import ApiError
+from openinfer_server.api_errors import ApiError, busy
 from openinfer_server.options import ServerOptions
 from openinfer_server.writers import DIRECT_WRITE, DirectWriter
 
@@ -67,7 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         _send_at_once(transport)
         if len(self.connections) > self.options.max_connections:
-            self._refusal = ApiError(503, "too many connections", code="unavailable")
+            self._refusal = busy("too many connections")
             self.send_400_response("")
             return
         self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)

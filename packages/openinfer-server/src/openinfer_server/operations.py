@@ -9,8 +9,9 @@ import msgspec
 from openinfer_core.engine import EngineStats
 from openinfer_server.exchange import Exchange
 from openinfer_server.exposition import CONTENT_TYPE
+from openinfer_server.levels import Level
 from openinfer_server.metrics_page import metrics_page
-from openinfer_server.routes import Handler, Level, Route, RouteDoc
+from openinfer_server.routes import Handler, Route, RouteDoc
 from openinfer_server.service import Service
 
 DISTRIBUTION = "openinfer-server"

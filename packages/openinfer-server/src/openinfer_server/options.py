@@ -1,10 +1,13 @@
 """`ServerOptions`: everything a user can set about the server, in one frozen Struct."""
 
+import re
 from enum import StrEnum
 
 import msgspec
 
 from openinfer_core.errors import InvalidRequest
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.\-]*://[^/\s]+")
 
 
 class EventLoop(StrEnum):
@@ -24,7 +27,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     host: str = "127.0.0.1"
-    """Address to listen on. There is no authentication: anything beyond loopback is your decision."""
+    """Address to listen on. Beyond loopback, give `api_keys_file` and a certificate, or put a proxy before it that has
+    both."""
     port: int = 8000
     """0 lets the system choose; `on_ready` is told which."""
     model_names: tuple[str, ...] = ()
@@ -33,6 +37,17 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     endpoints: tuple[str, ...] = ()
     """Further APIs, by their names in the entry-point group `openinfer.endpoints`."""
 
+    api_keys_file: str = ""
+    """TOML file of API keys with their tenants and levels (SECURITY.md); empty: no key is asked for, and the routes of
+    operators are closed."""
+    tls_cert_file: str = ""
+    """Certificate chain in PEM; empty: plain HTTP."""
+    tls_key_file: str = ""
+    """Its private key in PEM, not encrypted; empty if it is in `tls_cert_file`."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use the server, such as `https://app.example`; `*` for all; empty for none."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names that a server on loopback without keys may be addressed by; others are refused (DNS rebinding)."""
     otlp_traces_endpoint: str = ""
     """Where OpenTelemetry spans go, over OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none are made.
     Needs openinfer-server[otel]."""
@@ -45,6 +60,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     max_body_bytes: int = 8 * 2**20
     """A longer request body is answered with 413 while it is read."""
+    max_open_body_bytes: int = 512 * 2**20
+    """Bodies of all requests that have not been answered; beyond it 503."""
     max_head_bytes: int = 32 * 2**10
     """URL and headers together; beyond it 431."""
     max_url_bytes: int = 8 * 2**10
@@ -53,6 +70,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Prompts x `n` of one request."""
     max_request_tokens: int = 2**22
     """Prompt tokens x `n`, over all prompts of one request."""
+    max_request_kv_tokens: int = 2**24
+    """Prompt and `max_tokens` of every choice of one request: the room in the KV cache that it may come to need."""
+    max_queued_tokens: int = 2**23
+    """Prompt tokens of all requests that the engine has not begun; beyond it 429. It bounds their number itself."""
     max_connections: int = 4096
     """Further ones are answered with 503 and closed."""
     max_logprob_entries: int = 2**20
@@ -94,6 +115,16 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise InvalidRequest(message, field="otlp_traces_endpoint")
         if "" in self.model_names:
             raise InvalidRequest("a model name is empty", field="model_names")
+        if self.tls_key_file and not self.tls_cert_file:
+            raise InvalidRequest("tls_key_file needs tls_cert_file", field="tls_key_file")
+        _check_origins(self.cors_origins)
+
+
+def _check_origins(origins: tuple[str, ...]) -> None:
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            message = f"{origin!r} is no origin; one is like https://app.example or http://localhost:3000, or is *"
+            raise InvalidRequest(message, field="cors_origins")
 
 
 _AT_LEAST_ONE = (
@@ -101,7 +132,10 @@ _AT_LEAST_ONE = (
     "max_head_bytes",
     "max_url_bytes",
     "max_choices",
+    "max_open_body_bytes",
     "max_request_tokens",
+    "max_request_kv_tokens",
+    "max_queued_tokens",
     "max_connections",
     "max_logprob_entries",
     "max_stored_responses",

@@ -25,11 +25,13 @@ from openinfer_core.engine import EngineHandle
 from openinfer_core.events import FailureKind
 from openinfer_core.resident import settle_memory
 from openinfer_core.timeline import Timeline
+from openinfer_server.access import Access
 from openinfer_server.app import App, app_of, load_app
 from openinfer_server.errors import CannotListen, ServerError
 from openinfer_server.http_protocol import bounded_protocol
 from openinfer_server.model_text import ModelText
 from openinfer_server.options import EventLoop, ServerOptions
+from openinfer_server.tls import tls_context
 
 logger = logging.getLogger("openinfer.server")
 
@@ -87,6 +89,8 @@ def run_starting(
     marks = timeline or Timeline(begin_s=time.time())
 
     async def start_and_serve() -> int:
+        Access.load(options.api_keys_file)  # what is wrong with these is said before an engine is started
+        tls_context(options)
         with listen(options) as listener:
             launching = _in_thread(launch)
             await asyncio.wait((launching,), timeout=_SPAWN_S)
@@ -177,14 +181,15 @@ async def serve_app(
         protocol: uvicorn's protocol class; ours by default.
     """
     stopping = stop or asyncio.Event()
-    url = _url(listener)
+    url = _url(listener, options)
+    config = _config(app, options, protocol or bounded_protocol(options))
 
     def started() -> None:
         logger.info("serving %s on %s", ", ".join(app.service.model_names), url)
         if on_ready is not None:
             on_ready(url)
 
-    server = _Server(_config(app, options, protocol or bounded_protocol(options)), started)
+    server = _Server(config, started)
     with _signals(stopping):
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="openinfer-http")
         await _until_end(app, serving, stopping)
@@ -241,6 +246,7 @@ class _Server(uvicorn.Server):
 
 
 def _config(app: App, options: ServerOptions, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
+    context = tls_context(options)
     return uvicorn.Config(
         app,
         http=protocol,
@@ -254,6 +260,7 @@ def _config(app: App, options: ServerOptions, protocol: type[asyncio.Protocol]) 
         proxy_headers=False,
         backlog=_BACKLOG,
         timeout_keep_alive=options.keep_alive_s,
+        ssl_context_factory=None if context is None else lambda config, default: context,
     )
 
 
@@ -291,9 +298,10 @@ def listen(options: ServerOptions) -> socket.socket:
         raise CannotListen(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from error
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, options: ServerOptions) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if options.tls_cert_file else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _loop_factory(choice: EventLoop) -> Callable[[], asyncio.AbstractEventLoop] | None:

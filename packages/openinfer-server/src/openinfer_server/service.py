@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from openinfer_core.engine import EngineInfo
+from openinfer_server.access import Access
 from openinfer_server.api_errors import ApiError, shutting_down
 from openinfer_server.chat_template import ChatTemplate
 from openinfer_server.engine_link import EngineLink
@@ -27,6 +28,7 @@ class Service:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     parsers: ModelParsers = field(default_factory=ModelParsers)
+    access: Access = field(default_factory=lambda: Access(None))
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -41,15 +43,16 @@ class Service:
         return self.options.model_names or (self.info.model,)
 
     def check_serving(self) -> None:
-        """Refuses work while the server is ending.
+        """Refuses work while the server is ending, or the queue is full; asked before a request's body is read.
 
         Raises:
-            ApiError: 503.
+            ApiError: 503 or 429.
         """
         if self.draining:
             raise shutting_down("the server is shutting down")
         if self.link.dead:
             raise shutting_down("the engine has ended")
+        self.link.waiting.check_open()
 
     def resolve_model(self, name: str | None) -> str:
         """The model's name as answers show it.

@@ -64,7 +64,7 @@ class Messages:
         thinking = request.thinking
         budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
         reader = Reader.make(service, prompt, offer, budget_tokens=budget, budget_field=BUDGET)
-        plan, full_context = self._plan(request, reader.prompt)
+        plan, full_context = self._plan(request, reader.prompt, exchange.tenant)
         shows_thinking = getattr(thinking, "display", None) != "omitted"
         writer = exchange.stream(1) if request.stream else None
         message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)
@@ -94,7 +94,7 @@ class Messages:
         variables: Mapping[str, object] = {**_thinking(request), **offer.variables}
         return await chat_prompt(self._service, turns, variables), offer
 
-    def _plan(self, request: MessagesRequest, prompt: Prompt) -> tuple[Plan, bool]:
+    def _plan(self, request: MessagesRequest, prompt: Prompt, tenant: str) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""
         given: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
         given["stop"] = request.stop_sequences
@@ -102,13 +102,12 @@ class Messages:
         room = max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
         try:
             plan = make_plan(
+                self._service,
                 fields,
                 [prompt],
+                tenant=tenant,
                 max_tokens=lambda _: min(request.max_tokens, room),
                 scoring=Scoring(),
-                info=self._service.info,
-                options=self._service.options,
-                new_id=self._service.link.new_id,
             )
         except ApiError as error:
             raise error.with_names(FIELD_NAMES) from error

@@ -124,7 +124,7 @@ async def conversation_prompt(
         raise error.with_names(FIELD_NAMES) from error
 
 
-def response_plan(service: Service, request: ResponseRequest, prompt: Prompt) -> Plan:
+def response_plan(service: Service, request: ResponseRequest, prompt: Prompt, *, tenant: str) -> Plan:
     """What the engine is asked.
 
     Raises:
@@ -135,13 +135,12 @@ def response_plan(service: Service, request: ResponseRequest, prompt: Prompt) ->
     room = max(1, service.info.max_model_tokens - len(prompt.token_ids))
     try:
         return make_plan(
+            service,
             fields,
             [prompt],
+            tenant=tenant,
             max_tokens=lambda _: room if request.max_output_tokens is None else request.max_output_tokens,
             scoring=scoring,
-            info=service.info,
-            options=service.options,
-            new_id=service.link.new_id,
         )
     except ApiError as error:
         raise error.with_names(FIELD_NAMES) from error

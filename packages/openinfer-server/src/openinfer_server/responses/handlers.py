@@ -75,7 +75,7 @@ class Responses:
         offer = conversation_offer(service, request)
         prompt = await conversation_prompt(service, request, items, offer)
         reader = Reader.make(service, prompt, offer, budget_tokens=request.thinking_token_budget)
-        plan = response_plan(service, request, reader.prompt)
+        plan = response_plan(service, request, reader.prompt, tenant=exchange.tenant)
         run = ResponseRun(
             service.link,
             new_response(request, model),

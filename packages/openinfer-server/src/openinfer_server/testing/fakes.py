@@ -252,7 +252,7 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
     @property
     def address(self) -> tuple[str, int]:
         """Host and port."""
-        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        host, port = self.url.partition("://")[2].rsplit(":", 1)
         return host, int(port)
 
     def stop(self) -> None:
