@@ -20,6 +20,7 @@ from openinfer_server.pieces import check_pieces
 from openinfer_server.reader import Reader
 from openinfer_server.requests import Prompt, Scoring, check_num_choices, check_stream_options, make_plan
 from openinfer_server.service import Service
+from openinfer_server.structured import asked_of, chat_grammar, constrained
 from openinfer_server.text_choices import CollectedText
 from openinfer_server.tool_offer import chat_offer
 
@@ -61,6 +62,7 @@ class ChatCompletions:
             max_tokens=lambda prompt: self._max_tokens(request, prompt),
             scoring=Scoring(output=(request.top_logprobs or 0) if request.logprobs else None),
         )
+        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, asked_of(request)))
         make = Generation if reader.is_plain else partial(ChatGeneration, reader=reader)
         generation = make(
             service=service,

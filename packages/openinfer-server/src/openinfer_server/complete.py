@@ -16,6 +16,7 @@ from openinfer_server.requests import (
     too_long,
 )
 from openinfer_server.service import Service
+from openinfer_server.structured import asked_of, constrained, text_grammar
 from openinfer_server.text_choices import CollectedText, TextOptions
 
 
@@ -60,6 +61,7 @@ async def complete(exchange: Exchange, service: Service, prompt: str, fields: Ge
         max_tokens=lambda given: _max_tokens(fields, given, service),
         scoring=Scoring(),
     )
+    plan = constrained(plan, text_grammar(asked_of(fields)))
     text = TextOptions(tokenizer=service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=False)
     answer = Answer(service.link)
     choice = CollectedText(answer, 0, prompt=plan.prompt_of(0), options=text)

@@ -23,6 +23,7 @@ from openinfer_server.requests import (
     too_long,
 )
 from openinfer_server.service import Service
+from openinfer_server.structured import asked_of, constrained, text_grammar
 from openinfer_server.text_choices import CollectedText
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
@@ -61,6 +62,7 @@ class Completions:
             max_tokens=lambda prompt: self._max_tokens(request, prompt),
             scoring=Scoring(output=request.logprobs, prompt=request.logprobs if request.echo else None),
         )
+        plan = constrained(plan, text_grammar(asked_of(request)))
         generation = Generation(
             service=service,
             shape=self._shape,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
+from openinfer_core.sampling import Grammar
 from openinfer_server.answer import Answer, Choice
 from openinfer_server.api_errors import ApiError, ErrorResponse, invalid, refused
 from openinfer_server.api_types import GenerationFields, check_refused
@@ -32,6 +33,7 @@ from openinfer_server.requests import (
 )
 from openinfer_server.routes import Route, RouteDoc
 from openinfer_server.service import Service
+from openinfer_server.structured import asked_of, constrained, text_grammar
 from openinfer_server.usage import usage_of
 from openinfer_server.writers import StreamWriter
 
@@ -57,6 +59,7 @@ class TokenGeneration:
         _check(request)
         model = service.resolve_model(request.model)
         plan = self._plan(request, exchange.tenant)
+        plan = constrained(plan, _grammar(request))
         head = TokenAnswer(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
         answer = Answer(service.link)
         writer = exchange.stream(plan.n) if request.stream else None
@@ -109,6 +112,13 @@ def _check(request: TokenRequest) -> None:
         raise invalid("request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
     if request.stream and request.sampling_params.prompt_logprobs is not None:
         raise invalid("sampling_params.prompt_logprobs", "prompt_logprobs goes with stream=false")
+
+
+def _grammar(request: TokenRequest) -> Grammar | None:
+    try:
+        return text_grammar(asked_of(_fields(request)))
+    except ApiError as error:
+        raise error.with_names({error.body.param or "": f"sampling_params.{error.body.param}"}) from error
 
 
 def _fields(request: TokenRequest) -> GenerationFields:

@@ -122,6 +122,10 @@ class Tokenizer:
 
         return lambda context: WindowDetokenizer(decode, context[-_CONTEXT_TOKENS:])
 
+    def token_id(self, text: str) -> int | None:
+        """The token of the vocabulary that is this text, special or not."""
+        return self._tokenizer.token_to_id(text)
+
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token by itself, special tokens by their name; for log-probabilities."""
         special = self._special_ids.get(token_id)

@@ -35,6 +35,7 @@ from openinfer_server.reader import Reader
 from openinfer_server.requests import Plan, Prompt, Scoring, make_plan
 from openinfer_server.routes import Route, RouteDoc
 from openinfer_server.service import Service
+from openinfer_server.structured import Asked, asked_of, chat_grammar, constrained
 from openinfer_server.tool_offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
 from openinfer_server.tool_types import FunctionDefinition
 
@@ -65,6 +66,7 @@ class Messages:
         budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
         reader = Reader.make(service, prompt, offer, budget_tokens=budget, budget_field=BUDGET)
         plan, full_context = self._plan(request, reader.prompt, exchange.tenant)
+        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, _asked(request)))
         shows_thinking = getattr(thinking, "display", None) != "omitted"
         writer = exchange.stream(1) if request.stream else None
         message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)
@@ -162,6 +164,11 @@ def _offer(service: Service, request: Prompting) -> ToolOffer:
             pass
     parallel = not getattr(choice, "disable_parallel_tool_use", None)
     return offer_of(service, Wanted(functions, mode, only, parallel, Fields(function="", schema="input_schema")))
+
+
+def _asked(request: MessagesRequest) -> Asked:
+    wanted = None if request.output_config is None else request.output_config.format
+    return asked_of(request, schema=None if wanted is None else wanted.schema, schema_field="output_config.format")
 
 
 def message_routes(service: Service) -> list[Route]:
