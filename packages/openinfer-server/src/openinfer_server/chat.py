@@ -104,8 +104,6 @@ def _check(request: ChatRequest) -> None:
     check_refused(request)
     if request.store:
         raise refused("store", "this server stores no completions")
-    if request.response_format not in (None, {"type": "text"}):
-        raise refused("response_format", "only the type text is possible; there is no structured output yet")
     check_pieces(request.messages, "messages")
     if not request.messages:
         raise invalid("messages", "messages is empty")
