@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from openinfer_server.api_errors import ApiError, from_decode_error, invalid
+from openinfer_server.bodies import check_elements, collector_paused
 from openinfer_server.intake import Intake
 from openinfer_server.options import ServerOptions
 from openinfer_server.writers import ClientGone, Message, Receive, Scope, Send, StreamWriter, stream_writer
@@ -105,8 +106,10 @@ class Exchange:
         """
         self._check_content_type()
         body = await self._read_body()
+        check_elements(body, self.options.max_body_elements)
         try:
-            return decoder.decode(body)
+            with collector_paused(len(body)):
+                return decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise from_decode_error(error) from error
 

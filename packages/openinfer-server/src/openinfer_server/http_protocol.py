@@ -4,6 +4,9 @@
                      ├── longer than max_head_bytes: 431      URL alone longer than max_url_bytes: 414
                      └── not complete within head_timeout_s: 408
 
+When all `max_connections` are taken, the one that has had no request for longest makes room: whoever holds connections
+open without asking anything can only drive out others that do so.
+
 The minor version of uvicorn is pinned, because this class relies on when `data_received`, `on_message_begin`, `on_url`,
 `on_header`, `on_headers_complete`, `send_400_response`, `connection_lost`, `pause_writing` and `resume_writing` are
 called; tests/test_http_protocol.py is the contract.
@@ -12,7 +15,7 @@ called; tests/test_http_protocol.py is the contract.
 import asyncio
 import socket
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -31,6 +34,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. Subclasses say with which options: uvicorn constructs protocols itself."""
 
     options = ServerOptions()
+    unasked: ClassVar["dict[BoundedProtocol, None]"] = {}
+    """Connections without a running request, the one that has been so for longest first; each server has its own."""
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_deadline: asyncio.TimerHandle | None = None
         self._first_byte_deadline: asyncio.TimerHandle | None = None
         self._unread_deadline: asyncio.TimerHandle | None = None
+        self._body_deadline: asyncio.TimerHandle | None = None
 
     def attach(self, writer: DirectWriter) -> None:
         """From here on the writer is told when it may write (`resume`), must wait (`pause`), or is alone (`lost`)."""
@@ -66,17 +72,29 @@ class BoundedProtocol(HttpToolsProtocol):
         """Begins a connection; one that never says anything is closed like an idle one."""
         super().connection_made(transport)
         _send_at_once(transport)
-        if len(self.connections) > self.options.max_connections:
+        if len(self.connections) > self.options.max_connections and not self._make_room():
             self._refusal = busy("too many connections")
             self.send_400_response("")
             return
+        self.unasked[self] = None
         self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)
+
+    def _make_room(self) -> bool:
+        """Drops the connection that has been without a request for longest; returns whether there was one."""
+        oldest = next(iter(self.unasked), None)
+        if oldest is None:
+            return False
+        del self.unasked[oldest]
+        oldest.transport.abort()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends a connection."""
         self._stop_timers()
-        if self._unread_deadline is not None:
-            self._unread_deadline.cancel()
+        self.unasked.pop(self, None)
+        for timer in (self._unread_deadline, self._body_deadline):
+            if timer is not None:
+                timer.cancel()
         self._end_writer()
         super().connection_lost(exc)
 
@@ -131,11 +149,24 @@ class BoundedProtocol(HttpToolsProtocol):
         """The head is whole: its deadline is over, the request starts."""
         self._in_head = False
         self._stop_timers()
+        self.unasked.pop(self, None)
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        """The body is whole."""
+        if self._body_deadline is not None:
+            self._body_deadline.cancel()
+            self._body_deadline = None
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
-        """A response is whole; its client must read what is left of it."""
+        """A response is whole; its client must read what is left of it, and end its body if it was answered before."""
+        answered = self.cycle
         super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self.unasked[self] = None
+        if answered.more_body and self._body_deadline is None:
+            self._body_deadline = self.loop.call_later(self.options.body_timeout_s, self.transport.abort)
         if self.transport.get_write_buffer_size() and self._unread_deadline is None:
             self._unread_deadline = self.loop.call_later(self.options.write_timeout_s, self._drop_if_unread)
 
@@ -196,7 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
     """The protocol class for some options."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"options": options})
+    return type("BoundedProtocol", (BoundedProtocol,), {"options": options, "unasked": {}})
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:
@@ -214,6 +245,7 @@ def _plain_response(error: ApiError) -> bytes:
     body = error.to_json()
     head = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
     )
-    return head.encode() + body
+    further = b"".join(b"%b: %b\r\n" % header for header in error.headers)
+    return head.encode() + further + b"\r\n" + body

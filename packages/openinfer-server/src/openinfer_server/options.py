@@ -60,6 +60,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     max_body_bytes: int = 8 * 2**20
     """A longer request body is answered with 413 while it is read."""
+    max_body_elements: int = 2**18
+    """Commas and opening brackets in a body, whose decoding they make slow; beyond it 400."""
     max_open_body_bytes: int = 512 * 2**20
     """Bodies of all requests that have not been answered; beyond it 503."""
     max_head_bytes: int = 32 * 2**10
@@ -132,6 +134,7 @@ _AT_LEAST_ONE = (
     "max_head_bytes",
     "max_url_bytes",
     "max_choices",
+    "max_body_elements",
     "max_open_body_bytes",
     "max_request_tokens",
     "max_request_kv_tokens",
