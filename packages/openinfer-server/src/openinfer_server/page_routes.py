@@ -8,7 +8,8 @@ from importlib.resources import files
 from urllib.parse import quote
 
 from openinfer_server.exchange import Exchange
-from openinfer_server.routes import Handler, Level, Route, RouteDoc
+from openinfer_server.levels import Level
+from openinfer_server.routes import Handler, Route, RouteDoc
 from openinfer_server.service import Service
 
 CONTENT_TYPES = {

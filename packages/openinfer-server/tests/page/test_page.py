@@ -149,6 +149,25 @@ def test_refusal_is_shown_as_the_server_words_it(server, visit):
     expect(page.get_by_role("alert")).to_contain_text("exceed the model's context of 2048")
 
 
+def test_key_is_asked_for_sent_and_kept_nowhere(start, parrot, visit, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.touch(mode=0o600)
+    keys.write_text('[[keys]]\ntenant = "acme"\nkey = "a-key-of-the-tests"\n')
+    server = start(parrot, ServerOptions(port=0, api_keys_file=str(keys)))
+    page = visit(server, may_fail="401 (Unauthorized)")
+    expect(page.get_by_role("alert")).to_contain_text("key")
+    page.get_by_label("Key, kept in this page alone").fill("a-key-of-the-tests")
+    page.keyboard.press("Tab")
+    expect(page.get_by_label("Model")).to_have_value("parrot")
+    expect(page.get_by_role("alert")).to_be_empty()
+    say(page, "hello", tokens=5)
+    expect(page.get_by_role("article").last).to_contain_text("user")
+    assert [request.tenant for request in server.engine.submitted] == ["acme"]
+    assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+    page.reload()
+    expect(page.get_by_label("Key, kept in this page alone")).to_have_value("")
+
+
 def test_everything_has_a_name_a_screen_reader_can_say(server, visit):
     page = visit(server)
     say(page, "hello", tokens=5)
