@@ -25,6 +25,10 @@ from openinfer_server.api_errors import ApiError, busy
 from openinfer_server.options import ServerOptions
 from openinfer_server.writers import DIRECT_WRITE, DirectWriter
 
+_LINGER_S = 1.0
+_LINGER_BYTES = 16 * 2**20
+"""For how long, and how much, a client may go on sending a request that was refused: it is thrown away."""
+
 
 class _HeadRefused(Exception):
     pass
@@ -50,10 +54,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._unparsed_bytes = 0
+        self._discarded_bytes = 0
         self._head_deadline: asyncio.TimerHandle | None = None
         self._first_byte_deadline: asyncio.TimerHandle | None = None
         self._unread_deadline: asyncio.TimerHandle | None = None
         self._body_deadline: asyncio.TimerHandle | None = None
+        self._lingering: asyncio.TimerHandle | None = None
 
     def attach(self, writer: DirectWriter) -> None:
         """From here on the writer is told when it may write (`resume`), must wait (`pause`), or is alone (`lost`)."""
@@ -92,7 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Ends a connection."""
         self._stop_timers()
         self.unasked.pop(self, None)
-        for timer in (self._unread_deadline, self._body_deadline):
+        for timer in (self._unread_deadline, self._body_deadline, self._lingering):
             if timer is not None:
                 timer.cancel()
         self._end_writer()
@@ -116,6 +122,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parses what came; a head that is not complete yet is measured, and gets a deadline."""
         if self._refusal is not None:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > _LINGER_BYTES:
+                self.transport.abort()
             return
         if self._first_byte_deadline is not None:
             self._first_byte_deadline.cancel()
@@ -177,7 +186,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timers()
         self._end_writer()
         self.transport.write(_plain_response(error))
-        self.transport.close()
+        self._close_when_read()
+
+    def _close_when_read(self) -> None:
+        """Closes in a while, or when the client does: closing with bytes unread would take back what was written."""
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._lingering = self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def _count(self, length: int) -> None:
         self._head_bytes += length

@@ -13,6 +13,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -42,6 +43,8 @@ _SPAWN_S = 0.05
 _STARTED_GRACE_S = 0.2
 """What an engine gets to be found started when the frontend cannot go on."""
 _BACKLOG = 2048
+_SWITCH_INTERVAL_S = 0.0005
+"""For how long a thread that renders or encodes may keep the interpreter from the event loop; Python's own is 5 ms."""
 
 OnReady = Callable[[str], None]
 """Called with the server's URL when it takes connections."""
@@ -116,6 +119,7 @@ def run_starting(
                 await handle.close()
 
     with asyncio.Runner(loop_factory=_loop_factory(options.event_loop)) as runner:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         return runner.run(start_and_serve())
 
 
