@@ -1,17 +1,23 @@
 """What structured output asks of the engine: grammars, and what comes before the constrained part."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from openinfer_core.sampling import GrammarKind, Preamble
 from openinfer_server import ServerOptions
+from openinfer_server.api_errors import ApiError
+from openinfer_server.parsers import CallParser
 from openinfer_server.parsers.call_syntax import CallableFunction, CallWriter, LarkTexts
 from openinfer_server.parsers.deepseek_v3 import DeepSeekV3Parser
+from openinfer_server.parsers.deepseek_v4 import DeepSeekV4Parser
 from openinfer_server.parsers.hermes import HermesParser
 from openinfer_server.parsers.kimi_k2 import KimiK2Parser
 from openinfer_server.parsers.qwen3_coder import Qwen3CoderParser
 from openinfer_server.testing import ParrotLoop
+from openinfer_server.tool_grammar import required_calls
+from openinfer_server.tool_offer import ToolOffer
 
 THINKS = "{#- <tool_call>, </think> -#}{{ messages[-1].content }}"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -102,11 +108,32 @@ def test_one_call_only_if_calls_are_not_parallel(asked):
     assert one.split("\n")[1] == "calls: call"
 
 
-def test_formats_whose_calls_cannot_be_constrained_are_refused_by_name(asked):
-    refusal = asked("?", CODER, tools=[TOOL], tool_choice="required")
-    assert refusal["param"] == "tool_choice"
-    assert "qwen3-coder cannot be constrained" in refusal["message"]
-    assert not issubclass(Qwen3CoderParser, CallWriter)
+def test_formats_whose_calls_cannot_be_constrained_are_refused_by_name():
+    plain = SimpleNamespace(plugin=SimpleNamespace(name="plain"), parser=CallParser)
+    service = SimpleNamespace(parsers=SimpleNamespace(tools=plain))
+    with pytest.raises(ApiError, match="tool parser plain cannot be constrained") as refusal:
+        required_calls(service, ToolOffer(), "tool_choice")
+    assert refusal.value.body.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"properties": {"city": {"type": "string", "pattern": "a+"}}}, "pattern of the string city"),
+        ({"anyOf": [{"required": ["a"]}]}, "anyOf of its parameters as a whole"),
+    ],
+)
+def test_strict_schemas_that_tags_cannot_be_held_to_are_refused_by_name(asked, parameters, message):
+    function = {"name": "look", "parameters": {"type": "object", **parameters}, "strict": True}
+    refusal = asked("?", CODER, tools=[{"type": "function", "function": function}])
+    assert message in refusal["message"]
+    lenient = {"type": "function", "function": {**function, "strict": False}}
+    assert asked("?", CODER, tools=[lenient], tool_choice="required").kind is GrammarKind.LARK
+
+
+@pytest.mark.parametrize("parser", [HermesParser, DeepSeekV3Parser, DeepSeekV4Parser, KimiK2Parser, Qwen3CoderParser])
+def test_every_parser_of_ours_writes_calls(parser):
+    assert issubclass(parser, CallWriter)
 
 
 def test_markers_are_tokens_where_the_vocabulary_has_them():

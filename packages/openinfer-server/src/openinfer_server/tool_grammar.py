@@ -1,12 +1,9 @@
 """Grammars of answers with tool calls: calls that must come, arguments that must follow their schema.
 
-required            calls
-auto, strict        free text without a call, then calls or nothing
-auto, with a format calls, or what the format asks for
+required              calls
+auto, strict          free text without a call, then calls or nothing
+auto, with a format   calls, or what the format asks for
 """
-
-import re
-from collections.abc import Sequence
 
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_server.api_errors import refused
@@ -16,12 +13,12 @@ from openinfer_server.parsers.call_syntax import (
     CallWriter,
     JsonSchema,
     LarkTexts,
+    Unconstrainable,
+    free_of,
     json_value,
 )
 from openinfer_server.service import Service
 from openinfer_server.tool_offer import ToolOffer
-
-_SPECIAL = re.compile(r"([.*+?^${}()|\[\]\\/])")
 
 
 def required_calls(service: Service, offer: ToolOffer, field: str) -> Grammar:
@@ -30,7 +27,7 @@ def required_calls(service: Service, offer: ToolOffer, field: str) -> Grammar:
     Raises:
         ApiError: 400; the format's calls cannot be constrained.
     """
-    return _grammar("start: calls", _syntax(service, offer, field), offer)
+    return calls_grammar(_syntax(service, offer, field), parallel=offer.parallel)
 
 
 def strict_calls(service: Service, offer: ToolOffer) -> Grammar:
@@ -39,10 +36,7 @@ def strict_calls(service: Service, offer: ToolOffer) -> Grammar:
     Raises:
         ApiError: 400; as before.
     """
-    syntax = _syntax(service, offer, "tools")
-    forbidden = [f"~/(.|\\n)*{_escape(trigger)}(.|\\n)*/" for trigger in syntax.triggers]
-    free = " & ".join([r"FREE: /(.|\n)*/", *forbidden])
-    return _grammar("start: FREE calls?", syntax, offer, free)
+    return strict_grammar(_syntax(service, offer, "tools"), parallel=offer.parallel)
 
 
 def calls_or_json(service: Service, offer: ToolOffer, schema: JsonSchema, field: str) -> Grammar:
@@ -51,7 +45,18 @@ def calls_or_json(service: Service, offer: ToolOffer, schema: JsonSchema, field:
     Raises:
         ApiError: 400; as before.
     """
-    return _grammar("start: calls | answer", _syntax(service, offer, field), offer, f"answer: {json_value(schema)}")
+    syntax = _syntax(service, offer, field)
+    return _grammar("start: calls | answer", syntax, f"answer: {json_value(schema)}", parallel=offer.parallel)
+
+
+def calls_grammar(syntax: CallSyntax, *, parallel: bool) -> Grammar:
+    """One call, or more if they may be parallel."""
+    return _grammar("start: calls", syntax, parallel=parallel)
+
+
+def strict_grammar(syntax: CallSyntax, *, parallel: bool) -> Grammar:
+    """Text in which no call begins, then calls or nothing."""
+    return _grammar("start: FREE calls?", syntax, f"FREE: {free_of(syntax.triggers)}", parallel=parallel)
 
 
 def _syntax(service: Service, offer: ToolOffer, field: str) -> CallSyntax:
@@ -64,20 +69,16 @@ def _syntax(service: Service, offer: ToolOffer, field: str) -> CallSyntax:
         for function in offer.functions
     ]
     lark = LarkTexts(service.tokenizer.token_id, chosen.parser.visible_tokens)
-    return chosen.parser.call_syntax(functions, lark)
+    try:
+        return chosen.parser.call_syntax(functions, lark)
+    except Unconstrainable as error:
+        raise refused(field, f"strict cannot be kept in this model's format of calls for {error}") from error
 
 
-def _grammar(start: str, syntax: CallSyntax, offer: ToolOffer, *rules: str) -> Grammar:
-    further = f"({syntax.between} call)*" if offer.parallel else ""
+def _grammar(start: str, syntax: CallSyntax, *rules: str, parallel: bool) -> Grammar:
+    further = f"({syntax.between} call)*" if parallel else ""
     calls = " ".join(part for part in ("calls:", syntax.before, "call", further, syntax.after) if part)
     names = [f"call_{index}" for index in range(len(syntax.calls))]
     each = [f"{name}: {call}" for name, call in zip(names, syntax.calls, strict=True)]
-    return Grammar(kind=GrammarKind.LARK, text=_lines([start, calls, f"call: {' | '.join(names)}", *each, *rules]))
-
-
-def _lines(rules: Sequence[str]) -> str:
-    return "\n".join(rules)
-
-
-def _escape(text: str) -> str:
-    return _SPECIAL.sub(r"\\\1", text)
+    lines = [start, calls, f"call: {' | '.join(names)}", *each, *syntax.rules, *rules]
+    return Grammar(kind=GrammarKind.LARK, text="\n".join(lines))

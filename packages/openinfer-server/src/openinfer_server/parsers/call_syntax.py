@@ -3,12 +3,15 @@
 The dialect is llguidance's: `%json {…}` is JSON of a schema, `<[7]>` the token with id 7.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
+_ANY = r"(.|\n)*"
+_SPECIAL = re.compile(r"([.*+?^${}()|\[\]\\/])")
 JsonSchema: TypeAlias = Mapping[str, Any] | bool
 
 LENIENT = {"x-guidance": {"lenient": True}}
@@ -36,6 +39,7 @@ class CallSyntax:
         between: what stands between two.
         after: what stands after the last.
         triggers: texts that would begin a call; free text before the calls has none of them.
+        rules: further rules and terminals that these refer to; `start`, `call…`, `answer` and `FREE` are taken.
     """
 
     calls: Sequence[str]
@@ -43,6 +47,11 @@ class CallSyntax:
     between: str = ""
     after: str = ""
     triggers: tuple[str, ...]
+    rules: Sequence[str] = ()
+
+
+class Unconstrainable(Exception):
+    """A strict schema has something that the format's calls cannot be held to; the message says what."""
 
 
 @runtime_checkable
@@ -51,7 +60,11 @@ class CallWriter(Protocol):
 
     @classmethod
     def call_syntax(cls, functions: Sequence[CallableFunction], lark: "LarkTexts") -> CallSyntax:
-        """How calls of these functions are written."""
+        """How calls of these functions are written.
+
+        Raises:
+            Unconstrainable: not so that a strict schema is followed.
+        """
         ...
 
 
@@ -83,10 +96,36 @@ class LarkTexts:
             schema["additionalProperties"] = False
         return json_value(schema if function.strict else {**LENIENT, **schema})
 
+    def free_value(self, end: str, forbidden: Sequence[str]) -> tuple[str, list[str]]:
+        """Any text and a text that ends it: Lark, and the rules that it refers to.
+
+        Args:
+            end: what ends it.
+            forbidden: what the text has none of.
+        """
+        places = [(end.find(marker), marker) for marker in self._ids if marker in end]
+        if not places:
+            last = _pattern(end)
+            without = [f"~/{_ANY}{_pattern(text)}{_ANY}{last}/" for text in forbidden]
+            return "value", ["value[lazy]: VALUE", " & ".join([f"VALUE: /{_ANY}{last}/", *without])]
+        place, _ = min(places)
+        without = [f"~/{_ANY}{_pattern(text)}{_ANY}/" for text in forbidden]
+        return f"VALUE {self.text(end[place:])}", [" & ".join([f"VALUE: /{_ANY}{_pattern(end[:place])}/", *without])]
+
     @staticmethod
     def name_of(function: CallableFunction) -> str:
         """A function's name as the inside of a JSON string."""
         return msgspec.json.encode(function.name).decode()[1:-1]
+
+
+def _pattern(text: str) -> str:
+    """A regular expression of a text."""
+    return _SPECIAL.sub(r"\\\1", text).replace("\n", "\\n")
+
+
+def free_of(texts: Sequence[str]) -> str:
+    """A regular expression, as Lark, of every text that has none of these inside it."""
+    return " & ".join([f"/{_ANY}/", *(f"~/{_ANY}{_pattern(text)}{_ANY}/" for text in texts)])
 
 
 def quoted(text: str) -> str:
