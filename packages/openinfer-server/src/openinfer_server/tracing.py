@@ -159,7 +159,7 @@ class Tracing:
         trace.span.end(trace.begun_ns + round((now_s - choice.submitted_s) * 1e9))
 
     def _phase(self, name: str, parent: Any, of: Any, begin_ns: int, end_ns: int) -> Any:
-        """A span that is over, made without a tracer: nothing of it is left to decide, and three of five spans are such."""
+        """A span that is over, made without a tracer: there is nothing left to decide, and most spans are such."""
         context = self._trace.SpanContext(
             parent.trace_id,
             self._provider.id_generator.generate_span_id(),
