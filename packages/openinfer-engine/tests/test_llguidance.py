@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +21,7 @@ from openinfer_core.grammars import MaskWords, TokenMatcher, Vocabulary, mask_wo
 from openinfer_core.sampling import Grammar, GrammarKind, Preamble
 from openinfer_engine import grammar_bench
 from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_grammar_compiler
+from openinfer_engine.grammars import guard_process
 from openinfer_engine.grammars.compiler import MAX_KEPT, LlguidanceCompiler
 from openinfer_engine.grammars.guard import GrammarGuard
 from openinfer_engine.grammars.matcher import LlguidanceMatcher
@@ -219,6 +223,24 @@ def test_a_guard_that_died_is_started_again() -> None:
         guard.check(Grammar(kind=GrammarKind.LARK, text=DEEP_RULES), None)
     assert guard.check(grammar, None) == first
     guard.close()
+
+
+def test_the_guard_ends_when_its_engine_is_gone() -> None:
+    command = [sys.executable, "-P", guard_process.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_memory_of_a_check_is_bounded() -> None:
+    guard = GrammarGuard()
+    guard.check(Grammar(kind=GrammarKind.REGEX, text="a"), None)
+    limits = resource.prlimit(guard.pid or 0, resource.RLIMIT_AS)
+    assert limits == (guard_process.MAX_MEMORY_BYTES, guard_process.MAX_MEMORY_BYTES)
+    guard.close()
+    assert guard.pid is None
 
 
 def test_masks_that_take_too_long_end_the_request() -> None:
