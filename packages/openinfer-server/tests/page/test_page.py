@@ -143,6 +143,19 @@ def test_server_that_is_gone_is_said(server, visit):
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
+def test_answer_that_breaks_off_is_kept_and_said(start, info, visit):
+    parrot = ParrotLoop(info, step_s=0.1)
+    server = start(parrot)
+    page = visit(server, may_fail="Failed to load resource")
+    say(page, "once upon a time " * 20, tokens=1000)
+    expect(page.get_by_role("article").last).to_contain_text("once upon")
+    parrot.die()
+    expect(page.get_by_role("alert")).to_contain_text("the engine failed")
+    expect(page.get_by_role("region", name="Last answer")).to_contain_text("Ended byan error")
+    expect(page.get_by_role("article").last).to_contain_text("once upon")
+    assert server.join() == 1
+
+
 def test_refusal_is_shown_as_the_server_words_it(server, visit):
     page = visit(server, may_fail="400 (Bad Request)")
     say(page, "hello", tokens=100_000)
