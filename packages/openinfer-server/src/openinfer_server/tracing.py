@@ -4,8 +4,9 @@
         chat MODEL                      one per engine request, in the terms of the GenAI conventions
             queue ─► prefill ─► decode
 
-The three phases are made when the request has ended, from times that the metrics need anyway. Opentelemetry is imported
-when tracing is asked for, and only then.
+All below the server span is made when the request has ended, from times that the metrics need anyway, and without a
+tracer: whether the trace is sampled was decided above it. Opentelemetry is imported when tracing is asked for, and only
+then.
 """
 
 import asyncio
@@ -47,9 +48,12 @@ class HttpTrace:
 
 @dataclass(slots=True)
 class ChoiceTrace:
-    """The span of one engine request."""
+    """What the span of one engine request will be made of."""
 
-    span: Any
+    context: Any
+    parent: Any
+    operation: str
+    sampling: SamplingParams
     begun_ns: int
 
 
@@ -78,7 +82,10 @@ class Tracing:
         self._processor = _processor(endpoint)
         self._provider = self._sdk.TracerProvider(resource=_resource(), shutdown_on_exit=False)
         self._provider.add_span_processor(self._processor)
-        self._tracer = self._provider.get_tracer("openinfer_server", version("openinfer-server"))
+        name, ours = "openinfer_server", version("openinfer-server")
+        self._tracer = self._provider.get_tracer(name, ours)
+        instrumentation = importlib.import_module("opentelemetry.sdk.util.instrumentation")
+        self._scope = instrumentation.InstrumentationScope(name, ours)
         self._operation = self._context.create_key("openinfer-operation")
         self._model_name = model_name
 
@@ -113,30 +120,14 @@ class Tracing:
 
     def submit(self, choice: "Choice", request: GenerateRequest) -> GenerateRequest:
         """Begins the span of an engine request; returns the request as a child of that span."""
-        context = self._context.get_current()
-        operation = self._context.get_value(self._operation, context) or "text_completion"
-        begun_ns = time.time_ns()
-        span = self._tracer.start_span(
-            f"{operation} {self._model_name}",
-            context=context,
-            kind=self._trace.SpanKind.INTERNAL,
-            start_time=begun_ns,
-        )
-        if not span.is_recording():
+        parent = self._trace.get_current_span().get_span_context()
+        if not parent.trace_flags.sampled:
             return request
-        choice.trace = ChoiceTrace(span, begun_ns)
-        span.set_attributes(
-            {
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": _SERVICE,
-                "gen_ai.request.model": self._model_name,
-                "gen_ai.usage.input_tokens": choice.prompt_tokens,
-                **_sampling_attributes(request.sampling),
-            }
-        )
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, self._trace.set_span_in_context(span))
-        return msgspec.structs.replace(request, trace_parent=carrier["traceparent"])
+        operation = self._context.get_value(self._operation) or "text_completion"
+        context = self._child_context(parent)
+        choice.trace = ChoiceTrace(context, parent, operation, request.sampling, time.time_ns())
+        trace_parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        return msgspec.structs.replace(request, trace_parent=trace_parent)
 
     def ended(self, choice: "Choice", outcome: FinishReason | FailureKind, *, now_s: float) -> None:
         """Ends the span of an engine request.
@@ -149,33 +140,48 @@ class Tracing:
         trace, choice.trace = choice.trace, None
         if trace is None:
             return
-        parent = trace.span.get_span_context()
-        for name, begin_s, end_s in _phases(choice, now_s):
-            begin_ns, end_ns = (trace.begun_ns + round((at_s - choice.submitted_s) * 1e9) for at_s in (begin_s, end_s))
-            self._processor.on_end(self._phase(name, parent, trace.span, begin_ns, end_ns))
-        trace.span.set_attributes(dict(_outcome_attributes(choice, outcome)))
-        if isinstance(outcome, FailureKind):
-            trace.span.set_status(self._trace.StatusCode.ERROR)
-        trace.span.end(trace.begun_ns + round((now_s - choice.submitted_s) * 1e9))
 
-    def _phase(self, name: str, parent: Any, of: Any, begin_ns: int, end_ns: int) -> Any:
-        """A span that is over, made without a tracer: there is nothing left to decide, and most spans are such."""
-        context = self._trace.SpanContext(
-            parent.trace_id,
-            self._provider.id_generator.generate_span_id(),
-            is_remote=False,
-            trace_flags=parent.trace_flags,
-            trace_state=parent.trace_state,
+        def at(time_s: float) -> int:
+            return trace.begun_ns + round((time_s - choice.submitted_s) * 1e9)
+
+        for name, begin_s, end_s in _phases(choice, now_s):
+            self._send(name, self._child_context(trace.context), trace.context, at(begin_s), at(end_s))
+        attributes = {
+            "gen_ai.operation.name": trace.operation,
+            "gen_ai.provider.name": _SERVICE,
+            "gen_ai.request.model": self._model_name,
+            "gen_ai.usage.input_tokens": choice.prompt_tokens,
+            **_sampling_attributes(trace.sampling),
+            **dict(_outcome_attributes(choice, outcome)),
+        }
+        codes = self._trace.StatusCode
+        self._send(
+            f"{trace.operation} {self._model_name}",
+            trace.context,
+            trace.parent,
+            trace.begun_ns,
+            at(now_s),
+            attributes=attributes,
+            status=self._trace.Status(codes.ERROR if isinstance(outcome, FailureKind) else codes.UNSET),
         )
-        return self._sdk.ReadableSpan(
+
+    def _child_context(self, parent: Any) -> Any:
+        span_id = self._provider.id_generator.generate_span_id()
+        return self._trace.SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
+
+    def _send(self, name: str, context: Any, parent: Any, begin_ns: int, end_ns: int, **further: Any) -> None:
+        """Hands on a span that is over."""
+        span = self._sdk.ReadableSpan(
             name,
             context,
             parent,
-            of.resource,
+            self._provider.resource,
             start_time=begin_ns,
             end_time=end_ns,
-            instrumentation_scope=of.instrumentation_scope,
+            instrumentation_scope=self._scope,
+            **further,
         )
+        self._processor.on_end(span)
 
     async def close(self) -> None:
         """Sends what is left, for a few seconds at most: a collector that is gone does not hold up the end."""
