@@ -16,7 +16,6 @@ import importlib.util
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from openinfer_core.events import FailureKind, FinishReason
 from openinfer_core.request import GenerateRequest
 from openinfer_core.sampling import SamplingParams
 from openinfer_server.errors import ServerError
+from openinfer_server.trace_attributes import outcome_attributes, phases, sampling_attributes
 
 if TYPE_CHECKING:
     from openinfer_server.answer import Choice
@@ -144,15 +144,15 @@ class Tracing:
         def at(time_s: float) -> int:
             return trace.begun_ns + round((time_s - choice.submitted_s) * 1e9)
 
-        for name, begin_s, end_s in _phases(choice, now_s):
+        for name, begin_s, end_s in phases(choice, now_s):
             self._send(name, self._child_context(trace.context), trace.context, at(begin_s), at(end_s))
         attributes = {
             "gen_ai.operation.name": trace.operation,
             "gen_ai.provider.name": _SERVICE,
             "gen_ai.request.model": self._model_name,
             "gen_ai.usage.input_tokens": choice.prompt_tokens,
-            **_sampling_attributes(trace.sampling),
-            **dict(_outcome_attributes(choice, outcome)),
+            **sampling_attributes(trace.sampling),
+            **dict(outcome_attributes(choice, outcome)),
         }
         codes = self._trace.StatusCode
         self._send(
@@ -217,44 +217,3 @@ def _processor(endpoint: str) -> Any:
     export = importlib.import_module("opentelemetry.sdk.trace.export")
     otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     return export.BatchSpanProcessor(otlp.OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S))
-
-
-def _sampling_attributes(sampling: SamplingParams) -> dict[str, int | float]:
-    attributes: dict[str, int | float] = {
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty,
-    }
-    if sampling.top_k:
-        attributes["gen_ai.request.top_k"] = sampling.top_k
-    if sampling.seed is not None and sampling.seed < 2**63:  # attributes are signed
-        attributes["gen_ai.request.seed"] = sampling.seed
-    return attributes
-
-
-def _phases(choice: "Choice", now_s: float) -> Iterator[tuple[str, float, float]]:
-    """Name, begin and end of each phase that the request reached."""
-    if choice.queued_s is None:
-        yield "queue", choice.submitted_s, now_s
-        return
-    scheduled_s = choice.submitted_s + choice.queued_s
-    yield "queue", choice.submitted_s, scheduled_s
-    if not choice.first_token_s:
-        yield "prefill", scheduled_s, max(scheduled_s, now_s)
-        return
-    yield "prefill", scheduled_s, max(scheduled_s, choice.first_token_s)
-    yield "decode", choice.first_token_s, now_s
-
-
-def _outcome_attributes(choice: "Choice", outcome: FinishReason | FailureKind) -> Iterator[tuple[str, Any]]:
-    yield "gen_ai.usage.cache_read.input_tokens", choice.cached_tokens
-    if choice.first_token_s:
-        yield "gen_ai.response.time_to_first_chunk", choice.first_token_s - choice.submitted_s
-    if isinstance(outcome, FailureKind):
-        yield "error.type", str(outcome)
-        return
-    yield "gen_ai.response.finish_reasons", (str(outcome),)
-    if outcome is not FinishReason.ABORT:
-        yield "gen_ai.usage.output_tokens", choice.completion_tokens
