@@ -9,6 +9,8 @@ from openinfer_core.errors import InvalidRequest
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.\-]*://[^/\s]+")
 
+MAX_WORKERS = 128
+
 
 class EventLoop(StrEnum):
     """Which asyncio event loop carries the server."""
@@ -33,6 +35,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """0 lets the system choose; `on_ready` is told which."""
     model_names: tuple[str, ...] = ()
     """Names clients may ask for, the first one is shown; empty means the engine's own name."""
+    workers: int = 1
+    """Processes that serve the port, all before one engine. Each has its own bounds, and its own stored responses."""
     event_loop: EventLoop = EventLoop.AUTO
     endpoints: tuple[str, ...] = ()
     """Further APIs, by their names in the entry-point group `openinfer.endpoints`."""
@@ -115,6 +119,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             message = f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL of http or https"
             raise InvalidRequest(message, field="otlp_traces_endpoint")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise InvalidRequest(f"workers is {self.workers}; it must be between 1 and {MAX_WORKERS}", field="workers")
         if "" in self.model_names:
             raise InvalidRequest("a model name is empty", field="model_names")
         if self.tls_key_file and not self.tls_cert_file:

@@ -9,8 +9,10 @@ from openinfer_server.api_errors import ApiError, shutting_down
 from openinfer_server.chat_template import ChatTemplate
 from openinfer_server.engine_link import EngineLink
 from openinfer_server.metrics import ServerMetrics
+from openinfer_server.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions
 from openinfer_server.parsers.choose import ModelParsers
+from openinfer_server.peers import NoPeers, Peers
 from openinfer_server.tokenizer import Tokenizer
 
 
@@ -29,8 +31,13 @@ class Service:
     template: ChatTemplate | None
     parsers: ModelParsers = field(default_factory=ModelParsers)
     access: Access = field(default_factory=lambda: Access(None))
+    peers: Peers = field(default_factory=NoPeers)
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
+
+    def snapshot(self) -> MetricsSnapshot:
+        """What this worker has counted."""
+        return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open)
 
     @property
     def info(self) -> EngineInfo:
