@@ -255,6 +255,15 @@ def test_server_without_keys_on_loopback_is_for_its_machine_alone(shared, host):
     assert b"--allowed-hosts" in answer
 
 
+def test_server_that_everybody_can_use_says_so(start, info, key_file, caplog):
+    start(ParrotLoop(info), ServerOptions(port=0, host="0.0.0.0"))
+    assert "no --api-keys-file is given" in caplog.text
+    caplog.clear()
+    start(ParrotLoop(info), ServerOptions(port=0, host="0.0.0.0", api_keys_file=key_file))
+    start(ParrotLoop(info), ServerOptions(port=0))
+    assert "no --api-keys-file" not in caplog.text
+
+
 def test_further_hosts_can_be_allowed_and_keys_make_the_check_needless(start, info, key_file):
     allowing = start(ParrotLoop(info), ServerOptions(port=0, allowed_hosts=("My.Example",)))
     assert ask(allowing, Host="my.example:1")[0] == 200

@@ -12,7 +12,8 @@ from openinfer_server.access import Access
 from openinfer_server.api_errors import ApiError
 from openinfer_server.options import ServerOptions
 
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+"""Names that only this machine can reach."""
 _HOST = re.compile(r"\[(?P<v6>[0-9a-fA-F:.]+)\](?::\d+)?|(?P<name>[^:\[\]]+)(?::\d+)?")
 _HEADER_NAMES = re.compile(rb"[\w\-, ]{0,1000}", re.ASCII)
 _METHODS = b"GET, POST, DELETE"
@@ -31,8 +32,8 @@ class Origins:
 
     def __init__(self, options: ServerOptions, access: Access) -> None:
         self._origins = frozenset(origin.encode() for origin in options.cors_origins)
-        alone = options.host in _LOOPBACK and not access.asks_for_keys
-        self._hosts = _LOOPBACK | {host.lower() for host in options.allowed_hosts} if alone else None
+        alone = options.host in LOOPBACK and not access.asks_for_keys
+        self._hosts = LOOPBACK | {host.lower() for host in options.allowed_hosts} if alone else None
 
     def check_host(self, host: bytes | None) -> None:
         """Refuses a request that was addressed to a name this server does not have.

@@ -32,6 +32,7 @@ from openinfer_server.errors import CannotListen, ServerError
 from openinfer_server.http_protocol import bounded_protocol
 from openinfer_server.model_text import ModelText
 from openinfer_server.options import EventLoop, ServerOptions
+from openinfer_server.origins import LOOPBACK
 from openinfer_server.tls import tls_context
 from openinfer_server.workers import WorkerGroup, can_share_ports
 
@@ -205,6 +206,8 @@ async def serve_app(
     config = _config(app, options, protocol or bounded_protocol(options))
 
     def started() -> None:
+        if options.host not in LOOPBACK and not app.service.access.asks_for_keys:
+            logger.warning("whoever reaches %s may use the model: no --api-keys-file is given", options.host)
         logger.info("serving %s on %s", ", ".join(app.service.model_names), url)
         if on_ready is not None:
             on_ready(url)
