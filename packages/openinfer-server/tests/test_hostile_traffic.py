@@ -56,23 +56,18 @@ def test_attacks_get_foreseen_answers_while_good_requests_are_answered(attacked)
     assert attacked.exit_code is None
 
 
-def test_nothing_is_left_in_memory(attacked):
+PER_REQUEST = ("Exchange", "Answer", "PlainStream", "CollectedText", "DirectWriter", "RequestResponseCycle", "Counted")
+"""Kinds of things that are made for a request or a connection (`Counted`: the protocol of these tests)."""
+
+
+def test_nothing_of_a_request_is_left_in_memory(attacked):
     """What one round leaves behind, ten would multiply."""
 
-    def objects() -> Counter[str]:
-        asyncio.run(attack_and_ask(*attacked.address))
-        wait_until(lambda: not attacked.connections, "an end of the connections")
-        attacked.engine.submitted.clear()
-        attacked.engine.aborted.clear()
-        return counted()
-
-    def counted() -> Counter[str]:
+    def left() -> Counter[str]:
         gc.collect()
-        kinds = (type(thing) for thing in gc.get_objects())
-        ours = ("<class 'openinfer_server.", "<class 'uvicorn.")
-        return Counter(name for name in map(repr, kinds) if name.startswith(ours))
+        return Counter(name for name in (type(thing).__name__ for thing in gc.get_objects()) if name in PER_REQUEST)
 
-    first = objects()
-    assert first
-    objects()
-    wait_until(lambda: counted() <= first, "an end of what two rounds made")
+    before = left()
+    seen, _ = asyncio.run(attack_and_ask(*attacked.address))
+    assert len(seen.ttft_s) == GOOD
+    wait_until(lambda: left() <= before, "an end of what the requests were made of")

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from openinfer_core.errors import Refused
+from openinfer_core.provenance import provenance
 from openinfer_server.hostile_bench.attacks import ATTACKS
 from openinfer_server.hostile_bench.good import Seen, ask, keep_asking, percentile
 from openinfer_server.hostile_bench.model import write_model
@@ -85,7 +87,8 @@ def run(argv: Sequence[str]) -> int:
     print(_table(rows, long_prompts))
     if arguments.json is not None:
         report = {
-            "set_up": {"python": platform.python_version(), "seconds": arguments.seconds, "clients": GOOD_CLIENTS},
+            **msgspec.to_builtins(provenance()),
+            "set_up": {"seconds": arguments.seconds, "good_clients": GOOD_CLIENTS},
             "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
             "long_prompts": asdict(long_prompts),
         }
