@@ -156,6 +156,11 @@ class KvTier(Protocol):
         """Of every block it holds."""
         ...
 
+    @property
+    def accepts_saves(self) -> bool:
+        """False where another process fills the store that this one reads."""
+        ...
+
     def find(self, digests: Sequence[Digest]) -> TierHit:
         """The longest beginning of `digests` that it holds, maybe empty; in memory, no input or output."""
         ...
@@ -179,7 +184,7 @@ class KvTier(Protocol):
         """Begins to copy sealed blocks into the tier, in order; one that it has already counts as landed.
 
         Raises:
-            KvTierError: the memory is not blocks of the layout, or the lengths differ.
+            KvTierError: the memory is not blocks of the layout, the lengths differ, or it accepts no saves.
         """
         ...
 

@@ -94,7 +94,7 @@ class DiskTier:
     ) -> None:
         self.name = name
         self.layout = layout
-        self._access = options.access
+        self.accepts_saves = options.access is Access.WRITE
         self._record_bytes = record_bytes(layout.block_bytes)
         if options.budget_bytes < 2 * self._record_bytes:
             raise TierConfigError(
@@ -128,7 +128,7 @@ class DiskTier:
         if not self._queue.is_refusing:
             with self._lock:
                 held = self._index.hold_prefix(digests)
-            if self._access is Access.READ and len(held) < len(digests):
+            if not self.accepts_saves and len(held) < len(digests):
                 self._refresh_soon()
         self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
         return DiskHit(held, self._release)
@@ -154,7 +154,7 @@ class DiskTier:
         Raises:
             KvTierError: as the contract says, or this process only reads the store.
         """
-        if self._access is Access.READ:
+        if not self.accepts_saves:
             raise KvTierError(f"tier {self.name} was opened with access=read; another process writes to it")
         check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
         return self._queue.submit(
@@ -166,7 +166,7 @@ class DiskTier:
 
     def refresh(self) -> None:
         """Reads what another process has appended or deleted; `find` asks for it by itself, in the background."""
-        if self._access is Access.READ:
+        if not self.accepts_saves:
             self._rebuild()
 
     def counters(self) -> tuple[TierCounters, ...]:

@@ -98,6 +98,7 @@ class HostTier:
     ) -> None:
         self.name = name
         self.layout = layout
+        self.accepts_saves = True
         self._stride_bytes = -(-layout.block_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         num_places = options.capacity_bytes // self._stride_bytes
         if num_places < 1:

@@ -23,7 +23,7 @@ def block_views(pool: Any, layout: KvLayout) -> list[memoryview]:
     Raises:
         KvTierError: it is not contiguous, or no whole number of blocks.
     """
-    array = cast("np.ndarray[Any, Any]", np.from_dlpack(pool) if _needs_dlpack(pool) else np.asarray(pool))
+    array = _as_array(pool)
     if not array.flags.c_contiguous:
         raise KvTierError(f"the pool of shape {array.shape} is not C-contiguous; blocks are moved as whole pieces")
     if array.nbytes == 0 or array.nbytes % layout.block_bytes:
@@ -55,9 +55,15 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _needs_dlpack(pool: Any) -> bool:
+def _as_array(pool: Any) -> "np.ndarray[Any, Any]":
+    """The same memory as an array; NumPy's own are taken as they are, also of dtypes without a buffer format."""
+    if isinstance(pool, np.ndarray):
+        return cast("np.ndarray[Any, Any]", pool)
     try:
-        memoryview(pool).release()
-    except (TypeError, ValueError, BufferError):  # ValueError: NumPy's own arrays of ml_dtypes have no buffer format
-        return hasattr(pool, "__dlpack__") and not isinstance(pool, np.ndarray)
-    return False
+        return np.asarray(memoryview(pool))
+    except TypeError:
+        if not hasattr(pool, "__dlpack__"):
+            raise KvTierError(
+                f"a pool of type {type(pool).__name__} has neither the buffer protocol nor DLPack"
+            ) from None
+        return np.from_dlpack(pool)

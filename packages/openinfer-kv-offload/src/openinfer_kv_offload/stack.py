@@ -25,7 +25,7 @@ class WriteMode(StrEnum):
     """Where a save goes."""
 
     THROUGH = "through"
-    """Into every tier at once."""
+    """Into every tier at once that accepts saves."""
     BACK = "back"
     """Into the first; a tier hands to the next what it evicts (demotion)."""
 
@@ -91,6 +91,7 @@ class TierStack:
         if len({tier.name for tier in tiers}) != len(tiers) or len(tiers) < 2:
             raise TierConfigError(f"a stack needs two tiers or more, of different names; got {[t.name for t in tiers]}")
         self.layout = tiers[0].layout
+        self.accepts_saves = any(tier.accepts_saves for tier in tiers)
         for tier in tiers[1:]:
             check_same_layout(self.layout, tier.layout)
         if self._options.write is WriteMode.BACK:
@@ -129,8 +130,12 @@ class TierStack:
     def save(
         self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
     ) -> Transfer:
-        """Saves into every tier, or into the first."""
-        tiers = self._tiers if self._options.write is WriteMode.THROUGH else self._tiers[:1]
+        """Saves into every tier that accepts it, or into the first."""
+        tiers = [tier for tier in self._tiers if tier.accepts_saves]
+        if not tiers:
+            raise KvTierError(f"no tier of {self.name} accepts saves; other processes fill them")
+        if self._options.write is WriteMode.BACK:
+            tiers = tiers[:1]
         return StackTransfer.of_save([tier.save(digests, blocks, timeout_s=timeout_s) for tier in tiers])
 
     def flush(self) -> None:
@@ -154,6 +159,10 @@ class TierStack:
             raise TierConfigError(
                 f"write-back needs tiers that hand on what they evict, and {upper.name} does not; use write-through"
             )
+        if not (upper.accepts_saves and lower.accepts_saves):
+            raise TierConfigError(
+                f"write-back from {upper.name} to {lower.name} needs both to accept saves; use write-through"
+            )
         timeout_s = self._options.demotion_timeout_s
 
         def sink(digest: Digest, block: memoryview) -> None:
@@ -173,7 +182,8 @@ class TierStack:
         self, part: Part, blocks: Sequence[memoryview], deadline_s: float | None
     ) -> Callable[[int], list[Transfer]]:
         """What to begin when `landed` blocks of a part are in the caller's memory."""
-        above = self._tiers[: part.level] if self._options.promotion is Promotion.ON_LOAD else []
+        wanted = self._options.promotion is Promotion.ON_LOAD
+        above = [tier for tier in self._tiers[: part.level] if wanted and tier.accepts_saves]
         digests = part.hit.digests
 
         def promote(landed: int) -> list[Transfer]:

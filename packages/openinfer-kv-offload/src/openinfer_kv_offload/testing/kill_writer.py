@@ -1,7 +1,5 @@
 """Kills a process while it writes to a store, opens the store, and compares every byte; again and again.
 
-    python -m openinfer_kv_offload.testing.kill_writer --kills 50 --json FILE
-
 A kill loses no page that the kernel has, so what the writer was told had landed must be found again; whatever else is
 found must be right.
 """
@@ -10,13 +8,11 @@ import argparse
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from openinfer_core.provenance import Provenance, provenance
 from openinfer_kv_cache import KvLayout
 from openinfer_kv_cache.testing.tier_cases import chain, content, empty, ended, filled, kit_layout
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
@@ -30,7 +26,6 @@ _SEED = 6
 class KillReport(msgspec.Struct, kw_only=True):
     """What the kills left behind."""
 
-    provenance: Provenance
     kills: int = 0
     landed_blocks: int = 0
     """Reported as landed to a writer that was killed later."""
@@ -52,7 +47,7 @@ def kill_writers(folder: Path, *, kills: int) -> KillReport:
         folder: of the store; empty.
         kills: how many.
     """
-    report = KillReport(provenance=provenance())
+    report = KillReport()
     rng = random.Random(_SEED)  # noqa: S311 -- when to kill
     layout = _layout()
     first = 0
@@ -69,7 +64,7 @@ def kill_writers(folder: Path, *, kills: int) -> KillReport:
 
 def _run_and_kill(folder: Path, first: int, *, after_blocks: int) -> list[int]:
     """Indices of the blocks that landed before the kill, as far as the writer could say so."""
-    command = [sys.executable, "-m", __spec__.name, "--write", str(folder), "--first", str(first)]
+    command = [sys.executable, "-m", __spec__.name, "--folder", str(folder), "--first", str(first)]
     landed: list[int] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:  # noqa: S603
         assert writer.stdout is not None
@@ -123,24 +118,14 @@ def _open(folder: Path, layout: KvLayout) -> DiskTier:
     return DiskTier(layout, DiskTierOptions(folder=str(folder), budget_bytes=4 * 2**30, segment_bytes=32 * 2**20))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Kills writers and reports; 1 if a byte was wrong or a landed block was lost."""
-    parser = argparse.ArgumentParser(description="Kill a writer of a KV store again and again, and check the store.")
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="be the writer that is killed")
-    parser.add_argument("--first", type=int, default=0, help="the writer's first block")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Is the writer, until it is killed."""
+    parser = argparse.ArgumentParser(description="Write to a KV store until killed; `soak` starts and kills it.")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--first", type=int, required=True, help="index of the first block")
     arguments = parser.parse_args(argv)
-    if arguments.write is not None:
-        _write_for_ever(arguments.write, arguments.first)
-    with tempfile.TemporaryDirectory(prefix="openinfer-kill-writer-") as folder:
-        report = kill_writers(Path(folder), kills=arguments.kills)
-    encoded = msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
-    sys.stdout.write(encoded)
-    if arguments.json is not None:
-        arguments.json.write_text(encoded)
-    return 1 if report.wrong_blocks or report.lost_blocks else 0
+    _write_for_ever(arguments.folder, arguments.first)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
