@@ -79,6 +79,19 @@ def test_a_reader_looks_again_by_itself_after_a_miss(open_disk):
     assert found == 1
 
 
+def test_a_reader_notices_a_segment_that_was_replaced_under_its_name(open_disk, segments):
+    first = open_disk()
+    save(first, chain(1, 2))
+    reader = open_disk(access=Access.READ)
+    first.close()
+    (path,) = segments()
+    path.unlink()
+    save(open_disk(), chain(2, 2))
+    assert segments() == [path]
+    reader.refresh()
+    assert [load(reader, chain(seed, 2)) for seed in (1, 2)] == [0, 2]
+
+
 def test_a_hit_outlives_the_deletion_of_its_segment_in_every_process(open_disk, segments):
     writer = open_disk(records=8)
     save(writer, chain(1, 4))

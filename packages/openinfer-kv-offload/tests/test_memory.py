@@ -56,5 +56,14 @@ def test_memory_that_is_no_blocks_is_refused():
         block_views([0] * 24, LAYOUT)
 
 
+def test_memory_that_numpy_cannot_view_is_refused_with_the_reason():
+    class OnAnotherDevice(OnlyDlpack):
+        def __dlpack__(self, **options):
+            raise BufferError("it is on a GPU")
+
+    with pytest.raises(KvTierError, match="it is on a GPU; it must be in this machine's memory"):
+        block_views(OnAnotherDevice(np.zeros(24, np.uint8)), LAYOUT)
+
+
 def test_views_of_read_only_memory_are_read_only():
     assert block_views(bytes(24), LAYOUT)[0].readonly

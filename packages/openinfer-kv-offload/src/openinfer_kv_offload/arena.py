@@ -39,7 +39,8 @@ class Arena:
 
     def __init__(self, capacity_bytes: int) -> None:
         size_bytes = -(-capacity_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        self._map = mmap.mmap(-1, size_bytes)
+        # Shared memory, which is what mmap gives by default, gets huge pages almost nowhere.
+        self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)

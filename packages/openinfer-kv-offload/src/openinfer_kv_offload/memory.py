@@ -66,4 +66,10 @@ def _as_array(pool: Any) -> "np.ndarray[Any, Any]":
             raise KvTierError(
                 f"a pool of type {type(pool).__name__} has neither the buffer protocol nor DLPack"
             ) from None
+    try:
         return np.from_dlpack(pool)
+    except (BufferError, RuntimeError) as error:
+        raise KvTierError(
+            f"a pool of type {type(pool).__name__} cannot be viewed by NumPy: {error}; it must be in this machine's "
+            "memory and of a dtype that NumPy has (of bfloat16 give a view as bytes)"
+        ) from error

@@ -76,6 +76,13 @@ class Segment:
         with contextlib.suppress(OSError):  # it is overwritten by the next record
             os.ftruncate(self.fd, self.size_bytes)
 
+    def is_current(self) -> bool:
+        """Whether its file is still there under its name, and has not been replaced by another."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), self.path.stat())
+        except FileNotFoundError:
+            return False
+
     def delete(self) -> None:
         """Deletes the file; who has it open can still read it."""
         with contextlib.suppress(FileNotFoundError):

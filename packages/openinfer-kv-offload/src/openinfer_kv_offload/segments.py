@@ -74,9 +74,9 @@ class SegmentIndex:
     def discover(self) -> "Discovery":
         """Reads the headers of records not seen before: input and output only, nothing can be found yet."""
         paths = self._store.segment_paths()
-        known = {segment.path: segment for segment in self._segments}
+        vanished = [segment for segment in self._segments if not segment.is_current()]
+        known = {segment.path for segment in self._segments if segment not in vanished}
         opened = [segment for path in paths if path not in known and (segment := self._open(path)) is not None]
-        vanished = [] if self._is_writer else [each for path, each in known.items() if path not in set(paths)]
         recorded: list[Recorded] = []
         bad_records = 0
         for segment in [each for each in self._segments if each not in vanished] + opened:
