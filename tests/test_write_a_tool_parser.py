@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from openinfer_core.plugins import list_plugins
+from openinfer_server.parsers import CallableFunction, LarkTexts
 from openinfer_server.parsers.choose import REASONING_PARSERS, TOOL_PARSERS
 
 ROOT = Path(__file__).parents[1]
@@ -29,13 +30,20 @@ def page() -> dict[str, Any]:
 
 
 def test_page_has_two_parsers_and_their_tests() -> None:
-    assert len(blocks("python")) == 4
+    assert len(blocks("python")) == 5
     assert len(blocks("toml")) == 2
 
 
 def test_parsers_of_the_page_conform(page: dict[str, Any]) -> None:
     page["test_parser_conforms"]()
     page["test_reasoning_parser_conforms"]()
+
+
+def test_call_syntax_of_the_page_is_what_its_parser_reads(page: dict[str, Any]) -> None:
+    function = CallableFunction("now", {}, strict=False)
+    syntax = page["ConstrainedMistralParser"].call_syntax([function], LarkTexts(lambda _: None, ()))
+    assert syntax.triggers == ("[TOOL_CALLS]",)
+    assert syntax.calls[0].startswith('"[TOOL_CALLS]now[ARGS]" %json {')
 
 
 def test_parser_of_the_page_is_the_examples() -> None:

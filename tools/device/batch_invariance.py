@@ -79,7 +79,7 @@ def timings(folder, *, batch_invariant):
     loop = make_loop(folder, batch_invariant=batch_invariant, prefix_cache=False, max_step_tokens=8192)
     rows = []
     for batch, prompt in SIZES:
-        timing = measure_offline(loop, batch=batch, prompt_tokens=prompt, output_tokens=48)
+        timing = measure_offline(loop, max_step_tokens=8192, batch=batch, prompt_tokens=prompt, output_tokens=48)
         rows.append({"batch": batch, "prompt_tokens": prompt, "tpot_ms": timing.tpot_ms,
                      "prefill_tokens_per_s": timing.prefill_tokens_per_s})  # fmt: skip
     loop.close()

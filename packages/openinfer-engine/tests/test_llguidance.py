@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +19,9 @@ from llguidance import LLMatcher, LLTokenizer
 from openinfer_core import GenerateRequest, InvalidRequest, Refused, RequestId, SamplingParams, find_plugin
 from openinfer_core.grammars import MaskWords, TokenMatcher, Vocabulary, mask_words
 from openinfer_core.sampling import Grammar, GrammarKind, Preamble
+from openinfer_engine import grammar_bench
 from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_grammar_compiler
+from openinfer_engine.grammars import guard_process
 from openinfer_engine.grammars.compiler import MAX_KEPT, LlguidanceCompiler
 from openinfer_engine.grammars.guard import GrammarGuard
 from openinfer_engine.grammars.matcher import LlguidanceMatcher
@@ -220,6 +225,24 @@ def test_a_guard_that_died_is_started_again() -> None:
     guard.close()
 
 
+def test_the_guard_ends_when_its_engine_is_gone() -> None:
+    command = [sys.executable, "-P", guard_process.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_memory_of_a_check_is_bounded() -> None:
+    guard = GrammarGuard()
+    guard.check(Grammar(kind=GrammarKind.REGEX, text="a"), None)
+    limits = resource.prlimit(guard.pid or 0, resource.RLIMIT_AS)
+    assert limits == (guard_process.MAX_MEMORY_BYTES, guard_process.MAX_MEMORY_BYTES)
+    guard.close()
+    assert guard.pid is None
+
+
 def test_masks_that_take_too_long_end_the_request() -> None:
     ticks = iter(range(1000))
     matcher = _matcher_with_clock(lambda: next(ticks) * 0.1)
@@ -293,6 +316,16 @@ def test_an_unreadable_tokenizer_refuses_requests_and_not_the_engine(tmp_path: A
     with pytest.raises(InvalidRequest, match="not possible with this model's tokenizer"):
         make(made, regex("a"))
     made.close()
+
+
+def test_bench_prints_a_row_for_each_grammar(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "grammars.json"
+    assert grammar_bench.run(["--tokens", "5", "--json", str(file)]) == 0
+    table = capsys.readouterr().out
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["grammar"] for row in rows] == list(grammar_bench.GRAMMARS)
+    assert all(name in table for name in grammar_bench.GRAMMARS)
+    assert all(row["tokens"] >= 5 and row["first_ms"] > 0 for row in rows)
 
 
 # --- properties -----------------------------------------------------------------------------------------

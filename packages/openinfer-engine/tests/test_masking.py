@@ -106,7 +106,7 @@ class WordCompiler:
         self.closed = True
 
 
-def make_loop(compiler: WordCompiler, *, num_blocks: int = 64) -> StepLoop:
+def make_loop(compiler: WordCompiler, *, num_blocks: int = 64, max_waiting: int = 1000) -> StepLoop:
     limits: dict[str, Any] = {"max_num_seqs": 8, "max_model_tokens": 48, "block_size_tokens": BLOCK}
     config = SchedulerConfig(num_blocks=num_blocks, max_step_tokens=16, **limits)
     ops = CpuOps()
@@ -126,7 +126,7 @@ def make_loop(compiler: WordCompiler, *, num_blocks: int = 64) -> StepLoop:
         block_size_tokens=BLOCK,
         num_blocks=num_blocks,
         max_num_seqs=8,
-        max_waiting=1000,
+        max_waiting=max_waiting,
     )
     scheduler = TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig()))
     return StepLoop(info=info, scheduler=scheduler, runner=ThreadRunner([rank]), grammar_compiler=compiler)
@@ -274,3 +274,19 @@ def test_an_abort_while_the_grammar_compiles_ends_the_request() -> None:
 
 def test_mask_words_covers_every_id() -> None:
     assert [mask_words(count) for count in (1, 32, 33)] == [1, 1, 2]
+
+
+def test_requests_that_wait_for_their_grammar_are_bounded() -> None:
+    compiler = WordCompiler(held=True)
+    loop = make_loop(compiler, max_waiting=2)
+    client = Client(loop)
+    for number in range(3):
+        client.submit(make_request(number, "7"))
+    (refusal,) = client.events[2]
+    assert isinstance(refusal, Failed)
+    assert (refusal.kind, "2 requests wait for their grammar" in refusal.message) == (FailureKind.OVERLOADED, True)
+    for future in compiler.futures:
+        compiler.resolve(future, "7")
+    client.run()
+    assert [client.tokens(number) for number in range(2)] == [[7], [7]]
+    loop.close()

@@ -38,14 +38,18 @@ def test_bench_scheduler_prints_and_writes_its_figures(tmp_path: Path, capsys: p
     assert written["bookkeeping_us_per_block"] > 0
 
 
-def test_bench_offline_runs_every_request_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_offline_times_steps_in_which_every_row_decodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = tmp_path / "report.json"
     model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
-    argv = ["--model", str(model_dir), "--size", "3x20", "--output", "5", "--option", "num_blocks=64"]
+    argv = ["--model", str(model_dir), "--size", "3x20", "--output", "5"]
+    argv += ["--option", "num_blocks=64", "--option", "max_step_tokens=8", "--option", "max_num_seqs=4"]
     assert run_offline([*argv, "--commit", "abc", "--json", str(report)]) == 0
     assert "3 x 20" in capsys.readouterr().out
     written = json.loads(report.read_text())
     (row,) = written["rows"]
     assert (row["batch"], row["prompt_tokens"], written["commit"]) == (3, 20, "abc")
     assert row["tpot_ms"] > 0
+    assert row["steps"] == 4
     assert row["prefill_tokens_per_s"] == pytest.approx(60 / row["prefill_s"])

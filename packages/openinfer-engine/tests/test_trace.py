@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from openinfer_core import (
@@ -72,6 +73,16 @@ def test_a_request_goes_through_queue_prefill_and_decode(tmp_path: Path) -> None
         ("decode", "b", 4e6),
         ("decode", "e", 6e6),
     ]
+
+
+def test_a_requests_phases_name_the_span_they_belong_to_elsewhere(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", clock=Clock())
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    for request in (make_request(1), msgspec.structs.replace(make_request(2), trace_parent=parent)):
+        trace.submitted(request)
+        trace.told([Scheduled(request.request_id, 0, 0.0)])
+    begun = [event for event in trace.events() if event["ph"] == "b"]
+    assert [event["args"].get("trace_parent") for event in begun] == [None, parent]
 
 
 def test_the_last_spans_are_kept_and_no_more(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from openinfer_core import Finished, GenerateRequest, InvalidRequest, RequestId, SamplingParams, TokenLogprobs, Tokens
+from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine.backends import open_backend
 from openinfer_engine.options import DeviceKind
 from openinfer_qwen3.family import Qwen3
 
@@ -57,6 +59,11 @@ def make_loop(request: pytest.FixtureRequest, model_dir: Path):
         fields = {"num_blocks": 256, "max_num_seqs": 16, "device": request.param, "batch_invariant": True, **options}
         return build_loop(resolve(Qwen3().definition, model_dir, EngineOptions(**fields)))
 
+    if request.param is DeviceKind.CUDA:
+        try:
+            open_backend(EngineOptions(device=DeviceKind.CUDA))
+        except Refused as refused:
+            pytest.skip(str(refused))
     return make
 
 

@@ -213,8 +213,7 @@ def named(name, **further):
 @pytest.mark.parametrize(
     ("further", "param", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "cannot be guaranteed"),
-        ({"tool_choice": named("now")}, "tool_choice", "cannot be guaranteed"),
+        ({"guided_regex": "a"}, "guided_regex", "without tools"),
         ({"tool_choice": named("then")}, "tool_choice", "no tool is named 'then'"),
         (
             {"tool_choice": {"type": "custom", "custom": {"name": "x"}}},
@@ -225,10 +224,9 @@ def named(name, **further):
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}},
             "tool_choice",
-            "cannot be guaranteed",
+            "allows no tool",
         ),
         ({"tool_choice": "maybe"}, "tool_choice", "Invalid"),
-        ({"tools": [named("a", strict=True)]}, "tools[0].function.strict", "cannot be guaranteed"),
         ({"tools": [named("a"), named("a")]}, "tools[1].function.name", "two functions"),
         ({"tools": [named("a b")]}, "tools[0].function.name", "letters, digits"),
         ({"tools": [named("<x>")]}, "tools[0].function.name", "letters, digits"),

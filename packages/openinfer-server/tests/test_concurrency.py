@@ -10,7 +10,8 @@ NUM_CLIENTS = 64
 
 
 def post(body: bytes) -> bytes:
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}"
     return head.encode() + b"\r\nconnection: close\r\n\r\n" + body
 
 

@@ -18,7 +18,8 @@ def ask(server, *, stream: bool, max_tokens: int = 2000, n: int = 1, path: str =
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(DEADLINE_S)
     connection.connect(server.address)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 
@@ -101,7 +102,7 @@ def test_client_that_never_reads_a_whole_answer_is_dropped(start, info, num_requ
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(DEADLINE_S)
         connection.connect(server.address)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall((f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) * num_requests)
         assert connection.recv(100)
         wait_until(lambda: not server.connections, "the drop")

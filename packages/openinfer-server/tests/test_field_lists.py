@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from openinfer_server import api_types, generate_types, tool_types
+from openinfer_server import api_types, generate_types, structured_types, tool_types
 from openinfer_server.messages import blocks
 from openinfer_server.messages import types as messages
 from openinfer_server.models import ModelQuery
@@ -26,6 +26,8 @@ SECTIONS: Sequence[tuple[str, Sequence[tuple[str, type]]]] = (
             ("stream_options", api_types.StreamOptions),
             ("messages[] of the assistant", api_types.AssistantTurn),
             ("messages[].content[]", api_types.TextPart),
+            ("response_format.json_schema", structured_types.NamedSchema),
+            ("structured_outputs", structured_types.StructuredOutputs),
             ("tools[]", tool_types.Tool),
             ("tools[].function", tool_types.FunctionDefinition),
             ("tool_choice", tool_types.ToolChoice),
@@ -39,6 +41,7 @@ SECTIONS: Sequence[tuple[str, Sequence[tuple[str, type]]]] = (
             ("stream_options", responses.ResponseStreamOptions),
             ("reasoning", responses.ReasoningOptions),
             ("text", responses.TextOptions),
+            ("text.format of type json_schema", responses.SchemaFormat),
             ("tools[]", responses.FunctionTool),
             ("tool_choice", responses.ToolChoice),
             ("input[] of type message", items.MessageItem),

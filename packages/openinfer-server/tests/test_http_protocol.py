@@ -17,7 +17,7 @@ BODY = b'{"prompt": "stone", "max_tokens": 3}'
 
 
 def request(body: bytes = BODY, *headers: bytes, path: bytes = b"/v1/completions", method: bytes = b"POST") -> bytes:
-    lines = [method + b" " + path + b" HTTP/1.1", b"host: x", b"content-type: application/json"]
+    lines = [method + b" " + path + b" HTTP/1.1", b"host: localhost", b"content-type: application/json"]
     lines += [b"content-length: %d" % len(body), *headers]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
@@ -107,7 +107,8 @@ def test_expect_continue_is_answered(shared):
     ],
 )
 def test_ambiguous_or_malformed_head_is_400_and_closes(shared, head):
-    data = talk(shared, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n0\r\n\r\n" + request())
+    first = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + head + b"\r\n\r\n0\r\n\r\n"
+    data = talk(shared, first + request())
     assert status(data) == 400
     assert error(data)["code"] == "invalid_http"
     assert data.count(b"HTTP/1.1") == 1  # what follows is never taken for a request
@@ -155,7 +156,7 @@ def test_head_of_a_later_request_is_bounded_too(strict):
 
 def test_half_sent_head_is_408(strict):
     begin = time.monotonic()
-    data = talk(strict, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-")
+    data = talk(strict, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-")
     assert (status(data), error(data)["code"]) == (408, "timeout")
     assert time.monotonic() - begin >= 0.2
 
@@ -202,20 +203,49 @@ def test_request_may_take_longer_than_the_head_deadline(start, info):
         assert status(read_response(connection)) == 200
 
 
-def test_connections_beyond_the_bound_are_503_and_closed(start, info):
-    server = start(ParrotLoop(info), ServerOptions(port=0, max_connections=2))
+def test_connections_beyond_the_bound_are_503_while_all_others_ask(start, info):
+    parrot = ParrotLoop(info)
+    server = start(parrot, ServerOptions(port=0, max_connections=2))
+    parrot.hold()
     with (
         socket.create_connection(server.address, timeout=DEADLINE_S) as first,
         socket.create_connection(server.address, timeout=DEADLINE_S) as second,
     ):
         for connection in (first, second):
             connection.sendall(request())
+        wait_until(lambda: len(server.engine.submitted) == 2, "two requests")
+        refusal = talk(server)
+        assert status(refusal) == 503
+        assert b"retry-after" in refusal
+        parrot.go()
+        for connection in (first, second):
             assert status(read_response(connection)) == 200
-        assert status(talk(server)) == 503
-        first.sendall(request())
-        assert status(read_response(first)) == 200
     wait_until(lambda: not server.connections, "an end of the connections")
     assert status(talk(server, request(), wait_for_close=False)) == 200
+
+
+def test_connection_that_asks_nothing_for_longest_makes_room(start, info):
+    """Slow and silent connections can drive out each other, never a request that comes at once."""
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_connections=3))
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(server.address, timeout=DEADLINE_S)) for _ in range(3)]
+        silent[0].sendall(b"POST /v1/completions HTTP/1.1\r\nhost: loc")
+        wait_until(lambda: len(server.connections) == 3, "three connections")
+        for _ in range(3):
+            assert status(talk(server, request(b"", path=b"/health", method=b"GET"), wait_for_close=False)) == 200
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+
+
+def test_body_that_does_not_end_after_its_answer_costs_the_connection(start, info):
+    server = start(ParrotLoop(info), ServerOptions(port=0, body_timeout_s=0.2))
+    with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\nx")
+        assert status(read_response(connection)) == 404
+        with contextlib.suppress(ConnectionResetError):
+            connection.sendall(b"x")
+            assert connection.recv(1) == b""
+    wait_until(lambda: not server.connections, "an end of the connection")
 
 
 def test_head_request_has_no_body(shared):
@@ -235,7 +265,7 @@ def test_http_1_0_gets_whole_answers_and_no_streams(shared):
 def test_websocket_upgrade_is_not_taken(shared):
     upgrade = (b"connection: upgrade", b"upgrade: websocket", b"sec-websocket-key: x", b"sec-websocket-version: 13")
     assert status(talk(shared, request(b"", *upgrade, path=b"/health", method=b"GET"), wait_for_close=False)) == 200
-    assert status(talk(shared, request(b"", *upgrade, path=b"/", method=b"GET"), wait_for_close=False)) == 404
+    assert status(talk(shared, request(b"", *upgrade, path=b"/nowhere", method=b"GET"), wait_for_close=False)) == 404
 
 
 def test_percent_encoded_path_and_query_find_their_route(shared):

@@ -55,6 +55,13 @@ LEVELS = {
     "GET /metrics": "public",
     "GET /version": "public",
     "GET /openapi.json": "public",
+    "GET /": "public",
+    "GET /page/api.js": "public",
+    "GET /page/chat.js": "public",
+    "GET /page/icon.svg": "public",
+    "GET /page/main.js": "public",
+    "GET /page/status.js": "public",
+    "GET /page/style.css": "public",
 }
 
 

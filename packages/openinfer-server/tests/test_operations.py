@@ -103,7 +103,7 @@ def test_metrics_count_what_happened(start, info, call):
         assert value(metrics, f'{name}{{model_name="parrot"}}') == expected, name
     assert value(metrics, "openinfer_requests_open") == 0
     assert value(metrics, "openinfer_engine_up") == 1
-    assert value(metrics, "openinfer_kv_blocks_total") == info.num_blocks
+    assert value(metrics, "openinfer_kv_blocks") == info.num_blocks
     assert value(metrics, 'openinfer_info{model="parrot",family="birds"}') == 1
 
 

@@ -1,8 +1,13 @@
 """`/tokenize`, `/detokenize`, and `/inference/v1/generate`: what clients that work with token ids see."""
 
+import contextlib
+import http.client
 import json
 
 import pytest
+
+from openinfer_server import ServerOptions
+from openinfer_server.testing import ParrotLoop
 
 TEXT = "naïve 🙂 stone"
 CHAT = [{"role": "user", "content": "stone"}]
@@ -140,7 +145,18 @@ def test_generate_refuses_by_name(post, body, param):
     assert (status, answer["error"]["param"]) == (400, param), answer
 
 
-def test_lora_is_refused_and_the_message_says_what_to_do(post):
+def test_lora_is_refused_and_the_message_says_what_to_do(start, info, tmp_path):
+    key = "operator-0123456789"
+    (tmp_path / "keys.toml").write_text(f'[[keys]]\ntenant = "operators"\nlevel = "admin"\nkey = "{key}"')
+    server = start(ParrotLoop(info), ServerOptions(port=0, api_keys_file=str(tmp_path / "keys.toml")))
+
+    def post(path: str, body: object) -> tuple[int, dict]:
+        headers = {"content-type": "application/json", "x-api-key": key}
+        with contextlib.closing(http.client.HTTPConnection(*server.address, timeout=20)) as connection:
+            connection.request("POST", path, json.dumps(body), headers)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
     status, answer = post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"})
     assert (status, answer["error"]["code"]) == (400, "lora_not_supported")
     assert "birds" in answer["error"]["message"]

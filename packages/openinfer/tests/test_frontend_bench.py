@@ -26,8 +26,11 @@ def test_every_kind_of_answer_is_measured(tmp_path: Path, capsys: pytest.Capture
     report = tmp_path / "report.json"
     names = ["content", "reasoning", "arguments"]
     few = ["--streams", "2", "--rate", "400", "--seconds", "0.2", "--repeats", "1", "--answers", *names]
-    assert main(["bench", "frontend", *few, "--json", str(report)]) == 0
-    rows = json.loads(report.read_text())["rows"]
+    duties = ["--with", "keys", "traces", "metrics"]
+    assert main(["bench", "frontend", *few, *duties, "--json", str(report)]) == 0
+    told = json.loads(report.read_text())
+    assert told["set_up"]["with"] == ["keys", "traces", "metrics"]
+    rows = told["rows"]
     assert [row["answer"] for row in rows] == names
     for row in rows:
         (sample,) = row["server_samples"]

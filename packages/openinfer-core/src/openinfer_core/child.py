@@ -55,12 +55,19 @@ class EngineChild:
             EngineClosed: the child died.
             ContractViolation: it said something else than its address.
         """
+        return connect_to(self.address)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens; waits until it says so.
+
+        Raises:
+            EngineClosed: the child died.
+            ContractViolation: it said something else than its address.
+        """
         if self._address is None:
             self._address = self._ask_address()
-        try:
-            return _connect(self._address)
-        except OSError as error:
-            raise EngineClosed(f"the engine process cannot be reached: {error}") from error
+        return self._address
 
     def end(self, *, deadline_s: float) -> None:
         """Waits for the child to end, kills it after `deadline_s` seconds, and removes what it left. Idempotent."""
@@ -91,6 +98,19 @@ class EngineChild:
             return msgspec.json.decode(line, type=Address)
         except msgspec.MsgspecError as error:
             raise ContractViolation(f"the engine process said {line[:100]!r} instead of its address") from error
+
+
+def connect_to(address: Address) -> socket.socket:
+    """A new blocking socket to an engine process.
+
+    Raises:
+        EngineClosed: it is gone.
+        ContractViolation: the address is empty.
+    """
+    try:
+        return _connect(address)
+    except OSError as error:
+        raise EngineClosed(f"the engine process cannot be reached: {error}") from error
 
 
 def _connect(address: Address) -> socket.socket:

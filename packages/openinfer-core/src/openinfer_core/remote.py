@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from openinfer_core.child import EngineChild
+from openinfer_core.child import EngineChild, connect_to
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.engine_process import LinkKind, default_link
+from openinfer_core.engine_process import Address, LinkKind, default_link
 from openinfer_core.errors import ContractViolation, EngineClosed, OpenInferError, Refused
 from openinfer_core.events import TokenEvent
 from openinfer_core.mailbox import Mailbox
@@ -67,12 +67,35 @@ def spawn_engine(
                 info = _greet(connection, token)
             except EngineClosed as error:
                 raise EngineClosed(f"{error} ({child.how_it_ended(wait_s=_LAST_WORDS_S)})") from error
-            return RemoteEngine(connection, info, process=child, close_deadline_s=close_deadline_s)
+            access = EngineAccess(address=child.address, token=token)
+            return RemoteEngine(connection, info, process=child, access=access, close_deadline_s=close_deadline_s)
         except BaseException:
             connection.close()
             raise
     except BaseException:
         child.end(deadline_s=0.0)
+        raise
+
+
+class EngineAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What another process on this machine needs to join an engine. It has the token: hand it over a private pipe."""
+
+    address: Address
+    token: str
+
+
+def join_engine(access: EngineAccess) -> "JoinedEngine":
+    """Another process's handle to an engine that is running; request ids need not differ from other handles'.
+
+    Raises:
+        EngineClosed: the engine is gone.
+        ContractViolation: what is there is no engine of ours.
+    """
+    connection = connect_to(access.address)
+    try:
+        return JoinedEngine(connection, _greet(connection, access.token))
+    except BaseException:
+        connection.close()
         raise
 
 
@@ -108,6 +131,7 @@ class RemoteEngine:
         connection: a connected socket whose Hello has been answered.
         info: that answer.
         process: the child behind it, which `close` ends.
+        access: how other processes may join.
         close_deadline_s: how long `close` waits for the engine before it gives up on it.
     """
 
@@ -117,11 +141,13 @@ class RemoteEngine:
         info: EngineInfo,
         *,
         process: EngineChild | None = None,
+        access: EngineAccess | None = None,
         close_deadline_s: float = CLOSE_DEADLINE_S,
     ) -> None:
         self._connection = connection
         self._info = info
         self._process = process
+        self._access = access
         self._close_deadline_s = close_deadline_s
         self._mailbox = Mailbox()
         self._attaching = asyncio.Lock()
@@ -141,6 +167,11 @@ class RemoteEngine:
     def pid(self) -> int | None:
         """Of the engine's process, if this handle started it."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def access(self) -> EngineAccess | None:
+        """How other processes may join, if this handle started the engine."""
+        return self._access
 
     def submit(self, request: GenerateRequest) -> None:
         """Queues a request.
@@ -186,7 +217,7 @@ class RemoteEngine:
         await self._attach()
         self._closing = True
         if not self._lost.is_set():
-            self._send(encode_frame(Close()))
+            self._take_leave()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._lost.wait(), self._close_deadline_s)
         hangs = not self._lost.is_set()
@@ -220,6 +251,10 @@ class RemoteEngine:
                 answer.set_exception(EngineClosed(failure))
         self._stats.clear()
 
+    def _take_leave(self) -> None:
+        """Ends the engine; it then closes the link."""
+        self._send(encode_frame(Close()))
+
     def _send(self, frame: bytearray) -> None:
         if self._transport is None:
             self._early += frame
@@ -243,6 +278,14 @@ class RemoteEngine:
         transport.write(bytes(self._early))
         self._early.clear()
         self._transport = transport
+
+
+class JoinedEngine(RemoteEngine):
+    """A handle to another process's engine: `close` ends the link and aborts its requests, not the engine."""
+
+    def _take_leave(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
 
 class _LinkProtocol(asyncio.Protocol):

@@ -11,6 +11,7 @@ from openinfer_core.plugins import GRAMMAR_COMPILERS
 AUTO = "auto"
 NONE = "none"
 LLGUIDANCE = "llguidance"
+_NOT_INSTALLED = "grammar_compiler is llguidance, which is not installed; install openinfer-engine[structured]"
 
 
 def choose_grammar_compiler(
@@ -33,7 +34,7 @@ def choose_grammar_compiler(
         possible = is_installed(LLGUIDANCE) and (model_dir / "tokenizer.json").is_file()
         return find_plugin(GRAMMAR_COMPILERS, LLGUIDANCE) if possible else None
     if name == LLGUIDANCE and not is_installed(LLGUIDANCE):
-        raise Refused("grammar_compiler is llguidance, which is not installed; install openinfer-engine[structured]")
+        raise Refused(_NOT_INSTALLED)
     return find_plugin(GRAMMAR_COMPILERS, name)
 
 
@@ -48,3 +49,16 @@ def make_grammar_compiler(plugin: Plugin | None, vocabulary: Vocabulary) -> Gram
         return None
     make: MakeGrammarCompiler = plugin.load()
     return make(vocabulary)
+
+
+def llguidance_compiler(vocabulary: Vocabulary) -> GrammarCompiler:
+    """The entry point `llguidance`: its modules are loaded only when it is chosen.
+
+    Raises:
+        Refused: llguidance is not installed, or the model has no tokenizer.
+    """
+    if find_spec(LLGUIDANCE) is None:
+        raise Refused(_NOT_INSTALLED)
+    from openinfer_engine.grammars.compiler import LlguidanceCompiler
+
+    return LlguidanceCompiler(vocabulary)

@@ -1,8 +1,9 @@
 """`openinfer bench offline`: the engine alone, without HTTP: prefill rate and time per output token.
 
-For each batch and prompt length, so many requests with random prompts are submitted at once and run to the end, with
-the prefix cache off. Prefill is the time until every request has its first token; TPOT is the time from there to the
-last token over the tokens after the first. The first run of each size is thrown away.
+For each batch and prompt length, so many requests with random prompts are submitted at once, with the prefix cache off.
+Prefill is the time until every request has its first token. From there on all of them decode, and TPOT is the mean
+time of the steps that follow; a request that began earlier has said more by then, so none ends before the last of
+these steps, and the rest is aborted. The first run of each size is thrown away.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 
 from openinfer_core import (
-    Finished,
+    Failed,
     GenerateRequest,
     InvalidRequest,
     RequestId,
@@ -37,6 +38,8 @@ from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.trace_summary import summarise_file
 
+_STEPS_IN_FLIGHT = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineTiming:
@@ -49,6 +52,7 @@ class OfflineTiming:
     """Until every request had its first token."""
     tpot_ms: float
     steps: int
+    """That TPOT is the mean of."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -71,7 +75,12 @@ def run(argv: Sequence[str]) -> int:
     load_s = time.perf_counter() - begin_s
     timings = [
         measure_offline(
-            loop, batch=batch, prompt_tokens=prompt, output_tokens=arguments.output, repeats=arguments.repeats
+            loop,
+            max_step_tokens=options.max_step_tokens,
+            batch=batch,
+            prompt_tokens=prompt,
+            output_tokens=arguments.output,
+            repeats=arguments.repeats,
         )
         for batch, prompt in map(_size, arguments.size)
     ]
@@ -94,12 +103,20 @@ def run(argv: Sequence[str]) -> int:
 
 
 def measure_offline(
-    loop: StepLoop, *, batch: int, prompt_tokens: int, output_tokens: int, repeats: int = 1, seed: int = 0
+    loop: StepLoop,
+    *,
+    max_step_tokens: int,
+    batch: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    repeats: int = 1,
+    seed: int = 0,
 ) -> OfflineTiming:
     """Times one batch; the fastest of `repeats` runs after one that is thrown away.
 
     Args:
         loop: an engine at rest, which only this function drives.
+        max_step_tokens: of the engine: how many tokens a step takes at most.
         batch: requests.
         prompt_tokens: of each, random.
         output_tokens: of each, greedy.
@@ -107,45 +124,65 @@ def measure_offline(
         seed: of the prompts.
     """
     rng = np.random.default_rng(seed)
+    head_start = -(-batch * prompt_tokens // max(1, max_step_tokens - batch)) + _STEPS_IN_FLIGHT
     runs = [
-        _run_once(loop, rng, batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        _run_once(
+            loop,
+            rng,
+            batch=batch,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            max_tokens=min(output_tokens + head_start, loop.info.max_model_tokens - prompt_tokens),
+        )
         for _ in range(repeats + 1)
     ]
     return min(runs[1:], key=lambda timing: timing.tpot_ms)
 
 
+def _count(generated: dict[RequestId, int], events: Sequence[TokenEvent]) -> None:
+    for event in events:
+        if isinstance(event, Tokens) and event.request_id in generated:
+            generated[event.request_id] += len(event.token_ids)
+        elif isinstance(event, Failed):
+            raise InvalidRequest(f"a request failed: {event.message}")
+
+
 def _run_once(
-    loop: StepLoop, rng: np.random.Generator, *, batch: int, prompt_tokens: int, output_tokens: int
+    loop: StepLoop,
+    rng: np.random.Generator,
+    *,
+    batch: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    max_tokens: int,
 ) -> OfflineTiming:
-    sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0)
     first_id = int(rng.integers(0, 2**40))
-    events: list[TokenEvent] = []
+    generated = {RequestId(first_id + index): 0 for index in range(batch)}
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     begin_s = time.perf_counter()
-    for index in range(batch):
-        prompt = rng.integers(0, loop.info.num_token_ids, prompt_tokens).tolist()
-        request = GenerateRequest(
-            request_id=RequestId(first_id + index), prompt_token_ids=tuple(prompt), sampling=sampling
-        )
-        events += loop.submit(request)
-    waiting = {first_id + index for index in range(batch)}
-    first_s, generated, finished, steps = begin_s, 0, 0, 0
-    while loop.busy:
-        events = loop.step()
-        steps += 1
-        if waiting:
-            waiting -= {event.request_id for event in events if isinstance(event, Tokens)}
-            first_s = time.perf_counter()
-        generated += sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
-        finished += sum(isinstance(event, Finished) for event in events)
+    for request_id in generated:
+        prompt = tuple(rng.integers(0, loop.info.num_token_ids, prompt_tokens).tolist())
+        request = GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+        _count(generated, loop.submit(request))
+    while not all(generated.values()):
+        _count(generated, loop.step())
+    first_s, before, steps = time.perf_counter(), sum(generated.values()), output_tokens - 1
+    for _ in range(steps):
+        _count(generated, loop.step())
     end_s = time.perf_counter()
-    if generated != batch * output_tokens or finished != batch:
-        raise InvalidRequest(f"{generated} tokens came, {batch * output_tokens} were asked for: {events[:1]}")
+    tokens = sum(generated.values()) - before
+    if tokens != batch * steps:
+        raise InvalidRequest(f"{steps} steps of {batch} rows gave {tokens} tokens, not one per row and step")
+    for request_id in generated:
+        loop.abort(request_id)
+    while loop.busy:
+        loop.step()
     return OfflineTiming(
         batch=batch,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         prefill_s=first_s - begin_s,
-        tpot_ms=(end_s - first_s) * 1e3 / max(1, output_tokens - 1),
+        tpot_ms=(end_s - first_s) * 1e3 / max(1, steps),
         steps=steps,
     )
 

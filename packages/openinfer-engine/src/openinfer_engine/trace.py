@@ -3,7 +3,7 @@
     process "engine"     loop      plan, wait, apply    the thread that drives steps
                          rank 0    launch               the thread that queues them, or computes them on a CPU
                          device    step                 on a GPU between two of its events, on a CPU the computing
-    process "requests"   queue, prefill, decode of each request, one line each
+    process "requests"   queue, prefill, decode of each request, one line each; with the frontend's `trace_parent`
 
 The last `MAX_SPANS` of both kinds are kept in memory; the file is written when the engine closes.
 """
@@ -37,7 +37,7 @@ class Span:
     name: str
     begin_s: float
     end_s: float
-    details: Mapping[str, int]
+    details: Mapping[str, int | str]
 
 
 class Tracer(Protocol):
@@ -108,6 +108,7 @@ class _Open:
     prompt_tokens: int
     phase: str
     since_s: float
+    trace_parent: str | None = None
     output_tokens: int = 0
 
 
@@ -153,7 +154,8 @@ class Trace:
 
     def submitted(self, request: GenerateRequest) -> None:
         """A request begins to wait."""
-        self._open[request.request_id] = _Open(len(request.prompt_token_ids), "queue", self.clock())
+        num_tokens, parent = len(request.prompt_token_ids), request.trace_parent
+        self._open[request.request_id] = _Open(num_tokens, "queue", self.clock(), parent)
 
     def told(self, events: Iterable[TokenEvent]) -> None:
         """Requests go from one phase to the next."""
@@ -173,7 +175,9 @@ class Trace:
                 del self._open[event.request_id]
 
     def _move(self, request_id: RequestId, request: _Open, phase: str, now_s: float) -> None:
-        details = {"prompt_tokens": request.prompt_tokens, "output_tokens": request.output_tokens}
+        details: dict[str, int | str] = {"prompt_tokens": request.prompt_tokens, "output_tokens": request.output_tokens}
+        if request.trace_parent is not None:
+            details["trace_parent"] = request.trace_parent
         self._phases.append((request_id, Span("request", request.phase, request.since_s, now_s, details)))
         request.phase, request.since_s = phase, now_s
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from openinfer_core.provenance import Provenance, provenance
+from openinfer_core.provenance import provenance
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, KvTier, PagedGroup, PagedTensor, TransferState
 from openinfer_kv_cache.testing.tier_cases import chain
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
@@ -34,7 +34,6 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
 class OffloadReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `openinfer bench kv-offload --json` writes."""
 
-    provenance: Provenance
     chain_blocks: int
     block_bytes: int
     moved_blocks: int
@@ -56,7 +55,8 @@ def run(argv: Sequence[str]) -> int:
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     if arguments.json is not None:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        content = {**msgspec.to_builtins(provenance()), **msgspec.to_builtins(report)}
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
     return 0
 
 
@@ -76,7 +76,6 @@ def measure(*, chain_blocks: int, moved_blocks: int) -> OffloadReport:
             save_gb_s, load_gb_s = _move(_open(name, large, moved_blocks, Path(folder) / "large"), moved_blocks)
         tiers[name] = TierFigures(bookkeeping_us=bookkeeping_us, save_gb_s=save_gb_s, load_gb_s=load_gb_s)
     return OffloadReport(
-        provenance=provenance(),
         chain_blocks=chain_blocks,
         block_bytes=large.block_bytes,
         moved_blocks=moved_blocks,

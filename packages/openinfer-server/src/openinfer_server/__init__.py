@@ -9,14 +9,17 @@ from openinfer_server.errors import (
     CannotListen,
     ConflictingRoutes,
     ServerError,
+    UnusableCertificate,
+    UnusableKeys,
     UnusableParser,
     UnusableTemplate,
     UnusableTokenizer,
 )
 from openinfer_server.exchange import Exchange
 from openinfer_server.frontend_parts import frontend_parts
+from openinfer_server.levels import Level
 from openinfer_server.options import EventLoop, ServerOptions
-from openinfer_server.routes import Endpoints, Level, Route, RouteDoc
+from openinfer_server.routes import Endpoints, Route, RouteDoc
 from openinfer_server.server import run, run_starting, serve, serve_app
 from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
@@ -40,6 +43,8 @@ __all__ = [
     "ServerOptions",
     "Service",
     "Tokenizer",
+    "UnusableCertificate",
+    "UnusableKeys",
     "UnusableParser",
     "UnusableTemplate",
     "UnusableTokenizer",

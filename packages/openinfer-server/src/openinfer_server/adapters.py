@@ -4,7 +4,8 @@ import msgspec
 
 from openinfer_server.api_errors import ApiError, invalid
 from openinfer_server.exchange import Exchange
-from openinfer_server.routes import Level, Route, RouteDoc
+from openinfer_server.levels import Level
+from openinfer_server.routes import Route, RouteDoc
 from openinfer_server.service import Service
 
 ERRORS = (404, 408, 413, 415)

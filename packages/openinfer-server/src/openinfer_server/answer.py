@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, Tokens
 from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_server.tracing import ChoiceTrace
 
 if TYPE_CHECKING:
     from openinfer_server.engine_link import EngineLink
@@ -29,6 +30,7 @@ class Choice:
         first_token_s: clock of the first token; 0 before it.
         last_token_s: clock of the last token; 0 before the first.
         completion_tokens: sampled tokens, the stop token included; known at the end.
+        trace: its span, if spans are made.
         reasoning_tokens: those of them that were spent on reasoning, as far as a parser told.
         finish_reason: None until it has ended well.
     """
@@ -46,6 +48,7 @@ class Choice:
         "reasoning_tokens",
         "request_id",
         "submitted_s",
+        "trace",
     )
 
     def __init__(self, answer: "Answer", index: int, *, prompt_tokens: int) -> None:
@@ -61,6 +64,7 @@ class Choice:
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.trace: ChoiceTrace | None = None
 
     def scheduled(self, event: Scheduled) -> None:
         """The engine works on it."""

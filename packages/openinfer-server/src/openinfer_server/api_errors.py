@@ -142,6 +142,11 @@ def overloaded(message: str) -> ApiError:
     return ApiError(429, message, code="queue_full", headers=((b"retry-after", b"%d" % RETRY_AFTER_S),))
 
 
+def busy(message: str) -> ApiError:
+    """The server, not its engine, has no room for more."""
+    return ApiError(503, message, code="unavailable", headers=((b"retry-after", b"%d" % RETRY_AFTER_S),))
+
+
 def shutting_down(message: str) -> ApiError:
     """The server or its engine is ending; another replica, or this one later, may serve the request."""
     headers = ((b"retry-after", b"%d" % RETRY_AFTER_S), (b"connection", b"close"))

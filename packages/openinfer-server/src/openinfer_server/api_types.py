@@ -29,6 +29,7 @@ from openinfer_server.bounded_fields import (
     TopP,
 )
 from openinfer_server.request_fields import RequestFields
+from openinfer_server.structured_types import AnswerFormat, GuidedFields
 from openinfer_server.tool_types import Tool, ToolChoice
 
 TEXT_ONLY = "this server serves text only"
@@ -55,7 +56,7 @@ class StreamOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fie
     IGNORED: ClassVar[Mapping[str, str]] = {"include_obfuscation": "false asks for what is always so; true is refused"}
 
 
-class SamplingFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every route takes that generates text."""
 
     seed: Seed | None = None
@@ -84,6 +85,8 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     stream_options: StreamOptions | None = None
     n: Count | None = None
     max_tokens: Count | None = None
+    response_format: AnswerFormat | None = None
+    """OpenAI's for chats, vLLM's for completions, too."""
     user: str | None = None
 
     IGNORED: ClassVar[Mapping[str, str]] = {"user": "it says whom the request is for, and nobody is counted"}
@@ -195,12 +198,6 @@ class ChatTemplateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """The same under DeepSeek's name; either sets both."""
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form of the answer."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/chat/completions`."""
 
@@ -215,7 +212,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     reasoning_effort: Effort | None = None
     thinking_token_budget: NonNegative | None = None
     """Tokens of reasoning at most; vLLM's name."""
-    response_format: object = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     metadata: dict[str, str] | None = None

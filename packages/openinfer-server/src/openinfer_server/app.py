@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from openinfer_core.engine import EngineHandle
+from openinfer_server.access import Access
 from openinfer_server.api_errors import ApiError, internal
 from openinfer_server.builtin import BUILTIN
 from openinfer_server.chat_template import ChatTemplate
@@ -17,13 +18,17 @@ from openinfer_server.document import document_route
 from openinfer_server.engine_link import EngineLink
 from openinfer_server.exchange import Exchange
 from openinfer_server.frontend_parts import parsers_for
+from openinfer_server.intake import Intake
 from openinfer_server.metrics import ServerMetrics
 from openinfer_server.model_text import ModelText
 from openinfer_server.options import ServerOptions
+from openinfer_server.origins import Headers, Origins
 from openinfer_server.router import Router
-from openinfer_server.routes import Endpoints
+from openinfer_server.routes import Endpoints, Route
 from openinfer_server.service import Service
 from openinfer_server.tokenizer import Tokenizer
+from openinfer_server.tracing import Tracing
+from openinfer_server.waiting import WaitingRoom
 from openinfer_server.writers import ClientGone, Receive, Scope, Send
 
 logger = logging.getLogger("openinfer.server")
@@ -49,15 +54,21 @@ class App:
         self.link_ended = asyncio.Event()
         """Set when the engine has ended."""
         self._link_task: asyncio.Task[None] | None = None
+        self._intake = Intake(service.options.max_open_body_bytes)
+        self._origins = Origins(service.options, service.access)
         routes = [route for api in (*BUILTIN, *endpoints) for route in api(service)]
-        self.router = Router([*routes, document_route(routes)])
+        self.router = Router([*routes, document_route(routes, asks_for_keys=service.access.asks_for_keys)])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, or the server's lifespan."""
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._serve(Exchange(scope, receive, send, self.service.options))
+            exchange = Exchange(scope, receive, send, self.service.options, self._intake)
+            try:
+                await self._serve(exchange)
+            finally:
+                exchange.close()
 
     def start(self) -> None:
         """Begins to take the engine's events."""
@@ -71,6 +82,8 @@ class App:
                     await self.service.link.drained()
             self._link_task.cancel()
             await asyncio.wait((self._link_task,))
+        if self.service.link.tracing is not None:
+            await self.service.link.tracing.close()
         self.service.tokenizer.close()
 
     async def _run_link(self) -> None:
@@ -80,10 +93,17 @@ class App:
             self.link_ended.set()
 
     async def _serve(self, exchange: Exchange) -> None:
-        route = UNROUTED
+        route, tracing = UNROUTED, self.service.link.tracing
+        trace = None if tracing is None else tracing.begin(exchange)
         try:
+            self._origins.check_host(exchange.header(b"host"))
+            preflight = self._preflight(exchange)
+            if preflight is not None:
+                await exchange.send(204, b"", headers=preflight)
+                return
             match = self.router.find(exchange.method, exchange.path)
             route, exchange.parameters = match.route.path, match.parameters
+            exchange.tenant = self._admit(exchange, match.route)
             await match.route.handler(exchange)
         except ApiError as error:
             await exchange.send_error(error)
@@ -100,7 +120,22 @@ class App:
                 raise
             await exchange.send_error(internal())
         finally:
+            if tracing is not None and trace is not None:
+                tracing.end(trace, exchange, route)
             self.service.metrics.responses[route, exchange.status] += 1
+
+    def _preflight(self, exchange: Exchange) -> Headers | None:
+        """What answers a browser's question whether a page may ask; None for every other request."""
+        origin = exchange.header(b"origin")
+        if exchange.method == "OPTIONS":
+            method, names = (exchange.header(b"access-control-request-" + name) for name in (b"method", b"headers"))
+            return self._origins.preflight(origin, method, names)
+        exchange.response_headers = self._origins.response_headers(origin)
+        return None
+
+    def _admit(self, exchange: Exchange, route: Route) -> str:
+        """Whose request it is; see `Access.admit`."""
+        return self.service.access.admit(route.level, exchange.header(b"authorization"), exchange.header(b"x-api-key"))
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -134,10 +169,16 @@ def build_app(
     Raises:
         ConflictingRoutes: two APIs offer one method and path.
         UnusableParser, PluginError: see `choose_parsers`.
+        ServerError: traces are asked for and cannot be made.
+        UnusableKeys: see `Access.load`.
     """
     metrics = ServerMetrics(max_model_tokens=handle.info.max_model_tokens)
     parsers = parsers_for(template.source if template else None, handle.info.family, options)
-    service = Service(options, EngineLink(handle, metrics), metrics, tokenizer, template, parsers)
+    waiting = WaitingRoom(max_requests=max(1, handle.info.max_waiting), max_tokens=options.max_queued_tokens)
+    link = EngineLink(handle, metrics, waiting=waiting)
+    service = Service(options, link, metrics, tokenizer, template, parsers, Access.load(options.api_keys_file))
+    if options.otlp_traces_endpoint:
+        service.link.tracing = Tracing(options.otlp_traces_endpoint, model_name=service.model_names[0])
     return App(service, endpoints=endpoints)
 
 

@@ -14,6 +14,7 @@ from openinfer_server.generate import token_generation_routes
 from openinfer_server.messages.handlers import message_routes
 from openinfer_server.models import model_routes
 from openinfer_server.operations import operation_routes
+from openinfer_server.page_routes import page_routes
 from openinfer_server.responses.routes import response_routes
 from openinfer_server.routes import Endpoints, Route, RouteDoc
 from openinfer_server.service import Service
@@ -66,4 +67,5 @@ BUILTIN: Sequence[Endpoints] = (
     model_routes,
     adapter_routes,
     operation_routes,
+    page_routes,
 )

@@ -18,8 +18,9 @@ from openinfer_server.generation import AnswerShape, Generation
 from openinfer_server.logprobs import chat_format
 from openinfer_server.pieces import check_pieces
 from openinfer_server.reader import Reader
-from openinfer_server.requests import Prompt, Scoring, check_stream_options, make_plan
+from openinfer_server.requests import Prompt, Scoring, check_num_choices, check_stream_options, make_plan
 from openinfer_server.service import Service
+from openinfer_server.structured import asked_of, chat_grammar, constrained
 from openinfer_server.text_choices import CollectedText
 from openinfer_server.tool_offer import chat_offer
 
@@ -48,19 +49,20 @@ class ChatCompletions:
         _check(request)
         model = service.resolve_model(request.model)
         include_usage = check_stream_options(request)
+        check_num_choices(request, 1, service.options)
         offer = chat_offer(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
         variables = {**_template_options(request), **offer.variables}
         prompt = await chat_prompt(service, request.messages, variables)
         reader = Reader.make(service, prompt, offer, budget_tokens=request.thinking_token_budget)
         plan = make_plan(
+            service,
             request,
             [reader.prompt],
+            tenant=exchange.tenant,
             max_tokens=lambda prompt: self._max_tokens(request, prompt),
             scoring=Scoring(output=(request.top_logprobs or 0) if request.logprobs else None),
-            info=service.info,
-            options=service.options,
-            new_id=service.link.new_id,
         )
+        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, asked_of(request)))
         make = Generation if reader.is_plain else partial(ChatGeneration, reader=reader)
         generation = make(
             service=service,
@@ -102,8 +104,6 @@ def _check(request: ChatRequest) -> None:
     check_refused(request)
     if request.store:
         raise refused("store", "this server stores no completions")
-    if request.response_format not in (None, {"type": "text"}):
-        raise refused("response_format", "only the type text is possible; there is no structured output yet")
     check_pieces(request.messages, "messages")
     if not request.messages:
         raise invalid("messages", "messages is empty")

@@ -1,13 +1,14 @@
 """`ChatTemplate`: the model folder's Jinja template, rendered in a sandbox, with transformers' conventions.
 
 What bounds a rendering: the immutable sandbox (no private attributes, no mutation, `range` up to 100,000), a clock
-that is read at every turn of every loop, a bound on every product of a string or list with a number, and a bound on
-the length of the output. What nothing bounds: a single expression that runs long or makes a large value by other
-means (a string joined to itself some forty times, a padded format). The template comes from the model folder, which its
-owner trusts as they trust the weights; requests cannot bring one.
+that is read at every turn of every loop, bounds on every product of a string or list with a number, on what is put
+together by `+` and `~`, on padding by `%`, and on the length of the output. What nothing bounds: a single expression
+that runs long, or makes a large value by a method or filter (`replace`, `ljust`, `format`, `join`). The template comes
+from the model folder, which its owner trusts as they trust the weights; requests cannot bring one.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -20,13 +21,17 @@ import msgspec
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from openinfer_server.errors import UnusableTemplate
 
 MAX_REPEATED_LENGTH = 2**20
 """Longest string or list that a product with a number may give."""
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")
+"""A width or precision of five digits, or one that is an argument."""
 _TICK = "openinfer_loop_tick"
 """Context name of the function that every loop calls."""
+_CONCATENATE = "openinfer_concatenate"
 
 
 class RenderingRefused(Exception):
@@ -43,6 +48,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
+        environment.max_characters = max_characters
         self._template = _compile(environment, source)
         self._special_tokens = dict(special_tokens)
         self._timeout_s = timeout_s
@@ -129,14 +135,21 @@ def template_source(model_dir: Path) -> str | None:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with products bounded."""
+    """The sandbox, with products, sums and padding bounded."""
 
-    intercepted_binops = frozenset({"*"})
+    max_characters = MAX_REPEATED_LENGTH
+
+    intercepted_binops = frozenset({"*", "+", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        for repeated, times in ((left, right), (right, left)):
-            if isinstance(times, int) and _length(repeated) * times > MAX_REPEATED_LENGTH:
-                raise RenderingRefused("the chat template repeats a text beyond all measure")
+        if operator == "*":
+            for repeated, times in ((left, right), (right, left)):
+                if isinstance(times, int) and _length(repeated) * times > MAX_REPEATED_LENGTH:
+                    raise RenderingRefused("the chat template repeats a text beyond all measure")
+        elif operator == "+" and _length(left) + _length(right) > self.max_characters:
+            raise RenderingRefused(f"the chat template makes a text of more than {self.max_characters} characters")
+        elif operator == "%" and isinstance(left, str) and _WIDTH.search(left):
+            raise RenderingRefused("the chat template pads a text beyond all measure")
         return super().call_binop(context, operator, left, right)
 
 
@@ -153,18 +166,32 @@ class _GenerationTag(jinja2.ext.Extension):
 
 def _compile(environment: _Environment, source: str) -> jinja2.Template:
     try:
-        tree = environment.parse(source)
+        tree = _BoundedConcatenation().visit(environment.parse(source))
         for loop in list(tree.find_all(nodes.For)):
             loop.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)))
         tree.set_environment(environment)
         code = environment.compile(tree)
     except jinja2.TemplateError as error:
         raise UnusableTemplate(f"the chat template does not compile: {error}") from error
-    return jinja2.Template.from_code(environment, code, environment.make_globals(_globals()))
+    return jinja2.Template.from_code(environment, code, environment.make_globals(_globals(environment.max_characters)))
 
 
-def _globals() -> dict[str, object]:
-    return {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+class _BoundedConcatenation(NodeTransformer):
+    """`a ~ b` becomes a call: the sandbox intercepts other operators, not this one."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802 - jinja2's name
+        parts = [self.visit(part) for part in node.nodes]
+        return nodes.Call(nodes.Name(_CONCATENATE, "load"), parts, [], None, None, lineno=node.lineno)
+
+
+def _globals(max_characters: int) -> dict[str, object]:
+    def concatenate(*parts: object) -> str:
+        texts = [str(part) for part in parts]
+        if sum(map(len, texts)) > max_characters:
+            raise RenderingRefused(f"the chat template makes a text of more than {max_characters} characters")
+        return "".join(texts)
+
+    return {"raise_exception": _raise_exception, "strftime_now": _strftime_now, _CONCATENATE: concatenate}
 
 
 def _length(value: object) -> int:

@@ -16,6 +16,7 @@ from openinfer_server.requests import (
     too_long,
 )
 from openinfer_server.service import Service
+from openinfer_server.structured import asked_of, constrained, text_grammar
 from openinfer_server.text_choices import CollectedText, TextOptions
 
 
@@ -53,14 +54,14 @@ async def complete(exchange: Exchange, service: Service, prompt: str, fields: Ge
     if fields.n not in (None, 1):
         raise invalid("n", "one prompt is continued with one text here")
     plan = make_plan(
+        service,
         fields,
         [await _encoded(service, prompt)],
+        tenant=exchange.tenant,
         max_tokens=lambda given: _max_tokens(fields, given, service),
         scoring=Scoring(),
-        info=service.info,
-        options=service.options,
-        new_id=service.link.new_id,
     )
+    plan = constrained(plan, text_grammar(asked_of(fields)))
     text = TextOptions(tokenizer=service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=False)
     answer = Answer(service.link)
     choice = CollectedText(answer, 0, prompt=plan.prompt_of(0), options=text)

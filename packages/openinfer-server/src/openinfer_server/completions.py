@@ -16,12 +16,14 @@ from openinfer_server.requests import (
     DEFAULT_COMPLETION_TOKENS,
     Prompt,
     Scoring,
+    check_num_choices,
     check_prompt_token_ids,
     check_stream_options,
     make_plan,
     too_long,
 )
 from openinfer_server.service import Service
+from openinfer_server.structured import asked_of, constrained, text_grammar
 from openinfer_server.text_choices import CollectedText
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
@@ -53,14 +55,14 @@ class Completions:
         include_usage = check_stream_options(request)
         prompts = await self._prompts(request)
         plan = make_plan(
+            service,
             request,
             prompts,
+            tenant=exchange.tenant,
             max_tokens=lambda prompt: self._max_tokens(request, prompt),
             scoring=Scoring(output=request.logprobs, prompt=request.logprobs if request.echo else None),
-            info=service.info,
-            options=service.options,
-            new_id=service.link.new_id,
         )
+        plan = constrained(plan, text_grammar(asked_of(request)))
         generation = Generation(
             service=service,
             shape=self._shape,
@@ -83,6 +85,7 @@ class Completions:
         given = request.prompt
         if given is None:
             raise invalid("prompt", "prompt is required")
+        check_num_choices(request, 1, self._service.options)
         if isinstance(given, str):
             return [await self._text_prompt(given)]
         kinds = set(map(type, given))
@@ -92,6 +95,7 @@ class Completions:
             return [self._id_prompt(cast("list[int]", given), request)]
         if len(given) > self._service.options.max_choices:
             raise invalid("prompt", f"{len(given)} prompts exceed {self._service.options.max_choices} choices")
+        check_num_choices(request, len(given), self._service.options)
         several = cast("list[str | list[int]]", given)
         return [await self._text_prompt(p) if isinstance(p, str) else self._id_prompt(p, request) for p in several]
 

@@ -17,6 +17,7 @@ import msgspec
 
 from openinfer_core.events import Finished, FinishReason, Scheduled
 from openinfer_core.request import GenerateRequest
+from openinfer_core.sampling import Grammar
 from openinfer_server.answer import Answer
 from openinfer_server.logprobs import ScoredToken
 from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
@@ -182,5 +183,12 @@ class DeltaChoice(TextChoice):
             request,
             request_id=self.answer.link.new_id(),
             prompt_token_ids=token_ids,
-            sampling=msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens),
+            sampling=msgspec.structs.replace(
+                sampling, max_tokens=max_tokens, min_tokens=min_tokens, grammar=_without_preamble(sampling.grammar)
+            ),
         )
+
+
+def _without_preamble(grammar: Grammar | None) -> Grammar | None:
+    """What is left of a grammar after the reasoning."""
+    return None if grammar is None else msgspec.structs.replace(grammar, preamble=None)

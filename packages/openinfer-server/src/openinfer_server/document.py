@@ -6,18 +6,19 @@ from importlib.metadata import version
 import msgspec
 
 from openinfer_server.exchange import Exchange
+from openinfer_server.levels import Level
 from openinfer_server.openapi import openapi_document
 from openinfer_server.operations import DISTRIBUTION
-from openinfer_server.routes import Level, Route, RouteDoc
+from openinfer_server.routes import Route, RouteDoc
 
 
-def document_route(routes: Iterable[Route]) -> Route:
+def document_route(routes: Iterable[Route], *, asks_for_keys: bool) -> Route:
     """The route of the document, which describes these routes and itself. It is made at the first request."""
     made: list[bytes] = []
 
     async def document(exchange: Exchange) -> None:
         if not made:
-            content = openapi_document([*described, route], version=version(DISTRIBUTION))
+            content = openapi_document([*described, route], version=version(DISTRIBUTION), asks_for_keys=asks_for_keys)
             made.append(msgspec.json.encode(content))
         await exchange.send(200, made[0])
 

@@ -20,6 +20,8 @@ from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, S
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_server.answer import Choice, faulty
 from openinfer_server.metrics import ServerMetrics
+from openinfer_server.tracing import Tracing
+from openinfer_server.waiting import WaitingRoom
 from openinfer_server.writers import StreamWriter
 
 logger = logging.getLogger("openinfer.server")
@@ -32,16 +34,25 @@ class EngineLink:
     """Requests to the engine and events from it.
 
     Attributes:
+        waiting: what the engine has not begun.
+        tracing: makes spans of requests; None makes none.
         dirty: writers with something to flush at the end of this wake-up.
         dead: whether the engine has ended.
         died: whether it did so by itself.
     """
 
     def __init__(
-        self, handle: EngineHandle, metrics: ServerMetrics, *, clock: Callable[[], float] = time.monotonic
+        self,
+        handle: EngineHandle,
+        metrics: ServerMetrics,
+        *,
+        waiting: WaitingRoom | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.handle = handle
         self.metrics = metrics
+        self.waiting = WaitingRoom() if waiting is None else waiting
+        self.tracing: Tracing | None = None
         self.dirty: list[StreamWriter] = []
         self.dead = False
         self.died = False
@@ -78,11 +89,14 @@ class EngineLink:
         """Hands a request to the engine; its events go to the choice. A dead engine fails it."""
         choice.submitted_s = self._clock()
         self.metrics.request_max_tokens.observe(request.sampling.max_tokens)
+        if self.tracing is not None:
+            request = self.tracing.submit(choice, request)
         self._hand_over(choice, request)
 
     def _hand_over(self, choice: Choice, request: GenerateRequest) -> None:
         choice.request_id = request.request_id
         self._choices[request.request_id] = choice
+        self.waiting.enter(request.request_id, len(request.prompt_token_ids))
         try:
             self.handle.submit(request)
         except EngineClosed:
@@ -90,19 +104,19 @@ class EngineLink:
 
     def replace(self, choice: Choice, request: GenerateRequest) -> None:
         """Goes on with another request in place of the choice's own; for the counters it is one. Not if it ended."""
-        if self._choices.pop(choice.request_id, None) is not None:
+        if self._forget(choice) is not None:
             self.handle.abort(choice.request_id)
             self._hand_over(choice, request)
 
     def abort(self, choice: Choice) -> None:
         """Ends a choice whose answer nobody waits for; does nothing if it has ended."""
-        if self._choices.pop(choice.request_id, None) is not None:
+        if self._forget(choice) is not None:
             self._count(choice, FinishReason.ABORT)
             self.handle.abort(choice.request_id)
 
     def stopped(self, choice: Choice) -> None:
         """Ends a choice whose text reached a stop string: the engine need not go on."""
-        if self._choices.pop(choice.request_id, None) is not None:
+        if self._forget(choice) is not None:
             self._count(choice, FinishReason.STOP)
             self.handle.abort(choice.request_id)
 
@@ -157,19 +171,27 @@ class EngineLink:
 
     def _dispatch_rare(self, choice: Choice, event: TokenEvent) -> None:
         if isinstance(event, Finished):
-            del self._choices[choice.request_id]
+            self._forget(choice)
             choice.finished(event)
             self._count(choice, event.reason)
         elif isinstance(event, Failed):
             self._failed(choice, event)
         elif isinstance(event, Scheduled):
+            self.waiting.leave(choice.request_id)
             self._scheduled(choice, event)
             choice.scheduled(event)
 
     def _failed(self, choice: Choice, event: Failed) -> None:
-        self._choices.pop(choice.request_id, None)
+        self._forget(choice)
         self.metrics.failures[event.kind] += 1
+        if self.tracing is not None:
+            self.tracing.ended(choice, event.kind, now_s=self._clock())
         choice.answer.fail(event)
+
+    def _forget(self, choice: Choice) -> Choice | None:
+        """Its events are nobody's from now on; returns it if it was open."""
+        self.waiting.leave(choice.request_id)
+        return self._choices.pop(choice.request_id, None)
 
     def _fault(self, choice: Choice, error: Exception) -> None:
         """The fence: whatever went wrong inside one request ends that request."""
@@ -199,10 +221,12 @@ class EngineLink:
 
     def _count(self, choice: Choice, outcome: FinishReason) -> None:
         metrics = self.metrics
+        now_s = self._clock()
         metrics.ended[outcome] += 1
+        if self.tracing is not None:
+            self.tracing.ended(choice, outcome, now_s=now_s)
         if outcome is FinishReason.ABORT:
             return
-        now_s = self._clock()
         total_s = now_s - choice.submitted_s
         metrics.count_complete(
             prompt_tokens=choice.prompt_tokens, generated_tokens=choice.completion_tokens, total_s=total_s

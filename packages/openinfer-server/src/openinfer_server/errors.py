@@ -4,6 +4,8 @@
     └── ServerError             the server cannot start
         ├── CannotListen        the address is in use or not ours
         ├── ConflictingRoutes   two endpoints offer one method and path
+        ├── UnusableCertificate the certificate cannot be read
+        ├── UnusableKeys        the key file cannot be read, or a key in it is malformed
         ├── UnusableParser      no tool or reasoning parser can be chosen, or the one chosen is none
         ├── UnusableTokenizer   the model folder has no tokenizer this server can use
         └── UnusableTemplate    the model folder's chat template does not compile
@@ -24,6 +26,14 @@ class CannotListen(ServerError):
 
 class ConflictingRoutes(ServerError):
     """Two endpoints offer the same method and path."""
+
+
+class UnusableCertificate(ServerError):
+    """The certificate or its key cannot be read, or they do not belong together."""
+
+
+class UnusableKeys(ServerError):
+    """The key file cannot be read, has no keys, or one of them is malformed."""
 
 
 class UnusableParser(ServerError):

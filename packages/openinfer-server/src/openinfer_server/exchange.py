@@ -10,6 +10,8 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from openinfer_server.api_errors import ApiError, from_decode_error, invalid
+from openinfer_server.bodies import check_elements, collector_paused
+from openinfer_server.intake import Intake
 from openinfer_server.options import ServerOptions
 from openinfer_server.writers import ClientGone, Message, Receive, Scope, Send, StreamWriter, stream_writer
 
@@ -18,6 +20,7 @@ Q = TypeVar("Q", bound=msgspec.Struct)
 JSON = b"application/json"
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_HEADER = b"anthropic-version"
+TRACE_HEADERS = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 """What is taken from a client: nothing that could forge a line of the log."""
 
@@ -29,18 +32,22 @@ class Exchange:
         status: status of the response that was begun; 0 before.
         parameters: of the path, by name.
         tenant: whose request it is; empty where everybody is one tenant.
+        response_headers: what every response to it has, whatever it is.
         request_id: the client's own (`x-request-id`) or one made here; in the response's head and in the log.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServerOptions) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, intake: Intake) -> None:
         self.status = 0
         self.parameters: Mapping[str, str] = {}
         self.tenant = ""
         self.options = options
+        self.response_headers: tuple[tuple[bytes, bytes], ...] = ()
+        self._intake = intake
+        self._held_bytes = 0
         self._scope = scope
         self._receive = receive
         self._asgi_send = send
-        given = (self._header(b"x-request-id") or b"").decode("latin-1")
+        given = (self.header(b"x-request-id") or b"").decode("latin-1")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
     @property
@@ -56,7 +63,17 @@ class Exchange:
     @property
     def for_anthropic(self) -> bool:
         """Whether the client speaks Anthropic's API: by its header, or by the route it asks for."""
-        return self.path.startswith(ANTHROPIC_PATH) or self._header(ANTHROPIC_HEADER) is not None
+        return self.path.startswith(ANTHROPIC_PATH) or self.header(ANTHROPIC_HEADER) is not None
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of this name, which is given in lower case."""
+        return next((value for key, value in self._scope["headers"] if key == name), None)
+
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """W3C's headers of a distributed trace, as far as the client sent them."""
+        pairs = ((name.decode(), value.decode("latin-1")) for name, value in self._scope["headers"])
+        return {name: value for name, value in pairs if name in TRACE_HEADERS}
 
     def read_query(self, kind: "type[Q]") -> Q:
         """The query as a Struct; fields of type `list[str] | None` may be repeated, with `[]` or without.
@@ -89,20 +106,22 @@ class Exchange:
         """
         self._check_content_type()
         body = await self._read_body()
+        check_elements(body, self.options.max_body_elements)
         try:
-            return decoder.decode(body)
+            with collector_paused(len(body)):
+                return decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise from_decode_error(error) from error
 
     def _check_content_type(self) -> None:
         """Demands JSON: a page of another origin can post other types to a local server without being asked."""
-        content_type = self._header(b"content-type") or b""
+        content_type = self.header(b"content-type") or b""
         if content_type.split(b";")[0].strip().lower() != JSON:
             raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
 
     async def _read_body(self) -> bytes:
         limit = self.options.max_body_bytes
-        declared = self._header(b"content-length")
+        declared = self.header(b"content-length")
         if declared is not None and int(declared) > limit:
             raise _body_too_large(limit)
         body = bytearray()
@@ -112,7 +131,8 @@ class Exchange:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    body += message.get("body", b"")
+                    self._hold(part := message.get("body", b""))
+                    body += part
                     if len(body) > limit:
                         raise _body_too_large(limit)
                     if not message.get("more_body", False):
@@ -121,19 +141,26 @@ class Exchange:
             text = f"the body did not arrive within {self.options.body_timeout_s:g} s"
             raise ApiError(408, text, code="timeout", headers=((b"connection", b"close"),)) from error
 
+    def _hold(self, part: bytes) -> None:
+        self._intake.take(len(part))
+        self._held_bytes += len(part)
+
+    def close(self) -> None:
+        """The request has been answered: its body no longer counts."""
+        self._intake.give_back(self._held_bytes)
+        self._held_bytes = 0
+
     async def _send(self, message: Message) -> None:
         """ASGI's `send`; servers may raise OSError when the client has left. The head gets the request's id."""
         if message["type"] == "http.response.start":
             request_id = self.request_id.encode()
             names = (b"x-request-id", b"request-id") if self.for_anthropic else (b"x-request-id",)
-            message = {**message, "headers": [*message["headers"], *((name, request_id) for name in names)]}
+            added = (*self.response_headers, *((name, request_id) for name in names))
+            message = {**message, "headers": [*message["headers"], *added]}
         try:
             await self._asgi_send(message)
         except OSError as error:
             raise ClientGone from error
-
-    def _header(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self._scope["headers"] if key == name), None)
 
     async def disconnected(self) -> None:
         """Returns when the client is gone. The body must have been read."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
+from openinfer_core.sampling import Grammar
 from openinfer_server.answer import Answer, Choice
 from openinfer_server.api_errors import ApiError, ErrorResponse, invalid, refused
 from openinfer_server.api_types import GenerationFields, check_refused
@@ -32,6 +33,7 @@ from openinfer_server.requests import (
 )
 from openinfer_server.routes import Route, RouteDoc
 from openinfer_server.service import Service
+from openinfer_server.structured import asked_of, constrained, text_grammar
 from openinfer_server.usage import usage_of
 from openinfer_server.writers import StreamWriter
 
@@ -56,7 +58,8 @@ class TokenGeneration:
         request = await exchange.read_json(_decoder)
         _check(request)
         model = service.resolve_model(request.model)
-        plan = self._plan(request)
+        plan = self._plan(request, exchange.tenant)
+        plan = constrained(plan, _grammar(request))
         head = TokenAnswer(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
         answer = Answer(service.link)
         writer = exchange.stream(plan.n) if request.stream else None
@@ -78,7 +81,7 @@ class TokenGeneration:
         finally:
             service.metrics.slow_clients.value += writer.was_slow
 
-    def _plan(self, request: TokenRequest) -> Plan:
+    def _plan(self, request: TokenRequest, tenant: str) -> Plan:
         info, sampling = self._service.info, request.sampling_params
         check_prompt_token_ids(request.token_ids, info, "token_ids")
         if len(request.token_ids) > info.max_model_tokens:
@@ -91,13 +94,12 @@ class TokenGeneration:
             return min(DEFAULT_TOKENS, room) if sampling.max_tokens is None else sampling.max_tokens
 
         return make_plan(
+            self._service,
             fields,
             [Prompt(tuple(request.token_ids), "", "token_ids")],
+            tenant=tenant,
             max_tokens=max_tokens,
             scoring=Scoring(output=sampling.logprobs, prompt=sampling.prompt_logprobs),
-            info=info,
-            options=self._service.options,
-            new_id=self._service.link.new_id,
         )
 
 
@@ -110,6 +112,13 @@ def _check(request: TokenRequest) -> None:
         raise invalid("request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
     if request.stream and request.sampling_params.prompt_logprobs is not None:
         raise invalid("sampling_params.prompt_logprobs", "prompt_logprobs goes with stream=false")
+
+
+def _grammar(request: TokenRequest) -> Grammar | None:
+    try:
+        return text_grammar(asked_of(_fields(request)))
+    except ApiError as error:
+        raise error.with_names({error.body.param or "": f"sampling_params.{error.body.param}"}) from error
 
 
 def _fields(request: TokenRequest) -> GenerationFields:

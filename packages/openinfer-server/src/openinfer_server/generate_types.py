@@ -25,6 +25,7 @@ from openinfer_server.bounded_fields import (
     TopP,
 )
 from openinfer_server.request_fields import RequestFields
+from openinfer_server.structured_types import StructuredOutputs
 
 NO_TEXT = "no text is made here; /v1/completions makes some"
 
@@ -50,6 +51,7 @@ class TokenSampling(RequestFields, frozen=True, kw_only=True, forbid_unknown_fie
     """Alternatives per generated token."""
     prompt_logprobs: Logprobs | None = None
     """Alternatives per prompt token."""
+    structured_outputs: StructuredOutputs | None = None
     detokenize: bool | None = None
     stop: list[str] | None = None
     bad_words: list[str] | None = None

@@ -4,6 +4,9 @@
                      ├── longer than max_head_bytes: 431      URL alone longer than max_url_bytes: 414
                      └── not complete within head_timeout_s: 408
 
+When all `max_connections` are taken, the one that has had no request for longest makes room: whoever holds connections
+open without asking anything can only drive out others that do so.
+
 The minor version of uvicorn is pinned, because this class relies on when `data_received`, `on_message_begin`, `on_url`,
 `on_header`, `on_headers_complete`, `send_400_response`, `connection_lost`, `pause_writing` and `resume_writing` are
 called; tests/test_http_protocol.py is the contract.
@@ -12,15 +15,19 @@ called; tests/test_http_protocol.py is the contract.
 import asyncio
 import socket
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from openinfer_server.api_errors import ApiError
+from openinfer_server.api_errors import ApiError, busy
 from openinfer_server.options import ServerOptions
 from openinfer_server.writers import DIRECT_WRITE, DirectWriter
+
+_LINGER_S = 1.0
+_LINGER_BYTES = 16 * 2**20
+"""For how long, and how much, a client may go on sending a request that was refused: it is thrown away."""
 
 
 class _HeadRefused(Exception):
@@ -31,6 +38,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. Subclasses say with which options: uvicorn constructs protocols itself."""
 
     options = ServerOptions()
+    unasked: ClassVar["dict[BoundedProtocol, None]"] = {}
+    """Connections without a running request, the one that has been so for longest first; each server has its own."""
 
     def __init__(
         self,
@@ -45,9 +54,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._unparsed_bytes = 0
+        self._discarded_bytes = 0
         self._head_deadline: asyncio.TimerHandle | None = None
         self._first_byte_deadline: asyncio.TimerHandle | None = None
         self._unread_deadline: asyncio.TimerHandle | None = None
+        self._body_deadline: asyncio.TimerHandle | None = None
+        self._lingering: asyncio.TimerHandle | None = None
 
     def attach(self, writer: DirectWriter) -> None:
         """From here on the writer is told when it may write (`resume`), must wait (`pause`), or is alone (`lost`)."""
@@ -66,17 +78,29 @@ class BoundedProtocol(HttpToolsProtocol):
         """Begins a connection; one that never says anything is closed like an idle one."""
         super().connection_made(transport)
         _send_at_once(transport)
-        if len(self.connections) > self.options.max_connections:
-            self._refusal = ApiError(503, "too many connections", code="unavailable")
+        if len(self.connections) > self.options.max_connections and not self._make_room():
+            self._refusal = busy("too many connections")
             self.send_400_response("")
             return
+        self.unasked[self] = None
         self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)
+
+    def _make_room(self) -> bool:
+        """Drops the connection that has been without a request for longest; returns whether there was one."""
+        oldest = next(iter(self.unasked), None)
+        if oldest is None:
+            return False
+        del self.unasked[oldest]
+        oldest.transport.abort()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends a connection."""
         self._stop_timers()
-        if self._unread_deadline is not None:
-            self._unread_deadline.cancel()
+        self.unasked.pop(self, None)
+        for timer in (self._unread_deadline, self._body_deadline, self._lingering):
+            if timer is not None:
+                timer.cancel()
         self._end_writer()
         super().connection_lost(exc)
 
@@ -98,6 +122,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parses what came; a head that is not complete yet is measured, and gets a deadline."""
         if self._refusal is not None:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > _LINGER_BYTES:
+                self.transport.abort()
             return
         if self._first_byte_deadline is not None:
             self._first_byte_deadline.cancel()
@@ -131,11 +158,24 @@ class BoundedProtocol(HttpToolsProtocol):
         """The head is whole: its deadline is over, the request starts."""
         self._in_head = False
         self._stop_timers()
+        self.unasked.pop(self, None)
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        """The body is whole."""
+        if self._body_deadline is not None:
+            self._body_deadline.cancel()
+            self._body_deadline = None
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
-        """A response is whole; its client must read what is left of it."""
+        """A response is whole; its client must read what is left of it, and end its body if it was answered before."""
+        answered = self.cycle
         super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self.unasked[self] = None
+        if answered.more_body and self._body_deadline is None:
+            self._body_deadline = self.loop.call_later(self.options.body_timeout_s, self.transport.abort)
         if self.transport.get_write_buffer_size() and self._unread_deadline is None:
             self._unread_deadline = self.loop.call_later(self.options.write_timeout_s, self._drop_if_unread)
 
@@ -146,7 +186,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timers()
         self._end_writer()
         self.transport.write(_plain_response(error))
-        self.transport.close()
+        self._close_when_read()
+
+    def _close_when_read(self) -> None:
+        """Closes in a while, or when the client does: closing with bytes unread would take back what was written."""
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._lingering = self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def _count(self, length: int) -> None:
         self._head_bytes += length
@@ -196,7 +242,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
     """The protocol class for some options."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"options": options})
+    return type("BoundedProtocol", (BoundedProtocol,), {"options": options, "unasked": {}})
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:
@@ -214,6 +260,7 @@ def _plain_response(error: ApiError) -> bytes:
     body = error.to_json()
     head = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
     )
-    return head.encode() + body
+    further = b"".join(b"%b: %b\r\n" % header for header in error.headers)
+    return head.encode() + further + b"\r\n" + body

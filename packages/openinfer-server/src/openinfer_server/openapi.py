@@ -10,24 +10,34 @@ import msgspec
 from openinfer_server.api_errors import AnthropicErrorResponse, ErrorResponse
 from openinfer_server.api_types import sent_name
 from openinfer_server.exchange import JSON
+from openinfer_server.levels import Level
 from openinfer_server.routes import Route, RouteDoc
 
 OPENAPI_VERSION = "3.1.0"
 EVENT_STREAM = "text/event-stream"
 _REFERENCE = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
-_ALWAYS = (400, 500)
-"""Any route may answer so: a request can be malformed in ways no schema says, and a server can fail."""
+_ALWAYS = (400, 403, 500)
+"""Any route may answer so: a request can be malformed in ways no schema says or be addressed to another host, and a
+server can fail."""
+_WITH_BODY = (408, 413, 415, 503)
+"""Any route that reads a body may answer so."""
 
 Schema = dict[str, Any]
+_KEYS: dict[str, Schema] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""How a key is shown; OpenAI's clients do it the one way, Anthropic's the other."""
 
 
-def openapi_document(routes: Iterable[Route], *, version: str) -> Schema:
+def openapi_document(routes: Iterable[Route], *, version: str, asks_for_keys: bool) -> Schema:
     """The document.
 
     Args:
         routes: all of the server's.
         version: the server's own.
+        asks_for_keys: whether routes that are not public need one.
     """
     routes = list(routes)
     types = list(dict.fromkeys(kind for route in routes for kind in _types(route.doc)))
@@ -36,7 +46,9 @@ def openapi_document(routes: Iterable[Route], *, version: str) -> Schema:
     paths: dict[str, Schema] = {}
     for route in routes:
         path = _PARAMETER.sub(r"{\1}", route.path)
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, schemas)
+        operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route, schemas)
+        if asks_for_keys and route.level is not Level.PUBLIC:
+            operation["security"] = [{name: []} for name in _KEYS]
     _say_what_is_refused(components, types)
     return {
         "openapi": OPENAPI_VERSION,
@@ -46,7 +58,7 @@ def openapi_document(routes: Iterable[Route], *, version: str) -> Schema:
             "description": "LLM inference over OpenAI's and Anthropic's protocols.",
         },
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {"schemas": components, **({"securitySchemes": _KEYS} if asks_for_keys else {})},
     }
 
 
@@ -88,7 +100,7 @@ def _operation(route: Route, schemas: dict[Any, Schema]) -> Schema:
         "tags": [doc.tag],
         "x-openinfer-level": route.level,
         "parameters": [*_path_parameters(route), *_query_parameters(doc)],
-        "responses": _responses(doc, schemas),
+        "responses": _responses(route, schemas),
     }
     if doc.body is not None:
         operation["requestBody"] = {"required": True, "content": {JSON.decode(): {"schema": schemas[doc.body]}}}
@@ -117,17 +129,18 @@ def _query_parameters(doc: RouteDoc) -> Iterator[Schema]:
             yield {"name": name, "in": "query", "schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
 
 
-def _responses(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:
+def _responses(route: Route, schemas: dict[Any, Schema]) -> Schema:
     content: Schema = {}
+    doc, errors = route.doc, _errors(route, schemas)
     if not doc.media_type:
-        return _errors(doc, schemas)
+        return errors
     if doc.answer is not None:
         content[doc.media_type.decode()] = {"schema": _any_of(doc.answer, schemas)}
     else:
         content[doc.media_type.decode().partition(";")[0]] = {"schema": {"type": "string"}}
     if doc.events is not None:
         content[EVENT_STREAM] = {"schema": _event_schema(doc, schemas)}
-    return {"200": {"description": "The answer.", "content": content}, **_errors(doc, schemas)}
+    return {"200": {"description": "The answer.", "content": content}, **errors}
 
 
 def _event_schema(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:
@@ -148,12 +161,15 @@ def _event_schema(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:
     }
 
 
-def _errors(doc: RouteDoc, schemas: dict[Any, Schema]) -> Schema:
+def _errors(route: Route, schemas: dict[Any, Schema]) -> Schema:
     responses: Schema = {}
+    doc = route.doc
     error = _any_of(doc.error_body, schemas)
     if doc.error_body is ErrorResponse:
         error = {"anyOf": [error, schemas[AnthropicErrorResponse]]}
-    for status in sorted({*doc.errors, *_ALWAYS}):
+    read = _WITH_BODY if doc.body is not None else ()
+    keyed = () if route.level is Level.PUBLIC else (401,)
+    for status in sorted({*doc.errors, *_ALWAYS, *read, *keyed}):
         about = http.HTTPStatus(status).phrase
         responses[str(status)] = {"description": about, "content": {JSON.decode(): {"schema": error}}}
     if doc.unwell is not None:

@@ -7,10 +7,13 @@ from typing import Any
 import msgspec
 
 from openinfer_core.engine import EngineStats
+from openinfer_server.api_errors import busy
 from openinfer_server.exchange import Exchange
 from openinfer_server.exposition import CONTENT_TYPE
+from openinfer_server.levels import Level
 from openinfer_server.metrics_page import metrics_page
-from openinfer_server.routes import Handler, Level, Route, RouteDoc
+from openinfer_server.metrics_snapshot import summed
+from openinfer_server.routes import Handler, Route, RouteDoc
 from openinfer_server.service import Service
 
 DISTRIBUTION = "openinfer-server"
@@ -47,8 +50,10 @@ class Operations:
 
     async def health(self, exchange: Exchange) -> None:
         """200 while the step loop turns; 503 when it hangs, is dead or does not answer."""
-        stats = await self._stats()
-        if stats is None:
+        stats, lost = await self._stats(), self._service.peers.lost
+        if lost is not None:
+            await exchange.send(503, msgspec.json.encode(Health(lost, None)))
+        elif stats is None:
             await exchange.send(503, msgspec.json.encode(Health("the engine does not answer", None)))
         elif stats.step_age_s > self._service.options.health_max_step_age_s:
             await exchange.send(503, msgspec.json.encode(Health("the engine's loop hangs", stats.step_age_s)))
@@ -63,14 +68,18 @@ class Operations:
             await exchange.send(200, msgspec.json.encode(Readiness("ready")))
 
     async def metrics(self, exchange: Exchange) -> None:
-        """Prometheus' text format."""
+        """Prometheus' text format; of all workers, whichever is asked."""
         service = self._service
+        try:
+            snapshots = [service.snapshot(), *await service.peers.snapshots()]
+        except TimeoutError as error:
+            raise busy("a worker does not say what it counted") from error
         body = metrics_page(
-            service.metrics,
+            summed(snapshots, max_model_tokens=service.info.max_model_tokens),
             service.info,
             await self._stats(),
             model_name=service.model_names[0],
-            open_requests=service.link.num_open,
+            open_requests=sum(snapshot.open_requests for snapshot in snapshots),
         )
         await exchange.send(200, body, content_type=CONTENT_TYPE)
 
@@ -97,6 +106,6 @@ def operation_routes(service: Service) -> list[Route]:
     return [
         get("/health", operations.health, "Whether the engine lives.", answer=Health, unwell=Health),
         get("/ready", operations.ready, "Whether requests are taken.", answer=Readiness, unwell=Readiness),
-        get("/metrics", operations.metrics, "Numbers for Prometheus.", media_type=CONTENT_TYPE),
+        get("/metrics", operations.metrics, "Numbers for Prometheus.", media_type=CONTENT_TYPE, errors=(503,)),
         get("/version", operations.version, "The server's version.", answer=VersionAnswer),
     ]

@@ -1,10 +1,15 @@
 """`ServerOptions`: everything a user can set about the server, in one frozen Struct."""
 
+import re
 from enum import StrEnum
 
 import msgspec
 
 from openinfer_core.errors import InvalidRequest
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.\-]*://[^/\s]+")
+
+MAX_WORKERS = 128
 
 
 class EventLoop(StrEnum):
@@ -24,14 +29,32 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     host: str = "127.0.0.1"
-    """Address to listen on. There is no authentication: anything beyond loopback is your decision."""
+    """Address to listen on. Beyond loopback, give `api_keys_file` and a certificate, or put a proxy before it that has
+    both."""
     port: int = 8000
     """0 lets the system choose; `on_ready` is told which."""
     model_names: tuple[str, ...] = ()
     """Names clients may ask for, the first one is shown; empty means the engine's own name."""
+    workers: int = 1
+    """Processes that serve the port, all before one engine. Each has its own bounds, and its own stored responses."""
     event_loop: EventLoop = EventLoop.AUTO
     endpoints: tuple[str, ...] = ()
     """Further APIs, by their names in the entry-point group `openinfer.endpoints`."""
+
+    api_keys_file: str = ""
+    """TOML file of API keys with their tenants and levels (SECURITY.md); empty: no key is asked for, and the routes of
+    operators are closed."""
+    tls_cert_file: str = ""
+    """Certificate chain in PEM; empty: plain HTTP."""
+    tls_key_file: str = ""
+    """Its private key in PEM, not encrypted; empty if it is in `tls_cert_file`."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use the server, such as `https://app.example`; `*` for all; empty for none."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names that a server on loopback without keys may be addressed by; others are refused (DNS rebinding)."""
+    otlp_traces_endpoint: str = ""
+    """Where OpenTelemetry spans go, over OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none are made.
+    Needs openinfer-server[otel]."""
 
     tool_parser: str = "auto"
     """What finds tool calls in answers: a name in the entry-point group `openinfer.tool_parsers`, auto (by the chat
@@ -41,6 +64,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     max_body_bytes: int = 8 * 2**20
     """A longer request body is answered with 413 while it is read."""
+    max_body_elements: int = 2**18
+    """Commas and opening brackets in a body, whose decoding they make slow; beyond it 400."""
+    max_open_body_bytes: int = 512 * 2**20
+    """Bodies of all requests that have not been answered; beyond it 503."""
     max_head_bytes: int = 32 * 2**10
     """URL and headers together; beyond it 431."""
     max_url_bytes: int = 8 * 2**10
@@ -49,6 +76,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Prompts x `n` of one request."""
     max_request_tokens: int = 2**22
     """Prompt tokens x `n`, over all prompts of one request."""
+    max_request_kv_tokens: int = 2**24
+    """Prompt and `max_tokens` of every choice of one request: the room in the KV cache that it may come to need."""
+    max_queued_tokens: int = 2**23
+    """Prompt tokens of all requests that the engine has not begun; beyond it 429. It bounds their number itself."""
     max_connections: int = 4096
     """Further ones are answered with 503 and closed."""
     max_logprob_entries: int = 2**20
@@ -85,8 +116,23 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in _SECONDS:
             if not 0 < getattr(self, name) <= 86400:
                 raise InvalidRequest(f"{name} must be in (0, 86400] seconds", field=name)
+        if self.otlp_traces_endpoint and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            message = f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL of http or https"
+            raise InvalidRequest(message, field="otlp_traces_endpoint")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise InvalidRequest(f"workers is {self.workers}; it must be between 1 and {MAX_WORKERS}", field="workers")
         if "" in self.model_names:
             raise InvalidRequest("a model name is empty", field="model_names")
+        if self.tls_key_file and not self.tls_cert_file:
+            raise InvalidRequest("tls_key_file needs tls_cert_file", field="tls_key_file")
+        _check_origins(self.cors_origins)
+
+
+def _check_origins(origins: tuple[str, ...]) -> None:
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            message = f"{origin!r} is no origin; one is like https://app.example or http://localhost:3000, or is *"
+            raise InvalidRequest(message, field="cors_origins")
 
 
 _AT_LEAST_ONE = (
@@ -94,7 +140,11 @@ _AT_LEAST_ONE = (
     "max_head_bytes",
     "max_url_bytes",
     "max_choices",
+    "max_body_elements",
+    "max_open_body_bytes",
     "max_request_tokens",
+    "max_request_kv_tokens",
+    "max_queued_tokens",
     "max_connections",
     "max_logprob_entries",
     "max_stored_responses",

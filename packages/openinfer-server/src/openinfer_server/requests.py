@@ -3,18 +3,23 @@
 Everything is checked before anything is submitted; the contract's own types check the ranges of single values.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from openinfer_core.engine import EngineInfo
 from openinfer_core.errors import InvalidRequest
-from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.request import MAX_NAME_LENGTH, GenerateRequest, RequestId
 from openinfer_core.sampling import SamplingParams
 from openinfer_server.api_errors import ApiError, from_invalid_request, invalid, refused
 from openinfer_server.api_types import GenerationFields
 from openinfer_server.bounded_fields import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOPS
+from openinfer_server.cost import PromptCost, RequestCost
 from openinfer_server.options import ServerOptions
+from openinfer_server.service import Service
 
 T = TypeVar("T")
 
@@ -61,48 +66,72 @@ class Plan:
 
 
 def make_plan(
+    service: Service,
     fields: GenerationFields,
     prompts: Sequence[Prompt],
     *,
+    tenant: str,
     max_tokens: Callable[[Prompt], int],
     scoring: Scoring,
-    info: EngineInfo,
-    options: ServerOptions,
-    new_id: Callable[[], RequestId],
 ) -> Plan:
-    """Checks a request as a whole.
+    """Checks a request as a whole, its cost first; it must be submitted before anything is awaited.
 
     Args:
+        service: whose engine, bounds and queue.
         fields: the body.
-        prompts: already encoded and checked by `check_prompt`.
+        prompts: already encoded and checked by `check_prompt_token_ids`.
+        tenant: whose request it is (`Exchange.tenant`).
         max_tokens: tokens to generate at most for a prompt.
         scoring: log-probabilities asked for.
-        info: the engine's constants.
-        options: the server's bounds.
-        new_id: gives ids of engine requests.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, or 429 if the prompts do not fit into the queue.
     """
-    n = _count_choices(fields, len(prompts), options)
+    info = service.info
+    n = check_num_choices(fields, len(prompts), service.options)
     stops = _stops(fields)
-    total = n * sum(len(prompt.token_ids) for prompt in prompts)
-    if total > options.max_request_tokens:
-        message = f"{total} prompt tokens over all choices exceed {options.max_request_tokens}"
-        raise invalid(prompts[0].field, message)
-    requests: list[GenerateRequest] = []
-    entries = 0
-    for prompt in prompts:
-        limit = max_tokens(prompt)
+    limits = [max_tokens(prompt) for prompt in prompts]
+    for prompt, limit in zip(prompts, limits, strict=True):
         _check_context(prompt, limit, info)
-        entries += n * _logprob_entries(prompt, limit, scoring)
-        for choice in range(n):
-            sampling = _sampling(fields, limit, scoring, info, choice)
-            requests.append(_request(fields, prompt, sampling, new_id()))
-    if entries > options.max_logprob_entries:
-        message = f"{entries} log-probabilities are asked for; at most {options.max_logprob_entries} are possible"
-        raise invalid("logprobs", message)
+    cost = RequestCost.of(
+        [
+            PromptCost(len(prompt.token_ids), max(0, limit), scoring.output, scoring.prompt)
+            for prompt, limit in zip(prompts, limits, strict=True)
+        ],
+        n=n,
+        block_size_tokens=info.block_size_tokens,
+    )
+    cost.check(service.options, prompts[0].field)
+    service.link.waiting.check_room(cost.prompt_tokens)
+    salt = salt_of(tenant, fields.cache_salt)
+    requests = [
+        _request(
+            prompt,
+            _sampling(fields, limit, scoring, info, choice),
+            request_id=service.link.new_id(),
+            tenant=tenant,
+            salt=salt,
+            priority=fields.priority or 0,
+        )
+        for prompt, limit in zip(prompts, limits, strict=True)
+        for choice in range(n)
+    ]
     return Plan(prompts, n, requests, stops, fields.min_tokens or 0, scoring)
+
+
+def salt_of(tenant: str, given: str | None) -> str | None:
+    """What separates the cached prefixes of a request from others': its tenant, and what it gave itself.
+
+    A tenant's salt is a digest of both, so that no salt that a request can give is another tenant's.
+
+    Raises:
+        ApiError: 400; the given one is too long.
+    """
+    if given is not None and len(given) > MAX_NAME_LENGTH:
+        raise invalid("cache_salt", f"cache_salt has {len(given)} characters; at most {MAX_NAME_LENGTH} fit")
+    if not tenant:
+        return given
+    return hashlib.sha256(msgspec.json.encode((tenant, given))).hexdigest()
 
 
 def check_stream_options(fields: GenerationFields) -> bool:
@@ -139,7 +168,12 @@ def too_long(num_tokens: str, info: EngineInfo, field: str) -> ApiError:
     return ApiError(400, message, param=field, code="context_length_exceeded")
 
 
-def _count_choices(fields: GenerationFields, num_prompts: int, options: ServerOptions) -> int:
+def check_num_choices(fields: GenerationFields, num_prompts: int, options: ServerOptions) -> int:
+    """Returns `n`; known before any prompt is encoded.
+
+    Raises:
+        ApiError: 400.
+    """
     n = 1 if fields.n is None else fields.n
     if n < 1:
         raise invalid("n", f"n is {n}; it must be at least 1")
@@ -169,11 +203,6 @@ def _check_context(prompt: Prompt, max_tokens: int, info: EngineInfo) -> None:
             f"together they exceed the model's context of {info.max_model_tokens}"
         )
         raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
-
-
-def _logprob_entries(prompt: Prompt, max_tokens: int, scoring: Scoring) -> int:
-    output = 0 if scoring.output is None else max_tokens * (scoring.output + 1)
-    return output + (0 if scoring.prompt is None else len(prompt.token_ids) * (scoring.prompt + 1))
 
 
 def _sampling(
@@ -233,15 +262,16 @@ def _stop_token_ids(fields: GenerationFields, info: EngineInfo) -> tuple[int, ..
 
 
 def _request(
-    fields: GenerationFields, prompt: Prompt, sampling: SamplingParams, request_id: RequestId
+    prompt: Prompt, sampling: SamplingParams, *, request_id: RequestId, tenant: str, salt: str | None, priority: int
 ) -> GenerateRequest:
     try:
         return GenerateRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
-            cache_salt=fields.cache_salt,
-            priority=fields.priority or 0,
+            cache_salt=salt,
+            tenant=tenant,
+            priority=priority,
         )
     except InvalidRequest as error:
         raise from_invalid_request(error) from error

@@ -6,23 +6,12 @@ An API is a function from the `Service` to its routes (`Endpoints`). Ours and th
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from openinfer_server.api_errors import ErrorResponse
 from openinfer_server.exchange import JSON, Exchange
+from openinfer_server.levels import Level
 from openinfer_server.service import Service
-
-
-class Level(StrEnum):
-    """Who may use a route."""
-
-    PUBLIC = "public"
-    """Anybody who reaches the port: probes and the document."""
-    USER = "user"
-    """Whoever may use the model."""
-    ADMIN = "admin"
-    """Whoever runs the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

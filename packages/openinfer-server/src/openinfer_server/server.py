@@ -13,6 +13,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -25,11 +26,14 @@ from openinfer_core.engine import EngineHandle
 from openinfer_core.events import FailureKind
 from openinfer_core.resident import settle_memory
 from openinfer_core.timeline import Timeline
+from openinfer_server.access import Access
 from openinfer_server.app import App, app_of, load_app
 from openinfer_server.errors import CannotListen, ServerError
 from openinfer_server.http_protocol import bounded_protocol
 from openinfer_server.model_text import ModelText
 from openinfer_server.options import EventLoop, ServerOptions
+from openinfer_server.tls import tls_context
+from openinfer_server.workers import WorkerGroup, can_share_ports
 
 logger = logging.getLogger("openinfer.server")
 
@@ -40,6 +44,8 @@ _SPAWN_S = 0.05
 _STARTED_GRACE_S = 0.2
 """What an engine gets to be found started when the frontend cannot go on."""
 _BACKLOG = 2048
+_SWITCH_INTERVAL_S = 0.0005
+"""For how long a thread that renders or encodes may keep the interpreter from the event loop; Python's own is 5 ms."""
 
 OnReady = Callable[[str], None]
 """Called with the server's URL when it takes connections."""
@@ -87,6 +93,8 @@ def run_starting(
     marks = timeline or Timeline(begin_s=time.time())
 
     async def start_and_serve() -> int:
+        Access.load(options.api_keys_file)  # what is wrong with these is said before an engine is started
+        tls_context(options)
         with listen(options) as listener:
             launching = _in_thread(launch)
             await asyncio.wait((launching,), timeout=_SPAWN_S)
@@ -100,6 +108,7 @@ def run_starting(
             marks.mark("engine")
             try:
                 app = app_of(handle, text, options)
+                group = WorkerGroup(app.service.snapshot)
                 settle_memory()  # the tables of a large vocabulary are not looked through again
 
                 def ready(url: str) -> None:
@@ -107,12 +116,25 @@ def run_starting(
                     if on_ready is not None:
                         on_ready(url)
 
-                return await serve_app(app, listener, options, on_ready=ready)
+                try:
+                    if options.workers > 1:
+                        app.service.peers = group
+                        await group.start(handle, model_dir, options, listener.getsockname()[1])
+                        marks.mark("workers")
+                    return await serve_app(app, listener, options, on_ready=ready, group=group)
+                finally:
+                    await group.end(options.drain_deadline_s)
             finally:
                 await handle.close()
 
-    with asyncio.Runner(loop_factory=_loop_factory(options.event_loop)) as runner:
+    with asyncio.Runner(loop_factory=event_loop_factory(options.event_loop)) as runner:
+        yield_interpreter()
         return runner.run(start_and_serve())
+
+
+def yield_interpreter() -> None:
+    """Lets the event loop have the interpreter back soon from threads that render or encode; for a whole process."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 def _in_thread(launch: Callable[[], EngineHandle]) -> "asyncio.Future[EngineHandle]":
@@ -165,6 +187,7 @@ async def serve_app(
     on_ready: OnReady | None = None,
     stop: asyncio.Event | None = None,
     protocol: type[asyncio.Protocol] | None = None,
+    group: WorkerGroup | None = None,
 ) -> int:
     """Serves an application on a bound socket; see `serve`.
 
@@ -175,26 +198,33 @@ async def serve_app(
         on_ready: told the URL.
         stop: begins the drain when set.
         protocol: uvicorn's protocol class; ours by default.
+        group: other workers; they drain with this one, which ends if one of them does.
     """
     stopping = stop or asyncio.Event()
-    url = _url(listener)
+    url = _url(listener, options)
+    config = _config(app, options, protocol or bounded_protocol(options))
 
     def started() -> None:
         logger.info("serving %s on %s", ", ".join(app.service.model_names), url)
         if on_ready is not None:
             on_ready(url)
 
-    server = _Server(_config(app, options, protocol or bounded_protocol(options)), started)
+    server = _Server(config, started)
     with _signals(stopping):
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="openinfer-http")
-        await _until_end(app, serving, stopping)
+        await _until_end(app, serving, stopping, group)
+        if group is not None:
+            group.drain()
         await _drain(app, server, serving, options)
-    return 1 if app.service.link.died else 0
+    return 1 if app.service.link.died or app.service.peers.lost is not None else 0
 
 
-async def _until_end(app: App, serving: "asyncio.Task[None]", stopping: asyncio.Event) -> None:
-    """Returns when somebody asked for the end, or the engine ended, or the server failed."""
-    ends = asyncio.create_task(stopping.wait()), asyncio.create_task(app.link_ended.wait())
+async def _until_end(
+    app: App, serving: "asyncio.Task[None]", stopping: asyncio.Event, group: WorkerGroup | None
+) -> None:
+    """Returns when somebody asked for the end, or the engine or another worker ended, or the server failed."""
+    events = [stopping, app.link_ended, *(() if group is None else (group.ended,))]
+    ends = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait((serving, *ends), return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
@@ -241,6 +271,7 @@ class _Server(uvicorn.Server):
 
 
 def _config(app: App, options: ServerOptions, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
+    context = tls_context(options)
     return uvicorn.Config(
         app,
         http=protocol,
@@ -254,6 +285,7 @@ def _config(app: App, options: ServerOptions, protocol: type[asyncio.Protocol]) 
         proxy_headers=False,
         backlog=_BACKLOG,
         timeout_keep_alive=options.keep_alive_s,
+        ssl_context_factory=None if context is None else lambda config, default: context,
     )
 
 
@@ -282,21 +314,30 @@ def listen(options: ServerOptions) -> socket.socket:
     """A socket bound to the options' address.
 
     Raises:
-        CannotListen: the address is in use or not ours.
+        CannotListen: the address is in use or not ours, or several workers cannot share it on this system.
     """
+    shared = options.workers > 1
+    if shared and not can_share_ports():
+        raise CannotListen("several workers can share a port on Linux alone; use workers=1 here")
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)  # pyright: ignore[reportArgumentType]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG, reuse_port=shared)  # pyright: ignore[reportArgumentType]
     except OSError as error:
         raise CannotListen(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from error
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, options: ServerOptions) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if options.tls_cert_file else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _loop_factory(choice: EventLoop) -> Callable[[], asyncio.AbstractEventLoop] | None:
+def event_loop_factory(choice: EventLoop) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop; None for asyncio's own.
+
+    Raises:
+        ServerError: uvloop was asked for and is not installed.
+    """
     if choice == EventLoop.ASYNCIO or (choice == EventLoop.AUTO and importlib.util.find_spec("uvloop") is None):
         return None
     if importlib.util.find_spec("uvloop") is None:

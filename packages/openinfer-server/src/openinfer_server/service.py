@@ -4,12 +4,15 @@ import time
 from dataclasses import dataclass, field
 
 from openinfer_core.engine import EngineInfo
+from openinfer_server.access import Access
 from openinfer_server.api_errors import ApiError, shutting_down
 from openinfer_server.chat_template import ChatTemplate
 from openinfer_server.engine_link import EngineLink
 from openinfer_server.metrics import ServerMetrics
+from openinfer_server.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions
 from openinfer_server.parsers.choose import ModelParsers
+from openinfer_server.peers import NoPeers, Peers
 from openinfer_server.tokenizer import Tokenizer
 
 
@@ -27,8 +30,14 @@ class Service:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     parsers: ModelParsers = field(default_factory=ModelParsers)
+    access: Access = field(default_factory=lambda: Access(None))
+    peers: Peers = field(default_factory=NoPeers)
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
+
+    def snapshot(self) -> MetricsSnapshot:
+        """What this worker has counted."""
+        return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open)
 
     @property
     def info(self) -> EngineInfo:
@@ -41,15 +50,16 @@ class Service:
         return self.options.model_names or (self.info.model,)
 
     def check_serving(self) -> None:
-        """Refuses work while the server is ending.
+        """Refuses work while the server is ending, or the queue is full; asked before a request's body is read.
 
         Raises:
-            ApiError: 503.
+            ApiError: 503 or 429.
         """
         if self.draining:
             raise shutting_down("the server is shutting down")
         if self.link.dead:
             raise shutting_down("the engine has ended")
+        self.link.waiting.check_open()
 
     def resolve_model(self, name: str | None) -> str:
         """The model's name as answers show it.

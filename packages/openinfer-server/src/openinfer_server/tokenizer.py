@@ -12,12 +12,17 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, normalizers
 
+from openinfer_server.api_errors import busy
 from openinfer_server.byte_table import ByteTable, build_byte_table
 from openinfer_server.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from openinfer_server.errors import UnusableTokenizer
 
 INLINE_CHARACTERS = 512
 """Shorter texts take less than a thread's round trip, about 0.3 ms."""
+LONG_CHARACTERS = 2**16
+"""Longer texts, some 16k tokens of prose, have a thread of their own: shorter ones need not wait behind them."""
+MAX_PENDING_CHARACTERS = 2**26
+"""Of all texts that wait for a thread or are in one: less than a minute's work."""
 _CONTEXT_TOKENS = 4
 """Prompt tokens that a window detokenizer begins with."""
 
@@ -39,6 +44,8 @@ class Tokenizer:
         byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self.byte_table: ByteTable | None = build_byte_table(tokenizer, num_token_ids) if byte_level else None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="openinfer-encode")
+        self._long_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="openinfer-encode-long")
+        self._pending_characters = 0
         self._detokenizers: dict[frozenset[str], Callable[[Sequence[int]], Detokenizer]] = {}
         self._characters_per_token = _most_characters_per_token(tokenizer)
 
@@ -65,7 +72,8 @@ class Tokenizer:
 
     def close(self) -> None:
         """Ends the encoding threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def least_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of a text, without encoding it; 0 where none is known."""
@@ -77,11 +85,20 @@ class Tokenizer:
         Args:
             text: what to encode.
             add_special_tokens: whether the tokenizer's own template (a BOS, say) is applied.
+
+        Raises:
+            ApiError: 503; too much text waits to be encoded.
         """
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+        if self._pending_characters + len(text) > MAX_PENDING_CHARACTERS:
+            raise busy("too much text waits to be encoded; try again later")
+        threads = self._threads if len(text) <= LONG_CHARACTERS else self._long_thread
+        self._pending_characters += len(text)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, self._encode, text, add_special_tokens)
+        finally:
+            self._pending_characters -= len(text)
 
     def encode_short(self, text: str) -> list[int]:
         """Token ids of a few words, at once, without special tokens of the tokenizer's own."""
@@ -121,6 +138,10 @@ class Tokenizer:
             return self._tokenizer.decode(seen, skip_special_tokens=False)
 
         return lambda context: WindowDetokenizer(decode, context[-_CONTEXT_TOKENS:])
+
+    def token_id(self, text: str) -> int | None:
+        """The token of the vocabulary that is this text, special or not."""
+        return self._tokenizer.token_to_id(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token by itself, special tokens by their name; for log-probabilities."""

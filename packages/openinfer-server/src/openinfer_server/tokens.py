@@ -1,5 +1,6 @@
 """`/tokenize` and `/detokenize`: the model's tokenizer, without the model. Fields have vLLM's names."""
 
+import asyncio
 from collections.abc import Mapping
 
 import msgspec
@@ -66,14 +67,17 @@ class Tokens:
         request = await exchange.read_json(_tokenize_decoder)
         self._service.resolve_model(request.model)
         token_ids = await self._token_ids(request)
-        strings = [self._service.tokenizer.token_bytes(i).decode(errors="replace") for i in token_ids]
         answer = TokenizeAnswer(
             tokens=token_ids,
             count=len(token_ids),
             max_model_len=self._service.info.max_model_tokens,
-            token_strs=strings if request.return_token_strs else None,
+            token_strs=await self._strings(token_ids) if request.return_token_strs else None,
         )
         await exchange.send(200, msgspec.json.encode(answer))
+
+    async def _strings(self, token_ids: list[int]) -> list[str]:
+        token_bytes = self._service.tokenizer.token_bytes
+        return await asyncio.to_thread(lambda: [token_bytes(i).decode(errors="replace") for i in token_ids])
 
     async def _token_ids(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
@@ -97,7 +101,7 @@ class Tokens:
             check_prompt_token_ids(request.tokens, info, "tokens")
         if len(request.tokens) > info.max_model_tokens:
             raise too_long(str(len(request.tokens)), info, "tokens")
-        text = self._service.tokenizer.decode_prompt(request.tokens)
+        text = await asyncio.to_thread(self._service.tokenizer.decode_prompt, request.tokens)
         await exchange.send(200, msgspec.json.encode(DetokenizeAnswer(prompt=text)))
 
 

@@ -1,7 +1,7 @@
 """`ToolOffer`: which functions a request puts before the model, checked. The same for every API.
 
-What a parser alone cannot guarantee is refused by name: that the model calls at all (`required`, or a function by
-name), and that its arguments follow their schema (`strict`). Both need the output constrained while it is sampled.
+That the model calls at all (`required`, or a function by name), and that its arguments follow their schema (`strict`),
+no parser can guarantee: `structured.py` has the output constrained while it is sampled.
 """
 
 import re
@@ -35,6 +35,10 @@ class ToolOffer:
     functions: Sequence[FunctionDefinition] = ()
     parallel: bool = True
     """Whether one answer may have several calls."""
+    required: bool = False
+    """Whether the answer must be a call."""
+    choice_field: str = "tool_choice"
+    """What the API calls the field that says so."""
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
@@ -91,13 +95,15 @@ def offer_of(service: Service, wanted: Wanted) -> ToolOffer:
     unknown = sorted(set(wanted.only or ()) - names)
     if unknown:
         raise invalid(fields.choice, f"no tool is named {unknown[0][:64]!r}")
-    if wanted.mode is ToolMode.REQUIRED:
-        raise refused(fields.choice, "that the model calls cannot be guaranteed yet; auto leaves it the choice")
     if wanted.mode is ToolMode.NONE or not wanted.functions:
         return ToolOffer(parallel=wanted.parallel)
     _check_model(service, fields)
     only = names if wanted.only is None else set(wanted.only)
-    return ToolOffer([function for function in wanted.functions if function.name in only], wanted.parallel)
+    functions = [function for function in wanted.functions if function.name in only]
+    required = wanted.mode is ToolMode.REQUIRED
+    if required and not functions:
+        raise invalid(fields.choice, f"{fields.choice} asks for a call and allows no tool")
+    return ToolOffer(functions, wanted.parallel, required, fields.choice)
 
 
 def chat_offer(
@@ -123,8 +129,6 @@ def _check_function(function: FunctionDefinition, index: int, names: set[str], f
         raise invalid(fields.of(index, "name"), message)
     if function.name in names:
         raise invalid(fields.of(index, "name"), f"two functions are named {function.name!r}")
-    if function.strict:
-        raise refused(fields.of(index, "strict"), "that arguments follow their schema cannot be guaranteed yet")
     check_depth(function.parameters, fields.of(index, fields.schema))
     names.add(function.name)
 

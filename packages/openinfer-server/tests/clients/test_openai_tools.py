@@ -114,11 +114,8 @@ def test_tool_choice_says_what_is_offered(agent, says, choice, offered):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "wether"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}, "tool_choice"),
-        ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"tools": [{**TOOL, "name": "two words"}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "async": True}]}, "tools[0].async"),

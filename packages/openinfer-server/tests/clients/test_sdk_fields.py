@@ -27,7 +27,7 @@ from openai.types.responses import (
 )
 
 from openinfer_core.request import GenerateRequest
-from openinfer_server import api_types, tool_types
+from openinfer_server import api_types, structured_types, tool_types
 from openinfer_server.messages import blocks
 from openinfer_server.messages import types as messages
 from openinfer_server.models import ModelQuery
@@ -120,6 +120,12 @@ PARTS: list[tuple[Any, type]] = [
     (anthropic_types.ToolChoiceNoneParam, messages.ToolChoiceNone),
     (anthropic_types.MetadataParam, messages.Metadata),
     (anthropic_types.OutputConfigParam, messages.OutputConfig),
+    (anthropic_types.JSONOutputFormatParam, messages.JsonOutput),
+    (shared_params.ResponseFormatText, structured_types.TextFormat),
+    (shared_params.ResponseFormatJSONObject, structured_types.JsonObjectFormat),
+    (shared_params.ResponseFormatJSONSchema, structured_types.JsonSchemaFormat),
+    (shared_params.response_format_json_schema.JSONSchema, structured_types.NamedSchema),
+    (responses.ResponseFormatTextJSONSchemaConfigParam, response_types.SchemaFormat),
     (model_list_params.ModelListParams, ModelQuery),
 ]
 """Smaller objects of the SDKs, and ours."""
@@ -180,6 +186,12 @@ class Told:
         """What the engine was asked to sample."""
         return self.request.sampling
 
+    @property
+    def grammar(self):
+        """Its grammar: kind and text."""
+        grammar = self.sampling.grammar
+        return None if grammar is None else (str(grammar.kind), grammar.text)
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -215,7 +227,13 @@ SAMPLING = {
     "stop_token_ids": Probe([9], lambda told: 9 in told.sampling.stop_token_ids),
     "cache_salt": Probe("s", lambda told: told.request.cache_salt == "s"),
     "priority": Probe(3, lambda told: told.request.priority == 3),
+    "structured_outputs": Probe({"regex": "a+"}, lambda told: told.grammar == ("regex", "a+")),
+    "guided_json": Probe({"enum": [1]}, lambda told: told.grammar == ("json_schema", '{"enum":[1]}')),
+    "guided_regex": Probe("a+", lambda told: told.grammar == ("regex", "a+")),
+    "guided_choice": Probe(["a", "b"], lambda told: told.grammar == ("choice", '["a","b"]')),
+    "guided_grammar": Probe('start: "a"', lambda told: told.grammar == ("lark", 'start: "a"')),
 }
+ANY_OBJECT = ("json_schema", '{"type":"object"}')
 OPENAI = {
     **SAMPLING,
     "model": Probe("bird", lambda told: '"model":"bird"' in told.body),
@@ -223,6 +241,7 @@ OPENAI = {
     "stream_options": Probe({"include_usage": True}, lambda told: '"total_tokens"' in told.body, {"stream": True}),
     "n": Probe(2, lambda told: told.num_choices == 2),
     "max_tokens": Probe(3, lambda told: told.sampling.max_tokens == 3),
+    "response_format": Probe({"type": "json_object"}, lambda told: told.grammar == ANY_OBJECT),
 }
 PROBES: Mapping[str, Mapping[str, Probe]] = {
     "/v1/completions": {
@@ -266,6 +285,7 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
         "thinking_token_budget": Probe(
             4, lambda told: told.prompt.endswith("</think>\n\n"), says="<think>" + "stone " * 20
         ),
+        "text": Probe({"format": {"type": "json_object"}}, lambda told: told.grammar == ANY_OBJECT),
         "tools": Probe([RESPONSE_TOOL], lambda told: '"function_call"' in told.body, says=CALL),
         "tool_choice": Probe("none", lambda told: "# Tools" not in told.prompt, {"tools": [RESPONSE_TOOL]}),
         "parallel_tool_calls": Probe(
@@ -281,14 +301,16 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
         "stop_sequences": Probe([" sto"], lambda told: '"stop_sequence":" sto"' in told.body),
         "stream": Probe(True, lambda told: told.body.startswith("event: message_start")),
         "thinking": Probe({"type": "adaptive"}, lambda told: "</think>" not in told.prompt),
+        "output_config": Probe(
+            {"format": {"type": "json_schema", "schema": {"type": "object"}}}, lambda told: told.grammar == ANY_OBJECT
+        ),
         "tools": Probe([CLIENT_TOOL], lambda told: '"tool_use"' in told.body, says=CALL),
         "tool_choice": Probe({"type": "none"}, lambda told: "# Tools" not in told.prompt, {"tools": [CLIENT_TOOL]}),
     },
 }
 ONE_VALUE: Mapping[str, Mapping[str, Any]] = {
-    "/v1/chat/completions": {"response_format": {"type": "text"}},
-    "/v1/responses": {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "stream_options": {}},
-    "/v1/messages": {"output_config": {"effort": "high"}, "metadata": {"user_id": "u"}},
+    "/v1/responses": {"stream_options": {}},
+    "/v1/messages": {"metadata": {"user_id": "u"}},
 }
 """Objects that are taken with what is always so; `test_refusals.py` and the suites show what is refused of them."""
 ELSEWHERE = {"previous_response_id"}

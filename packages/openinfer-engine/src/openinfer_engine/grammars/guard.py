@@ -44,6 +44,12 @@ class GrammarGuard:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
     def check(self, grammar: Grammar, head: str | None) -> str:
         """A grammar in llguidance's notation, which compiles within the bounds.
 

@@ -13,7 +13,7 @@ import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from openinfer_core.provenance import Provenance, provenance
+from openinfer_core.provenance import provenance
 from openinfer_kv_cache.testing.tier_cases import TierCase
 from openinfer_kv_cache.testing.tier_machine import tier_machine
 from openinfer_kv_offload.host import HostPolicy
@@ -40,7 +40,6 @@ CASES: Mapping[str, Callable[[Path], TierCase]] = {
 class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` writes; that it is written at all says that no machine saw a wrong byte."""
 
-    provenance: Provenance
     machines: dict[str, dict[str, int]]
     """By tier: `steps`, and what they came to."""
     kills: KillReport
@@ -87,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="openinfer-soak-") as scratch:
         machines = {name: run_machine(name, Path(scratch), steps=arguments.steps) for name in CASES}
         kills = kill_writers(Path(scratch) / "killed", kills=arguments.kills)
-    report = SoakReport(provenance=provenance(), machines=machines, kills=kills)
-    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    report = SoakReport(machines=machines, kills=kills)
+    content = {**msgspec.to_builtins(provenance()), **msgspec.to_builtins(report)}
+    encoded = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
     sys.stdout.write(encoded.decode())
     if arguments.json is not None:
         arguments.json.write_bytes(encoded)

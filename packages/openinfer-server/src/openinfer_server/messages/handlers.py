@@ -35,6 +35,7 @@ from openinfer_server.reader import Reader
 from openinfer_server.requests import Plan, Prompt, Scoring, make_plan
 from openinfer_server.routes import Route, RouteDoc
 from openinfer_server.service import Service
+from openinfer_server.structured import Asked, asked_of, chat_grammar, constrained
 from openinfer_server.tool_offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
 from openinfer_server.tool_types import FunctionDefinition
 
@@ -64,7 +65,8 @@ class Messages:
         thinking = request.thinking
         budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
         reader = Reader.make(service, prompt, offer, budget_tokens=budget, budget_field=BUDGET)
-        plan, full_context = self._plan(request, reader.prompt)
+        plan, full_context = self._plan(request, reader.prompt, exchange.tenant)
+        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, _asked(request)))
         shows_thinking = getattr(thinking, "display", None) != "omitted"
         writer = exchange.stream(1) if request.stream else None
         message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)
@@ -94,7 +96,7 @@ class Messages:
         variables: Mapping[str, object] = {**_thinking(request), **offer.variables}
         return await chat_prompt(self._service, turns, variables), offer
 
-    def _plan(self, request: MessagesRequest, prompt: Prompt) -> tuple[Plan, bool]:
+    def _plan(self, request: MessagesRequest, prompt: Prompt, tenant: str) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""
         given: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
         given["stop"] = request.stop_sequences
@@ -102,13 +104,12 @@ class Messages:
         room = max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
         try:
             plan = make_plan(
+                self._service,
                 fields,
                 [prompt],
+                tenant=tenant,
                 max_tokens=lambda _: min(request.max_tokens, room),
                 scoring=Scoring(),
-                info=self._service.info,
-                options=self._service.options,
-                new_id=self._service.link.new_id,
             )
         except ApiError as error:
             raise error.with_names(FIELD_NAMES) from error
@@ -163,6 +164,11 @@ def _offer(service: Service, request: Prompting) -> ToolOffer:
             pass
     parallel = not getattr(choice, "disable_parallel_tool_use", None)
     return offer_of(service, Wanted(functions, mode, only, parallel, Fields(function="", schema="input_schema")))
+
+
+def _asked(request: MessagesRequest) -> Asked:
+    wanted = None if request.output_config is None else request.output_config.format
+    return asked_of(request, schema=None if wanted is None else wanted.schema, schema_field="output_config.format")
 
 
 def message_routes(service: Service) -> list[Route]:

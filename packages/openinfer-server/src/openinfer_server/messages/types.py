@@ -119,13 +119,20 @@ class Metadata(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=T
     IGNORED: ClassVar[Mapping[str, str]] = {"user_id": "it says whom the request is for, and nobody is counted"}
 
 
+class JsonOutput(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
+    """JSON that follows a schema."""
+
+    schema: dict[str, Any]
+
+
 class OutputConfig(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the answer is to be."""
 
     effort: Literal["high"] | None = None
-    format: object = None
+    format: JsonOutput | None = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"format": "there is no structured output yet"}
     IGNORED: ClassVar[Mapping[str, str]] = {"effort": "high is what the model does anyway"}
 
 

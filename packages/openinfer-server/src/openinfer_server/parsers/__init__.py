@@ -4,6 +4,7 @@ Nothing here knows HTTP or any endpoint. An endpoint asks `ModelParsers.open` fo
 the answer's text as it comes, and writes the deltas in its own form.
 """
 
+from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, CallWriter, LarkTexts
 from openinfer_server.parsers.calls import CallParser
 from openinfer_server.parsers.choose import ModelParsers, choose_parsers
 from openinfer_server.parsers.contract import ModelTraits, OutputTextParser, ParserContext, ReasoningParser, ToolParser
@@ -26,8 +27,12 @@ __all__ = [
     "CallEnd",
     "CallParser",
     "CallStart",
+    "CallSyntax",
+    "CallWriter",
+    "CallableFunction",
     "ContentDelta",
     "Delta",
+    "LarkTexts",
     "Markers",
     "ModelParsers",
     "ModelTraits",

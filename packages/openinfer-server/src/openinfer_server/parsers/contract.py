@@ -61,12 +61,18 @@ class OutputTextParser(Protocol):
 
 @runtime_checkable
 class ToolParser(OutputTextParser, Protocol):
-    """Finds tool calls in the text after the reasoning. Says everything but `ReasoningDelta`."""
+    """Finds tool calls in the text after the reasoning. Says everything but `ReasoningDelta`.
+
+    A parser that is a `CallWriter`, too, has its format's calls constrained where a request asks for that.
+    """
 
 
 @runtime_checkable
 class ReasoningParser(OutputTextParser, Protocol):
     """Tells reasoning from answer. Says `ReasoningDelta` and `ContentDelta`.
+
+    A parser may also have `tags: ClassVar[tuple[str, str]]`, what opens and what closes its reasoning: then the answer
+    after it can be constrained.
 
     Attributes:
         closing_text: what the model would write to end its reasoning; written in its place when the budget is used up.

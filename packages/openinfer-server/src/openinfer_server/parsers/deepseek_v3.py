@@ -11,7 +11,9 @@ Source: the chat templates of https://huggingface.co/deepseek-ai/DeepSeek-V3-032
 """
 
 import re
+from collections.abc import Sequence
 
+from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.calls import CallParser
 from openinfer_server.parsers.contract import ModelTraits
 from openinfer_server.parsers.markers import Markers
@@ -34,6 +36,18 @@ class DeepSeekV3Parser(CallParser):
     def claims(cls, traits: ModelTraits) -> bool:
         """Whether the template writes sections."""
         return SECTION_BEGIN in traits.template
+
+    @classmethod
+    def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
+        """A call in the format of V3.1, which the parser reads whichever version the model is."""
+        end = lark.text(CALL_END)
+        calls = [f"{lark.text(CALL_BEGIN + each.name + SEPARATOR)} {lark.arguments(each)} {end}" for each in functions]
+        return CallSyntax(
+            calls=calls,
+            before=lark.text(SECTION_BEGIN),
+            after=lark.text(SECTION_END),
+            triggers=(SECTION_BEGIN, CALL_BEGIN),
+        )
 
     def run(self) -> Script[None]:
         """Content and calls, to the end."""

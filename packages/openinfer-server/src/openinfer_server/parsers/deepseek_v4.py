@@ -11,11 +11,14 @@ V3.2 writes `function_calls` for `tool_calls`. Source: encoding/ of https://hugg
 """
 
 import re
+from collections.abc import Sequence
 
+from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.contract import ModelTraits
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
 from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
+from openinfer_server.parsers.tagged_syntax import ParameterTags, parameters
 from openinfer_server.parsers.typed_values import ANYTHING, TEXT
 
 MARK = "｜DSML｜"
@@ -36,6 +39,19 @@ class DeepSeekV4Parser(TaggedArgumentsParser):
     def claims(cls, traits: ModelTraits) -> bool:
         """Whether the template writes such tags, or the family is known to (the model ships no template)."""
         return MARK in traits.template or traits.family == "deepseek_v4"
+
+    @classmethod
+    def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
+        """A call as V4 writes it, in a section of its own."""
+        free, rules = lark.free_value(f"{PARAMETER_END}\n", (PARAMETER_END, CALL_END))
+        tags = ParameterTags(begin=_opening, end=f"{PARAMETER_END}\n", free=free)
+        begins = [lark.text(f'{CALL_BEGIN}{each.name}">\n') for each in functions]
+        close = lark.text(f"{CALL_END}\n")
+        calls = [
+            f"{begin} {parameters(each, lark, tags)} {close}" for begin, each in zip(begins, functions, strict=True)
+        ]
+        before, after = lark.text(f"{SECTIONS[0]}\n"), lark.text(SECTIONS[1])
+        return CallSyntax(calls=calls, before=before, after=after, triggers=(*SECTIONS, CALL_BEGIN), rules=rules)
 
     def run(self) -> Script[None]:
         """Content and calls, to the end."""
@@ -89,3 +105,7 @@ class DeepSeekV4Parser(TaggedArgumentsParser):
             self.end_arguments()
         self.end_call()
         self.give_up()
+
+
+def _opening(name: str, is_text: bool) -> str:  # noqa: FBT001 - `ParameterTags.begin` passes no keywords
+    return f'{PARAMETER}{name}" string="{"true" if is_text else "false"}">'

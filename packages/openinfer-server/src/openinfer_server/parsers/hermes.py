@@ -7,6 +7,9 @@
 Source: the chat templates of Qwen3 and Hermes 2 Pro, https://huggingface.co/Qwen/Qwen3-4B.
 """
 
+from collections.abc import Sequence
+
+from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.calls import CallParser
 from openinfer_server.parsers.contract import ModelTraits
 from openinfer_server.parsers.markers import Markers
@@ -34,6 +37,16 @@ class HermesParser(CallParser):
     def claims(cls, traits: ModelTraits) -> bool:
         """Whether the template shows `<tool_call>` and none of the tags that others have in it."""
         return OPEN in traits.template and not any(tag in traits.template for tag in _TAGS_OF_OTHERS)
+
+    @classmethod
+    def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
+        """A call as the templates write it."""
+        end = lark.text(f"}}\n{CLOSE}")
+        begins = [f'{OPEN}\n{{"name": "{lark.name_of(each)}", "arguments": ' for each in functions]
+        calls = [
+            f"{lark.text(begin)} {lark.arguments(each)} {end}" for begin, each in zip(begins, functions, strict=True)
+        ]
+        return CallSyntax(calls=calls, between=lark.text("\n"), triggers=(OPEN,))
 
     def run(self) -> Script[None]:
         """Content and calls, to the end."""

@@ -8,7 +8,9 @@ Source: https://huggingface.co/moonshotai/Kimi-K2-Instruct, docs/tool_call_guida
 """
 
 import re
+from collections.abc import Sequence
 
+from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.calls import CallParser
 from openinfer_server.parsers.contract import ModelTraits
 from openinfer_server.parsers.markers import Markers
@@ -32,6 +34,22 @@ class KimiK2Parser(CallParser):
     def claims(cls, traits: ModelTraits) -> bool:
         """Whether the template writes sections, or Kimi's turns at least, as its first revisions do."""
         return SECTION_BEGIN in traits.template or TURN in traits.template or traits.family == "kimi_k2"
+
+    @classmethod
+    def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
+        """A call with any number in its id: the model counts."""
+        end = lark.text(CALL_END)
+        calls = [
+            f"{lark.text(f'{CALL_BEGIN}functions.{each.name}:')} /[0-9]{{1,4}}/ "
+            f"{lark.text(ARGUMENTS_BEGIN)} {lark.arguments(each)} {end}"
+            for each in functions
+        ]
+        return CallSyntax(
+            calls=calls,
+            before=lark.text(SECTION_BEGIN),
+            after=lark.text(SECTION_END),
+            triggers=(SECTION_BEGIN, CALL_BEGIN),
+        )
 
     def run(self) -> Script[None]:
         """Content and calls, to the end."""

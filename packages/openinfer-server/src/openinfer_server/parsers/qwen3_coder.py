@@ -12,11 +12,14 @@ Source: the chat template of https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Ins
 """
 
 import re
+from collections.abc import Sequence
 
+from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.contract import ModelTraits
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
 from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
+from openinfer_server.parsers.tagged_syntax import ParameterTags, parameters
 from openinfer_server.parsers.typed_values import types_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -24,6 +27,7 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _MARKERS = Markers(OPEN, FUNCTION)
 _VALUE_ENDS = Markers(PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
+_NEWLINE = "\n"
 _WORD = re.compile(r'[^<>"\s]*')
 
 
@@ -40,6 +44,20 @@ class Qwen3CoderParser(TaggedArgumentsParser):
     def claims(cls, traits: ModelTraits) -> bool:
         """Whether the template writes functions as tags inside `<tool_call>`."""
         return OPEN in traits.template and FUNCTION in traits.template
+
+    @classmethod
+    def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
+        """A call as the templates write it."""
+        end = f"\n{PARAMETER_END}\n"
+        free, rules = lark.free_value(end, (PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END))
+        tags = ParameterTags(begin=lambda name, _: f"{PARAMETER}{name}>\n", end=end, free=free)
+        close = lark.text(f"{FUNCTION_END}\n{CLOSE}")
+        calls = [
+            f"{lark.text(f'{OPEN}{_NEWLINE}{FUNCTION}{each.name}>{_NEWLINE}')} {parameters(each, lark, tags)} {close}"
+            for each in functions
+        ]
+        triggers = (OPEN, *(f"{FUNCTION}{each.name}>" for each in functions))
+        return CallSyntax(calls=calls, between=lark.text("\n"), triggers=triggers, rules=rules)
 
     def run(self) -> Script[None]:
         """Content and calls, to the end."""

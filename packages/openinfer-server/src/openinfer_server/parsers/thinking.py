@@ -22,6 +22,7 @@ class ThinkParser(ScriptedParser):
 
     visible_tokens = (OPEN, CLOSE)
     closing_text: ClassVar[str] = f"\n{CLOSE}\n\n"
+    tags: ClassVar[tuple[str, str]] = (OPEN, CLOSE)
     ends = Markers(CLOSE)
     """What ends the reasoning; what is not the closing tag is read again as text."""
 

@@ -32,11 +32,13 @@ from openinfer_server.responses.objects import (
     OutputReasoning,
     ReasoningSettings,
     ResponseObject,
+    TextSettings,
 )
 from openinfer_server.responses.store import ResponseRecord
 from openinfer_server.responses.turns import check_arguments, turns_of
-from openinfer_server.responses.types import LOGPROBS, Conversation, ResponseRequest, ToolChoice
+from openinfer_server.responses.types import LOGPROBS, Conversation, PlainFormat, ResponseRequest, ToolChoice
 from openinfer_server.service import Service
+from openinfer_server.structured import Asked, asked_of
 from openinfer_server.tokenizer import Tokenizer
 from openinfer_server.tool_offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
 from openinfer_server.tool_types import FunctionDefinition
@@ -124,7 +126,7 @@ async def conversation_prompt(
         raise error.with_names(FIELD_NAMES) from error
 
 
-def response_plan(service: Service, request: ResponseRequest, prompt: Prompt) -> Plan:
+def response_plan(service: Service, request: ResponseRequest, prompt: Prompt, *, tenant: str) -> Plan:
     """What the engine is asked.
 
     Raises:
@@ -135,21 +137,30 @@ def response_plan(service: Service, request: ResponseRequest, prompt: Prompt) ->
     room = max(1, service.info.max_model_tokens - len(prompt.token_ids))
     try:
         return make_plan(
+            service,
             fields,
             [prompt],
+            tenant=tenant,
             max_tokens=lambda _: room if request.max_output_tokens is None else request.max_output_tokens,
             scoring=scoring,
-            info=service.info,
-            options=service.options,
-            new_id=service.link.new_id,
         )
     except ApiError as error:
         raise error.with_names(FIELD_NAMES) from error
 
 
+def response_asked(request: ResponseRequest) -> Asked:
+    """What the text of a response must be.
+
+    Raises:
+        ApiError: 400; it is asked for twice.
+    """
+    text_format = None if request.text is None else request.text.format
+    return asked_of(request, schema=None if text_format is None else text_format.wanted, schema_field="text.format")
+
+
 def new_response(request: ResponseRequest, model: str) -> ResponseObject:
     """The response before its first event, with the settings that are in force."""
-    reasoning = request.reasoning
+    reasoning, text = request.reasoning, request.text
     return ResponseObject(
         id=f"resp_{secrets.token_hex(24)}",
         created_at=int(time.time()),
@@ -164,6 +175,7 @@ def new_response(request: ResponseRequest, model: str) -> ResponseObject:
         reasoning=ReasoningSettings(effort=None if reasoning is None else reasoning.effort),
         store=request.store is not False,
         temperature=1.0 if request.temperature is None else request.temperature,
+        text=TextSettings(format=PlainFormat() if text is None or text.format is None else text.format),
         tool_choice="auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
         tools=list(request.tools or []),
         top_logprobs=request.top_logprobs or 0,

@@ -30,8 +30,6 @@ def check_conversation(request: Conversation) -> None:
         options = getattr(request, name)
         if options is not None:
             check_refused(options, f"{name}.")
-    if request.text is not None and request.text.format not in (None, {"type": "text"}):
-        raise refused("text.format", "only the type text is possible; there is no structured output yet")
 
 
 def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[FunctionTool]:

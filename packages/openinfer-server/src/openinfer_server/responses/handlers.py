@@ -15,6 +15,7 @@ from openinfer_server.responses.asking import (
     conversation_offer,
     conversation_prompt,
     new_response,
+    response_asked,
     response_plan,
     score_format,
 )
@@ -31,6 +32,7 @@ from openinfer_server.responses.types import (
     RetrieveQuery,
 )
 from openinfer_server.service import Service
+from openinfer_server.structured import chat_grammar, constrained
 from openinfer_server.writers import StreamWriter
 
 DEFAULT_ITEMS = 20
@@ -75,7 +77,8 @@ class Responses:
         offer = conversation_offer(service, request)
         prompt = await conversation_prompt(service, request, items, offer)
         reader = Reader.make(service, prompt, offer, budget_tokens=request.thinking_token_budget)
-        plan = response_plan(service, request, reader.prompt)
+        plan = response_plan(service, request, reader.prompt, tenant=exchange.tenant)
+        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, response_asked(request)))
         run = ResponseRun(
             service.link,
             new_response(request, model),

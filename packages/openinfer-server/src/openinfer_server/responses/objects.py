@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from openinfer_server.api_responses import TopLogprob
+from openinfer_server.responses.types import ObjectFormat, PlainFormat, SchemaFormat
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -105,16 +106,10 @@ class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
     reason: Literal["max_output_tokens"]
 
 
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of the text."""
-
-    type: Literal["text"] = "text"
-
-
 class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the text."""
 
-    format: TextFormat = TextFormat()
+    format: PlainFormat | ObjectFormat | SchemaFormat = PlainFormat()
 
 
 class ReasoningSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,9 @@ from openinfer_server.api_types import (
     SamplingFields,
 )
 from openinfer_server.bounded_fields import Count, Logprobs, NonNegative
+from openinfer_server.parsers.call_syntax import JsonSchema
 from openinfer_server.request_fields import RequestFields
+from openinfer_server.structured_types import ANY_OBJECT, NamedSchema
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -69,16 +71,41 @@ class ReasoningOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_
     IGNORED: ClassVar[Mapping[str, str]] = {"summary": "reasoning is given whole, and auto leaves the choice"}
 
 
-class TextFormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form of the text."""
+class PlainFormat(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
 
-    type: Literal["text"]
+    @property
+    def wanted(self) -> JsonSchema | None:
+        """The schema of the text; none."""
+        return None
+
+
+class ObjectFormat(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
+):
+    """A JSON object."""
+
+    @property
+    def wanted(self) -> JsonSchema | None:
+        """The schema of the text: any object's."""
+        return ANY_OBJECT
+
+
+class SchemaFormat(
+    NamedSchema, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
+    """JSON that follows a schema."""
+
+    @property
+    def wanted(self) -> JsonSchema | None:
+        """The schema of the text."""
+        return self.schema
 
 
 class TextOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the text is to be."""
 
-    format: object = None
+    format: PlainFormat | ObjectFormat | SchemaFormat | None = None
     verbosity: Literal["medium"] | None = None
 
     IGNORED: ClassVar[Mapping[str, str]] = {"verbosity": "medium is what the model does anyway"}

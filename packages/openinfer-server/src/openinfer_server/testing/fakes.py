@@ -252,7 +252,7 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
     @property
     def address(self) -> tuple[str, int]:
         """Host and port."""
-        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        host, port = self.url.partition("://")[2].rsplit(":", 1)
         return host, int(port)
 
     def stop(self) -> None:
@@ -279,6 +279,7 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
     async def _serve(self) -> int:
         self._event_loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         app = load_app(self.engine, self._model_dir, self._options)
+        self.service = app.service
         with listen(self._options) as listener:
             code = await serve_app(
                 app, listener, self._options, on_ready=self._is_ready, stop=self._stop, protocol=self._protocol

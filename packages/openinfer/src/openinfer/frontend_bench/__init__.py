@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.frontend_bench.answers import ANSWERS
+from openinfer.frontend_bench.duties import DUTIES, duties
 from openinfer.frontend_bench.measure import Bench, Sample
 from openinfer_core import Refused
 
@@ -33,8 +34,10 @@ def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; `--json FILE` also writes every sample."""
     arguments = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="openinfer-bench-") as folder:
-        bench = Bench(Path(folder), floor=_compile("floor", folder), client=_compile("client", folder))
-        rows = [row for streams in arguments.streams for row in _measure(bench, arguments, streams)]
+        floor, client = _compile("floor", folder), _compile("client", folder)
+        with duties(arguments.duties, Path(folder)) as asked:
+            bench = Bench(Path(folder), floor=floor, client=client, duties=asked)
+            rows = [row for streams in arguments.streams for row in _measure(bench, arguments, streams)]
     print(_table(rows))
     if arguments.json is not None:
         report = {"set_up": _set_up(arguments), "rows": rows}
@@ -90,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=int, nargs="+", default=[8, 64, 256], metavar="N")
     about = "; ".join(f"{answer.name}: {answer.about}" for answer in ANSWERS.values())
     parser.add_argument("--answers", nargs="+", choices=[*ANSWERS], default=["text"], metavar="NAME", help=about)
+    also = "what the server does besides: " + "; ".join(f"{name}: {text}" for name, text in DUTIES.items())
+    parser.add_argument("--with", dest="duties", nargs="+", choices=[*DUTIES], default=[], metavar="NAME", help=also)
     parser.add_argument("--rate", type=float, default=RATE_TOKENS_PER_S, metavar="X", help="tokens/s over all streams")
     parser.add_argument("--seconds", type=float, default=6.0, metavar="X", help="length of one run")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each, in turns; medians are shown")
@@ -114,6 +119,7 @@ def _set_up(arguments: argparse.Namespace) -> dict[str, Any]:
         "kernel": platform.release(),
         "rate_tokens_per_s": arguments.rate,
         "seconds": arguments.seconds,
+        "with": arguments.duties,
         "repeats": arguments.repeats,
     }
 

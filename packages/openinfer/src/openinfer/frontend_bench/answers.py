@@ -23,13 +23,13 @@ class Answer:
     opening_token_id: int | None = None
     """What the engine says before the stamps."""
 
-    def request(self, steps: int) -> bytes:
-        """A whole HTTP request for a stream of so many tokens."""
+    def request(self, steps: int, headers: str = "") -> bytes:
+        """A whole HTTP request for a stream of so many tokens, with further lines of its head."""
         common = {"model": "simulated", "max_tokens": steps, "stream": True, "ignore_eos": True}
         body = json.dumps(common | self.fields).encode()
         head = (
             f"POST {self.path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
+            f"{headers}content-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
 

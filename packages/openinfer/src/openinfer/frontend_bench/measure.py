@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from openinfer.frontend_bench.answers import ANSWERS, CHAT_TEMPLATE, Answer
+from openinfer.frontend_bench.duties import Duties
 from openinfer.frontend_bench.instructions import counting
 from openinfer.frontend_bench.stamps import (
     NUM_TOKEN_IDS,
@@ -67,12 +68,14 @@ class Bench:
         folder: an empty folder that lives as long as the benchmark.
         floor: the compiled floor.
         client: the compiled client.
+        duties: what the server does beside streaming.
     """
 
-    def __init__(self, folder: Path, *, floor: Path, client: Path) -> None:
+    def __init__(self, folder: Path, *, floor: Path, client: Path, duties: Duties) -> None:
         self._folder = folder
         self._floor = floor
         self._client = client
+        self._duties = duties
         self._model_dir = folder / "stamped"
         _write_model(self._model_dir)
 
@@ -96,7 +99,7 @@ class Bench:
             max_waiting=65536,
             opening_token_id=answer.opening_token_id,
         )
-        with _server(self._model_dir, options) as (port, pid):
+        with self._server(options) as (port, pid), self._duties.while_serving(port):
             warm = self._write_request(answer, 8)
             self._run_client(port, min(streams, 8), warm)  # first requests fill tables
             request = self._write_request(answer, steps)
@@ -116,8 +119,21 @@ class Bench:
 
     def _write_request(self, answer: Answer, steps: int) -> Path:
         path = self._folder / "request"
-        path.write_bytes(answer.request(steps))
+        path.write_bytes(answer.request(steps, self._duties.headers))
         return path
+
+    @contextlib.contextmanager
+    def _server(self, options: StampedOptions) -> Generator[tuple[int, int]]:
+        specs = [msgspec.json.encode(each).decode() for each in (options, {"port": 0, **self._duties.options})]
+        command = [sys.executable, "-P", "-m", "openinfer.frontend_bench.server", str(self._model_dir), *specs]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603
+            try:
+                if process.stdout is None or not (line := process.stdout.readline().decode().strip()):
+                    raise EngineClosed(f"the server ended with code {process.wait()} before it served")
+                yield int(line.rsplit(":", 1)[1]), process.pid
+            finally:
+                process.terminate()
+                process.wait(_START_DEADLINE_S)
 
 
 def _sample(
@@ -133,20 +149,6 @@ def _sample(
         lag_p50_ms=answer["lag_ms"]["p50"],
         lag_p99_ms=answer["lag_ms"]["p99"],
     )
-
-
-@contextlib.contextmanager
-def _server(model_dir: Path, options: StampedOptions) -> Generator[tuple[int, int]]:
-    spec = msgspec.json.encode(options).decode()
-    command = [sys.executable, "-P", "-m", "openinfer.frontend_bench.server", str(model_dir), spec]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603
-        try:
-            if process.stdout is None or not (line := process.stdout.readline().decode().strip()):
-                raise EngineClosed(f"the server ended with code {process.wait()} before it served")
-            yield int(line.rsplit(":", 1)[1]), process.pid
-        finally:
-            process.terminate()
-            process.wait(_START_DEADLINE_S)
 
 
 def _cpu_s(pid: int) -> float:

@@ -1,6 +1,6 @@
 """The benchmark's server process: the real frontend before the stamped engine.
 
-    python -m openinfer.frontend_bench.server MODEL_DIR OPTIONS_JSON
+    python -m openinfer.frontend_bench.server MODEL_DIR ENGINE_JSON SERVER_JSON
 
 Prints its URL when it serves; ends on SIGTERM.
 """
@@ -19,7 +19,8 @@ def main() -> int:
     """Serves until SIGTERM."""
     options = msgspec.json.decode(sys.argv[2], type=StampedOptions)
     handle = spawn_engine("openinfer.frontend_bench.engine", options)
-    return run(handle, Path(sys.argv[1]), ServerOptions(port=0), on_ready=lambda url: print(url, flush=True))
+    served = msgspec.json.decode(sys.argv[3], type=ServerOptions)
+    return run(handle, Path(sys.argv[1]), served, on_ready=lambda url: print(url, flush=True))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+// The server's state, once a second while the page can be seen.
+
+const PERIOD_MS = 1000;
+const KEPT = 60;
+const byId = (id) => document.getElementById(id);
+
+export class Status {
+  #api;
+  #rates = [];
+  #before = null;
+
+  constructor(api) {
+    this.#api = api;
+  }
+
+  async run() {
+    for (;;) {
+      if (document.visibilityState === "visible") await this.#look();
+      await new Promise((resolve) => setTimeout(resolve, PERIOD_MS));
+    }
+  }
+
+  async #look() {
+    try {
+      const now = performance.now();
+      const values = parseMetrics(await (await this.#api.get("metrics")).text());
+      this.#show(values, now);
+    } catch {
+      showHealth("bad", "the server does not answer");
+      this.#before = null;
+    }
+  }
+
+  #show(values, now) {
+    if (values.openinfer_engine_up !== 1) {
+      showHealth("bad", "the engine has ended");
+      return;
+    }
+    const age = values.openinfer_engine_step_age_seconds;
+    showHealth("ok", age > 5 ? `working on a step for ${age.toFixed(0)} s` : "serving");
+    byId("running").textContent = values.openinfer_num_requests_running;
+    byId("waiting").textContent = values.openinfer_num_requests_waiting;
+    const used = values.openinfer_kv_cache_usage_perc;
+    byId("kv").value = used;
+    byId("kv-text").textContent = `${(used * 100).toFixed(1)} %`;
+    const { openinfer_prefix_cache_queries_total: queries, openinfer_prefix_cache_hits_total: hits } = values;
+    byId("cache").textContent = queries ? `${((hits / queries) * 100).toFixed(0)} % of prompt tokens` : "–";
+    this.#showRate(values.openinfer_generation_tokens_total, now);
+  }
+
+  #showRate(tokens, now) {
+    if (this.#before !== null && tokens >= this.#before.tokens) {
+      const rate = ((tokens - this.#before.tokens) * 1000) / (now - this.#before.now);
+      this.#rates = [...this.#rates, rate].slice(-KEPT);
+      byId("throughput").textContent = `${rate.toFixed(1)} tokens/s`;
+      const most = Math.max(1, ...this.#rates);
+      const points = this.#rates.map((each, i) => `${i + KEPT - this.#rates.length},${19 - (18 * each) / most}`);
+      byId("history-line").setAttribute("points", points.join(" "));
+    }
+    this.#before = { tokens, now };
+  }
+}
+
+/** Sums of each metric over its labels; the page needs no more of Prometheus' format. */
+export function parseMetrics(text) {
+  const values = {};
+  for (const line of text.split("\n")) {
+    const [, name, value] = /^(\w+)(?:\{.*\})? (\S+)$/.exec(line) ?? [];
+    if (name) values[name] = (values[name] ?? 0) + Number(value);
+  }
+  return values;
+}
+
+function showHealth(state, text) {
+  const health = byId("health");
+  if (health.dataset.state === state && byId("health-text").textContent === text) return;
+  health.dataset.state = state;
+  byId("health-text").textContent = text;
+}
