@@ -26,6 +26,7 @@ ALLOWED_SIBLINGS = {
     "openinfer-engine": {"openinfer-core", "openinfer-kernels", "openinfer-kv-cache"},
     "openinfer-kernels": set[str](),
     "openinfer-kv-cache": {"openinfer-core"},
+    "openinfer-kv-offload": {"openinfer-core", "openinfer-kv-cache"},
     "openinfer-server": {"openinfer-core"},
     "openinfer-tiny-model": set[str](),
 }

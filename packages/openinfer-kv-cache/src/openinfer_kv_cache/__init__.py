@@ -10,6 +10,7 @@ from openinfer_kv_cache.errors import (
     IntegrityError,
     KvCacheError,
     KvConfigError,
+    KvTierError,
     LayoutMismatchError,
     SequenceStateError,
 )
@@ -19,6 +20,16 @@ from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.slots import CopyKind, SlotCopy, SlotPool, SlotState
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
+from openinfer_kv_cache.tiers import (
+    EvictingTier,
+    KvTier,
+    KvTierFactory,
+    TierCounters,
+    TierFailure,
+    TierHit,
+    Transfer,
+    TransferState,
+)
 
 __all__ = [
     "BlockPin",
@@ -28,6 +39,7 @@ __all__ = [
     "BlockStateError",
     "CopyKind",
     "Digest",
+    "EvictingTier",
     "EvictionPolicy",
     "EvictionPolicyError",
     "EvictionReason",
@@ -42,6 +54,9 @@ __all__ = [
     "KvLayout",
     "KvRegion",
     "KvSpec",
+    "KvTier",
+    "KvTierError",
+    "KvTierFactory",
     "LayoutMismatchError",
     "LeastRecentlyUsed",
     "PagedGroup",
@@ -54,5 +69,10 @@ __all__ = [
     "SlotPool",
     "SlotState",
     "SlotTensor",
+    "TierCounters",
+    "TierFailure",
+    "TierHit",
+    "Transfer",
+    "TransferState",
     "check_same_layout",
 ]

@@ -7,6 +7,7 @@
         ├── EvictionPolicyError  an eviction policy answered with blocks that it does not hold
         ├── KvConfigError        a spec, layout, option or key is out of range (also a ValueError)
         ├── LayoutMismatchError  two sides that would exchange KV disagree about its layout
+        ├── KvTierError          a tier was given a spent hit, or memory that is not its blocks
         └── IntegrityError       the bookkeeping contradicts itself: a bug, never a user's doing
 
 A pool that is short is not an error: `reserve` and `allocate` answer None and change nothing.
@@ -40,6 +41,10 @@ class KvConfigError(KvCacheError, ValueError):
 
 class LayoutMismatchError(KvCacheError):
     """Two sides that would exchange KV bytes describe them differently."""
+
+
+class KvTierError(KvCacheError):
+    """A tier was called in a way that cannot be right; nothing was begun."""
 
 
 class IntegrityError(KvCacheError):

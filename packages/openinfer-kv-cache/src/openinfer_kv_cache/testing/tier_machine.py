@@ -1,0 +1,175 @@
+"""`tier_machine`: random use of a tier under random faults, as a hypothesis state machine.
+
+Whatever happens, a block that landed has its only right bytes, every transfer ends, and memory is the caller's again
+after that. Needs hypothesis (`pip install "openinfer-kv-cache[testing]"`).
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from openinfer_kv_cache.testing.tier_cases import (
+    TierCase,
+    chain,
+    check_landed,
+    empty,
+    ended,
+    filled,
+    kit_layout,
+    load,
+    save,
+)
+from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultKind
+from openinfer_kv_cache.tiers import KvTier, TierHit, TransferState
+
+_CHAINS = st.integers(0, 3)
+_LENGTHS = st.integers(1, 6)
+
+
+class TierMachine(RuleBasedStateMachine):
+    """The rules; `tier_machine` binds them to a tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layout = kit_layout()
+        self.faults = FaultInjector()
+        self.case = self.new_case()
+        self.seen = self.counter()
+        self.tier: KvTier = self.case.open(self.layout, self.faults)
+        self.held: list[tuple[int, TierHit]] = []
+        self.steps_since_open = 0
+
+    def new_case(self) -> TierCase:
+        """An empty place; `tier_machine` says which."""
+        raise NotImplementedError
+
+    def counter(self) -> Counter[str]:
+        """What the runs of one machine have seen."""
+        raise NotImplementedError
+
+    @rule(seed=_CHAINS, length=_LENGTHS)
+    def save_chain(self, seed: int, length: int) -> None:
+        """Saves, and reuses the memory at once."""
+        self.seen[f"save {save(self.tier, chain(seed, length))}"] += 1
+
+    @rule(seed=_CHAINS, length=_LENGTHS)
+    def load_chain(self, seed: int, length: int) -> None:
+        """Loads what is found, and compares every byte that landed."""
+        self.seen["loaded blocks"] += load(self.tier, chain(seed, length))
+
+    @rule(seed=_CHAINS, length=_LENGTHS)
+    def save_and_load_chain(self, seed: int, length: int) -> None:
+        """One after the other, so that much is found."""
+        self.save_chain(seed, length)
+        self.load_chain(seed, length)
+
+    @rule(seed=_CHAINS, length=_LENGTHS)
+    def hold(self, seed: int, length: int) -> None:
+        """Keeps a hit open over what comes next."""
+        if len(self.held) < 3:
+            self.held.append((seed, self.tier.find(chain(seed, length))))
+
+    @precondition(lambda self: self.held)
+    @rule(is_loaded=st.booleans())
+    def end_hit(self, is_loaded: bool) -> None:  # noqa: FBT001 -- drawn by hypothesis
+        """Loads or closes a hit that was open for a while."""
+        seed, hit = self.held.pop(0)
+        if not is_loaded:
+            return hit.close()
+        digests = list(hit.digests)
+        assert digests == chain(seed, len(digests)), "a held hit changed"
+        blocks = empty(len(digests), self.layout)
+        transfer = self.tier.load(hit, blocks)
+        ended(transfer)
+        check_landed(transfer, digests, blocks, self.layout)
+        self.seen["blocks of held hits"] += transfer.landed_blocks
+        return None
+
+    @rule(seed=_CHAINS, length=_LENGTHS)
+    def cancel_load(self, seed: int, length: int) -> None:
+        """Cancels a load at any moment; what it touches after its end would be seen."""
+        digests = chain(seed, length)
+        hit = self.tier.find(digests)
+        blocks = empty(len(hit.digests), self.layout)
+        transfer = self.tier.load(hit, blocks)
+        transfer.cancel()
+        self.seen[f"cancelled load {ended(transfer)}"] += 1
+        check_landed(transfer, digests, blocks, self.layout)
+
+    @rule(seed=_CHAINS, length=_LENGTHS)
+    def cancel_save(self, seed: int, length: int) -> None:
+        """Cancels a save at any moment and spoils its memory: what was stored must be right all the same."""
+        digests = chain(seed, length)
+        blocks = filled(digests, self.layout)
+        transfer = self.tier.save(digests, blocks)
+        transfer.cancel()
+        self.seen[f"cancelled save {ended(transfer)}"] += 1
+        for block in blocks:
+            block[:] = bytes(len(block))
+
+    @rule(seed=_CHAINS, length=_LENGTHS)
+    def load_without_time(self, seed: int, length: int) -> None:
+        """A deadline that has passed."""
+        digests = chain(seed, length)
+        hit = self.tier.find(digests)
+        blocks = empty(len(hit.digests), self.layout)
+        transfer = self.tier.load(hit, blocks, timeout_s=0.0)
+        self.seen[f"load without time {ended(transfer)}"] += 1
+        check_landed(transfer, digests, blocks, self.layout)
+
+    @rule(kind=st.sampled_from(FaultKind), on_write=st.booleans())
+    def plan_fault(self, kind: FaultKind, on_write: bool) -> None:  # noqa: FBT001 -- drawn by hypothesis
+        """Something goes wrong soon."""
+        (self.faults.on_next_writes if on_write else self.faults.on_next_reads)(kind)
+        self.seen[f"fault {kind}"] += 1
+
+    @precondition(lambda self: self.steps_since_open > 12)
+    @rule()
+    def reopen(self) -> None:
+        """Closes, also with hits open, and opens the same place."""
+        self.steps_since_open = 0
+        self.tier.close()
+        for _, hit in self.held:
+            assert self.tier.load(hit, empty(len(hit.digests), self.layout)).poll() is not TransferState.PENDING
+        self.held.clear()
+        self.tier = self.case.open(self.layout, self.faults)
+        self.seen["reopened"] += 1
+
+    @invariant()
+    def books_agree(self) -> None:
+        """What a tier can check of itself; runs after each rule, so it counts them."""
+        self.steps_since_open += 1
+        self.seen["steps"] += 1
+        check = getattr(self.tier, "check_integrity", None)
+        if check is not None:
+            check()
+
+    def teardown(self) -> None:
+        """Checks, and closes."""
+        self.books_agree()
+        self.tier.close()
+
+
+def tier_machine(make_case: Callable[[], TierCase]) -> tuple[type[TierMachine], Counter[str]]:
+    """The machine for one tier, and what its runs have seen: assert that blocks were loaded at all.
+
+    Args:
+        make_case: returns an empty place each time; a fault opens the breaker if the case lets it.
+
+    Returns:
+        A class for `hypothesis.stateful.run_state_machine_as_test` (or its `.TestCase`), and its counters.
+    """
+    seen: Counter[str] = Counter()
+
+    class BoundTierMachine(TierMachine):
+        """The rules on one tier."""
+
+        def new_case(self) -> TierCase:
+            return make_case()
+
+        def counter(self) -> Counter[str]:
+            return seen
+
+    return BoundTierMachine, seen

@@ -1,0 +1,271 @@
+"""`DiskTier`: KV blocks in segment files, found again after a restart or a crash."""
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierFailure, TierHit, Transfer
+from openinfer_kv_offload.arena import WrapMedium, as_it_is
+from openinfer_kv_offload.errors import TierConfigError
+from openinfer_kv_offload.failures import BlockFault
+from openinfer_kv_offload.memory import check_blocks, copy_bytes
+from openinfer_kv_offload.queue import QueueOptions, TransferQueue
+from openinfer_kv_offload.record import HEADER_BYTES, RecordHeader, decode_header, encode_header, record_bytes
+from openinfer_kv_offload.segments import Recorded, SegmentIndex
+from openinfer_kv_offload.stamp import Stamper
+from openinfer_kv_offload.store import Access, StoreFolder
+from openinfer_kv_offload.tally import Tally
+from openinfer_kv_offload.transfer import BlockTransfer
+
+_SEGMENTS = 64
+
+
+class DiskTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one `DiskTier`.
+
+    Raises:
+        TierConfigError: a field is out of range.
+    """
+
+    folder: str
+    budget_bytes: int
+    """Of all segments; the least recently used segment is deleted to stay below."""
+    segment_bytes: int | None = None
+    """Of one segment; by default a 64th of the budget, at least one record."""
+    access: Access = Access.WRITE
+    refresh_s: float = 1.0
+    """How often a reading process looks for what the writing one has added."""
+    queue: QueueOptions = QueueOptions()
+
+    def __post_init__(self) -> None:
+        if self.segment_bytes is not None and not 0 < self.segment_bytes <= self.budget_bytes // 2:
+            raise TierConfigError(
+                f"segment_bytes is {self.segment_bytes}; it must be at most half of the budget, {self.budget_bytes}"
+            )
+        if self.refresh_s <= 0:
+            raise TierConfigError(f"refresh_s is {self.refresh_s}; it must be more than 0")
+
+
+class DiskHit:
+    """Blocks held in a `DiskTier`: their segments stay readable, also when they are deleted."""
+
+    __slots__ = ("_release", "digests", "held")
+
+    def __init__(self, held: list[Recorded], release: Callable[[list[Recorded]], None]) -> None:
+        self.digests = tuple([each.digest for each in held])
+        self.held: list[Recorded] | None = held
+        self._release = release
+
+    def close(self) -> None:
+        """Gives the blocks back."""
+        held, self.held = self.held, None
+        if held:
+            self._release(held)
+
+
+class DiskTier:
+    """A folder of append-only segments with checksums; nothing is synchronised to the platter, losing is a miss.
+
+    Bytes pass through a buffer of the moving thread and reach the caller's blocks only when their checksum fits, so a
+    deadline is met even while the disk hangs.
+
+    Args:
+        layout: of the blocks. options: its folder and budget. name: for counters and logs.
+            clock: seconds that never run back. wrap_medium: put between the tier and its files, for tests.
+
+    Raises:
+        LayoutMismatchError: the folder holds blocks of another layout.
+        StoreError: another process writes to it, or it is no store.
+        TierConfigError: the budget does not hold two records.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        options: DiskTierOptions,
+        *,
+        name: str = "disk",
+        clock: Callable[[], float] = time.monotonic,
+        wrap_medium: WrapMedium = as_it_is,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.accepts_saves = options.access is Access.WRITE
+        self._record_bytes = record_bytes(layout.block_bytes)
+        if options.budget_bytes < 2 * self._record_bytes:
+            raise TierConfigError(
+                f"budget_bytes of {name} is {options.budget_bytes}; two records need {2 * self._record_bytes}"
+            )
+        self._stamper = Stamper(layout)
+        self._store = StoreFolder(Path(options.folder), layout, options.access)
+        self._index = SegmentIndex(
+            self._store,
+            options.access,
+            layout_digest=self._stamper.layout_digest,
+            record_bytes=self._record_bytes,
+            segment_bytes=max(options.segment_bytes or options.budget_bytes // _SEGMENTS, self._record_bytes),
+            budget_bytes=options.budget_bytes,
+            wrap_medium=wrap_medium,
+        )
+        self._lock = threading.Lock()
+        self._append_lock = threading.Lock()
+        self._buffers = threading.local()
+        self._clock = clock
+        self._refresh_s = options.refresh_s
+        self._tally = Tally(name)
+        self._rebuild()
+        self._queue = TransferQueue(name, options.queue, self._tally, clock=clock)
+
+    # The caller's side.
+
+    def find(self, digests: Sequence[Digest]) -> DiskHit:
+        """The longest beginning that is stored; held until the hit is closed or its load has ended."""
+        held: list[Recorded] = []
+        if not self._queue.is_refusing:
+            with self._lock:
+                held = self._index.hold_prefix(digests)
+            if not self.accepts_saves and len(held) < len(digests):
+                self._refresh_soon()
+        self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
+        return DiskHit(held, self._release)
+
+    def load(self, hit: TierHit, blocks: Sequence[memoryview], *, timeout_s: float | None = None) -> Transfer:
+        """Begins to read a hit's blocks into writable memory."""
+        if not isinstance(hit, DiskHit) or hit.held is None:
+            raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
+        check_blocks(blocks, self.layout, num_blocks=len(hit.digests), writable=True)
+        held, hit.held = hit.held, None
+        return self._queue.submit(
+            lambda transfer: self._load(transfer, held, blocks),
+            num_blocks=len(held),
+            timeout_s=timeout_s,
+            release=lambda: self._release(held),
+        )
+
+    def save(
+        self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
+    ) -> Transfer:
+        """Begins to append sealed blocks.
+
+        Raises:
+            KvTierError: as the contract says, or this process only reads the store.
+        """
+        if not self.accepts_saves:
+            raise KvTierError(f"tier {self.name} was opened with access=read; another process writes to it")
+        check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
+        return self._queue.submit(
+            lambda transfer: self._save(transfer, digests, blocks),
+            num_blocks=len(digests),
+            timeout_s=timeout_s,
+            release=lambda: None,
+        )
+
+    def refresh(self) -> None:
+        """Reads what another process has appended or deleted; `find` asks for it by itself, in the background."""
+        if not self.accepts_saves:
+            self._rebuild()
+
+    def counters(self) -> tuple[TierCounters, ...]:
+        """One."""
+        return (self._tally.counters(stored_blocks=len(self._index)),)
+
+    def close(self) -> None:
+        """Stops its threads, closes its files and lets another process write."""
+        if self._queue.close():
+            with self._lock:
+                self._index.close()
+        self._store.close()
+
+    def check_integrity(self) -> None:
+        """Compares everything the tier knows.
+
+        Raises:
+            IntegrityError: its books contradict themselves: a bug.
+        """
+        with self._lock:
+            self._index.check_integrity()
+
+    # The threads' side.
+
+    def _load(self, transfer: BlockTransfer, held: Sequence[Recorded], blocks: Sequence[memoryview]) -> None:
+        buffer = self._buffer()
+        for each, block in zip(held, blocks, strict=True):
+            each.segment.medium.read(each.offset_bytes, buffer)
+            payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
+            if not self._is_intact(each.digest, decode_header(buffer), payload):
+                with self._lock:
+                    dropped = self._index.drop(each)
+                self._tally.lost(corrupt_blocks=int(dropped))
+                raise BlockFault(TierFailure.CORRUPT)
+            with transfer.touching():
+                copy_bytes(block, payload)
+            transfer.land()
+            self._tally.moved(loaded_blocks=1)
+
+    def _is_intact(self, digest: Digest, header: RecordHeader | None, payload: memoryview) -> bool:
+        return (
+            header is not None
+            and header.digest == digest
+            and header.layout_digest == self._stamper.layout_digest
+            and header.payload_bytes == len(payload)
+            and self._stamper.fits(digest, payload, header.stamp)
+        )
+
+    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[memoryview]) -> None:
+        buffer = self._buffer()
+        payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
+        for digest, block in zip(digests, blocks, strict=True):
+            if digest not in self._index:
+                with transfer.touching():
+                    stamp = self._stamper.stamp(digest, block)
+                    copy_bytes(payload, block)
+                header = RecordHeader(self._stamper.layout_digest, digest, len(payload), stamp)
+                buffer[:HEADER_BYTES] = encode_header(header)
+                self._tally.moved(saved_blocks=int(self._append(digest, buffer)))
+            transfer.land()
+
+    def _append(self, digest: Digest, record: memoryview) -> bool:
+        """Writes a record; False if another thread was faster with the same block."""
+        with self._append_lock:
+            if digest in self._index:
+                return False
+            with self._lock:
+                segment, evicted = self._index.place_for_append()
+            self._tally.lost(evicted_blocks=evicted)
+            try:
+                segment.medium.write(segment.size_bytes, [record])
+            except BaseException:
+                segment.cut_torn_end()
+                raise
+            with self._lock:
+                self._index.appended(segment, digest)
+            return True
+
+    def _buffer(self) -> memoryview:
+        """One record of memory for each thread."""
+        buffer: memoryview | None = getattr(self._buffers, "record", None)
+        if buffer is None:
+            buffer = memoryview(mmap.mmap(-1, self._record_bytes))
+            self._buffers.record = buffer
+        return buffer
+
+    def _rebuild(self) -> None:
+        self._next_refresh_s = self._clock() + self._refresh_s
+        with self._append_lock:
+            discovery = self._index.discover()
+            with self._lock:
+                self._index.adopt(discovery)
+        self._tally.lost(corrupt_blocks=discovery.bad_records)
+
+    def _refresh_soon(self) -> None:
+        if self._clock() >= self._next_refresh_s:
+            self._next_refresh_s = self._clock() + self._refresh_s
+            self._queue.run_soon(self._rebuild)
+
+    def _release(self, held: list[Recorded]) -> None:
+        with self._lock:
+            self._index.release(held)

@@ -1,0 +1,257 @@
+"""`HostTier`: KV blocks in this process's memory."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from openinfer_kv_cache import (
+    Digest,
+    EvictionPolicy,
+    KvLayout,
+    KvTierError,
+    LeastRecentlyUsed,
+    TierCounters,
+    TierFailure,
+    TierHit,
+    Transfer,
+)
+from openinfer_kv_offload.arena import Arena, WrapMedium, as_it_is
+from openinfer_kv_offload.errors import TierConfigError
+from openinfer_kv_offload.failures import BlockFault
+from openinfer_kv_offload.frequency import LeastFrequentlyUsed
+from openinfer_kv_offload.memory import check_blocks
+from openinfer_kv_offload.places import PlaceIndex, Stored
+from openinfer_kv_offload.queue import QueueOptions, TransferQueue
+from openinfer_kv_offload.stamp import Stamper
+from openinfer_kv_offload.tally import Tally
+from openinfer_kv_offload.transfer import BlockTransfer
+
+_ALIGN_BYTES = 64
+
+
+class HostPolicy(StrEnum):
+    """Which block is given up first."""
+
+    LRU = "lru"
+    LFU = "lfu"
+
+
+class HostTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one `HostTier`.
+
+    Raises:
+        TierConfigError: a field is out of range.
+    """
+
+    capacity_bytes: int
+    policy: HostPolicy = HostPolicy.LRU
+    ttl_s: float | None = None
+    """A block that nobody found for so long is given up."""
+    queue: QueueOptions = QueueOptions()
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None and self.ttl_s <= 0:
+            raise TierConfigError(f"ttl_s is {self.ttl_s}; it must be more than 0, or absent")
+
+
+class HostHit:
+    """Blocks held in a `HostTier`."""
+
+    __slots__ = ("_release", "digests", "held")
+
+    def __init__(self, held: list[Stored], release: Callable[[list[Stored]], None]) -> None:
+        self.digests = tuple([each.digest for each in held])
+        self.held: list[Stored] | None = held
+        self._release = release
+
+    def close(self) -> None:
+        """Gives the blocks back."""
+        held, self.held = self.held, None
+        if held:
+            self._release(held)
+
+
+class HostTier:
+    """An arena of equal places, one block each, with an eviction policy; gone with the process.
+
+    Args:
+        layout: of the blocks. options: its size and policy. name: for counters and logs.
+            policy: a policy of your own instead of `options.policy`. clock: seconds that never run back.
+            wrap_medium: put between the tier and its arena, for tests.
+
+    Raises:
+        TierConfigError: not one block fits.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        options: HostTierOptions,
+        *,
+        name: str = "host",
+        policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wrap_medium: WrapMedium = as_it_is,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.accepts_saves = True
+        self._stride_bytes = -(-layout.block_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        num_places = options.capacity_bytes // self._stride_bytes
+        if num_places < 1:
+            raise TierConfigError(
+                f"capacity_bytes of {name} is {options.capacity_bytes}; one block needs {self._stride_bytes}"
+            )
+        if policy is None:
+            policy = LeastFrequentlyUsed() if options.policy is HostPolicy.LFU else LeastRecentlyUsed()
+        self._index = PlaceIndex(num_places, policy, ttl_s=options.ttl_s, clock=clock)
+        self._lock = threading.Lock()
+        self._medium = wrap_medium(Arena(num_places * self._stride_bytes))
+        self._stamper = Stamper(layout)
+        self._tally = Tally(name)
+        self._queue = TransferQueue(name, options.queue, self._tally, clock=clock)
+        self._sink: Callable[[Digest, memoryview], None] | None = None
+
+    # The caller's side.
+
+    def find(self, digests: Sequence[Digest]) -> HostHit:
+        """The longest beginning that is stored; held until the hit is closed or its load has ended."""
+        held: list[Stored] = []
+        if not self._queue.is_refusing:
+            with self._lock:
+                expired = self._index.expire()
+                held = self._index.hold_prefix(digests)
+            if expired:
+                self._tally.lost(evicted_blocks=expired)
+        self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
+        return HostHit(held, self._release)
+
+    def load(self, hit: TierHit, blocks: Sequence[memoryview], *, timeout_s: float | None = None) -> Transfer:
+        """Begins to copy a hit's blocks into writable memory."""
+        if not isinstance(hit, HostHit) or hit.held is None:
+            raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
+        check_blocks(blocks, self.layout, num_blocks=len(hit.digests), writable=True)
+        held, hit.held = hit.held, None
+        return self._queue.submit(
+            lambda transfer: self._load(transfer, held, blocks),
+            num_blocks=len(held),
+            timeout_s=timeout_s,
+            release=lambda: self._release(held),
+        )
+
+    def save(
+        self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
+    ) -> Transfer:
+        """Begins to copy sealed blocks into the arena."""
+        check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
+        return self._queue.submit(
+            lambda transfer: self._save(transfer, digests, blocks),
+            num_blocks=len(digests),
+            timeout_s=timeout_s,
+            release=_nothing,
+        )
+
+    def counters(self) -> tuple[TierCounters, ...]:
+        """One."""
+        return (self._tally.counters(stored_blocks=len(self._index)),)
+
+    def close(self) -> None:
+        """Stops its threads; the memory goes with the object."""
+        self._queue.close()
+
+    def demote_to(self, sink: Callable[[Digest, memoryview], None]) -> None:
+        """Gives what is evicted to `sink`, which the thread of the save that needs the place waits for."""
+        self._sink = sink
+
+    def demote_all(self) -> None:
+        """Gives every block to the sink, in this thread."""
+        with self._lock:
+            digests = self._index.digests()
+        for digest in digests:
+            hit = self.find([digest])
+            for each in hit.held or ():
+                self._demote(each)
+            hit.close()
+
+    def check_integrity(self) -> None:
+        """Compares everything the tier knows.
+
+        Raises:
+            IntegrityError: its books contradict themselves: a bug.
+        """
+        with self._lock:
+            self._index.check_integrity()
+
+    # The threads' side.
+
+    def _load(self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[memoryview]) -> None:
+        for each, block in zip(held, blocks, strict=True):
+            with transfer.touching():
+                self._medium.read(each.place * self._stride_bytes, block)
+                intact = self._stamper.fits(each.digest, block, each.stamp)
+            if not intact:
+                self._tally.lost(corrupt_blocks=int(self._drop(each)))
+                raise BlockFault(TierFailure.CORRUPT)
+            transfer.land()
+            self._tally.moved(loaded_blocks=1)
+
+    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[memoryview]) -> None:
+        for digest, block in zip(digests, blocks, strict=True):
+            if digest not in self._index:
+                place = self._take()
+                try:
+                    with transfer.touching():
+                        stamp = self._stamper.stamp(digest, block)
+                        self._medium.write(place * self._stride_bytes, [block])
+                except BaseException:
+                    with self._lock:
+                        self._index.give_back(place)
+                    raise
+                with self._lock:
+                    published = self._index.publish(place, digest, stamp)
+                self._tally.moved(saved_blocks=int(published))
+            transfer.land()
+
+    def _take(self) -> int:
+        """A place to fill; what was there has been handed on."""
+        with self._lock:
+            taken = self._index.take()
+        if taken is None:
+            raise BlockFault(TierFailure.BUSY)
+        place, left = taken
+        if left is not None:
+            self._tally.lost(evicted_blocks=1)
+            try:
+                self._demote(left)
+            except Exception:
+                with self._lock:
+                    self._index.give_back(place)
+                raise
+        return place
+
+    def _demote(self, stored: Stored) -> None:
+        """Hands on a block that nobody can overwrite now, if it is intact: the next tier stamps what it gets."""
+        if self._sink is None:
+            return
+        block = memoryview(bytearray(self.layout.block_bytes))
+        self._medium.read(stored.place * self._stride_bytes, block)
+        if self._stamper.fits(stored.digest, block, stored.stamp):
+            self._sink(stored.digest, block.toreadonly())
+        else:
+            self._drop(stored)
+            self._tally.lost(corrupt_blocks=1)
+
+    def _drop(self, stored: Stored) -> bool:
+        with self._lock:
+            return self._index.drop(stored)
+
+    def _release(self, held: list[Stored]) -> None:
+        with self._lock:
+            self._index.release(held)
+
+
+def _nothing() -> None:
+    """A save holds nothing of the tier before it runs."""

@@ -1,0 +1,186 @@
+"""`TransferQueue`: a tier's own threads, its breaker, and what happens when a transfer goes wrong."""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from openinfer_kv_cache import TierFailure, TransferState
+from openinfer_kv_offload.breaker import CircuitBreaker
+from openinfer_kv_offload.errors import TierConfigError
+from openinfer_kv_offload.failures import NOT_THE_MEDIUM, classify
+from openinfer_kv_offload.tally import Tally
+from openinfer_kv_offload.transfer import BlockTransfer, TransferEnded
+
+_log = logging.getLogger(__name__)
+_JOIN_S = 5.0
+
+
+class QueueOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a tier moves bytes.
+
+    Raises:
+        TierConfigError: a field is out of range.
+    """
+
+    num_threads: int = 2
+    max_queued: int = 256
+    """Transfers that wait; one more ends short at once (`BUSY`)."""
+    breaker_failures: int = 5
+    """In a row, after which the tier is left alone."""
+    breaker_cooldown_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for field, value in msgspec.structs.asdict(self).items():
+            if value <= 0:
+                raise TierConfigError(f"{field} is {value}; it must be more than 0")
+
+
+class TransferQueue:
+    """Carries out the transfers of one tier in the order of their submission.
+
+    Args:
+        name: of the tier, for its threads and its log. options: how many threads, when to give up.
+            tally: counts the ends. clock: seconds that never run back.
+    """
+
+    def __init__(
+        self, name: str, options: QueueOptions, tally: Tally, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._tally = tally
+        self._clock = clock
+        self._breaker = CircuitBreaker(
+            num_failures=options.breaker_failures, cooldown_s=options.breaker_cooldown_s, clock=clock
+        )
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._max_queued = options.max_queued
+        self._open: set[BlockTransfer] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kv-tier-{name}-{index}", daemon=True)
+            for index in range(options.num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_refusing(self) -> bool:
+        """Whether a transfer that is submitted now would end at once: closed, or the breaker is open."""
+        return self._is_closed or self._breaker.is_open
+
+    def submit(
+        self,
+        job: Callable[[BlockTransfer], None],
+        *,
+        num_blocks: int,
+        timeout_s: float | None,
+        release: Callable[[], None],
+    ) -> BlockTransfer:
+        """Queues a transfer.
+
+        Args:
+            job: moves the blocks in one of the threads; its exceptions become the transfer's failure.
+            num_blocks: of the transfer; 0 lands at once.
+            timeout_s: from now.
+            release: gives back what the transfer holds; called once, after the job or instead of it.
+        """
+        deadline_s = None if timeout_s is None else self._clock() + timeout_s
+        transfer = BlockTransfer(num_blocks, deadline_s=deadline_s, clock=self._clock, on_end=self._on_end)
+        with self._lock:
+            self._open.add(transfer)
+        refusal = self._refusal() if num_blocks else None
+        if refusal is None and num_blocks:
+            refusal = self._enqueue(lambda: self._carry_out(job, transfer, release))
+            if refusal is None:
+                return transfer
+        transfer.end(refusal)
+        release()
+        return transfer
+
+    def run_soon(self, task: Callable[[], None]) -> bool:
+        """Queues work that is nobody's transfer; False if there is no room."""
+        return not self._is_closed and self._enqueue(lambda: None if self._is_closed else self._guard(task)) is None
+
+    def close(self) -> bool:
+        """Ends what is pending, lets copies on their way finish, and stops the threads.
+
+        Returns:
+            Whether all have stopped; one that hangs in its medium is left behind, and may still use it.
+        """
+        with self._lock:
+            if self._is_closed:
+                return not any(thread.is_alive() for thread in self._threads)
+            self._is_closed = True
+            pending = list(self._open)
+        for transfer in pending:
+            transfer.end(TierFailure.CLOSED)
+        self._drain()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+            if thread.is_alive():
+                _log.warning("tier %s: thread %s hangs in its medium and is left behind", self._name, thread.name)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _refusal(self) -> TierFailure | None:
+        if self._is_closed:
+            return TierFailure.CLOSED
+        return None if self._breaker.admit() else TierFailure.BREAKER_OPEN
+
+    def _enqueue(self, task: Callable[[], None]) -> TierFailure | None:
+        if self._jobs.qsize() >= self._max_queued:
+            return TierFailure.BUSY
+        self._jobs.put(task)
+        return None
+
+    def _drain(self) -> None:
+        """After the end of all transfers: what is queued only gives back what it holds."""
+        with contextlib.suppress(queue.Empty):
+            while (task := self._jobs.get_nowait()) is not None:
+                task()
+
+    def _run(self) -> None:
+        while (task := self._jobs.get()) is not None:
+            task()
+
+    def _carry_out(
+        self, job: Callable[[BlockTransfer], None], transfer: BlockTransfer, release: Callable[[], None]
+    ) -> None:
+        try:
+            if transfer.poll() is TransferState.PENDING:
+                job(transfer)
+                transfer.end()
+        except TransferEnded:
+            pass  # whoever ended it has counted why
+        except Exception as error:  # noqa: BLE001 -- the fence: a tier never takes the engine down
+            failure = classify(error)
+            if failure is TierFailure.ERROR:
+                _log.exception("tier %s: its own code failed", self._name)
+            transfer.end(failure)
+        finally:
+            self._guard(release)
+
+    def _guard(self, task: Callable[[], None]) -> None:
+        """Keeps the thread alive."""
+        try:
+            task()
+        except Exception:  # noqa: BLE001 -- the fence, as above
+            _log.exception("tier %s: work in the background failed", self._name)
+
+    def _on_end(self, transfer: BlockTransfer) -> None:
+        with self._lock:
+            self._open.discard(transfer)
+        failure = transfer.failure
+        if failure is not None:
+            self._tally.failed(failure)
+            if failure not in NOT_THE_MEDIUM:
+                self._breaker.failed()
+        elif transfer.landed_blocks == transfer.num_blocks > 0:
+            self._breaker.succeeded()

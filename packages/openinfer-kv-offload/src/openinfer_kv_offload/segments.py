@@ -1,0 +1,198 @@
+"""`SegmentIndex`: which block is in which record of which segment, within a budget. Not thread-safe: the tier locks."""
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from openinfer_kv_cache import Digest, IntegrityError
+from openinfer_kv_offload.arena import WrapMedium
+from openinfer_kv_offload.segment import Segment
+from openinfer_kv_offload.store import Access, StoreFolder
+
+
+class Recorded(NamedTuple):
+    """A block on the disk."""
+
+    segment: Segment
+    record_index: int
+    digest: Digest
+
+    @property
+    def offset_bytes(self) -> int:
+        """Of its record."""
+        return self.record_index * self.segment.record_bytes
+
+
+class Discovery(NamedTuple):
+    """What a look at the folder has found."""
+
+    opened: list[Segment]
+    vanished: list[Segment]
+    recorded: list[Recorded]
+    bad_records: int
+
+
+class SegmentIndex:
+    """The blocks of a store, found by their digest.
+
+    Args:
+        store: its folder. access: whether segments may be cut, appended and deleted. layout_digest: of its blocks.
+            record_bytes: of each record. segment_bytes: after which a new file begins. budget_bytes: of all files.
+            wrap_medium: put between the tier and each file, for tests.
+    """
+
+    def __init__(
+        self,
+        store: StoreFolder,
+        access: Access,
+        *,
+        layout_digest: bytes,
+        record_bytes: int,
+        segment_bytes: int,
+        budget_bytes: int,
+        wrap_medium: WrapMedium,
+    ) -> None:
+        self._store = store
+        self._is_writer = access is Access.WRITE
+        self._layout_digest = layout_digest
+        self._record_bytes = record_bytes
+        self._segment_bytes = segment_bytes
+        self._budget_bytes = budget_bytes
+        self._wrap_medium = wrap_medium
+        self._segments: list[Segment] = []
+        self._by_digest: dict[Digest, Recorded] = {}
+        self._uses = 0
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._by_digest)
+
+    def __contains__(self, digest: Digest) -> bool:
+        return digest in self._by_digest
+
+    def discover(self) -> "Discovery":
+        """Reads the headers of records not seen before: input and output only, nothing can be found yet."""
+        paths = self._store.segment_paths()
+        vanished = [segment for segment in self._segments if not segment.is_current()]
+        known = {segment.path for segment in self._segments if segment not in vanished}
+        opened = [segment for path in paths if path not in known and (segment := self._open(path)) is not None]
+        recorded: list[Recorded] = []
+        bad_records = 0
+        for segment in [each for each in self._segments if each not in vanished] + opened:
+            for record_index, header in segment.scan():
+                if header is None or header.layout_digest != self._layout_digest:
+                    bad_records += 1
+                else:
+                    recorded.append(Recorded(segment, record_index, header.digest))
+            if self._is_writer:
+                segment.cut_torn_end()
+        return Discovery(opened, vanished, recorded, bad_records)
+
+    def adopt(self, discovery: "Discovery") -> None:
+        """Makes findable what was discovered."""
+        for segment in discovery.vanished:
+            self._forget(segment)
+        self._segments += discovery.opened
+        for recorded in discovery.recorded:
+            self._register(recorded)
+
+    def hold_prefix(self, digests: Sequence[Digest]) -> list[Recorded]:
+        """Holds the longest beginning of `digests` that is stored."""
+        held: list[Recorded] = []
+        by_digest = self._by_digest
+        self._uses += 1
+        for digest in digests:
+            recorded = by_digest.get(digest)
+            if recorded is None:
+                break
+            recorded.segment.users += 1
+            recorded.segment.last_used = self._uses
+            held.append(recorded)
+        return held
+
+    def release(self, held: Sequence[Recorded]) -> None:
+        """Gives them back."""
+        for recorded in held:
+            recorded.segment.users -= 1
+            recorded.segment.close_unused()
+
+    def drop(self, recorded: Recorded) -> bool:
+        """Makes a block unfindable; False if it was already, or is somewhere else by now."""
+        if self._by_digest.get(recorded.digest) is not recorded:
+            return False
+        del self._by_digest[recorded.digest]
+        return True
+
+    def place_for_append(self) -> tuple[Segment, int]:
+        """The segment to append to, and how many blocks were given up to stay within the budget.
+
+        Raises:
+            OSError: a new file cannot be made, or ENOSPC: there is nothing to give up.
+        """
+        evicted = 0
+        while sum(segment.size_bytes for segment in self._segments) + self._record_bytes > self._budget_bytes:
+            if not self._segments:
+                raise OSError(errno.ENOSPC, "the budget holds no record")
+            evicted += self._forget(min(self._segments, key=lambda segment: segment.last_used))
+        last = self._segments[-1] if self._segments else None
+        if last is None or last.size_bytes + self._record_bytes > self._segment_bytes:
+            last = self._create(self._store.path_after(last.path if last else None))
+        return last, evicted
+
+    def appended(self, segment: Segment, digest: Digest) -> None:
+        """A record was written at the segment's end."""
+        self._uses += 1
+        segment.last_used = self._uses
+        self._register(Recorded(segment, segment.num_records, digest))
+        segment.num_records += 1
+
+    def close(self) -> None:
+        """Closes all files."""
+        for segment in self._segments:
+            segment.close()
+
+    def check_integrity(self) -> None:
+        """Compares the index with the segments.
+
+        Raises:
+            IntegrityError: they contradict each other.
+        """
+        for digest, recorded in self._by_digest.items():
+            segment = recorded.segment
+            if recorded.digest != digest or segment not in self._segments:
+                raise IntegrityError(f"{digest.hex()} leads to {recorded}")
+            if not 0 <= recorded.record_index < segment.num_records:
+                raise IntegrityError(f"{segment.path} has {segment.num_records} records, not {recorded.record_index}")
+
+    def _open(self, path: Path) -> Segment | None:
+        """None: its writer has deleted it in the meantime."""
+        try:
+            return Segment(
+                path, writable=self._is_writer, record_bytes=self._record_bytes, wrap_medium=self._wrap_medium
+            )
+        except FileNotFoundError:
+            return None
+
+    def _create(self, path: Path) -> Segment:
+        segment = Segment(path, writable=True, record_bytes=self._record_bytes, wrap_medium=self._wrap_medium)
+        self._segments.append(segment)
+        return segment
+
+    def _register(self, recorded: Recorded) -> None:
+        self._by_digest[recorded.digest] = recorded
+        recorded.segment.digests.append(recorded.digest)
+
+    def _forget(self, segment: Segment) -> int:
+        """Gives a segment up, and returns how many blocks went with it; open hits can still read it."""
+        gone = 0
+        for digest in segment.digests:
+            recorded = self._by_digest.get(digest)
+            if recorded is not None and recorded.segment is segment:
+                del self._by_digest[digest]
+                gone += 1
+        self._segments.remove(segment)
+        if self._is_writer:
+            segment.delete()
+        segment.retire()
+        return gone

@@ -1,0 +1,205 @@
+"""`TierStack`: tiers one above the other, fastest first, that are one tier together."""
+
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+from openinfer_kv_cache import (
+    Digest,
+    EvictingTier,
+    KvTier,
+    KvTierError,
+    TierCounters,
+    TierHit,
+    Transfer,
+    check_same_layout,
+)
+from openinfer_kv_offload.errors import TierConfigError
+from openinfer_kv_offload.stack_transfer import StackTransfer
+
+
+class WriteMode(StrEnum):
+    """Where a save goes."""
+
+    THROUGH = "through"
+    """Into every tier at once that accepts saves."""
+    BACK = "back"
+    """Into the first; a tier hands to the next what it evicts (demotion)."""
+
+
+class Promotion(StrEnum):
+    """What becomes of a block that a lower tier had."""
+
+    ON_LOAD = "on_load"
+    """The tiers above save it from the caller's memory, before the load ends."""
+    NEVER = "never"
+
+
+class StackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one `TierStack`."""
+
+    write: WriteMode = WriteMode.THROUGH
+    promotion: Promotion = Promotion.ON_LOAD
+    demotion_timeout_s: float = 10.0
+    """How long an eviction waits for the tier below; then the block is lost."""
+
+
+class Part(NamedTuple):
+    """Neighbouring blocks of a hit that one tier has."""
+
+    level: int
+    hit: TierHit
+
+
+class StackHit:
+    """Blocks held in several tiers."""
+
+    __slots__ = ("digests", "parts")
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.digests = tuple([digest for part in parts for digest in part.hit.digests])
+        self.parts: list[Part] | None = parts
+
+    def close(self) -> None:
+        """Gives the blocks back."""
+        parts, self.parts = self.parts, None
+        for part in parts or ():
+            part.hit.close()
+
+
+class TierStack:
+    """Several tiers as one; it owns them and closes them.
+
+    A save lands when every tier that it goes to has all blocks; if one falls short, `landed_blocks` is what the best
+    of them has.
+
+    Args:
+        tiers: fastest first, all of one layout. options: where saves go, and what is promoted. name: for logs.
+
+    Raises:
+        LayoutMismatchError: two tiers hold different layouts.
+        TierConfigError: fewer than two tiers, two of one name, or write-back above a tier that evicts without a word.
+    """
+
+    def __init__(self, tiers: Sequence[KvTier], options: StackOptions | None = None, *, name: str = "stack") -> None:
+        self.name = name
+        self._tiers = list(tiers)
+        self._options = options or StackOptions()
+        if len({tier.name for tier in tiers}) != len(tiers) or len(tiers) < 2:
+            raise TierConfigError(f"a stack needs two tiers or more, of different names; got {[t.name for t in tiers]}")
+        self.layout = tiers[0].layout
+        self.accepts_saves = any(tier.accepts_saves for tier in tiers)
+        for tier in tiers[1:]:
+            check_same_layout(self.layout, tier.layout)
+        if self._options.write is WriteMode.BACK:
+            for upper, lower in zip(self._tiers, self._tiers[1:], strict=False):
+                self._join(upper, lower)
+
+    def find(self, digests: Sequence[Digest]) -> StackHit:
+        """The longest beginning that the tiers have together."""
+        parts: list[Part] = []
+        position = 0
+        while position < len(digests) and (part := self._find_part(digests[position:])) is not None:
+            parts.append(part)
+            position += len(part.hit.digests)
+        return StackHit(parts)
+
+    def load(self, hit: TierHit, blocks: Sequence[memoryview], *, timeout_s: float | None = None) -> Transfer:
+        """Loads each part from its tier, all at the same time."""
+        if not isinstance(hit, StackHit) or hit.parts is None:
+            raise KvTierError(f"{self.name} can load only an open hit of its own, once")
+        if len(blocks) != len(hit.digests):
+            raise KvTierError(f"the hit has {len(hit.digests)} blocks; {len(blocks)} were given to load it into")
+        parts, hit.parts = hit.parts, None
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        loads: list[Transfer] = []
+        promotions: list[Callable[[int], list[Transfer]]] = []
+        try:
+            for part in parts:
+                into, blocks = blocks[: len(part.hit.digests)], blocks[len(part.hit.digests) :]
+                loads.append(self._tiers[part.level].load(part.hit, into, timeout_s=timeout_s))
+                promotions.append(self._promotion(part, into, deadline_s))
+        except KvTierError:
+            _abandon(loads, parts[len(loads) :])
+            raise
+        return StackTransfer.of_load(loads, promotions)
+
+    def save(
+        self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
+    ) -> Transfer:
+        """Saves into every tier that accepts it, or into the first."""
+        tiers = [tier for tier in self._tiers if tier.accepts_saves]
+        if not tiers:
+            raise KvTierError(f"no tier of {self.name} accepts saves; other processes fill them")
+        if self._options.write is WriteMode.BACK:
+            tiers = tiers[:1]
+        return StackTransfer.of_save([tier.save(digests, blocks, timeout_s=timeout_s) for tier in tiers])
+
+    def flush(self) -> None:
+        """With write-back, gives all that is above the last tier to the tiers below, in this thread; before `close`."""
+        if self._options.write is WriteMode.BACK:
+            for tier in self._tiers[:-1]:
+                if isinstance(tier, EvictingTier):
+                    tier.demote_all()
+
+    def counters(self) -> tuple[TierCounters, ...]:
+        """Of each tier; a find asks a lower tier only for what the upper ones do not have."""
+        return tuple(each for tier in self._tiers for each in tier.counters())
+
+    def close(self) -> None:
+        """Closes the tiers; what only the upper ones have is lost unless `flush` came first."""
+        for tier in self._tiers:
+            tier.close()
+
+    def _join(self, upper: KvTier, lower: KvTier) -> None:
+        if not isinstance(upper, EvictingTier):
+            raise TierConfigError(
+                f"write-back needs tiers that hand on what they evict, and {upper.name} does not; use write-through"
+            )
+        if not (upper.accepts_saves and lower.accepts_saves):
+            raise TierConfigError(
+                f"write-back from {upper.name} to {lower.name} needs both to accept saves; use write-through"
+            )
+        timeout_s = self._options.demotion_timeout_s
+
+        def sink(digest: Digest, block: memoryview) -> None:
+            lower.save([digest], [block], timeout_s=timeout_s).wait()
+
+        upper.demote_to(sink)
+
+    def _find_part(self, digests: Sequence[Digest]) -> Part | None:
+        for level, tier in enumerate(self._tiers):
+            hit = tier.find(digests)
+            if hit.digests:
+                return Part(level, hit)
+            hit.close()
+        return None
+
+    def _promotion(
+        self, part: Part, blocks: Sequence[memoryview], deadline_s: float | None
+    ) -> Callable[[int], list[Transfer]]:
+        """What to begin when `landed` blocks of a part are in the caller's memory."""
+        wanted = self._options.promotion is Promotion.ON_LOAD
+        above = [tier for tier in self._tiers[: part.level] if wanted and tier.accepts_saves]
+        digests = part.hit.digests
+
+        def promote(landed: int) -> list[Transfer]:
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if not landed or (left_s is not None and left_s <= 0):
+                return []
+            return [tier.save(digests[:landed], blocks[:landed], timeout_s=left_s) for tier in above]
+
+        return promote
+
+
+def _abandon(begun: Sequence[Transfer], left: Sequence[Part]) -> None:
+    """Misuse that a later part's tier noticed: nothing of the load may stay under way."""
+    for transfer in begun:
+        transfer.cancel()
+    for part in left:
+        part.hit.close()
+    for transfer in begun:
+        transfer.wait()

@@ -1,0 +1,89 @@
+"""`StackTransfer`: several tiers' transfers as one."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from openinfer_kv_cache import TierFailure, Transfer, TransferState
+
+Promote = Callable[[int], list[Transfer]]
+"""Begins to save what a part of a load brought, given how many blocks landed."""
+
+
+class StackTransfer:
+    """Ends when all its parts have ended, and the promotions that follow them; one thread polls it."""
+
+    def __init__(self, parts: Sequence[Transfer], promotions: Sequence[Promote], *, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._parts = parts
+        self._promotions = promotions
+        self._promoting: list[Transfer] | None = None
+        self._is_save = False
+        self._is_cancelled = False
+
+    @classmethod
+    def of_load(cls, parts: Sequence[Transfer], promotions: Sequence[Promote]) -> Self:
+        """Parts that follow each other in one chain, each with its promotion."""
+        return cls(parts, promotions, num_blocks=sum(part.num_blocks for part in parts))
+
+    @classmethod
+    def of_save(cls, parts: Sequence[Transfer]) -> Self:
+        """The same blocks into several tiers."""
+        transfer = cls(parts, (), num_blocks=parts[0].num_blocks)
+        transfer._is_save = True
+        return transfer
+
+    @property
+    def landed_blocks(self) -> int:
+        """Leading blocks of a load that are right; of a save, what the best tier has."""
+        if self._is_save:
+            return max(part.landed_blocks for part in self._parts)
+        landed = 0
+        for part in self._parts:
+            landed += part.landed_blocks
+            if part.landed_blocks < part.num_blocks:
+                break
+        return landed
+
+    @property
+    def failure(self) -> TierFailure | None:
+        """Of the first part that fell short; None before the end."""
+        if self.poll() is not TransferState.SHORT:
+            return None
+        return next(part.failure for part in self._parts if part.failure is not None)
+
+    def poll(self) -> TransferState:
+        """The state; what begins the promotions."""
+        states = [part.poll() for part in self._parts]
+        if TransferState.PENDING in states or self._is_promoting():
+            return TransferState.PENDING
+        if TransferState.SHORT in states:
+            return TransferState.SHORT
+        return TransferState.CANCELLED if TransferState.CANCELLED in states else TransferState.LANDED
+
+    def cancel(self) -> None:
+        """Cancels every part, and what is promoted."""
+        self._is_cancelled = True
+        for part in (*self._parts, *(self._promoting or ())):
+            part.cancel()
+
+    def wait(self, timeout_s: float | None = None) -> TransferState:
+        """Waits for the end, at most `timeout_s` seconds."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.poll() is TransferState.PENDING:
+            left_s = None if until_s is None else until_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            pending = (
+                each for each in (*self._parts, *(self._promoting or ())) if each.poll() is TransferState.PENDING
+            )
+            if (first := next(pending, None)) is not None:
+                first.wait(left_s)
+        return self.poll()
+
+    def _is_promoting(self) -> bool:
+        """Whether a promotion still reads the caller's blocks; begins them when the parts have ended."""
+        if self._promoting is None:
+            begin = () if self._is_cancelled else zip(self._parts, self._promotions, strict=False)
+            self._promoting = [each for part, promote in begin for each in promote(part.landed_blocks)]
+        return any(each.poll() is TransferState.PENDING for each in self._promoting)

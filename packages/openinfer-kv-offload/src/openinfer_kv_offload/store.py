@@ -1,0 +1,117 @@
+"""A store's folder: what it holds, whose it is, and who may write to it.
+
+store.json            format version and layout; written once, moved into place whole
+writer.lock           locked by the one process that writes (flock: the kernel frees it with the process)
+segment-00000001.kv   records (`record.py`), appended; higher numbers are younger
+"""
+
+import fcntl
+import os
+import re
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from openinfer_kv_cache import KvLayout, check_same_layout
+from openinfer_kv_offload.errors import StoreError
+
+FORMAT_VERSION = 1
+_SEGMENT = re.compile(r"segment-(\d{8})\.kv")
+
+
+class Access(StrEnum):
+    """What a process does with a store."""
+
+    WRITE = "write"
+    """Reads and writes; one process at a time."""
+    READ = "read"
+    """Reads what another writes; any number."""
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    version: int
+    layout: KvLayout
+
+
+class StoreFolder:
+    """An opened folder of segments.
+
+    Args:
+        folder: created if absent, by a writer. layout: of the blocks. access: what this process does.
+
+    Raises:
+        LayoutMismatchError: the store holds another layout.
+        StoreError: another process writes, the folder is no store, or one of a later release.
+    """
+
+    def __init__(self, folder: Path, layout: KvLayout, access: Access) -> None:
+        self.folder = folder
+        self._lock_fd = -1
+        if access is Access.WRITE:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock_fd = _lock(folder)
+        try:
+            self._check_manifest(layout, access)
+        except BaseException:
+            self.close()
+            raise
+
+    def segment_paths(self) -> list[Path]:
+        """Of all segments, oldest first."""
+        return sorted(path for path in self.folder.iterdir() if _SEGMENT.fullmatch(path.name))
+
+    def path_after(self, last: Path | None) -> Path:
+        """Of the segment that follows."""
+        match = _SEGMENT.fullmatch(last.name) if last else None
+        return self.folder / f"segment-{int(match.group(1)) + 1 if match else 1:08}.kv"
+
+    def close(self) -> None:
+        """Lets another process write."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _check_manifest(self, layout: KvLayout, access: Access) -> None:
+        path = self.folder / "store.json"
+        if not path.exists():
+            if access is Access.READ:
+                raise StoreError(f"{self.folder} holds no KV store; start a process that writes to it first")
+            if self.segment_paths():
+                raise StoreError(f"{path} is missing beside segments; restore it, or remove the folder")
+            _write_whole(path, msgspec.json.encode(_Manifest(version=FORMAT_VERSION, layout=layout)))
+            return
+        try:
+            manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"{path} cannot be read: {error}; remove the folder to begin anew") from error
+        if manifest.version != FORMAT_VERSION:
+            raise StoreError(f"{path} has format {manifest.version}; this release reads {FORMAT_VERSION}")
+        check_same_layout(layout, manifest.layout)
+
+
+def _lock(folder: Path) -> int:
+    fd = os.open(folder / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise StoreError(
+            f"another process writes to {folder}; give this one a folder of its own, or open it with access=read"
+        ) from error
+    return fd
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """So that a reader sees all of it or nothing, also after a crash."""
+    new = path.with_suffix(".new")
+    with new.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    fd = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,118 @@
+"""`BlockTransfer`: one load or save between the thread that asked and the one that moves the bytes.
+
+One lock says who may touch the caller's memory. The moving thread holds it for each copy (`touching`), and the
+transfer can end only under it: so an end means that nothing touches that memory, now or later. `poll` never waits for
+the lock: while a copy has it, the transfer is pending.
+"""
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from openinfer_kv_cache import TierFailure, TransferState
+
+
+class TransferEnded(Exception):
+    """The moving thread has nothing left to do: deadline, cancellation or closing came first."""
+
+
+class BlockTransfer:
+    """A `Transfer` that a worker of the same process carries out.
+
+    Args:
+        num_blocks: to move. deadline_s: on `clock`; None for never. clock: seconds that never run back.
+            on_end: called once, by whichever thread ends it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        deadline_s: float | None,
+        clock: Callable[[], float],
+        on_end: "Callable[[BlockTransfer], None]",
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.landed_blocks = 0
+        self.failure: TierFailure | None = None
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._on_end = on_end
+        self._state = TransferState.PENDING
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def poll(self) -> TransferState:
+        """The state; ends the transfer if its deadline has passed or it was cancelled, and no copy is on its way."""
+        if self._state is TransferState.PENDING and self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+        return self._state
+
+    def cancel(self) -> None:
+        """Asks for an early end; one that has landed in the meantime stays landed."""
+        self._is_cancelled = True
+        self.poll()
+
+    def wait(self, timeout_s: float | None = None) -> TransferState:
+        """Waits for the end, at most `timeout_s` seconds."""
+        until_s = None if timeout_s is None else self._clock() + timeout_s
+        while self.poll() is TransferState.PENDING:
+            now_s = self._clock()
+            if until_s is not None and now_s >= until_s:
+                break
+            limits = [limit_s for limit_s in (until_s, self._deadline_s) if limit_s is not None]
+            self._ended.wait(max(min(limits) - now_s, 0.001) if limits else None)
+        return self._state
+
+    # The moving thread's side.
+
+    @contextmanager
+    def touching(self) -> Generator[None]:
+        """Holds the caller's memory for one copy.
+
+        Raises:
+            TransferEnded: it has ended, and the memory is not ours any more.
+        """
+        with self._lock:
+            self._settle()
+            if self._state is not TransferState.PENDING:
+                raise TransferEnded
+            yield
+
+    def land(self, num_blocks: int = 1) -> None:
+        """Counts blocks as moved.
+
+        Raises:
+            TransferEnded: too late.
+        """
+        with self._lock:
+            self._settle()
+            if self._state is not TransferState.PENDING:
+                raise TransferEnded
+            self.landed_blocks += num_blocks
+
+    def end(self, failure: TierFailure | None = None) -> None:
+        """Ends it: landed without a failure, short with one; nothing happens if it has ended already."""
+        with self._lock:
+            self._settle()
+            if self._state is TransferState.PENDING:
+                self._end(TransferState.SHORT if failure else TransferState.LANDED, failure)
+
+    def _settle(self) -> None:
+        """Under the lock: the ends that nobody announces."""
+        if self._state is not TransferState.PENDING or self.landed_blocks == self.num_blocks > 0:
+            return
+        if self._is_cancelled:
+            self._end(TransferState.CANCELLED, None)
+        elif self._deadline_s is not None and self._clock() >= self._deadline_s:
+            self._end(TransferState.SHORT, TierFailure.DEADLINE)
+
+    def _end(self, state: TransferState, failure: TierFailure | None) -> None:
+        self.failure = failure
+        self._state = state
+        self._on_end(self)
+        self._ended.set()

@@ -1,0 +1,133 @@
+"""Breaker, bounds and the fence around a tier's own code."""
+
+import logging
+import threading
+
+import pytest
+
+from openinfer_kv_cache import TierFailure, TransferState
+from openinfer_kv_cache.testing.tier_cases import ended
+from openinfer_kv_offload import QueueOptions, TierConfigError
+from openinfer_kv_offload.breaker import CircuitBreaker
+from openinfer_kv_offload.queue import TransferQueue
+from openinfer_kv_offload.tally import Tally
+
+
+@pytest.fixture
+def make_queue():
+    queues = []
+
+    def made(**options):
+        clock = options.pop("clock", None)
+        tally = Tally("test")
+        given = {} if clock is None else {"clock": clock}
+        queues.append(TransferQueue("test", QueueOptions(**options), tally, **given))
+        return queues[-1], lambda: tally.counters(stored_blocks=0).failures
+
+    yield made
+    for queue in queues:
+        queue.close()
+
+
+def submit(queue, job, *, timeout_s=None, release=lambda: None):
+    return queue.submit(job, num_blocks=1, timeout_s=timeout_s, release=release)
+
+
+def fail(transfer):
+    raise OSError(5, "input/output error")
+
+
+def test_breaker_opens_after_failures_in_a_row_and_lets_one_trial_through():
+    now_s = [0.0]
+    breaker = CircuitBreaker(num_failures=2, cooldown_s=10.0, clock=lambda: now_s[0])
+    breaker.failed()
+    breaker.succeeded()
+    breaker.failed()
+    assert breaker.admit()
+    breaker.failed()
+    assert breaker.is_open
+    assert not breaker.admit()
+    now_s[0] = 10.0
+    assert [breaker.admit(), breaker.admit()] == [True, False]
+    breaker.failed()
+    assert not breaker.admit()
+    now_s[0] = 20.0
+    assert breaker.admit()
+    breaker.succeeded()
+    assert [breaker.admit(), breaker.admit()] == [True, True]
+
+
+def test_a_tier_that_fails_is_left_alone_until_its_cooldown(make_queue):
+    now_s = [0.0]
+    queue, failures = make_queue(breaker_failures=2, breaker_cooldown_s=5.0, clock=lambda: now_s[0])
+    for _ in range(2):
+        assert ended(submit(queue, fail)) is TransferState.SHORT
+    assert queue.is_refusing
+    refused = submit(queue, lambda transfer: transfer.land())
+    assert refused.failure is TierFailure.BREAKER_OPEN
+    now_s[0] = 6.0
+    assert ended(submit(queue, lambda transfer: transfer.land())) is TransferState.LANDED
+    assert not queue.is_refusing
+    assert failures()[TierFailure.IO_ERROR] == 2
+    assert failures()[TierFailure.BREAKER_OPEN] == 1
+
+
+def test_more_transfers_than_may_wait_end_busy(make_queue):
+    queue, _ = make_queue(num_threads=1, max_queued=1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(transfer):
+        begun.set()
+        go_on.wait(30)
+        transfer.land()
+
+    first = submit(queue, hang)
+    begun.wait(30)
+    second = submit(queue, lambda transfer: transfer.land())
+    released = []
+    third = submit(queue, lambda transfer: transfer.land(), release=lambda: released.append(True))
+    assert third.poll() is TransferState.SHORT
+    assert third.failure is TierFailure.BUSY
+    assert released == [True]
+    go_on.set()
+    assert [ended(first), ended(second)] == [TransferState.LANDED] * 2
+
+
+def test_a_bug_in_a_tier_is_logged_counted_and_not_fatal(make_queue, caplog):
+    queue, failures = make_queue()
+    with caplog.at_level(logging.ERROR):
+        transfer = submit(queue, lambda transfer: {}["no such key"])
+        assert ended(transfer) is TransferState.SHORT
+    assert transfer.failure is TierFailure.ERROR
+    assert failures()[TierFailure.ERROR] == 1
+    queue.close()
+    assert "KeyError: 'no such key'" in caplog.text
+    assert ended(submit(queue, fail)) is TransferState.SHORT
+
+
+def test_close_ends_what_waits_and_gives_back_what_it_holds(make_queue):
+    queue, failures = make_queue(num_threads=1)
+    begun, go_on = threading.Event(), threading.Event()
+    released = []
+
+    def hang(transfer):
+        begun.set()
+        go_on.wait(30)
+        transfer.land()
+
+    first = submit(queue, hang, release=lambda: released.append("first"))
+    begun.wait(30)
+    second = submit(queue, hang, release=lambda: released.append("second"))
+    closer = threading.Thread(target=queue.close)
+    closer.start()
+    assert [ended(first), ended(second)] == [TransferState.SHORT] * 2
+    go_on.set()
+    closer.join(30)
+    assert sorted(released) == ["first", "second"]
+    assert failures()[TierFailure.CLOSED] == 2
+
+
+@pytest.mark.parametrize("field", QueueOptions.__struct_fields__)
+def test_options_out_of_range_are_refused(field):
+    with pytest.raises(TierConfigError, match=f"{field} is 0"):
+        QueueOptions(**{field: 0})

@@ -1,0 +1,176 @@
+import pytest
+
+from openinfer_kv_cache import KvTierError, LayoutMismatchError, TierFailure, TransferState
+from openinfer_kv_cache.testing.tier_cases import chain, check_landed, empty, ended, filled, kit_layout, load, save
+from openinfer_kv_cache.testing.tier_contract import FaultInjector, FaultKind
+from openinfer_kv_offload import (
+    Access,
+    DiskTier,
+    DiskTierOptions,
+    HostTier,
+    HostTierOptions,
+    Promotion,
+    StackOptions,
+    TierConfigError,
+    TierStack,
+    WriteMode,
+)
+
+LAYOUT = kit_layout()
+
+
+@pytest.fixture
+def open_stack(tmp_path):
+    stacks = []
+
+    def opened(*, host_blocks=4, faults=None, layout=LAYOUT, **options):
+        wrap = {} if faults is None else {"wrap_medium": faults.wrap}
+        host = HostTier(layout, HostTierOptions(capacity_bytes=host_blocks * 3904), **wrap)
+        disk = DiskTier(LAYOUT, DiskTierOptions(folder=str(tmp_path / "store"), budget_bytes=2**20))
+        stacks.append((TierStack([host, disk], StackOptions(**options)), host, disk))
+        return stacks[-1]
+
+    yield opened
+    for stack, host, disk in stacks:
+        host.check_integrity()
+        disk.check_integrity()
+        stack.close()
+
+
+def stored(tier):
+    return tier.counters()[0].stored_blocks
+
+
+def test_write_through_stores_in_every_tier(open_stack):
+    stack, host, disk = open_stack()
+    assert save(stack, chain(1, 3)) is TransferState.LANDED
+    assert (stored(host), stored(disk)) == (3, 3)
+    assert [each.tier for each in stack.counters()] == ["host", "disk"]
+
+
+def test_write_back_stores_below_only_what_is_evicted(open_stack):
+    stack, host, disk = open_stack(write=WriteMode.BACK)
+    save(stack, chain(1, 4))
+    assert (stored(host), stored(disk)) == (4, 0)
+    save(stack, chain(2, 2))
+    assert (stored(host), stored(disk)) == (4, 2)
+    assert load(stack, chain(1, 4)) == 4
+    assert load(stack, chain(2, 2)) == 2
+
+
+def test_flush_hands_everything_down_so_that_a_restart_finds_it(open_stack):
+    stack, _, _ = open_stack(write=WriteMode.BACK)
+    save(stack, chain(1, 3))
+    stack.flush()
+    stack.close()
+    again, host, _ = open_stack(write=WriteMode.BACK)
+    assert load(again, chain(1, 3)) == 3
+    assert stored(host) == 3
+
+
+def test_a_chain_is_put_together_from_both_tiers(open_stack):
+    stack, host, disk = open_stack(promotion=Promotion.NEVER)
+    digests = chain(1, 5)
+    save(host, digests[1:2])
+    save(host, digests[3:4])
+    save(disk, digests[0:1])
+    save(disk, digests[2:3])
+    assert load(stack, digests) == 4
+    assert (host.counters()[0].loaded_blocks, disk.counters()[0].loaded_blocks) == (2, 2)
+
+
+@pytest.mark.parametrize(("promotion", "in_host"), [(Promotion.ON_LOAD, 3), (Promotion.NEVER, 0)])
+def test_what_was_loaded_from_below_is_promoted_if_the_user_wants_it(promotion, in_host, open_stack):
+    stack, host, disk = open_stack(promotion=promotion)
+    save(disk, chain(1, 3))
+    assert load(stack, chain(1, 3)) == 3
+    assert stored(host) == in_host
+    assert load(stack, chain(1, 3)) == 3
+    assert disk.counters()[0].loaded_blocks == 6 - in_host
+
+
+def test_a_load_is_pending_until_its_promotion_no_longer_reads_the_blocks(open_stack):
+    faults = FaultInjector()
+    stack, host, disk = open_stack(faults=faults)
+    save(disk, chain(1, 1))
+    gate = faults.hold_next_write()
+    blocks = empty(1, LAYOUT)
+    transfer = stack.load(stack.find(chain(1, 1)), blocks)
+    while transfer.landed_blocks == 0 or stored(host):
+        transfer.wait(0.01)
+    transfer.poll()
+    gate.wait_entered()
+    assert transfer.poll() is TransferState.PENDING
+    gate.release()
+    assert ended(transfer) is TransferState.LANDED
+    check_landed(transfer, chain(1, 1), blocks, LAYOUT)
+    assert stored(host) == 1
+
+
+def test_a_corrupt_upper_copy_is_dropped_and_the_lower_one_serves_the_next_find(open_stack):
+    faults = FaultInjector()
+    stack, host, _ = open_stack(faults=faults)
+    faults.on_next_writes(FaultKind.BIT_FLIP)
+    save(stack, chain(1, 2))
+    transfer = stack.load(stack.find(chain(1, 2)), empty(2, LAYOUT))
+    assert ended(transfer) is TransferState.SHORT
+    assert transfer.failure is TierFailure.CORRUPT
+    assert load(stack, chain(1, 2)) == 2
+    assert host.counters()[0].corrupt_blocks == 1
+
+
+def test_a_save_that_one_tier_refuses_is_short_and_kept_by_the_other(open_stack):
+    faults = FaultInjector()
+    stack, host, disk = open_stack(faults=faults)
+    faults.on_next_writes(FaultKind.FULL)
+    transfer = stack.save(chain(1, 2), filled(chain(1, 2), LAYOUT))
+    assert ended(transfer) is TransferState.SHORT
+    assert transfer.failure is TierFailure.FULL
+    assert transfer.landed_blocks == 2
+    assert (stored(host), stored(disk)) == (0, 2)
+
+
+def test_stacks_that_cannot_work_are_refused(tmp_path):
+    host = HostTier(LAYOUT, HostTierOptions(capacity_bytes=10_000))
+    other = HostTier(kit_layout(model_tag="other"), HostTierOptions(capacity_bytes=10_000), name="other")
+    disk = DiskTier(LAYOUT, DiskTierOptions(folder=str(tmp_path / "store"), budget_bytes=2**20))
+    with pytest.raises(TierConfigError, match="two tiers or more"):
+        TierStack([host])
+    with pytest.raises(TierConfigError, match="different names"):
+        TierStack([host, host])
+    with pytest.raises(LayoutMismatchError, match="model_tag"):
+        TierStack([host, other])
+    with pytest.raises(TierConfigError, match="disk does not; use write-through"):
+        TierStack([disk, host], StackOptions(write=WriteMode.BACK))
+    for tier in (host, other, disk):
+        tier.close()
+
+
+def test_a_disk_that_another_process_fills_is_read_and_not_written(tmp_path):
+    options = {"folder": str(tmp_path / "store"), "budget_bytes": 2**20}
+    writer = DiskTier(LAYOUT, DiskTierOptions(**options))
+    save(writer, chain(1, 2))
+    readers = [DiskTier(LAYOUT, DiskTierOptions(**options, access=Access.READ), name=f"disk{i}") for i in range(2)]
+    host = HostTier(LAYOUT, HostTierOptions(capacity_bytes=4 * 3904))
+    with pytest.raises(TierConfigError, match="needs both to accept saves"):
+        TierStack([host, readers[0]], StackOptions(write=WriteMode.BACK))
+    stack = TierStack([host, readers[0]])
+    assert load(stack, chain(1, 2)) == 2
+    assert save(stack, chain(2, 1)) is TransferState.LANDED
+    assert stored(host) == 3
+    only_readers = TierStack(readers)
+    with pytest.raises(KvTierError, match="accepts saves"):
+        only_readers.save(chain(3, 1), filled(chain(3, 1), LAYOUT))
+    for tier in (stack, only_readers, writer):
+        tier.close()
+
+
+def test_misuse_in_a_later_part_leaves_nothing_under_way(open_stack):
+    stack, host, disk = open_stack(promotion=Promotion.NEVER)
+    save(host, chain(1, 1))
+    save(disk, chain(1, 2)[1:])
+    right, wrong = empty(1, LAYOUT)[0], empty(1, LAYOUT)[0][1:]
+    with pytest.raises(KvTierError, match=r"blocks\[0\] has 3899 bytes"):
+        stack.load(stack.find(chain(1, 2)), [right, wrong])
+    host.check_integrity()
+    assert load(stack, chain(1, 2)) == 2
