@@ -103,6 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 timer.cancel()
         self._end_writer()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # after a reset uvicorn leaves it, and it would keep all this a minute
 
     def pause_writing(self) -> None:
         """The transport's buffer is full."""
