@@ -1,0 +1,58 @@
+"""`StateSlots`: recurrent states of one rank, for models whose `KvSpec` has slot groups.
+
+A sequence keeps its states in the slot that the plan runs it in, and they cannot be set back: a row goes on exactly
+where the last one of its slot ended. So a sequence that was preempted, or shares a prefix with another, computes it
+again.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import StepPlan
+from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
+from openinfer_kv_cache import GroupKind, KvLayout
+
+
+class StateSlots:
+    """One slot per sequence that runs; all layers of a slot group are one array per tensor.
+
+    Args:
+        layout: its slot groups; their tensors are named `GROUP.TENSOR`.
+        max_num_seqs: slots.
+        ops: of this rank.
+    """
+
+    def __init__(self, layout: KvLayout, *, max_num_seqs: int, ops: Ops) -> None:
+        self._ops = ops
+        self._consumed: HostArray = np.zeros(max_num_seqs, np.int64)
+        self._tensors: dict[str, Array] = {
+            f"{group.name}.{region.name}": ops.zeros(
+                (max_num_seqs, group.num_layers, *region.shape), np.dtype(str(region.dtype))
+            )
+            for group in layout.groups
+            if group.kind is GroupKind.SLOT
+            for region in group.regions
+        }
+
+    def advance(self, plan: StepPlan) -> None:
+        """Notes what a step adds to each slot's states.
+
+        Raises:
+            ContractViolation: a row does not go on where the last one of its slot ended.
+        """
+        for start in plan.started:
+            self._consumed[start.slot] = 0
+        astray = np.flatnonzero(self._consumed[plan.slots] != plan.starts)
+        if len(astray):
+            row = int(astray[0])
+            raise ContractViolation(
+                f"row {row} begins at position {plan.starts[row]}, and the states of its slot have consumed "
+                f"{self._consumed[plan.slots[row]]} tokens: they can neither skip tokens nor be set back"
+            )
+        self._consumed[plan.slots] = plan.starts + plan.counts
+
+    def join(self, batch: AttentionBatch, plan: StepPlan) -> AttentionBatch:
+        """The batch of a step with the states of its rows."""
+        return replace(batch, state_slots=self._ops.upload(plan.slots), states=self._tensors)
