@@ -1,15 +1,18 @@
 """Recurrent states: one slot per sequence, and rows that go on exactly where the last one ended."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from openinfer_core import GenerateRequest, Refused, RequestId, SamplingParams
 from openinfer_core.errors import ContractViolation
-from openinfer_core.scheduling import SlotStart, StepPlan
+from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
 from openinfer_engine.backends import check_states
 from openinfer_engine.block_tables import BlockTables
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.state_slots import StateSlots
+from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
 
@@ -33,7 +36,7 @@ SPEC = KvSpec(model_tag="a", paged=(PAGED,), slots=STATES)
 
 
 def make_slots() -> StateSlots:
-    return StateSlots(KvLayout.from_spec(SPEC, block_size_tokens=4), max_num_seqs=3, ops=CpuOps())
+    return StateSlots(KvLayout.from_spec(SPEC, block_size_tokens=4), num_slots=5, ops=CpuOps())
 
 
 def plan(rows: list[tuple[int, int, int]], started: tuple[int, ...] = ()) -> StepPlan:
@@ -54,20 +57,23 @@ def plan(rows: list[tuple[int, int, int]], started: tuple[int, ...] = ()) -> Ste
     )
 
 
-def test_batch_has_the_states_of_its_rows_by_name_in_their_dtypes() -> None:
-    slots, ops = make_slots(), CpuOps()
-    step = plan([(2, 0, 3), (0, 0, 1)], started=(2, 0))
+def batch_of(step: StepPlan) -> AttentionBatch:
     tables = BlockTables(max_num_seqs=3, max_model_tokens=32, block_size_tokens=4)
     tables.advance(step)
-    batch = slots.join(tables.batch(step, ops), step)
+    return tables.batch(step, CpuOps())
+
+
+def test_batch_has_the_states_of_its_rows_by_name_in_their_dtypes() -> None:
+    step = plan([(2, 0, 3), (0, 0, 1)], started=(2, 0))
+    batch = make_slots().join(batch_of(step), step)
     assert batch.state_slots is not None
     assert batch.state_slots.tolist() == [2, 0]
     assert batch.positions.tolist() == [0, 1, 2, 0]
     found = {name: (array.shape, array.dtype.name) for name, array in batch.states.items()}
     assert found == {
-        "linear.conv": ((3, 3, 5, 3), "float16"),
-        "linear.state": ((3, 3, 2, 4, 6), "float32"),
-        "window.state": ((3, 1, 7), "float32"),
+        "linear.conv": ((5, 3, 5, 3), "float16"),
+        "linear.state": ((5, 3, 2, 4, 6), "float32"),
+        "window.state": ((5, 1, 7), "float32"),
     }
 
 
@@ -77,6 +83,33 @@ def test_rows_go_on_where_the_last_one_of_their_slot_ended() -> None:
     slots.advance(plan([(1, 4, 1)]))
     slots.advance(plan([(0, 2, 7), (1, 5, 1)]))
     slots.advance(plan([(1, 0, 9), (0, 9, 1)], started=(1,)))
+
+
+def test_copies_are_kept_behind_a_step_and_restored_before_one() -> None:
+    slots, ops = make_slots(), CpuOps()
+    first = replace(plan([(1, 0, 4)], started=(1,)), state_snapshots=(StateCopy(source=1, target=3),))
+    slots.advance(first)
+    states = slots.join(batch_of(first), first).states
+    for tensor in states.values():
+        tensor[1] = 7
+    slots.keep(first)
+    slots.advance(plan([(1, 4, 1)]))
+    for tensor in states.values():
+        tensor[1] = 9
+    copies = (StateCopy(source=3, target=0), StateCopy(source=3, target=2))
+    slots.advance(replace(plan([(2, 4, 1), (0, 4, 2), (1, 5, 1)], started=(0, 2)), state_restores=copies))
+    for tensor in states.values():
+        assert [np.unique(ops.download(tensor[slot])).tolist() for slot in range(4)] == [[7], [9], [7], [7]]
+
+
+def test_sequence_that_begins_elsewhere_than_the_copy_ends_is_refused() -> None:
+    slots = make_slots()
+    first = replace(plan([(1, 0, 4)], started=(1,)), state_snapshots=(StateCopy(source=1, target=3),))
+    slots.advance(first)
+    slots.keep(first)
+    begins = replace(plan([(0, 8, 1)], started=(0,)), state_restores=(StateCopy(source=3, target=0),))
+    with pytest.raises(ContractViolation, match=r"begins at position 8, .* have consumed 4 tokens"):
+        slots.advance(begins)
 
 
 @pytest.mark.parametrize("start", [0, 3, 5])

@@ -84,6 +84,16 @@ class ModelHarness:
         self._free_slots.insert(0, self._slots.pop(sequence))
         del self._lengths[sequence]
 
+    def fork(self, sequence: str, parent: str) -> None:
+        """Begins a sequence with the blocks and a copy of the states of another, whose last block is full."""
+        assert self._lengths[parent] % self._block_tokens == 0
+        self._tables[sequence] = list(self._tables[parent])
+        self._lengths[sequence] = self._lengths[parent]
+        self._slots[sequence] = self._free_slots.pop()
+        for states in self._states:
+            for tensor in states.values():
+                tensor[self._slots[sequence]] = tensor[self._slots[parent]]
+
     def step(self, rows: Mapping[str, Sequence[int]]) -> dict[str, Logits]:
         """Computes the next tokens of some sequences: the logits `[tokens, V]` at each of them."""
         batch = self._batch(rows)

@@ -208,32 +208,55 @@ def test_answers_alone_are_long_and_varied(traffic: Traffic) -> None:
 
 def test_whole_prompts_in_a_full_batch_give_the_same_answers(model_dir: Path, traffic: Traffic) -> None:
     """Slots are used again and again: what the last sequence left there is nobody's."""
-    serve(model_dir, traffic)
+    serve(model_dir, traffic, prefix_cache=False)
 
 
 @pytest.mark.parametrize("max_step_tokens", [8, 70])
 def test_chunked_prompts_give_the_same_answers(model_dir: Path, traffic: Traffic, max_step_tokens: int) -> None:
-    _, stats = serve(model_dir, traffic, seed=max_step_tokens, max_step_tokens=max_step_tokens)
+    _, stats = serve(model_dir, traffic, seed=max_step_tokens, prefix_cache=False, max_step_tokens=max_step_tokens)
     assert stats.preemptions == 0
 
 
-def test_prompts_that_begin_alike_share_nothing_and_get_the_same_answers(model_dir: Path, traffic: Traffic) -> None:
-    """A prefix cache is asked for, as it is by default; states are not kept, so nothing is found in it."""
-    answers, stats = serve(model_dir, traffic, prefix_cache=True)
-    assert stats.cached_tokens == 0
-    assert all(answer.cached_tokens == 0 for answer in answers.values())
+@pytest.mark.parametrize("block_size_tokens", [1, 16])
+def test_restored_states_of_a_prefix_give_the_same_answers(
+    model_dir: Path, traffic: Traffic, block_size_tokens: int
+) -> None:
+    num_blocks = 3200 // block_size_tokens
+    answers, stats = serve(model_dir, traffic, block_size_tokens=block_size_tokens, num_blocks=num_blocks)
+    assert stats.cached_tokens > 60
+    assert sum(answer.cached_tokens > 0 for answer in answers.values()) >= 2
+    assert stats.state_snapshots > 5
 
 
-def test_preempted_and_resumed_requests_give_the_same_answers(model_dir: Path, traffic: Traffic) -> None:
-    _, stats = serve(model_dir, traffic, num_blocks=18)
+def test_few_copies_of_states_are_evicted_and_the_answers_stay(model_dir: Path, traffic: Traffic) -> None:
+    layout = resolve(Qwen35Definition(), model_dir, EngineOptions()).layouts[0]
+    _, stats = serve(model_dir, traffic, state_snapshot_bytes=2 * layout.slot_bytes)
+    assert stats.state_snapshots <= 2
+    assert stats.evicted_state_snapshots > 3
+
+
+@pytest.mark.parametrize("without", [{"prefix_cache": False}, {"state_snapshot_bytes": 0}])
+def test_without_copies_of_states_no_prefix_is_shared(
+    model_dir: Path, traffic: Traffic, without: dict[str, Any]
+) -> None:
+    _, stats = serve(model_dir, traffic, **without)
+    assert (stats.cached_tokens, stats.state_snapshots) == (0, 0)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_preempted_and_resumed_requests_give_the_same_answers(
+    model_dir: Path, traffic: Traffic, prefix_cache: bool
+) -> None:
+    _, stats = serve(model_dir, traffic, num_blocks=18, prefix_cache=prefix_cache)
     assert stats.preemptions >= 2
 
 
 def test_ranks_together_give_the_same_answers(model_dir: Path, traffic: Traffic) -> None:
-    """With everything else at once: chunks and preemptions."""
+    """With everything else at once: chunks, shared prefixes and preemptions."""
     ranks = 3 if model_dir.name == "text_untied" else 2
-    _, stats = serve(model_dir, traffic, seed=1, tensor_parallel_size=ranks, max_step_tokens=24, num_blocks=18)
-    assert stats.preemptions >= 1
+    _, stats = serve(model_dir, traffic, seed=1, tensor_parallel_size=ranks, max_step_tokens=24, num_blocks=24)
+    assert stats.preemptions + stats.cached_tokens >= 2
+    serve(model_dir, traffic, seed=2, tensor_parallel_size=ranks, prefix_cache=False, num_blocks=18)
 
 
 def test_batch_invariant_operators_give_the_same_bits_alone_and_together(model_dir: Path, traffic: Traffic) -> None:

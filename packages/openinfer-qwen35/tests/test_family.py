@@ -76,9 +76,13 @@ def test_plan_says_what_an_engine_would_be_made_of(family: ModelFamily, fixtures
     assert plan.model_type == "qwen3_5_text"
     assert plan.limits["max_model_tokens"] == 512
     assert plan.limits["num_blocks"] == 10
-    assert plan.parts["prefix_cache"].startswith("off: ")
+    assert plan.parts["prefix_cache"] == "where one of 10 copies of recurrent states is kept"
     channels, state = (2 * 2 * 16 + 4 * 24) * 3, 4 * 16 * 24
     assert plan.memory_bytes["states"] == 3 * 3 * (channels + state) * 4, "slots, layers, numbers, bytes of each"
+    assert plan.memory_bytes["state_snapshots"] == 10 * 3 * (channels + state) * 4
+    off = family.plan(fixtures / "text_tied", EngineOptions(num_blocks=10, prefix_cache=False))
+    assert off.parts["prefix_cache"] == "off"
+    assert off.memory_bytes["state_snapshots"] == 0
 
 
 def test_cuda_device_is_refused_until_its_operators_exist(family: ModelFamily, fixtures: Path) -> None:

@@ -124,6 +124,17 @@ def test_sequence_that_begins_again_in_another_slot_gives_the_recorded_logits(
     assert golden.error("0", model.step({"0": tokens})["0"]) < TOLERANCE
 
 
+def test_sequence_that_begins_on_copied_states_gives_the_recorded_logits(
+    model_dir: Path, golden: Golden, harness: Any
+) -> None:
+    model = harness(model_dir)
+    tokens = golden.tokens("0")
+    model.step({"parent": tokens[:48]})
+    model.fork("child", "parent")
+    model.step({"parent": [5, 6, 7]})
+    assert golden.error("0", model.step({"child": tokens[48:]})["child"], first=48) < TOLERANCE
+
+
 def test_ranks_together_give_the_recorded_logits(model_dir: Path, golden: Golden, harness: Any, ranks: int) -> None:
     """Also the ranks against one rank, and 263 rows of vocabulary, which do not divide by them."""
     one, several = harness(model_dir), harness(model_dir, ranks=ranks)

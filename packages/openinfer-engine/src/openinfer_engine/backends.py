@@ -178,7 +178,8 @@ class CpuBackend:
         """Needs no warming."""
         kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
         has_states = layout.slot_bytes > 0
-        states = StateSlots(layout, max_num_seqs=limits.max_num_seqs, ops=ops) if has_states else None
+        num_slots = limits.max_num_seqs + limits.num_snapshots
+        states = StateSlots(layout, num_slots=num_slots, ops=ops) if has_states else None
         mark("kv_cache")
         return RankRunner(
             model,

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ from openinfer_engine.options import EngineOptions, LoadFormat
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
-
-_NO_PREFIX_CACHE = "off: the model's recurrent states are kept for the last token of a sequence only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +56,7 @@ class Composition:
 
     @property
     def has_states(self) -> bool:
-        """Whether the model keeps recurrent states beside its KV; then no prefix can be reused, see `StateSlots`."""
+        """Whether the model keeps recurrent states beside its KV; then prefixes are shared where copies are kept."""
         return self.layouts[0].slot_bytes > 0
 
     def mark(self, phase: str) -> None:
@@ -77,6 +75,7 @@ class Composition:
             max_model_tokens=self.runner_limits.max_model_tokens,
             max_waiting=options.max_waiting,
             prefix_cache=options.prefix_cache and not self.has_states,
+            num_snapshots=self.runner_limits.num_snapshots,
             layout_digest=self.layouts[0].digest,
             max_itl_ms=options.max_itl_ms,
         )
@@ -109,7 +108,7 @@ class Composition:
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             "weights": str(self.options.load_format),
-            **({"prefix_cache": _NO_PREFIX_CACHE} if self.has_states else {}),
+            **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
         }
 
@@ -121,9 +120,24 @@ class Composition:
         return {
             "weights": ranks * self.weights_bytes,
             "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
-            **({"states": ranks * self.layouts[0].slot_bytes * options.max_num_seqs} if self.has_states else {}),
+            **self._states_bytes,
             **{purpose: ranks * num_bytes for purpose, num_bytes in workspaces.items()},
         }
+
+    @property
+    def _states_bytes(self) -> dict[str, int]:
+        """Of all ranks: states of running sequences, and copies."""
+        if not self.has_states:
+            return {}
+        slot_bytes = self.options.tensor_parallel_size * self.layouts[0].slot_bytes
+        copies = self.runner_limits.num_snapshots
+        return {"states": slot_bytes * self.options.max_num_seqs, "state_snapshots": slot_bytes * copies}
+
+    @property
+    def _prefix_cache(self) -> str:
+        """Where a model with recurrent states shares prefixes."""
+        copies = self.runner_limits.num_snapshots
+        return f"where one of {copies} copies of recurrent states is kept" if copies else "off"
 
     def make_grammar_compiler(self) -> GrammarCompiler | None:
         """The chosen grammar compiler; it reads the tokenizer beside what follows.
@@ -214,6 +228,7 @@ def resolve(
         vocab_size=limits.vocab_size,
     )
     weights_bytes = _weights_bytes(definition, config, backend)
+    num_blocks = _num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes)
     return Composition(
         definition=definition,
         config=config,
@@ -221,10 +236,10 @@ def resolve(
         model_dir=model_dir,
         options=options,
         backend=backend,
-        runner_limits=sizes,
+        runner_limits=replace(sizes, num_snapshots=_num_snapshots(options, layouts[0], num_blocks)),
         eos_token_ids=read_eos_token_ids(model_dir, published),
         layouts=layouts,
-        num_blocks=_num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes),
+        num_blocks=num_blocks,
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
@@ -262,6 +277,14 @@ def _specs(
         definition.kv_spec(config, model_tag=tag, dtype=dtype, num_ranks=ranks, rank_index=rank)
         for rank in range(ranks)
     ]
+
+
+def _num_snapshots(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
+    """Copies of states that the budget holds, one per block at most; none without states or a prefix cache."""
+    if not layout.slot_bytes or not options.prefix_cache:
+        return 0
+    fitting = options.state_snapshot_bytes // options.tensor_parallel_size // layout.slot_bytes
+    return min(fitting, num_blocks)
 
 
 def _num_blocks(

@@ -31,6 +31,8 @@ class RunnerLimits:
     block_size_tokens: int
     num_token_ids: int
     vocab_size: int
+    num_snapshots: int = 0
+    """Slots of recurrent states behind the first `max_num_seqs`, for copies."""
 
 
 class RankRunner:
@@ -74,7 +76,10 @@ class RankRunner:
             if self._states is not None:
                 self._states.advance(plan)
             with self._tracer.span(DEVICE, "step", step=plan.step, rows=plan.num_rows, tokens=plan.num_tokens):
-                return DoneStep(self._compute(plan))
+                done = DoneStep(self._compute(plan))
+                if self._states is not None:
+                    self._states.keep(plan)
+                return done
         except BaseException as error:
             self._communicator.abort(error)
             raise
