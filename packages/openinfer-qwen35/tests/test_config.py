@@ -71,6 +71,7 @@ def test_published_4b_has_eight_layers_of_full_attention(text: dict[str, Any]) -
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0}},
             "rope_type is 'yarn': only the plain",
         ),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}}, "a different rope_scaling"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e7}}, "rope type 'longrope' is not supported"),
     ],
 )

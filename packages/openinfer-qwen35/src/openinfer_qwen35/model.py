@@ -79,8 +79,9 @@ class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool = False
     partial_rotary_factor: Annotated[float, msgspec.Meta(gt=0, le=1)]
     rope_parameters: dict[str, Any]
+    """transformers 5 writes this, earlier ones the next two."""
     rope_theta: float | None = None
-    """Where `rope_parameters` does not have it."""
+    rope_scaling: dict[str, Any]
 
     def __post_init__(self) -> None:
         for part, whole in (

@@ -17,6 +17,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     `tensor_prefix` is added: what the names of its tensors begin with. So is `partial_rotary_factor`, wherever it was.
     """
     model_type = config.get("model_type")
+    text: dict[str, Any]
     if model_type == TEXT:
         text, prefix = dict(config), "model."
     elif model_type == VISION_LANGUAGE and isinstance(config.get("text_config"), dict):
@@ -24,18 +25,18 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         text |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     else:
         return None
-    fields = rope_fields(text)
-    factor = fields.pop("partial_rotary_factor", text.get("partial_rotary_factor"))
+    new, old = rope_fields(text, "rope_parameters"), rope_fields(text, "rope_scaling")
+    factors = [fields.pop("partial_rotary_factor", None) for fields in (new, old)] + [text.get("partial_rotary_factor")]
     return text | {
         "tensor_prefix": prefix,
-        "partial_rotary_factor": _DEFAULT_PARTIAL_ROTARY_FACTOR if factor is None else factor,
-        "rope_parameters": fields,
-        "rope_scaling": None,
+        "partial_rotary_factor": next((each for each in factors if each is not None), _DEFAULT_PARTIAL_ROTARY_FACTOR),
+        "rope_parameters": new,
+        "rope_scaling": old,
     }
 
 
-def rope_fields(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of its rotary embedding, in either spelling, without those that matter for images only."""
-    given: object = text.get("rope_parameters") or text.get("rope_scaling") or {}
+def rope_fields(text: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The fields of its rotary embedding under one of the two keys, without those that matter for images only."""
+    given: object = text.get(key)
     fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     return {name: value for name, value in fields.items() if name not in _IMAGE_ROPE_FIELDS}

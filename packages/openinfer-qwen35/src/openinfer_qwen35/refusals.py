@@ -6,7 +6,7 @@ published relatives of Qwen3.5 change the forward pass; one that asks for anythi
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from openinfer_kernels import RopeConfigError, RopeParameters
 from openinfer_qwen35.published import TEXT, VISION_LANGUAGE, text_config
@@ -52,8 +52,9 @@ def _layout_reasons(config: Mapping[str, Any], architecture: str) -> Iterator[st
     architectures = config.get("architectures") or [architecture]
     if architectures != [architecture]:
         yield f"architectures is {architectures}: only {architecture} is served"
-    auto_map = config.get("auto_map")
-    if isinstance(auto_map, dict) and any(str(name).startswith("AutoModel") for name in auto_map):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    auto_map: object = config.get("auto_map") or {}
+    names = cast("dict[str, object]", auto_map) if isinstance(auto_map, dict) else {str(auto_map): None}
+    if any(name.startswith("AutoModel") for name in names):
         yield "auto_map names code for the model: code of a checkpoint is never run"
 
 
