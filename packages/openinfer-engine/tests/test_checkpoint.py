@@ -119,6 +119,14 @@ def test_validate_ignores_only_the_names_it_is_given(model_dir: Path) -> None:
             checkpoint.validate(expected, ignorable={"norm"})
 
 
+def test_validate_ignores_all_names_that_begin_with_one_that_ends_with_a_dot(model_dir: Path) -> None:
+    with Checkpoint.open(model_dir) as checkpoint:
+        everything = {name.partition(".")[0] + "." for name in checkpoint.tensors}
+        checkpoint.validate({}, ignorable=everything)
+        with pytest.raises(InvalidCheckpoint, match=r"norm.weight is not a tensor of this model"):
+            checkpoint.validate({}, ignorable=everything - {"norm."} | {"nor", "norm"})
+
+
 def test_validate_shows_the_first_problems_and_counts_the_rest(model_dir: Path) -> None:
     expected = shapes() | {f"layer.{index}.weight": (1,) for index in range(100)}
     with Checkpoint.open(model_dir) as checkpoint, pytest.raises(InvalidCheckpoint, match="and 95 more") as caught:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from openinfer_engine.fused_weights import pad_rows, rows_of_rank
+from openinfer_engine.fused_weights import pad_rows, rows_of_rank, stacked_rows_of_rank
 from openinfer_kernels import RandomWeight, WeightPart
 from openinfer_kernels.cpu import CpuOps
 
@@ -33,3 +33,11 @@ def test_padding_makes_the_rows_a_multiple_and_copies_nothing(table: WeightPart,
 def test_ranks_share_the_padded_table(table: WeightPart, size: int) -> None:
     shares = [values(*rows_of_rank(table, rank=rank, size=size)) for rank in range(size)]
     assert np.array_equal(np.concatenate(shares), values(*pad_rows(table, size)))
+
+
+@pytest.mark.parametrize("table", [TABLE, RECIPE], ids=["array", "recipe"])
+def test_ranks_share_each_of_the_matrices_that_lie_below_each_other(table: WeightPart) -> None:
+    whole = values(table)
+    shares = [values(*stacked_rows_of_rank(table, (2, 2), rank=rank, size=2)) for rank in range(2)]
+    assert np.array_equal(shares[0], whole[[0, 2]])
+    assert np.array_equal(shares[1], whole[[1, 3]])

@@ -5,8 +5,17 @@ from pathlib import Path
 import pytest
 
 from openinfer_kernels import Ops
-from openinfer_kernels.catalogue import CUBLASLT, SERVINGS, kernels_by_part, measured_by_part, servings
+from openinfer_kernels.catalogue import (
+    CUBLASLT,
+    SERVINGS,
+    WITHOUT_GPU_KERNEL,
+    kernels_by_part,
+    measured_by_part,
+    servings,
+)
 from openinfer_kernels.cubins import ARCHITECTURES, sources
+from openinfer_kernels.errors import OperatorMissingError
+from openinfer_kernels.missing import missing_on_gpu
 
 ROOT = Path(__file__).parents[3]
 OF_MEMORY = {"upload", "download", "zeros", "name", "loading", "random_weight"}
@@ -24,11 +33,17 @@ def test_every_source_is_named_and_every_name_is_a_source(architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_operator_is_served_on_every_architecture(architecture):
+def test_every_operator_is_served_on_every_architecture_but_for_those_named(architecture):
     served = {operator for each in servings(architecture) for operator in each.operators}
     contract = {name for name in vars(Ops) if not name.startswith("_")}
-    assert contract - OF_MEMORY <= served
+    assert contract - OF_MEMORY - served == {*WITHOUT_GPU_KERNEL}
     assert served <= contract
+
+
+def test_operators_without_a_kernel_are_refused_by_name():
+    for operator in WITHOUT_GPU_KERNEL:
+        with pytest.raises(OperatorMissingError, match=f"^{operator} has no CUDA kernel yet; .* --device cpu"):
+            missing_on_gpu(operator)(1, eps=1e-6)
 
 
 def test_what_was_measured_names_its_file():

@@ -56,6 +56,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     failed_requests: int = 0
     policy_faults: int = 0
     """Times the queue policy raised; each cost the request it was asked about."""
+    state_snapshots: int = 0
+    """Copies of recurrent states at prefix boundaries that can be found."""
+    evicted_state_snapshots: int = 0
+    """Such copies given up for others."""
     step_age_s: float = 0.0
     """Seconds since the loop last completed an iteration while there was work; 0 when idle. Health is this number."""
 

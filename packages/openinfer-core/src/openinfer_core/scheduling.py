@@ -38,6 +38,14 @@ class SlotStart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateCopy:
+    """All recurrent states of one slot are copied to another; see `SchedulerConfig.num_snapshots` for slots."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One forward pass as columns, one entry per row; a row is a piece of one sequence.
 
@@ -65,6 +73,10 @@ class StepPlan:
 
     Each has a row in this step. A slot with a row in a step that was not applied yet is not among them.
     """
+    state_restores: tuple[StateCopy, ...] = ()
+    """Run before the step's rows: a slot of `started` begins with the states that its sequence had at `starts`."""
+    state_snapshots: tuple[StateCopy, ...] = ()
+    """Run behind the step's rows."""
     token_masks: Mapping[int, MaskWords] = field(default_factory=dict[int, MaskWords])
     """Row -> the tokens that it may sample; the loop adds them to a scheduler's plan, for requests with a grammar."""
 
@@ -115,6 +127,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prefix_cache: bool = True
     layout_digest: str = ""
     """Of the KV layout: part of every block's identity."""
+    num_snapshots: int = 0
+    """Slots of recurrent states behind the first `max_num_seqs`, for copies. A model with states has `prefix_cache` off
+    here; a scheduler that plans `StateCopy`s may share prefixes all the same, where it has copied the states."""
     max_itl_ms: int | None = None
     """What a step with decode rows should take at most: prompts are given as many tokens as fit. A scheduler that
     cannot keep to it raises `Refused` when it is made with one."""
@@ -131,6 +146,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             value = getattr(self, name)
             if not 1 <= value < 2**31:
                 raise InvalidRequest(f"{name} is {value}; it must be in 1 .. 2^31 - 1", field=name)
+        if not 0 <= self.num_snapshots < 2**31:
+            raise InvalidRequest(
+                f"num_snapshots is {self.num_snapshots}; it must be in 0 .. 2^31 - 1", field="num_snapshots"
+            )
         if self.max_itl_ms is not None and self.max_itl_ms < 1:
             raise InvalidRequest(f"max_itl_ms is {self.max_itl_ms}; it must be at least 1", field="max_itl_ms")
         if self.max_step_tokens < self.max_num_seqs:

@@ -13,11 +13,12 @@ from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
+from openinfer_engine.state_slots import StateSlots
 from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
 from openinfer_kernels.driver import wake_driver
-from openinfer_kv_cache import KvDtype, KvLayout
+from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 
@@ -86,6 +87,20 @@ class Backend(Protocol):
     ) -> Rank:
         """The rank that runs a loaded model, warmed up; `mark` is told the name of each phase that has ended."""
         ...
+
+
+def check_states(spec: KvSpec, device: DeviceKind) -> None:
+    """Refuses recurrent states where no operator is for them; before a device is opened, whatever it may lack.
+
+    Raises:
+        Refused: the device cannot serve the model.
+    """
+    if device is DeviceKind.CUDA and spec.slots:
+        states = ", ".join(group.name for group in spec.slots)
+        raise Refused(
+            f"--device cuda: the model keeps recurrent states ({states}), and operators over them have no CUDA kernels "
+            "yet; use --device cpu"
+        )
 
 
 def open_backend(options: EngineOptions) -> Backend:
@@ -162,5 +177,16 @@ class CpuBackend:
     ) -> Rank:
         """Needs no warming."""
         kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
+        has_states = layout.slot_bytes > 0
+        num_slots = limits.max_num_seqs + limits.num_snapshots
+        states = StateSlots(layout, num_slots=num_slots, ops=ops) if has_states else None
         mark("kv_cache")
-        return RankRunner(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits, tracer=tracer)
+        return RankRunner(
+            model,
+            kv_cache=kv_cache,
+            ops=ops,
+            communicator=communicator,
+            limits=limits,
+            states=states,
+            tracer=tracer,
+        )

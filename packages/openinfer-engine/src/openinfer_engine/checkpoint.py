@@ -101,7 +101,8 @@ class Checkpoint:
 
         Args:
             expected: name -> shape of every tensor that the model reads.
-            ignorable: names that the model does not read and that may be there.
+            ignorable: names that the model does not read and that may be there; one that ends with a dot stands for
+                all that begin with it.
             dtypes: those that the model reads.
 
         Raises:
@@ -225,6 +226,7 @@ def _problems(
             yield f"{name} has shape {list(info.shape)}, not {list(shape)}"
         elif info.dtype not in dtypes:
             yield f"{name} has dtype {info.dtype}, not one of {', '.join(sorted(dtypes))}"
+    parts = tuple(name for name in ignorable if name.endswith("."))
     for name in tensors:
-        if name not in expected and name not in ignorable:
+        if name not in expected and name not in ignorable and not name.startswith(parts):
             yield f"{name} is not a tensor of this model"

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
 from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig
 from openinfer_core.timeline import Timeline
-from openinfer_engine.backends import Backend, open_backend
+from openinfer_engine.backends import Backend, check_states, open_backend
 from openinfer_engine.checkpoint import Checkpoint
 from openinfer_engine.fingerprint import fingerprint
 from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_grammar_compiler
@@ -22,7 +22,7 @@ from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
-from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout
+from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,11 @@ class Composition:
         """Of one rank."""
         return _weights_bytes(self.definition, self.config, self.backend) // self.options.tensor_parallel_size
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the model keeps recurrent states beside its KV; then prefixes are shared where copies are kept."""
+        return self.layouts[0].slot_bytes > 0
+
     def mark(self, phase: str) -> None:
         """The phase of the start ends now."""
         self.timeline.mark(phase, device_bytes=self.backend.used_bytes())
@@ -69,7 +74,8 @@ class Composition:
             max_step_tokens=options.max_step_tokens,
             max_model_tokens=self.runner_limits.max_model_tokens,
             max_waiting=options.max_waiting,
-            prefix_cache=options.prefix_cache,
+            prefix_cache=options.prefix_cache and not self.has_states,
+            num_snapshots=self.runner_limits.num_snapshots,
             layout_digest=self.layouts[0].digest,
             max_itl_ms=options.max_itl_ms,
         )
@@ -102,6 +108,7 @@ class Composition:
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             "weights": str(self.options.load_format),
+            **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
         }
 
@@ -113,8 +120,24 @@ class Composition:
         return {
             "weights": ranks * self.weights_bytes,
             "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
+            **self._states_bytes,
             **{purpose: ranks * num_bytes for purpose, num_bytes in workspaces.items()},
         }
+
+    @property
+    def _states_bytes(self) -> dict[str, int]:
+        """Of all ranks: states of running sequences, and copies."""
+        if not self.has_states:
+            return {}
+        slot_bytes = self.options.tensor_parallel_size * self.layouts[0].slot_bytes
+        copies = self.runner_limits.num_snapshots
+        return {"states": slot_bytes * self.options.max_num_seqs, "state_snapshots": slot_bytes * copies}
+
+    @property
+    def _prefix_cache(self) -> str:
+        """Where a model with recurrent states shares prefixes."""
+        copies = self.runner_limits.num_snapshots
+        return f"where one of {copies} copies of recurrent states is kept" if copies else "off"
 
     def make_grammar_compiler(self) -> GrammarCompiler | None:
         """The chosen grammar compiler; it reads the tokenizer beside what follows.
@@ -190,9 +213,12 @@ def resolve(
         with Checkpoint.open(model_dir) as checkpoint:
             checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))
     timeline.mark("config")
+    tag = fingerprint(model_dir)
+    check_states(_specs(definition, config, tag, options, KvDtype.FLOAT32)[0], options.device)
     backend = open_backend(options)
     timeline.mark("device", device_bytes=backend.used_bytes())
-    layouts = _layouts(definition, config, model_dir, options, backend.dtype)
+    specs = _specs(definition, config, tag, options, backend.dtype)
+    layouts = tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)
     backend.check_layout(layouts[0])
     sizes = RunnerLimits(
         max_num_seqs=options.max_num_seqs,
@@ -202,6 +228,7 @@ def resolve(
         vocab_size=limits.vocab_size,
     )
     weights_bytes = _weights_bytes(definition, config, backend)
+    num_blocks = _num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes)
     return Composition(
         definition=definition,
         config=config,
@@ -209,10 +236,10 @@ def resolve(
         model_dir=model_dir,
         options=options,
         backend=backend,
-        runner_limits=sizes,
+        runner_limits=replace(sizes, num_snapshots=_num_snapshots(options, layouts[0], num_blocks)),
         eos_token_ids=read_eos_token_ids(model_dir, published),
         layouts=layouts,
-        num_blocks=_num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes),
+        num_blocks=num_blocks,
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
@@ -241,16 +268,23 @@ def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:
     return limits.max_model_tokens if asked is None else asked
 
 
-def _layouts(
-    definition: ModelDefinition[Any], config: Any, model_dir: Path, options: EngineOptions, dtype: KvDtype
-) -> tuple[KvLayout, ...]:
+def _specs(
+    definition: ModelDefinition[Any], config: Any, tag: str, options: EngineOptions, dtype: KvDtype
+) -> list[KvSpec]:
+    """One per rank."""
     ranks = options.tensor_parallel_size
-    tag = fingerprint(model_dir)
-    specs = [
+    return [
         definition.kv_spec(config, model_tag=tag, dtype=dtype, num_ranks=ranks, rank_index=rank)
         for rank in range(ranks)
     ]
-    return tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)
+
+
+def _num_snapshots(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
+    """Copies of states that the budget holds, one per block at most; none without states or a prefix cache."""
+    if not layout.slot_bytes or not options.prefix_cache:
+        return 0
+    fitting = options.state_snapshot_bytes // options.tensor_parallel_size // layout.slot_bytes
+    return min(fitting, num_blocks)
 
 
 def _num_blocks(

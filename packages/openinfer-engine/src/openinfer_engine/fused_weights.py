@@ -1,4 +1,6 @@
-"""Tables whose rows do not divide by the ranks."""
+"""Tables whose rows do not divide by the ranks, or that hold several matrices."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,8 +16,22 @@ def rows_of_rank(table: WeightPart, *, rank: int, size: int) -> tuple[WeightPart
     """The parts of one rank's share of the rows of `table`, which is padded with zeros as `pad_rows` does it."""
     share = -(-len(table) // size)
     begin, end = (min(edge * share, len(table)) for edge in (rank, rank + 1))
-    piece = table.rows(begin, end) if isinstance(table, RandomWeight) else table[begin:end]
-    return _with_zeros(piece, share - (end - begin))
+    return _with_zeros(_rows(table, begin, end), share - (end - begin))
+
+
+def stacked_rows_of_rank(table: WeightPart, heights: Sequence[int], *, rank: int, size: int) -> tuple[WeightPart, ...]:
+    """One rank's rows of each of the matrices that lie below each other in `table`; `size` divides all `heights`."""
+    pieces: list[WeightPart] = []
+    begin = 0
+    for height in heights:
+        share = height // size
+        pieces.append(_rows(table, begin + rank * share, begin + (rank + 1) * share))
+        begin += height
+    return tuple(pieces)
+
+
+def _rows(table: WeightPart, begin: int, end: int) -> WeightPart:
+    return table.rows(begin, end) if isinstance(table, RandomWeight) else table[begin:end]
 
 
 def _with_zeros(table: WeightPart, rows: int) -> tuple[WeightPart, ...]:

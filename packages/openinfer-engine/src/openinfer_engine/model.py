@@ -53,7 +53,10 @@ class Model(Protocol):
     """A loaded model on one rank."""
 
     def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
-        """Hidden states after the final norm, `[T, h]`; appends this step's K and V to `kv_cache`."""
+        """Hidden states after the final norm, `[T, h]`; appends this step's K and V to `kv_cache`.
+
+        A model whose `KvSpec` has slot groups finds its recurrent states in `batch.states`, by `GROUP.TENSOR`.
+        """
         ...
 
     def logits(self, hidden: Array) -> Array:
@@ -86,7 +89,10 @@ class ModelDefinition(Protocol, Generic[Config]):
         ...
 
     def ignorable_tensors(self, config: Config) -> Collection[str]:
-        """Names of tensors that `load` does not read and that a checkpoint may have: derived or redundant ones."""
+        """Names of tensors that `load` does not read and that a checkpoint may have: derived or redundant ones.
+
+        One that ends with a dot stands for all that begin with it: `model.visual.`, a part that is not served.
+        """
         ...
 
     def kv_spec(self, config: Config, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int) -> KvSpec:

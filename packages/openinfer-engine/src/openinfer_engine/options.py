@@ -70,6 +70,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """KV blocks, instead of kv_cache_bytes."""
     prefix_cache: bool = True
     """Whether requests share the KV of equal prompt prefixes."""
+    state_snapshot_bytes: int = 1 << 30
+    """Bytes over all ranks for copies of recurrent states at prefix boundaries, for models that have such states: these
+    share a prefix only where a copy is kept."""
     scheduler: str = "token-budget"
     """Name in the group openinfer.schedulers."""
     queue_policy: str = "fcfs"
@@ -98,6 +101,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("max_waiting", self.max_waiting, 1, 2**24)
         _check("block_size_tokens", self.block_size_tokens, 1, 2**12)
         _check("kv_cache_bytes", self.kv_cache_bytes, 1, 2**48)
+        _check("state_snapshot_bytes", self.state_snapshot_bytes, 0, 2**48)
         _check("num_blocks", self.num_blocks, 1, 2**31 - 1)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
         if not 0.05 <= self.gpu_memory_fraction <= 1:

@@ -11,6 +11,7 @@ from openinfer_engine.communicator import Communicator
 from openinfer_engine.model import Model
 from openinfer_engine.runner import DoneStep
 from openinfer_engine.slot_sampling import SlotSampling
+from openinfer_engine.state_slots import StateSlots
 from openinfer_engine.step_logprobs import HostLogprobs
 from openinfer_engine.trace import DEVICE, NoTrace, Tracer
 from openinfer_kernels import Array, HostArray, Ops
@@ -30,6 +31,8 @@ class RunnerLimits:
     block_size_tokens: int
     num_token_ids: int
     vocab_size: int
+    num_snapshots: int = 0
+    """Slots of recurrent states behind the first `max_num_seqs`, for copies."""
 
 
 class RankRunner:
@@ -43,9 +46,11 @@ class RankRunner:
         ops: Ops,
         communicator: Communicator,
         limits: RunnerLimits,
+        states: StateSlots | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer or NoTrace()
+        self._states = states
         self._model = model
         self._kv_cache = kv_cache
         self._ops = ops
@@ -68,14 +73,21 @@ class RankRunner:
                 self._sampling.start(start)
                 self._prompts[start.slot] = start.request.prompt_token_ids
             self._tables.advance(plan)
+            if self._states is not None:
+                self._states.advance(plan)
             with self._tracer.span(DEVICE, "step", step=plan.step, rows=plan.num_rows, tokens=plan.num_tokens):
-                return DoneStep(self._compute(plan))
+                done = DoneStep(self._compute(plan))
+                if self._states is not None:
+                    self._states.keep(plan)
+                return done
         except BaseException as error:
             self._communicator.abort(error)
             raise
 
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self._tables.batch(plan, self._ops)
+        if self._states is not None:
+            batch = self._states.join(batch, plan)
         hidden = self._model.forward(self._input_ids(plan), batch=batch, kv_cache=self._kv_cache)
         sampled = np.flatnonzero(plan.sample)
         token_ids = np.full(plan.num_rows, -1, np.int32)

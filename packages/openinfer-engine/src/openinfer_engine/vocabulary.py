@@ -69,6 +69,8 @@ def read_num_token_ids(model_dir: Path, *, vocab_size: int) -> int:
 def read_eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Token ids that end a text: those of `generation_config.json`, else those of the config, else none.
 
+    The config of a model of several modalities may have them in its `text_config`.
+
     Args:
         model_dir: the model folder.
         config: its parsed `config.json`.
@@ -81,6 +83,8 @@ def read_eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int,
     if not ids:
         try:
             ids = _listed(msgspec.convert(config, _EndOfText))
+            if not ids:
+                ids = _listed(msgspec.convert(config.get("text_config") or {}, _EndOfText))
         except msgspec.ValidationError as error:
             raise InvalidCheckpoint(f"config.json of {model_dir} is invalid: {error}") from error
     if any(token_id < 0 for token_id in ids):

@@ -57,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(2, 5),
         extra_tokens=st.integers(0, 8),
         prefix_cache=st.booleans(),
+        num_snapshots=st.sampled_from((0, 0, 1, 3, 9)),
         max_itl_ms=st.sampled_from((None, None, 1, 5)),
         policy=st.sampled_from(POLICIES),
     )
@@ -68,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         extra_tokens: int,
         prefix_cache: bool,
+        num_snapshots: int,
         max_itl_ms: int | None,
         policy: Callable[[QueuePolicyConfig], Any],
     ) -> None:
@@ -78,7 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_step_tokens=max_num_seqs + extra_tokens,
             max_model_tokens=MAX_MODEL_TOKENS,
             max_waiting=8,
-            prefix_cache=prefix_cache,
+            prefix_cache=prefix_cache and not num_snapshots,
+            num_snapshots=num_snapshots,
             max_itl_ms=max_itl_ms,
         )
         self.driver = SchedulerDriver(TokenBudgetScheduler, config, policy=policy(QueuePolicyConfig()))

@@ -11,6 +11,7 @@ from openinfer_kernels.errors import (
     KernelBuildError,
     KernelProviderError,
     KernelsError,
+    OperatorMissingError,
     RopeConfigError,
     WeightDtypeError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "KernelProviderError",
     "KernelsError",
     "Logprobs",
+    "OperatorMissingError",
     "Ops",
     "Penalties",
     "RandomWeight",

@@ -158,6 +158,17 @@ SERVINGS = (
 )
 """In order of preference where two serve one operator."""
 
+WITHOUT_GPU_KERNEL = (
+    "add_zero_centred_rms_norm",
+    "causal_conv_silu",
+    "gated_delta_rule",
+    "gated_qk_norm_rope_append",
+    "gated_rms_norm",
+    "output_gate",
+    "zero_centred_rms_norm",
+)
+"""Operators that the CPU alone serves so far; the CUDA operators refuse them by name."""
+
 
 def servings(architecture: str) -> tuple[Serving, ...]:
     """What serves on a GPU, preferred first."""

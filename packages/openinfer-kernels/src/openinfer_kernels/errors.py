@@ -7,6 +7,7 @@ KernelsError
 ├── DeviceUnavailableError  this machine cannot run the CUDA operators: packages, driver or GPU are missing or too old
 ├── KernelBuildError        a CUDA source could not be compiled
 ├── KernelProviderError     a provider of operators does not do what it says
+├── OperatorMissingError    an operator that this device has no kernel for
 ├── RopeConfigError         a rotary embedding that a config asks for and this package refuses
 └── WeightDtypeError        a weight in a dtype that no operator reads
 ```
@@ -35,6 +36,10 @@ class KernelBuildError(KernelsError):
 
 class KernelProviderError(KernelsError):
     """A provider of operators does not do what it says; which, and what was missing."""
+
+
+class OperatorMissingError(KernelsError):
+    """A device has no kernel for an operator of the contract; which one, and where it runs."""
 
 
 class RopeConfigError(KernelsError):

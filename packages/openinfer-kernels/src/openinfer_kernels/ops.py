@@ -11,9 +11,9 @@ Compute dtype: float32 on the CPU (BF16 weights are widened when they are upload
 accumulation on a GPU. Integer arrays are int32 unless said otherwise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -55,6 +55,13 @@ class AttentionBatch:
     """Largest number of tokens in one row."""
     max_context_tokens: int
     """Largest entry of `context_lens`."""
+    state_slots: Array | None = None
+    """`[R]` slot of each row's recurrent states; None for a model that has none.
+
+    What a slot holds when a row begins at position 0 may be anything, NaN included, and never changes a result.
+    """
+    states: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    """Name -> `[slots, layers, *shape]`: all recurrent states of this rank; operators change those of their rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +251,28 @@ class Ops(Protocol):
         """Adds `x [T, h]` into `residual [T, h]` in place and returns `rms_norm(residual)`."""
         ...
 
+    def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
+        """`(1 + weight) * x / sqrt(mean(x^2) + eps)` over the last axis, all in float32, rounded once at the end.
+
+        Gemma's convention: a weight of zeros changes nothing. Reference: `Qwen3_5RMSNorm` of transformers.
+        """
+        ...
+
+    def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
+        """Adds `x [T, h]` into `residual [T, h]` in place and returns `zero_centred_rms_norm(residual)`."""
+        ...
+
+    def gated_rms_norm(self, x: Array, gate: Array, weight: Array, *, eps: float) -> Array:
+        """`rms_norm` of each head, times `silu(gate)`, which is computed in float32: `[T, heads n]`.
+
+        Args:
+            x: `[T, heads n]`; statistics are over each head's `n` values.
+            gate: `[T, heads n]`.
+            weight: `[n]` of the compute dtype or float32, shared by all heads; not zero-centred.
+            eps: added to the mean.
+        """
+        ...
+
     # --- attention --------------------------------------------------------------------------------------
 
     def qk_norm_rope_append(
@@ -290,6 +319,95 @@ class Ops(Protocol):
 
         Returns:
             `[T, H * D]`.
+        """
+        ...
+
+    def gated_qk_norm_rope_append(
+        self,
+        projected: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Zero-centred RMSNorm of Q and K per head, then RoPE of their first dimensions, then K and V into the cache.
+
+        Args:
+            projected: `[T, (2 H + 2 K) D]`: per query head `D` query values, then `D` gate values, which are left to
+                `output_gate`; behind them key heads, then value heads.
+            q_norm: `[D]`, shared by all query heads.
+            k_norm: `[D]`, shared by all key heads.
+            eps: of both norms.
+            rope: `[2, positions, r / 2]` float32, cosines then sines; the first `r <= D` dimensions are rotated, in
+                pairs `(i, i + r/2)`, and the others left as they are.
+            kv_cache: `[blocks, layers, 2, K, B, D]`, mutated: the entries that `batch.cache_slots` name in this layer.
+            layer: index into the layer axis.
+            batch: positions and cache slots of the tokens.
+
+        Returns:
+            `[T, H, D]` queries after norm and rope. Partial rotation: Black et al. 2022, "GPT-NeoX-20B", section 2.1.
+        """
+        ...
+
+    def output_gate(self, attended: Array, projected: Array, *, head_dim: int) -> Array:
+        """`attended * sigmoid(gate)`: `[T, H D]`.
+
+        Qiu et al. 2025, "Gated Attention for Large Language Models", section 2.2: a gate per element, after attention.
+
+        Args:
+            attended: `[T, H D]`, of `paged_attention`.
+            projected: `[T, (2 H + 2 K) D]`, as `gated_qk_norm_rope_append` takes it.
+            head_dim: `D`.
+        """
+        ...
+
+    # --- linear attention -------------------------------------------------------------------------------
+
+    def causal_conv_silu(self, x: Array, weight: Array, *, state: Array, layer: int, batch: AttentionBatch) -> Array:
+        """Depthwise convolution over the tokens of each row, then `silu`: `[T, C]`.
+
+        `y_t[c] = silu(sum_j weight[c, j] * x_{t - W + 1 + j}[c])`; what lies before a sequence's first token is zero.
+
+        Args:
+            x: `[T, C]`.
+            weight: `[C, W]`, the last tap for the token itself.
+            state: `[slots, layers, C, W - 1]`, the last inputs of each sequence, oldest first; mutated: those of
+                `batch.state_slots` in this layer.
+            layer: index into the layer axis.
+            batch: rows of any length.
+        """
+        ...
+
+    def gated_delta_rule(
+        self,
+        qkv: Array,
+        gates: Array,
+        *,
+        a_log: Array,
+        dt_bias: Array,
+        state: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Linear attention with decay and delta rule, in float32 throughout: `[T, N dv]`.
+
+        Per value head: `S <- e^g S`, `S <- S + k (beta (v - S^T k))^T`, `o = S^T q`, with `beta = sigmoid(b)` and
+        `g = -exp(a_log) softplus(a + dt_bias)`. `q` and `k` are divided by `sqrt(sum of squares + 1e-6)`, then `q` by
+        `sqrt(dk)`. Value head `j` reads key head `j // (N / Hk)`. Yang et al. 2024, "Gated Delta Networks", eq. 10.
+
+        Args:
+            qkv: `[T, 2 Hk dk + N dv]`, query heads, then key heads, then value heads.
+            gates: `[T, 2 N]`, `b` of each value head, then `a`.
+            a_log: `[N]` float32.
+            dt_bias: `[N]`, of the compute dtype or float32.
+            state: `[slots, layers, N, dk, dv]` float32, `S` of each sequence; mutated: those of `batch.state_slots` in
+                this layer.
+            layer: index into the layer axis.
+            batch: rows of any length.
         """
         ...
 

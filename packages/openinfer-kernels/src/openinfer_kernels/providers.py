@@ -19,13 +19,20 @@ Operator: TypeAlias = Callable[..., Any]
 
 PROVIDABLE = (
     "add_rms_norm",
+    "add_zero_centred_rms_norm",
+    "causal_conv_silu",
     "embedding",
+    "gated_delta_rule",
+    "gated_qk_norm_rope_append",
+    "gated_rms_norm",
     "linear",
     "linear_swiglu",
     "logits",
+    "output_gate",
     "paged_attention",
     "qk_norm_rope_append",
     "rms_norm",
+    "zero_centred_rms_norm",
 )
 """The methods of `Ops` that models call, and a provider may serve.
 

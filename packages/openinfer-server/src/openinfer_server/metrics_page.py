@@ -108,6 +108,13 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
         ("openinfer_engine_prompt_tokens_total", "counter", "Prompt tokens computed.", stats.prompt_tokens),
         ("openinfer_engine_cached_tokens_total", "counter", "Prompt tokens found in a cache.", stats.cached_tokens),
         ("openinfer_engine_generated_tokens_total", "counter", "Tokens sampled.", stats.generated_tokens),
+        ("openinfer_engine_state_snapshots", "gauge", "Copies of recurrent states.", stats.state_snapshots),
+        (
+            "openinfer_engine_evicted_state_snapshots_total",
+            "counter",
+            "Copies of recurrent states given up for others.",
+            stats.evicted_state_snapshots,
+        ),
         ("openinfer_engine_wasted_rows_total", "counter", "Rows computed for nothing.", stats.wasted_rows),
         ("openinfer_engine_policy_faults_total", "counter", "Faults of the queue policy.", stats.policy_faults),
         ("openinfer_engine_failed_requests_total", "counter", "Requests that failed.", stats.failed_requests),

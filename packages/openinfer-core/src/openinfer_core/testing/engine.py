@@ -320,6 +320,7 @@ _COUNTERS = (
     "wasted_rows",
     "failed_requests",
     "policy_faults",
+    "evicted_state_snapshots",
 )
 
 

@@ -16,6 +16,7 @@ from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling import SchedulerConfig, SlotStart, StepPlan, StepResult
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.errors import ConformanceError, require
+from openinfer_core.testing.fake_states import FakeStates
 
 FAULT = "the fake device was told to fail this row"
 _INT_COLUMNS = ("slots", "starts", "counts", "given_counts", "token_ids", "new_block_counts", "new_blocks")
@@ -46,6 +47,7 @@ class FakeDevice:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self._states = FakeStates(config) if config.num_snapshots else None
         self._memory: dict[int, int] = {}
         """Block id * block size + offset -> state."""
         self._slots: dict[int, _Slot] = {}
@@ -71,7 +73,9 @@ class FakeDevice:
         self._check_columns(plan)
         for start in plan.started:
             self._start(start, plan)
+        self._begin_states(plan)
         rows = self._read_rows(plan)
+        self._advance_states(plan, rows)
         self._write(rows)
         for row in rows:
             self._read_context(row)
@@ -188,6 +192,23 @@ class FakeDevice:
     def _place(self, slot: _Slot, position: int) -> int:
         size = self._config.block_size_tokens
         return slot.blocks[position // size] * size + position % size
+
+    # --- states -----------------------------------------------------------------------------------------
+
+    def _begin_states(self, plan: StepPlan) -> None:
+        if self._states is not None:
+            self._states.begin(plan)
+        else:
+            copies = len(plan.state_restores) + len(plan.state_snapshots)
+            require(not copies, f"{copies} copies of states; num_snapshots is 0")
+
+    def _advance_states(self, plan: StepPlan, rows: "list[_Row]") -> None:
+        if self._states is None:
+            return
+        for slot, row in zip(plan.slots.tolist(), rows, strict=True):
+            what = f"{row.slot.what}, row {row.start}:{row.end}"
+            self._states.consume(slot, row.slot.states, row.start, row.end, what=what)
+        self._states.keep(plan)
 
     # --- results ----------------------------------------------------------------------------------------
 

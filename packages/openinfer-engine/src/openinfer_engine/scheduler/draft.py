@@ -2,12 +2,13 @@
 
 from array import array
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from openinfer_core.scheduling import SlotStart, StepPlan
+from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
 from openinfer_engine.scheduler.sequence import Sequence
+from openinfer_kv_cache import SlotCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +26,8 @@ class StepInFlight:
     """Row -> why its request fails whatever the step gives."""
     decode_rows: int
     """The first so many rows go on from the last id of their slot."""
+    snapshots: dict[int, SlotCopy] = field(default_factory=dict[int, SlotCopy])
+    """Row -> the copy of its states behind it."""
 
 
 class StepDraft:
@@ -39,9 +42,11 @@ class StepDraft:
         "given_counts",
         "new_block_counts",
         "new_blocks",
+        "restores",
         "rows",
         "samples",
         "slots",
+        "snapshots",
         "started",
         "starts",
         "token_ids",
@@ -62,6 +67,8 @@ class StepDraft:
         self.new_block_counts: list[int] = []
         self.new_blocks: list[int] = []
         self.started: list[SlotStart] = []
+        self.restores: list[StateCopy] = []
+        self.snapshots: dict[int, SlotCopy] = {}
         self.faults: dict[int, str] = {}
 
     def add_decode_row(self, sequence: Sequence, new_blocks: ListLike[int]) -> None:
@@ -93,9 +100,13 @@ class StepDraft:
         self.budget_tokens -= num_rows
 
     def add_chunk(self, sequence: Sequence) -> int:
-        """Plans as many of the sequence's given ids as the budget allows, and returns how many; both are at least 1."""
+        """Plans as many of the sequence's given ids as the budget allows, and returns how many; both are at least 1.
+
+        The row ends where states are to be kept, if that comes before.
+        """
         start = sequence.computed_tokens
         end = min(sequence.given_tokens, start + self.budget_tokens)
+        end = min([end, *(place for place in sequence.snapshot_places if place > start)])
         samples = end == sequence.given_tokens and sequence.samples
         new_blocks = sequence.kv.blocks[sequence.sent_blocks :]
         self.rows.append(sequence)
@@ -129,6 +140,8 @@ class StepDraft:
             new_block_counts=np.array(self.new_block_counts, np.int32),
             new_blocks=np.array(self.new_blocks, np.int32),
             started=tuple(self.started),
+            state_restores=tuple(self.restores),
+            state_snapshots=tuple(StateCopy(source=c.source, target=c.target) for c in self.snapshots.values()),
         )
         record = StepInFlight(
             step=step,
@@ -137,6 +150,7 @@ class StepDraft:
             starts=self.starts,
             ends=self.ends,
             samples=self.samples,
+            snapshots=self.snapshots,
             faults=self.faults,
             decode_rows=self.decode_rows,
         )

@@ -47,6 +47,7 @@ class Harvest:
     def take_rows(self) -> None:
         """Takes all rows. What a sequence holds is given back with its last row in flight, if it runs no longer."""
         failures = {**self._result.failed_rows, **self._record.faults}
+        computed: set[int] = set()
         token_ids: list[int] = self._result.token_ids.tolist()
         for row, sequence in enumerate(self._record.rows):
             if sequence.state is _FINISHED:
@@ -55,9 +56,12 @@ class Harvest:
                 self._fail(sequence, failures[row])
             else:
                 self._take_row(row, sequence, token_ids[row])
+                computed.add(row)
             sequence.rows_in_flight -= 1
             if sequence.state is not _RUNNING and not sequence.rows_in_flight:
                 self._line.give_back(sequence)
+        for row, copy in self._record.snapshots.items():
+            self._line.end_snapshot(copy, good=row in computed)
 
     def _take_row(self, row: int, sequence: Sequence, token_id: int) -> None:
         record, result = self._record, self._result

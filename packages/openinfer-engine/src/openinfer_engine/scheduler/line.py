@@ -13,12 +13,13 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from openinfer_core.errors import ContractViolation
-from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart
+from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StateCopy
 from openinfer_core.waiting_queue import WaitingQueue
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.draft import StepInFlight
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
-from openinfer_kv_cache import BlockSequence, KvCache, KvCacheOptions
+from openinfer_engine.scheduler.snapshots import Snapshots
+from openinfer_kv_cache import BlockSequence, KvCache, KvCacheOptions, SlotCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,8 @@ class Admission:
     start: SlotStart
     is_spoilt: bool
     """Whether the queue policy raised on it."""
+    restore: StateCopy | None = None
+    """Brings the recurrent states of the prefix that it begins on."""
 
 
 class Line:
@@ -40,15 +43,23 @@ class Line:
                 num_blocks=config.num_blocks,
                 block_size_tokens=config.block_size_tokens,
                 layout_digest=config.layout_digest,
+                num_slots=config.max_num_seqs + config.num_snapshots if config.num_snapshots else 0,
+                max_snapshots=config.num_snapshots,
             )
         )
+        self.snapshots = None
+        """None for a model without recurrent states, or where none are kept."""
+        if self.kv.slots is not None:
+            self.snapshots = Snapshots(
+                self.kv.slots, num_running_slots=config.max_num_seqs, block_size_tokens=config.block_size_tokens
+            )
         self.waiting = WaitingQueue[Sequence](policy)
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         """Youngest first, so that the end is next."""
         self.num_slots = config.max_num_seqs
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._matches_prefixes = config.prefix_cache
+        self.matches_prefixes = config.prefix_cache or self.snapshots is not None
         self._counters = counters
         self._num_admitted = 0
 
@@ -74,7 +85,11 @@ class Line:
             self._count_admission(sequence, cached_tokens)
         sequence.move(SequenceState.RUNNING)
         self.running.append(sequence)
-        return Admission(sequence, sequence.take_slot(self.free_slots.pop(), cached_tokens=cached_tokens), is_spoilt)
+        start = sequence.take_slot(self.free_slots.pop(), cached_tokens=cached_tokens)
+        restore = None
+        if self.snapshots is not None and cached_tokens:
+            restore = self.snapshots.restore(sequence.kv, cached_tokens, start.slot)
+        return Admission(sequence, start, is_spoilt, restore)
 
     def _next(self) -> Sequence | None:
         """None, too, while a result of the one to resume is outstanding."""
@@ -96,17 +111,27 @@ class Line:
             have it in the cache soon. Then nothing has changed.
         """
         kv, pool, spare_blocks = sequence.kv, self.kv.pool, len(self.running)
-        cached_tokens = 0
-        if self._matches_prefixes and sequence.may_match:
-            if self._is_being_computed(kv):
+        matched_tokens = cached_tokens = 0
+        if self.matches_prefixes and sequence.may_match:
+            if self.snapshots is None and self._is_being_computed(kv):
                 return None
             if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks):
                 return None
-            cached_tokens = kv.match()
+            matched_tokens = cached_tokens = kv.match()
+            if self.snapshots is not None:
+                cached_tokens = kv.shrink(self.snapshots.longest_prefix(kv, matched_tokens))
+                missing_blocks = pool.blocks_for(sequence.known_tokens) - len(kv.blocks)
+                if missing_blocks + spare_blocks > pool.available_blocks:  # what was shared would be there twice
+                    kv.shrink(0)
+                    return None
         elif pool.blocks_for(sequence.known_tokens) + spare_blocks > pool.available_blocks:
             return None
         if kv.reserve(sequence.known_tokens) is None:
             raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
+        if self.snapshots is not None:
+            sequence.snapshot_places = self.snapshots.places(
+                matched_tokens=matched_tokens, begin_tokens=cached_tokens, known_tokens=sequence.known_tokens
+            )
         return cached_tokens
 
     def _is_being_computed(self, kv: BlockSequence) -> bool:
@@ -116,6 +141,20 @@ class Line:
             other.kv.num_sealed_blocks < other.prompt_tokens // block_tokens and kv.would_wait_for(other.kv)
             for other in self.running
         )
+
+    # --- states -----------------------------------------------------------------------------------------
+
+    def begin_snapshot(self, sequence: Sequence) -> SlotCopy | None:
+        """The copy of a running sequence's states behind the row planned last, if they are to be kept there."""
+        if self.snapshots is None or sequence.computed_tokens not in sequence.snapshot_places:
+            return None
+        return self.snapshots.take(sequence.kv, sequence.computed_tokens, sequence.slot)
+
+    def end_snapshot(self, copy: SlotCopy, *, good: bool) -> None:
+        """The step behind which the copy ran was applied; `good` if its row was computed for a sequence that lives."""
+        if self.snapshots is None:
+            raise ContractViolation("a copy of states ended, and none are kept")
+        self.snapshots.end(copy, good=good)
 
     # --- growth -----------------------------------------------------------------------------------------
 

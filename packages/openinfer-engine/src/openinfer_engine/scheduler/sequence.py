@@ -90,6 +90,7 @@ class Sequence:
         "seed",
         "sent_blocks",
         "slot",
+        "snapshot_places",
         "state",
         "stop_token_ids",
         "target_tokens",
@@ -117,6 +118,8 @@ class Sequence:
         self.samples = request.sampling.max_tokens > 0
         """Whether anything is generated; otherwise only the prompt's log-probabilities are wanted."""
         self.given_tokens = self.target_tokens = self.computed_tokens = self.capacity_tokens = self.sent_blocks = 0
+        self.snapshot_places: tuple[int, ...] = ()
+        """Positions at which rows end so that the recurrent states before them can be kept, ascending."""
         self.cached_tokens = 0
         """Of the first admission."""
         self.is_masked = request.sampling.is_masked

@@ -146,14 +146,22 @@ class TokenBudgetScheduler:
     def _plan_chunks(self, draft: StepDraft, unfilled: list[Sequence]) -> None:
         for sequence in unfilled:
             if draft.budget_tokens:
-                self._counters.prompt_tokens += draft.add_chunk(sequence)
+                self._add_chunk(draft, sequence)
+
+    def _add_chunk(self, draft: StepDraft, sequence: Sequence) -> None:
+        self._counters.prompt_tokens += draft.add_chunk(sequence)
+        snapshot = self._line.begin_snapshot(sequence)
+        if snapshot is not None:
+            draft.snapshots[len(draft.rows) - 1] = snapshot
 
     def _admit(self, draft: StepDraft) -> None:
         while draft.budget_tokens and (admission := self._line.admit()) is not None:
             if admission.is_spoilt:
                 draft.faults[len(draft.rows)] = _POLICY_FAULT
             draft.started.append(admission.start)
-            self._counters.prompt_tokens += draft.add_chunk(admission.sequence)
+            if admission.restore is not None:
+                draft.restores.append(admission.restore)
+            self._add_chunk(draft, admission.sequence)
 
     # --- apply ------------------------------------------------------------------------------------------
 
@@ -170,7 +178,7 @@ class TokenBudgetScheduler:
             result,
             line=self._line,
             counters=self._counters,
-            seals_blocks=self._config.prefix_cache,
+            seals_blocks=self._line.matches_prefixes,
         )
         harvest.take_rows()
         for request_id in harvest.ended:
@@ -196,7 +204,7 @@ class TokenBudgetScheduler:
 
     def stats(self) -> EngineStats:
         """Gauges and counters; from another thread they may be of slightly different moments."""
-        line, counters, pool = self._line, self._counters, self._line.kv.pool
+        line, counters, pool, snapshots = self._line, self._counters, self._line.kv.pool, self._line.snapshots
         return EngineStats(
             running=len(line.running),
             waiting=len(line.waiting) + len(line.preempted),
@@ -210,6 +218,8 @@ class TokenBudgetScheduler:
             wasted_rows=counters.wasted_rows,
             failed_requests=counters.failed_requests,
             policy_faults=line.waiting.faults,
+            state_snapshots=0 if snapshots is None else snapshots.num_snapshots,
+            evicted_state_snapshots=0 if snapshots is None else snapshots.evicted_snapshots,
         )
 
     def check_integrity(self) -> None:

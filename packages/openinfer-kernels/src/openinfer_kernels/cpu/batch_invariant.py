@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.cpu.gated_delta_rule import gated_delta_rule
 from openinfer_kernels.cpu.linear import linear, swiglu
 from openinfer_kernels.cpu.ops import CpuOps
 from openinfer_kernels.ops import Array, AttentionBatch
@@ -36,6 +37,22 @@ class BatchInvariantCpuOps(CpuOps):
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `openinfer_kernels.cpu.attention`."""
         return _paged_attention(q, kv_cache[:, layer], batch=batch, scale=scale)
+
+    def gated_delta_rule(
+        self,
+        qkv: Array,
+        gates: Array,
+        *,
+        a_log: Array,
+        dt_bias: Array,
+        state: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Token by token: chunks begin where a row does. See `openinfer_kernels.cpu.gated_delta_rule`."""
+        return gated_delta_rule(
+            qkv, gates, a_log=a_log, dt_bias=dt_bias, state=state, layer=layer, batch=batch, chunk_tokens=1
+        )
 
 
 def _sliced_linear(x: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:

@@ -25,6 +25,30 @@ def add_rms_norm(x: NDArray[Any], residual: NDArray[Any], weight: NDArray[Any], 
     return rms_norm(residual, weight, eps=eps)
 
 
+@np.errstate(over="ignore", invalid="ignore")
+def zero_centred_rms_norm(x: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[Any]:
+    """`(1 + weight) * x / sqrt(mean(x^2) + eps)` over the last axis of `x [..., n]`."""
+    return rms_norm(x, 1.0 + weight, eps=eps)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def add_zero_centred_rms_norm(
+    x: NDArray[Any], residual: NDArray[Any], weight: NDArray[Any], *, eps: float
+) -> NDArray[Any]:
+    """Adds `x` into `residual` in place and returns `zero_centred_rms_norm(residual)`."""
+    residual += x
+    return zero_centred_rms_norm(residual, weight, eps=eps)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def gated_rms_norm(x: NDArray[Any], gate: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[Any]:
+    """`rms_norm` of each piece of `weight [n]`'s length in `x [T, heads n]`, times `silu(gate [T, heads n])`."""
+    heads = x.reshape(len(x), -1, len(weight))
+    out = rms_norm(heads, weight, eps=eps).reshape(x.shape)
+    out *= gate / (1.0 + np.exp(-gate))
+    return out
+
+
 def inverse_rms(x: NDArray[Any], *, eps: float) -> NDArray[Any]:
     """`1 / sqrt(mean(x^2) + eps)` over the last axis, which stays with length 1."""
     scales = np.vecdot(x, x)[..., None]

@@ -8,10 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.attention import paged_attention
+from openinfer_kernels.cpu.causal_conv import causal_conv_silu
 from openinfer_kernels.cpu.embedding import embedding
+from openinfer_kernels.cpu.gated_attention import gated_qk_norm_rope_append, output_gate
+from openinfer_kernels.cpu.gated_delta_rule import gated_delta_rule
 from openinfer_kernels.cpu.linear import linear, linear_swiglu
 from openinfer_kernels.cpu.logprobs import logprobs
-from openinfer_kernels.cpu.norm import add_rms_norm, rms_norm
+from openinfer_kernels.cpu.norm import (
+    add_rms_norm,
+    add_zero_centred_rms_norm,
+    gated_rms_norm,
+    rms_norm,
+    zero_centred_rms_norm,
+)
 from openinfer_kernels.cpu.qk_norm_rope_append import qk_norm_rope_append
 from openinfer_kernels.cpu.sampling import sample
 from openinfer_kernels.cpu.weights import upload_weight
@@ -72,6 +81,18 @@ class CpuOps:
         """See `openinfer_kernels.cpu.norm`."""
         return add_rms_norm(x, residual, weight, eps=eps)
 
+    def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
+        """See `openinfer_kernels.cpu.norm`."""
+        return zero_centred_rms_norm(x, weight, eps=eps)
+
+    def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
+        """See `openinfer_kernels.cpu.norm`."""
+        return add_zero_centred_rms_norm(x, residual, weight, eps=eps)
+
+    def gated_rms_norm(self, x: Array, gate: Array, weight: Array, *, eps: float) -> Array:
+        """See `openinfer_kernels.cpu.norm`."""
+        return gated_rms_norm(x, gate, weight, eps=eps)
+
     def qk_norm_rope_append(
         self,
         qkv: Array,
@@ -99,6 +120,52 @@ class CpuOps:
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `openinfer_kernels.cpu.attention`."""
         return paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
+
+    def gated_qk_norm_rope_append(
+        self,
+        projected: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """See `openinfer_kernels.cpu.gated_attention`."""
+        return gated_qk_norm_rope_append(
+            projected,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            rope=rope,
+            kv_cache=kv_cache,
+            layer=layer,
+            batch=batch,
+        )
+
+    def output_gate(self, attended: Array, projected: Array, *, head_dim: int) -> Array:
+        """See `openinfer_kernels.cpu.gated_attention`."""
+        return output_gate(attended, projected, head_dim=head_dim)
+
+    def causal_conv_silu(self, x: Array, weight: Array, *, state: Array, layer: int, batch: AttentionBatch) -> Array:
+        """See `openinfer_kernels.cpu.causal_conv`."""
+        return causal_conv_silu(x, weight, state=state, layer=layer, batch=batch)
+
+    def gated_delta_rule(
+        self,
+        qkv: Array,
+        gates: Array,
+        *,
+        a_log: Array,
+        dt_bias: Array,
+        state: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """See `openinfer_kernels.cpu.gated_delta_rule`."""
+        return gated_delta_rule(qkv, gates, a_log=a_log, dt_bias=dt_bias, state=state, layer=layer, batch=batch)
 
     def sample(self, logits: Array, sampling: SamplingBatch) -> NDArray[np.int32]:
         """See `openinfer_kernels.cpu.sampling`."""

@@ -43,11 +43,16 @@ def append(kv_cache: NDArray[Any], layer: int, k: NDArray[Any], v: NDArray[Any],
 
 def _norm_rope(x: NDArray[Any], weight: NDArray[Any], eps: float, cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[Any]:
     """RMSNorm over the last axis of `x [T, heads, D]`, then the rotation of the pairs `(i, i + D/2)`."""
-    half = x.shape[-1] // 2
     normed = x * inverse_rms(x, eps=eps)
     normed *= weight
-    first, second = normed[..., :half], normed[..., half:]
-    out = np.empty_like(normed)
+    return rotate(normed, cos, sin)
+
+
+def rotate(x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[Any]:
+    """The rotation of the pairs `(i, i + n/2)` of `x [T, heads, n]` by `cos` and `sin`, each `[T, 1, n/2]`."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    out = np.empty_like(x)
     np.subtract(first * cos, second * sin, out=out[..., :half])
     np.add(second * cos, first * sin, out=out[..., half:])
     return out

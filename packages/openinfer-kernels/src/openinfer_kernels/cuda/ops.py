@@ -18,6 +18,7 @@ from openinfer_kernels.cuda.memory import Memory
 from openinfer_kernels.cuda.norm import Norm
 from openinfer_kernels.cuda.qk_norm_rope_append import QkNormRopeAppend
 from openinfer_kernels.cuda.sampling import Sampling
+from openinfer_kernels.missing import missing_on_gpu
 from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
 from openinfer_kernels.weights import WeightPart
 
@@ -145,6 +146,16 @@ class CudaOps:
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `openinfer_kernels.cuda.attention`."""
         return self._attention.paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
+
+    # --- without a kernel so far: see `openinfer_kernels.catalogue.WITHOUT_GPU_KERNEL` --------------------
+
+    zero_centred_rms_norm = missing_on_gpu("zero_centred_rms_norm")
+    add_zero_centred_rms_norm = missing_on_gpu("add_zero_centred_rms_norm")
+    gated_rms_norm = missing_on_gpu("gated_rms_norm")
+    gated_qk_norm_rope_append = missing_on_gpu("gated_qk_norm_rope_append")
+    output_gate = missing_on_gpu("output_gate")
+    causal_conv_silu = missing_on_gpu("causal_conv_silu")
+    gated_delta_rule = missing_on_gpu("gated_delta_rule")
 
     # --- sampling ---------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from openinfer_kernels.ops import HostArray
 from openinfer_kernels.rope import RopeParameters, rope_table
-from openinfer_kernels.testing.paged import make_paged_case
+from openinfer_kernels.testing.paged import make_paged_case, make_state_case
 
 _HEAD_DIM = 64
 _BLOCK_TOKENS = 16
@@ -111,6 +111,80 @@ def _paged_attention(rng: np.random.Generator) -> Iterable[Case]:
             yield Case(name=name, positional=(q, case.kv_cache), keywords=keywords)
 
 
+def _zero_centred_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, h in ((1, 8), (3, 200), (9, 1025)):
+        x = _with_nan(_floats(rng, tokens, h) * np.float32(3))
+        yield Case(name=f"{tokens} x {h}", positional=(x, _floats(rng, h)), keywords={"eps": 1e-6})
+
+
+def _gated_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, heads, n in ((1, 2, 8), (3, 5, 24), (9, 4, 128)):
+        x, gate = _with_nan(_floats(rng, tokens, heads * n)), _floats(rng, tokens, heads * n)
+        keywords = {"eps": 1e-6}
+        yield Case(name=f"{tokens} x {heads} x {n}", positional=(x, gate, _floats(rng, n)), keywords=keywords)
+
+
+def _gated_qk_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
+    for heads, kv_heads, rotated in ((4, 4, _HEAD_DIM), (6, 2, _HEAD_DIM // 4)):
+        case = make_paged_case(rng, _ROWS, num_kv_heads=kv_heads, head_dim=_HEAD_DIM, block_tokens=_BLOCK_TOKENS)
+        keywords = {
+            "q_norm": _floats(rng, _HEAD_DIM),
+            "k_norm": _floats(rng, _HEAD_DIM),
+            "eps": 1e-6,
+            "rope": rope_table(RopeParameters(theta=1e4), head_dim=rotated, positions=128),
+            "kv_cache": case.kv_cache,
+            "layer": 1,
+            "batch": case.batch,
+        }
+        projected = _with_nan(_floats(rng, case.num_tokens, 2 * (heads + kv_heads) * _HEAD_DIM))
+        yield Case(
+            name=f"{heads} heads over {kv_heads}, {rotated} dimensions rotated",
+            positional=(projected,),
+            keywords=keywords,
+            mutated=("kv_cache",),
+            exact=("rope",),
+        )
+
+
+def _output_gate(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, heads, kv_heads in ((1, 2, 1), (9, 4, 4)):
+        attended = _with_nan(_floats(rng, tokens, heads * _HEAD_DIM))
+        projected = _floats(rng, tokens, 2 * (heads + kv_heads) * _HEAD_DIM)
+        keywords = {"head_dim": _HEAD_DIM}
+        yield Case(name=f"{tokens} x {heads} heads", positional=(attended, projected), keywords=keywords)
+
+
+def _causal_conv_silu(rng: np.random.Generator) -> Iterable[Case]:
+    for channels, width in ((5, 2), (24, 4)):
+        batch, state = make_state_case(rng, _ROWS, (channels, width - 1))
+        x = _with_nan(_floats(rng, len(batch.positions), channels))
+        yield Case(
+            name=f"{channels} channels, {width} taps",
+            positional=(x, _floats(rng, channels, width)),
+            keywords={"state": state, "layer": 1, "batch": batch},
+            mutated=("state",),
+        )
+
+
+def _gated_delta_rule(rng: np.random.Generator) -> Iterable[Case]:
+    for key_heads, value_heads, key_dim, value_dim in ((1, 1, 3, 5), (2, 4, 16, 24)):
+        batch, state = make_state_case(rng, (*_ROWS, (150, 150)), (value_heads, key_dim, value_dim))
+        tokens, width = len(batch.positions), 2 * key_heads * key_dim + value_heads * value_dim
+        yield Case(
+            name=f"{value_heads} heads over {key_heads}, {key_dim} x {value_dim}",
+            positional=(_with_nan(_floats(rng, tokens, width)), _floats(rng, tokens, 2 * value_heads)),
+            keywords={
+                "a_log": np.log(rng.uniform(0.2, 3.0, value_heads)).astype(np.float32),
+                "dt_bias": _floats(rng, value_heads),
+                "state": state,
+                "layer": 1,
+                "batch": batch,
+            },
+            mutated=("state",),
+            exact=("a_log", "state"),
+        )
+
+
 def _with_nan(x: HostArray) -> HostArray:
     """A copy whose third row is NaN, where there are so many: it must stay there."""
     x = x.copy()
@@ -120,11 +194,18 @@ def _with_nan(x: HostArray) -> HostArray:
 
 CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "add_rms_norm": _add_rms_norm,
+    "add_zero_centred_rms_norm": _add_rms_norm,
+    "causal_conv_silu": _causal_conv_silu,
     "embedding": _embedding,
+    "gated_delta_rule": _gated_delta_rule,
+    "gated_qk_norm_rope_append": _gated_qk_norm_rope_append,
+    "gated_rms_norm": _gated_rms_norm,
     "linear": _linear,
     "linear_swiglu": _linear_swiglu,
     "logits": _logits,
+    "output_gate": _output_gate,
     "paged_attention": _paged_attention,
     "qk_norm_rope_append": _qk_norm_rope_append,
     "rms_norm": _rms_norm,
+    "zero_centred_rms_norm": _zero_centred_rms_norm,
 }

@@ -1,7 +1,7 @@
 """Cases of attention over a paged cache: rows whose blocks lie scattered, and nothing but NaN everywhere else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,3 +63,19 @@ def make_paged_case(
         max_context_tokens=max(context for context, _ in rows),
     )
     return PagedCase(batch=batch, kv_cache=kv_cache, contexts=contexts)
+
+
+def make_state_case(
+    rng: np.random.Generator, rows: Sequence[tuple[int, int]], shape: tuple[int, ...], *, num_layers: int = 2
+) -> tuple[AttentionBatch, HostArray]:
+    """A batch of `(context tokens, query tokens)` rows with recurrent states, and these: `[slots, layers, *shape]`.
+
+    Slots lie scattered; those of rows that begin their sequence, and those of nobody, hold nothing but NaN.
+    """
+    batch = make_paged_case(rng, rows, num_kv_heads=1, head_dim=1, block_tokens=16).batch
+    slots = rng.permutation(len(rows) + 2)[: len(rows)].astype(np.int32)
+    state = np.full((len(rows) + 2, num_layers, *shape), np.nan, np.float32)
+    for slot, (context, queries) in zip(slots.tolist(), rows, strict=True):
+        if context > queries:
+            state[slot] = rng.normal(size=(num_layers, *shape))
+    return replace(batch, state_slots=slots), state

@@ -1,0 +1,84 @@
+"""`Snapshots`: states of sequences at block boundaries, so that others with the same prefix can begin there.
+
+A recurrent state cannot be set back, so a prefix is reused only where KV blocks and a copy of the states end at the
+same boundary. Copies are taken where they are likely to be found again: at the last boundary of a prompt, and where a
+prompt leaves a prefix that is cached already, since a third one may leave it there, too. A row ends at such a place,
+and the states are copied behind its step; a restored sequence's are copied before its first.
+
+The slots that sequences run in are the pool's first ones, live for ever; copies have those behind them.
+"""
+
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import StateCopy
+from openinfer_kv_cache import BlockSequence, Digest, SlotCopy, SlotPool
+
+
+class Snapshots:
+    """Copies of states, found by the digest of the prefix they end.
+
+    Args:
+        pool: nothing in it is allocated.
+        num_running_slots: slots that sequences run in.
+        block_size_tokens: between two boundaries.
+    """
+
+    def __init__(self, pool: SlotPool, *, num_running_slots: int, block_size_tokens: int) -> None:
+        self._pool = pool
+        self._block_tokens = block_size_tokens
+        slots = [pool.allocate() for _ in range(num_running_slots)]
+        if slots != list(range(num_running_slots)):
+            raise ContractViolation(f"the slots that sequences run in must be the pool's first ones, not {slots}")
+
+    @property
+    def num_snapshots(self) -> int:
+        """Those that can be found."""
+        return self._pool.num_snapshots
+
+    @property
+    def evicted_snapshots(self) -> int:
+        """Those given up for others."""
+        return self._pool.evicted_snapshots
+
+    def longest_prefix(self, kv: BlockSequence, cached_tokens: int) -> int:
+        """Tokens up to the last boundary within the cached ones whose states are kept; 0 if there is none."""
+        digests = kv.prefix_digests()
+        for num_blocks in range(cached_tokens // self._block_tokens, 0, -1):
+            if self._pool.find(digests[num_blocks - 1]) is not None:
+                return num_blocks * self._block_tokens
+        return 0
+
+    def places(self, *, matched_tokens: int, begin_tokens: int, known_tokens: int) -> tuple[int, ...]:
+        """Where the states of a sequence are to be kept, ascending.
+
+        Args:
+            matched_tokens: of its prefix, those whose KV was in the cache.
+            begin_tokens: where it begins to compute.
+            known_tokens: its ids; at least the last of them is always computed.
+        """
+        last = (known_tokens - 1) // self._block_tokens * self._block_tokens
+        return tuple(sorted(place for place in {matched_tokens, last} if place > begin_tokens))
+
+    def restore(self, kv: BlockSequence, num_tokens: int, slot: int) -> StateCopy:
+        """The copy that brings the states behind `num_tokens` into a slot, before the step that is planned now.
+
+        It counts as landed at once: steps run in order, so whoever writes to its source next does it later.
+        """
+        copy = self._pool.begin_restore(self._digest(kv, num_tokens), slot)
+        if copy is None or copy.num_tokens != num_tokens:
+            raise ContractViolation(f"the states behind {num_tokens} tokens were there and cannot be restored")
+        self._pool.land(copy)
+        return StateCopy(source=copy.source, target=copy.target)
+
+    def take(self, kv: BlockSequence, num_tokens: int, slot: int) -> SlotCopy | None:
+        """The copy to run behind the step that computes up to `num_tokens`, then `end`; None if none is to be made."""
+        return self._pool.begin_snapshot(slot, self._digest(kv, num_tokens), num_tokens=num_tokens)
+
+    def end(self, copy: SlotCopy, *, good: bool) -> None:
+        """The step behind which a copy ran was applied; only a good one can be found from now on."""
+        if good:
+            self._pool.land(copy)
+        else:
+            self._pool.cancel(copy)
+
+    def _digest(self, kv: BlockSequence, num_tokens: int) -> Digest:
+        return kv.prefix_digests()[num_tokens // self._block_tokens - 1]

@@ -1,0 +1,433 @@
+"""Qwen3.5, dense, text path: the forward pass, and how its published weights become arrays on one rank.
+
+    ids ─► embedding ─► layer × L ─► norm ─► hidden ─► head ─► logits
+
+    layer:  x += mixer(norm(x))
+            x += down_proj(silu(gate) * up)                            gate, up = gate_up_proj(norm(x))
+
+    mixer of a full-attention layer:
+            o_proj(attention(rope(norm(q)), rope(norm(k)), v) * sigmoid(gate))
+                                                            (q, gate) per head, k, v = qkv_proj(x)
+    mixer of a linear-attention layer:
+            out_proj(norm(delta_rule(q, k, v, decay(a), sigmoid(b))) * silu(z))
+                                                            q, k, v = silu(conv(in_proj_qkv(x))); z, b, a of x
+
+What differs from Qwen3: three of four layers are linear attention, whose state has one size however long the text is;
+attention has a gate per output, and rotates the first quarter of each head. Norms are zero-centred (`1 + weight`), but
+for the one inside linear attention. Reference: `transformers.models.qwen3_5.modeling_qwen3_5`; Yang et al. 2024, "Gated
+Delta Networks".
+
+Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads, of both
+kinds of layers, and a piece of the MLP's width, and sums its share of both outputs with the other ranks. Each rank
+embeds all ids, and computes the logits of its piece of the vocabulary.
+
+Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` head dimension, `F` width of the MLP,
+`V` vocabulary; of linear attention `Hk`/`N` key and value heads, `dk`/`dv` their dimensions, `C = 2 Hk dk + N dv`, `W`
+taps. In the weights and in `forward`, `H`, `K`, `F`, `Hk`, `N` and `C` are one rank's share. A matrix is `[out, in]`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+
+from openinfer_engine.communicator import Communicator
+from openinfer_engine.fused_weights import pad_rows, rows_of_rank, stacked_rows_of_rank
+from openinfer_engine.model import Cut, WeightSource
+from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, rope_table
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+LINEAR_ATTENTION = "linear_attention"
+"""The slot group of the states; its tensors are `conv` and `state`."""
+
+
+# --- configuration ------------------------------------------------------------------------------------------
+
+
+class LayerKind(StrEnum):
+    """What mixes the tokens in a layer."""
+
+    FULL = "full_attention"
+    LINEAR = "linear_attention"
+
+
+class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
+    """The text model's part of `config.json` (`published.py`), under its own names: the keys that shape the model."""
+
+    tensor_prefix: str
+    """What the names of its tensors begin with, `lm_head` apart."""
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    linear_num_key_heads: Positive
+    linear_num_value_heads: Positive
+    linear_key_head_dim: Positive
+    linear_value_head_dim: Positive
+    linear_conv_kernel_dim: Annotated[int, msgspec.Meta(ge=2)]
+    layer_types: tuple[LayerKind, ...] | None = None
+    full_attention_interval: Positive = 4
+    """Where `layer_types` is absent, every so-many-th layer is full attention."""
+    rms_norm_eps: Annotated[float, msgspec.Meta(gt=0)]
+    max_position_embeddings: Positive
+    tie_word_embeddings: bool = False
+    partial_rotary_factor: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    rope_parameters: dict[str, Any]
+    """transformers 5 writes this, earlier ones the next two."""
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for part, whole in (
+            ("num_key_value_heads", "num_attention_heads"),
+            ("linear_num_key_heads", "linear_num_value_heads"),
+        ):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(f"{part} {getattr(self, part)} does not divide {whole} {getattr(self, whole)}")
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} is "
+                f"{self.rotary_dim}; RoPE rotates pairs"
+            )
+        if len(self.layer_kinds) != self.num_hidden_layers or {*self.layer_kinds} != {*LayerKind}:
+            raise ValueError(
+                f"layer_types has {len(self.layer_kinds)} entries for {self.num_hidden_layers} layers, of the kinds "
+                f"{', '.join(sorted({*self.layer_kinds}))}; there must be one for each layer, and some of either kind"
+            )
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Of each layer."""
+        if self.layer_types is not None:
+            return self.layer_types
+        interval = self.full_attention_interval
+        return tuple(LayerKind.LINEAR if (i + 1) % interval else LayerKind.FULL for i in range(self.num_hidden_layers))
+
+    def num_layers_of(self, kind: LayerKind) -> int:
+        """How many there are."""
+        return self.layer_kinds.count(kind)
+
+    @property
+    def rope(self) -> RopeParameters:
+        """The rotary embedding."""
+        return RopeParameters.from_config(msgspec.structs.asdict(self) | {"partial_rotary_factor": None})
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's dimensions are rotated, the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def linear_heights(self) -> tuple[int, int, int]:
+        """Rows of Q, K and V in `in_proj_qkv`, of all ranks."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return keys, keys, self.linear_num_value_heads * self.linear_value_head_dim
+
+
+def tensors(config: Qwen35Config) -> Mapping[str, tuple[int, ...]]:
+    """Every tensor of the checkpoint that `load` reads, with its whole shape."""
+    h, prefix = config.hidden_size, config.tensor_prefix
+    mixers = {LayerKind.FULL: _attention_tensors(config), LayerKind.LINEAR: _linear_attention_tensors(config)}
+    shared: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (h,),
+        "post_attention_layernorm.weight": (h,),
+        "mlp.gate_proj.weight": (config.intermediate_size, h),
+        "mlp.up_proj.weight": (config.intermediate_size, h),
+        "mlp.down_proj.weight": (h, config.intermediate_size),
+    }
+    whole: dict[str, tuple[int, ...]] = {
+        f"{prefix}embed_tokens.weight": (config.vocab_size, h),
+        f"{prefix}norm.weight": (h,),
+    }
+    if not config.tie_word_embeddings:
+        whole["lm_head.weight"] = (config.vocab_size, h)
+    for index, kind in enumerate(config.layer_kinds):
+        whole |= {f"{prefix}layers.{index}.{name}": shape for name, shape in (shared | mixers[kind]).items()}
+    return whole
+
+
+def _attention_tensors(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
+    h, q, kv = (
+        config.hidden_size,
+        *(heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)),
+    )
+    return {
+        "self_attn.q_proj.weight": (2 * q, h),
+        "self_attn.k_proj.weight": (kv, h),
+        "self_attn.v_proj.weight": (kv, h),
+        "self_attn.q_norm.weight": (config.head_dim,),
+        "self_attn.k_norm.weight": (config.head_dim,),
+        "self_attn.o_proj.weight": (h, q),
+    }
+
+
+def _linear_attention_tensors(config: Qwen35Config) -> dict[str, tuple[int, ...]]:
+    h, n, values = config.hidden_size, config.linear_num_value_heads, config.linear_heights[2]
+    channels = sum(config.linear_heights)
+    return {
+        "linear_attn.in_proj_qkv.weight": (channels, h),
+        "linear_attn.in_proj_z.weight": (values, h),
+        "linear_attn.in_proj_b.weight": (n, h),
+        "linear_attn.in_proj_a.weight": (n, h),
+        "linear_attn.conv1d.weight": (channels, 1, config.linear_conv_kernel_dim),
+        "linear_attn.A_log": (n,),
+        "linear_attn.dt_bias": (n,),
+        "linear_attn.norm.weight": (config.linear_value_head_dim,),
+        "linear_attn.out_proj.weight": (h, values),
+    }
+
+
+# --- weights ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """The mixer of a full-attention layer on one rank."""
+
+    index: int
+    """Among the layers of its kind, hence in the KV cache."""
+    qkv_proj: Array
+    """`[(2 H + 2 K) D, h]`: per query head its rows, then those of its gate; then key rows, then value rows."""
+    q_norm: Array
+    """`[D]`, shared by all query heads."""
+    k_norm: Array
+    """`[D]`, shared by all key heads."""
+    o_proj: Array
+    """`[h, H D]`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttentionWeights:
+    """The mixer of a linear-attention layer on one rank."""
+
+    index: int
+    """Among the layers of its kind, hence in the states."""
+    in_proj_qkv: Array
+    """`[C, h]`: query rows, then key rows, then value rows."""
+    in_proj_z: Array
+    """`[N dv, h]`"""
+    in_proj_ba: Array
+    """`[2 N, h]`: rows of `b`, then of `a`."""
+    conv1d: Array
+    """`[C, W]`"""
+    a_log: Array
+    """`[N]`"""
+    dt_bias: Array
+    """`[N]`"""
+    norm: Array
+    """`[dv]`, shared by all value heads; not zero-centred."""
+    out_proj: Array
+    """`[h, N dv]`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer on one rank."""
+
+    input_layernorm: Array
+    """`[h]`"""
+    mixer: AttentionWeights | LinearAttentionWeights
+    post_attention_layernorm: Array
+    """`[h]`"""
+    gate_up_proj: Array
+    """`[2 F, h]`: gate rows, then up rows."""
+    down_proj: Array
+    """`[h, F]`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All of the model on one rank."""
+
+    embed_tokens: Array
+    """`[V', h]`, on every rank whole; `V'` is `V` rounded up to a multiple of the ranks."""
+    layers: tuple[LayerWeights, ...]
+    norm: Array
+    """`[h]`"""
+    lm_head: Array
+    """`[V' / ranks, h]`; of a tied model a view of `embed_tokens`."""
+    rope: Array
+    """`[2, positions, r / 2]` float32 for the `r` rotated dimensions: cosines, then sines."""
+
+
+def load(
+    config: Qwen35Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
+) -> "Qwen35Model":
+    """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
+    prefix = config.tensor_prefix
+    embed_tokens = ops.upload_weight(*pad_rows(weights.read(f"{prefix}embed_tokens.weight"), communicator.size))
+    if config.tie_word_embeddings:
+        lm_head = _vocabulary_piece(embed_tokens, communicator)
+    else:
+        head = weights.read("lm_head.weight")
+        lm_head = ops.upload_weight(*rows_of_rank(head, rank=communicator.rank, size=communicator.size))
+    layers = tuple(
+        _LayerReader(config, weights, index, ops=ops, communicator=communicator).read_layer()
+        for index in range(config.num_hidden_layers)
+    )
+    norm = ops.upload_weight(weights.read(f"{prefix}norm.weight"))
+    table = rope_table(config.rope, head_dim=config.rotary_dim, positions=max_model_tokens)  # while weights are copied
+    loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head, rope=ops.upload(table))
+    return Qwen35Model(config, loaded, ops=ops, communicator=communicator)
+
+
+class _LayerReader:
+    """Reads one layer's weights."""
+
+    def __init__(
+        self, config: Qwen35Config, weights: WeightSource, layer: int, *, ops: Ops, communicator: Communicator
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._kind = config.layer_kinds[layer]
+        self._index = config.layer_kinds[:layer].count(self._kind)
+        self._prefix = f"{config.tensor_prefix}layers.{layer}"
+        self._ops = ops
+        self._communicator = communicator
+
+    def read_layer(self) -> LayerWeights:
+        """All of it."""
+        return LayerWeights(
+            input_layernorm=self._read("input_layernorm.weight"),
+            mixer=self._read_attention() if self._kind is LayerKind.FULL else self._read_linear_attention(),
+            post_attention_layernorm=self._read("post_attention_layernorm.weight"),
+            gate_up_proj=self._read_rows("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            down_proj=self._read("mlp.down_proj.weight", Cut.COLUMNS),
+        )
+
+    def _read_attention(self) -> AttentionWeights:
+        q, k, v, o = (f"self_attn.{name}_proj.weight" for name in "qkvo")
+        return AttentionWeights(
+            index=self._index,
+            qkv_proj=self._read_rows(q, k, v),
+            q_norm=self._read("self_attn.q_norm.weight"),
+            k_norm=self._read("self_attn.k_norm.weight"),
+            o_proj=self._read(o, Cut.COLUMNS),
+        )
+
+    def _read_linear_attention(self) -> LinearAttentionWeights:
+        return LinearAttentionWeights(
+            index=self._index,
+            in_proj_qkv=self._read_stacked("linear_attn.in_proj_qkv.weight"),
+            in_proj_z=self._read_rows("linear_attn.in_proj_z.weight"),
+            in_proj_ba=self._read_rows("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+            conv1d=self._read_stacked("linear_attn.conv1d.weight")[:, 0],
+            a_log=self._read_rows("linear_attn.A_log"),
+            dt_bias=self._read_rows("linear_attn.dt_bias"),
+            norm=self._read("linear_attn.norm.weight"),
+            out_proj=self._read("linear_attn.out_proj.weight", Cut.COLUMNS),
+        )
+
+    def _read(self, name: str, cut: Cut = Cut.WHOLE) -> Array:
+        return self._ops.upload_weight(self._weights.read(f"{self._prefix}.{name}", cut))
+
+    def _read_rows(self, *names: str) -> Array:
+        return self._ops.upload_weight(*(self._weights.read(f"{self._prefix}.{name}", Cut.ROWS) for name in names))
+
+    def _read_stacked(self, name: str) -> Array:
+        """This rank's rows of Q, of K and of V, which lie below each other in one tensor."""
+        heights, size = self._config.linear_heights, self._communicator.size
+        whole = self._weights.read(f"{self._prefix}.{name}")
+        return self._ops.upload_weight(*stacked_rows_of_rank(whole, heights, rank=self._communicator.rank, size=size))
+
+
+def _vocabulary_piece(table: Array, communicator: Communicator) -> Array:
+    """This rank's rows of a table `[V', h]`, a view."""
+    rows = len(table) // communicator.size
+    return table[communicator.rank * rows : (communicator.rank + 1) * rows]
+
+
+# --- forward pass -------------------------------------------------------------------------------------------
+
+
+class Qwen35Model:
+    """The model on one rank; stateless, so that all sequences live in the KV cache and the states it is handed."""
+
+    def __init__(self, config: Qwen35Config, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
+        self._config = config
+        self._weights = weights
+        self._ops = ops
+        self._communicator = communicator
+
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """Hidden states after the final norm, `[T, h]`, for `token_ids [T]`; the same on every rank.
+
+        Args:
+            token_ids: int32, each below `vocab_size`.
+            batch: where the tokens stand. Its states `linear_attention.conv [slots, layers, C, W - 1]` and
+                `linear_attention.state [slots, layers, N, dk, dv]` are mutated: this step's tokens are consumed.
+            kv_cache: `[blocks, layers, 2, K, block tokens, D]` of full attention, mutated: this step's K and V are
+                appended.
+        """
+        ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
+        residual = ops.embedding(token_ids, weights.embed_tokens)
+        x = ops.zero_centred_rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
+        next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
+        for layer, next_norm in zip(weights.layers, next_norms, strict=True):
+            match layer.mixer:
+                case AttentionWeights() as mixer:
+                    x = self._attention(x, mixer, batch=batch, kv_cache=kv_cache)
+                case LinearAttentionWeights() as mixer:
+                    x = self._linear_attention(x, mixer, batch=batch)
+            x = ops.add_zero_centred_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
+            x = self._mlp(x, layer)
+            x = ops.add_zero_centred_rms_norm(x, residual, next_norm, eps=eps)
+        return x
+
+    def logits(self, hidden: Array) -> Array:
+        """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
+        piece = self._ops.logits(hidden, self._weights.lm_head)
+        return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
+
+    def _attention(self, x: Array, mixer: AttentionWeights, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """`[T, h]` of a full-attention mixer for the normed `x [T, h]`."""
+        ops, config = self._ops, self._config
+        projected = ops.linear(x, mixer.qkv_proj)  # [T, (2 H + 2 K) D]
+        q = ops.gated_qk_norm_rope_append(  # [T, H, D]
+            projected,
+            q_norm=mixer.q_norm,
+            k_norm=mixer.k_norm,
+            eps=config.rms_norm_eps,
+            rope=self._weights.rope,
+            kv_cache=kv_cache,
+            layer=mixer.index,
+            batch=batch,
+        )
+        scale = config.head_dim**-0.5
+        attended = ops.paged_attention(q, kv_cache, layer=mixer.index, batch=batch, scale=scale)  # [T, H D]
+        gated = ops.output_gate(attended, projected, head_dim=config.head_dim)
+        return self._communicator.all_reduce(ops.linear(gated, mixer.o_proj))
+
+    def _linear_attention(self, x: Array, mixer: LinearAttentionWeights, *, batch: AttentionBatch) -> Array:
+        """`[T, h]` of a linear-attention mixer for the normed `x [T, h]`."""
+        ops, states = self._ops, batch.states
+        qkv = ops.causal_conv_silu(  # [T, C]
+            ops.linear(x, mixer.in_proj_qkv),
+            mixer.conv1d,
+            state=states[f"{LINEAR_ATTENTION}.conv"],
+            layer=mixer.index,
+            batch=batch,
+        )
+        attended = ops.gated_delta_rule(  # [T, N dv]
+            qkv,
+            ops.linear(x, mixer.in_proj_ba),
+            a_log=mixer.a_log,
+            dt_bias=mixer.dt_bias,
+            state=states[f"{LINEAR_ATTENTION}.state"],
+            layer=mixer.index,
+            batch=batch,
+        )
+        z = ops.linear(x, mixer.in_proj_z)
+        gated = ops.gated_rms_norm(attended, z, mixer.norm, eps=self._config.rms_norm_eps)
+        return self._communicator.all_reduce(ops.linear(gated, mixer.out_proj))
+
+    def _mlp(self, x: Array, layer: LayerWeights) -> Array:
+        """`[T, h]` for the normed `x [T, h]`."""
+        gated = self._ops.linear_swiglu(x, layer.gate_up_proj)  # [T, F]
+        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj))

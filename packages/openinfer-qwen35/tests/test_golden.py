@@ -1,0 +1,167 @@
+"""Logits against those that transformers' Qwen3.5 classes computed, however a sequence is cut into steps.
+
+`tools/golden/qwen35.py` recorded them in float32; the largest are about 7. The largest difference seen here was 2.4e-4;
+transformers itself is up to 7e-5 away from its own float64.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+TOLERANCE = 1e-3
+
+
+class Golden:
+    """What `logits.npz` of a fixture holds."""
+
+    def __init__(self, model_dir: Path) -> None:
+        with np.load(model_dir / "logits.npz", allow_pickle=False) as arrays:
+            self.sequences = {
+                str(i): (arrays[f"token_ids_{i}"].tolist(), arrays[f"positions_{i}"], arrays[f"logits_{i}"])
+                for i in range(3)
+            }
+
+    def tokens(self, sequence: str) -> list[int]:
+        return self.sequences[sequence][0]
+
+    def error(self, sequence: str, logits: NDArray[Any], *, first: int = 0) -> float:
+        """The largest difference at the recorded positions from `first` on, which is where `logits` begin."""
+        _, positions, expected = self.sequences[sequence]
+        recorded = positions >= first
+        assert logits.shape == (len(self.tokens(sequence)) - first, expected.shape[1])
+        assert recorded.any()
+        return float(np.abs(logits[positions[recorded] - first] - expected[recorded]).max())
+
+
+@pytest.fixture
+def golden(model_dir: Path) -> Golden:
+    return Golden(model_dir)
+
+
+@pytest.fixture
+def ranks(model_dir: Path) -> int:
+    """More than one rank, as many as the model's heads allow."""
+    return 3 if model_dir.name == "text_untied" else 2
+
+
+def test_recorded_sequences_are_long_and_their_logits_far_from_flat(golden: Golden) -> None:
+    assert [len(golden.tokens(sequence)) for sequence in golden.sequences] == [150, 41, 7]
+    for _, positions, logits in golden.sequences.values():
+        assert len(positions) == len(logits) >= 7
+        assert logits.std() > 0.5
+
+
+def test_whole_prefill_gives_the_recorded_logits(model_dir: Path, golden: Golden, harness: Any) -> None:
+    model = harness(model_dir)
+    for sequence in golden.sequences:
+        logits = model.step({sequence: golden.tokens(sequence)})[sequence]
+        assert golden.error(sequence, logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("block_tokens", [1, 5, 16])
+def test_prefill_of_all_sequences_in_one_step_gives_the_recorded_logits(
+    model_dir: Path, golden: Golden, harness: Any, block_tokens: int
+) -> None:
+    model = harness(model_dir, block_tokens=block_tokens, num_blocks=200)
+    logits = model.step({sequence: golden.tokens(sequence) for sequence in golden.sequences})
+    for sequence in golden.sequences:
+        assert golden.error(sequence, logits[sequence]) < TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 65, 149])
+def test_chunked_prefill_gives_the_recorded_logits(model_dir: Path, golden: Golden, harness: Any, chunk: int) -> None:
+    model = harness(model_dir)
+    tokens = golden.tokens("0")
+    pieces = [model.step({"0": tokens[i : i + chunk]})["0"] for i in range(0, len(tokens), chunk)]
+    assert golden.error("0", np.concatenate(pieces)) < TOLERANCE
+
+
+def test_decode_after_prefill_gives_the_recorded_logits(model_dir: Path, golden: Golden, harness: Any) -> None:
+    model = harness(model_dir)
+    tokens = golden.tokens("0")
+    prefill = model.step({"0": tokens[:40]})["0"]
+    decoded = [model.step({"0": [token]})["0"] for token in tokens[40:]]
+    assert golden.error("0", np.concatenate([prefill, *decoded])) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mixed_steps_of_chunks_and_decode_rows_give_the_recorded_logits(
+    model_dir: Path, golden: Golden, harness: Any, seed: int
+) -> None:
+    """Random subsets of the sequences advance by random numbers of tokens, in random order, until all are done."""
+    rng = np.random.default_rng(seed)
+    model = harness(model_dir, block_tokens=int(rng.integers(1, 17)), num_blocks=200)
+    pieces: dict[str, list[NDArray[Any]]] = {sequence: [] for sequence in golden.sequences}
+    left = {sequence: golden.tokens(sequence) for sequence in golden.sequences}
+    num_steps = 0
+    while left:
+        chosen = rng.permutation(sorted(left))[: rng.integers(1, len(left) + 1)].tolist()
+        rows = {sequence: left[sequence][: rng.choice([1, 1, 3, 17])] for sequence in chosen}
+        for sequence, logits in model.step(rows).items():
+            pieces[sequence].append(logits)
+            left[sequence] = left[sequence][len(rows[sequence]) :]
+            if not left[sequence]:
+                del left[sequence]
+        num_steps += 1
+    assert num_steps > 10
+    for sequence in golden.sequences:
+        assert golden.error(sequence, np.concatenate(pieces[sequence])) < TOLERANCE
+
+
+def test_sequence_that_begins_again_in_another_slot_gives_the_recorded_logits(
+    model_dir: Path, golden: Golden, harness: Any
+) -> None:
+    model = harness(model_dir)
+    tokens = golden.tokens("0")
+    model.step({"0": tokens[:70], "1": golden.tokens("1")[:9]})
+    model.step({"0": [tokens[70]], "1": [3]})
+    model.restart("0")
+    model.restart("1")
+    assert golden.error("1", model.step({"1": golden.tokens("1")})["1"]) < TOLERANCE
+    assert golden.error("0", model.step({"0": tokens})["0"]) < TOLERANCE
+
+
+def test_sequence_that_begins_on_copied_states_gives_the_recorded_logits(
+    model_dir: Path, golden: Golden, harness: Any
+) -> None:
+    model = harness(model_dir)
+    tokens = golden.tokens("0")
+    model.step({"parent": tokens[:48]})
+    model.fork("child", "parent")
+    model.step({"parent": [5, 6, 7]})
+    assert golden.error("0", model.step({"child": tokens[48:]})["child"], first=48) < TOLERANCE
+
+
+def test_ranks_together_give_the_recorded_logits(model_dir: Path, golden: Golden, harness: Any, ranks: int) -> None:
+    """Also the ranks against one rank, and 263 rows of vocabulary, which do not divide by them."""
+    one, several = harness(model_dir), harness(model_dir, ranks=ranks)
+    tokens = golden.tokens("0")
+    steps = [tokens[:30], tokens[30:33], *([token] for token in tokens[33:40]), tokens[40:]]
+    expected = np.concatenate([one.step({"0": step})["0"] for step in steps])
+    logits = np.concatenate([several.step({"0": step})["0"] for step in steps])
+    assert np.abs(logits - expected).max() < TOLERANCE
+    assert golden.error("0", logits) < TOLERANCE
+
+
+def rope(theta: float, factor: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": factor}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("text_tied", {"rope_parameters": rope(5e6, 0.25)}),
+        ("text_tied", {"rope_parameters": rope(1e7, 0.5)}),
+        ("text_tied", {"rms_norm_eps": 1e-3}),
+        ("text_untied", {"rope_parameters": rope(20000.0, 0.5)}),
+    ],
+)
+def test_recorded_logits_notice_a_config_that_is_slightly_off(
+    fixtures: Path, harness: Any, name: str, change: dict[str, Any]
+) -> None:
+    golden = Golden(fixtures / name)
+    logits = harness(fixtures / name, change=change).step({"0": golden.tokens("0")})["0"]
+    assert golden.error("0", logits) > 10 * TOLERANCE
