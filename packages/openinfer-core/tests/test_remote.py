@@ -176,7 +176,7 @@ def test_stats_pending_when_the_engine_process_dies_raise(run_async: RunAsync) -
         await handle.stats()
         assert handle.pid is not None
         os.kill(handle.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, handle.pid, os.WSTOPPED | os.WNOWAIT)  # until it stands still
+        await asyncio.to_thread(os.waitid, os.P_PID, handle.pid, os.WSTOPPED | os.WNOWAIT)  # until it stands still
         pending = [asyncio.create_task(handle.stats()) for _ in range(3)]
         await asyncio.sleep(0)
         pending[1].cancel()
