@@ -146,6 +146,8 @@ def check_alone(requirement: str, package: Package, wheels: Path, folder: Path, 
         raise Failure(f"no tests in {package.tests.relative_to(ROOT)}")
     install(python, wheels, requirement, "--group", f"{package.folder / 'pyproject.toml'}:test")
     shutil.copytree(package.tests, folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for page in package.folder.glob("*.md"):  # what tests say of them
+        shutil.copy(page, folder)
     options_of_pytest = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
     run(python, "-I", "-m", "pytest", *options_of_pytest, "tests", cwd=folder)
 

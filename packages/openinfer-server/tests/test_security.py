@@ -1,9 +1,8 @@
-"""What SECURITY.md says: its tests exist, and what it says that the code does not do is not in the code."""
+"""What SECURITY.md says that the code does not do is not in the code."""
 
 import ast
 import asyncio
 import json
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from openinfer_core.local import InProcessEngine
 from openinfer_server import Route, RouteDoc, ServerOptions, Tokenizer, build_app
 from openinfer_server.testing import ParrotLoop
 
-DOCUMENT = Path(__file__).parents[3] / "SECURITY.md"
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "compile"}
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "torch"}
 CLIENTS = {"http", "urllib.request", "requests", "httpx", "aiohttp", "urllib3", "ftplib"}
@@ -34,18 +32,6 @@ def imported(tree):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
-
-
-def test_every_test_that_the_document_names_exists():
-    text = DOCUMENT.read_text(encoding="utf-8")
-    tests = Path(__file__).parent
-    defined = "\n".join(path.read_text(encoding="utf-8") for path in tests.rglob("test_*.py"))
-    functions = re.findall(r"`(test_\w+)`", text)
-    assert len(functions) > 20
-    assert [name for name in functions if f"def {name}(" not in defined] == []
-    files = re.findall(r"`((?:openinfer-\w+/tests/)?test_\w+\.py)`", text)
-    folders = {name: tests.parents[1] / name if "/" in name else tests / name for name in files}
-    assert [name for name, path in folders.items() if not path.is_file()] == []
 
 
 def test_nothing_unpickles_or_evaluates():
