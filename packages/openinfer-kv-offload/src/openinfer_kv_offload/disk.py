@@ -12,6 +12,7 @@ from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, Tier
 from openinfer_kv_offload.arena import WrapMedium, as_it_is
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.failures import BlockFault
+from openinfer_kv_offload.hit import HeldHit
 from openinfer_kv_offload.memory import check_blocks, copy_bytes
 from openinfer_kv_offload.queue import QueueOptions, TransferQueue
 from openinfer_kv_offload.record import HEADER_BYTES, RecordHeader, decode_header, encode_header, record_bytes
@@ -50,21 +51,10 @@ class DiskTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise TierConfigError(f"refresh_s is {self.refresh_s}; it must be more than 0")
 
 
-class DiskHit:
+class DiskHit(HeldHit[Recorded]):
     """Blocks held in a `DiskTier`: their segments stay readable, also when they are deleted."""
 
-    __slots__ = ("_release", "digests", "held")
-
-    def __init__(self, held: list[Recorded], release: Callable[[list[Recorded]], None]) -> None:
-        self.digests = tuple([each.digest for each in held])
-        self.held: list[Recorded] | None = held
-        self._release = release
-
-    def close(self) -> None:
-        """Gives the blocks back."""
-        held, self.held = self.held, None
-        if held:
-            self._release(held)
+    __slots__ = ()
 
 
 class DiskTier:

@@ -22,6 +22,7 @@ from openinfer_kv_offload.arena import Arena, WrapMedium, as_it_is
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.failures import BlockFault
 from openinfer_kv_offload.frequency import LeastFrequentlyUsed
+from openinfer_kv_offload.hit import HeldHit
 from openinfer_kv_offload.memory import check_blocks
 from openinfer_kv_offload.places import PlaceIndex, Stored
 from openinfer_kv_offload.queue import QueueOptions, TransferQueue
@@ -57,21 +58,10 @@ class HostTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise TierConfigError(f"ttl_s is {self.ttl_s}; it must be more than 0, or absent")
 
 
-class HostHit:
+class HostHit(HeldHit[Stored]):
     """Blocks held in a `HostTier`."""
 
-    __slots__ = ("_release", "digests", "held")
-
-    def __init__(self, held: list[Stored], release: Callable[[list[Stored]], None]) -> None:
-        self.digests = tuple([each.digest for each in held])
-        self.held: list[Stored] | None = held
-        self._release = release
-
-    def close(self) -> None:
-        """Gives the blocks back."""
-        held, self.held = self.held, None
-        if held:
-            self._release(held)
+    __slots__ = ()
 
 
 class HostTier:
