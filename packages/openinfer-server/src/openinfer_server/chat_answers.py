@@ -115,11 +115,8 @@ class ChatStream:
         self._write(self._frame.finish_event(finish_reason(choice, reason)))
 
     def _write(self, event: bytes) -> None:
-        writer = self._writer
-        writer.parts.append(event)
-        if not writer.is_dirty:
-            writer.is_dirty = True
-            self._dirty.append(writer)
+        self._writer.parts.append(event)
+        self._writer.put_on(self._dirty)
 
 
 class ChatAnswer:

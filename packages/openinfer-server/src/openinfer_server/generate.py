@@ -189,9 +189,7 @@ class _TokenIds(Choice):
         if writer is None:
             return
         writer.parts.append(_event(msgspec.structs.replace(self._head, choices=[choice])))
-        if not writer.is_dirty:
-            writer.is_dirty = True
-            self.answer.link.dirty.append(writer)
+        writer.put_on(self.answer.link.dirty)
 
 
 def _event(answer: TokenAnswer) -> bytes:

@@ -51,7 +51,7 @@ class PlainStream(Choice):
                 escaped = self._decode(token_id)
             self._parts.append(self._before + escaped + self._after)
         writer = self._writer
-        if not writer.is_dirty:
+        if not writer.is_dirty:  # `put_on`, without the call: this runs for every token of every stream
             writer.is_dirty = True
             self._dirty.append(writer)
 
@@ -61,9 +61,7 @@ class PlainStream(Choice):
         if rest:
             self._parts.append(self._before + escape_json(rest) + self._after)
         self._parts.append(self._frame.finish_event(reason))
-        if not self._writer.is_dirty:
-            self._writer.is_dirty = True
-            self._dirty.append(self._writer)
+        self._writer.put_on(self._dirty)
         super().conclude(reason)
 
     def _decode(self, token_id: int) -> bytes:

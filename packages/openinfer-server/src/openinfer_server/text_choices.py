@@ -193,11 +193,8 @@ class StreamedText(TextChoice):
         return frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores)))
 
     def _write(self, event: bytes) -> None:
-        writer = self._writer
-        writer.parts.append(event)
-        if not writer.is_dirty:
-            writer.is_dirty = True
-            self._dirty.append(writer)
+        self._writer.parts.append(event)
+        self._writer.put_on(self._dirty)
 
 
 class CollectedText(TextChoice):

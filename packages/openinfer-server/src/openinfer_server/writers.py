@@ -37,7 +37,7 @@ class StreamWriter:
 
     Attributes:
         parts: events of this wake-up, in order; `flush` empties it.
-        is_dirty: whether the writer is on the link's dirty list; who appends sets it, `flush` clears it.
+        is_dirty: whether the writer is on the link's dirty list; `put_on` sets it, `flush` clears it.
         max_buffered_bytes: what the client may leave unread; who appends a large event at once raises it by its size.
         dropped: resolved when the response was given up.
         was_slow: whether that was because the client left too much unread, or for too long.
@@ -51,6 +51,12 @@ class StreamWriter:
         self.is_dirty = False
         self.was_slow = False
         self.dropped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def put_on(self, dirty: list["StreamWriter"]) -> None:
+        """Has `parts` sent at the end of this wake-up: puts the writer on the link's dirty list, once."""
+        if not self.is_dirty:
+            self.is_dirty = True
+            dirty.append(self)
 
     def flush(self) -> None:
         """Sends `parts`, or holds them while the client cannot take them."""

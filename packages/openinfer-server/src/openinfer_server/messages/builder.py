@@ -148,9 +148,7 @@ class MessageBuilder:
         if writer is None:
             return
         writer.parts.append(event.frame())
-        if not writer.is_dirty:
-            writer.is_dirty = True
-            self._dirty.append(writer)
+        writer.put_on(self._dirty)
 
 
 def _input(arguments: str) -> dict[str, Any]:

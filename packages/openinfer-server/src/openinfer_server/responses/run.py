@@ -126,9 +126,7 @@ class ResponseRun:
                 self.events, self.num_event_bytes = None, 0
         for writer in self._writers:
             _append(writer, frame, large=large)
-            if not writer.is_dirty:
-                writer.is_dirty = True
-                self._link.dirty.append(writer)
+            writer.put_on(self._link.dirty)
 
 
 def _append(writer: StreamWriter, frame: bytes, *, large: bool) -> None:
