@@ -1,0 +1,53 @@
+"""The operator contract: what a model and the sampler may ask of a device.
+
+`Ops` is one `Protocol`. `openinfer_kernels.cpu.CpuOps` (NumPy) and a CUDA module implement it with the same
+names, and one parametrised test compares them. A model receives `ops` and never asks which one it is.
+
+Letters used for shapes: `T` tokens of this step over all rows, `R` rows (sequences) of this step, `h` hidden
+size, `H`/`K` query/KV heads on this rank, `D` head dimension, `F` MLP width on this rank, `V` vocabulary
+rows, `B` tokens per KV block. `x @ W.T` always means a weight stored `[out, in]`, as checkpoints publish it.
+
+Compute dtype: float32 on the CPU (BF16 weights are widened when they are uploaded); BF16 storage with float32
+accumulation on a GPU. Integer arrays are int32 unless said otherwise.
+"""
+
+from typing import Protocol
+
+from openinfer_kernels.ops.arrays import Array, HostArray
+from openinfer_kernels.ops.attention import AttentionOps
+from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.dense import DenseOps
+from openinfer_kernels.ops.linear_attention import LinearAttentionOps
+from openinfer_kernels.ops.memory import MemoryOps
+from openinfer_kernels.ops.norms import NormOps
+from openinfer_kernels.ops.sampling import Bias, Logprobs, Penalties, SamplingBatch, SamplingOps, TokenMask
+
+__all__ = [
+    "Array",
+    "AttentionBatch",
+    "AttentionOps",
+    "Bias",
+    "DenseOps",
+    "HostArray",
+    "LinearAttentionOps",
+    "Logprobs",
+    "MemoryOps",
+    "NormOps",
+    "Ops",
+    "Penalties",
+    "SamplingBatch",
+    "SamplingOps",
+    "TokenMask",
+]
+
+
+class Ops(MemoryOps, DenseOps, NormOps, AttentionOps, LinearAttentionOps, SamplingOps, Protocol):
+    """The operators of one device. Inputs are checked by the caller once per shape, not per call.
+
+    Every method returns new arrays unless its docstring says what it mutates.
+    """
+
+    @property
+    def name(self) -> str:
+        """`cpu` or `cuda`: for `openinfer plan` and messages, never for a branch in a model."""
+        ...

@@ -1,0 +1,100 @@
+"""Full attention over a paged cache of keys and values."""
+
+from typing import Protocol
+
+from openinfer_kernels.ops.arrays import Array
+from openinfer_kernels.ops.batch import AttentionBatch
+
+
+class AttentionOps(Protocol):
+    """Full attention over a paged cache of keys and values."""
+
+    def qk_norm_rope_append(
+        self,
+        qkv: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Per-head RMSNorm of Q and K, then RoPE in half layout, then K and V into the cache.
+
+        Args:
+            qkv: `[T, (H + 2 K) D]`, query heads, then key heads, then value heads.
+            q_norm: `[D]`, shared by all query heads.
+            k_norm: `[D]`, shared by all key heads.
+            eps: of both norms.
+            rope: `[2, positions, D / 2]` float32, cosines then sines (`rope_table`).
+            kv_cache: `[blocks, layers, 2, K, B, D]`, mutated: the entries that `batch.cache_slots` name in this layer.
+            layer: index into the layer axis.
+            batch: positions and cache slots of the tokens.
+
+        Returns:
+            `[T, H, D]` queries after norm and rope. Pairs are `(i, i + D/2)`: Su et al. 2021, eq. 34, in the
+            half layout of GPT-NeoX.
+        """
+        ...
+
+    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
+        """Causal attention of each row's tokens over its paged context, softmax in float32.
+
+        Query head `j` reads KV head `j // (H / K)`. A token at position p sees positions 0..p.
+
+        Args:
+            q: `[T, H, D]`.
+            kv_cache: `[blocks, layers, 2, K, B, D]`, this step's tokens already appended.
+            layer: index into the layer axis.
+            batch: rows of any length.
+            scale: multiplies the scores, usually `D ** -0.5`.
+
+        Returns:
+            `[T, H * D]`.
+        """
+        ...
+
+    def gated_qk_norm_rope_append(
+        self,
+        projected: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Zero-centred RMSNorm of Q and K per head, then RoPE of their first dimensions, then K and V into the cache.
+
+        Args:
+            projected: `[T, (2 H + 2 K) D]`: per query head `D` query values, then `D` gate values, which are left to
+                `output_gate`; behind them key heads, then value heads.
+            q_norm: `[D]`, shared by all query heads.
+            k_norm: `[D]`, shared by all key heads.
+            eps: of both norms.
+            rope: `[2, positions, r / 2]` float32, cosines then sines; the first `r <= D` dimensions are rotated, in
+                pairs `(i, i + r/2)`, and the others left as they are.
+            kv_cache: `[blocks, layers, 2, K, B, D]`, mutated: the entries that `batch.cache_slots` name in this layer.
+            layer: index into the layer axis.
+            batch: positions and cache slots of the tokens.
+
+        Returns:
+            `[T, H, D]` queries after norm and rope. Partial rotation: Black et al. 2022, "GPT-NeoX-20B", section 2.1.
+        """
+        ...
+
+    def output_gate(self, attended: Array, projected: Array, *, head_dim: int) -> Array:
+        """`attended * sigmoid(gate)`: `[T, H D]`.
+
+        Qiu et al. 2025, "Gated Attention for Large Language Models", section 2.2: a gate per element, after attention.
+
+        Args:
+            attended: `[T, H D]`, of `paged_attention`.
+            projected: `[T, (2 H + 2 K) D]`, as `gated_qk_norm_rope_append` takes it.
+            head_dim: `D`.
+        """
+        ...

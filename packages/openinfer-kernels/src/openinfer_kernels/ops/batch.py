@@ -1,0 +1,42 @@
+"""Where the tokens of one step stand."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from openinfer_kernels.ops.arrays import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """Where the tokens of one step stand. A chunk of a prompt and a decode row are the same kind of row.
+
+    The tokens of row `r` are `query_starts[r] : query_starts[r + 1]`, at least one, with consecutive
+    positions; the last one has position `context_lens[r] - 1`. No row's context holds a token that another row of
+    this step appends. Arrays are on the device; the plain integers are known to the host.
+    """
+
+    positions: Array
+    """`[T]` position of each token in its sequence, from 0."""
+    query_starts: Array
+    """`[R + 1]` first token of each row, then T."""
+    context_lens: Array
+    """`[R]` tokens in the cache of each row once this step's have been appended."""
+    block_tables: Array
+    """`[R, max_blocks]` KV block of each B tokens of the row's context; unused entries are any block's id.
+
+    What a cache holds beyond a row's context (in blocks it does not use, or behind the last token of its last block)
+    may be anything, NaN included, and never changes a result.
+    """
+    cache_slots: Array
+    """`[T]` int64, block id * B + offset: where each token's K and V are written; below 0, for padding, nowhere."""
+    max_query_tokens: int
+    """Largest number of tokens in one row."""
+    max_context_tokens: int
+    """Largest entry of `context_lens`."""
+    state_slots: Array | None = None
+    """`[R]` slot of each row's recurrent states; None for a model that has none.
+
+    What a slot holds when a row begins at position 0 may be anything, NaN included, and never changes a result.
+    """
+    states: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    """Name -> `[slots, layers, *shape]`: all recurrent states of this rank; operators change those of their rows."""

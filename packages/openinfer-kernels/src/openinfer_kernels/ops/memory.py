@@ -1,0 +1,50 @@
+"""Arrays of a device: made, filled, and read back."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from openinfer_kernels.ops.arrays import Array, HostArray
+from openinfer_kernels.weights import WeightPart
+
+
+class MemoryOps(Protocol):
+    """Arrays of a device: made, filled, and read back."""
+
+    def upload(self, host: HostArray) -> Array:
+        """Copies a host array to the device, dtype unchanged."""
+        ...
+
+    def upload_weight(self, *parts: WeightPart) -> Array:
+        """Brings a weight to the device in the compute dtype.
+
+        Args:
+            parts: one or more, which lie below each other in the result: rows of the same shape. Arrays are float32,
+                float16, or uint16 holding BF16 bit patterns, of any strides; a `RandomWeight` is computed there.
+
+        Raises:
+            WeightDtypeError: an array of any other dtype.
+            ValueError: the parts' rows differ in shape.
+        """
+        ...
+
+    def loading(self, progress: Callable[[int], None] = ...) -> AbstractContextManager[None]:
+        """Within it `upload_weight` may return before its array is filled; leaving it waits for all of them.
+
+        Until then the arrays handed over must not change, and those returned must not be read.
+
+        Args:
+            progress: called with the bytes that have come since the last call, from any thread; not by an
+                implementation that copies at once.
+        """
+        ...
+
+    def download(self, array: Array) -> HostArray:
+        """Copies to the host and waits for it."""
+        ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
+        """A zeroed device array; `dtype` None is the compute dtype."""
+        ...
