@@ -218,8 +218,36 @@ def test_region_that_contradicts_itself_is_refused(fields, message):
 
 
 def test_block_shape_of_a_block_that_is_not_dense_is_refused():
-    with pytest.raises(KvConfigError, match="2 paged groups with 3 kinds"):
-        KvLayout.from_spec(hybrid()).block_shape()
+    layout = KvLayout.from_spec(hybrid())
+    assert not layout.is_dense
+    with pytest.raises(KvConfigError, match=r"holds mtp.k, attention.k, attention.k_scale; address it by region"):
+        layout.block_shape()
+
+
+def compressed(*, tokens_per_row, block_size_tokens):
+    tensor = PagedTensor(name="kv", num_heads=1, head_dim=3, dtype=KvDtype.BFLOAT16, tokens_per_row=tokens_per_row)
+    spec = KvSpec(model_tag="a", paged=(PagedGroup(name="entries", num_layers=2, tensors=(tensor,)),))
+    return KvLayout.from_spec(spec, block_size_tokens=block_size_tokens)
+
+
+@pytest.mark.parametrize(("tokens_per_row", "rows"), [(1, 16), (4, 4), (5, 4), (16, 1), (128, 1)])
+def test_block_has_room_for_the_rows_that_end_in_it_wherever_they_begin(tokens_per_row, rows):
+    layout = compressed(tokens_per_row=tokens_per_row, block_size_tokens=16)
+    (region,) = layout.group("entries").regions
+    assert region.shape == (1, rows, 3)
+    assert layout.is_dense == (tokens_per_row == 1)
+    ends = range(tokens_per_row - 1, 16 * 40, tokens_per_row)
+    places = [(end // 16, end % 16 // tokens_per_row) for end in ends]
+    assert len(set(places)) == len(places)
+    assert max(row for _, row in places) < rows
+
+
+def test_rows_of_several_tokens_are_part_of_the_digest_where_the_shape_is_the_same():
+    one, other = (compressed(tokens_per_row=ratio, block_size_tokens=16) for ratio in (16, 128))
+    assert one.group("entries").regions[0].shape == other.group("entries").regions[0].shape
+    assert one.digest != other.digest
+    with pytest.raises(KvConfigError, match=r"a paged region is \[num_heads, 8, head_dim\]"):
+        changed(one, block_size_tokens=128)
 
 
 def test_group_and_region_unknown_name_lists_what_there_is():

@@ -11,6 +11,7 @@ from openinfer_engine.communicator import Communicator
 from openinfer_engine.dummy import DummyWeights
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
+from openinfer_engine.paged_tensors import make_pool, paged_tensors
 from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
 from openinfer_engine.state_slots import StateSlots
@@ -176,7 +177,7 @@ class CpuBackend:
         tracer: Tracer,
     ) -> Rank:
         """Needs no warming."""
-        kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
+        kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         has_states = layout.slot_bytes > 0
         num_slots = limits.max_num_seqs + limits.num_snapshots
         states = StateSlots(layout, num_slots=num_slots, ops=ops) if has_states else None
@@ -188,5 +189,6 @@ class CpuBackend:
             communicator=communicator,
             limits=limits,
             states=states,
+            caches=paged_tensors(layout, kv_cache),
             tracer=tracer,
         )

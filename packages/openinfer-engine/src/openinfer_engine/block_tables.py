@@ -60,4 +60,5 @@ class BlockTables:
             cache_slots=ops.upload(cache_slots),
             max_query_tokens=int(counts.max()),
             max_context_tokens=max_context,
+            block_tokens=self._block_size,
         )

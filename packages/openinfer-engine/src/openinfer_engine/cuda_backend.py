@@ -54,6 +54,8 @@ class CudaBackend:
 
     def check_layout(self, layout: KvLayout) -> None:
         """Raises `Refused` for blocks that no attention kernel is for."""
+        if not layout.is_dense:
+            raise Refused("--device cuda: blocks of several kinds of rows are not served on GPUs yet; use --device cpu")
         *_, block_tokens, head_dim = layout.block_shape()
         try:
             require_attention(head_dim=head_dim, block_tokens=block_tokens)

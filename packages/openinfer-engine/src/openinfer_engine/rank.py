@@ -1,6 +1,8 @@
 """`RankRunner`: executes steps on one rank: input ids, forward, sampling, log-probabilities."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -47,10 +49,12 @@ class RankRunner:
         communicator: Communicator,
         limits: RunnerLimits,
         states: StateSlots | None = None,
+        caches: Mapping[str, Array] = MappingProxyType({}),
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer or NoTrace()
         self._states = states
+        self._caches = caches
         self._model = model
         self._kv_cache = kv_cache
         self._ops = ops
@@ -85,7 +89,7 @@ class RankRunner:
             raise
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        batch = self._tables.batch(plan, self._ops)
+        batch = replace(self._tables.batch(plan, self._ops), caches=self._caches)
         if self._states is not None:
             batch = self._states.join(batch, plan)
         hidden = self._model.forward(self._input_ids(plan), batch=batch, kv_cache=self._kv_cache)

@@ -2,7 +2,8 @@
 
 Page-first: a block holds all groups and all layers of its tokens in one contiguous piece, so that it moves with
 one copy. Groups follow each other; inside a group layers follow each other; inside a layer its tensors do, each as
-`[num_heads, block_size_tokens, head_dim]`, so that one head's rows of one tensor are contiguous:
+`[num_heads, block_size_tokens, head_dim]` (`tokens_per_row` makes them fewer rows), so that one head's rows of one
+tensor are contiguous:
 
     block of Qwen3   [layers, 2 (k, v), kv_heads, block_size_tokens, head_dim]
     region "k"       base 0,  stride 2 * size,  size kv_heads * block_size_tokens * head_dim * itemsize
@@ -42,7 +43,7 @@ class GroupKind(StrEnum):
     """A slot."""
 
 
-class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One tensor of all layers of a group: layer `l` is at `base_bytes + l * stride_bytes`.
 
     Raises:
@@ -52,11 +53,13 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
     dtype: KvDtype
     shape: tuple[int, ...]
-    """Of one layer's piece, row-major; a paged one is `[num_heads, block_size_tokens, head_dim]`."""
+    """Of one layer's piece, row-major; a paged one is `[num_heads, rows, head_dim]`, with a row per `tokens_per_row`."""
     base_bytes: int
     stride_bytes: int
     size_bytes: int
     """Of one layer's piece."""
+    tokens_per_row: int = 1
+    """Of a paged region. The row that ends at a block's token `t` is row `t // tokens_per_row` of that block."""
 
     def __post_init__(self) -> None:
         check_name("a region's name", self.name)
@@ -181,19 +184,23 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 return group
         raise KvConfigError(f"no group {name!r}; there are {', '.join(group.name for group in self.groups)}")
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether a block is one dense array, which has a `block_shape`; otherwise it is addressed by region."""
+        groups = list(self._of_kind(GroupKind.PAGED))
+        kinds = {(region.shape, region.dtype, region.tokens_per_row) for group in groups for region in group.regions}
+        return len(groups) == 1 and len(kinds) == 1 and groups[0].regions[0].tokens_per_row == 1
+
     def block_shape(self) -> tuple[int, ...]:
         """`[layers, tensors, num_heads, block_size_tokens, head_dim]`: a whole block as one dense array.
 
         Raises:
-            KvConfigError: the block is not one: several paged groups, or tensors that differ.
+            KvConfigError: the block is not one: several paged groups, tensors that differ, or rows of several tokens.
         """
         groups = list(self._of_kind(GroupKind.PAGED))
-        kinds = {(region.shape, region.dtype) for group in groups for region in group.regions}
-        if len(groups) != 1 or len(kinds) != 1:
-            raise KvConfigError(
-                f"a block is not one dense array: it has {len(groups)} paged groups with {len(kinds)} kinds of "
-                "tensors; address it by region"
-            )
+        if not self.is_dense:
+            names = ", ".join(f"{group.name}.{region.name}" for group in groups for region in group.regions)
+            raise KvConfigError(f"a block is not one dense array: it holds {names}; address it by region")
         group = groups[0]
         return (group.num_layers, len(group.regions), *group.regions[0].shape)
 
@@ -274,6 +281,7 @@ def _lay_out_group(
             base_bytes=base_bytes + offset,
             stride_bytes=stride_bytes,
             size_bytes=math.prod(shape) * tensor.dtype.itemsize_bytes,
+            tokens_per_row=tensor.tokens_per_row if isinstance(tensor, PagedTensor) else 1,
         )
         for tensor, shape, offset in zip(group.tensors, shapes, offsets, strict=True)
     )
@@ -284,7 +292,12 @@ def _piece_shape(tensor: PagedTensor | SlotTensor, block_size_tokens: int) -> tu
     """What one layer of one block or slot holds of a tensor."""
     if isinstance(tensor, SlotTensor):
         return tensor.shape
-    return (tensor.num_heads, block_size_tokens, tensor.head_dim)
+    return (tensor.num_heads, _rows(block_size_tokens, tensor.tokens_per_row), tensor.head_dim)
+
+
+def _rows(block_size_tokens: int, tokens_per_row: int) -> int:
+    """As many as can end inside one block, wherever the first of them began."""
+    return -(-block_size_tokens // tokens_per_row)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -311,10 +324,12 @@ def _check_extent(what: str, extent_bytes: int, groups: Iterable[KvGroupLayout])
 
 def _check_paged_shapes(group: KvGroupLayout, block_size_tokens: int) -> None:
     for region in group.regions:
-        if len(region.shape) != 3 or region.shape[1] != block_size_tokens:
+        check_count(f"tokens_per_row of region {group.name}.{region.name}", region.tokens_per_row)
+        rows = _rows(block_size_tokens, region.tokens_per_row)
+        if len(region.shape) != 3 or region.shape[1] != rows:
             raise KvConfigError(
                 f"shape of {group.name}.{region.name} is {region.shape}; "
-                f"a paged region is [num_heads, {block_size_tokens}, head_dim]"
+                f"a paged region is [num_heads, {rows}, head_dim]"
             )
 
 

@@ -47,7 +47,9 @@ _ITEMSIZE_BYTES = {
 
 
 class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor of a paged group; a block holds it as `[num_heads, block_size_tokens, head_dim]` per layer.
+    """One tensor of a paged group; a block holds it as `[num_heads, rows, head_dim]` per layer.
+
+    `rows` is `ceil(block_size_tokens / tokens_per_row)`: a block has room for the rows that end at one of its tokens.
 
     Raises:
         KvConfigError: a field is out of range.
@@ -58,16 +60,20 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of this rank; 1 for a latent that all heads share."""
     head_dim: int
     dtype: KvDtype
+    tokens_per_row: int = 1
+    """More where one row stands for several tokens: compressed entries."""
 
     def __post_init__(self) -> None:
         check_name("a tensor's name", self.name)
         check_count(f"num_heads of tensor {self.name!r}", self.num_heads)
         check_count(f"head_dim of tensor {self.name!r}", self.head_dim)
+        check_count(f"tokens_per_row of tensor {self.name!r}", self.tokens_per_row)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Of one layer."""
-        return self.num_heads * self.head_dim * self.dtype.itemsize_bytes
+    def bytes_per_token(self) -> float:
+        """Of one layer; a fraction where a row stands for several tokens."""
+        row_bytes = self.num_heads * self.head_dim * self.dtype.itemsize_bytes
+        return row_bytes if self.tokens_per_row == 1 else row_bytes / self.tokens_per_row
 
 
 class PagedGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +96,7 @@ class PagedGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _check_group(self)
 
     @property
-    def bytes_per_token(self) -> int:
+    def bytes_per_token(self) -> float:
         """Of all layers."""
         return self.num_layers * sum(tensor.bytes_per_token for tensor in self.tensors)
 
@@ -166,7 +172,7 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_ranks(self.num_ranks, self.rank_index)
 
     @property
-    def bytes_per_token(self) -> int:
+    def bytes_per_token(self) -> float:
         """Of all paged groups, without padding."""
         return sum(group.bytes_per_token for group in self.paged)
 

@@ -40,3 +40,7 @@ class AttentionBatch:
     """
     states: Mapping[str, Array] = field(default_factory=dict[str, Array])
     """Name -> `[slots, layers, *shape]`: all recurrent states of this rank; operators change those of their rows."""
+    block_tokens: int = 0
+    """`B`; told to operators whose caches have fewer rows than tokens. 0 where no operator of the model asks."""
+    caches: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    """Name -> `[blocks, layers, heads, rows, dim]`: paged tensors of a model whose blocks are no dense array."""
