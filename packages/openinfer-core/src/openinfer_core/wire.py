@@ -82,8 +82,8 @@ to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(T
 to_client_decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 
 
-def encode_frame(message: ToEngine | ToClient) -> bytearray:
-    """One frame: length and body in one buffer."""
+def encode_frame(message: msgspec.Struct) -> bytearray:
+    """One frame, length and body in one buffer, of a message of this wire or of another that cuts its bytes alike."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(message, frame, _LENGTH.size)
     body_bytes = len(frame) - _LENGTH.size

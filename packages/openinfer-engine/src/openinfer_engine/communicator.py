@@ -70,6 +70,10 @@ class Communicator(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Frees what it holds, when nothing that was captured with it is left. Idempotent."""
+        ...
+
 
 class SoloCommunicator:
     """The group of one rank; no collective copies anything."""
@@ -113,6 +117,9 @@ class SoloCommunicator:
 
     def abort(self, error: BaseException) -> None:
         """Nobody waits."""
+
+    def close(self) -> None:
+        """Holds nothing."""
 
 
 def check_axis(array: Array, axis: int, *, pieces: int = 1) -> None:

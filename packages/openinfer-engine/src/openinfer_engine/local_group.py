@@ -11,13 +11,14 @@ condition; it is woken when the last rank arrives or when the group breaks.
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
+from openinfer_engine import host_collectives
 from openinfer_engine.communicator import Communicator, check_axis, check_pieces, check_root
 from openinfer_engine.errors import GroupBroken
+from openinfer_engine.host_collectives import HostCollective, Offer, check_alike
 from openinfer_kernels import HostArray
 
 Result = TypeVar("Result")
@@ -78,35 +79,31 @@ class LocalCommunicator:
 
     def all_reduce(self, array: HostArray) -> HostArray:
         """The sum over all ranks, a new array."""
-        return self._exchange("all_reduce", array, _sum)
+        return self._exchange(host_collectives.ALL_REDUCE, array)
 
     def all_gather(self, array: HostArray, *, axis: int) -> HostArray:
         """All ranks' arrays joined along `axis`, a new array."""
         check_axis(array, axis)
-        return self._exchange(f"all_gather(axis={axis})", array, lambda arrays: np.concatenate(arrays, axis))
+        return self._exchange(host_collectives.all_gather(axis), array)
 
     def reduce_scatter(self, array: HostArray, *, axis: int) -> HostArray:
         """This rank's piece of the sum, a new array."""
         check_axis(array, axis, pieces=self.size)
-        return self._exchange(
-            f"reduce_scatter(axis={axis})",
-            array,
-            lambda arrays: _sum([np.split(each, self.size, axis)[self._rank] for each in arrays]),
-        )
+        return self._exchange(host_collectives.reduce_scatter(axis), array)
 
     def all_to_all(self, array: HostArray) -> HostArray:
         """Element `i` came from rank `i`, a new array."""
         check_pieces(array, self.size)
-        return self._exchange("all_to_all", array, lambda arrays: np.stack([each[self._rank] for each in arrays]))
+        return self._exchange(host_collectives.ALL_TO_ALL, array)
 
     def broadcast(self, array: HostArray, *, root: int) -> HostArray:
         """A copy of the array of rank `root`."""
         check_root(root, self.size)
-        return self._exchange(f"broadcast(root={root})", array, lambda arrays: arrays[root].copy())
+        return self._exchange(host_collectives.broadcast(root), array)
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
-        self._exchange("barrier", np.empty(0, np.uint8), lambda arrays: arrays[self._rank])
+        self._exchange(host_collectives.BARRIER, np.empty(0, np.uint8))
 
     def abort(self, error: BaseException) -> None:
         """Breaks the group, unless it is broken already."""
@@ -116,22 +113,19 @@ class LocalCommunicator:
         """This rank takes part in no further collective; whoever waits for it, now or later, gets `GroupBroken`."""
         self._meeting.leave(self._rank)
 
-    def _exchange(self, operation: str, array: HostArray, combine: Callable[[list[HostArray]], HostArray]) -> HostArray:
-        offers = self._meeting.offer(self._rank, _Offer(operation, array))
+    def close(self) -> None:
+        """Holds nothing of its own."""
+
+    def _exchange(self, collective: HostCollective, array: HostArray) -> HostArray:
+        offers = self._meeting.offer(self._rank, Offer(collective.name, array))
         try:
-            _check_alike(offers)
-            result = combine([offer.array for offer in offers])
+            check_alike(offers)
+            result = collective.combine([offer.array for offer in offers], self._rank)
         except BaseException as error:
             self.abort(error)
             raise
         self._meeting.wait()
         return result
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    operation: str
-    array: HostArray
 
 
 class _Meeting:
@@ -140,13 +134,13 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
         self._changed = threading.Condition()
-        self._offers: list[_Offer | None] = [None] * size
+        self._offers: list[Offer | None] = [None] * size
         self._arrived = 0
         self._round = 0
         self._left: set[int] = set()
         self._broken: tuple[str, BaseException | None] | None = None
 
-    def offer(self, rank: int, offer: _Offer) -> list[_Offer]:
+    def offer(self, rank: int, offer: Offer) -> list[Offer]:
         """Waits for all ranks' offers and returns them in order; they stay as they are until all have called `wait`."""
         with self._changed:
             self._check()
@@ -212,20 +206,3 @@ def _take_part(member: LocalCommunicator, work: Callable[[Communicator], Result]
 
 def _left(ranks: set[int]) -> str:
     return f"rank {', '.join(map(str, sorted(ranks)))} has left while others wait for a collective"
-
-
-def _check_alike(offers: Sequence[_Offer]) -> None:
-    """Raises `GroupBroken`, on every rank, unless all ranks ask for the same thing."""
-    asked = [f"{offer.operation} of {offer.array.dtype} {list(offer.array.shape)}" for offer in offers]
-    if len(set(asked)) > 1:
-        listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked))
-        raise GroupBroken(f"the ranks called different collectives: {listed}")
-
-
-def _sum(arrays: Sequence[HostArray]) -> HostArray:
-    """The sum in order of ranks, a new array of the same dtype."""
-    dtype = arrays[0].dtype
-    total = arrays[0].astype(np.float32 if dtype == np.float16 else dtype)
-    for each in arrays[1:]:
-        total += each
-    return total.astype(dtype, copy=False)
