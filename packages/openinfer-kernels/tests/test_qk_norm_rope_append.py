@@ -11,11 +11,13 @@ from openinfer_kernels import RopeParameters, rope_table
 THETA = 1e4
 
 
-def naive_head(x: np.ndarray, weight: np.ndarray, eps: float, position: int, rounded) -> list[float]:
+def naive_head(x: np.ndarray, weight: np.ndarray | None, eps: float, position: int, rounded) -> list[float]:
     """Norm and rotation of one head of one token, in float64 but for the roundings that the contract names."""
     size, half = len(x), len(x) // 2
-    scale = 1 / math.sqrt(math.fsum(v * v for v in x.tolist()) / size + eps)
-    normed = rounded(rounded(x.astype(np.float64) * scale) * weight.astype(np.float64)).tolist()
+    normed = x.astype(np.float64).tolist()
+    if weight is not None:
+        scale = 1 / math.sqrt(math.fsum(v * v for v in normed) / size + eps)
+        normed = rounded(rounded(x.astype(np.float64) * scale) * weight.astype(np.float64)).tolist()
     out = [0.0] * size
     for pair in range(half):
         angle = position * THETA ** (-2 * pair / size)
@@ -37,9 +39,9 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def outcome(ops, upload, activation, host, rounded):
-    """Runs the operator in layer 1 of 3 on random values; `case` is a `PagedCase`."""
+    """Runs the operator, with norms or without, in layer 1 of 3 on random values; `case` is a `PagedCase`."""
 
-    def run(rng: np.random.Generator, case, *, group: int) -> Outcome:
+    def run(rng: np.random.Generator, case, *, group: int, normed: bool = True) -> Outcome:
         _, _, _, num_kv_heads, block_tokens, head_dim = case.kv_cache.shape
         num_heads = group * num_kv_heads
         qkv = activation(
@@ -49,26 +51,22 @@ def outcome(ops, upload, activation, host, rounded):
         cache = activation(case.kv_cache)
         expected_cache = host(cache).copy()
         table = rope_table(RopeParameters(theta=THETA), head_dim=head_dim, positions=32)
-        out = ops.qk_norm_rope_append(
-            qkv,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=1e-6,
-            rope=upload(table),
-            kv_cache=cache,
-            layer=1,
-            batch=upload(case.batch),
-        )
+        keywords = {"rope": upload(table), "kv_cache": cache, "layer": 1, "batch": upload(case.batch)}
+        if normed:
+            out = ops.qk_norm_rope_append(qkv, q_norm=q_norm, k_norm=k_norm, eps=1e-6, **keywords)
+        else:
+            out = ops.rope_append(qkv, **keywords)
+        q_weight, k_weight = (host(q_norm), host(k_norm)) if normed else (None, None)
         expected_q = np.empty((case.num_tokens, num_heads, head_dim))
         heads = host(qkv).reshape(case.num_tokens, -1, head_dim)
         for token, (position, slot) in enumerate(zip(case.batch.positions, case.batch.cache_slots, strict=True)):
             for head in range(num_heads):
-                expected_q[token, head] = naive_head(heads[token, head], host(q_norm), 1e-6, int(position), rounded)
+                expected_q[token, head] = naive_head(heads[token, head], q_weight, 1e-6, int(position), rounded)
             if slot < 0:
                 continue
             block, offset = divmod(int(slot), block_tokens)
             for head in range(num_kv_heads):
-                k = naive_head(heads[token, num_heads + head], host(k_norm), 1e-6, int(position), rounded)
+                k = naive_head(heads[token, num_heads + head], k_weight, 1e-6, int(position), rounded)
                 expected_cache[block, 1, 0, head, offset] = k
                 expected_cache[block, 1, 1, head, offset] = heads[token, num_heads + num_kv_heads + head]
         return Outcome(q=host(out), expected_q=expected_q, cache=host(cache), expected_cache=expected_cache)
@@ -103,7 +101,8 @@ def test_qk_norm_rope_append_equals_float64(
     rng = np.random.default_rng(seed)
     rows = [(past + queries, queries) for past, queries in rows]
     case = paged_case(rng, rows, num_kv_heads=num_kv_heads, head_dim=head_dim, block_tokens=block_tokens, num_layers=3)
-    check(outcome(rng, case, group=group), bfloat16=ops.name == "cuda")
+    for normed in (True, False):
+        check(outcome(rng, case, group=group, normed=normed), bfloat16=ops.name == "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
@@ -112,7 +111,8 @@ def test_qk_norm_rope_append_of_a_models_heads_equals_float64(ops, outcome, page
     rng = np.random.default_rng([head_dim, group])
     rows = [(17, 3), (5, 1), (1, 1)]
     case = paged_case(rng, rows, num_kv_heads=num_kv_heads, head_dim=head_dim, block_tokens=16, num_layers=3)
-    check(outcome(rng, case, group=group), bfloat16=ops.name == "cuda")
+    for normed in (True, False):
+        check(outcome(rng, case, group=group, normed=normed), bfloat16=ops.name == "cuda")
 
 
 def test_qk_norm_rope_append_padding_is_written_nowhere(ops, outcome, paged_case):

@@ -140,7 +140,10 @@ SERVINGS = (
     ),
     Serving(part="norms", phase=Phase.ANY, operators=("rms_norm", "add_rms_norm"), kernel="norm"),
     Serving(
-        part="RoPE and KV append", phase=Phase.ANY, operators=("qk_norm_rope_append",), kernel="qk_norm_rope_append"
+        part="RoPE and KV append",
+        phase=Phase.ANY,
+        operators=("qk_norm_rope_append", "rope_append"),
+        kernel="qk_norm_rope_append",
     ),
     Serving(part="embedding", phase=Phase.ANY, operators=("embedding",), kernel="embedding"),
     Serving(

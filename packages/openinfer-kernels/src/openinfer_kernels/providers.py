@@ -32,6 +32,7 @@ PROVIDABLE = (
     "paged_attention",
     "qk_norm_rope_append",
     "rms_norm",
+    "rope_append",
     "zero_centred_rms_norm",
 )
 """The methods of `Ops` that models call, and a provider may serve.

@@ -21,7 +21,7 @@ from openinfer_kernels.cpu.norm import (
     rms_norm,
     zero_centred_rms_norm,
 )
-from openinfer_kernels.cpu.qk_norm_rope_append import qk_norm_rope_append
+from openinfer_kernels.cpu.qk_norm_rope_append import qk_norm_rope_append, rope_append
 from openinfer_kernels.cpu.sampling import sample
 from openinfer_kernels.cpu.weights import upload_weight
 from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
@@ -116,6 +116,10 @@ class CpuOps:
             layer=layer,
             batch=batch,
         )
+
+    def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
+        """See `openinfer_kernels.cpu.qk_norm_rope_append`."""
+        return rope_append(qkv, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `openinfer_kernels.cpu.attention`."""

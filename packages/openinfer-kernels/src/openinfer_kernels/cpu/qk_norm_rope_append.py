@@ -22,13 +22,32 @@ def qk_norm_rope_append(
     batch: AttentionBatch,
 ) -> NDArray[Any]:
     """Writes K and V of `qkv [T, (H + 2 K) D]` into `kv_cache` and returns Q after norm and RoPE, `[T, H, D]`."""
-    num_kv_heads, head_dim = kv_cache.shape[3], q_norm.shape[0]
-    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
-    q, k, v = np.split(heads, [heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads], axis=1)
-    cos = rope[0][batch.positions][:, None, :]
-    sin = rope[1][batch.positions][:, None, :]
+    q, k, v = _heads(qkv, kv_cache)
+    cos, sin = _angles(rope, batch)
     append(kv_cache, layer, _norm_rope(k, k_norm, eps, cos, sin), v, batch.cache_slots)
     return _norm_rope(q, q_norm, eps, cos, sin)
+
+
+def rope_append(
+    qkv: NDArray[Any], *, rope: NDArray[Any], kv_cache: NDArray[Any], layer: int, batch: AttentionBatch
+) -> NDArray[Any]:
+    """The same without the norms."""
+    q, k, v = _heads(qkv, kv_cache)
+    cos, sin = _angles(rope, batch)
+    append(kv_cache, layer, rotate(k, cos, sin), v, batch.cache_slots)
+    return rotate(q, cos, sin)
+
+
+def _heads(qkv: NDArray[Any], kv_cache: NDArray[Any]) -> list[NDArray[Any]]:
+    """Q `[T, H, D]`, K and V `[T, K, D]` of `qkv [T, (H + 2 K) D]`."""
+    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
+    return np.split(heads, [heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads], axis=1)
+
+
+def _angles(rope: NDArray[Any], batch: AttentionBatch) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Cosines and sines of each token, `[T, 1, D / 2]`."""
+    return rope[0][batch.positions][:, None, :], rope[1][batch.positions][:, None, :]
 
 
 def append(kv_cache: NDArray[Any], layer: int, k: NDArray[Any], v: NDArray[Any], slots: NDArray[Any]) -> None:

@@ -6,6 +6,8 @@
 //     norm   n = bf16(w * bf16(x / sqrt(mean(x^2) + eps)))          over a head, Zhang and Sennrich 2019, eq. 4
 //     rope   bf16(n_i cos - n_{i + D/2} sin), bf16(n_{i + D/2} cos + n_i sin)      Su et al. 2021, eq. 34, float32
 //
+// rope_append does the same without the norm.
+//
 // A slot is block * B + offset; a token with a negative slot is padding, whose K and V are written nowhere.
 #include "overlap.cuh"
 #include "vectors.cuh"
@@ -101,12 +103,16 @@ __device__ __forceinline__ void load_floats(const float* from, float factor, flo
 
 // Head dimensions of 8 * kLanes: kLanes neighbouring threads hold a head, 8 values each, and then the next of kHeads
 // heads, all of whose loads are under way at once. Blocks are (T, pieces of a token's heads).
-template <int kLanes, int kHeads>
+template <int kLanes, int kHeads, bool kNormed>
 __device__ void run_vectors(const Arguments& a) {
   constexpr int kHeadDim = 8 * kLanes;
   const int token = blockIdx.x, lane = threadIdx.x % kLanes, all_heads = a.all_heads();
   const int at_once = blockDim.x / kLanes, first = blockIdx.y * at_once * kHeads + threadIdx.x / kLanes;
-  const Vector<8> q_weight = load<8>(a.q_norm + lane * 8), k_weight = load<8>(a.k_norm + lane * 8);
+  Vector<8> q_weight, k_weight;
+  if constexpr (kNormed) {
+    q_weight = load<8>(a.q_norm + lane * 8);
+    k_weight = load<8>(a.k_norm + lane * 8);
+  }
   allow_next_kernel();
   wait_for_previous_kernel();
   const int position = a.positions[token];
@@ -124,7 +130,8 @@ __device__ void run_vectors(const Arguments& a) {
   for (int i = 0; i < kHeads; i++) {  // also beyond the last head, as a warp shuffles together
     const int head = first + i * at_once;
     const Kind kind = kind_of(head, a);
-    const Vector<8> n = normed<kLanes>(given[i], kind == Kind::kQuery ? q_weight : k_weight, a.eps);
+    Vector<8> n = given[i];
+    if constexpr (kNormed) n = normed<kLanes>(given[i], kind == Kind::kQuery ? q_weight : k_weight, a.eps);
     const Vector<8> turned = rotated<kLanes>(n, cosines, sines);
     bf16* target = head < all_heads ? targets.of(head, kHeadDim, a) : nullptr;
     if (target != nullptr) store(target + lane * 8, kind == Kind::kValue ? given[i] : turned);
@@ -134,6 +141,7 @@ __device__ void run_vectors(const Arguments& a) {
 constexpr int kMaxPairs = 8;  // per thread: head dimensions up to 512
 
 // Any even head dimension: a warp holds a head, its threads take turns at the pairs; blocks (T, heads).
+template <bool kNormed>
 __device__ void run_pairs(const Arguments& a, int head_dim) {
   const int token = blockIdx.x, head = blockIdx.y, half = head_dim / 2;
   const Kind kind = kind_of(head, a);
@@ -164,8 +172,11 @@ __device__ void run_pairs(const Arguments& a, int head_dim) {
   for (int j = 0; j < kMaxPairs; j++) {
     const int i = threadIdx.x + 32 * j;
     if (i >= half) break;
-    const float x = rounded(__bfloat162float(weight[i]) * rounded(first[j] * scale));
-    const float y = rounded(__bfloat162float(weight[i + half]) * rounded(second[j] * scale));
+    float x = first[j], y = second[j];
+    if constexpr (kNormed) {
+      x = rounded(__bfloat162float(weight[i]) * rounded(x * scale));
+      y = rounded(__bfloat162float(weight[i + half]) * rounded(y * scale));
+    }
     target[i] = __float2bfloat16_rn(x * cosines[i] - y * sines[i]);
     target[i + half] = __float2bfloat16_rn(y * cosines[i] + x * sines[i]);
   }
@@ -173,19 +184,21 @@ __device__ void run_pairs(const Arguments& a, int head_dim) {
 
 }  // namespace
 
-#define QK_NORM_ROPE_APPEND(HEAD_DIM)                                                                    \
-  extern "C" __global__ void qk_norm_rope_append_few_##HEAD_DIM(const __grid_constant__ Arguments a) {   \
-    run_vectors<HEAD_DIM / 8, 1>(a);                                                                     \
-  }                                                                                                      \
-  extern "C" __global__ void qk_norm_rope_append_many_##HEAD_DIM(const __grid_constant__ Arguments a) {  \
-    run_vectors<HEAD_DIM / 8, 3>(a);                                                                     \
+#define APPEND(NAME, HEAD_DIM, NORMED)                                                       \
+  extern "C" __global__ void NAME##_few_##HEAD_DIM(const __grid_constant__ Arguments a) {     \
+    run_vectors<HEAD_DIM / 8, 1, NORMED>(a);                                                  \
+  }                                                                                           \
+  extern "C" __global__ void NAME##_many_##HEAD_DIM(const __grid_constant__ Arguments a) {    \
+    run_vectors<HEAD_DIM / 8, 3, NORMED>(a);                                                  \
+  }
+#define APPEND_ANY(NAME, NORMED)                                                              \
+  APPEND(NAME, 32, NORMED)                                                                    \
+  APPEND(NAME, 64, NORMED)                                                                    \
+  APPEND(NAME, 128, NORMED)                                                                   \
+  APPEND(NAME, 256, NORMED)                                                                   \
+  extern "C" __global__ void NAME##_pairs(const __grid_constant__ Arguments a, int head_dim) { \
+    run_pairs<NORMED>(a, head_dim);                                                           \
   }
 
-QK_NORM_ROPE_APPEND(32)
-QK_NORM_ROPE_APPEND(64)
-QK_NORM_ROPE_APPEND(128)
-QK_NORM_ROPE_APPEND(256)
-
-extern "C" __global__ void qk_norm_rope_append_pairs(const __grid_constant__ Arguments a, int head_dim) {
-  run_pairs(a, head_dim);
-}
+APPEND_ANY(qk_norm_rope_append, true)
+APPEND_ANY(rope_append, false)

@@ -143,6 +143,10 @@ class CudaOps:
             batch=batch,
         )
 
+    def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
+        """See `openinfer_kernels.cuda.qk_norm_rope_append`."""
+        return self._qk_norm_rope_append.rope_append(qkv, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
+
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `openinfer_kernels.cuda.attention`."""
         return self._attention.paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)

@@ -32,17 +32,11 @@ class _Arguments(ctypes.Structure):
 
 
 class QkNormRopeAppend:
-    """The fused operator on one device."""
+    """The fused operator on one device, with norms and without."""
 
     def __init__(self, device: Device) -> None:
-        self._few, self._many = (
-            {
-                head_dim: device.kernel("qk_norm_rope_append", f"qk_norm_rope_append_{tokens}_{head_dim}")
-                for head_dim in _VECTOR_HEAD_DIMS
-            }
-            for tokens in ("few", "many")
-        )
-        self._pairs = device.kernel("qk_norm_rope_append", "qk_norm_rope_append_pairs")
+        self._normed = _Kernels(device, "qk_norm_rope_append")
+        self._plain = _Kernels(device, "rope_append")
 
     def qk_norm_rope_append(
         self,
@@ -63,14 +57,54 @@ class QkNormRopeAppend:
         Raises:
             ArrayMismatchError: another dtype, layout or shape.
         """
-        num_tokens, head_dim = qkv.shape[0], q_norm.shape[0]
-        num_kv_heads, block_tokens = kv_cache.shape[3], kv_cache.shape[4]
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        _check(qkv, q_norm=q_norm, k_norm=k_norm, rope=rope, kv_cache=kv_cache, batch=batch)
+        require(q_norm, bfloat16, ndim=1, what="q_norm")
+        require(k_norm, bfloat16, ndim=1, what="k_norm")
+        return self._normed.launch(
+            qkv, norms=(q_norm, k_norm), eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch
+        )
+
+    def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
+        """The same without the norms."""
+        return self._plain.launch(qkv, norms=(), eps=0.0, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
+
+
+class _Kernels:
+    """The kernels of one of the two."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._few, self._many = (
+            {
+                head_dim: device.kernel("qk_norm_rope_append", f"{name}_{tokens}_{head_dim}")
+                for head_dim in _VECTOR_HEAD_DIMS
+            }
+            for tokens in ("few", "many")
+        )
+        self._pairs = device.kernel("qk_norm_rope_append", f"{name}_pairs")
+
+    def launch(
+        self,
+        qkv: Array,
+        *,
+        norms: tuple[Array, ...],
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """See above; `norms` are of Q and K, or none."""
+        _check(qkv, norms=norms, rope=rope, kv_cache=kv_cache, batch=batch)
+        num_kv_heads, block_tokens, head_dim = kv_cache.shape[3:]
+        num_tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim
+        num_heads = heads - 2 * num_kv_heads
         out = cupy.empty((num_tokens, num_heads, head_dim), bfloat16)
         layer_values = 2 * num_kv_heads * block_tokens * head_dim
+        q_norm, k_norm = map(address, norms) if norms else (None, None)
         arguments = _Arguments(
-            *map(address, (qkv, q_norm, k_norm, rope, batch.positions, batch.cache_slots, out)),
+            address(qkv),
+            q_norm,
+            k_norm,
+            *map(address, (rope, batch.positions, batch.cache_slots, out)),
             address(kv_cache) + layer * layer_values * bfloat16.itemsize,
             kv_cache.shape[1] * layer_values,
             num_heads,
@@ -79,8 +113,7 @@ class QkNormRopeAppend:
             rope.shape[1],
             eps,
         )
-        heads = num_heads + 2 * num_kv_heads
-        if head_dim in self._few and fits_vectors(qkv, q_norm, k_norm, rope, kv_cache):
+        if head_dim in self._few and fits_vectors(qkv, *norms, rope, kv_cache):
             threads = heads * head_dim // 8
             block = min(_THREADS, -(-threads // 32) * 32)
             kernels, heads_at_once = (self._few, 1) if num_tokens < _MANY_TOKENS else (self._many, _HEADS_AT_ONCE)
@@ -91,19 +124,17 @@ class QkNormRopeAppend:
         return out
 
 
-def _check(qkv: Array, *, q_norm: Array, k_norm: Array, rope: Array, kv_cache: Array, batch: AttentionBatch) -> None:
+def _check(qkv: Array, *, norms: tuple[Array, ...], rope: Array, kv_cache: Array, batch: AttentionBatch) -> None:
     require(qkv, bfloat16, ndim=2, what="qkv")
-    require(q_norm, bfloat16, ndim=1, what="q_norm")
-    require(k_norm, bfloat16, ndim=1, what="k_norm")
     require(rope, _FLOAT32, ndim=3, what="rope")
     require(kv_cache, bfloat16, ndim=6, what="kv_cache")
     require(batch.positions, _INT32, ndim=1, what="batch.positions")
     require(batch.cache_slots, _INT64, ndim=1, what="batch.cache_slots")
-    head_dim = q_norm.shape[0]
+    head_dim = kv_cache.shape[5]
     if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
         raise ArrayMismatchError(f"head dimension {head_dim} is not supported: an even one, at most {_MAX_HEAD_DIM}")
-    if kv_cache.shape[5] != head_dim or qkv.shape[1] % head_dim or rope.shape[2] * 2 != head_dim:
+    if any(len(norm) != head_dim for norm in norms) or qkv.shape[1] % head_dim or rope.shape[2] * 2 != head_dim:
         raise ArrayMismatchError(
-            f"shapes do not agree on the head dimension {head_dim} of q_norm: "
-            f"qkv {qkv.shape}, rope {rope.shape}, kv_cache {kv_cache.shape}"
+            f"shapes do not agree on the head dimension {head_dim} of kv_cache: norms "
+            f"{[norm.shape for norm in norms]}, qkv {qkv.shape}, rope {rope.shape}"
         )

@@ -39,6 +39,21 @@ class AttentionOps(Protocol):
         """
         ...
 
+    def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
+        """RoPE of Q and K in half layout, then K and V into the cache: `qk_norm_rope_append` without the norms.
+
+        Args:
+            qkv: `[T, (H + 2 K) D]`, query heads, then key heads, then value heads.
+            rope: `[2, positions, D / 2]` float32, cosines then sines (`rope_table`).
+            kv_cache: `[blocks, layers, 2, K, B, D]`, mutated: the entries that `batch.cache_slots` name in this layer.
+            layer: index into the layer axis.
+            batch: positions and cache slots of the tokens.
+
+        Returns:
+            `[T, H, D]` rotated queries.
+        """
+        ...
+
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """Causal attention of each row's tokens over its paged context, softmax in float32.
 

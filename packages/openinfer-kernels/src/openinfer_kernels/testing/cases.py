@@ -101,6 +101,12 @@ def _qk_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
         )
 
 
+def _rope_append(rng: np.random.Generator) -> Iterable[Case]:
+    for case in _qk_norm_rope_append(rng):
+        keywords = {name: value for name, value in case.keywords.items() if name not in {"q_norm", "k_norm", "eps"}}
+        yield dataclasses.replace(case, keywords=keywords)
+
+
 def _paged_attention(rng: np.random.Generator) -> Iterable[Case]:
     for rows in (_ROWS, ((5, 1), (200, 1), (33, 1)), ((40, 40),)):
         for heads, kv_heads in ((2, 2), (8, 2)):
@@ -207,5 +213,6 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "paged_attention": _paged_attention,
     "qk_norm_rope_append": _qk_norm_rope_append,
     "rms_norm": _rms_norm,
+    "rope_append": _rope_append,
     "zero_centred_rms_norm": _zero_centred_rms_norm,
 }
