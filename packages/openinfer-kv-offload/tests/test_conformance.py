@@ -32,7 +32,7 @@ def test_write_back_stack_keeps_the_contract(folders):
 
 @pytest.mark.parametrize("name", CASES)
 def test_random_use_under_faults_never_gives_wrong_bytes(name, tmp_path):
-    seen = run_machine(name, tmp_path, steps=1500)
+    seen = run_machine(lambda: CASES[name](Path(tempfile.mkdtemp(dir=tmp_path))), steps=1500)
     assert seen["loaded blocks"] > 100
     assert seen["reopened"] > 10
     assert seen["save short"] > 0

@@ -4,7 +4,8 @@ from openinfer_core.errors import UnknownPlugin
 from openinfer_kv_cache import LayoutMismatchError, TransferState
 from openinfer_kv_cache.testing.tier_cases import chain, kit_layout, load, save
 from openinfer_kv_offload import DiskTier, HostTier, TierConfigError, TierStack, open_tiers
-from openinfer_kv_offload.settings import open_disk, open_host, parse_size
+from openinfer_kv_offload.setting_fields import parse_size
+from openinfer_kv_offload.settings import open_disk, open_host
 
 LAYOUT = kit_layout()
 
@@ -51,7 +52,7 @@ def test_settings_that_mean_nothing_are_refused(setting, message):
 
 
 def test_unknown_tiers_and_no_tiers_are_refused():
-    with pytest.raises(UnknownPlugin, match="disk, host"):
+    with pytest.raises(UnknownPlugin, match="disk, host, s3, valkey"):
         open_tiers(["tape=1TiB"], LAYOUT)
     with pytest.raises(TierConfigError, match="no tier"):
         open_tiers([], LAYOUT)

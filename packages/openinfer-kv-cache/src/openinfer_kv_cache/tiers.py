@@ -62,6 +62,8 @@ class TierFailure(StrEnum):
     """The tier failed too often and is left alone for a while."""
     CORRUPT = "corrupt"
     """Stored bytes do not fit their checksum; they have been dropped."""
+    MISSING = "missing"
+    """The medium has a block no longer: its server, or another process that writes to it, gave it up."""
     FULL = "full"
     """The medium has no space."""
     GONE = "gone"

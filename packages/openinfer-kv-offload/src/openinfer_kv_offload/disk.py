@@ -15,7 +15,7 @@ from openinfer_kv_offload.failures import BlockFault
 from openinfer_kv_offload.hit import HeldHit
 from openinfer_kv_offload.memory import check_blocks, copy_bytes
 from openinfer_kv_offload.queue import QueueOptions, TransferQueue
-from openinfer_kv_offload.record import HEADER_BYTES, RecordHeader, decode_header, encode_header, record_bytes
+from openinfer_kv_offload.record import HEADER_BYTES, decode_header, encode_header, record_bytes
 from openinfer_kv_offload.segments import Recorded, SegmentIndex
 from openinfer_kv_offload.stamp import Stamper
 from openinfer_kv_offload.store import Access, StoreFolder
@@ -186,7 +186,7 @@ class DiskTier:
         for each, block in zip(held, blocks, strict=True):
             each.segment.medium.read(each.offset_bytes, buffer)
             payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
-            if not self._is_intact(each.digest, decode_header(buffer), payload):
+            if not self._stamper.is_intact(each.digest, decode_header(buffer), payload):
                 with self._lock:
                     dropped = self._index.drop(each)
                 self._tally.lost(corrupt_blocks=int(dropped))
@@ -196,24 +196,14 @@ class DiskTier:
             transfer.land()
             self._tally.moved(loaded_blocks=1)
 
-    def _is_intact(self, digest: Digest, header: RecordHeader | None, payload: memoryview) -> bool:
-        return (
-            header is not None
-            and header.digest == digest
-            and header.layout_digest == self._stamper.layout_digest
-            and header.payload_bytes == len(payload)
-            and self._stamper.fits(digest, payload, header.stamp)
-        )
-
     def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[memoryview]) -> None:
         buffer = self._buffer()
         payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
         for digest, block in zip(digests, blocks, strict=True):
             if digest not in self._index:
                 with transfer.touching():
-                    stamp = self._stamper.stamp(digest, block)
+                    header = self._stamper.header(digest, block)
                     copy_bytes(payload, block)
-                header = RecordHeader(self._stamper.layout_digest, digest, len(payload), stamp)
                 buffer[:HEADER_BYTES] = encode_header(header)
                 self._tally.moved(saved_blocks=int(self._append(digest, buffer)))
             transfer.land()

@@ -17,7 +17,7 @@ class BlockFault(Exception):
         self.failure = failure
 
 
-NOT_THE_MEDIUM = frozenset({TierFailure.BUSY, TierFailure.CLOSED, TierFailure.BREAKER_OPEN})
+NOT_THE_MEDIUM = frozenset({TierFailure.BUSY, TierFailure.CLOSED, TierFailure.BREAKER_OPEN, TierFailure.MISSING})
 """Ends that say nothing about the health of a tier, and leave its breaker as it is."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -1,10 +1,7 @@
 """Tiers from what a user writes: `host=64GiB,policy=lfu` or `disk=/var/cache/kv,500GiB`."""
 
-import re
 from collections.abc import Sequence
-from typing import TypeVar, cast
-
-import msgspec
+from typing import cast
 
 from openinfer_core.plugins import find_plugin
 from openinfer_kv_cache import KvLayout, KvTier, KvTierFactory
@@ -12,11 +9,8 @@ from openinfer_kv_cache.tiers import KV_TIERS
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.host import HostTier, HostTierOptions
+from openinfer_kv_offload.setting_fields import convert, parse_fields, parse_size
 from openinfer_kv_offload.stack import StackOptions, TierStack
-
-_SIZE = re.compile(r"(\d+)(KiB|MiB|GiB|TiB)")
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_Options = TypeVar("_Options", HostTierOptions, DiskTierOptions)
 
 
 def open_tiers(settings: Sequence[str], layout: KvLayout, *, options: StackOptions | None = None) -> KvTier:
@@ -55,7 +49,7 @@ def open_host(layout: KvLayout, setting: str) -> HostTier:
         TierConfigError: it is not of that form.
     """
     size, *fields = setting.split(",")
-    return HostTier(layout, _convert({"capacity_bytes": parse_size(size)}, fields, HostTierOptions))
+    return HostTier(layout, convert(parse_fields({"capacity_bytes": parse_size(size)}, fields), HostTierOptions))
 
 
 def open_disk(layout: KvLayout, setting: str) -> DiskTier:
@@ -67,29 +61,5 @@ def open_disk(layout: KvLayout, setting: str) -> DiskTier:
     folder, *rest = setting.split(",")
     if not folder or not rest:
         raise TierConfigError(f"disk={setting}: write FOLDER,SIZE, as in disk=/var/cache/kv,500GiB")
-    given = {"folder": folder, "budget_bytes": parse_size(rest[0])}
-    return DiskTier(layout, _convert(given, rest[1:], DiskTierOptions))
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `64GiB`.
-
-    Raises:
-        TierConfigError: it is not a whole number and a unit.
-    """
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise TierConfigError(f"{text!r} is not a size; write a whole number and KiB, MiB, GiB or TiB, as in 64GiB")
-    return int(match.group(1)) * _UNITS[match.group(2)]
-
-
-def _convert(given: dict[str, int | str], fields: Sequence[str], kind: type[_Options]) -> _Options:
-    for field in fields:
-        name, equals, value = field.partition("=")
-        if not equals or name in given:
-            raise TierConfigError(f"{field!r} is not one more NAME=VALUE")
-        given[name] = value
-    try:
-        return msgspec.convert(given, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise TierConfigError(f"{kind.__name__}: {error}; fields are {', '.join(kind.__struct_fields__)}") from error
+    given = parse_fields({"folder": folder, "budget_bytes": parse_size(rest[0])}, rest[1:])
+    return DiskTier(layout, convert(given, DiskTierOptions))

@@ -10,6 +10,7 @@ It reads memory many times faster than BLAKE2b does, and without the interpreter
 import xxhash
 
 from openinfer_kv_cache import Digest, KvLayout
+from openinfer_kv_offload.record import RecordHeader
 
 STAMP_BYTES = 16
 
@@ -31,3 +32,17 @@ class Stamper:
     def fits(self, digest: Digest, block: memoryview, stamp: bytes) -> bool:
         """Whether `block` is what was stamped."""
         return self.stamp(digest, block) == stamp
+
+    def header(self, digest: Digest, block: memoryview) -> RecordHeader:
+        """What to write in front of `block`."""
+        return RecordHeader(self.layout_digest, digest, len(block), self.stamp(digest, block))
+
+    def is_intact(self, digest: Digest, header: RecordHeader | None, block: memoryview) -> bool:
+        """Whether a record is whole and of this block and layout; None is a header that could not be read."""
+        return (
+            header is not None
+            and header.digest == digest
+            and header.layout_digest == self.layout_digest
+            and header.payload_bytes == len(block)
+            and self.fits(digest, block, header.stamp)
+        )

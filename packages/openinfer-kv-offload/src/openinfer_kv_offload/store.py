@@ -11,12 +11,10 @@ import re
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
-
-from openinfer_kv_cache import KvLayout, check_same_layout
+from openinfer_kv_cache import KvLayout
 from openinfer_kv_offload.errors import StoreError
+from openinfer_kv_offload.manifest import check_manifest, encode_manifest
 
-FORMAT_VERSION = 1
 _SEGMENT = re.compile(r"segment-(\d{8})\.kv")
 
 
@@ -27,11 +25,6 @@ class Access(StrEnum):
     """Reads and writes; one process at a time."""
     READ = "read"
     """Reads what another writes; any number."""
-
-
-class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    version: int
-    layout: KvLayout
 
 
 class StoreFolder:
@@ -79,15 +72,9 @@ class StoreFolder:
                 raise StoreError(f"{self.folder} holds no KV store; start a process that writes to it first")
             if self.segment_paths():
                 raise StoreError(f"{path} is missing beside segments; restore it, or remove the folder")
-            _write_whole(path, msgspec.json.encode(_Manifest(version=FORMAT_VERSION, layout=layout)))
+            _write_whole(path, encode_manifest(layout))
             return
-        try:
-            manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
-        except msgspec.MsgspecError as error:
-            raise StoreError(f"{path} cannot be read: {error}; remove the folder to begin anew") from error
-        if manifest.version != FORMAT_VERSION:
-            raise StoreError(f"{path} has format {manifest.version}; this release reads {FORMAT_VERSION}")
-        check_same_layout(layout, manifest.layout)
+        check_manifest(path.read_bytes(), layout, where=str(path))
 
 
 def _lock(folder: Path) -> int:

@@ -1,5 +1,7 @@
 """The tiers of this package as the conformance kit opens them."""
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 from openinfer_kv_cache import KvLayout
@@ -7,8 +9,10 @@ from openinfer_kv_cache.testing.tier_contract import FaultInjector
 from openinfer_kv_offload.arena import WrapMedium, as_it_is
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
 from openinfer_kv_offload.host import HostPolicy, HostTier, HostTierOptions
+from openinfer_kv_offload.object_store import ObjectStore
 from openinfer_kv_offload.queue import QueueOptions
-from openinfer_kv_offload.record import record_bytes
+from openinfer_kv_offload.record import HEADER_BYTES, record_bytes
+from openinfer_kv_offload.remote import RemoteTier, RemoteTierOptions
 from openinfer_kv_offload.stack import StackOptions, TierStack, WriteMode
 
 CAPACITY_BLOCKS = 12
@@ -68,6 +72,37 @@ class StackCase:
         host = _host(layout, faults.wrap, self._queue, HostPolicy.LRU)
         disk = _disk(layout, self._folder, faults.wrap if self._faulty_disk else as_it_is, self._queue)
         return TierStack([host, disk], StackOptions(write=self._write))
+
+
+class RemoteCase:
+    """A `RemoteTier` under a prefix of its own.
+
+    Args:
+        connect: to a running server. connections: more than one, and a fault may meet any block of a transfer; the kit
+            wants to know which. queue: when to give up.
+    """
+
+    is_persistent = True
+    capacity_blocks = CAPACITY_BLOCKS
+    _numbers = itertools.count()
+
+    def __init__(
+        self, connect: Callable[[], ObjectStore], *, connections: int = 1, queue: QueueOptions | None = None
+    ) -> None:
+        self._connect = connect
+        self._connections = connections
+        self._queue = queue or QueueOptions()
+        self._prefix = f"case-{next(self._numbers)}"
+
+    def open(self, layout: KvLayout, faults: FaultInjector) -> RemoteTier:
+        """The prefix again."""
+        options = RemoteTierOptions(
+            budget_bytes=CAPACITY_BLOCKS * (HEADER_BYTES + layout.block_bytes),
+            prefix=self._prefix,
+            connections=self._connections,
+            queue=self._queue,
+        )
+        return RemoteTier(layout, self._connect(), options, wrap_medium=faults.wrap)
 
 
 def _host(layout: KvLayout, wrap_medium: WrapMedium, queue: QueueOptions, policy: HostPolicy) -> HostTier:

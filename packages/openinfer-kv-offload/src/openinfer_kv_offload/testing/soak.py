@@ -1,9 +1,12 @@
-"""Random use of every tier under random faults, and kills during writes; needs hypothesis.
+"""Random use of every tier under random faults, and kills during writes.
+
+Needs hypothesis, the extras valkey and s3, and the servers' wheels (`testing/servers.py`).
 
 python -m openinfer_kv_offload.testing.soak --steps 10000 --kills 50 --json FILE
 """
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +20,14 @@ from openinfer_core.provenance import provenance
 from openinfer_kv_cache.testing.tier_cases import TierCase
 from openinfer_kv_cache.testing.tier_machine import tier_machine
 from openinfer_kv_offload.host import HostPolicy
+from openinfer_kv_offload.object_store import ObjectStore
 from openinfer_kv_offload.queue import QueueOptions
+from openinfer_kv_offload.s3_store import S3Store
 from openinfer_kv_offload.stack import WriteMode
-from openinfer_kv_offload.testing.cases import DiskCase, HostCase, StackCase
+from openinfer_kv_offload.testing.cases import DiskCase, HostCase, RemoteCase, StackCase
 from openinfer_kv_offload.testing.kill_writer import KillReport, kill_writers
+from openinfer_kv_offload.testing.servers import S3_BUCKET, S3_ENVIRONMENT, S3Server, ValkeyServer
+from openinfer_kv_offload.valkey_store import ValkeyStore
 
 _STEPS_PER_EXAMPLE = 50
 
@@ -37,6 +44,11 @@ CASES: Mapping[str, Callable[[Path], TierCase]] = {
 """Makes an empty tier in an empty folder, by the name of its kind."""
 
 
+def remote_case(connect: Callable[[], ObjectStore]) -> TierCase:
+    """An empty tier on a running server, with several requests under way."""
+    return RemoteCase(connect, connections=3, queue=_NERVOUS)
+
+
 class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` writes; that it is written at all says that no machine saw a wrong byte."""
 
@@ -45,12 +57,11 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
     kills: KillReport
 
 
-def run_machine(name: str, folder: Path, *, steps: int) -> dict[str, int]:
-    """Uses one tier at random until `steps` rules have run, the same ones each time.
+def run_machine(make_case: Callable[[], TierCase], *, steps: int) -> dict[str, int]:
+    """Uses one kind of tier at random until `steps` rules have run, the same ones each time.
 
     Args:
-        name: of `CASES`.
-        folder: for everything that is stored.
+        make_case: returns an empty place each time.
         steps: at least so many.
 
     Returns:
@@ -59,7 +70,7 @@ def run_machine(name: str, folder: Path, *, steps: int) -> dict[str, int]:
     Raises:
         AssertionError: the tier broke its contract.
     """
-    machine, seen = tier_machine(lambda: CASES[name](Path(tempfile.mkdtemp(dir=folder))))
+    machine, seen = tier_machine(make_case)
     examples = max(steps // _STEPS_PER_EXAMPLE, 1)
     while seen["steps"] < steps:
         fixed = settings(
@@ -84,7 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="openinfer-soak-") as scratch:
-        machines = {name: run_machine(name, Path(scratch), steps=arguments.steps) for name in CASES}
+        machines = {
+            name: run_machine(
+                lambda make=make: make(Path(tempfile.mkdtemp(dir=scratch))),
+                steps=arguments.steps,
+            )
+            for name, make in CASES.items()
+        }
+        machines |= _run_remote_machines(Path(scratch), steps=arguments.steps)
         kills = kill_writers(Path(scratch) / "killed", kills=arguments.kills)
     report = SoakReport(machines=machines, kills=kills)
     content = {**msgspec.to_builtins(provenance()), **msgspec.to_builtins(report)}
@@ -93,6 +111,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json is not None:
         arguments.json.write_bytes(encoded)
     return 1 if kills.wrong_blocks or kills.lost_blocks else 0
+
+
+def _run_remote_machines(scratch: Path, *, steps: int) -> dict[str, dict[str, int]]:
+    """On servers of their own."""
+    os.environ.update(S3_ENVIRONMENT)
+    folders = {name: scratch / name for name in ("valkey", "s3")}
+    for folder in folders.values():
+        folder.mkdir()
+    with ValkeyServer(folders["valkey"]) as valkey, S3Server(folders["s3"]) as s3:
+        return {
+            "valkey": run_machine(lambda: remote_case(lambda: ValkeyStore(valkey.url)), steps=steps),
+            "s3": run_machine(lambda: remote_case(lambda: S3Store(S3_BUCKET, endpoint=s3.endpoint)), steps=steps),
+        }
 
 
 if __name__ == "__main__":

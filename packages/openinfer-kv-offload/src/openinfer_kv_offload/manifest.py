@@ -1,0 +1,41 @@
+"""What a store says of itself beside its blocks, wherever it is: format and layout."""
+
+import msgspec
+
+from openinfer_kv_cache import KvLayout, check_same_layout
+from openinfer_kv_offload.errors import StoreError
+
+FORMAT_VERSION = 1
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one store."""
+
+    version: int
+    layout: KvLayout
+
+
+def encode_manifest(layout: KvLayout) -> bytes:
+    """The manifest of a new store."""
+    return msgspec.json.encode(Manifest(version=FORMAT_VERSION, layout=layout))
+
+
+def check_manifest(encoded: bytes, layout: KvLayout, *, where: str) -> None:
+    """Compares a store's manifest with the layout that it is opened with.
+
+    Args:
+        encoded: as it was read.
+        layout: of the blocks of this process.
+        where: the manifest's place, for messages.
+
+    Raises:
+        LayoutMismatchError: the store holds another layout.
+        StoreError: these bytes are no manifest, or one of another release.
+    """
+    try:
+        manifest = msgspec.json.decode(encoded, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"{where} cannot be read: {error}; remove the store to begin anew") from error
+    if manifest.version != FORMAT_VERSION:
+        raise StoreError(f"{where} has format {manifest.version}; this release reads {FORMAT_VERSION}")
+    check_same_layout(layout, manifest.layout)

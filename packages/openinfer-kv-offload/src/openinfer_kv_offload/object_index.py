@@ -1,0 +1,128 @@
+"""`ObjectIndex`: which blocks a server has, as far as this process knows, who holds them, and which goes first.
+
+    filling ──add──► idle ⇄ held ──drop──► void ──last holder──► forgotten
+                      │
+                      └── make_room, forget ──► forgotten
+
+Found are idle and held ones. The least recently used idle one is given up first. Not thread-safe: the tier locks.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from openinfer_kv_cache import Digest, IntegrityError
+
+
+class KnownObject:
+    """A block on the server."""
+
+    __slots__ = ("digest", "holders", "is_void")
+
+    def __init__(self, digest: Digest) -> None:
+        self.digest = digest
+        self.holders = 0
+        self.is_void = False
+
+
+class ObjectIndex:
+    """Bookkeeping of the blocks of one store.
+
+    Args:
+        capacity_objects: that the store may have, with those on their way to it.
+    """
+
+    def __init__(self, capacity_objects: int) -> None:
+        self._capacity_objects = capacity_objects
+        self._known: dict[Digest, KnownObject] = {}
+        self._idle: OrderedDict[Digest, None] = OrderedDict()
+        self._num_filling = 0
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._known)
+
+    def __contains__(self, digest: Digest) -> bool:
+        return digest in self._known
+
+    def hold_prefix(self, digests: Sequence[Digest]) -> list[KnownObject]:
+        """Holds the longest beginning of `digests` that is known."""
+        held: list[KnownObject] = []
+        for digest in digests:
+            known = self._known.get(digest)
+            if known is None:
+                break
+            if not known.holders:
+                del self._idle[digest]
+            known.holders += 1
+            held.append(known)
+        return held
+
+    def release(self, held: Sequence[KnownObject]) -> None:
+        """Gives held blocks back, the tail of a chain before its head, so that the tail is given up first."""
+        for known in reversed(held):
+            known.holders -= 1
+            if not known.holders and not known.is_void:
+                self._idle[known.digest] = None
+
+    def make_room(self) -> list[Digest] | None:
+        """Counts one more block as filling; returns those to delete for it, or None if all others are held."""
+        excess = len(self._known) + self._num_filling + 1 - self._capacity_objects
+        if excess > len(self._idle):
+            return None
+        self._num_filling += 1
+        return [self._evict() for _ in range(max(excess, 0))]
+
+    def end_filling(self) -> None:
+        """A block that `make_room` counted is on the server, or will not be."""
+        self._num_filling -= 1
+
+    def add(self, digests: Iterable[Digest]) -> int:
+        """Makes blocks findable; returns how many were not."""
+        added = 0
+        for digest in digests:
+            if digest not in self._known:
+                self._known[digest] = KnownObject(digest)
+                self._idle[digest] = None
+                added += 1
+        return added
+
+    def drop(self, held: KnownObject) -> bool:
+        """Makes a held block unfindable at once; False if it was already."""
+        if held.is_void or self._known.get(held.digest) is not held:
+            return False
+        held.is_void = True
+        del self._known[held.digest]
+        return True
+
+    def forget(self, digests: Iterable[Digest]) -> int:
+        """Makes blocks unfindable that the server has no longer; returns how many were idle."""
+        forgotten = 0
+        for digest in digests:
+            known = self._known.get(digest)
+            if known is not None and not known.holders:
+                del self._known[digest], self._idle[digest]
+                forgotten += 1
+        return forgotten
+
+    def digests(self) -> set[Digest]:
+        """Of all blocks that can be found."""
+        return set(self._known)
+
+    def check_integrity(self) -> None:
+        """Compares everything it knows.
+
+        Raises:
+            IntegrityError: the books contradict themselves.
+        """
+        idle = {digest for digest, known in self._known.items() if not known.holders}
+        if idle != set(self._idle):
+            raise IntegrityError(f"{len(idle)} objects are idle and {len(self._idle)} are listed")
+        if any(known.is_void or known.digest != digest for digest, known in self._known.items()):
+            raise IntegrityError("a void object, or another one, can be found")
+        if self._num_filling < 0:
+            raise IntegrityError(f"{self._num_filling} objects are being filled")
+
+    def _evict(self) -> Digest:
+        digest, _ = self._idle.popitem(last=False)
+        del self._known[digest]
+        return digest

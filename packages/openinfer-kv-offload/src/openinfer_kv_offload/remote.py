@@ -1,0 +1,301 @@
+"""`RemoteTier`: KV blocks as objects on a server that several machines share."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierFailure, TierHit, Transfer
+from openinfer_kv_offload.arena import Medium, WrapMedium, as_it_is
+from openinfer_kv_offload.errors import StoreError, TierConfigError
+from openinfer_kv_offload.failures import BlockFault
+from openinfer_kv_offload.hit import HeldHit
+from openinfer_kv_offload.in_order import run_in_order
+from openinfer_kv_offload.manifest import check_manifest, encode_manifest
+from openinfer_kv_offload.memory import check_blocks, copy_bytes
+from openinfer_kv_offload.object_index import KnownObject, ObjectIndex
+from openinfer_kv_offload.object_store import ObjectMedium, ObjectStore
+from openinfer_kv_offload.queue import QueueOptions, TransferQueue
+from openinfer_kv_offload.record import HEADER_BYTES, decode_header, encode_header
+from openinfer_kv_offload.stamp import Stamper
+from openinfer_kv_offload.store import Access
+from openinfer_kv_offload.tally import Tally
+from openinfer_kv_offload.transfer import BlockTransfer
+
+
+class RemoteTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one `RemoteTier`.
+
+    Raises:
+        TierConfigError: a field is out of range.
+    """
+
+    budget_bytes: int
+    """Of all objects under the prefix; a process that writes deletes the least recently used to stay below."""
+    prefix: str = "openinfer"
+    """Of every key; blocks of one layout have one of their own."""
+    access: Access = Access.WRITE
+    """Any number of processes may write."""
+    connections: int = 8
+    """Objects that move at the same time."""
+    refresh_s: float = 30.0
+    """After a miss, how old the list of what other processes have saved may be."""
+    queue: QueueOptions = QueueOptions()
+
+    def __post_init__(self) -> None:
+        if not self.prefix or not self.prefix.isprintable() or self.prefix.strip("/") != self.prefix:
+            raise TierConfigError(f"prefix is {self.prefix!r}; it must have characters, and no slash at its ends")
+        if self.connections < 1:
+            raise TierConfigError(f"connections is {self.connections}; it must be 1 or more")
+        if self.refresh_s <= 0:
+            raise TierConfigError(f"refresh_s is {self.refresh_s}; it must be more than 0")
+
+
+class RemoteHit(HeldHit[KnownObject]):
+    """Blocks held in a `RemoteTier`: this process does not delete them; another one may, which ends the load short."""
+
+    __slots__ = ()
+
+
+class RemoteTier:
+    """One object per block, with its checksum; found by a list in memory, which `find` asks and never the server.
+
+    `PREFIX/layout` holds the layout, `PREFIX/block/DIGEST` a record as in a segment file. What other processes save is
+    seen when the keys are listed: at the beginning, and in the background after a miss. Bytes pass through a buffer of
+    the moving thread and reach the caller's blocks only when their checksum fits, so a deadline is met even while the
+    server hangs.
+
+    Args:
+        layout: of the blocks. store: the server; the tier closes it. options: prefix and budget.
+            name: for counters and logs. clock: seconds that never run back. wrap_medium: put between the tier and
+            each object, for tests.
+
+    Raises:
+        LayoutMismatchError: the prefix holds blocks of another layout.
+        StoreError: the server cannot be reached or refuses, or there is nothing to read.
+        TierConfigError: not one block fits into the budget.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        store: ObjectStore,
+        options: RemoteTierOptions,
+        *,
+        name: str = "remote",
+        clock: Callable[[], float] = time.monotonic,
+        wrap_medium: WrapMedium = as_it_is,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.accepts_saves = options.access is Access.WRITE
+        self._object_bytes = HEADER_BYTES + layout.block_bytes
+        if options.budget_bytes < self._object_bytes:
+            raise TierConfigError(
+                f"budget_bytes of {name} is {options.budget_bytes}; one block needs {self._object_bytes}"
+            )
+        self._options = options
+        self._store = store
+        self._wrap_medium = wrap_medium
+        self._stamper = Stamper(layout)
+        self._index = ObjectIndex(options.budget_bytes // self._object_bytes)
+        self._lock = threading.Lock()
+        self._buffers = threading.local()
+        self._clock = clock
+        self._tally = Tally(name)
+        self._attach()
+        self._queue = TransferQueue(name, options.queue, self._tally, clock=clock)
+        self._connections = ThreadPoolExecutor(options.connections, thread_name_prefix=f"kv-tier-{name}-connection")
+
+    # The caller's side.
+
+    def find(self, digests: Sequence[Digest]) -> RemoteHit:
+        """The longest beginning that is known to be stored; held until the hit is closed or its load has ended."""
+        held: list[KnownObject] = []
+        if not self._queue.is_refusing:
+            with self._lock:
+                held = self._index.hold_prefix(digests)
+            if len(held) < len(digests):
+                self._refresh_soon()
+        self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
+        return RemoteHit(held, self._release)
+
+    def load(self, hit: TierHit, blocks: Sequence[memoryview], *, timeout_s: float | None = None) -> Transfer:
+        """Begins to fetch a hit's blocks into writable memory."""
+        if not isinstance(hit, RemoteHit) or hit.held is None:
+            raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
+        check_blocks(blocks, self.layout, num_blocks=len(hit.digests), writable=True)
+        held, hit.held = hit.held, None
+        return self._queue.submit(
+            lambda transfer: self._load(transfer, held, blocks),
+            num_blocks=len(held),
+            timeout_s=timeout_s,
+            release=lambda: self._release(held),
+        )
+
+    def save(
+        self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
+    ) -> Transfer:
+        """Begins to store sealed blocks.
+
+        Raises:
+            KvTierError: as the contract says, or this process only reads the store.
+        """
+        if not self.accepts_saves:
+            raise KvTierError(f"tier {self.name} was opened with access=read; other processes write to it")
+        check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
+        return self._queue.submit(
+            lambda transfer: self._save(transfer, digests, blocks),
+            num_blocks=len(digests),
+            timeout_s=timeout_s,
+            release=lambda: None,
+        )
+
+    def refresh(self) -> None:
+        """Lists what the server has, in this thread; `find` asks for it by itself, in the background.
+
+        Raises:
+            OSError: the server cannot be reached, or refuses.
+        """
+        self._next_refresh_s = self._clock() + self._options.refresh_s
+        with self._lock:
+            before = self._index.digests()
+        prefix = self._key(b"")
+        listed = {digest for key in self._store.list(prefix) if (digest := _parse(key.removeprefix(prefix)))}
+        with self._lock:
+            self._index.add(listed - before)
+            forgotten = self._index.forget(before - listed)
+        self._tally.lost(evicted_blocks=forgotten)
+
+    def counters(self) -> tuple[TierCounters, ...]:
+        """One."""
+        return (self._tally.counters(stored_blocks=len(self._index)),)
+
+    def close(self) -> None:
+        """Stops its threads and gives its connections back; one that hangs ends with its own time limit."""
+        has_stopped = self._queue.close()
+        self._connections.shutdown(wait=False, cancel_futures=True)
+        if has_stopped:
+            self._store.close()
+
+    def check_integrity(self) -> None:
+        """Compares everything the tier knows.
+
+        Raises:
+            IntegrityError: its books contradict themselves: a bug.
+        """
+        with self._lock:
+            self._index.check_integrity()
+
+    # The threads' side.
+
+    def _load(self, transfer: BlockTransfer, held: Sequence[KnownObject], blocks: Sequence[memoryview]) -> None:
+        fetches = [functools.partial(self._fetch, transfer, *each) for each in zip(held, blocks, strict=True)]
+        self._run(fetches, transfer)
+
+    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[memoryview]) -> None:
+        puts = [functools.partial(self._put, transfer, *each) for each in zip(digests, blocks, strict=True)]
+        self._run(puts, transfer)
+
+    def _run(self, tasks: Sequence[Callable[[], None]], transfer: BlockTransfer) -> None:
+        run_in_order(self._connections, tasks, window=self._options.connections, on_end=transfer.land)
+
+    def _fetch(self, transfer: BlockTransfer, known: KnownObject, block: memoryview) -> None:
+        buffer = self._buffer()
+        payload = buffer[HEADER_BYTES:]
+        with transfer.touching():
+            pass  # else what has ended in the meantime would be fetched for nobody
+        try:
+            self._medium(known.digest).read(0, buffer)
+        except BlockFault:
+            self._tally.lost(evicted_blocks=int(self._drop(known)))
+            raise
+        if not self._stamper.is_intact(known.digest, decode_header(buffer), payload):
+            self._tally.lost(corrupt_blocks=int(self._drop(known)))
+            self._delete([known.digest])
+            raise BlockFault(TierFailure.CORRUPT)
+        with transfer.touching():
+            copy_bytes(block, payload)
+        self._tally.moved(loaded_blocks=1)
+
+    def _put(self, transfer: BlockTransfer, digest: Digest, block: memoryview) -> None:
+        if digest in self._index:
+            return
+        buffer = self._buffer()
+        with transfer.touching():
+            header = self._stamper.header(digest, block)
+            copy_bytes(buffer[HEADER_BYTES:], block)
+        buffer[:HEADER_BYTES] = encode_header(header)
+        with self._lock:
+            evicted = self._index.make_room()
+        if evicted is None:
+            raise BlockFault(TierFailure.BUSY)
+        added = 0
+        try:
+            self._delete(evicted)
+            self._tally.lost(evicted_blocks=len(evicted))
+            self._medium(digest).write(0, [buffer])
+            with self._lock:
+                added = self._index.add([digest])
+        finally:
+            with self._lock:
+                self._index.end_filling()
+        self._tally.moved(saved_blocks=added)
+
+    def _delete(self, digests: Sequence[Digest]) -> None:
+        if digests and self.accepts_saves:
+            self._store.delete([self._key(digest) for digest in digests])
+
+    def _drop(self, known: KnownObject) -> bool:
+        with self._lock:
+            return self._index.drop(known)
+
+    def _medium(self, digest: Digest) -> Medium:
+        return self._wrap_medium(ObjectMedium(self._store, self._key(digest)))
+
+    def _key(self, digest: bytes) -> str:
+        return f"{self._options.prefix}/block/{digest.hex()}"
+
+    def _buffer(self) -> memoryview:
+        """One record of memory for each thread."""
+        buffer: memoryview | None = getattr(self._buffers, "record", None)
+        if buffer is None:
+            buffer = memoryview(bytearray(self._object_bytes))
+            self._buffers.record = buffer
+        return buffer
+
+    def _attach(self) -> None:
+        """Checks that the prefix is for this layout, and lists its blocks."""
+        key = f"{self._options.prefix}/layout"
+        where = f"{self._store.address}, {key}"
+        try:
+            if self._store.get(key) is None and self.accepts_saves:
+                self._store.put(key, encode_manifest(self.layout))
+            # Read back: of two processes that began at the same moment, one has written last.
+            manifest = self._store.get(key)
+            if manifest is None:
+                raise StoreError(f"{where} is not there; start a process that writes to this prefix first")
+            check_manifest(bytes(manifest), self.layout, where=where)
+            self.refresh()
+        except OSError as error:
+            raise StoreError(f"{self._store.address} cannot be used: {error}") from error
+
+    def _refresh_soon(self) -> None:
+        if self._clock() >= self._next_refresh_s:
+            self._next_refresh_s = self._clock() + self._options.refresh_s
+            self._queue.run_soon(self.refresh)
+
+    def _release(self, held: list[KnownObject]) -> None:
+        with self._lock:
+            self._index.release(held)
+
+
+def _parse(name: str) -> Digest | None:
+    """The digest that a key ends with; None for what is not ours."""
+    try:
+        return Digest(bytes.fromhex(name)) if len(name) == 32 else None
+    except ValueError:
+        return None

@@ -1,0 +1,51 @@
+"""Sizes and `NAME=VALUE` fields, as tiers are set up with them."""
+
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from openinfer_kv_offload.errors import TierConfigError
+
+_SIZE = re.compile(r"(\d+)(KiB|MiB|GiB|TiB)")
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_Options = TypeVar("_Options", bound=msgspec.Struct)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `64GiB`.
+
+    Raises:
+        TierConfigError: it is not a whole number and a unit.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise TierConfigError(f"{text!r} is not a size; write a whole number and KiB, MiB, GiB or TiB, as in 64GiB")
+    return int(match.group(1)) * _UNITS[match.group(2)]
+
+
+def parse_fields(given: dict[str, int | str], fields: Sequence[str]) -> dict[str, int | str]:
+    """`given` and the fields `NAME=VALUE`.
+
+    Raises:
+        TierConfigError: one is not of that form, or is there twice.
+    """
+    for field in fields:
+        name, equals, value = field.partition("=")
+        if not equals or name in given:
+            raise TierConfigError(f"{field!r} is not one more NAME=VALUE")
+        given[name] = value
+    return given
+
+
+def convert(given: dict[str, int | str], kind: type[_Options]) -> _Options:
+    """The options that the fields mean.
+
+    Raises:
+        TierConfigError: a field is unknown or out of range.
+    """
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise TierConfigError(f"{kind.__name__}: {error}; fields are {', '.join(kind.__struct_fields__)}") from error
