@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openinfer_kernels import RopeConfigError, RopeParameters, YarnScaling, attention_factor, rope_table
+from openinfer_kernels import (
+    RopeConfigError,
+    RopeParameters,
+    YarnScaling,
+    attention_factor,
+    rope_table,
+    softmax_factor,
+)
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 1024}
 INVERSE_FREQUENCIES_OF_TRANSFORMERS = [
@@ -198,3 +205,18 @@ def test_from_config_yarn_takes_what_it_leaves_out_from_the_lengths():
 def test_from_config_what_is_unknown_or_impossible_is_refused_by_name(config, names):
     with pytest.raises(RopeConfigError, match=names):
         RopeParameters.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("factor", "mscale_all_dim", "head_dim", "scale"),
+    [(40.0, 0.707, 192, 0.1147213868), (32.0, 1.0, 192, 0.1308607999), (64.0, 1.0, 192, 0.1446796258)],
+)
+def test_softmax_factor_of_the_published_settings(factor, mscale_all_dim, head_dim, scale):
+    """DeepSeek-V2-Lite's, and Kimi-K2's with either factor."""
+    yarn = YarnScaling(factor=factor, original_max_position_embeddings=4096, mscale_all_dim=mscale_all_dim)
+    assert softmax_factor(yarn) * head_dim**-0.5 == pytest.approx(scale, rel=1e-9)
+
+
+def test_softmax_factor_without_magnitude_is_one():
+    assert softmax_factor(None) == 1.0
+    assert softmax_factor(YarnScaling(factor=4.0, original_max_position_embeddings=64)) == 1.0

@@ -26,7 +26,7 @@ from openinfer_kernels.ops import (
     SamplingBatch,
     TokenMask,
 )
-from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor, rope_table
+from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor, rope_table, softmax_factor
 from openinfer_kernels.weights import RandomWeight, WeightPart
 
 __all__ = [
@@ -54,4 +54,5 @@ __all__ = [
     "YarnScaling",
     "attention_factor",
     "rope_table",
+    "softmax_factor",
 ]

@@ -167,6 +167,8 @@ WITHOUT_GPU_KERNEL = (
     "gated_delta_rule",
     "gated_qk_norm_rope_append",
     "gated_rms_norm",
+    "latent_attention",
+    "latent_norm_rope_append",
     "output_gate",
     "zero_centred_rms_norm",
 )

@@ -25,6 +25,8 @@ PROVIDABLE = (
     "gated_delta_rule",
     "gated_qk_norm_rope_append",
     "gated_rms_norm",
+    "latent_attention",
+    "latent_norm_rope_append",
     "linear",
     "linear_swiglu",
     "logits",

@@ -118,6 +118,14 @@ def attention_factor(yarn: YarnScaling) -> float:
     return _mscale(yarn.factor, 1.0)
 
 
+def softmax_factor(yarn: YarnScaling | None) -> float:
+    """What DeepSeek's models multiply the scale of their scores by: the square of YaRN's magnitude.
+
+    `DeepseekV2Attention` of transformers: `(0.1 mscale_all_dim ln(factor) + 1)^2`, and 1 without `mscale_all_dim`.
+    """
+    return 1.0 if yarn is None or not yarn.mscale_all_dim else _mscale(yarn.factor, yarn.mscale_all_dim) ** 2
+
+
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.gated_delta_rule import gated_delta_rule
+from openinfer_kernels.cpu.latent_attention import latent_queries, latent_values
 from openinfer_kernels.cpu.linear import linear, swiglu
 from openinfer_kernels.cpu.ops import CpuOps
+from openinfer_kernels.latent_forms import LatentShape
 from openinfer_kernels.ops import Array, AttentionBatch
 
 TOKENS = 8
@@ -37,6 +39,12 @@ class BatchInvariantCpuOps(CpuOps):
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `openinfer_kernels.cpu.attention`."""
         return _paged_attention(q, kv_cache[:, layer], batch=batch, scale=scale)
+
+    def latent_attention(
+        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
+    ) -> Array:
+        """Absorbed, however long a row is. See `openinfer_kernels.cpu.latent_attention`."""
+        return _latent_attention(q, kv_cache, kv_b_proj=kv_b_proj, layer=layer, batch=batch, scale=scale)
 
     def gated_delta_rule(
         self,
@@ -69,6 +77,32 @@ def _slices(x: NDArray[Any]) -> NDArray[Any]:
     missing = -len(x) % TOKENS
     padded = np.concatenate((x, np.zeros((missing, *x.shape[1:]), x.dtype))) if missing else x
     return padded.reshape(-1, TOKENS, *x.shape[1:])
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _latent_attention(
+    q: NDArray[Any],
+    kv_cache: NDArray[Any],
+    *,
+    kv_b_proj: NDArray[Any],
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+) -> NDArray[Any]:
+    """Attention over latents, which are one head's keys and, but for their rotated part, its values."""
+    shape = LatentShape.of(q.shape, kv_cache.shape, kv_b_proj.shape)
+    by_head = kv_b_proj.reshape(shape.num_heads, -1, shape.latent_dim)
+    queries = np.concatenate([latent_queries(tokens, by_head, shape) for tokens in _slices_by_head(q)], axis=1)
+    both = np.broadcast_to(kv_cache[:, layer], (len(kv_cache), 2, *kv_cache.shape[3:]))
+    mixed = _paged_attention(queries.swapaxes(0, 1)[: len(q)], both, batch=batch, scale=scale)
+    latents = mixed.reshape(len(q), shape.num_heads, -1)[..., : shape.latent_dim]
+    values = np.concatenate([latent_values(tokens, by_head, shape) for tokens in _slices_by_head(latents)], axis=1)
+    return values.swapaxes(0, 1)[: len(q)].reshape(len(q), -1)
+
+
+def _slices_by_head(x: NDArray[Any]) -> NDArray[Any]:
+    """`x [T, H, n]` as `[slices, H, TOKENS, n]`, zeros behind the last."""
+    return np.ascontiguousarray(_slices(x).swapaxes(1, 2))
 
 
 @np.errstate(over="ignore", invalid="ignore")

@@ -12,6 +12,7 @@ from openinfer_kernels.cpu.causal_conv import causal_conv_silu
 from openinfer_kernels.cpu.embedding import embedding
 from openinfer_kernels.cpu.gated_attention import gated_qk_norm_rope_append, output_gate
 from openinfer_kernels.cpu.gated_delta_rule import gated_delta_rule
+from openinfer_kernels.cpu.latent_attention import CpuLatentAttentionOps
 from openinfer_kernels.cpu.linear import linear, linear_swiglu
 from openinfer_kernels.cpu.logprobs import logprobs
 from openinfer_kernels.cpu.norm import (
@@ -28,7 +29,7 @@ from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, Sa
 from openinfer_kernels.weights import WeightPart
 
 
-class CpuOps:
+class CpuOps(CpuLatentAttentionOps):
     """`openinfer_kernels.Ops` in host memory. It has no state: threads may share one."""
 
     @property

@@ -158,6 +158,8 @@ class CudaOps:
     gated_rms_norm = missing_on_gpu("gated_rms_norm")
     gated_qk_norm_rope_append = missing_on_gpu("gated_qk_norm_rope_append")
     output_gate = missing_on_gpu("output_gate")
+    latent_norm_rope_append = missing_on_gpu("latent_norm_rope_append")
+    latent_attention = missing_on_gpu("latent_attention")
     causal_conv_silu = missing_on_gpu("causal_conv_silu")
     gated_delta_rule = missing_on_gpu("gated_delta_rule")
 

@@ -17,6 +17,7 @@ from openinfer_kernels.ops.arrays import Array, HostArray
 from openinfer_kernels.ops.attention import AttentionOps
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.dense import DenseOps
+from openinfer_kernels.ops.latent_attention import LatentAttentionOps
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
 from openinfer_kernels.ops.memory import MemoryOps
 from openinfer_kernels.ops.norms import NormOps
@@ -29,6 +30,7 @@ __all__ = [
     "Bias",
     "DenseOps",
     "HostArray",
+    "LatentAttentionOps",
     "LinearAttentionOps",
     "Logprobs",
     "MemoryOps",
@@ -41,7 +43,7 @@ __all__ = [
 ]
 
 
-class Ops(MemoryOps, DenseOps, NormOps, AttentionOps, LinearAttentionOps, SamplingOps, Protocol):
+class Ops(MemoryOps, DenseOps, NormOps, AttentionOps, LinearAttentionOps, LatentAttentionOps, SamplingOps, Protocol):
     """The operators of one device. Inputs are checked by the caller once per shape, not per call.
 
     Every method returns new arrays unless its docstring says what it mutates.

@@ -33,6 +33,9 @@ class AttentionBatch:
     """Largest number of tokens in one row."""
     max_context_tokens: int
     """Largest entry of `context_lens`."""
+    chunk_context_tokens: int | None = None
+    """Sum of `context_lens` over the rows of several tokens, at least; None where the host does not know them, as in a
+    captured step. What is made per token of a context finds its room by it."""
     state_slots: Array | None = None
     """`[R]` slot of each row's recurrent states; None for a model that has none.
 

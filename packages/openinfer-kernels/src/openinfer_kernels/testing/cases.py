@@ -9,7 +9,7 @@ import numpy as np
 
 from openinfer_kernels.ops import HostArray
 from openinfer_kernels.rope import RopeParameters, rope_table
-from openinfer_kernels.testing.paged import make_paged_case, make_state_case
+from openinfer_kernels.testing.paged import PagedCase, make_paged_case, make_state_case
 
 _HEAD_DIM = 64
 _BLOCK_TOKENS = 16
@@ -117,6 +117,63 @@ def _paged_attention(rng: np.random.Generator) -> Iterable[Case]:
             yield Case(name=name, positional=(q, case.kv_cache), keywords=keywords)
 
 
+_LATENT = {"latent_dim": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
+"""The sizes of every published model with latent attention, which implementations may be made for."""
+
+
+def _latent_cases(rng: np.random.Generator) -> Iterable[tuple[int, PagedCase]]:
+    """Query heads, and rows over a cache of latents; one of them is long enough to be expanded."""
+    for rows, heads in ((_ROWS, 16), (((300, 200), (5, 1)), 2)):
+        case = make_paged_case(
+            rng,
+            rows,
+            num_kv_heads=1,
+            head_dim=_LATENT["latent_dim"] + _LATENT["rope_dim"],
+            block_tokens=_BLOCK_TOKENS,
+        )
+        case.kv_cache = np.ascontiguousarray(case.kv_cache[:, :, :1])  # a latent is key and value
+        yield heads, case
+
+
+def _latent_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
+    head_dim = _LATENT["nope_dim"] + _LATENT["rope_dim"]
+    for heads, case in _latent_cases(rng):
+        cache_slots = case.batch.cache_slots.copy()
+        cache_slots[-2:] = -1
+        keywords = {
+            "head_dim": head_dim,
+            "norm": _floats(rng, _LATENT["latent_dim"]),
+            "eps": 1e-6,
+            "rope": rope_table(RopeParameters(theta=1e4), head_dim=_LATENT["rope_dim"], positions=512),
+            "kv_cache": case.kv_cache,
+            "layer": 1,
+            "batch": dataclasses.replace(case.batch, cache_slots=cache_slots),
+        }
+        q = _with_nan(_floats(rng, case.num_tokens, heads * head_dim))
+        latent = _with_nan(_floats(rng, case.num_tokens, _LATENT["latent_dim"] + _LATENT["rope_dim"]))
+        yield Case(
+            name=f"{heads} heads",
+            positional=(q, latent),
+            keywords=keywords,
+            mutated=("kv_cache",),
+            exact=("rope",),
+        )
+
+
+def _latent_attention(rng: np.random.Generator) -> Iterable[Case]:
+    head_dim = _LATENT["nope_dim"] + _LATENT["rope_dim"]
+    for heads, case in _latent_cases(rng):
+        rows = heads * (_LATENT["nope_dim"] + _LATENT["value_dim"])
+        keywords = {
+            "kv_b_proj": _floats(rng, rows, _LATENT["latent_dim"]) / np.float32(np.sqrt(_LATENT["latent_dim"])),
+            "layer": 1,
+            "batch": case.batch,
+            "scale": head_dim**-0.5,
+        }
+        q = _with_nan(_floats(rng, case.num_tokens, heads, head_dim))
+        yield Case(name=f"{heads} heads", positional=(q, case.kv_cache), keywords=keywords)
+
+
 def _zero_centred_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, h in ((1, 8), (3, 200), (9, 1025)):
         x = _with_nan(_floats(rng, tokens, h) * np.float32(3))
@@ -206,6 +263,8 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "gated_delta_rule": _gated_delta_rule,
     "gated_qk_norm_rope_append": _gated_qk_norm_rope_append,
     "gated_rms_norm": _gated_rms_norm,
+    "latent_attention": _latent_attention,
+    "latent_norm_rope_append": _latent_norm_rope_append,
     "linear": _linear,
     "linear_swiglu": _linear_swiglu,
     "logits": _logits,

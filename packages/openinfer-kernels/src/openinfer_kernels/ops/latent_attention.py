@@ -1,0 +1,71 @@
+"""Attention over a paged cache of latents: one compressed vector per token, from which every head's key and value come.
+
+DeepSeek-AI 2024, "DeepSeek-V2", section 2.1, multi-head latent attention. Letters beside those of the package: `r`
+dimensions of the latent, `dr` rotated dimensions, `dn` and `dv` dimensions of a head's unrotated key and of its value.
+"""
+
+from typing import Protocol
+
+from openinfer_kernels.ops.arrays import Array
+from openinfer_kernels.ops.batch import AttentionBatch
+
+
+class LatentAttentionOps(Protocol):
+    """Attention over a paged cache of latents."""
+
+    def latent_norm_rope_append(
+        self,
+        q: Array,
+        latent: Array,
+        *,
+        head_dim: int,
+        norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """RMSNorm of the latent, RoPE of its key and of the queries, then latent and key into the cache.
+
+        Args:
+            q: `[T, H (dn + dr)]`, of each head the unrotated dimensions, then those to be rotated. It and `latent` may
+                be columns of a wider array.
+            latent: `[T, r + dr]`, the latent, then the key that all heads share.
+            head_dim: `dn + dr`.
+            norm: `[r]`.
+            eps: of the norm.
+            rope: `[2, positions, dr / 2]` float32, cosines then sines (`rope_table`).
+            kv_cache: `[blocks, layers, 1, 1, B, r + dr]`, mutated: the entries that `batch.cache_slots` name in this
+                layer.
+            layer: index into the layer axis.
+            batch: positions and cache slots of the tokens.
+
+        Returns:
+            `[T, H, dn + dr]` queries after RoPE. Pairs are `(2 i, 2 i + 1)`, as Su et al. 2021, "RoFormer", eq. 34 has
+            them, in queries and keys alike.
+        """
+        ...
+
+    def latent_attention(
+        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
+    ) -> Array:
+        """Causal attention of each row's tokens over its paged latents, softmax in float32.
+
+        With `[Wk_j; Wv_j]` the rows of head `j`, its key at a position is `Wk_j latent` beside the shared rotated key,
+        and its value `Wv_j latent`. A token at position p sees positions 0..p. An implementation computes keys and
+        values (the expanded form), or multiplies the query by `Wk_j` and the mixed latents by `Wv_j` (the absorbed
+        form, DeepSeek-V2, section 2.1.2), whichever is less work for a row: in exact arithmetic they are equal.
+
+        Args:
+            q: `[T, H, dn + dr]`, as `latent_norm_rope_append` returns it.
+            kv_cache: `[blocks, layers, 1, 1, B, r + dr]`, this step's tokens already appended.
+            kv_b_proj: `[H (dn + dv), r]`, of each head the rows of its key, then those of its value.
+            layer: index into the layer axis.
+            batch: rows of any length.
+            scale: multiplies the scores.
+
+        Returns:
+            `[T, H dv]`.
+        """
+        ...
