@@ -164,12 +164,19 @@ SERVINGS = (
 WITHOUT_GPU_KERNEL = (
     "add_zero_centred_rms_norm",
     "causal_conv_silu",
+    "experts",
     "gated_delta_rule",
     "gated_qk_norm_rope_append",
     "gated_rms_norm",
     "latent_attention",
     "latent_norm_rope_append",
     "output_gate",
+    "quantised_linear",
+    "rounded",
+    "swiglu",
+    "table_experts",
+    "top_experts",
+    "upload_quantised",
     "zero_centred_rms_norm",
 )
 """Operators that the CPU alone serves so far; the CUDA operators refuse them by name."""

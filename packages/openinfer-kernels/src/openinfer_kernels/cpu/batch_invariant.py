@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.cpu.experts import experts
 from openinfer_kernels.cpu.gated_delta_rule import gated_delta_rule
 from openinfer_kernels.cpu.latent_attention import latent_queries, latent_values
 from openinfer_kernels.cpu.linear import linear, swiglu
 from openinfer_kernels.cpu.ops import CpuOps
+from openinfer_kernels.cpu.quantised import widened
 from openinfer_kernels.latent_forms import LatentShape
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, ExpertChoice, QuantisedWeight, Weight
 
 TOKENS = 8
 KEYS = 64
@@ -35,6 +37,27 @@ class BatchInvariantCpuOps(CpuOps):
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
         """See `openinfer_kernels.cpu.linear`."""
         return swiglu(_sliced_linear(x, gate_up))
+
+    def experts(
+        self,
+        x: Array,
+        choice: ExpertChoice,
+        gate_up: Weight,
+        down: Weight,
+        *,
+        first_expert: int = 0,
+        limit: float | None = None,
+        shared: Array | None = None,
+    ) -> Array:
+        """See `openinfer_kernels.cpu.experts`."""
+        multiply = _sliced_linear
+        return experts(
+            x, choice, gate_up, down, first_expert=first_expert, limit=limit, shared=shared, multiply=multiply
+        )
+
+    def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
+        """See `openinfer_kernels.cpu.quantised`."""
+        return _sliced_linear(x, widened(weight))
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `openinfer_kernels.cpu.attention`."""

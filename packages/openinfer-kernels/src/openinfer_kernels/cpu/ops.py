@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from openinfer_kernels.cpu.attention import paged_attention
 from openinfer_kernels.cpu.causal_conv import causal_conv_silu
 from openinfer_kernels.cpu.embedding import embedding
+from openinfer_kernels.cpu.expert_ops import CpuExpertOps
 from openinfer_kernels.cpu.gated_attention import gated_qk_norm_rope_append, output_gate
 from openinfer_kernels.cpu.gated_delta_rule import gated_delta_rule
 from openinfer_kernels.cpu.latent_attention import CpuLatentAttentionOps
@@ -29,7 +30,7 @@ from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, Sa
 from openinfer_kernels.weights import WeightPart
 
 
-class CpuOps(CpuLatentAttentionOps):
+class CpuOps(CpuLatentAttentionOps, CpuExpertOps):
     """`openinfer_kernels.Ops` in host memory. It has no state: threads may share one."""
 
     @property

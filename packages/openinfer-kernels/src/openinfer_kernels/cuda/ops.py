@@ -163,6 +163,14 @@ class CudaOps:
     causal_conv_silu = missing_on_gpu("causal_conv_silu")
     gated_delta_rule = missing_on_gpu("gated_delta_rule")
 
+    experts = missing_on_gpu("experts")
+    quantised_linear = missing_on_gpu("quantised_linear")
+    rounded = missing_on_gpu("rounded")
+    swiglu = missing_on_gpu("swiglu")
+    table_experts = missing_on_gpu("table_experts")
+    top_experts = missing_on_gpu("top_experts")
+    upload_quantised = missing_on_gpu("upload_quantised")
+
     # --- sampling ---------------------------------------------------------------------------------------
 
     def sample(self, logits: Array, sampling: SamplingBatch) -> Array:

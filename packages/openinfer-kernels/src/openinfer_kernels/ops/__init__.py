@@ -18,9 +18,11 @@ from openinfer_kernels.ops.attention import AttentionOps
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.dense import DenseOps
 from openinfer_kernels.ops.latent_attention import LatentAttentionOps
+from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, Routing, Scoring
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
 from openinfer_kernels.ops.memory import MemoryOps
 from openinfer_kernels.ops.norms import NormOps
+from openinfer_kernels.ops.quantised import QuantisedOps, QuantisedWeight, Weight
 from openinfer_kernels.ops.sampling import Bias, Logprobs, Penalties, SamplingBatch, SamplingOps, TokenMask
 
 __all__ = [
@@ -29,6 +31,9 @@ __all__ = [
     "AttentionOps",
     "Bias",
     "DenseOps",
+    "ExpertChoice",
+    "ExpertOps",
+    "GroupScore",
     "HostArray",
     "LatentAttentionOps",
     "LinearAttentionOps",
@@ -37,13 +42,29 @@ __all__ = [
     "NormOps",
     "Ops",
     "Penalties",
+    "QuantisedOps",
+    "QuantisedWeight",
+    "Routing",
     "SamplingBatch",
     "SamplingOps",
+    "Scoring",
     "TokenMask",
+    "Weight",
 ]
 
 
-class Ops(MemoryOps, DenseOps, NormOps, AttentionOps, LinearAttentionOps, LatentAttentionOps, SamplingOps, Protocol):
+class Ops(
+    MemoryOps,
+    DenseOps,
+    NormOps,
+    AttentionOps,
+    LinearAttentionOps,
+    LatentAttentionOps,
+    ExpertOps,
+    QuantisedOps,
+    SamplingOps,
+    Protocol,
+):
     """The operators of one device. Inputs are checked by the caller once per shape, not per call.
 
     Every method returns new arrays unless its docstring says what it mutates.
