@@ -86,12 +86,13 @@ class ObjectIndex:
                 added += 1
         return added
 
-    def drop(self, held: KnownObject) -> bool:
-        """Makes a held block unfindable at once; False if it was already."""
-        if held.is_void or self._known.get(held.digest) is not held:
+    def drop(self, known: KnownObject) -> bool:
+        """Makes a block unfindable at once, held or not; False if it was already."""
+        if self._known.get(known.digest) is not known:
             return False
-        held.is_void = True
-        del self._known[held.digest]
+        known.is_void = True
+        del self._known[known.digest]
+        self._idle.pop(known.digest, None)  # who fetched it may have given it back in the meantime
         return True
 
     def forget(self, digests: Iterable[Digest]) -> int:
