@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.experts import experts
 from openinfer_kernels.cpu.gated_delta_rule import gated_delta_rule
+from openinfer_kernels.cpu.indexer import index_scores
 from openinfer_kernels.cpu.latent_attention import latent_queries, latent_values
 from openinfer_kernels.cpu.linear import linear, swiglu
 from openinfer_kernels.cpu.ops import CpuOps
+from openinfer_kernels.cpu.window_attention import window_attention
 from openinfer_kernels.cpu.quantised import widened
 from openinfer_kernels.latent_forms import LatentShape
 from openinfer_kernels.ops import Array, AttentionBatch, ExpertChoice, QuantisedWeight, Weight
@@ -83,6 +85,49 @@ class BatchInvariantCpuOps(CpuOps):
         """Token by token: chunks begin where a row does. See `openinfer_kernels.cpu.gated_delta_rule`."""
         return gated_delta_rule(
             qkv, gates, a_log=a_log, dt_bias=dt_bias, state=state, layer=layer, batch=batch, chunk_tokens=1
+        )
+
+    def index_scores(
+        self,
+        queries: Array,
+        weights: Array,
+        *,
+        cache: Array,
+        layer: int,
+        ratio: int,
+        scale: float,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Token by token. See `openinfer_kernels.cpu.indexer`."""
+        return index_scores(
+            queries, weights, cache=cache, layer=layer, ratio=ratio, scale=scale, batch=batch, tokens_at_once=1
+        )
+
+    def window_attention(
+        self,
+        q: Array,
+        kv: Array,
+        *,
+        sinks: Array,
+        window: Array,
+        layer: int,
+        entries: CompressedEntries | None,
+        rope: Array,
+        scale: float,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Token by token. See `openinfer_kernels.cpu.window_attention`."""
+        return window_attention(
+            q,
+            kv,
+            sinks=sinks,
+            window=window,
+            layer=layer,
+            entries=entries,
+            rope=rope,
+            scale=scale,
+            batch=batch,
+            tokens_at_once=1,
         )
 
 

@@ -13,6 +13,7 @@ from openinfer_kernels.cpu.embedding import embedding
 from openinfer_kernels.cpu.expert_ops import CpuExpertOps
 from openinfer_kernels.cpu.gated_attention import gated_qk_norm_rope_append, output_gate
 from openinfer_kernels.cpu.gated_delta_rule import gated_delta_rule
+from openinfer_kernels.cpu.hyper_connections import CpuHyperConnectionOps
 from openinfer_kernels.cpu.latent_attention import CpuLatentAttentionOps
 from openinfer_kernels.cpu.linear import linear, linear_swiglu
 from openinfer_kernels.cpu.logprobs import logprobs
@@ -25,12 +26,13 @@ from openinfer_kernels.cpu.norm import (
 )
 from openinfer_kernels.cpu.qk_norm_rope_append import qk_norm_rope_append, rope_append
 from openinfer_kernels.cpu.sampling import sample
+from openinfer_kernels.cpu.sparse_attention_ops import CpuSparseAttentionOps
 from openinfer_kernels.cpu.weights import upload_weight
 from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
 from openinfer_kernels.weights import WeightPart
 
 
-class CpuOps(CpuLatentAttentionOps, CpuExpertOps):
+class CpuOps(CpuLatentAttentionOps, CpuExpertOps, CpuSparseAttentionOps, CpuHyperConnectionOps):
     """`openinfer_kernels.Ops` in host memory. It has no state: threads may share one."""
 
     @property

@@ -18,12 +18,13 @@ from openinfer_kernels.cuda.memory import Memory
 from openinfer_kernels.cuda.norm import Norm
 from openinfer_kernels.cuda.qk_norm_rope_append import QkNormRopeAppend
 from openinfer_kernels.cuda.sampling import Sampling
+from openinfer_kernels.cuda.sparse_attention_ops import CudaSparseAttentionOps
 from openinfer_kernels.missing import missing_on_gpu
 from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
 from openinfer_kernels.weights import WeightPart
 
 
-class CudaOps:
+class CudaOps(CudaSparseAttentionOps):
     """`openinfer_kernels.Ops` on one GPU.
 
     Everything runs on CuPy's current stream and may be captured into a graph. Arrays are contiguous CuPy arrays; what

@@ -17,6 +17,7 @@ from openinfer_kernels.ops.arrays import Array, HostArray
 from openinfer_kernels.ops.attention import AttentionOps
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.dense import DenseOps
+from openinfer_kernels.ops.hyper_connections import HyperConnectionOps, HyperMix, HyperWeights
 from openinfer_kernels.ops.latent_attention import LatentAttentionOps
 from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, Routing, Scoring
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
@@ -24,17 +25,22 @@ from openinfer_kernels.ops.memory import MemoryOps
 from openinfer_kernels.ops.norms import NormOps
 from openinfer_kernels.ops.quantised import QuantisedOps, QuantisedWeight, Weight
 from openinfer_kernels.ops.sampling import Bias, Logprobs, Penalties, SamplingBatch, SamplingOps, TokenMask
+from openinfer_kernels.ops.sparse_attention import CompressedEntries, SparseAttentionOps
 
 __all__ = [
     "Array",
     "AttentionBatch",
     "AttentionOps",
     "Bias",
+    "CompressedEntries",
     "DenseOps",
     "ExpertChoice",
     "ExpertOps",
     "GroupScore",
     "HostArray",
+    "HyperConnectionOps",
+    "HyperMix",
+    "HyperWeights",
     "LatentAttentionOps",
     "LinearAttentionOps",
     "Logprobs",
@@ -48,6 +54,7 @@ __all__ = [
     "SamplingBatch",
     "SamplingOps",
     "Scoring",
+    "SparseAttentionOps",
     "TokenMask",
     "Weight",
 ]
@@ -62,6 +69,8 @@ class Ops(
     LatentAttentionOps,
     ExpertOps,
     QuantisedOps,
+    SparseAttentionOps,
+    HyperConnectionOps,
     SamplingOps,
     Protocol,
 ):

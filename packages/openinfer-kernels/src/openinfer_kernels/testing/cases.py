@@ -2,33 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from openinfer_kernels.ops import HostArray
 from openinfer_kernels.rope import RopeParameters, rope_table
+from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.paged import PagedCase, make_paged_case, make_state_case
+from openinfer_kernels.testing.sparse_cases import SPARSE_CASES
 
 _HEAD_DIM = 64
 _BLOCK_TOKENS = 16
 """Sizes that every implementation takes, also those that are particular."""
 _ROWS = ((1, 1), (37, 1), (50, 17), (16, 16), (90, 3))
 """Context and query tokens: the first token of all, decoding, a chunk behind a context, a whole prompt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Arguments of one call, in host memory. Arrays of floats come to the compute dtype, others stay as they are."""
-
-    name: str
-    positional: tuple[Any, ...]
-    keywords: Mapping[str, Any]
-    mutated: tuple[int | str, ...] = ()
-    """Arguments that the operator changes, by position or keyword."""
-    exact: tuple[int | str, ...] = ()
-    """Arrays of floats that stay as they are: tables in float32."""
 
 
 def _floats(rng: np.random.Generator, *shape: int) -> HostArray:
@@ -60,7 +47,7 @@ def _linear_swiglu(rng: np.random.Generator) -> Iterable[Case]:
 def _logits(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, h, vocab in ((1, 128, 192), (9, 256, 640), (40, 40, 72)):
         hidden, head = _with_nan(_floats(rng, tokens, h)), _floats(rng, vocab, h)
-        yield Case(name=f"{tokens} x {h} -> {vocab}", positional=(hidden, head), keywords={})
+        yield Case(name=f"{tokens} x {h} -> {vocab}", positional=(hidden, head), keywords={}, in_float32=(0,))
 
 
 def _rms_norm(rng: np.random.Generator) -> Iterable[Case]:
@@ -274,4 +261,5 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "rms_norm": _rms_norm,
     "rope_append": _rope_append,
     "zero_centred_rms_norm": _zero_centred_rms_norm,
+    **SPARSE_CASES,
 }

@@ -8,7 +8,7 @@ dtype (logits in float32), answer the same bits twice, and keep a NaN within its
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.ops import AttentionBatch, Ops
 from openinfer_kernels.providers import PROVIDABLE, KernelProvider, Operator, provide, why_not
-from openinfer_kernels.testing.cases import CASES, Case
+from openinfer_kernels.testing.case import Case
+from openinfer_kernels.testing.cases import CASES
 from openinfer_kernels.testing.errors import require
 
 _FLOAT32_ERROR = 2e-5
 _BFLOAT16_ERROR = 2.0**-6
 """Relative errors: of float32 sums in any order; of two roundings to BF16 on the way and one of the result."""
 
-_ANSWERS_IN_FLOAT32 = ("logits",)
-"""Whatever the compute dtype."""
+_Key: TypeAlias = int | str
+"""An argument by position or keyword; `KEYWORD.FIELD` is an array inside of it."""
 
 
 def check_kernel_provider(make: Callable[[], KernelProvider], own: Ops, *, architecture: str) -> None:
@@ -67,49 +68,101 @@ def check_operator(call: Operator, operator: str, own: Ops) -> None:
 def _check_case(call: Operator, operator: str, case: Case, own: Ops) -> None:
     where = f"{operator}, {case.name}"
     given = _uploaded(case, own)
-    before = {key: _host(array, own) for key, array in given.items() if _is_array(array)}
-    result = _call(call, given)
-    compute_dtype = own.zeros((1,)).dtype
-    dtype = np.dtype(np.float32) if operator in _ANSWERS_IN_FLOAT32 else compute_dtype
-    require(result.dtype == dtype, f"{where}: the result is {result.dtype}, not {dtype}")
+    before = {key: _host(array, own) for key, array in _arrays(given)}
+    results = _leaves(_call(call, given))
 
-    truth = {key: before.get(key, value) for key, value in _arguments(case).items()}
-    truth = {key: value.copy() if _is_array(value) else value for key, value in truth.items()}
-    expected = _call(getattr(CpuOps(), operator), truth)
-    tolerance = _FLOAT32_ERROR if dtype.itemsize == 4 else _BFLOAT16_ERROR
-    _require_close(_host(result, own), expected, tolerance, f"{where}: the result")
-    for key, array in before.items():
-        after = _host(given[key], own)
+    truth = _with_arrays(_arguments(case), {key: array.copy() for key, array in before.items()})
+    expected = _leaves(_call(getattr(CpuOps(), operator), truth))
+    require(len(results) == len(expected), f"{where}: the result has {len(results)} arrays, not {len(expected)}")
+    for index, (result, right) in enumerate(zip(results, expected, strict=True)):
+        what = f"{where}: the result" + (f" {index}" if len(expected) > 1 else "")
+        dtype = _dtype_of_result(right, own, in_float32=index in case.in_float32)
+        require(result.dtype == dtype, f"{what} is {result.dtype}, not {dtype}")
+        _require_close(_host(result, own), right, _tolerance(dtype), what)
+    expected_after = dict(_arrays(truth))
+    for key, array in _arrays(given):
+        after = _host(array, own)
         if key in case.mutated:
-            _require_close(after, truth[key], tolerance, f"{where}: argument {key}, which is mutated,")
+            tolerance = _tolerance(own.zeros((1,)).dtype)
+            _require_close(after, expected_after[key], tolerance, f"{where}: argument {key}, which is mutated,")
         else:
-            require(_same(after, array), f"{where}: argument {key} was changed")
+            require(_same(after, before[key]), f"{where}: argument {key} was changed")
 
-    again = _uploaded(case, own)
-    require(_same(_host(_call(call, again), own), _host(result, own)), f"{where}: two calls gave different bits")
+    again = [_host(each, own) for each in _leaves(_call(call, _uploaded(case, own)))]
+    same = all(_same(one, _host(other, own)) for one, other in zip(again, results, strict=True))
+    require(same, f"{where}: two calls gave different bits")
 
 
-def _uploaded(case: Case, own: Ops) -> dict[int | str, Any]:
-    """The arguments on the device, by position or keyword."""
+def _dtype_of_result(expected: Any, own: Ops, *, in_float32: bool) -> np.dtype[Any]:
+    """Of an array that the CPU's operator gave as `expected`."""
+    if expected.dtype != np.float32 or in_float32:
+        return np.dtype(expected.dtype)
+    return own.zeros((1,)).dtype
 
-    def upload(key: int | str, value: Any) -> Any:
-        if isinstance(value, AttentionBatch):
-            arrays = [field.name for field in dataclasses.fields(value) if _is_array(getattr(value, field.name))]
-            return dataclasses.replace(value, **{name: own.upload(getattr(value, name)) for name in arrays})
-        if not _is_array(value):
-            return value
-        is_activation = value.dtype == np.float32 and key not in case.exact
+
+def _tolerance(dtype: np.dtype[Any]) -> float:
+    return _FLOAT32_ERROR if dtype.itemsize == 4 else _BFLOAT16_ERROR
+
+
+def _uploaded(case: Case, own: Ops) -> dict[_Key, Any]:
+    """The arguments on the device."""
+
+    def upload(key: _Key, value: Any, *, in_batch: bool) -> Any:
+        is_activation = value.dtype == np.float32 and not in_batch and key not in case.exact
         return own.upload_weight(value) if is_activation else own.upload(value)
 
-    return {key: upload(key, value) for key, value in _arguments(case).items()}
+    arguments = _arguments(case)
+    batches = {str(key) for key, value in arguments.items() if isinstance(value, AttentionBatch)}
+    return _with_arrays(
+        arguments,
+        {
+            key: upload(key, array, in_batch=str(key).split(".", maxsplit=1)[0] in batches)
+            for key, array in _arrays(arguments)
+        },
+    )
 
 
-def _arguments(case: Case) -> dict[int | str, Any]:
+def _arguments(case: Case) -> dict[_Key, Any]:
     """The arguments as the case has them."""
     return {**dict(enumerate(case.positional)), **case.keywords}
 
 
-def _call(call: Operator, arguments: Mapping[int | str, Any]) -> Any:
+def _arrays(arguments: Mapping[_Key, Any]) -> list[tuple[_Key, Any]]:
+    """Every array among the arguments, also those inside of dataclasses."""
+    found: list[tuple[_Key, Any]] = []
+    for key, value in arguments.items():
+        if _is_array(value):
+            found.append((key, value))
+        elif dataclasses.is_dataclass(value):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            found += [(f"{key}.{name}", each) for name, each in fields.items() if _is_array(each)]
+    return found
+
+
+def _with_arrays(arguments: Mapping[_Key, Any], arrays: Mapping[_Key, Any]) -> dict[_Key, Any]:
+    """The arguments with other arrays in the same places."""
+
+    def replaced(key: _Key, value: Any) -> Any:
+        if key in arrays or not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return arrays.get(key, value)
+        inside = {field.name: arrays.get(f"{key}.{field.name}") for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: each for name, each in inside.items() if each is not None})
+
+    return {key: replaced(key, value) for key, value in arguments.items()}
+
+
+def _leaves(result: Any) -> list[Any]:
+    """The arrays of a result: none, one, those of a tuple or of a dataclass, in order."""
+    if result is None:
+        return []
+    if isinstance(result, tuple):
+        return [leaf for each in cast("tuple[Any, ...]", result) for leaf in _leaves(each)]
+    if dataclasses.is_dataclass(result):
+        return [leaf for field in dataclasses.fields(result) for leaf in _leaves(getattr(result, field.name))]
+    return [result]
+
+
+def _call(call: Operator, arguments: Mapping[_Key, Any]) -> Any:
     positional = [value for key, value in arguments.items() if isinstance(key, int)]
     return call(*positional, **{key: value for key, value in arguments.items() if isinstance(key, str)})
 
@@ -137,7 +190,14 @@ def _require_close(got: Any, expected: Any, tolerance: float, what: str) -> None
 
 
 def _relative_error(got: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-    """The largest, relative to a value and the typical one of its array, as sums cancel; NaN is passed over."""
-    typical = np.sqrt(np.nanmean(expected**2)) if np.isfinite(expected).any() else 1.0
-    errors = np.abs(got - expected) / (np.abs(expected) + typical)
-    return float(np.max(errors, initial=0.0, where=~np.isnan(errors)))
+    """The largest, relative to a value and the typical one of its array, as sums cancel; NaN is passed over.
+
+    An infinity is right where the same one is expected.
+    """
+    finite = np.isfinite(expected)
+    typical = np.sqrt(np.mean(expected**2, where=finite)) if finite.any() else 1.0
+    differs = (got != expected) & ~np.isnan(expected)
+    if np.isinf(got[differs]).any() or np.isinf(expected[differs]).any():
+        return np.inf
+    errors = np.abs(got[differs] - expected[differs]) / (np.abs(expected[differs]) + typical)
+    return float(errors.max(initial=0.0))
