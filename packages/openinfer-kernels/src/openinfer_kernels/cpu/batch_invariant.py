@@ -17,10 +17,10 @@ from openinfer_kernels.cpu.indexer import index_scores
 from openinfer_kernels.cpu.latent_attention import latent_queries, latent_values
 from openinfer_kernels.cpu.linear import linear, swiglu
 from openinfer_kernels.cpu.ops import CpuOps
-from openinfer_kernels.cpu.window_attention import window_attention
 from openinfer_kernels.cpu.quantised import widened
+from openinfer_kernels.cpu.window_attention import window_attention
 from openinfer_kernels.latent_forms import LatentShape
-from openinfer_kernels.ops import Array, AttentionBatch, ExpertChoice, QuantisedWeight, Weight
+from openinfer_kernels.ops import Array, AttentionBatch, CompressedEntries, ExpertChoice, QuantisedWeight, Weight
 
 TOKENS = 8
 KEYS = 64

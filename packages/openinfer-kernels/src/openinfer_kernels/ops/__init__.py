@@ -17,9 +17,9 @@ from openinfer_kernels.ops.arrays import Array, HostArray
 from openinfer_kernels.ops.attention import AttentionOps
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.dense import DenseOps
+from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, Routing, Scoring
 from openinfer_kernels.ops.hyper_connections import HyperConnectionOps, HyperMix, HyperWeights
 from openinfer_kernels.ops.latent_attention import LatentAttentionOps
-from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, Routing, Scoring
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
 from openinfer_kernels.ops.memory import MemoryOps
 from openinfer_kernels.ops.norms import NormOps
@@ -67,10 +67,10 @@ class Ops(
     AttentionOps,
     LinearAttentionOps,
     LatentAttentionOps,
-    ExpertOps,
-    QuantisedOps,
     SparseAttentionOps,
     HyperConnectionOps,
+    ExpertOps,
+    QuantisedOps,
     SamplingOps,
     Protocol,
 ):
