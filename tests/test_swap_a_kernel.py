@@ -10,7 +10,6 @@ import pytest
 
 from openinfer.commands.main import main
 from openinfer_kernels.cpu import CpuOps
-from openinfer_kernels.providers import PROVIDABLE
 from openinfer_kernels.testing.providers import check_kernel_provider
 
 ROOT = Path(__file__).parents[1]
@@ -37,11 +36,6 @@ def test_entry_point_of_the_page_is_the_examples() -> None:
     (written,) = blocks("toml")
     installed = tomllib.loads((EXAMPLE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     assert tomllib.loads(written)["project"]["entry-points"] == installed
-
-
-def test_page_speaks_of_as_many_operators_as_there_are() -> None:
-    assert "fifteen or so" in PAGE
-    assert 13 <= len(PROVIDABLE) <= 17
 
 
 def test_plan_and_lock_say_who_serves_an_operator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,113 @@
+"""The family computes what transformers computed, however a sequence is cut, and the engine serves it by its name."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from openinfer_core import (
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    InvalidCheckpoint,
+    Refused,
+    RequestId,
+    SamplingParams,
+    TokenEvent,
+    Tokens,
+    find_plugin,
+    read_config,
+)
+from openinfer_core.plugins import MODELS
+from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
+from openinfer_engine.testing import check_family
+from openinfer_llama import Llama
+from openinfer_llama.rope import Llama3Scaling, rope_table
+
+FIXTURE = Path(__file__).parent / "fixture"
+"""A model of two layers and the logits that transformers computed with it, in float32: `tools/golden/llama.py`."""
+
+
+@pytest.fixture(scope="module")
+def recorded() -> tuple[list[int], np.ndarray]:
+    with np.load(FIXTURE / "logits.npz", allow_pickle=False) as arrays:
+        return arrays["token_ids"].tolist(), arrays["logits"]
+
+
+def test_logits_are_the_references_however_the_sequence_is_computed(recorded: tuple[list[int], np.ndarray]) -> None:
+    check_family(Llama.definition, FIXTURE, *recorded, tolerance=1e-4, ranks=(2,))
+
+
+def test_the_check_sees_a_wrong_base_of_the_rotation(recorded: tuple[list[int], np.ndarray], tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((FIXTURE / name).read_bytes().replace(b"500000.0", b"400000.0"))
+    with pytest.raises(AssertionError, match="1 ranks, whole: logits differ by"):
+        check_family(Llama.definition, tmp_path, *recorded, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("load_format", LoadFormat)
+def test_engine_finds_the_family_by_its_name_and_generates(
+    recorded: tuple[list[int], np.ndarray], load_format: LoadFormat
+) -> None:
+    token_ids, logits = recorded
+    family = find_plugin(MODELS, "llama").load()()
+    assert family.refusal(read_config(FIXTURE)) is None
+    options = EngineOptions(engine_host=EngineHost.THREAD, num_blocks=32, max_num_seqs=4, load_format=load_format)
+
+    async def generate() -> list[TokenEvent]:
+        engine = family.launch(FIXTURE, options)
+        events: list[TokenEvent] = []
+        try:
+            sampling = SamplingParams(max_tokens=1, temperature=0)
+            request = GenerateRequest(request_id=RequestId(1), prompt_token_ids=tuple(token_ids), sampling=sampling)
+            engine.submit(request)
+            async for arrived in engine.events():
+                events += arrived
+                if any(isinstance(event, Finished) for event in arrived):
+                    return events
+        finally:
+            await engine.close()
+        return events
+
+    events = asyncio.run(generate())
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason is FinishReason.LENGTH
+    (tokens,) = [event for event in events if isinstance(event, Tokens)]
+    if load_format is not LoadFormat.DUMMY:
+        assert tokens.token_ids == (int(logits[-1].argmax()),)
+
+
+def test_plan_shows_the_engine_without_loading_it() -> None:
+    plan = Llama().plan(FIXTURE, EngineOptions(num_blocks=10))
+    assert (plan.model_type, plan.limits["max_model_tokens"]) == ("llama", 256)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model_type": "mistral"}, Refused, "not a llama model"),
+        ({"attention_bias": True}, Refused, "attention_bias is True, which is not served"),
+        ({"hidden_act": "gelu"}, Refused, "only silu is served"),
+        ({"rms_norm_eps": 0}, InvalidCheckpoint, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, InvalidCheckpoint, "'yarn' is not supported"),
+    ],
+)
+def test_what_it_does_not_compute_is_refused(change: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Llama.definition.parse({**read_config(FIXTURE), **change})
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    config = Llama.definition.parse(read_config(FIXTURE))
+    with pytest.raises(Refused, match="3 ranks cannot share the model: num_key_value_heads is 2"):
+        Llama.definition.check_ranks(config, 3)
+
+
+def test_scaling_slows_long_waves_alone() -> None:
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    plain = rope_table(500000.0, None, head_dim=16, positions=2)
+    slowed = rope_table(500000.0, scaling, head_dim=16, positions=2)
+    angles = np.arctan2(slowed[1, 1], slowed[0, 1]) / np.arctan2(plain[1, 1], plain[0, 1])
+    np.testing.assert_allclose(angles[[0, -1]], [1, 1 / 8], rtol=1e-4)
+    assert np.all(np.diff(angles) <= 1e-6)

@@ -1,0 +1,269 @@
+"""A model family under test: its model on all its ranks, with batches made by hand, and what must hold of every one.
+
+`FamilyHarness` runs a model of a folder; a test says which tokens of which sequences each step computes.
+`check_family` runs a sequence whole, in pieces, token by token, beside others, behind a shared prefix, from its
+beginning again, and cut into ranks: a model's logits never depend on how its tokens were cut into steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_core import read_config
+from openinfer_engine.checkpoint import Checkpoint, RankWeights
+from openinfer_engine.communicator import Communicator
+from openinfer_engine.local_group import LocalGroup
+from openinfer_engine.model import Model, ModelDefinition
+from openinfer_engine.paged_tensors import make_pool, paged_tensors
+from openinfer_kernels import Array, AttentionBatch
+from openinfer_kernels.cpu import CpuOps
+from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
+
+Logits: TypeAlias = NDArray[np.float32]
+"""`[tokens, V]`"""
+
+_NUM_SLOTS = 6
+_VARIANTS = 3
+"""Ways to cut a sequence at random that `check_steps` tries."""
+
+
+class FamilyHarness:
+    """A model on all its ranks, with a KV cache and states each, on the CPU operators.
+
+    Blocks and slots are handed out in shuffled order, and all begins full of NaN: nothing may depend on either.
+
+    Args:
+        definition: of the family.
+        model_dir: `config.json` and safetensors.
+        ranks: how many the model is cut into; they run as threads.
+        block_tokens: `B`.
+        num_blocks: of the KV cache, for all sequences of the test.
+        change: keys of the config to replace.
+
+    Raises:
+        Refused: the family does not compute this model, or not on so many ranks.
+        InvalidCheckpoint: config or tensors are not the family's.
+    """
+
+    def __init__(
+        self,
+        definition: ModelDefinition[Any],
+        model_dir: Path,
+        *,
+        ranks: int = 1,
+        block_tokens: int = 8,
+        num_blocks: int = 80,
+        change: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = definition.parse(read_config(model_dir) | dict(change or {}))
+        definition.check_ranks(self.config, ranks)
+        self.block_tokens = block_tokens
+        self._group = LocalGroup(ranks)
+        self._free: list[int] = np.random.default_rng(0).permutation(num_blocks).tolist()
+        self._free_slots: list[int] = np.random.default_rng(1).permutation(_NUM_SLOTS).tolist()
+        self._tables: dict[str, list[int]] = {}
+        self._slots: dict[str, int] = {}
+        self._lengths: dict[str, int] = {}
+        self._ranks: list[_Rank] = []
+        limit = definition.limits(self.config).max_model_tokens
+        with Checkpoint.open(model_dir) as checkpoint:
+            checkpoint.validate(definition.tensors(self.config), ignorable=definition.ignorable_tensors(self.config))
+            for communicator in self._group.communicators:
+                weights = RankWeights(checkpoint, rank=communicator.rank, size=ranks)
+                model = definition.load(
+                    self.config, weights, ops=CpuOps(), communicator=communicator, max_model_tokens=limit
+                )
+                spec = definition.kv_spec(
+                    self.config,
+                    model_tag="test",
+                    dtype=KvDtype.FLOAT32,
+                    num_ranks=ranks,
+                    rank_index=communicator.rank,
+                )
+                self._ranks.append(_Rank(model, spec, block_tokens=block_tokens, num_blocks=num_blocks))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the family keeps recurrent states, which cannot be set back."""
+        return bool(self._ranks[0].states)
+
+    def step(self, rows: Mapping[str, Sequence[int]]) -> dict[str, Logits]:
+        """Computes the next tokens of some sequences: the logits `[tokens, V]` at each of them.
+
+        Raises:
+            AssertionError: the ranks do not agree bit for bit.
+        """
+        batch = self._batch(rows)
+        token_ids = np.asarray([token for tokens in rows.values() for token in tokens], np.int32)
+
+        def work(communicator: Communicator) -> Logits:
+            return self._ranks[communicator.rank].logits(token_ids, batch)
+
+        results = self._group.run(work)
+        for rank, other in enumerate(results[1:], 1):
+            assert np.array_equal(results[0], other), f"logits of rank {rank} are not those of rank 0"
+        pieces = np.split(results[0], batch.query_starts[1:-1])
+        return dict(zip(rows, pieces, strict=True))
+
+    def restart(self, sequence: str) -> None:
+        """Sends a sequence back to its beginning, in other blocks and another slot, as a preemption does."""
+        self._free = self._tables.pop(sequence) + self._free
+        self._free_slots.insert(0, self._slots.pop(sequence))
+        del self._lengths[sequence]
+
+    def fork(self, sequence: str, parent: str, num_tokens: int | None = None) -> None:
+        """Begins a sequence with the first blocks of another, and a copy of its states, as a prefix hit does.
+
+        Args:
+            sequence: a new one.
+            parent: the other.
+            num_tokens: how many of its tokens; None for all. Of a model with states only all: they cannot be set back.
+
+        Raises:
+            ValueError: they are no whole blocks, or not all of a model with states.
+        """
+        shared = self._lengths[parent] if num_tokens is None else num_tokens
+        if shared % self.block_tokens or shared > self._lengths[parent]:
+            raise ValueError(f"{shared} of {self._lengths[parent]} tokens are no whole blocks of {self.block_tokens}")
+        if self.has_states and shared != self._lengths[parent]:
+            raise ValueError(f"states of {parent} have consumed {self._lengths[parent]} tokens, not {shared}")
+        self._tables[sequence] = self._tables[parent][: shared // self.block_tokens]
+        self._lengths[sequence] = shared
+        self._slots[sequence] = self._free_slots.pop()
+        for rank in self._ranks:
+            for tensor in rank.states.values():
+                tensor[self._slots[sequence]] = tensor[self._slots[parent]]
+
+    def _batch(self, rows: Mapping[str, Sequence[int]]) -> AttentionBatch:
+        positions: list[int] = []
+        cache_slots: list[int] = []
+        for sequence, tokens in rows.items():
+            table = self._tables.setdefault(sequence, [])
+            if sequence not in self._slots:
+                self._slots[sequence] = self._free_slots.pop()
+            start = self._lengths.get(sequence, 0)
+            end = self._lengths[sequence] = start + len(tokens)
+            while len(table) * self.block_tokens < end:
+                table.append(self._free.pop())
+            positions += range(start, end)
+            cache_slots += [
+                table[p // self.block_tokens] * self.block_tokens + p % self.block_tokens for p in range(start, end)
+            ]
+        tables = [self._tables[sequence] for sequence in rows]
+        block_tables = np.zeros((len(rows), max(map(len, tables))), np.int32)
+        for row, table in enumerate(tables):
+            block_tables[row, : len(table)] = table
+        counts = [len(tokens) for tokens in rows.values()]
+        lengths = [self._lengths[sequence] for sequence in rows]
+        return AttentionBatch(
+            positions=np.asarray(positions, np.int32),
+            query_starts=np.cumsum([0, *counts]).astype(np.int32),
+            context_lens=np.asarray(lengths, np.int32),
+            block_tables=block_tables,
+            cache_slots=np.asarray(cache_slots, np.int64),
+            max_query_tokens=max(counts),
+            max_context_tokens=max(lengths),
+            block_tokens=self.block_tokens,
+            state_slots=np.asarray([self._slots[sequence] for sequence in rows], np.int32),
+        )
+
+
+class _Rank:
+    """One rank's model and memory."""
+
+    def __init__(self, model: Model, spec: KvSpec, *, block_tokens: int, num_blocks: int) -> None:
+        self._model = model
+        layout = KvLayout.from_spec(spec, block_size_tokens=block_tokens)
+        self._pool: Array = make_pool(layout, num_blocks=num_blocks, ops=CpuOps())
+        self._pool.fill(np.nan)
+        self._caches = paged_tensors(layout, self._pool)
+        self.states: dict[str, Array] = {
+            f"{group.name}.{tensor.name}": np.full((_NUM_SLOTS, group.num_layers, *tensor.shape), np.nan, np.float32)
+            for group in spec.slots
+            for tensor in group.tensors
+        }
+
+    def logits(self, token_ids: Array, batch: AttentionBatch) -> Logits:
+        own = replace(batch, caches=self._caches, states=self.states)
+        return self._model.logits(self._model.forward(token_ids, batch=own, kv_cache=self._pool))
+
+
+def check_family(
+    definition: ModelDefinition[Any],
+    model_dir: Path,
+    token_ids: Sequence[int],
+    logits: Logits,
+    *,
+    tolerance: float,
+    ranks: Sequence[int] = (),
+    block_tokens: int = 8,
+) -> None:
+    """A sequence has the same logits however it is computed, on one rank and on several.
+
+    Args:
+        definition: of the family.
+        model_dir: a model of a few layers.
+        token_ids: a sequence, of at least three blocks.
+        logits: `[tokens, V]` that a reference computed in float32.
+        tolerance: largest difference of a logit.
+        ranks: how many ranks to cut the model into, beside one.
+        block_tokens: `B`.
+
+    Raises:
+        AssertionError: they differ; says in which run and by how much.
+    """
+    for size in (1, *ranks):
+        harness = FamilyHarness(definition, model_dir, ranks=size, block_tokens=block_tokens, num_blocks=1000)
+        check_steps(harness, token_ids, logits, tolerance=tolerance, name=f"{size} ranks")
+
+
+def check_steps(
+    harness: FamilyHarness, token_ids: Sequence[int], logits: Logits, *, tolerance: float, name: str
+) -> None:
+    """`check_family` for one harness, which has seen no sequence yet."""
+    tokens = list(token_ids)
+    boundary = len(tokens) // 2 // harness.block_tokens * harness.block_tokens
+    if boundary == 0:
+        raise ValueError(f"{len(tokens)} tokens are too few for blocks of {harness.block_tokens}")
+
+    def compare(run: str, got: Logits, first: int = 0) -> None:
+        difference = float(np.abs(got - logits[first:]).max())
+        assert difference <= tolerance, f"{name}, {run}: logits differ by {difference:.2e}, allowed {tolerance:.2e}"
+
+    compare("whole", harness.step({"whole": tokens})["whole"])
+    harness.restart("whole")
+    compare("computed again from the beginning", harness.step({"whole": tokens})["whole"])
+    harness.restart("whole")
+    pieces = [harness.step({"prefilled": tokens[:boundary]})["prefilled"]]
+    pieces += [harness.step({"prefilled": [token]})["prefilled"] for token in tokens[boundary:]]
+    compare("prompt, then token by token", np.concatenate(pieces))
+    harness.restart("prefilled")
+    harness.step({"parent": tokens[:boundary]})
+    harness.fork("child", "parent")
+    harness.step({"parent": tokens[::-1]})
+    compare("behind a shared prefix", harness.step({"child": tokens[boundary:]})["child"], first=boundary)
+    harness.restart("parent")
+    for seed in range(_VARIANTS):
+        cut = _mixed(harness, tokens, np.random.default_rng(seed))
+        for sequence, got in cut.items():
+            compare(f"cut at random beside others, seed {seed}, {sequence}", got)
+
+
+def _mixed(harness: FamilyHarness, tokens: list[int], rng: np.random.Generator) -> dict[str, Logits]:
+    """The same sequence three times, advancing by random numbers of tokens in random steps."""
+    left = {sequence: list(tokens) for sequence in "abc"}
+    pieces: dict[str, list[Logits]] = {sequence: [] for sequence in left}
+    while left:
+        chosen = rng.permutation(sorted(left))[: rng.integers(1, len(left) + 1)].tolist()
+        rows = {sequence: left[sequence][: int(rng.choice([1, 1, 3, 17]))] for sequence in chosen}
+        for sequence, got in harness.step(rows).items():
+            pieces[sequence].append(got)
+            left[sequence] = left[sequence][len(rows[sequence]) :]
+            if not left[sequence]:
+                del left[sequence]
+                harness.restart(sequence)
+    return {sequence: np.concatenate(each) for sequence, each in pieces.items()}
