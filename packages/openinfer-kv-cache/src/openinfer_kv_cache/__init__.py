@@ -16,6 +16,7 @@ from openinfer_kv_cache.errors import (
 )
 from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
+from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.slots import CopyKind, SlotCopy, SlotPool, SlotState
@@ -32,6 +33,7 @@ from openinfer_kv_cache.tiers import (
 )
 
 __all__ = [
+    "BlockListener",
     "BlockPin",
     "BlockPool",
     "BlockSequence",
@@ -69,6 +71,7 @@ __all__ = [
     "SlotPool",
     "SlotState",
     "SlotTensor",
+    "StoredBlocks",
     "TierCounters",
     "TierFailure",
     "TierHit",

@@ -32,6 +32,7 @@ from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.errors import BlockStateError, EvictionPolicyError, KvConfigError
 from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from openinfer_kv_cache.expiry import Expiry
+from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.states import Move, StateTable
 
@@ -85,6 +86,7 @@ class BlockPool:
         "_states",
         "_users",
         "block_size_tokens",
+        "listener",
         "num_blocks",
     )
 
@@ -103,6 +105,8 @@ class BlockPool:
             raise KvConfigError(f"idle_ttl_s is {idle_ttl_s}; it must be positive, or None to keep idle blocks")
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
+        self.listener: BlockListener | None = None
+        """Told of removals by the pool, and by its sequences of what they have sealed."""
         self._states = StateTable(num_blocks, BlockState, noun="block")
         self._users = [0] * num_blocks
         self._digests: list[Digest | None] = [None] * num_blocks
@@ -310,6 +314,8 @@ class BlockPool:
         self._registry.clear()
         self._digests = [None] * self.num_blocks
         self._generation += 1
+        if self.listener is not None:
+            self.listener.cleared()
         return len(idle)
 
     def count_match(self, *, hit_blocks: int, missed_blocks: int) -> None:
@@ -383,6 +389,8 @@ class BlockPool:
         """Idle → free, for blocks that the policy holds no longer."""
         self._states.move(block_ids, _EVICT)
         registry, digests = self._registry, self._digests
+        if self.listener is not None and block_ids and reason is not EvictionReason.CLEARED:
+            self.listener.removed([digest for block_id in block_ids if (digest := digests[block_id]) is not None])
         for block_id in block_ids:
             del registry[digests[block_id]]  # pyright: ignore[reportArgumentType] -- idle blocks are registered
         if self._expiry is not None:

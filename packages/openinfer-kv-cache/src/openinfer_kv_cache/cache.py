@@ -86,7 +86,15 @@ class KvCache:
             OverflowError: a token id does not fit in uint32.
         """
         root = self.hasher.root(lora_name=lora_name, cache_salt=cache_salt)
-        sequence = BlockSequence(self.pool, self.hasher, root, token_ids, on_release=self._live.discard)
+        sequence = BlockSequence(
+            self.pool,
+            self.hasher,
+            root,
+            token_ids,
+            on_release=self._live.discard,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+        )
         self._live.add(sequence)
         return sequence
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from openinfer_kv_cache.blocks import BlockPool
 from openinfer_kv_cache.digest import Digest, PrefixHasher
 from openinfer_kv_cache.errors import IntegrityError, SequenceStateError
+from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 
 _NO_BLOCKS: Sequence[int] = ()
 _HASH_AHEAD_BLOCKS = 32
@@ -35,6 +36,7 @@ class BlockSequence:
         root: start of the digest chain.
         token_ids: the ids known so far, each 0 .. 2^32 - 1; copied.
         on_release: called once, by `release`.
+        lora_name, cache_salt: what the root was made from; for the pool's listener only.
 
     Raises:
         OverflowError: a token id does not fit in uint32.
@@ -43,9 +45,11 @@ class BlockSequence:
     __slots__ = (
         "_block_size",
         "_blocks",
+        "_cache_salt",
         "_digests",
         "_generation",
         "_hasher",
+        "_lora_name",
         "_num_sealed",
         "_on_release",
         "_pool",
@@ -63,8 +67,12 @@ class BlockSequence:
         token_ids: Iterable[int],
         *,
         on_release: Callable[["BlockSequence"], None] | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         self._pool = pool
+        self._lora_name = lora_name
+        self._cache_salt = cache_salt
         self._hasher = hasher
         self._root = root
         self._token_ids = array("I", token_ids)
@@ -239,6 +247,8 @@ class BlockSequence:
         is_current = self._generation == self._pool.generation
         self._pool.seal(sealed, self._digests[first:end] if is_current else None)
         self._set_sealed(end)
+        if self._pool.listener is not None and is_current:
+            self._tell(self._pool.listener, first, end)
         return sealed
 
     def shrink(self, num_tokens: int) -> int:
@@ -332,6 +342,25 @@ class BlockSequence:
         """Computes the digests of the first `end` blocks, as far as they are not computed yet."""
         if len(self._digests) < end:
             self._hasher.extend_chain(self._digests, self._root, self._token_ids, num_blocks=end)
+
+    def _tell(self, listener: BlockListener, first: int, end: int) -> None:
+        """Names the blocks sealed at positions `first .. end - 1` that are found by now; duplicates are not."""
+        begin = first
+        while begin < end:
+            stop = begin
+            while stop < end and self._pool.find(self._digests[stop]) == self._blocks[stop]:
+                stop += 1
+            if stop > begin:
+                listener.stored(
+                    StoredBlocks(
+                        parent=self._digests[begin - 1] if begin else None,
+                        digests=self._digests[begin:stop],
+                        token_ids=self._token_ids[begin * self._block_size : stop * self._block_size],
+                        lora_name=self._lora_name,
+                        cache_salt=self._cache_salt,
+                    )
+                )
+            begin = stop + 1
 
     def _set_sealed(self, num_sealed: int) -> None:
         self._num_sealed = num_sealed

@@ -1,0 +1,116 @@
+"""What a pool's listener hears is exactly what the pool finds."""
+
+import random
+from array import array
+
+from openinfer_kv_cache import BlockPool, KvCache, KvCacheOptions, StoredBlocks
+
+
+class Router:
+    """What a listener can know of a pool; refuses what contradicts what it has heard."""
+
+    def __init__(self):
+        self.known = set()
+        self.heard = []
+
+    def stored(self, blocks):
+        assert not self.known & set(blocks.digests), "a block was named twice"
+        self.known |= set(blocks.digests)
+        self.heard.append(blocks)
+
+    def removed(self, digests):
+        assert digests
+        self.known -= set(digests)
+        self.heard.append(("removed", list(digests)))
+
+    def cleared(self):
+        self.known.clear()
+        self.heard.append("cleared")
+
+
+def listened(num_blocks=8, **options):
+    cache = KvCache(KvCacheOptions(num_blocks=num_blocks, block_size_tokens=2, **options))
+    cache.pool.listener = router = Router()
+    return cache, router
+
+
+def computed(cache, token_ids, **origin):
+    sequence = cache.sequence(token_ids, **origin)
+    sequence.match()
+    sequence.reserve(len(token_ids))
+    sequence.seal(len(token_ids))
+    return sequence
+
+
+def test_sealed_blocks_are_told_with_their_tokens_parent_and_origin():
+    cache, router = listened()
+    first = computed(cache, [1, 2, 3, 4, 5], lora_name="adapter", cache_salt="tenant")
+    a, b = first.prefix_digests()
+    assert router.heard == [StoredBlocks(None, [a, b], array("I", [1, 2, 3, 4]), "adapter", "tenant")]
+    first.append(6)
+    first.seal(6)
+    (c,) = first.prefix_digests()[2:]
+    assert router.heard[1:] == [StoredBlocks(b, [c], array("I", [5, 6]), "adapter", "tenant")]
+
+
+def test_a_duplicate_is_not_told_and_splits_what_is():
+    cache, router = listened()
+    one, two = cache.sequence([1, 2, 3, 4]), cache.sequence([1, 2, 3, 4, 5, 6])
+    for sequence in (one, two):
+        sequence.reserve(6)
+    one.seal(4)
+    two.seal(6)
+    assert [each.digests for each in router.heard] == [one.prefix_digests(), two.prefix_digests()[2:]]
+    assert router.heard[1].parent == one.prefix_digests()[1]
+
+
+def test_evictions_and_expiry_are_told_and_clearing_once():
+    now = [0.0]
+    cache = KvCache(KvCacheOptions(num_blocks=2, block_size_tokens=2, idle_ttl_s=5), clock=lambda: now[0])
+    cache.pool.listener = router = Router()
+    sequence = computed(cache, [1, 2, 3, 4])
+    digests = list(sequence.prefix_digests())
+    sequence.release()
+    cache.pool.allocate(1)
+    assert router.heard[1:] == [("removed", digests[1:])]  # the tail first
+    now[0] = 6.0
+    cache.pool.expire()
+    assert router.heard[2:] == [("removed", digests[:1])]
+    cache.clear()
+    assert router.heard[3:] == ["cleared"]
+
+
+def test_what_is_sealed_after_a_clear_of_its_beginning_is_not_told():
+    cache, router = listened()
+    sequence = cache.sequence([1, 2, 3, 4])
+    sequence.reserve(4)
+    cache.clear()
+    sequence.seal(4)
+    assert router.heard == ["cleared"]
+
+
+def test_over_random_use_the_listener_knows_nothing_that_the_pool_does_not_find():
+    rng = random.Random(4)
+    cache, router = listened(num_blocks=12)
+    live = []
+    for _ in range(600):
+        if live and (rng.random() < 0.4 or len(live) == 3):
+            live.pop(rng.randrange(len(live))).release()
+        elif rng.random() < 0.02:
+            cache.clear()
+        else:
+            sequence = cache.sequence([rng.randrange(3) for _ in range(rng.randrange(1, 9))])
+            sequence.match()
+            if sequence.reserve(sequence.num_tokens) is None:
+                sequence.release()
+                continue
+            sequence.seal(sequence.num_tokens)
+            live.append(sequence)
+        missing = {digest for digest in router.known if cache.pool.find(digest) is None}
+        assert not missing
+        cache.check_integrity()
+    assert len(router.heard) > 200
+
+
+def test_a_pool_without_a_listener_tells_nobody():
+    assert BlockPool(2, 2).listener is None
