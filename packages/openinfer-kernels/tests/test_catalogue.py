@@ -18,7 +18,7 @@ from openinfer_kernels.errors import OperatorMissingError
 from openinfer_kernels.missing import missing_on_gpu
 
 ROOT = Path(__file__).parents[3]
-OF_MEMORY = {"upload", "download", "zeros", "name", "loading", "random_weight"}
+OF_MEMORY = {"upload", "upload_float32", "download", "zeros", "copy_rows", "name", "loading", "random_weight"}
 """Methods of the contract that launch no kernel of ours, or copy."""
 
 
@@ -65,4 +65,5 @@ def test_parts_are_named_by_phase_with_the_preferred_kernel_first():
 
 def test_operators_of_other_packages_are_not_said_to_be_ours():
     assert "norms" in kernels_by_part("sm_90a", skip=["rms_norm"])
-    assert "norms" not in kernels_by_part("sm_90a", skip=["rms_norm", "add_rms_norm"])
+    norms = ["rms_norm", "add_rms_norm", "zero_centred_rms_norm", "add_zero_centred_rms_norm"]
+    assert "norms" not in kernels_by_part("sm_90a", skip=norms)

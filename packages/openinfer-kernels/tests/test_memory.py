@@ -42,6 +42,21 @@ def test_upload_weight_rounds_to_the_compute_dtype_once(ops, host, rounded, dtyp
     np.testing.assert_array_equal(weight, rounded(given.astype(np.float32)))
 
 
+def test_upload_float32_keeps_what_the_compute_dtype_would_round(ops):
+    values = np.array([1 + 2.0**-20, -3.0], np.float32)
+    got = ops.download(ops.upload_float32(values, np.array([0x3F80], np.uint16)))
+    np.testing.assert_array_equal(got, np.array([*values, 1.0], np.float32))
+    assert got.dtype == np.float32
+
+
+def test_copy_rows_copies_whole_rows_of_any_dtype(ops):
+    for dtype in (np.float32, np.int32):
+        array = ops.upload(np.arange(24, dtype=dtype).reshape(4, 2, 3))
+        ops.copy_rows(array, sources=[3, 0], targets=[1, 2])
+        ops.copy_rows(array, sources=[], targets=[])
+        np.testing.assert_array_equal(ops.download(array)[:, 0, 0], [0, 18, 0, 18])
+
+
 def test_upload_weight_stored_transposed_and_empty(ops, host):
     given = np.arange(6, dtype=np.uint16).reshape(2, 3)
     np.testing.assert_array_equal(host(ops.upload_weight(given.T.copy())), host(ops.upload_weight(given)).T)

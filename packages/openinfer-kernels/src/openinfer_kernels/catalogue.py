@@ -138,7 +138,33 @@ SERVINGS = (
         kernel="attention_prefill",
         when="head dimension 32",
     ),
-    Serving(part="norms", phase=Phase.ANY, operators=("rms_norm", "add_rms_norm"), kernel="norm"),
+    Serving(
+        part="norms",
+        phase=Phase.ANY,
+        operators=("rms_norm", "add_rms_norm", "zero_centred_rms_norm", "add_zero_centred_rms_norm"),
+        kernel="norm",
+    ),
+    Serving(part="gated norms", phase=Phase.ANY, operators=("gated_rms_norm",), kernel="gated_norm"),
+    Serving(
+        part="gates around attention",
+        phase=Phase.ANY,
+        operators=("gated_qk_norm_rope_append", "output_gate"),
+        kernel="gated_attention",
+    ),
+    Serving(part="short convolutions", phase=Phase.ANY, operators=("causal_conv_silu",), kernel="causal_conv"),
+    Serving(
+        part="linear attention",
+        phase=Phase.DECODE,
+        operators=("gated_delta_rule",),
+        kernel="gated_delta_steps",
+    ),
+    Serving(
+        part="linear attention",
+        phase=Phase.PREFILL,
+        operators=("gated_delta_rule",),
+        kernel="gated_delta_chunks",
+        when="heads of 128 x 128, 16 tokens or more of a row; others as in decoding",
+    ),
     Serving(
         part="RoPE and KV append",
         phase=Phase.ANY,
@@ -162,14 +188,9 @@ SERVINGS = (
 """In order of preference where two serve one operator."""
 
 WITHOUT_GPU_KERNEL = (
-    "add_zero_centred_rms_norm",
-    "causal_conv_silu",
     "compress_overlapping_windows",
     "compress_windows",
     "experts",
-    "gated_delta_rule",
-    "gated_qk_norm_rope_append",
-    "gated_rms_norm",
     "grouped_linear",
     "hyper_head",
     "hyper_read",
@@ -179,7 +200,6 @@ WITHOUT_GPU_KERNEL = (
     "latent_attention",
     "latent_norm_rope_append",
     "norm_rope_tail",
-    "output_gate",
     "quantised_linear",
     "rope_tail",
     "rounded",
@@ -189,7 +209,6 @@ WITHOUT_GPU_KERNEL = (
     "top_experts",
     "upload_quantised",
     "window_attention",
-    "zero_centred_rms_norm",
 )
 """Operators that the CPU alone serves so far; the CUDA operators refuse them by name."""
 

@@ -1,6 +1,6 @@
 """`CpuOps`: the operator contract over the NumPy functions beside this file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,6 +48,10 @@ class CpuOps(CpuLatentAttentionOps, CpuExpertOps, CpuSparseAttentionOps, CpuHype
         """A float32 copy of the parts below each other."""
         return upload_weight(parts)
 
+    def upload_float32(self, *parts: WeightPart) -> Array:
+        """As `upload_weight`: the compute dtype is float32."""
+        return upload_weight(parts)
+
     def loading(self, progress: Callable[[int], None] = lambda num_bytes: None) -> AbstractContextManager[None]:
         """Nothing is put off here, and nothing told."""
         del progress
@@ -60,6 +64,10 @@ class CpuOps(CpuLatentAttentionOps, CpuExpertOps, CpuSparseAttentionOps, CpuHype
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
         """Zeros, float32 unless said otherwise."""
         return np.zeros(shape, np.float32 if dtype is None else dtype)
+
+    def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """At once."""
+        array[list(targets)] = array[list(sources)]
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
         """See `openinfer_kernels.cpu.embedding`."""

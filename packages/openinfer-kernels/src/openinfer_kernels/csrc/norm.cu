@@ -1,6 +1,7 @@
 // RMSNorm over rows, alone or after adding into the residual: one block per row, the row held in registers.
 //
 //     y = bf16(w * bf16(x / sqrt(mean(x^2) + eps)))       sums in float32; the inner rounding is the reference's
+//     y = bf16((1 + w) * x / sqrt(mean(x^2) + eps))       zero-centred, as Gemma and Qwen3.5 have it
 //
 // Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4. A decode step has few rows, so what counts is
 // the way from the launch to the last store: one access per thread and value, weights loaded before the wait. The next
@@ -26,7 +27,7 @@ __device__ float block_sum(float value) {
 }
 
 // A thread holds kHeld vectors of kWidth values: rows of up to 1024 * kHeld * kWidth values.
-template <int kWidth, int kHeld, bool kAdd>
+template <int kWidth, int kHeld, bool kAdd, bool kZeroCentred>
 __device__ void norm_row(const bf16* x, bf16* residual, const bf16* weight, bf16* y, int size, float eps) {
   const int vectors = size / kWidth;
   const int64_t row = int64_t(blockIdx.x) * size;
@@ -62,22 +63,33 @@ __device__ void norm_row(const bf16* x, bf16* residual, const bf16* weight, bf16
     if (at >= vectors) break;
 #pragma unroll
     for (int j = 0; j < kWidth; j++) values[i][j] *= scale;
-    store(y + row + at * kWidth, product(pack(values[i]), weights[i]));
+    if constexpr (kZeroCentred) {
+      float factors[kWidth];
+      unpack(weights[i], factors);
+#pragma unroll
+      for (int j = 0; j < kWidth; j++) values[i][j] *= 1.0f + factors[j];
+      store(y + row + at * kWidth, pack(values[i]));
+    } else {
+      store(y + row + at * kWidth, product(pack(values[i]), weights[i]));
+    }
   }
 }
 
 }  // namespace
 
-#define NORM(NAME, WIDTH, HELD)                                                                                   \
-  extern "C" __global__ void __launch_bounds__(1024) rms_norm_##NAME(const bf16* x, const bf16* weight, bf16* y,  \
-                                                                      int size, float eps) {                      \
-    norm_row<WIDTH, HELD, false>(x, nullptr, weight, y, size, eps);                                               \
-  }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(1024) add_rms_norm_##NAME(                                         \
-      const bf16* x, bf16* residual, const bf16* weight, bf16* y, int size, float eps) {                          \
-    norm_row<WIDTH, HELD, true>(x, residual, weight, y, size, eps);                                               \
+#define NORM(PREFIX, ZERO_CENTRED, NAME, WIDTH, HELD)                                                      \
+  extern "C" __global__ void __launch_bounds__(1024) PREFIX##rms_norm_##NAME(                              \
+      const bf16* x, const bf16* weight, bf16* y, int size, float eps) {                                   \
+    norm_row<WIDTH, HELD, false, ZERO_CENTRED>(x, nullptr, weight, y, size, eps);                          \
+  }                                                                                                        \
+  extern "C" __global__ void __launch_bounds__(1024) add_##PREFIX##rms_norm_##NAME(                        \
+      const bf16* x, bf16* residual, const bf16* weight, bf16* y, int size, float eps) {                   \
+    norm_row<WIDTH, HELD, true, ZERO_CENTRED>(x, residual, weight, y, size, eps);                          \
   }
 
-NORM(vectors, 8, 1)
-NORM(long_vectors, 8, 3)
-NORM(singles, 1, 8)
+NORM(, false, vectors, 8, 1)
+NORM(, false, long_vectors, 8, 3)
+NORM(, false, singles, 1, 8)
+NORM(zero_centred_, true, vectors, 8, 1)
+NORM(zero_centred_, true, long_vectors, 8, 3)
+NORM(zero_centred_, true, singles, 1, 8)

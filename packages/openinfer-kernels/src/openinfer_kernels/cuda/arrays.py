@@ -29,6 +29,26 @@ def require(array: Array, dtype: np.dtype[Any], *, ndim: int, what: str) -> None
         )
 
 
+def require_rows(array: Array, dtype: np.dtype[Any], *, what: str) -> None:
+    """Refuses a matrix that is not on the device, not of `dtype`, or whose rows are not contiguous.
+
+    Rows may lie further apart than they are long: some columns of a wider matrix.
+
+    Raises:
+        ArrayMismatchError: says which and what it is.
+    """
+    is_there = isinstance(array, cupy.ndarray) and array.dtype == dtype and array.ndim == 2
+    if not is_there or (array.shape[1] > 1 and array.strides[1] != dtype.itemsize):
+        raise ArrayMismatchError(
+            f"{what} must be a matrix of {dtype.name} with contiguous rows on the GPU, not {_described(array)}"
+        )
+
+
+def row_stride(array: Array) -> int:
+    """Values from one row of a matrix to the next."""
+    return array.strides[0] // array.dtype.itemsize
+
+
 def address(array: Any) -> int:
     """Where a device array begins."""
     return array.data.ptr
@@ -37,6 +57,11 @@ def address(array: Any) -> int:
 def fits_vectors(*arrays: Array) -> bool:
     """Whether each array begins at a multiple of 16 bytes, as every one does that is not cut out of another."""
     return not any(address(array) % VECTOR_BYTES for array in arrays)
+
+
+def rows_fit_vectors(*arrays: Array) -> bool:
+    """Whether each row of each matrix begins at a multiple of 16 bytes."""
+    return fits_vectors(*arrays) and not any(array.strides[0] % VECTOR_BYTES for array in arrays)
 
 
 def _described(array: Any) -> str:

@@ -3,6 +3,7 @@
     products     none divides its inner size among blocks; each kernel is compared with one reference before it is used
     attention    one kernel for prompts, chunks and decode rows: it walks over keys in tiles that begin at multiples of
                  128 (64) in their sequence, so that a token's sums do not depend on the tokens computed beside it
+    delta rule   token by token also in prompts: a chunk's bits depend on where it begins
     all others   compute a row, or a token, by itself anyway
 
 So a token's result depends on its own sequence alone: not on other rows, nor on how a prompt is cut into chunks, nor on
@@ -11,6 +12,7 @@ what of it was cached.
 
 from openinfer_kernels.cuda.attention import OneKernelAttention
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm
+from openinfer_kernels.cuda.gated_delta_rule import GatedDeltaRule
 from openinfer_kernels.cuda.invariant_products import InvariantProducts
 from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.cuda.ops import CudaOps
@@ -25,3 +27,6 @@ class BatchInvariantCudaOps(CudaOps):
 
     def _make_attention(self) -> OneKernelAttention:
         return OneKernelAttention(self.device)
+
+    def _make_gated_delta_rule(self) -> GatedDeltaRule:
+        return GatedDeltaRule(self.device, in_chunks=False)

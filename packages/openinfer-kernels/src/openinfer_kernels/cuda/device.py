@@ -23,7 +23,7 @@ class Device:
     """One GPU with our kernels. Its operators are called by one thread at a time, which has called `use`."""
 
     def __init__(self, index: int, properties: dict[str, Any], cubins: dict[str, Path]) -> None:
-        """Loads the cubins; `open` is what finds them."""
+        """`open` is what finds the cubins; each is loaded with the first of its kernels."""
         self.index = index
         self.name: str = properties["name"].decode()
         self.capability: tuple[int, int] = (properties["major"], properties["minor"])
@@ -31,8 +31,8 @@ class Device:
         self.l2_bytes: int = properties["l2CacheSize"]
         self.max_shared_bytes: int = properties["sharedMemPerBlockOptin"]
         self.memory_bytes: int = properties["totalGlobalMem"]
-        may_overlap = self.capability >= _OVERLAP_CAPABILITY
-        self._modules = {stem: Module(path, may_overlap=may_overlap) for stem, path in cubins.items()}
+        self._cubins = cubins
+        self._modules: dict[str, Module] = {}
 
     @classmethod
     def open(cls, index: int = 0) -> Self:
@@ -60,11 +60,13 @@ class Device:
             name: of the `extern "C"` function.
             shared_bytes: dynamic shared memory of each launch.
         """
+        if stem not in self._modules:
+            self._modules[stem] = Module(self._cubins[stem], may_overlap=self.capability >= _OVERLAP_CAPABILITY)
         return self._modules[stem].kernel(name, shared_bytes=shared_bytes)
 
     def has(self, stem: str) -> bool:
         """Whether `csrc/STEM.cu` is for this GPU."""
-        return stem in self._modules
+        return stem in self._cubins
 
     def used_bytes(self) -> int:
         """Memory of this GPU that is in use, by everyone; for a thread that has called `use`."""
@@ -88,6 +90,16 @@ def gpu_architecture(index: int = 0) -> str:
         DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
     """
     return architecture_of(*_look_at(index)[1])
+
+
+def gpu_count() -> int:
+    """GPUs that this process can see.
+
+    Raises:
+        DeviceUnavailableError: there is none, or the driver is missing or too old.
+    """
+    _require_driver()
+    return cupy.cuda.runtime.getDeviceCount()
 
 
 def _look_at(index: int) -> tuple[dict[str, Any], tuple[int, int]]:

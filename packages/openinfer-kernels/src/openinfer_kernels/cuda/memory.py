@@ -7,12 +7,13 @@ the driver stages pageable memory before it does. Within `loading`, weights take
 import ctypes
 import math
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from openinfer_kernels.cpu.weights import upload_weight as widened
 from openinfer_kernels.cuda.arrays import address
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
@@ -27,6 +28,8 @@ _PIECE_VALUES = 1 << 24
 """Values that are converted at once: bounds the memory beside the weight."""
 _TO_DEVICE = 1
 """`cudaMemcpyHostToDevice`."""
+_ON_DEVICE = 3
+"""`cudaMemcpyDeviceToDevice`."""
 
 
 class Memory:
@@ -71,6 +74,17 @@ class Memory:
                 self._write(part, piece)
         return out
 
+    def upload_float32(self, *parts: WeightPart) -> Array:
+        """A float32 array of the parts below each other, made on the host: they are short.
+
+        Raises:
+            WeightDtypeError: an array is not float32, float16, or uint16 for BF16 bits.
+            ValueError: the parts' rows differ in shape.
+        """
+        out = self.upload(widened(parts))
+        self._progress(out.nbytes)
+        return out
+
     @contextmanager
     def loading(self, progress: Progress) -> Generator[None]:
         """Within it `upload_weight` returns before its array is filled; leaving waits for all of them.
@@ -98,6 +112,13 @@ class Memory:
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
         """Zeros, BF16 unless said otherwise."""
         return cupy.zeros(shape, bfloat16 if dtype is None else dtype)
+
+    def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies `array[source]` over `array[target]` for each pair, on the current stream."""
+        row_bytes, stream = array[0].nbytes, cupy.cuda.get_current_stream().ptr
+        for source, target in zip(sources, targets, strict=True):
+            places = (address(array) + row * row_bytes for row in (target, source))
+            cupy.cuda.runtime.memcpyAsync(*places, row_bytes, _ON_DEVICE, stream)
 
     def _require_readable(self, part: WeightPart) -> None:
         if not isinstance(part, RandomWeight) and part.dtype != np.uint16 and part.dtype not in self._conversions:

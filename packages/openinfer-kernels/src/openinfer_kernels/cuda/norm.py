@@ -11,14 +11,20 @@ from openinfer_kernels.ops import Array
 _MAX_THREADS = 1024
 _VARIANTS = (("vectors", 8, 1), ("long_vectors", 8, 3), ("singles", 1, 8))
 """Of the kernels: name, values per access, accesses per thread."""
+_PLAIN, _ZERO_CENTRED = "", "zero_centred_"
+"""Conventions of the weight, as in the names of the kernels."""
 
 
 class Norm:
     """The norms on one device."""
 
     def __init__(self, device: Device) -> None:
-        self._plain = {name: device.kernel("norm", f"rms_norm_{name}") for name, _, _ in _VARIANTS}
-        self._adding = {name: device.kernel("norm", f"add_rms_norm_{name}") for name, _, _ in _VARIANTS}
+        self._kernels = {
+            f"{begin}{convention}{name}": device.kernel("norm", f"{begin}{convention}rms_norm_{name}")
+            for begin in ("", "add_")
+            for convention in (_PLAIN, _ZERO_CENTRED)
+            for name, _, _ in _VARIANTS
+        }
 
     def rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
         """`rms_norm(x)` for `x [T, n]`, n at most 24,576, or 8,192 where it is no multiple of 8.
@@ -26,13 +32,7 @@ class Norm:
         Raises:
             ArrayMismatchError: another dtype, layout or size.
         """
-        require(x, bfloat16, ndim=2, what="x")
-        require(weight, bfloat16, ndim=1, what="the weight of the norm")
-        out = cupy.empty(x.shape, bfloat16)
-        name, threads = _variant(weight.shape[0], fits_vectors(x, weight))
-        arguments = [x, weight, out, ctypes.c_int(x.shape[1]), ctypes.c_float(eps)]
-        self._plain[name]((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
-        return out
+        return self._norm(_PLAIN, x, weight, eps)
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
         """Adds `x [T, n]` into `residual` in place and returns `rms_norm(residual)`.
@@ -40,13 +40,33 @@ class Norm:
         Raises:
             ArrayMismatchError: another dtype, layout or size.
         """
+        return self._add_norm(_PLAIN, x, residual, weight, eps)
+
+    def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
+        """As `rms_norm`, with `1 + weight` in float32 and one rounding."""
+        return self._norm(_ZERO_CENTRED, x, weight, eps)
+
+    def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
+        """As `add_rms_norm`, with `1 + weight` in float32 and one rounding."""
+        return self._add_norm(_ZERO_CENTRED, x, residual, weight, eps)
+
+    def _norm(self, convention: str, x: Array, weight: Array, eps: float) -> Array:
+        require(x, bfloat16, ndim=2, what="x")
+        require(weight, bfloat16, ndim=1, what="the weight of the norm")
+        out = cupy.empty(x.shape, bfloat16)
+        name, threads = _variant(weight.shape[0], fits_vectors(x, weight))
+        arguments = [x, weight, out, ctypes.c_int(x.shape[1]), ctypes.c_float(eps)]
+        self._kernels[f"{convention}{name}"]((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
+        return out
+
+    def _add_norm(self, convention: str, x: Array, residual: Array, weight: Array, eps: float) -> Array:
         require(x, bfloat16, ndim=2, what="x")
         require(residual, bfloat16, ndim=2, what="the residual")
         require(weight, bfloat16, ndim=1, what="the weight of the norm")
         out = cupy.empty(x.shape, bfloat16)
         name, threads = _variant(weight.shape[0], fits_vectors(x, residual, weight))
         arguments = [x, residual, weight, out, ctypes.c_int(x.shape[1]), ctypes.c_float(eps)]
-        self._adding[name]((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
+        self._kernels[f"add_{convention}{name}"]((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
         return out
 
 

@@ -1,6 +1,6 @@
 """`CudaOps`: the operator contract over the operator families beside this file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from openinfer_kernels.cuda.embedding import Embedding
 from openinfer_kernels.cuda.gemm import Gemm
 from openinfer_kernels.cuda.library_products import LibraryProducts
 from openinfer_kernels.cuda.linear import Linear
+from openinfer_kernels.cuda.linear_attention import CudaLinearAttentionOps
 from openinfer_kernels.cuda.logprobs import LogprobsKernels
 from openinfer_kernels.cuda.memory import Memory
 from openinfer_kernels.cuda.norm import Norm
@@ -24,7 +25,7 @@ from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, Sa
 from openinfer_kernels.weights import WeightPart
 
 
-class CudaOps(CudaSparseAttentionOps):
+class CudaOps(CudaLinearAttentionOps, CudaSparseAttentionOps):
     """`openinfer_kernels.Ops` on one GPU.
 
     Everything runs on CuPy's current stream and may be captured into a graph. Arrays are contiguous CuPy arrays; what
@@ -78,6 +79,10 @@ class CudaOps(CudaSparseAttentionOps):
         """See `openinfer_kernels.cuda.memory`."""
         return self._memory.upload_weight(*parts)
 
+    def upload_float32(self, *parts: WeightPart) -> Array:
+        """See `openinfer_kernels.cuda.memory`."""
+        return self._memory.upload_float32(*parts)
+
     def loading(self, progress: Callable[[int], None] = lambda num_bytes: None) -> AbstractContextManager[None]:
         """See `openinfer_kernels.cuda.memory`."""
         return self._memory.loading(progress)
@@ -89,6 +94,10 @@ class CudaOps(CudaSparseAttentionOps):
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
         """See `openinfer_kernels.cuda.memory`."""
         return self._memory.zeros(shape, dtype)
+
+    def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `openinfer_kernels.cuda.memory`."""
+        self._memory.copy_rows(array, sources=sources, targets=targets)
 
     # --- dense ------------------------------------------------------------------------------------------
 
@@ -117,6 +126,14 @@ class CudaOps(CudaSparseAttentionOps):
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
         """See `openinfer_kernels.cuda.norm`."""
         return self._norm.add_rms_norm(x, residual, weight, eps=eps)
+
+    def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
+        """See `openinfer_kernels.cuda.norm`."""
+        return self._norm.zero_centred_rms_norm(x, weight, eps=eps)
+
+    def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
+        """See `openinfer_kernels.cuda.norm`."""
+        return self._norm.add_zero_centred_rms_norm(x, residual, weight, eps=eps)
 
     # --- attention --------------------------------------------------------------------------------------
 
@@ -154,15 +171,8 @@ class CudaOps(CudaSparseAttentionOps):
 
     # --- without a kernel so far: see `openinfer_kernels.catalogue.WITHOUT_GPU_KERNEL` --------------------
 
-    zero_centred_rms_norm = missing_on_gpu("zero_centred_rms_norm")
-    add_zero_centred_rms_norm = missing_on_gpu("add_zero_centred_rms_norm")
-    gated_rms_norm = missing_on_gpu("gated_rms_norm")
-    gated_qk_norm_rope_append = missing_on_gpu("gated_qk_norm_rope_append")
-    output_gate = missing_on_gpu("output_gate")
     latent_norm_rope_append = missing_on_gpu("latent_norm_rope_append")
     latent_attention = missing_on_gpu("latent_attention")
-    causal_conv_silu = missing_on_gpu("causal_conv_silu")
-    gated_delta_rule = missing_on_gpu("gated_delta_rule")
 
     experts = missing_on_gpu("experts")
     quantised_linear = missing_on_gpu("quantised_linear")

@@ -1,6 +1,6 @@
 """Arrays of a device: made, filled, and read back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -30,6 +30,13 @@ class MemoryOps(Protocol):
         """
         ...
 
+    def upload_float32(self, *parts: WeightPart) -> Array:
+        """As `upload_weight`, in float32 whatever the compute dtype; filled when it returns.
+
+        For the few vectors whose rounding the equations forbid: decays, biases of routers.
+        """
+        ...
+
     def loading(self, progress: Callable[[int], None] = ...) -> AbstractContextManager[None]:
         """Within it `upload_weight` may return before its array is filled; leaving it waits for all of them.
 
@@ -47,4 +54,11 @@ class MemoryOps(Protocol):
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
         """A zeroed device array; `dtype` None is the compute dtype."""
+        ...
+
+    def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies `array[source]` over `array[target]` for each pair; no row is in both.
+
+        Behind everything that was queued before, and ahead of what is queued next.
+        """
         ...
