@@ -10,10 +10,11 @@ from openinfer_core import Refused
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.dummy import DummyWeights
 from openinfer_engine.model import Model, WeightSource
-from openinfer_engine.options import DeviceKind, EngineOptions
+from openinfer_engine.options import DeviceKind, EngineOptions, RankHost
 from openinfer_engine.paged_tensors import make_pool, paged_tensors
 from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
+from openinfer_engine.socket_communicator import SocketCommunicator
 from openinfer_engine.state_slots import StateSlots
 from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
@@ -38,6 +39,27 @@ class Backend(Protocol):
         ...
 
     def check_layout(self, layout: KvLayout) -> None:
+    @property
+    def rank_host(self) -> RankHost:
+        """Where ranks beside the first run."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Makes its device that of the calling thread."""
+        ...
+
+    def open_group(self, size: int) -> tuple[bytes, Communicator]:
+        """A group of ranks that are processes: the ticket that the others join it by, and rank 0's communicator."""
+        ...
+
+    def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
+        """Another rank's communicator.
+
+        Raises:
+            GroupBroken: rank 0 is gone.
+        """
+        ...
+
         """Raises `Refused` for blocks that its operators do not serve."""
         ...
 
@@ -104,22 +126,22 @@ def check_states(spec: KvSpec, device: DeviceKind) -> None:
         )
 
 
-def open_backend(options: EngineOptions) -> Backend:
-    """The backend that the options ask for.
+def open_backend(options: EngineOptions, *, rank: int = 0) -> Backend:
+    """The backend that the options ask for, with the device of one rank.
 
     Raises:
         Refused: its device or packages are not there.
     """
     if options.device is DeviceKind.CPU:
-        return CpuBackend(batch_invariant=options.batch_invariant)
-    waking = wake_driver()
+        return CpuBackend(options)
+    waking = wake_driver(rank)
     try:
         from openinfer_engine.cuda_backend import CudaBackend
     except KernelsError as error:  # the packages of the CUDA extras are missing; the message says which
         raise Refused(f"--device cuda: {error}") from error
 
     waking.join()
-    return CudaBackend.open(options)
+    return CudaBackend.open(options, rank=rank)
 
 
 class CpuBackend:
@@ -129,8 +151,20 @@ class CpuBackend:
     architecture = "cpu"
     measured: dict[str, str] = {}  # noqa: RUF012
 
-    def __init__(self, *, batch_invariant: bool) -> None:
-        self._batch_invariant = batch_invariant
+    def __init__(self, options: EngineOptions) -> None:
+        self._batch_invariant = options.batch_invariant
+        self.rank_host = options.rank_host or RankHost.THREAD
+
+    def enter_thread(self) -> None:
+        """All threads are alike."""
+
+    def open_group(self, size: int) -> tuple[bytes, Communicator]:
+        """Over sockets."""
+        return SocketCommunicator.open(size)
+
+    def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
+        """Over sockets."""
+        return SocketCommunicator.join(ticket, rank=rank, size=size)
 
     def check_layout(self, layout: KvLayout) -> None:
         """All are served."""

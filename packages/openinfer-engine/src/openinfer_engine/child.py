@@ -1,17 +1,13 @@
 """The engine process of a model family: `python -m openinfer_engine.child`, started by `launch`."""
 
 import sys
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from openinfer_core import find_plugin, load_family
 from openinfer_core.engine_process import run_engine_process
-from openinfer_core.plugins import MODELS
 from openinfer_core.timeline import Timeline
-from openinfer_engine.composition import resolve
-from openinfer_engine.launch import EngineSpec, build_loop
+from openinfer_engine.engine_spec import EngineSpec, compose
+from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
 
 SWITCH_INTERVAL_S = 2e-5
@@ -24,12 +20,8 @@ which other threads decode and queue, made launching such a step take 60 ms inst
 
 def build(raw: msgspec.Raw) -> StepLoop:
     """Builds the engine that a spec describes; the timeline of its start begins with this process."""
-    timeline = Timeline()
     spec = msgspec.json.decode(raw, type=EngineSpec)
-    family: Any = load_family(find_plugin(MODELS, spec.family))
-    options = msgspec.json.decode(spec.options, type=family.options_type)
-    timeline.mark("imports")
-    return build_loop(resolve(family.definition, Path(spec.model_dir), options, timeline=timeline))
+    return build_loop(compose(spec, timeline=Timeline()))
 
 
 if __name__ == "__main__":

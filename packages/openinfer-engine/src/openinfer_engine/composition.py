@@ -19,7 +19,7 @@ from openinfer_engine.fingerprint import fingerprint
 from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
 from openinfer_engine.model import ModelDefinition, ModelLimits
-from openinfer_engine.options import EngineOptions, LoadFormat
+from openinfer_engine.options import EngineOptions, LoadFormat, RankHost
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
@@ -58,6 +58,16 @@ class Composition:
     def has_states(self) -> bool:
         """Whether the model keeps recurrent states beside its KV; then prefixes are shared where copies are kept."""
         return self.layouts[0].slot_bytes > 0
+
+    @property
+    def ranks_are_processes(self) -> bool:
+        """Whether each rank but the first has a process of its own."""
+        return self.options.tensor_parallel_size > 1 and self.backend.rank_host is RankHost.PROCESS
+
+    def with_num_blocks(self, num_blocks: int) -> "Composition":
+        """The same with a pool of so many blocks, which is no larger: the smallest that a rank has."""
+        copies = min(self.runner_limits.num_snapshots, num_blocks)
+        return replace(self, num_blocks=num_blocks, runner_limits=replace(self.runner_limits, num_snapshots=copies))
 
     def mark(self, phase: str) -> None:
         """The phase of the start ends now."""
@@ -187,7 +197,12 @@ class Composition:
 
 
 def resolve(
-    definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions, *, timeline: Timeline | None = None
+    definition: ModelDefinition[Any],
+    model_dir: Path,
+    options: EngineOptions,
+    *,
+    timeline: Timeline | None = None,
+    rank: int = 0,
 ) -> Composition:
     """Checks a model folder and options against each other; reads no weights.
 
@@ -196,6 +211,7 @@ def resolve(
         model_dir: with its `config.json`.
         options: the user's.
         timeline: of the start that this is part of; None begins one.
+        rank: whose device is looked at.
 
     Raises:
         InvalidCheckpoint: the folder is incomplete or contradicts its config.
@@ -215,7 +231,7 @@ def resolve(
     timeline.mark("config")
     tag = fingerprint(model_dir)
     check_states(_specs(definition, config, tag, options, KvDtype.FLOAT32)[0], options.device)
-    backend = open_backend(options)
+    backend = open_backend(options, rank=rank)
     timeline.mark("device", device_bytes=backend.used_bytes())
     specs = _specs(definition, config, tag, options, backend.dtype)
     layouts = tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)

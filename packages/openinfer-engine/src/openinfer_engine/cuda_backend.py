@@ -1,4 +1,4 @@
-"""The CUDA backend: one GPU, its memory ledger, and ranks whose decode steps are captured."""
+"""The CUDA backend: one GPU of one rank, its memory ledger, and ranks whose decode steps are captured."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Self
@@ -11,14 +11,18 @@ from openinfer_engine.cuda_rank import CudaRank
 from openinfer_engine.cuda_slots import slot_sizes
 from openinfer_engine.dummy import DeviceDummyWeights
 from openinfer_engine.model import Model, WeightSource
-from openinfer_engine.options import EngineOptions
+from openinfer_engine.nccl_communicator import NcclCommunicator
+from openinfer_engine.options import EngineOptions, RankHost
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.runner import Rank
 from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.catalogue import kernels_by_part, measured_by_part
 from openinfer_kernels.cuda.batch_invariant import BatchInvariantCudaOps
-from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.device import Device, gpu_count
+from openinfer_kernels.cuda.nccl import library as nccl_library
+from openinfer_kernels.cuda.nccl import unique_id
+from openinfer_kernels.cuda.nccl import version as nccl_version
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.steps import state_bytes
 from openinfer_kernels.gpu_requirements import require_attention
@@ -31,23 +35,39 @@ class CudaBackend:
     dtype = KvDtype.BFLOAT16
 
     def __init__(self, device: Device, options: EngineOptions) -> None:
+    rank_host = RankHost.PROCESS
+
         self._device = device
         self._options = options
 
     @classmethod
-    def open(cls, options: EngineOptions) -> Self:
-        """GPU 0.
+    def open(cls, options: EngineOptions, *, rank: int = 0) -> Self:
+        """The GPU of one rank: rank 0 has the first that the process sees, rank 1 the second.
 
         Raises:
-            Refused: no GPU, an old driver, missing packages, or what cannot be done on GPUs yet.
+            Refused: too few GPUs, an old driver, missing packages, or what cannot be done on GPUs.
         """
-        _refuse_ranks(options)
         try:
-            return cls(Device.open(), options)
+            if options.tensor_parallel_size > 1:
+                _check_ranks(options)
+            return cls(Device.open(rank), options)
         except KernelsError as error:
             raise Refused(f"--device cuda: {error}") from error
 
     @property
+    def enter_thread(self) -> None:
+        """Threads begin on GPU 0."""
+        self._device.use()
+
+    def open_group(self, size: int) -> tuple[bytes, Communicator]:
+        """Over NCCL."""
+        ticket = unique_id()
+        return ticket, self.join_group(ticket, rank=0, size=size)
+
+    def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
+        """Over NCCL; joins beside what follows."""
+        return NcclCommunicator(ticket, rank=rank, size=size, device=self._device)
+
     def architecture(self) -> str:
         """Of the GPU."""
         return self._device.architecture
@@ -68,6 +88,7 @@ class CudaBackend:
         found: dict[str, str] = {
             "device": f"{self._device.name} ({self._device.architecture})",
             "decode steps": replay,
+            **self._collectives,
             **kernels_by_part(self._device.architecture, skip=provided),
         }
         if self._options.batch_invariant:
@@ -77,6 +98,13 @@ class CudaBackend:
         return found
 
     @property
+    @property
+    def _collectives(self) -> dict[str, str]:
+        """What serves the collectives of several ranks."""
+        if self._options.tensor_parallel_size == 1:
+            return {}
+        return {"collectives": f"NCCL {nccl_version()}, sums in float32 in order of ranks"}
+
     def measured(self) -> dict[str, str]:
         """On an H200."""
         return dict(measured_by_part(self._device.architecture))
@@ -90,6 +118,7 @@ class CudaBackend:
             slot_state_bytes=state_bytes(slot_sizes(limits)),
             num_graphs=num_graphs if self._options.cuda_graph else 0,
         )
+            num_ranks=self._options.tensor_parallel_size,
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
         """The rest of the share of memory that was granted.
@@ -140,10 +169,18 @@ class CudaBackend:
         return rank
 
 
-def _refuse_ranks(options: EngineOptions) -> None:
-    """Raises `Refused` for what this backend cannot do yet."""
-    if options.tensor_parallel_size > 1:
+def _check_ranks(options: EngineOptions) -> None:
+    """Raises:
+    Refused: this machine cannot run so many ranks.
+    DeviceUnavailableError: NCCL is not installed, or there is no GPU at all.
+    """
+    size = options.tensor_parallel_size
+    if options.rank_host is RankHost.THREAD:
+        raise Refused("--rank-host thread: on GPUs each rank needs a process of its own; leave the option out")
+    count = gpu_count()
+    if count < size:
         raise Refused(
-            f"tensor_parallel_size is {options.tensor_parallel_size}: on GPUs one rank is possible so far; "
-            "several ranks run on a CPU (--device cpu)"
+            f"tensor_parallel_size is {size}, and this machine has {count} GPUs that the process can see "
+            "(CUDA_VISIBLE_DEVICES): each rank needs one"
         )
+    nccl_library()

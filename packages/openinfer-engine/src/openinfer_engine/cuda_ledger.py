@@ -17,12 +17,16 @@ _GRAPH_BYTES = 10 * _MIB
 """Of one captured forward pass and what samples behind it: nodes, and the places where their results stay."""
 _ACTIVATION_BYTES_PER_TOKEN = 1 << 18
 """Of one token of a step, at most: a few vectors of the widest layer of any model served."""
+_COMMUNICATOR_BYTES = 512 * _MIB
+"""Of one rank's end of a group: channels to the other ranks, and a longest step's pieces on their way."""
+_GATHERED_LOGIT_BYTES = 8
+"""Of one logit of a sampled row, where each rank computes some: as they arrive, and in order."""
 _LOGIT_BYTES = 12
 """Of one logit of a sampled row: float32, float32 scratch of sampling, and what a copy of some rows takes."""
 
 
 def workspaces(
-    limits: RunnerLimits, *, max_step_tokens: int, slot_state_bytes: int, num_graphs: int
+    limits: RunnerLimits, *, max_step_tokens: int, slot_state_bytes: int, num_graphs: int, num_ranks: int = 1
 ) -> Mapping[str, int]:
     """Purpose -> bytes on one GPU.
 
@@ -31,9 +35,13 @@ def workspaces(
         max_step_tokens: tokens of the largest step.
         slot_state_bytes: of what the device keeps per slot.
         num_graphs: forward passes that are captured.
+        num_ranks: that share each layer.
     """
     rows = limits.max_num_seqs + PROMPT_LOGPROB_ROWS
+    gathered_bytes = rows * limits.vocab_size * _GATHERED_LOGIT_BYTES
+    shared = {"communicator": _COMMUNICATOR_BYTES + gathered_bytes} if num_ranks > 1 else {}
     return {
+        **shared,
         "context": _CONTEXT_BYTES,
         "activations": max_step_tokens * _ACTIVATION_BYTES_PER_TOKEN,
         "logits": rows * limits.vocab_size * _LOGIT_BYTES,

@@ -162,6 +162,13 @@ class CudaRank:
             self._communicator.abort(error)
             raise
 
+    def close(self) -> None:
+        """Waits for what was queued, frees what was captured, and leaves the group."""
+        self._stream.synchronize()
+        self._decode.clear()
+        self._pieces.clear()
+        self._communicator.close()
+
     def _queue(self, plan: StepPlan) -> QueuedStep:
         entries = self._tables.advance(plan)
         turn = self._turns.take()

@@ -47,9 +47,13 @@ class CudaSampler:
             mask: tokens that rows may sample.
         """
         state = self._slots.state
-        changed = state.changes(sampled.slots) if changes else None
-        batch = sampled.batch(self._limits.num_token_ids, changes=changed, token_mask=mask)
-        token_ids = self._communicator.broadcast(self._ops.sample(logits, batch), root=0)
+        if self._communicator.rank == 0:
+            changed = state.changes(sampled.slots) if changes else None
+            batch = sampled.batch(self._limits.num_token_ids, changes=changed, token_mask=mask)
+            token_ids = self._ops.sample(logits, batch)
+        else:
+            token_ids = self._ops.zeros((len(logits),), np.int32)
+        token_ids = self._communicator.broadcast(token_ids, root=0)
         state.keep_sampled(sampled.slots, token_ids, counts=changes)
         return token_ids
 

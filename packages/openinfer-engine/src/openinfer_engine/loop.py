@@ -132,7 +132,10 @@ class StepLoop:
             self._in_flight = _InFlight(plan, self._runner.launch(plan))
         elif before is None:
             self._rest()
+            GroupBroken: a rank is gone.
         if before is not None:
+        if self._runner.failure is not None:
+            raise self._runner.failure
             events += self._finish(before)
         failures += self._masked.follow(events)
         events += [failure for failure in failures if self._end(failure.request_id)]

@@ -34,6 +34,15 @@ class DeviceKind(StrEnum):
     """An NVIDIA GPU, BF16; needs the extra cuda13 or cuda12 of openinfer-kernels."""
 
 
+class RankHost(StrEnum):
+    """Where ranks beside the first run."""
+
+    THREAD = "thread"
+    """In threads of the engine's process; on a CPU."""
+    PROCESS = "process"
+    """Each in a process of its own."""
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user may set about an engine; a family may extend it by inheritance.
 
@@ -96,6 +105,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         _check("max_model_tokens", self.max_model_tokens, 1, 2**24)
         _check("max_num_seqs", self.max_num_seqs, 1, 2**16)
+    rank_host: RankHost | None = None
+    """Where ranks beside the first run; None takes threads on a CPU, and processes on GPUs, where nothing else is
+    possible."""
         _check("max_step_tokens", self.max_step_tokens, 1, 2**24)
         _check("max_itl_ms", self.max_itl_ms, 1, 60_000)
         _check("max_waiting", self.max_waiting, 1, 2**24)

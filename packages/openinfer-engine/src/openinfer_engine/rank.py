@@ -88,6 +88,10 @@ class RankRunner:
             self._communicator.abort(error)
             raise
 
+    def close(self) -> None:
+        """Leaves the group."""
+        self._communicator.close()
+
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = replace(self._tables.batch(plan, self._ops), caches=self._caches)
         if self._states is not None:

@@ -17,6 +17,10 @@ class Rank(Protocol):
         """Begins a step; may return before it is computed."""
         ...
 
+    def close(self) -> None:
+        """Frees what it holds, its end of the group last, when no step is running. Idempotent."""
+        ...
+
 
 class PendingStep(Protocol):
     """A step that was launched."""
@@ -28,6 +32,11 @@ class PendingStep(Protocol):
 
 class Runner(Protocol):
     """Executes steps one after the other; `launch` does not wait for them."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why no step can be run any more, also if that came to light between two steps."""
+        ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queues a step behind those launched before."""
@@ -59,6 +68,11 @@ class ThreadRunner:
             ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{rank}") for rank in range(len(self._ranks))
         ]
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What fails is a step, which says so itself."""
+        return None
+
     def launch(self, plan: StepPlan) -> "_PendingStep":
         """Queues a step on every rank."""
         return _PendingStep([thread.submit(self._launch, index, plan) for index, thread in enumerate(self._threads)])
@@ -68,9 +82,11 @@ class ThreadRunner:
             return self._ranks[index].launch(plan)
 
     def close(self) -> None:
-        """Waits for the threads and drops the ranks."""
+        """Waits for the threads and closes the ranks."""
         for thread in self._threads:
             thread.shutdown()
+        for rank in self._ranks:
+            rank.close()
         self._ranks.clear()
 
 

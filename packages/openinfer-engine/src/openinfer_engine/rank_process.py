@@ -1,0 +1,147 @@
+"""The process of one rank beside the first: what `RankProcesses` starts and tells what to run.
+
+It takes its orders from standard input and answers on standard output; whatever it prints goes to standard error. When
+its input ends without a `Leave`, the engine is gone, and so is the process, whatever it was waiting for. As the engine
+process does, it ignores SIGINT and SIGTERM.
+"""
+
+import contextlib
+import faulthandler
+import io
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from typing import TypeVar
+
+import msgspec
+
+from openinfer_core import OpenInferError, Refused
+from openinfer_core.engine_process import set_log_level
+from openinfer_core.errors import ContractViolation
+from openinfer_core.resident import settle_memory
+from openinfer_core.timeline import Timeline
+from openinfer_engine.child import SWITCH_INTERVAL_S
+from openinfer_engine.engine_spec import EngineSpec, compose
+from openinfer_engine.errors import GroupBroken
+from openinfer_engine.loading import load_ranks
+from openinfer_engine.rank_wire import (
+    Agree,
+    Build,
+    Fault,
+    FaultKind,
+    Leave,
+    Ready,
+    Resolved,
+    RunStep,
+    ToRank,
+    bodies,
+    send,
+    to_rank_decoder,
+)
+from openinfer_engine.runner import Rank
+from openinfer_engine.trace import NoTrace
+
+logger = logging.getLogger("openinfer.engine")
+
+Message = TypeVar("Message", bound=ToRank)
+
+
+def main() -> int:
+    """Serves one engine; returns the exit code."""
+    faulthandler.enable()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    orders = _Orders(0)
+    try:
+        set_log_level(os.environ)
+        rank = _load(orders, answers)
+        settle_memory()
+        _serve(rank, orders)
+        rank.close()
+    except BaseException as error:
+        if not isinstance(error, OpenInferError):
+            logger.exception("this rank failed")
+        with contextlib.suppress(OSError):  # the engine may be gone too
+            send(answers, Fault(_kind_of(error), _said(error)))
+        return 1
+    return 0
+
+
+def _load(orders: "_Orders", answers: int) -> Rank:
+    build = orders.take(Build)
+    composition = compose(msgspec.json.decode(build.spec, type=EngineSpec), timeline=Timeline(), rank=build.rank)
+    send(answers, Resolved(composition.num_blocks))
+    agreed = orders.take(Agree)
+    composition = composition.with_num_blocks(agreed.num_blocks)
+    size = composition.options.tensor_parallel_size
+    communicator = composition.backend.join_group(agreed.ticket, rank=build.rank, size=size)
+    try:
+        (rank,) = load_ranks(composition, [communicator], NoTrace(), stream=io.StringIO())
+    except BaseException as error:
+        communicator.abort(error)
+        raise
+    send(answers, Ready())
+    return rank
+
+
+def _serve(rank: Rank, orders: "_Orders") -> None:
+    while not isinstance(order := orders.next(), Leave):
+        if not isinstance(order, RunStep):
+            raise ContractViolation(f"{type(order).__name__} came where a step was due")
+        rank.launch(order.plan())
+
+
+def _kind_of(error: BaseException) -> FaultKind:
+    if isinstance(error, GroupBroken):
+        return FaultKind.BROKEN
+    return FaultKind.REFUSED if isinstance(error, Refused) else FaultKind.FAILED
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, OpenInferError) else f"{type(error).__name__}: {error}"
+
+
+class _Orders:
+    """What comes through the pipe, read by a thread of its own, so that the engine's end is noticed at any time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._received: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(descriptor,), name="openinfer-orders", daemon=True).start()
+
+    def next(self) -> ToRank:
+        """Waits for the next one."""
+        return self._received.get()
+
+    def take(self, kind: type[Message]) -> Message:
+        """Waits for the next one, which is of a kind.
+
+        Raises:
+            ContractViolation: it is not.
+        """
+        order = self.next()
+        if not isinstance(order, kind):
+            raise ContractViolation(f"{type(order).__name__} came where {kind.__name__} was due")
+        return order
+
+    def _read(self, descriptor: int) -> None:
+        has_left = False
+        try:
+            for body in bodies(descriptor):
+                order = to_rank_decoder.decode(body)
+                self._received.put(order)
+                has_left = has_left or isinstance(order, Leave)
+        finally:
+            if not has_left:
+                os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    exit_code = main()
+    logging.shutdown()
+    os._exit(exit_code)  # a rank that failed may hold threads that wait for ranks that are gone

@@ -1,0 +1,174 @@
+"""What the engine and the processes of its other ranks say to each other, over two pipes each; no pickle.
+
+    engine ─► Build · Agree · RunStep … · Leave          (the child's standard input)
+    rank   ─► Resolved · Ready · Fault                   (its standard output)
+
+Frames are those of `openinfer_core.wire`. End of file means that the other side is gone. Only the two ends have the
+pipes, so no token is needed.
+"""
+
+import os
+from collections.abc import Generator
+from enum import StrEnum
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_core import GenerateRequest
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
+from openinfer_core.wire import FrameBuffer, encode_frame
+
+_READ_BYTES = 1 << 18
+Column = TypeVar("Column", bound=np.generic)
+
+
+class Build(msgspec.Struct, frozen=True, array_like=True, tag="build"):
+    """First message to a rank: what it is a part of."""
+
+    spec: bytes
+    """An `EngineSpec`, as JSON."""
+    rank: int
+
+
+class Agree(msgspec.Struct, frozen=True, array_like=True, tag="agree"):
+    """All ranks have resolved: they load now."""
+
+    num_blocks: int
+    """Of the smallest pool."""
+    ticket: bytes
+    """What the group is joined by: `Backend.open_group`."""
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True):
+    """A `SlotStart`."""
+
+    slot: int
+    request: GenerateRequest
+    seed: int
+    output_token_ids: tuple[int, ...]
+
+
+class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """A `StepPlan`, field by field, but for `token_masks`: rank 0 samples."""
+
+    step: int
+    slots: bytes
+    starts: bytes
+    counts: bytes
+    given_counts: bytes
+    sample: bytes
+    token_ids: bytes
+    new_block_counts: bytes
+    new_blocks: bytes
+    started: list[Start]
+    state_restores: list[tuple[int, int]]
+    state_snapshots: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "RunStep":
+        """The message that makes a rank run a plan."""
+        return cls(
+            step=plan.step,
+            slots=_packed(plan.slots, np.int32),
+            starts=_packed(plan.starts, np.int32),
+            counts=_packed(plan.counts, np.int32),
+            given_counts=_packed(plan.given_counts, np.int32),
+            sample=_packed(plan.sample, np.bool_),
+            token_ids=_packed(plan.token_ids, np.int32),
+            new_block_counts=_packed(plan.new_block_counts, np.int32),
+            new_blocks=_packed(plan.new_blocks, np.int32),
+            started=[Start(each.slot, each.request, each.seed, each.output_token_ids) for each in plan.started],
+            state_restores=[(copy.source, copy.target) for copy in plan.state_restores],
+            state_snapshots=[(copy.source, copy.target) for copy in plan.state_snapshots],
+        )
+
+    def plan(self) -> StepPlan:
+        """The plan again; its columns cannot be written to."""
+        return StepPlan(
+            step=self.step,
+            slots=np.frombuffer(self.slots, np.int32),
+            starts=np.frombuffer(self.starts, np.int32),
+            counts=np.frombuffer(self.counts, np.int32),
+            given_counts=np.frombuffer(self.given_counts, np.int32),
+            sample=np.frombuffer(self.sample, np.bool_),
+            token_ids=np.frombuffer(self.token_ids, np.int32),
+            new_block_counts=np.frombuffer(self.new_block_counts, np.int32),
+            new_blocks=np.frombuffer(self.new_blocks, np.int32),
+            started=tuple(
+                SlotStart(slot=each.slot, request=each.request, seed=each.seed, output_token_ids=each.output_token_ids)
+                for each in self.started
+            ),
+            state_restores=tuple(StateCopy(source=source, target=target) for source, target in self.state_restores),
+            state_snapshots=tuple(StateCopy(source=source, target=target) for source, target in self.state_snapshots),
+        )
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """The engine closes: no step follows."""
+
+
+class Resolved(msgspec.Struct, frozen=True, array_like=True, tag="resolved"):
+    """The rank's device is open, and what it can hold is known."""
+
+    num_blocks: int
+    """Of its own pool."""
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The rank is loaded and warm."""
+
+
+class FaultKind(StrEnum):
+    """Why a rank cannot go on."""
+
+    REFUSED = "refused"
+    """What was asked is not possible."""
+    FAILED = "failed"
+    """It found a fault of its own."""
+    BROKEN = "broken"
+    """Another rank did."""
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
+    """The rank cannot go on, and ends."""
+
+    kind: FaultKind
+    message: str
+
+
+ToRank: TypeAlias = Build | Agree | RunStep | Leave
+FromRank: TypeAlias = Resolved | Ready | Fault
+
+to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+def send(descriptor: int, message: ToRank | FromRank) -> None:
+    """Writes one message to a pipe, whole.
+
+    Raises:
+        BrokenPipeError: the other side is gone.
+    """
+    frame = memoryview(encode_frame(message))
+    while frame:
+        frame = frame[os.write(descriptor, frame) :]
+
+
+def bodies(descriptor: int) -> Generator[bytes]:
+    """The frames that come through a pipe, until the other side closes it.
+
+    Raises:
+        ContractViolation: it did so within a frame.
+    """
+    frames = FrameBuffer()
+    while data := os.read(descriptor, _READ_BYTES):
+        yield from frames.feed(data)
+    if len(frames):
+        raise ContractViolation("the pipe between the engine and a rank ended within a message")
+
+
+def _packed(column: NDArray[Column], dtype: type[Column]) -> bytes:
+    return np.ascontiguousarray(column, dtype).tobytes()
