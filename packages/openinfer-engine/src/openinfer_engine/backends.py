@@ -16,6 +16,7 @@ from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
 from openinfer_engine.socket_communicator import SocketCommunicator
 from openinfer_engine.state_slots import StateSlots
+from openinfer_engine.stored_tensor import TensorSpec
 from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
@@ -92,7 +93,7 @@ class Backend(Protocol):
         """The operators, for one rank."""
         ...
 
-    def dummy_weights(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int) -> WeightSource:
+    def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         """Random weights, made where that is quickest."""
         ...
 
@@ -194,7 +195,7 @@ class CpuBackend:
         """Stateless."""
         return BatchInvariantCpuOps() if self._batch_invariant else CpuOps()
 
-    def dummy_weights(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int) -> WeightSource:
+    def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         """Pieces of one sequence."""
         return DummyWeights(shapes, rank=rank, size=size)
 

@@ -16,6 +16,7 @@ import msgspec
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.model import Cut
 from openinfer_engine.safetensors_file import SafetensorsFile, TensorInfo
+from openinfer_engine.stored_tensor import StoredTensor, TensorSpec
 from openinfer_engine.unique_json import decode_unique_json
 from openinfer_kernels import HostArray
 
@@ -92,7 +93,7 @@ class Checkpoint:
 
     def validate(
         self,
-        expected: Mapping[str, tuple[int, ...]],
+        expected: Mapping[str, TensorSpec],
         *,
         ignorable: Collection[str] = (),
         dtypes: Collection[str] = WEIGHT_DTYPES,
@@ -100,10 +101,10 @@ class Checkpoint:
         """Checks every tensor against what a model reads, before any is read.
 
         Args:
-            expected: name -> shape of every tensor that the model reads.
+            expected: name -> shape of every tensor that the model reads; a `StoredTensor` has its own dtypes.
             ignorable: names that the model does not read and that may be there; one that ends with a dot stands for
                 all that begin with it.
-            dtypes: those that the model reads.
+            dtypes: those of plain weights that the model reads.
 
         Raises:
             InvalidCheckpoint: tensors are missing, unknown, or of another shape or dtype; names the first few.
@@ -147,6 +148,10 @@ class RankWeights:
             InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
         """
         return cut_for_rank(self._checkpoint.read(name), name, cut, rank=self._rank, size=self._size)
+
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+        """The same, whatever the dtype."""
+        return self.read(name, cut)
 
 
 def cut_for_rank(whole: HostArray, name: str, cut: Cut, *, rank: int, size: int) -> HostArray:
@@ -214,18 +219,20 @@ def _no_weights(model_dir: Path) -> str:
 
 def _problems(
     tensors: Mapping[str, TensorInfo],
-    expected: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, TensorSpec],
     ignorable: Collection[str],
     dtypes: Collection[str],
 ) -> Iterator[str]:
-    for name, shape in expected.items():
+    for name, spec in expected.items():
         info = tensors.get(name)
+        stored = isinstance(spec, StoredTensor)
+        shape, possible = (spec.shape, spec.dtypes) if stored else (spec, sorted(dtypes))
         if info is None:
             yield f"{name} is missing"
-        elif info.shape != shape:
+        elif info.array_shape != shape:
             yield f"{name} has shape {list(info.shape)}, not {list(shape)}"
-        elif info.dtype not in dtypes:
-            yield f"{name} has dtype {info.dtype}, not one of {', '.join(sorted(dtypes))}"
+        elif info.dtype not in possible:
+            yield f"{name} has dtype {info.dtype}, not one of {', '.join(possible)}"
     parts = tuple(name for name in ignorable if name.endswith("."))
     for name in tensors:
         if name not in expected and name not in ignorable and not name.startswith(parts):

@@ -1,6 +1,5 @@
 """Resolving a model folder and options into everything an engine is made of, before a weight is read."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat, RankHost
 from openinfer_engine.rank import RunnerLimits
+from openinfer_engine.stored_tensor import spec_bytes
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
 
@@ -270,8 +270,8 @@ def _origin(plugin: Plugin) -> str:
 
 def _weights_bytes(definition: ModelDefinition[Any], config: Any, backend: Backend) -> int:
     """Of all ranks together."""
-    shapes = definition.tensors(config).values()
-    return sum(math.prod(shape) for shape in shapes) * backend.dtype.itemsize_bytes
+    specs = definition.tensors(config).values()
+    return sum(spec_bytes(spec, itemsize_bytes=backend.dtype.itemsize_bytes) for spec in specs)
 
 
 def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:

@@ -15,6 +15,7 @@ from openinfer_engine.nccl_communicator import NcclCommunicator
 from openinfer_engine.options import EngineOptions, RankHost
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.runner import Rank
+from openinfer_engine.stored_tensor import TensorSpec
 from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.catalogue import kernels_by_part, measured_by_part
@@ -143,7 +144,7 @@ class CudaBackend:
         """On this GPU."""
         return BatchInvariantCudaOps(self._device) if self._options.batch_invariant else CudaOps(self._device)
 
-    def dummy_weights(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int) -> WeightSource:
+    def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
         """Computed on the GPU."""
         return DeviceDummyWeights(shapes, rank=rank, size=size)
 

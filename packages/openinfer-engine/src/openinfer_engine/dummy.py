@@ -15,8 +15,11 @@ import numpy as np
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.checkpoint import cut_for_rank, share_of_rank
+from openinfer_engine.dummy_stored import dummy_array
 from openinfer_engine.model import Cut
-from openinfer_kernels import HostArray, RandomWeight
+from openinfer_engine.safetensors_file import NUMPY_DTYPES
+from openinfer_engine.stored_tensor import RandomBytes, StoredTensor, TensorSpec
+from openinfer_kernels import HostArray, RandomCodes, RandomWeight
 
 _PERIOD = 1_048_573
 """The largest prime below 2^20."""
@@ -31,13 +34,13 @@ class DeviceDummyWeights:
     """A `WeightSource` of recipes for BF16 numbers: matrices and biases around 0, norms around 1.
 
     Args:
-        shapes: name -> whole shape of every tensor.
+        shapes: name -> whole shape of every tensor, or what else is said of it.
         rank: this rank.
         size: ranks that the model is cut into.
         seed: other seeds give other numbers.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int, seed: int = 0) -> None:
+    def __init__(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int, seed: int = 0) -> None:
         self._shapes = shapes
         self._seed = seed
         self._rank = rank
@@ -57,18 +60,40 @@ class DeviceDummyWeights:
             return whole
         return whole.rows(begin, end) if cut is Cut.ROWS else whole.columns(begin, end)
 
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray | RandomCodes:
+        """This rank's piece; codes are a recipe, what else there is comes as an array.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        spec = _stored_of(name, self._shapes)
+        if not isinstance(spec.dummy, RandomBytes):
+            whole = dummy_array(spec, seed=_place(name, self._seed))
+            return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
+        rows, columns = spec.shape
+        codes = RandomCodes.whole(
+            (rows, columns),
+            seed=_place(name, self._seed),
+            mask=spec.dummy.mask,
+            itemsize=NUMPY_DTYPES[spec.dtypes[0]].itemsize,
+        )
+        begin, end = share_of_rank(spec.shape, name, cut, rank=self._rank, size=self._size)
+        if cut is Cut.WHOLE:
+            return codes
+        return codes.rows(begin, end) if cut is Cut.ROWS else codes.columns(begin, end)
+
 
 class DummyWeights:
     """A `WeightSource` of BF16 numbers: matrices and biases around 0, norms around 1.
 
     Args:
-        shapes: name -> whole shape of every tensor.
+        shapes: name -> whole shape of every tensor, or what else is said of it.
         rank: this rank.
         size: ranks that the model is cut into.
         seed: other seeds give other numbers.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, size: int, seed: int = 0) -> None:
+    def __init__(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int, seed: int = 0) -> None:
         self._shapes = shapes
         self._seed = seed
         self._rank = rank
@@ -88,6 +113,15 @@ class DummyWeights:
         whole = np.resize(np.roll(period, -start), math.prod(shape)).reshape(shape)
         return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
 
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+        """This rank's piece, in the first dtype that the tensor may have.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        whole = dummy_array(_stored_of(name, self._shapes), seed=_place(name, self._seed))
+        return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
+
 
 class _Spread(NamedTuple):
     mean: float
@@ -101,11 +135,18 @@ def _spread_of(name: str, shape: tuple[int, ...]) -> _Spread:
     return _Spread(1.0, _NORM_SPREAD) if name.endswith("norm.weight") else _Spread(0.0, _BIAS_SPREAD)
 
 
-def _shape_of(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _shape_of(name: str, shapes: Mapping[str, TensorSpec]) -> tuple[int, ...]:
     shape = shapes.get(name)
-    if shape is None:
-        raise InvalidCheckpoint(f"the model has no tensor {name!r}")
+    if shape is None or isinstance(shape, StoredTensor):
+        raise InvalidCheckpoint(f"the model has no tensor {name!r}" + ("" if shape is None else " that is a weight"))
     return shape
+
+
+def _stored_of(name: str, shapes: Mapping[str, TensorSpec]) -> StoredTensor:
+    spec = shapes.get(name)
+    if not isinstance(spec, StoredTensor):
+        raise InvalidCheckpoint(f"the model has no tensor {name!r}" + ("" if spec is None else " of codes or ids"))
+    return spec
 
 
 def _place(name: str, seed: int) -> int:

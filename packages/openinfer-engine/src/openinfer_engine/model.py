@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 from openinfer_engine.communicator import Communicator
+from openinfer_engine.stored_tensor import TensorSpec
 from openinfer_kernels import Array, AttentionBatch, Ops, WeightPart
 from openinfer_kv_cache import KvDtype, KvSpec
 
@@ -32,6 +33,17 @@ class WeightSource(Protocol):
 
     def read(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
         """This rank's piece of a tensor, for `Ops.upload_weight`: nothing is copied yet.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        ...
+
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
+        """This rank's piece of a tensor that `ModelDefinition.tensors` calls a `StoredTensor`, in its own dtype.
+
+        An array in host memory, F8_E4M3 and F8_E8M0 as their bits in uint8, F4 as pairs in uint8; codes may be
+        `RandomCodes`. `quantised_weights.read_quantised` brings codes and scales together.
 
         Raises:
             InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
@@ -85,8 +97,11 @@ class ModelDefinition(Protocol, Generic[Config]):
         """What the config bounds."""
         ...
 
-    def tensors(self, config: Config) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor that `load` reads, with its whole shape; the checkpoint is checked against it first."""
+    def tensors(self, config: Config) -> Mapping[str, TensorSpec]:
+        """Every tensor that `load` reads, with its whole shape; the checkpoint is checked against it first.
+
+        A plain shape is that of a weight in BF16, float16 or float32; whatever else is stored is a `StoredTensor`.
+        """
         ...
 
     def ignorable_tensors(self, config: Config) -> Collection[str]:

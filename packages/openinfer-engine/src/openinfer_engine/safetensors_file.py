@@ -26,6 +26,8 @@ MAX_HEADER_BYTES = 100_000_000
 
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
+_PAIRED = "F4"
+"""Two values in a byte."""
 _MAX_DIMENSIONS = 32
 
 NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
@@ -36,6 +38,7 @@ NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "F8_E4M3": np.dtype("u1"),
         "F8_E5M2": np.dtype("u1"),
         "F8_E8M0": np.dtype("u1"),
+        "F4": np.dtype("u1"),
         "U16": np.dtype("<u2"),
         "I16": np.dtype("<i2"),
         "F16": np.dtype("<f2"),
@@ -48,7 +51,7 @@ NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "F64": np.dtype("<f8"),
     }
 )
-"""What each dtype of the format is read as; those that NumPy lacks are read as their bits."""
+"""What each dtype of the format is read as; those that NumPy lacks are read as their bits, and F4 as pairs of them."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +67,11 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def num_bytes(self) -> int:
         """Of its data."""
         return self.data_offsets[1] - self.data_offsets[0]
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        """Of the array that it is read as: half as long in the last axis where two values are in a byte."""
+        return (*self.shape[:-1], self.shape[-1] // 2) if self.dtype == _PAIRED else self.shape
 
 
 class SafetensorsFile:
@@ -99,10 +107,10 @@ class SafetensorsFile:
         array = np.frombuffer(
             self._map,
             NUMPY_DTYPES[info.dtype],
-            count=math.prod(info.shape),
+            count=math.prod(info.array_shape),
             offset=self._data_start + info.data_offsets[0],
         )
-        return np.require(array, requirements="A").reshape(info.shape)
+        return np.require(array, requirements="A").reshape(info.array_shape)
 
 
 def _map_file(path: Path) -> mmap.mmap:
@@ -151,8 +159,10 @@ def _tensor(name: str, entry: object) -> TensorInfo:
         raise ValueError(f"tensor {name!r} has dtype {info.dtype!r}; read are {', '.join(NUMPY_DTYPES)}")
     if len(info.shape) > _MAX_DIMENSIONS or any(size < 0 for size in info.shape):
         raise ValueError(f"tensor {name!r} has the impossible shape {list(info.shape)}")
+    if info.dtype == _PAIRED and (not info.shape or info.shape[-1] % 2):
+        raise ValueError(f"tensor {name!r} of shape {list(info.shape)} has no pairs of {_PAIRED} in its last axis")
     begin, end = info.data_offsets
-    num_bytes = math.prod(info.shape) * NUMPY_DTYPES[info.dtype].itemsize
+    num_bytes = math.prod(info.array_shape) * NUMPY_DTYPES[info.dtype].itemsize
     if begin < 0 or end - begin != num_bytes:
         raise ValueError(
             f"tensor {name!r} of dtype {info.dtype} and shape {list(info.shape)} takes {num_bytes} bytes, "
