@@ -110,7 +110,7 @@ LIES: dict[str, tuple[object, bytes, int | None, str]] = {
     "entry no object": ({"a": 3}, b"", None, "tensor 'a'"),
     "entry with more": ({"a": entry() | {"extra": 1}}, bytes(4), None, "extra"),
     "entry without shape": ({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, bytes(4), None, "shape"),
-    "unknown dtype": ({"a": entry("F4")}, bytes(4), None, "tensor 'a' has dtype 'F6_E2M3'"),
+    "unknown dtype": ({"a": entry("F6_E2M3")}, bytes(4), None, "tensor 'a' has dtype 'F6_E2M3'"),
     "negative dimension": ({"a": entry(shape=(-1, -1))}, bytes(4), None, r"impossible shape \[-1, -1\]"),
     "33 dimensions": ({"a": entry(shape=(1,) * 33)}, bytes(4), None, "impossible shape"),
     "fractional dimension": ({"a": entry(shape=(1.5,))}, bytes(4), None, "tensor 'a'"),
