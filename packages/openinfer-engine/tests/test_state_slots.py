@@ -5,12 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from openinfer_core import GenerateRequest, Refused, RequestId, SamplingParams
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
-from openinfer_engine.backends import check_states
 from openinfer_engine.block_tables import BlockTables
-from openinfer_engine.options import DeviceKind
 from openinfer_engine.state_slots import StateSlots
 from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cpu import CpuOps
@@ -123,10 +121,3 @@ def test_row_that_repeats_or_skips_a_token_is_refused(start: int) -> None:
 def test_sequence_that_begins_on_a_cached_prefix_is_refused() -> None:
     with pytest.raises(ContractViolation, match=r"begins at position 16, .* have consumed 0 tokens"):
         make_slots().advance(plan([(1, 16, 4)], started=(1,)))
-
-
-def test_device_without_operators_over_states_is_refused_before_it_is_opened() -> None:
-    with pytest.raises(Refused, match=r"--device cuda: .* recurrent states \(linear, window\), .* use --device cpu"):
-        check_states(SPEC, DeviceKind.CUDA)
-    check_states(SPEC, DeviceKind.CPU)
-    check_states(KvSpec(model_tag="a", paged=(PAGED,)), DeviceKind.CUDA)

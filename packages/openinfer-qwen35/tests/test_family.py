@@ -21,7 +21,7 @@ from openinfer_core import (
     find_plugin,
 )
 from openinfer_core.plugins import MODELS
-from openinfer_engine.options import DeviceKind, EngineHost, EngineOptions, LoadFormat
+from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
 from openinfer_qwen35 import Qwen35
 
 PROMPT_TOKENS = 41
@@ -83,13 +83,6 @@ def test_plan_says_what_an_engine_would_be_made_of(family: ModelFamily, fixtures
     off = family.plan(fixtures / "text_tied", EngineOptions(num_blocks=10, prefix_cache=False))
     assert off.parts["prefix_cache"] == "off"
     assert off.memory_bytes["state_snapshots"] == 0
-
-
-def test_cuda_device_is_refused_until_its_operators_exist(family: ModelFamily, fixtures: Path) -> None:
-    with pytest.raises(
-        Refused, match=r"--device cuda: the model keeps recurrent states \(linear_attention\), .* use --device cpu"
-    ):
-        family.plan(fixtures / "text_tied", EngineOptions(device=DeviceKind.CUDA))
 
 
 def test_dummy_weights_need_a_config_and_nothing_else(family: ModelFamily, fixtures: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
 from openinfer_kernels.driver import wake_driver
-from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
+from openinfer_kv_cache import KvDtype, KvLayout
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 
@@ -39,7 +39,6 @@ class Backend(Protocol):
         """What kernels are made for: `cpu`, or a GPU's as compilers name it: `sm_90a`."""
         ...
 
-    def check_layout(self, layout: KvLayout) -> None:
     @property
     def rank_host(self) -> RankHost:
         """Where ranks beside the first run."""
@@ -61,6 +60,7 @@ class Backend(Protocol):
         """
         ...
 
+    def check_layout(self, layout: KvLayout) -> None:
         """Raises `Refused` for blocks that its operators do not serve."""
         ...
 
@@ -111,20 +111,6 @@ class Backend(Protocol):
     ) -> Rank:
         """The rank that runs a loaded model, warmed up; `mark` is told the name of each phase that has ended."""
         ...
-
-
-def check_states(spec: KvSpec, device: DeviceKind) -> None:
-    """Refuses recurrent states where no operator is for them; before a device is opened, whatever it may lack.
-
-    Raises:
-        Refused: the device cannot serve the model.
-    """
-    if device is DeviceKind.CUDA and spec.slots:
-        states = ", ".join(group.name for group in spec.slots)
-        raise Refused(
-            f"--device cuda: the model keeps recurrent states ({states}), and operators over them have no CUDA kernels "
-            "yet; use --device cpu"
-        )
 
 
 def open_backend(options: EngineOptions, *, rank: int = 0) -> Backend:

@@ -12,14 +12,17 @@ from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
 from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig
 from openinfer_core.timeline import Timeline
-from openinfer_engine.backends import Backend, check_states, open_backend
+from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.checkpoint import Checkpoint
 from openinfer_engine.fingerprint import fingerprint
 from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
+from openinfer_engine.kv_events.opening import open_kv_events
+from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat, RankHost
 from openinfer_engine.rank import RunnerLimits
+from openinfer_engine.stored_config import check_stored
 from openinfer_engine.stored_tensor import spec_bytes
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
@@ -117,6 +120,7 @@ class Composition:
             "grammar_compiler": "none" if self.grammar_compiler is None else _origin(self.grammar_compiler),
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
+            **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
             "weights": str(self.options.load_format),
             **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
@@ -173,6 +177,16 @@ class Composition:
         make: Callable[..., Scheduler] = self.scheduler.load()
         return make(self.scheduler_config, policy)
 
+    def open_kv_events(self, scheduler: Scheduler) -> KvEventRecorder | None:
+        """What tells routers of the scheduler's blocks, or None.
+
+        Raises:
+            Refused: the scheduler does not tell, pyzmq is not installed, or an endpoint cannot be had.
+        """
+        if self.options.kv_events is None:
+            return None
+        return open_kv_events(self.options.kv_events, scheduler, block_size_tokens=self.options.block_size_tokens)
+
     def plan(self) -> FamilyPlan:
         """What `openinfer plan` prints."""
         ranks = self.options.tensor_parallel_size
@@ -227,10 +241,9 @@ def resolve(
     definition.check_ranks(config, options.tensor_parallel_size)
     if options.load_format is LoadFormat.SAFETENSORS:
         with Checkpoint.open(model_dir) as checkpoint:
-            checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))
+            config = check_stored(definition, config, checkpoint)
     timeline.mark("config")
     tag = fingerprint(model_dir)
-    check_states(_specs(definition, config, tag, options, KvDtype.FLOAT32)[0], options.device)
     backend = open_backend(options, rank=rank)
     timeline.mark("device", device_bytes=backend.used_bytes())
     specs = _specs(definition, config, tag, options, backend.dtype)
@@ -295,12 +308,16 @@ def _specs(
     ]
 
 
-def _num_snapshots(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
-    """Copies of states that the budget holds, one per block at most; none without states or a prefix cache."""
+def _most_snapshots(options: EngineOptions, layout: KvLayout) -> int:
+    """Copies of states that their budget holds; none without states or a prefix cache."""
     if not layout.slot_bytes or not options.prefix_cache:
         return 0
-    fitting = options.state_snapshot_bytes // options.tensor_parallel_size // layout.slot_bytes
-    return min(fitting, num_blocks)
+    return options.state_snapshot_bytes // options.tensor_parallel_size // layout.slot_bytes
+
+
+def _num_snapshots(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
+    """Copies of states that are kept: one per block at most."""
+    return min(_most_snapshots(options, layout), num_blocks)
 
 
 def _num_blocks(
@@ -313,6 +330,7 @@ def _num_blocks(
     budget_bytes = options.kv_cache_bytes
     if budget_bytes is None:
         workspace_bytes = sum(backend.workspaces(sizes, max_step_tokens=options.max_step_tokens).values())
+        workspace_bytes += layout.slot_bytes * (options.max_num_seqs + _most_snapshots(options, layout))
         budget_bytes = ranks * backend.kv_cache_bytes(
             weights_bytes=weights_bytes // ranks, workspace_bytes=workspace_bytes
         )

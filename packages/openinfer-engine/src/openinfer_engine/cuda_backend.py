@@ -15,6 +15,7 @@ from openinfer_engine.nccl_communicator import NcclCommunicator
 from openinfer_engine.options import EngineOptions, RankHost
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.runner import Rank
+from openinfer_engine.state_slots import StateSlots
 from openinfer_engine.stored_tensor import TensorSpec
 from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
@@ -35,9 +36,9 @@ class CudaBackend:
 
     dtype = KvDtype.BFLOAT16
 
-    def __init__(self, device: Device, options: EngineOptions) -> None:
     rank_host = RankHost.PROCESS
 
+    def __init__(self, device: Device, options: EngineOptions) -> None:
         self._device = device
         self._options = options
 
@@ -55,7 +56,6 @@ class CudaBackend:
         except KernelsError as error:
             raise Refused(f"--device cuda: {error}") from error
 
-    @property
     def enter_thread(self) -> None:
         """Threads begin on GPU 0."""
         self._device.use()
@@ -69,6 +69,7 @@ class CudaBackend:
         """Over NCCL; joins beside what follows."""
         return NcclCommunicator(ticket, rank=rank, size=size, device=self._device)
 
+    @property
     def architecture(self) -> str:
         """Of the GPU."""
         return self._device.architecture
@@ -88,8 +89,8 @@ class CudaBackend:
         replay = "captured once, replayed" if self._options.cuda_graph else "launched one by one"
         found: dict[str, str] = {
             "device": f"{self._device.name} ({self._device.architecture})",
-            "decode steps": replay,
             **self._collectives,
+            "decode steps": replay,
             **kernels_by_part(self._device.architecture, skip=provided),
         }
         if self._options.batch_invariant:
@@ -99,13 +100,13 @@ class CudaBackend:
         return found
 
     @property
-    @property
     def _collectives(self) -> dict[str, str]:
         """What serves the collectives of several ranks."""
         if self._options.tensor_parallel_size == 1:
             return {}
         return {"collectives": f"NCCL {nccl_version()}, sums in float32 in order of ranks"}
 
+    @property
     def measured(self) -> dict[str, str]:
         """On an H200."""
         return dict(measured_by_part(self._device.architecture))
@@ -118,8 +119,8 @@ class CudaBackend:
             max_step_tokens=max_step_tokens,
             slot_state_bytes=state_bytes(slot_sizes(limits)),
             num_graphs=num_graphs if self._options.cuda_graph else 0,
-        )
             num_ranks=self._options.tensor_parallel_size,
+        )
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
         """The rest of the share of memory that was granted.
@@ -162,10 +163,20 @@ class CudaBackend:
     ) -> Rank:
         """Warmed up, its decode steps captured."""
         kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
+        num_slots = limits.max_num_seqs + limits.num_snapshots
+        states = StateSlots(layout, num_slots=num_slots, ops=ops) if layout.slot_bytes else None
         mark("kv_cache")
         if not isinstance(ops, CudaOps):
             raise TypeError("operators of another backend")
-        rank = CudaRank(model, kv_cache=kv_cache, ops=ops, communicator=communicator, limits=limits, tracer=tracer)
+        rank = CudaRank(
+            model,
+            kv_cache=kv_cache,
+            ops=ops,
+            communicator=communicator,
+            limits=limits,
+            states=states,
+            tracer=tracer,
+        )
         rank.warm_up(capture=self._options.cuda_graph, mark=mark)
         return rank
 

@@ -34,6 +34,7 @@ from openinfer_engine.cuda_times import StepTimes
 from openinfer_engine.model import Model
 from openinfer_engine.rank import PROMPT_LOGPROB_ROWS, RunnerLimits
 from openinfer_engine.runner import PendingStep
+from openinfer_engine.state_slots import StateSlots
 from openinfer_engine.step_logprobs import HostLogprobs
 from openinfer_engine.trace import NoTrace, Tracer
 from openinfer_kernels import Array, HostArray, Logprobs
@@ -70,9 +71,12 @@ class CudaRank:
         ops: CudaOps,
         communicator: Communicator,
         limits: RunnerLimits,
+        states: StateSlots | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._model = model
+        self._states = states
+        self._state_tensors = None if states is None else states.tensors
         self._kv_cache = kv_cache
         self._ops = ops
         self._communicator = communicator
@@ -128,7 +132,12 @@ class CudaRank:
 
     def _decode_inputs(self, num_rows: int) -> DecodeInputs:
         max_blocks = slot_sizes(self._limits).max_blocks
-        return DecodeInputs.make(num_rows, max_blocks=max_blocks, max_context_tokens=self._limits.max_model_tokens)
+        return DecodeInputs.make(
+            num_rows,
+            max_blocks=max_blocks,
+            max_context_tokens=self._limits.max_model_tokens,
+            states=self._state_tensors,
+        )
 
     def _piece_inputs(self, num_tokens: int) -> PieceInputs:
         """For as many rows as so many tokens can have; two at least, since attention is told of no shorter row else."""
@@ -137,6 +146,7 @@ class CudaRank:
             num_tokens,
             max_blocks=slot_sizes(self._limits).max_blocks,
             longest=(num_tokens, self._limits.max_model_tokens),
+            states=self._state_tensors,
         )
 
     # --- what is captured, beside sampling --------------------------------------------------------------
@@ -174,8 +184,12 @@ class CudaRank:
         turn = self._turns.take()
         note_times = self._times.begin(plan)
         self._slots.update(plan, entries, turn)
+        if self._states is not None:
+            self._states.advance(plan)
         captured = self._captured_decode(plan)
         rows = self._run_pieces(plan, turn) if captured is None else self._replay_decode(plan, captured, turn)
+        if self._states is not None:
+            self._states.keep(plan)
         sampled = SampledTokens(
             rows=rows.sampled,
             places=rows.places,
@@ -251,6 +265,7 @@ class CudaRank:
             max_blocks=-(-longest // self._limits.block_size_tokens),
             longest=(int(plan.counts.max()), longest),
             record=record,
+            states=self._state_tensors,
         )
         return self._pieces_hidden(inputs)
 

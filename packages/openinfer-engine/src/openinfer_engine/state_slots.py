@@ -4,7 +4,7 @@ A sequence keeps its states in the slot that the plan runs it in, and they canno
 where the last one of its slot ended, or where a copy ends that the plan brings into the slot before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +36,11 @@ class StateSlots:
             for region in group.regions
         }
 
+    @property
+    def tensors(self) -> Mapping[str, Array]:
+        """`GROUP.TENSOR` -> `[slots, layers, *shape]`, as a batch carries them."""
+        return self._tensors
+
     def advance(self, plan: StepPlan) -> None:
         """Restores the states of sequences that begin on a prefix, and notes what a step adds to each slot's.
 
@@ -61,13 +66,10 @@ class StateSlots:
     def _copy(self, copies: Sequence[StateCopy]) -> None:
         if not copies:
             return
-        sources, targets = (
-            np.array(slots, np.int32) for slots in zip(*((c.source, c.target) for c in copies), strict=True)
-        )
+        sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
         self._consumed[targets] = self._consumed[sources]
-        sources, targets = self._ops.upload(sources), self._ops.upload(targets)
         for tensor in self._tensors.values():
-            tensor[targets] = tensor[sources]
+            self._ops.copy_rows(tensor, sources=sources, targets=targets)
 
     def join(self, batch: AttentionBatch, plan: StepPlan) -> AttentionBatch:
         """The batch of a step with the states of its rows."""

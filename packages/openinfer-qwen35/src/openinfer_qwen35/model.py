@@ -10,7 +10,7 @@
                                                             (q, gate) per head, k, v = qkv_proj(x)
     mixer of a linear-attention layer:
             out_proj(norm(delta_rule(q, k, v, decay(a), sigmoid(b))) * silu(z))
-                                                            q, k, v = silu(conv(in_proj_qkv(x))); z, b, a of x
+                                                            u, z, b, a = in_proj(x); q, k, v = silu(conv(u))
 
 What differs from Qwen3: three of four layers are linear attention, whose state has one size however long the text is;
 attention has a gate per output, and rotates the first quarter of each head. Norms are zero-centred (`1 + weight`), but
@@ -36,7 +36,7 @@ import msgspec
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.fused_weights import pad_rows, rows_of_rank, stacked_rows_of_rank
 from openinfer_engine.model import Cut, WeightSource
-from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, rope_table
+from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, WeightPart, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -125,7 +125,7 @@ class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def linear_heights(self) -> tuple[int, int, int]:
-        """Rows of Q, K and V in `in_proj_qkv`, of all ranks."""
+        """Rows of Q, K and V in the checkpoint's `in_proj_qkv`, of all ranks."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         return keys, keys, self.linear_num_value_heads * self.linear_value_head_dim
 
@@ -208,20 +208,16 @@ class LinearAttentionWeights:
 
     index: int
     """Among the layers of its kind, hence in the states."""
-    in_proj_qkv: Array
-    """`[C, h]`: query rows, then key rows, then value rows."""
-    in_proj_z: Array
-    """`[N dv, h]`"""
-    in_proj_ba: Array
-    """`[2 N, h]`: rows of `b`, then of `a`."""
+    in_proj: Array
+    """`[C + N dv + 2 N, h]`: query rows, then key rows, then value rows; rows of `z`; rows of `b`, then of `a`."""
     conv1d: Array
     """`[C, W]`"""
     a_log: Array
-    """`[N]`"""
+    """`[N]` float32"""
     dt_bias: Array
-    """`[N]`"""
+    """`[N]` float32"""
     norm: Array
-    """`[dv]`, shared by all value heads; not zero-centred."""
+    """`[dv]` float32, shared by all value heads; not zero-centred."""
     out_proj: Array
     """`[h, N dv]`"""
 
@@ -314,13 +310,11 @@ class _LayerReader:
     def _read_linear_attention(self) -> LinearAttentionWeights:
         return LinearAttentionWeights(
             index=self._index,
-            in_proj_qkv=self._read_stacked("linear_attn.in_proj_qkv.weight"),
-            in_proj_z=self._read_rows("linear_attn.in_proj_z.weight"),
-            in_proj_ba=self._read_rows("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
-            conv1d=self._read_stacked("linear_attn.conv1d.weight")[:, 0],
-            a_log=self._read_rows("linear_attn.A_log"),
-            dt_bias=self._read_rows("linear_attn.dt_bias"),
-            norm=self._read("linear_attn.norm.weight"),
+            in_proj=self._read_in_proj(),
+            conv1d=self._ops.upload_weight(*self._stacked("linear_attn.conv1d.weight"))[:, 0],
+            a_log=self._read_float32("linear_attn.A_log", Cut.ROWS),
+            dt_bias=self._read_float32("linear_attn.dt_bias", Cut.ROWS),
+            norm=self._read_float32("linear_attn.norm.weight", Cut.WHOLE),
             out_proj=self._read("linear_attn.out_proj.weight", Cut.COLUMNS),
         )
 
@@ -330,11 +324,19 @@ class _LayerReader:
     def _read_rows(self, *names: str) -> Array:
         return self._ops.upload_weight(*(self._weights.read(f"{self._prefix}.{name}", Cut.ROWS) for name in names))
 
-    def _read_stacked(self, name: str) -> Array:
+    def _read_float32(self, name: str, cut: Cut) -> Array:
+        return self._ops.upload_float32(self._weights.read(f"{self._prefix}.{name}", cut))
+
+    def _read_in_proj(self) -> Array:
+        """All that linear attention projects, as one product."""
+        others = (self._weights.read(f"{self._prefix}.linear_attn.in_proj_{name}.weight", Cut.ROWS) for name in "zba")
+        return self._ops.upload_weight(*self._stacked("linear_attn.in_proj_qkv.weight"), *others)
+
+    def _stacked(self, name: str) -> tuple[WeightPart, ...]:
         """This rank's rows of Q, of K and of V, which lie below each other in one tensor."""
         heights, size = self._config.linear_heights, self._communicator.size
         whole = self._weights.read(f"{self._prefix}.{name}")
-        return self._ops.upload_weight(*stacked_rows_of_rank(whole, heights, rank=self._communicator.rank, size=size))
+        return stacked_rows_of_rank(whole, heights, rank=self._communicator.rank, size=size)
 
 
 def _vocabulary_piece(table: Array, communicator: Communicator) -> Array:
@@ -407,8 +409,10 @@ class Qwen35Model:
     def _linear_attention(self, x: Array, mixer: LinearAttentionWeights, *, batch: AttentionBatch) -> Array:
         """`[T, h]` of a linear-attention mixer for the normed `x [T, h]`."""
         ops, states = self._ops, batch.states
+        channels, values = len(mixer.conv1d), mixer.out_proj.shape[1]
+        projected = ops.linear(x, mixer.in_proj)  # [T, C + N dv + 2 N]
         qkv = ops.causal_conv_silu(  # [T, C]
-            ops.linear(x, mixer.in_proj_qkv),
+            projected[:, :channels],
             mixer.conv1d,
             state=states[f"{LINEAR_ATTENTION}.conv"],
             layer=mixer.index,
@@ -416,14 +420,14 @@ class Qwen35Model:
         )
         attended = ops.gated_delta_rule(  # [T, N dv]
             qkv,
-            ops.linear(x, mixer.in_proj_ba),
+            projected[:, channels + values :],
             a_log=mixer.a_log,
             dt_bias=mixer.dt_bias,
             state=states[f"{LINEAR_ATTENTION}.state"],
             layer=mixer.index,
             batch=batch,
         )
-        z = ops.linear(x, mixer.in_proj_z)
+        z = projected[:, channels : channels + values]
         gated = ops.gated_rms_norm(attended, z, mixer.norm, eps=self._config.rms_norm_eps)
         return self._communicator.all_reduce(ops.linear(gated, mixer.out_proj))
 

@@ -5,6 +5,7 @@ PieceInputs    pieces of any length, made for one step
 """
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +104,18 @@ class DecodeInputs:
     sampled: SampledRows
 
     @classmethod
-    def make(cls, num_rows: int, *, max_blocks: int, max_context_tokens: int) -> "DecodeInputs":
-        """Arrays for steps of so many rows."""
+    def make(
+        cls, num_rows: int, *, max_blocks: int, max_context_tokens: int, states: Mapping[str, Array] | None = None
+    ) -> "DecodeInputs":
+        """Arrays for steps of so many rows.
+
+        Args:
+            num_rows: R.
+            max_blocks: of the longest context.
+            max_context_tokens: of the longest context.
+            states: recurrent states of all slots, of a model that has any.
+        """
+        rows: Any = cupy.asarray(np.full((DECODE_LINES, num_rows), -1, np.int32))
         batch = AttentionBatch(
             positions=cupy.zeros(num_rows, np.int32),
             query_starts=cupy.asarray(np.arange(num_rows + 1, dtype=np.int32)),
@@ -113,9 +124,10 @@ class DecodeInputs:
             cache_slots=cupy.zeros(num_rows, np.int64),
             max_query_tokens=1,
             max_context_tokens=max_context_tokens,
+            **_states(states, rows[0]),
         )
         return cls(
-            rows=cupy.asarray(np.full((DECODE_LINES, num_rows), -1, np.int32)),
+            rows=rows,
             token_ids=cupy.zeros(num_rows, np.int32),
             batch=batch,
             sampled=SampledRows.make(num_rows),
@@ -137,7 +149,14 @@ class PieceInputs:
 
     @classmethod
     def make(
-        cls, num_rows: int, num_tokens: int, *, max_blocks: int, longest: tuple[int, int], record: Array | None = None
+        cls,
+        num_rows: int,
+        num_tokens: int,
+        *,
+        max_blocks: int,
+        longest: tuple[int, int],
+        record: Array | None = None,
+        states: Mapping[str, Array] | None = None,
     ) -> "PieceInputs":
         """Arrays for steps of so many rows and tokens.
 
@@ -147,7 +166,9 @@ class PieceInputs:
             max_blocks: of the longest context.
             longest: tokens of the longest piece and of the longest context, at most.
             record: where it is already.
+            states: recurrent states of all slots, of a model that has any.
         """
+        place: Any = cupy.asarray(padding_record(num_rows, num_tokens)) if record is None else record
         batch = AttentionBatch(
             positions=cupy.empty(num_tokens, np.int32),
             query_starts=cupy.empty(num_rows + 1, np.int32),
@@ -156,8 +177,8 @@ class PieceInputs:
             cache_slots=cupy.empty(num_tokens, np.int64),
             max_query_tokens=longest[0],
             max_context_tokens=longest[1],
+            **_states(states, place[:num_rows]),
         )
-        place: Any = cupy.asarray(padding_record(num_rows, num_tokens)) if record is None else record
         return cls(record=place, token_ids=cupy.empty(num_tokens, np.int32), batch=batch)
 
     def model_inputs(self) -> _ModelInputs:
@@ -201,6 +222,11 @@ def piece_record(
         line[:num_rows] = column
     record[PIECE_LINES * padded_rows :][: len(given_ids)] = given_ids
     return record
+
+
+def _states(states: Mapping[str, Array] | None, slots: Array) -> dict[str, Any]:
+    """Fields of a batch: the states, and the slot of each row, which the host writes as it is."""
+    return {} if states is None else {"states": states, "state_slots": slots}
 
 
 def _model_inputs(token_ids: Array, batch: AttentionBatch) -> _ModelInputs:

@@ -15,7 +15,7 @@ class LinearAttentionOps(Protocol):
         `y_t[c] = silu(sum_j weight[c, j] * x_{t - W + 1 + j}[c])`; what lies before a sequence's first token is zero.
 
         Args:
-            x: `[T, C]`.
+            x: `[T, C]`; rows may lie further apart than they are long, as columns of a wider product.
             weight: `[C, W]`, the last tap for the token itself.
             state: `[slots, layers, C, W - 1]`, the last inputs of each sequence, oldest first; mutated: those of
                 `batch.state_slots` in this layer.
@@ -43,7 +43,7 @@ class LinearAttentionOps(Protocol):
 
         Args:
             qkv: `[T, 2 Hk dk + N dv]`, query heads, then key heads, then value heads.
-            gates: `[T, 2 N]`, `b` of each value head, then `a`.
+            gates: `[T, 2 N]`, `b` of each value head, then `a`; rows as those of `causal_conv_silu`.
             a_log: `[N]` float32.
             dt_bias: `[N]`, of the compute dtype or float32.
             state: `[slots, layers, N, dk, dv]` float32, `S` of each sequence; mutated: those of `batch.state_slots` in

@@ -36,7 +36,7 @@ class NormOps(Protocol):
 
         Args:
             x: `[T, heads n]`; statistics are over each head's `n` values.
-            gate: `[T, heads n]`.
+            gate: `[T, heads n]`; rows may lie further apart than they are long, as columns of a wider product.
             weight: `[n]` of the compute dtype or float32, shared by all heads; not zero-centred.
             eps: added to the mean.
         """
