@@ -22,6 +22,9 @@ from openinfer_core.wire import Abort, Close, Submit
 
 logger = logging.getLogger("openinfer.engine")
 
+_IDLE_LOOK_S = 1.0
+"""Between two looks at a loop without work."""
+
 Deliver = Callable[[list[TokenEvent]], None]
 Command = Submit | Abort | Close
 
@@ -36,7 +39,7 @@ class EngineLoop(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has work."""
+        """Whether `step` has work, or something to raise."""
         ...
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
@@ -136,7 +139,10 @@ class EngineHost:
         """
         if not self._loop.busy:
             self._busy_since_s = None
-            self._obey(self._inbox.get())
+            try:
+                self._obey(self._inbox.get(timeout=_IDLE_LOOK_S))
+            except queue.Empty:  # a loop may fail between two requests, and is busy then
+                return
         self._busy_since_s = self._clock()
         while not self._closing:
             try:

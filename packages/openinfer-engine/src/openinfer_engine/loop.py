@@ -80,9 +80,15 @@ class StepLoop:
         return self._scheduler
 
     @property
+    def runner(self) -> Runner:
+        """What executes; for those who look after its ranks."""
+        return self._runner
+
+    @property
     def busy(self) -> bool:
-        """Whether requests are unfinished or a step is in flight."""
-        return self._scheduler.unfinished > 0 or self._in_flight is not None or self._masked.num_compiling > 0
+        """Whether requests are unfinished, a step is in flight, or the runner has failed, which a step then says."""
+        waiting = self._scheduler.unfinished > 0 or self._masked.num_compiling > 0
+        return waiting or self._in_flight is not None or self._runner.failure is not None
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
         """Queues a request, or fails it at once if this engine cannot serve it."""
@@ -121,7 +127,10 @@ class StepLoop:
 
         Raises:
             ContractViolation: the scheduler has unfinished requests and nothing to run: it is wedged.
+            GroupBroken: a rank is gone.
         """
+        if self._runner.failure is not None:
+            raise self._runner.failure
         events = self._add_compiled()
         with self._tracer.span(LOOP, "plan"):
             plan = self._scheduler.plan(now_s=self._clock())
@@ -132,10 +141,7 @@ class StepLoop:
             self._in_flight = _InFlight(plan, self._runner.launch(plan))
         elif before is None:
             self._rest()
-            GroupBroken: a rank is gone.
         if before is not None:
-        if self._runner.failure is not None:
-            raise self._runner.failure
             events += self._finish(before)
         failures += self._masked.follow(events)
         events += [failure for failure in failures if self._end(failure.request_id)]

@@ -97,6 +97,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where weights come from."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer."""
+    rank_host: RankHost | None = None
+    """Where ranks beside the first run; None takes threads on a CPU, and processes on GPUs, where nothing else is
+    possible."""
     engine_host: EngineHost = EngineHost.PROCESS
     """Where the step loop runs."""
     trace: str | None = None
@@ -105,9 +108,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         _check("max_model_tokens", self.max_model_tokens, 1, 2**24)
         _check("max_num_seqs", self.max_num_seqs, 1, 2**16)
-    rank_host: RankHost | None = None
-    """Where ranks beside the first run; None takes threads on a CPU, and processes on GPUs, where nothing else is
-    possible."""
         _check("max_step_tokens", self.max_step_tokens, 1, 2**24)
         _check("max_itl_ms", self.max_itl_ms, 1, 60_000)
         _check("max_waiting", self.max_waiting, 1, 2**24)

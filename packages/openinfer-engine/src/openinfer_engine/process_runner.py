@@ -48,6 +48,11 @@ class ProcessRunner:
         """Why a rank is gone."""
         return self._processes.failure
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of rank 1 and those that follow."""
+        return self._processes.process_ids
+
     def launch(self, plan: StepPlan) -> "_PendingStep":
         """Queues a step on every rank: first on the others, which it takes longer to reach."""
         self._processes.run(plan)

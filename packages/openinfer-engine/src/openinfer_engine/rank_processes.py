@@ -80,6 +80,11 @@ class RankProcesses:
         """What ended the group, if anything has."""
         return self._failure
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of rank 1 and those that follow."""
+        return [member.process_id for member in self._members]
+
     # --- start ------------------------------------------------------------------------------------------
 
     def smallest_pool(self, num_blocks: int) -> int:
@@ -204,6 +209,10 @@ class _Member:
             raise RuntimeError("a process was started without pipes")
         self._hears: IO[bytes] = self._process.stdin
         self.says: IO[bytes] = self._process.stdout
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
 
     def tell(self, message: ToRank) -> None:
         """Sends a message; the watching thread finds out if nobody is there."""

@@ -13,6 +13,7 @@ import hmac
 import secrets
 import socket
 import threading
+from collections import deque
 
 import msgspec
 import numpy as np
@@ -235,6 +236,7 @@ class _Link:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._frames = FrameBuffer()
+        self._arrived: deque[bytes] = deque()
 
     def send(self, message: msgspec.Struct) -> None:
         self._connection.sendall(encode_frame(message))
@@ -253,15 +255,17 @@ class _Link:
         return _array_decoder.decode(self._frame())
 
     def _frame(self) -> bytes:
-        """A frame's body; the other side sends its next one only after an answer.
+        """The next frame's body.
 
         Raises:
             EOFError: the other side has left.
         """
-        while data := self._connection.recv(_READ_BYTES):
-            for body in self._frames.feed(data):
-                return body
-        raise EOFError
+        while not self._arrived:
+            data = self._connection.recv(_READ_BYTES)
+            if not data:
+                raise EOFError
+            self._arrived += self._frames.feed(data)
+        return self._arrived.popleft()
 
     def close(self) -> None:
         """Wakes whoever waits at either end."""

@@ -1,0 +1,152 @@
+"""Ranks as processes on a CPU: the same tokens as one rank, and nobody waits for a rank that is gone."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer_core import (
+    EngineClosed,
+    Failed,
+    FailureKind,
+    GenerateRequest,
+    Refused,
+    RequestId,
+    SamplingParams,
+    TokenEvent,
+    Tokens,
+    find_plugin,
+)
+from openinfer_core.local import InProcessEngine
+from openinfer_engine import EngineOptions, GroupBroken, StepLoop, build_loop, resolve
+from openinfer_engine.options import RankHost
+from openinfer_engine.process_runner import ProcessRunner
+
+FAMILY: Any = find_plugin("openinfer.models", "qwen3").load()()
+MODEL_DIR: Path = find_plugin("openinfer.checkpoints", "tiny").load()()
+
+
+def make_loop(ranks: int, definition: Any = FAMILY.definition, **options: Any) -> StepLoop:
+    defaults: dict[str, Any] = {
+        "num_blocks": 40,
+        "max_num_seqs": 4,
+        "max_step_tokens": 32,
+        "tensor_parallel_size": ranks,
+        "rank_host": RankHost.PROCESS,
+    }
+    return build_loop(resolve(definition, MODEL_DIR, EngineOptions(**(defaults | options))))
+
+
+def make_request(index: int, **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(**{"max_tokens": 12, "temperature": 0.0, **sampling})
+    prompt = tuple((7 * index + 3 * place) % 250 for place in range(5 + 9 * index))
+    return GenerateRequest(request_id=RequestId(index), prompt_token_ids=prompt, sampling=params)
+
+
+def run(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, list[Tokens]]:
+    said: dict[int, list[Tokens]] = {request.request_id: [] for request in requests}
+    events = [event for request in requests for event in loop.submit(request)]
+    while loop.busy:
+        events += loop.step()
+    loop.close()
+    for event in events:
+        assert not isinstance(event, Failed), event
+        if isinstance(event, Tokens):
+            said[event.request_id].append(event)
+    return said
+
+
+def runner_of(loop: StepLoop) -> ProcessRunner:
+    assert isinstance(loop.runner, ProcessRunner)
+    return loop.runner
+
+
+REQUESTS = [
+    make_request(0, logprobs=2),
+    make_request(1, temperature=0.8, seed=5),
+    make_request(2, prompt_logprobs=0),
+    make_request(3, presence_penalty=1.0, logit_bias={9: 2.0}),
+    make_request(4, temperature=1.0, seed=1, max_tokens=30),
+]
+
+
+@pytest.fixture(scope="module")
+def of_one_rank() -> dict[int, list[Tokens]]:
+    return run(make_loop(1), REQUESTS)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_in_processes_say_what_one_rank_says(ranks: int, of_one_rank: dict[int, list[Tokens]]) -> None:
+    said = run(make_loop(ranks), REQUESTS)
+    for request_id, expected in of_one_rank.items():
+        found = said[request_id]
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+        for one, other in zip(found, expected, strict=True):
+            for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+                assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            for mine, theirs in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
+                assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_the_death_of_a_rank_ends_the_step_and_the_loop_says_which_and_how() -> None:
+    loop = make_loop(3)
+    loop.submit(make_request(0, max_tokens=1000))
+    loop.step()
+    os.kill(runner_of(loop).process_ids[1], signal.SIGKILL)
+    with pytest.raises(GroupBroken, match="rank 2 has died: its process ended with signal 9"):
+        while True:
+            loop.step()
+    assert loop.busy
+    with pytest.raises(GroupBroken, match="rank 2 has died"):
+        loop.step()
+    loop.close()
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_the_engine_ends_when_a_rank_dies_and_its_requests_get_a_terminal_event(is_idle: bool) -> None:
+    loop = make_loop(2)
+    (process_id,) = runner_of(loop).process_ids
+
+    async def scenario() -> list[TokenEvent]:
+        engine, seen = InProcessEngine(loop), []
+        if not is_idle:
+            engine.submit(make_request(0, max_tokens=2000))
+        os.kill(process_id, signal.SIGKILL)
+        with pytest.raises(EngineClosed):
+            async for events in engine.events():
+                seen += events
+        await engine.close()
+        return seen
+
+    events = asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert [event.kind for event in events if isinstance(event, Failed)] == [FailureKind.SHUTDOWN] * (not is_idle)
+
+
+def test_a_rank_that_refuses_to_start_ends_the_start_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENINFER_LOG_LEVEL", "chatty")
+    with pytest.raises(Refused, match="rank 1: OPENINFER_LOG_LEVEL is 'chatty'"):
+        make_loop(2)
+
+
+class Unknown:
+    """A definition that only this process knows."""
+
+    name = "unheard-of"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(FAMILY.definition, name)
+
+
+def test_a_rank_that_fails_to_start_ends_the_start_with_its_reason() -> None:
+    with pytest.raises(GroupBroken, match=r"rank 1 failed: .*unheard-of"):
+        make_loop(2, definition=Unknown())
+
+
+def test_ranks_use_the_smallest_pool() -> None:
+    loop = make_loop(2, num_blocks=None, kv_cache_bytes=1 << 20)
+    assert loop.info.num_blocks > 0
+    loop.close()
