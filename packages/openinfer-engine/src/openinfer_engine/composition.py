@@ -17,12 +17,9 @@ from openinfer_engine.checkpoint import Checkpoint
 from openinfer_engine.fingerprint import fingerprint
 from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
-from openinfer_engine.kv_events.opening import open_kv_events
-from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat, RankHost
 from openinfer_engine.rank import RunnerLimits
-from openinfer_engine.stored_config import check_stored
 from openinfer_engine.stored_tensor import spec_bytes
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
@@ -120,7 +117,6 @@ class Composition:
             "grammar_compiler": "none" if self.grammar_compiler is None else _origin(self.grammar_compiler),
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
-            **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
             "weights": str(self.options.load_format),
             **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
@@ -177,16 +173,6 @@ class Composition:
         make: Callable[..., Scheduler] = self.scheduler.load()
         return make(self.scheduler_config, policy)
 
-    def open_kv_events(self, scheduler: Scheduler) -> KvEventRecorder | None:
-        """What tells routers of the scheduler's blocks, or None.
-
-        Raises:
-            Refused: the scheduler does not tell, pyzmq is not installed, or an endpoint cannot be had.
-        """
-        if self.options.kv_events is None:
-            return None
-        return open_kv_events(self.options.kv_events, scheduler, block_size_tokens=self.options.block_size_tokens)
-
     def plan(self) -> FamilyPlan:
         """What `openinfer plan` prints."""
         ranks = self.options.tensor_parallel_size
@@ -241,7 +227,7 @@ def resolve(
     definition.check_ranks(config, options.tensor_parallel_size)
     if options.load_format is LoadFormat.SAFETENSORS:
         with Checkpoint.open(model_dir) as checkpoint:
-            config = check_stored(definition, config, checkpoint)
+            checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))
     timeline.mark("config")
     tag = fingerprint(model_dir)
     backend = open_backend(options, rank=rank)
