@@ -139,6 +139,18 @@ SERVINGS = (
         when="head dimension 32",
     ),
     Serving(
+        part="latent attention",
+        phase=Phase.ANY,
+        operators=("latent_attention",),
+        kernel="latent_attention",
+        when="absorbed: latents of 512 values, heads of 128 + 64 and 128",
+    ),
+    Serving(part="latent queries", phase=Phase.ANY, operators=("latent_attention",), kernel="latent_queries"),
+    Serving(part="latent values", phase=Phase.ANY, operators=("latent_attention",), kernel="latent_values"),
+    Serving(
+        part="RoPE and latent append", phase=Phase.ANY, operators=("latent_norm_rope_append",), kernel="latent_append"
+    ),
+    Serving(
         part="norms",
         phase=Phase.ANY,
         operators=("rms_norm", "add_rms_norm", "zero_centred_rms_norm", "add_zero_centred_rms_norm"),
@@ -197,8 +209,6 @@ WITHOUT_GPU_KERNEL = (
     "hyper_streams",
     "hyper_write",
     "index_scores",
-    "latent_attention",
-    "latent_norm_rope_append",
     "norm_rope_tail",
     "quantised_linear",
     "rope_tail",

@@ -11,6 +11,8 @@ HEAD_DIMS = (32, 64, 128, 256)
 """Of attention."""
 BLOCK_TOKENS = (16, 32, 64, 128, 256)
 """Tokens of a KV block, of attention."""
+LATENT_ENTRY_DIM = 576
+"""Of attention over latents: 512 values, and 64 of the key that all heads share."""
 NO_DRIVER = "this machine has no NVIDIA driver: libcuda.so.1 cannot be loaded"
 NO_GPU = "this machine has an NVIDIA driver but no GPU that it can use"
 
@@ -64,6 +66,21 @@ def require_attention(*, head_dim: int, block_tokens: int) -> None:
     """
     if head_dim not in HEAD_DIMS:
         raise ArrayMismatchError(f"attention over heads of {head_dim} values is not possible: one of {HEAD_DIMS}")
+    if block_tokens not in BLOCK_TOKENS:
+        raise ArrayMismatchError(f"blocks of {block_tokens} tokens are not possible: one of {BLOCK_TOKENS}")
+
+
+def require_latents(*, entry_dim: int, block_tokens: int) -> None:
+    """Checks the sizes of a cache that attention over latents has kernels for.
+
+    Raises:
+        ArrayMismatchError: they serve no such entries, or no such blocks.
+    """
+    if entry_dim != LATENT_ENTRY_DIM:
+        raise ArrayMismatchError(
+            f"attention over latents of {entry_dim} values with their key is not possible: {LATENT_ENTRY_DIM}, "
+            "as every published model has them"
+        )
     if block_tokens not in BLOCK_TOKENS:
         raise ArrayMismatchError(f"blocks of {block_tokens} tokens are not possible: one of {BLOCK_TOKENS}")
 

@@ -16,6 +16,8 @@ from openinfer_kernels.cuda.gated_delta_rule import GatedDeltaRule
 from openinfer_kernels.cuda.invariant_products import InvariantProducts
 from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.cuda.ops import CudaOps
+from openinfer_kernels.errors import OperatorMissingError
+from openinfer_kernels.ops import Array, AttentionBatch
 
 
 class BatchInvariantCudaOps(CudaOps):
@@ -27,6 +29,20 @@ class BatchInvariantCudaOps(CudaOps):
 
     def _make_attention(self) -> OneKernelAttention:
         return OneKernelAttention(self.device)
+
+    def latent_attention(
+        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
+    ) -> Array:
+        """Refused: its kernel divides contexts by what else there is.
+
+        Raises:
+            OperatorMissingError: always.
+        """
+        del q, kv_cache, kv_b_proj, layer, batch, scale
+        raise OperatorMissingError(
+            "latent_attention has no batch-invariant CUDA kernel yet; serve the model without --batch-invariant, or "
+            "with --device cpu"
+        )
 
     def _make_gated_delta_rule(self) -> GatedDeltaRule:
         return GatedDeltaRule(self.device, in_chunks=False)

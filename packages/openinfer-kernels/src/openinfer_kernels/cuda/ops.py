@@ -11,6 +11,7 @@ from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.embedding import Embedding
 from openinfer_kernels.cuda.gemm import Gemm
+from openinfer_kernels.cuda.latent_attention import CudaLatentAttentionOps
 from openinfer_kernels.cuda.library_products import LibraryProducts
 from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.cuda.linear_attention import CudaLinearAttentionOps
@@ -25,7 +26,7 @@ from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, Sa
 from openinfer_kernels.weights import WeightPart
 
 
-class CudaOps(CudaLinearAttentionOps, CudaSparseAttentionOps):
+class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentionOps):
     """`openinfer_kernels.Ops` on one GPU.
 
     Everything runs on CuPy's current stream and may be captured into a graph. Arrays are contiguous CuPy arrays; what
@@ -170,9 +171,6 @@ class CudaOps(CudaLinearAttentionOps, CudaSparseAttentionOps):
         return self._attention.paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
 
     # --- without a kernel so far: see `openinfer_kernels.catalogue.WITHOUT_GPU_KERNEL` --------------------
-
-    latent_norm_rope_append = missing_on_gpu("latent_norm_rope_append")
-    latent_attention = missing_on_gpu("latent_attention")
 
     experts = missing_on_gpu("experts")
     quantised_linear = missing_on_gpu("quantised_linear")

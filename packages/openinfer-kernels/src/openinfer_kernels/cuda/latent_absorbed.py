@@ -1,0 +1,160 @@
+"""Attention over latents in the absorbed form: queries over latents, attention, values of what it mixed."""
+
+import ctypes
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from openinfer_kernels.cuda.arrays import address
+from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.launch import Kernel
+from openinfer_kernels.cuda.libraries import bfloat16, cupy
+from openinfer_kernels.ops import Array, AttentionBatch
+
+HEADS = 16
+"""Query heads that share what is read of the cache."""
+_LATENT, _ENTRY, _VALUE = 512, 576, 128
+_PART_FLOATS = HEADS * (_LATENT + 2)
+_PAD = 8
+_COLUMNS, _QUERY_TOKENS, _QUERY_THREADS = 64, 64, 128
+_VALUE_TOKENS, _VALUE_WARPS = 16, 8
+_FEW_TOKENS = 8
+"""Up to so many, the rows of values are cut finer, so that all multiprocessors have some."""
+_LOG2_E = 1.4426950408889634
+
+
+class _QueryArguments(ctypes.Structure):
+    """`struct Arguments` of `latent_queries.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "weight", "out", "items")),
+        ("num_tokens", ctypes.c_int),
+        ("num_heads", ctypes.c_int),
+    )
+
+
+class _Arguments(ctypes.Structure):
+    """`latent::Arguments` of `latent_line.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "whole", "cache")),
+        ("block_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens", "parts", "items")),
+        *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "num_heads", "block_shift")),
+        *((name, ctypes.c_int) for name in ("most_tokens", "stages")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _ValueArguments(ctypes.Structure):
+    """`struct Arguments` of `latent_values.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("whole", "parts", "items", "weight", "out")),
+        ("num_tokens", ctypes.c_int),
+        ("num_heads", ctypes.c_int),
+    )
+
+
+class _Variant(NamedTuple):
+    """How much of a multiprocessor's shared memory a launch takes."""
+
+    warps: int
+    stages: int
+    most_rows: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """`Shared`, the stages, and what is known of rows."""
+        unit = 8 * self.warps
+        shared = 2 * HEADS * (unit + _PAD) + 4 * (2 * self.warps * HEADS + self.warps)
+        return -(-shared // 16) * 16 + self.stages * unit * (_ENTRY + _PAD) * 2 + 4 * (3 * self.most_rows + 2)
+
+
+_VARIANTS = (_Variant(8, 3, 256), _Variant(8, 2, 1024), _Variant(4, 2, 1024))
+"""Best first."""
+MAX_ROWS = 1024
+
+
+class LatentAbsorbed:
+    """The kernels of one device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._queries = device.kernel("latent_queries", "latent_queries")
+        self._values = {rows: _value_kernel(device, rows) for rows in (16, 32)}
+        self._kernels: dict[_Variant, Kernel] = {}
+
+    def launch(
+        self,
+        q: Array,
+        kv_cache: Array,
+        kv_b_proj: Array,
+        out: Array,
+        *,
+        layer: int,
+        batch: AttentionBatch,
+        scale: float,
+        most_tokens: int,
+    ) -> None:
+        """Writes what belongs to rows of at most `most_tokens` tokens into `out [T, H, 128]`."""
+        num_tokens, num_heads = q.shape[:2]
+        tiles = -(-num_heads // HEADS)
+        queries = cupy.empty((num_tokens, num_heads, _ENTRY), bfloat16)
+        whole = cupy.empty((num_tokens, num_heads, _LATENT), bfloat16)
+        items = cupy.empty((num_tokens, tiles, 2), np.int32)
+        workers = self._device.num_multiprocessors
+        parts = cupy.empty((workers, 2, _PART_FLOATS), np.float32)
+        sizes = ctypes.c_int(num_tokens), ctypes.c_int(num_heads)
+        self._queries(
+            (num_heads, _LATENT // _COLUMNS, -(-num_tokens // _QUERY_TOKENS)),
+            (_QUERY_THREADS, 1, 1),
+            [_QueryArguments(*map(address, (q, kv_b_proj, queries, items)), *sizes)],
+            overlap=True,
+        )
+        variant = self._variant(len(batch.context_lens))
+        block_tokens = kv_cache.shape[4]
+        arguments = _Arguments(
+            address(queries),
+            address(whole),
+            address(kv_cache) + layer * block_tokens * _ENTRY * bfloat16.itemsize,
+            kv_cache.shape[1] * block_tokens * _ENTRY,
+            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens, parts, items)),
+            len(batch.context_lens),
+            batch.block_tables.shape[1],
+            num_heads,
+            block_tokens.bit_length() - 1,
+            most_tokens,
+            variant.stages,
+            scale * _LOG2_E,
+        )
+        self._kernel(variant)((workers, 1, 1), (32 * variant.warps, 1, 1), [arguments], overlap=True)
+        rows = 16 if num_tokens <= _FEW_TOKENS else 32
+        self._values[rows](
+            (num_heads, _VALUE // rows, -(-num_tokens // _VALUE_TOKENS)),
+            (32 * _VALUE_WARPS, 1, 1),
+            [_ValueArguments(*map(address, (whole, parts, items, kv_b_proj, out)), *sizes)],
+            overlap=True,
+        )
+
+    @cached_property
+    def _variants(self) -> list[_Variant]:
+        return [each for each in _VARIANTS if each.shared_bytes <= self._device.max_shared_bytes]
+
+    def _variant(self, num_rows: int) -> _Variant:
+        return next(each for each in self._variants if num_rows <= each.most_rows)
+
+    def _kernel(self, variant: _Variant) -> Kernel:
+        if variant not in self._kernels:
+            name = f"latent_attention_{variant.warps}"
+            self._kernels[variant] = self._device.kernel("latent_attention", name, shared_bytes=variant.shared_bytes)
+        return self._kernels[variant]
+
+
+def _value_kernel(device: Device, rows: int) -> Kernel:
+    """`Shared` of `latent_values.cu`."""
+    tokens = _VALUE_TOKENS * (_LATENT + _PAD) * 2
+    floats = _VALUE_WARPS * (_LATENT + 2 + _VALUE_TOKENS * rows) + _VALUE_TOKENS
+    shared_bytes = rows * (_LATENT + _PAD) * 2 + tokens + 4 * floats
+    return device.kernel("latent_values", f"latent_values_{rows}", shared_bytes=shared_bytes)
