@@ -1,6 +1,7 @@
 """Ranks as processes on a CPU: the same tokens as one rank, and nobody waits for a rank that is gone."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -23,14 +24,14 @@ from openinfer_core import (
 )
 from openinfer_core.local import InProcessEngine
 from openinfer_engine import EngineOptions, GroupBroken, StepLoop, build_loop, resolve
-from openinfer_engine.options import RankHost
+from openinfer_engine.options import LoadFormat, RankHost
 from openinfer_engine.process_runner import ProcessRunner
 
 FAMILY: Any = find_plugin("openinfer.models", "qwen3").load()()
 MODEL_DIR: Path = find_plugin("openinfer.checkpoints", "tiny").load()()
 
 
-def make_loop(ranks: int, definition: Any = FAMILY.definition, **options: Any) -> StepLoop:
+def make_loop(ranks: int, model_dir: Path = MODEL_DIR, definition: Any = FAMILY.definition, **options: Any) -> StepLoop:
     defaults: dict[str, Any] = {
         "num_blocks": 40,
         "max_num_seqs": 4,
@@ -38,7 +39,7 @@ def make_loop(ranks: int, definition: Any = FAMILY.definition, **options: Any) -
         "tensor_parallel_size": ranks,
         "rank_host": RankHost.PROCESS,
     }
-    return build_loop(resolve(definition, MODEL_DIR, EngineOptions(**(defaults | options))))
+    return build_loop(resolve(definition, model_dir, EngineOptions(**(defaults | options))))
 
 
 def make_request(index: int, **sampling: Any) -> GenerateRequest:
@@ -60,6 +61,16 @@ def run(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, list[T
     return said
 
 
+def step_forever(loop: StepLoop) -> None:
+    while True:
+        loop.step()
+
+
+async def read_all(engine: InProcessEngine, seen: list[TokenEvent]) -> None:
+    async for events in engine.events():
+        seen += events
+
+
 def runner_of(loop: StepLoop) -> ProcessRunner:
     assert isinstance(loop.runner, ProcessRunner)
     return loop.runner
@@ -75,13 +86,19 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def of_one_rank() -> dict[int, list[Tokens]]:
-    return run(make_loop(1), REQUESTS)
+def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that four ranks can share; without weights."""
+    folder = tmp_path_factory.mktemp("four-heads")
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4, "num_hidden_layers": 2}))
+    return folder
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_in_processes_say_what_one_rank_says(ranks: int, of_one_rank: dict[int, list[Tokens]]) -> None:
-    said = run(make_loop(ranks), REQUESTS)
+def test_ranks_in_processes_say_what_one_rank_says(ranks: int, four_heads: Path) -> None:
+    given = {"model_dir": four_heads, "load_format": LoadFormat.DUMMY} if ranks > 2 else {}
+    of_one_rank = run(make_loop(1, **given), REQUESTS)
+    said = run(make_loop(ranks, **given), REQUESTS)
     for request_id, expected in of_one_rank.items():
         found = said[request_id]
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
@@ -92,14 +109,13 @@ def test_ranks_in_processes_say_what_one_rank_says(ranks: int, of_one_rank: dict
                 assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-def test_the_death_of_a_rank_ends_the_step_and_the_loop_says_which_and_how() -> None:
-    loop = make_loop(3)
-    loop.submit(make_request(0, max_tokens=1000))
+def test_the_death_of_a_rank_ends_the_step_and_the_loop_says_which_and_how(four_heads: Path) -> None:
+    loop = make_loop(4, four_heads, load_format=LoadFormat.DUMMY)
+    loop.submit(make_request(0, max_tokens=500))
     loop.step()
     os.kill(runner_of(loop).process_ids[1], signal.SIGKILL)
     with pytest.raises(GroupBroken, match="rank 2 has died: its process ended with signal 9"):
-        while True:
-            loop.step()
+        step_forever(loop)
     assert loop.busy
     with pytest.raises(GroupBroken, match="rank 2 has died"):
         loop.step()
@@ -112,13 +128,13 @@ def test_the_engine_ends_when_a_rank_dies_and_its_requests_get_a_terminal_event(
     (process_id,) = runner_of(loop).process_ids
 
     async def scenario() -> list[TokenEvent]:
-        engine, seen = InProcessEngine(loop), []
+        engine = InProcessEngine(loop)
+        seen: list[TokenEvent] = []
         if not is_idle:
-            engine.submit(make_request(0, max_tokens=2000))
+            engine.submit(make_request(0, max_tokens=500))
         os.kill(process_id, signal.SIGKILL)
         with pytest.raises(EngineClosed):
-            async for events in engine.events():
-                seen += events
+            await read_all(engine, seen)
         await engine.close()
         return seen
 

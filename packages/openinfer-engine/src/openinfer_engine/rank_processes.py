@@ -64,12 +64,14 @@ class RankProcesses:
         self._is_leaving = False
         self._communicator: Communicator | None = None
         self._members: list[_Member] = []
+        self._watching: list[threading.Thread] = []
         try:
             for rank in range(1, composition.options.tensor_parallel_size):
                 self._members.append(_Member(rank))
             for member in self._members:
                 name = f"openinfer-watch-{member.rank}"
-                threading.Thread(target=self._watch, args=(member,), name=name, daemon=True).start()
+                self._watching.append(threading.Thread(target=self._watch, args=(member,), name=name, daemon=True))
+                self._watching[-1].start()
                 member.tell(Build(msgspec.json.encode(spec), member.rank))
         except BaseException:
             self.close(deadline_s=0)
@@ -140,6 +142,8 @@ class RankProcesses:
         end_s = time.monotonic() + (0 if self._failure is not None else deadline_s)
         for member in self._members:
             member.end(deadline_s=max(0.0, end_s - time.monotonic()))
+        for thread in self._watching:
+            thread.join()
 
     # --- watching ---------------------------------------------------------------------------------------
 
@@ -150,6 +154,7 @@ class RankProcesses:
                 self._hear(member, from_rank_decoder.decode(body))
         except (OSError, ValueError, OpenInferError, msgspec.MsgspecError) as error:
             logger.error("rank %d: %s", member.rank, error)
+        member.says.close()
         self._fail(GroupBroken(f"rank {member.rank} has died: its process ended with {member.how_it_ended()}"))
 
     def _hear(self, member: "_Member", message: FromRank) -> None:
