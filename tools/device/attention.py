@@ -137,6 +137,13 @@ PREFILL = [
     ([(513, 260), (65, 64)], 8, 2, 256, 16),
     ([(1000, 999)], 2, 2, 256, 32),
     ([(40 + i, 2 + i % 9) for i in range(300)], 4, 2, 128, 16),
+    ([(16384, 16)], 4, 8, 128, 16),
+    ([(16384, 16), (9000, 5), (33, 20), (1500, 30)], 4, 2, 128, 16),
+    ([(5000, 256)], 4, 8, 128, 16),
+    ([(3000, 17), (2000, 200)], 1, 2, 128, 32),
+    ([(9000, 33), (700, 9)], 16, 1, 64, 16),
+    ([(9000, 33), (700, 9)], 5, 2, 256, 16),
+    ([(40000, 2)], 8, 1, 128, 16),
 ]
 MIXED = [
     ([(1000, 1), (300, 300), (17, 1), (900, 40), (1, 1)], 4, 8, 128, 16),
@@ -197,6 +204,36 @@ def check_replay(attention):
         expected = reference(q[rows], cache, some, 1, 0.1)
         worst = max(worst, error_of(out.view(cupy.uint16)[rows], expected))
     print(f"graph replay with other contexts: largest error {worst:.2e}")
+    return worst
+
+
+def check_replay_of_pieces(attention):
+    """A captured launch for 16 tokens of up to 4 rows serves any division into rows, and any contexts."""
+    worst = 0.0
+    q, cache, batch = make_case(2, [(6000, 4)] * 4, group=4, kv_heads=8, head_dim=128, block_tokens=16)
+    batch = dataclasses.replace(batch, max_query_tokens=16)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        out = attention.paged_attention(q.view(bfloat16), cache.view(bfloat16), layer=1, batch=batch, scale=0.1)
+        graph = stream.end_capture()
+    for rows in ([(6000, 16)], [(5999, 13), (20, 3)], [(6000, 2), (16, 12), (3000, 1), (1, 1)], [(5, 5), (4000, 11)]):
+        ends = np.cumsum([n for _, n in rows])
+        starts = np.full(5, ends[-1])
+        starts[: len(rows) + 1] = [0, *ends]
+        batch.query_starts.set(starts.astype(np.int32))
+        batch.context_lens.set(np.array([*(c for c, _ in rows), 0, 0, 0, 0][:4], np.int32))
+        out.view(cupy.uint16)[...] = NAN
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        graph.launch(stream)
+        stream.synchronize()
+        some = dataclasses.replace(batch, context_lens=batch.context_lens[: len(rows)],
+                                   block_tables=batch.block_tables[: len(rows)],
+                                   query_starts=batch.query_starts[: len(rows) + 1])  # fmt: skip
+        expected = reference(q, cache, some, 1, 0.1)
+        worst = max(worst, error_of(out.view(cupy.uint16), expected))
+    print(f"graph replay with other pieces: largest error {worst:.2e}")
     return worst
 
 
@@ -283,7 +320,8 @@ def main():
     if "small" in what:  # for compute-sanitizer
         check(attention, most_tokens=3000)
     if "check" in what:
-        results["errors"] = {**check(attention, most_tokens=1 << 30), "replay": check_replay(attention)}
+        results["errors"] = {**check(attention, most_tokens=1 << 30), "replay": check_replay(attention),
+                             "replay_of_pieces": check_replay_of_pieces(attention)}  # fmt: skip
         print(f"checked in {time.time() - began:.1f} s")
     if "time" in what:
         cache = big_cache(256 * 64 + 64)
@@ -294,6 +332,7 @@ def main():
             size = f"{r['bytes'] / 1e6:8.1f} MB"
             print(f"decode {r['rows']:4d} x {r['context']:6d}: {r['us']:8.2f} us  {size}  {r['fraction']:.3f}")
         prompts = [(1024, 1024)] * 8, [(16384, 16384)], [(16384, 512)], [(1024, 1024)], [(4096, 4096)] * 2
+        prompts += tuple([(context, pieces)] for context in (1024, 16384) for pieces in (16, 64, 128, 256))
         results["prefill"] = [time_prefill(attention, cache, rows) for rows in prompts]
         for r in results["prefill"]:
             speed = f"{r['tflops']:6.1f} TFLOP/s  {r['fraction']:.3f}"

@@ -245,3 +245,18 @@ def test_paged_attention_one_long_row_is_divided_and_repeatable(run, prepared, c
     np.testing.assert_array_equal(run(q, case, layer=0, scale=0.25), out)
     check(out[:1], vectorised_attention(q[:1], case.contexts[0][0], 0.25))
     check(out[1:], vectorised_attention(q[1:], case.contexts[1][0], 0.25))
+
+
+@pytest.mark.parametrize("rows", [[(3000, 16)], [(2000, 5), (2600, 33), (900, 1), (40, 40)], [(1100, 2)] * 5])
+def test_paged_attention_short_pieces_behind_long_prefixes_are_divided_and_repeatable(
+    run, prepared, check, head_dim, rows
+):
+    rng = np.random.default_rng(len(rows))
+    for wanted in (16, 100, 200) if head_dim(16) > 16 else (16,):
+        shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": head_dim(wanted), "block_tokens": 16}
+        q, case = prepared(rng, rows, **shape, num_layers=1)
+        out = run(q, case, layer=0, scale=0.25)
+        np.testing.assert_array_equal(run(q, case, layer=0, scale=0.25), out)
+        for row, context in enumerate(case.contexts):
+            tokens = slice(*case.batch.query_starts[row : row + 2])
+            check(out[tokens], vectorised_attention(q[tokens], context[0], 0.25))

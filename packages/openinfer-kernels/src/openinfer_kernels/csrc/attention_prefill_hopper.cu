@@ -8,11 +8,16 @@
 //
 // The consumers take turns in starting products, so that one's softmax runs under the other's products. Blocks stay and
 // take tile after tile, so that keys of the next tile arrive while this one is written; the longest are handed out first
-// in each row. The list of tiles is made on the device from `query_starts`.
+// in each row. The list of tiles is made on the device from `query_starts` (attention_units.cuh).
 //
 // Values beyond what the tile's last line sees are set to zero in shared memory, as they may be anything, and 0 * NaN is
 // not 0; their scores are -inf.
+//
+// Where there are fewer tiles than blocks, as for a short piece behind a long prefix, tiles are divided along their keys
+// into parts. Each part's sums go to the workspace; the warpgroup that arrives last adds all parts of its lines
+// in their order, so that results do not depend on timing.
 #include "attention.cuh"
+#include "attention_units.cuh"
 #include "attention_wgmma.cuh"
 #include "hopper.cuh"
 
@@ -28,7 +33,7 @@ constexpr int kChunk = 16;                       // tokens of one copy
 constexpr int kBox = 64;                         // values of one copy: 128 bytes, one swizzle row
 constexpr int kRowBytes = kBox * 2;
 constexpr int kStages = 2;
-constexpr int kMaxRows = 1024;
+static_assert(kLines == kUnitLines && kThreads == kUnitThreads);
 
 struct Arguments {
   const bf16* q;            // [T, H, D]
@@ -36,7 +41,9 @@ struct Arguments {
   const int* block_tables;  // [R, table_stride]
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
-  int* counters;            // [2] tiles handed out, blocks without work: zero before and after
+  int* counters;            // [2] units handed out, blocks without work: zero before and after
+  float4* parts;            // of tiles that are divided, `Part` each; null: none may be
+  int* arrivals;            // [units, 2] warpgroups that left their part: zero before and after
   int num_rows, table_stride, group, num_kv_heads, block_shift;
   int least_tokens;         // of a row, for it to be ours
   int block_lines;          // lines of the cache [blocks, layers, 2, K, B] x [D] from one block to the next
@@ -60,80 +67,12 @@ struct Shared {
   alignas(1024) uint8_t v[kStages][S::kTileBytes];
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   uint64_t next_full[2], next_empty[2];
-  int next[2];  // tiles to come
-  int sums[kThreads / 32];
-  int first_tiles[kMaxRows + 1], first_queries[kMaxRows + 1], contexts[kMaxRows];  // of each row
+  int next[2];                 // units to come
+  int is_last[kConsumers];     // to arrive with a part
+  UnitColumns units;
 };
 
-// --- the list of tiles ----------------------------------------------------------------------------------------
-
-struct Tile {
-  int row, kv_head;
-  int first_line, num_lines;  // of the tile; of its row
-  int first_query;            // of the row, in the step
-  int past;                   // position of the row's first token
-  int seen;                   // keys that the tile's last line sees
-};
-
-// Fills the rows' columns of `s`; returns the number of tiles of one KV head. Rows with few tokens, or with no context,
-// which are padding, have none.
-template <class S>
-__device__ int count_tiles(Shared<S>& s, const Arguments& a) {
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  int before = 0;
-  for (int base = 0; base < a.num_rows; base += kThreads) {
-    const int row = base + thread;
-    int tiles = 0;
-    if (row < a.num_rows) {
-      const int start = __ldcg(a.query_starts + row), num_tokens = __ldcg(a.query_starts + row + 1) - start;
-      s.first_queries[row] = start;
-      s.first_queries[row + 1] = start + num_tokens;
-      s.contexts[row] = __ldcg(a.context_lens + row);
-      const bool is_ours = num_tokens >= a.least_tokens && s.contexts[row] > 0;
-      tiles = is_ours ? (num_tokens * a.group + kLines - 1) / kLines : 0;
-    }
-    int sum = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == 31) s.sums[warp] = sum;
-    __syncthreads();
-    int first = before + sum - tiles;
-    for (int w = 0; w < kThreads / 32; w++) {
-      if (w < warp) first += s.sums[w];
-      before += s.sums[w];
-    }
-    if (row < a.num_rows) s.first_tiles[row] = first;
-    __syncthreads();
-  }
-  if (thread == 0) s.first_tiles[a.num_rows] = before;
-  __syncthreads();
-  return before;
-}
-
-// A row's last tile, which is the longest, comes first; the KV heads of a tile side by side.
-template <class S>
-__device__ Tile tile_at(const Shared<S>& s, const Arguments& a, int index) {
-  const int wanted = index / a.num_kv_heads;
-  int low = 0, high = a.num_rows;  // first_tiles[low] <= wanted < first_tiles[high]
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (s.first_tiles[middle] <= wanted) low = middle;
-    else high = middle;
-  }
-  Tile tile;
-  tile.row = low;
-  tile.kv_head = index % a.num_kv_heads;
-  tile.first_query = s.first_queries[low];
-  const int num_tokens = s.first_queries[low + 1] - tile.first_query;
-  tile.first_line = (s.first_tiles[low + 1] - 1 - wanted) * kLines;
-  tile.num_lines = num_tokens * a.group;
-  tile.past = s.contexts[low] - num_tokens;
-  tile.seen = tile.past + (min(tile.first_line + kLines, tile.num_lines) - 1) / a.group + 1;
-  return tile;
-}
+// --- units, one after the other ---------------------------------------------------------------------------------
 
 // Tiles are handed out to blocks as they ask, but for the first of each. A producer warp asks for tile `turn + 1` of its
 // block while tile `turn` is under way, and leaves the answer for the block's other warps.
@@ -192,7 +131,7 @@ __device__ __forceinline__ int token_of(const Arguments& a, int line) {
   return a.group == 1 ? line : int(__umulhi(line, a.group_reciprocal));
 }
 
-__device__ __forceinline__ int64_t line_offset(const Arguments& a, const Tile& tile, int line, int head_dim) {
+__device__ __forceinline__ int64_t line_offset(const Arguments& a, const Unit& tile, int line, int head_dim) {
   const int token = token_of(a, line);
   return (int64_t(tile.first_query + token) * a.num_kv_heads * a.group + tile.kv_head * a.group + line - token * a.group) *
          head_dim;
@@ -206,7 +145,7 @@ __device__ __forceinline__ int place(int line, int chunk) {
 // --- the producer: two warps for keys, two for values, which share the values of a head; a lane for 16 tokens ----
 
 template <class S>
-__device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a, int num_tiles, int warp) {
+__device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a, const Rows& rows, int num_units, int warp) {
   constexpr int kLanes = S::kKeys / kChunk, kBoxesEach = S::kBoxes / S::kSharers;
   const int lane = threadIdx.x % 32, is_value = warp / 2, first_box = warp % 2 * kBoxesEach;
   if (first_box >= S::kBoxes) return;
@@ -217,17 +156,17 @@ __device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a
   const int first_line = a.layer_line + (is_value ? a.num_kv_heads << a.block_shift : 0);
   const bool asks = warp == 2;
   int step = 0, index = blockIdx.x;
-  for (int turn = 0; index < num_tiles; turn++) {
-    const Tile tile = tile_at(s, a, index);
+  for (int turn = 0; index < num_units; turn++) {
+    const Unit tile = unit_at<S::kKeys>(s.units, rows, index);
     bool is_first = true;
     const int* table = a.block_tables + int64_t(tile.row) * a.table_stride;
-    for (int first = (tile.seen - 1) / S::kKeys * S::kKeys; first >= 0; first -= S::kKeys, step++) {
+    for (int first = (tile.end_key - 1) / S::kKeys * S::kKeys; first >= tile.begin_key; first -= S::kKeys, step++) {
       const int stage = step % kStages, token = first + lane * kChunk;
-      const bool is_there = lane < kLanes && token < tile.seen;
+      const bool is_there = lane < kLanes && token < tile.end_key;
       const int line = is_there ? __ldcg(table + (token >> a.block_shift)) * a.block_lines + first_line +
                                       (tile.kv_head << a.block_shift) + (token & ((1 << a.block_shift) - 1))
                                 : 0;
-      const int chunks = min(kLanes, (tile.seen - first + kChunk - 1) / kChunk);
+      const int chunks = min(kLanes, (tile.end_key - first + kChunk - 1) / kChunk);
       if (step >= kStages) barrier_wait(&empty[stage], (step / kStages - 1) & 1);
       if (lane == 0) barrier_expect(&full[stage], chunks * kBoxesEach * kChunk * kRowBytes);
       __syncwarp();
@@ -295,6 +234,15 @@ struct Consumer {
     }
   }
 
+  // Of a line: its four threads have each a quarter.
+  __device__ __forceinline__ void add_up_weights() {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      weight[r] += __shfl_xor_sync(~0u, weight[r], 1);
+      weight[r] += __shfl_xor_sync(~0u, weight[r], 2);
+    }
+  }
+
   __device__ __forceinline__ void keep(const float (&scores)[kScores]) {
 #pragma unroll
     for (int step = 0; step < kSteps; step++)
@@ -302,6 +250,79 @@ struct Consumer {
       for (int i = 0; i < 4; i++) p[step][i] = packed(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
   }
 };
+
+// --- parts of divided tiles -----------------------------------------------------------------------------------
+
+// A part in the workspace, as threads hold it: [fours][consumer threads] sums, then [consumer threads] maxima and weights.
+template <class S>
+struct Part {
+  static constexpr int kFours = S::D / 8, kStride = kConsumers * 128, kSize = (kFours + 1) * kStride;
+
+  float4* data;  // of this thread
+
+  static __device__ __forceinline__ Part of(const Arguments& a, const Unit& unit, int part, int group) {
+    const int index = unit.first_of_tile + part * a.num_kv_heads;
+    return {a.parts + int64_t(index) * kSize + group * 128 + threadIdx.x % 128};
+  }
+
+  __device__ __forceinline__ void leave(const Consumer<S>& c) const {
+#pragma unroll
+    for (int i = 0; i < kFours; i++)
+      __stcg(data + i * kStride, make_float4(c.o[4 * i], c.o[4 * i + 1], c.o[4 * i + 2], c.o[4 * i + 3]));
+    __stcg(data + kFours * kStride, make_float4(c.top[0], c.top[1], c.weight[0], c.weight[1]));
+  }
+
+  // Adds this part's sums to `c`.
+  __device__ __forceinline__ void add_to(Consumer<S>& c, float scale) const {
+    const float4 ends = __ldcg(data + kFours * kStride);
+    const float tops[2] = {ends.x, ends.y}, weights[2] = {ends.z, ends.w};
+    float before[2], mine[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float highest = fmaxf(c.top[r], tops[r]);
+      before[r] = exp2_fast((c.top[r] - highest) * scale);
+      mine[r] = exp2_fast((tops[r] - highest) * scale);
+      c.top[r] = highest;
+      c.weight[r] = c.weight[r] * before[r] + weights[r] * mine[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kFours; i++) {
+      const float4 sums = __ldcg(data + i * kStride);
+      c.o[4 * i] = c.o[4 * i] * before[0] + sums.x * mine[0];
+      c.o[4 * i + 1] = c.o[4 * i + 1] * before[0] + sums.y * mine[0];
+      c.o[4 * i + 2] = c.o[4 * i + 2] * before[1] + sums.z * mine[1];
+      c.o[4 * i + 3] = c.o[4 * i + 3] * before[1] + sums.w * mine[1];
+    }
+  }
+};
+
+// Counts an arrival, with all that the warpgroup wrote before; who arrives last sees what the others wrote.
+__device__ __forceinline__ int arrive(int* arrivals) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+  return before;
+}
+
+// Leaves this warpgroup's sums of a part; where it is the tile's last to do so, returns true and has those of all parts.
+template <class S>
+__device__ __forceinline__ bool gather_parts(Shared<S>& s, const Arguments& a, const Unit& unit, Consumer<S>& c, int group) {
+  if (unit.first_line + group * 64 >= unit.num_lines) return false;
+  Part<S>::of(a, unit, unit.part, group).leave(c);
+  warpgroup_sync(group);
+  if (threadIdx.x % 128 == 0) {
+    int* arrivals = a.arrivals + unit.first_of_tile * kConsumers + group;
+    s.is_last[group] = arrive(arrivals) == unit.parts - 1;
+    if (s.is_last[group]) *arrivals = 0;
+  }
+  warpgroup_sync(group);
+  if (!s.is_last[group]) return false;
+#pragma unroll
+  for (int i = 0; i < Consumer<S>::kSums; i++) c.o[i] = 0;
+  c.top[0] = c.top[1] = kMinusInfinity;
+  c.weight[0] = c.weight[1] = 0;
+  for (int part = 0; part < unit.parts; part++) Part<S>::of(a, unit, part, group).add_to(c, a.scale);
+  return true;
+}
 
 // Scores of keys that a line does not see: `limits` are the last positions seen by this thread's two lines.
 template <int kScores>
@@ -318,7 +339,7 @@ struct Queries {
   static constexpr int kChunks = S::D / 8, kEach = 64 * kChunks / 128;
   uint4 values[kEach];
 
-  __device__ __forceinline__ void load(const Arguments& a, const Tile& tile, int group) {
+  __device__ __forceinline__ void load(const Arguments& a, const Unit& tile, int group) {
     const int thread = threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
@@ -341,13 +362,11 @@ struct Queries {
 
 // Writes 64 lines through the queries' place in shared memory, so that whole lines go out.
 template <class S>
-__device__ __forceinline__ void store_sums(Shared<S>& s, const Arguments& a, const Tile& tile, Consumer<S>& c, int group) {
+__device__ __forceinline__ void store_sums(Shared<S>& s, const Arguments& a, const Unit& tile, Consumer<S>& c, int group) {
   constexpr int kChunks = S::D / 8;
   const int thread = threadIdx.x % 128, first = group * 64 + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    c.weight[r] += __shfl_xor_sync(~0u, c.weight[r], 1);
-    c.weight[r] += __shfl_xor_sync(~0u, c.weight[r], 2);
     const float inverse = 1.0f / c.weight[r];
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk++)
@@ -378,7 +397,7 @@ __device__ __forceinline__ void clear_values(uint8_t* v, int valid, int group) {
 }
 
 template <class S>
-__device__ void consume(Shared<S>& s, const Arguments& a, int num_tiles, int group) {
+__device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int num_units, int group) {
   using C = Consumer<S>;
   const int thread = threadIdx.x % 128, in_group = group * 64 + thread / 32 * 16 + thread % 32 / 4;
   const uint8_t* q = s.q + group * 64 * kRowBytes;
@@ -386,20 +405,20 @@ __device__ void consume(Shared<S>& s, const Arguments& a, int num_tiles, int gro
   if (group == 1) give_turn(0);
   constexpr bool kPrefetches = S::D <= 128;  // the next tile's queries, while the last products of a tile run
   int step = 0, index = blockIdx.x;
-  Tile tile, next;
+  Unit tile, next;
   Queries<S> queries;
-  if (index < num_tiles) {
-    next = tile_at(s, a, index);
+  if (index < num_units) {
+    next = unit_at<S::kKeys>(s.units, rows, index);
     if constexpr (kPrefetches) queries.load(a, next, group);
   }
-  for (int turn = 0; index < num_tiles; turn++) {
+  for (int turn = 0; index < num_units; turn++) {
     tile = next;
     if constexpr (!kPrefetches) queries.load(a, tile, group);
     queries.put(s, group);
     const int line = tile.first_line + in_group;  // of this thread, and line + 8
     const int limits[2] = {tile.past + token_of(a, line), tile.past + token_of(a, line + 8)};
     const int seen_by_all = tile.past + token_of(a, tile.first_line + group * 64) + 1;
-    const int last_key = (tile.seen - 1) / S::kKeys * S::kKeys;
+    const int last_key = (tile.end_key - 1) / S::kKeys * S::kKeys;
 
     C c;
     float scores[C::kScores], factor[2];
@@ -415,9 +434,9 @@ __device__ void consume(Shared<S>& s, const Arguments& a, int num_tiles, int gro
     c.exponentials(scores, factor, a.scale);
     c.keep(scores);
     barrier_wait(&s.v_full[step % kStages], (step / kStages) & 1);
-    clear_values<S>(s.v[step % kStages], tile.seen - last_key, group);
+    clear_values<S>(s.v[step % kStages], tile.end_key - last_key, group);
     step++;
-    for (int first = last_key - S::kKeys; first >= 0; first -= S::kKeys, step++) {
+    for (int first = last_key - S::kKeys; first >= tile.begin_key; first -= S::kKeys, step++) {
       const int stage = step % kStages, before = (step - 1) % kStages;
       barrier_wait(&s.k_full[stage], (step / kStages) & 1);
       wait_for_turn(group);
@@ -445,13 +464,14 @@ __device__ void consume(Shared<S>& s, const Arguments& a, int num_tiles, int gro
     c.start_sums(s.v[stage]);
     wgmma_commit();
     index = take_next(s, turn);
-    if (index < num_tiles) {
-      next = tile_at(s, a, index);
+    if (index < num_units) {
+      next = unit_at<S::kKeys>(s.units, rows, index);
       if constexpr (kPrefetches) queries.load(a, next, group);
     }
     wgmma_wait<0>();
     if (frees) barrier_arrive(&s.v_empty[stage]);
-    store_sums(s, a, tile, c, group);
+    c.add_up_weights();
+    if (tile.parts == 1 || gather_parts(s, a, tile, c, group)) store_sums(s, a, tile, c, group);
   }
 }
 
@@ -475,13 +495,14 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
   }
   allow_next_kernel();
   wait_for_previous_kernel();
-  const int num_tiles = count_tiles(s, a) * a.num_kv_heads;
+  const Rows rows = {a.query_starts, a.context_lens, a.num_rows, a.group, a.num_kv_heads, a.least_tokens, a.parts != nullptr};
+  const int num_units = count_units<S::kKeys>(s.units, rows, gridDim.x) * a.num_kv_heads;
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    produce(s, map, a, num_tiles, int(threadIdx.x) / 32);
+    produce(s, map, a, rows, num_units, int(threadIdx.x) / 32);
   } else {
     more_registers<232>();
-    consume(s, a, num_tiles, int(threadIdx.x) / 128 - 1);
+    consume(s, a, rows, num_units, int(threadIdx.x) / 128 - 1);
   }
 }
 

@@ -25,7 +25,10 @@ class Attention:
     def __init__(self, device: Device) -> None:
         self._small = AttentionPrefill(device, least_tokens=1)
         self._decode = AttentionDecode(device)
-        self._prefill = _make_prefill(device, least_tokens=2)
+        if device.has(HOPPER_STEM):
+            self._prefill = AttentionPrefillHopper(device)
+        else:
+            self._prefill = AttentionPrefill(device)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """Attention of `q [T, H, D]` over `kv_cache [blocks, layers, 2, K, B, D]`: `[T, H * D]`.
@@ -58,7 +61,10 @@ class OneKernelAttention:
 
     def __init__(self, device: Device) -> None:
         self._small = AttentionPrefill(device, least_tokens=1)
-        self._prefill = _make_prefill(device, least_tokens=1)
+        if device.has(HOPPER_STEM):
+            self._prefill = AttentionPrefillHopper(device, least_tokens=1, divides_contexts=False)
+        else:
+            self._prefill = AttentionPrefill(device, least_tokens=1)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `Attention.paged_attention`."""
@@ -67,11 +73,6 @@ class OneKernelAttention:
         kernel = self._small if q.shape[2] < _SMALLEST_OF_ALL_KERNELS else self._prefill
         kernel.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
         return out
-
-
-def _make_prefill(device: Device, *, least_tokens: int) -> AttentionPrefill | AttentionPrefillHopper:
-    make = AttentionPrefillHopper if device.has(HOPPER_STEM) else AttentionPrefill
-    return make(device, least_tokens=least_tokens)
 
 
 def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:
