@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import openinfer_tiny_model
-from openinfer_server.byte_table import build_byte_table, byte_alphabet, escape_json, token_bytes
+from openinfer_core.tokenizer_files import byte_alphabet
+from openinfer_server.byte_table import build_byte_table, escape_json, token_bytes
 from openinfer_server.tokenizer import Tokenizer
 
 

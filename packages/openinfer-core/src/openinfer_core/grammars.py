@@ -35,7 +35,7 @@ class Vocabulary:
     """What a compiler knows of a model."""
 
     model_dir: Path
-    """With its `tokenizer.json`."""
+    """With its tokenizer, as `openinfer_core.tokenizer_files.read_tokenizer` finds it."""
     num_token_ids: int
     """Of the masks."""
     eos_token_ids: tuple[int, ...]

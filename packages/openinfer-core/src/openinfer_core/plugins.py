@@ -15,6 +15,7 @@ SCHEDULERS = "openinfer.schedulers"
 QUEUE_POLICIES = "openinfer.queue_policies"
 KERNEL_PROVIDERS = "openinfer.kernel_providers"
 GRAMMAR_COMPILERS = "openinfer.grammar_compilers"
+TOKENIZERS = "openinfer.tokenizers"
 
 Lister = Callable[[str], "Iterable[EntryPoint]"]
 """Lists the entry points of a group; the default reads the installed distributions."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from openinfer_core import Plugin, Refused, find_plugin
 from openinfer_core.grammars import GrammarCompiler, MakeGrammarCompiler, Vocabulary
 from openinfer_core.plugins import GRAMMAR_COMPILERS
+from openinfer_core.tokenizer_files import read_tokenizer
 
 AUTO = "auto"
 NONE = "none"
@@ -31,7 +32,7 @@ def choose_grammar_compiler(
     if name == NONE:
         return None
     if name == AUTO:
-        possible = is_installed(LLGUIDANCE) and (model_dir / "tokenizer.json").is_file()
+        possible = is_installed(LLGUIDANCE) and read_tokenizer(model_dir) is not None
         return find_plugin(GRAMMAR_COMPILERS, LLGUIDANCE) if possible else None
     if name == LLGUIDANCE and not is_installed(LLGUIDANCE):
         raise Refused(_NOT_INSTALLED)

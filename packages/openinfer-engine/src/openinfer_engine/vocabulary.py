@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from openinfer_core import InvalidCheckpoint
+from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 
 Decoded = TypeVar("Decoded")
 
@@ -40,7 +41,7 @@ class _EndOfText(msgspec.Struct):
 def read_num_token_ids(model_dir: Path, *, vocab_size: int) -> int:
     """Token ids in use: those below this number may be sampled; further rows of the embedding are padding.
 
-    Without a `tokenizer.json` all rows are in use.
+    Without a tokenizer all rows are in use.
 
     Args:
         model_dir: the model folder.
@@ -49,10 +50,11 @@ def read_num_token_ids(model_dir: Path, *, vocab_size: int) -> int:
     Raises:
         InvalidCheckpoint: the tokenizer cannot be read, or has an id that the embedding has no row for.
     """
-    path = model_dir / "tokenizer.json"
-    if not path.exists():
+    content = read_tokenizer(model_dir)
+    if content is None:
         return vocab_size
-    tokenizer = _decode(path, _Tokenizer)
+    path = model_dir / TOKENIZER_FILE
+    tokenizer = _decoded(content, path, _Tokenizer)
     vocab = tokenizer.model.vocab
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
     ids += [token.id for token in tokenizer.added_tokens]
@@ -99,8 +101,14 @@ def _listed(end: _EndOfText) -> tuple[int, ...]:
 
 def _decode(path: Path, decoded_type: type[Decoded]) -> Decoded:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=decoded_type)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidCheckpoint(f"{path} is invalid: {error}") from error
+        content = path.read_bytes()
     except OSError as error:
         raise InvalidCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    return _decoded(content, path, decoded_type)
+
+
+def _decoded(content: bytes, path: Path, decoded_type: type[Decoded]) -> Decoded:
+    try:
+        return msgspec.json.decode(content, type=decoded_type)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidCheckpoint(f"{path} is invalid: {error}") from error

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import tokenizers
 
+from openinfer_core.tokenizer_files import byte_alphabet
+
 
 @dataclass(frozen=True, slots=True)
 class ByteTable:
@@ -26,14 +28,6 @@ class ByteTable:
         missing = num_token_ids - len(self.raw)
         self.raw.extend([b""] * missing)
         self.escaped.extend([b""] * missing)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: character -> byte. Printable Latin-1 stands for itself, the rest follows from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:

@@ -12,6 +12,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, normalizers
 
+from openinfer_core.errors import BrokenPlugin, InvalidCheckpoint
+from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from openinfer_server.api_errors import busy
 from openinfer_server.byte_table import ByteTable, build_byte_table
 from openinfer_server.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -51,18 +53,23 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, *, num_token_ids: int = 0) -> "Tokenizer":
-        """Reads `tokenizer.json` of a model folder.
+        """Reads the tokenizer of a model folder.
 
         Raises:
-            UnusableTokenizer: the file is missing or not one that `tokenizers` reads.
+            UnusableTokenizer: there is none, or not one that `tokenizers` reads.
         """
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise UnusableTokenizer(f"{model_dir} has no tokenizer.json; the server needs one in that format")
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            content = read_tokenizer(model_dir)
+        except (InvalidCheckpoint, BrokenPlugin) as error:
+            raise UnusableTokenizer(str(error)) from error
+        if content is None:
+            raise UnusableTokenizer(
+                f"{model_dir} has no {TOKENIZER_FILE}, and no installed package reads another format of it there"
+            )
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises bare Exception
-            raise UnusableTokenizer(f"{path} cannot be read: {error}") from error
+            raise UnusableTokenizer(f"the tokenizer of {model_dir} cannot be read: {error}") from error
         return cls(tokenizer, num_token_ids=num_token_ids)
 
     def cover(self, num_token_ids: int) -> None:

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from openinfer_core import GenerateRequest, Grammar, InvalidRequest, Refused
 from openinfer_core.grammars import TokenMatcher, Vocabulary, mask_words
+from openinfer_core.tokenizer_files import read_tokenizer
 from openinfer_engine.grammars.guard import LIMITS, GrammarGuard, refused
 from openinfer_engine.grammars.matcher import LlguidanceMatcher
 from openinfer_engine.grammars.preambles import head_of
@@ -34,8 +35,8 @@ class LlguidanceCompiler:
     """
 
     def __init__(self, vocabulary: Vocabulary, *, guard: GrammarGuard | None = None) -> None:
-        if not (vocabulary.model_dir / "tokenizer.json").is_file():
-            raise Refused(f"{vocabulary.model_dir} has no tokenizer.json, which grammars need")
+        if read_tokenizer(vocabulary.model_dir) is None:
+            raise Refused(f"{vocabulary.model_dir} has no tokenizer, which grammars need")
         self._vocabulary = vocabulary
         self._guard = guard or GrammarGuard()
         self._kept = _Kept()
@@ -102,10 +103,12 @@ class LlguidanceCompiler:
         Raises:
             InvalidRequest: llguidance cannot read it.
         """
-        path, vocabulary = self._vocabulary.model_dir / "tokenizer.json", self._vocabulary
+        vocabulary = self._vocabulary
         try:
             tokenizer = LLTokenizer(
-                str(path), n_vocab=vocabulary.num_token_ids, eos_token=list(vocabulary.eos_token_ids) or None
+                (read_tokenizer(vocabulary.model_dir) or b"").decode(),
+                n_vocab=vocabulary.num_token_ids,
+                eos_token=list(vocabulary.eos_token_ids) or None,
             )
         except Exception as error:  # what PyO3 makes of Rust's errors
             raise InvalidRequest("grammars are not possible with this model's tokenizer", field="grammar") from error
