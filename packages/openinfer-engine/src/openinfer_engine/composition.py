@@ -17,6 +17,8 @@ from openinfer_engine.checkpoint import Checkpoint
 from openinfer_engine.fingerprint import fingerprint
 from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
+from openinfer_engine.kv_events.opening import open_kv_events
+from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat, RankHost
 from openinfer_engine.rank import RunnerLimits
@@ -117,6 +119,7 @@ class Composition:
             "grammar_compiler": "none" if self.grammar_compiler is None else _origin(self.grammar_compiler),
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
+            **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
             "weights": str(self.options.load_format),
             **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
@@ -172,6 +175,16 @@ class Composition:
         policy = self.queue_policy.load()(QueuePolicyConfig(tenant_weights=self.options.tenant_weights))
         make: Callable[..., Scheduler] = self.scheduler.load()
         return make(self.scheduler_config, policy)
+
+    def open_kv_events(self, scheduler: Scheduler) -> KvEventRecorder | None:
+        """What tells routers of the scheduler's blocks, or None.
+
+        Raises:
+            Refused: the scheduler does not tell, pyzmq is not installed, or an endpoint cannot be had.
+        """
+        if self.options.kv_events is None:
+            return None
+        return open_kv_events(self.options.kv_events, scheduler, block_size_tokens=self.options.block_size_tokens)
 
     def plan(self) -> FamilyPlan:
         """What `openinfer plan` prints."""

@@ -62,6 +62,9 @@ def build_loop(composition: Composition) -> StepLoop:
             processes = undo.enter_context(contextlib.closing(RankProcesses(composition)))
             composition = composition.with_num_blocks(processes.smallest_pool(composition.num_blocks))
         scheduler = composition.make_scheduler()
+        kv_events = composition.open_kv_events(scheduler)
+        if kv_events is not None:
+            undo.callback(kv_events.close)
         compiler = composition.make_grammar_compiler()  # before the weights: it reads the tokenizer beside them
         if compiler is not None:
             undo.callback(compiler.close)
@@ -69,7 +72,14 @@ def build_loop(composition: Composition) -> StepLoop:
         undo.pop_all()
     info = msgspec.structs.replace(composition.info, start=composition.timeline.phases)
     logger.info("the engine started in %s", composition.timeline)
-    return StepLoop(info=info, scheduler=scheduler, runner=runner, grammar_compiler=compiler, tracer=tracer)
+    return StepLoop(
+        info=info,
+        scheduler=scheduler,
+        runner=runner,
+        grammar_compiler=compiler,
+        kv_events=kv_events,
+        tracer=tracer,
+    )
 
 
 def _make_runner(composition: Composition, processes: RankProcesses | None, tracer: Tracer) -> Runner:

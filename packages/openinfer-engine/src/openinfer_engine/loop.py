@@ -25,6 +25,7 @@ from openinfer_core import (
 from openinfer_core.errors import ContractViolation
 from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import Scheduler, StepPlan
+from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.masking import MaskedRequests
 from openinfer_engine.runner import PendingStep, Runner
 from openinfer_engine.trace import LOOP, NoTrace, Tracer
@@ -47,6 +48,7 @@ class StepLoop:
         scheduler: plans steps.
         runner: executes them.
         grammar_compiler: makes the matchers of requests with a grammar; without one they are refused.
+        kv_events: tells routers what the scheduler's block pool holds; closed with the loop.
         tracer: is told what happens when.
         clock: monotonic seconds.
     """
@@ -58,6 +60,7 @@ class StepLoop:
         scheduler: Scheduler,
         runner: Runner,
         grammar_compiler: GrammarCompiler | None = None,
+        kv_events: KvEventRecorder | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,6 +68,7 @@ class StepLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._kv_events = kv_events
         self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
         self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids)
@@ -146,6 +150,8 @@ class StepLoop:
         failures += self._masked.follow(events)
         events += [failure for failure in failures if self._end(failure.request_id)]
         self._tracer.told(events)
+        if self._kv_events is not None:
+            self._kv_events.flush()
         return events
 
     def _finish(self, step: _InFlight) -> list[TokenEvent]:
@@ -162,6 +168,8 @@ class StepLoop:
         """Waits for the step in flight and frees the runner."""
         self._in_flight = None
         self._masked.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         self._runner.close()
         self._tracer.close()
 

@@ -5,6 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from openinfer_core import InvalidRequest
+from openinfer_engine.kv_events.setting import parse_kv_events
 
 
 class LoadFormat(StrEnum):
@@ -79,6 +80,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """KV blocks, instead of kv_cache_bytes."""
     prefix_cache: bool = True
     """Whether requests share the KV of equal prompt prefixes."""
+    kv_events: str | None = None
+    """Where routers hear which prefixes are cached: a port of loopback, or an endpoint and fields, as in
+    tcp://*:5557,replay=tcp://*:5558,topic=kv@POD@MODEL; see docs/kv-events.md. Messages carry token ids and cache
+    salts, to whoever connects."""
     state_snapshot_bytes: int = 1 << 30
     """Bytes over all ranks for copies of recurrent states at prefix boundaries, for models that have such states: these
     share a prefix only where a copy is kept."""
@@ -129,8 +134,19 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.kv_cache_bytes is not None and self.num_blocks is not None:
             raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")
+        if self.kv_events is not None:
+            _check_kv_events(self.kv_events, prefix_cache=self.prefix_cache)
 
 
 def _check(name: str, value: int | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
         raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", field=name)
+
+
+def _check_kv_events(setting: str, *, prefix_cache: bool) -> None:
+    if not prefix_cache:
+        raise InvalidRequest("kv_events tells of the prefix cache, and prefix_cache is false", field="kv_events")
+    try:
+        parse_kv_events(setting)
+    except ValueError as error:
+        raise InvalidRequest(f"kv_events: {error}", field="kv_events") from error

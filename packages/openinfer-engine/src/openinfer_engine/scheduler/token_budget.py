@@ -29,6 +29,7 @@ from openinfer_engine.scheduler.harvest import Harvest, finished
 from openinfer_engine.scheduler.line import Line
 from openinfer_engine.scheduler.pace import StepPace
 from openinfer_engine.scheduler.sequence import Sequence, count_final_tokens
+from openinfer_kv_cache import BlockListener
 
 _POLICY_FAULT = "the queue policy failed on this request"
 
@@ -43,6 +44,10 @@ class TokenBudgetScheduler:
         self._open: dict[RequestId, Sequence] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._pace = StepPace(config.max_itl_ms)
+
+    def listen(self, listener: BlockListener) -> None:
+        """From now on `listener` hears which prefixes the block pool holds; called before the first request."""
+        self._line.kv.pool.listener = listener
 
     # --- requests ---------------------------------------------------------------------------------------
 

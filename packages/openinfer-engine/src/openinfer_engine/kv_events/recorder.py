@@ -1,0 +1,66 @@
+"""`KvEventRecorder`: what happened to the prefix cache in one step, on its way to the publisher."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from openinfer_kv_cache import BlockListener, Digest, StoredBlocks
+
+Change: TypeAlias = "StoredBlocks | Sequence[Digest] | None"
+"""Stored, removed, or (None) all cleared: as it was heard, so that another thread makes messages of it."""
+
+
+class Publisher(Protocol):
+    """Where changes go."""
+
+    def publish(self, changes: Sequence[Change]) -> None:
+        """Sends what happened, in order; never waits."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is left, within a short time."""
+        ...
+
+
+@runtime_checkable
+class ListenedScheduler(Protocol):
+    """A scheduler that says what its block pool holds."""
+
+    def listen(self, listener: BlockListener) -> None:
+        """From now on `listener` hears of every change."""
+        ...
+
+
+class KvEventRecorder:
+    """A `BlockListener` that hands on what it hears, once per step.
+
+    Args:
+        publisher: is closed with the recorder.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._changes: list[Change] = [None]
+        """At first: whatever a router remembers of an earlier process at this address is void."""
+
+    def stored(self, blocks: StoredBlocks) -> None:
+        """Blocks can be found from now on."""
+        self._changes.append(blocks)
+
+    def removed(self, digests: Sequence[Digest]) -> None:
+        """Blocks can be found no longer."""
+        self._changes.append(digests)
+
+    def cleared(self) -> None:
+        """Nothing can be found."""
+        self._changes.append(None)
+
+    def flush(self) -> None:
+        """Publishes what was heard since the last call."""
+        if self._changes:
+            changes, self._changes = self._changes, []
+            self._publisher.publish(changes)
+
+    def close(self) -> None:
+        """Publishes the rest."""
+        self.flush()
+        self._publisher.close()

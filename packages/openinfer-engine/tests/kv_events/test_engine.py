@@ -1,0 +1,160 @@
+"""An engine with `kv_events`: a router that only listens knows what its prefix cache holds."""
+
+import socket
+import sys
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from openinfer_core import (
+    GenerateRequest,
+    InvalidRequest,
+    Refused,
+    RequestId,
+    SamplingParams,
+    Scheduled,
+    Tokens,
+    find_plugin,
+)
+from openinfer_core.queue_policies import FirstComeFirstServed
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_engine.composition import resolve
+from openinfer_engine.kv_events.opening import open_kv_events
+from openinfer_engine.launch import build_loop
+from openinfer_engine.options import EngineOptions
+from openinfer_engine.scheduler import TokenBudgetScheduler
+
+BLOCK = 4
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture
+def replay():
+    """Makes a function that asks an endpoint for all events so far."""
+    with zmq.Context() as context:
+
+        def ask(endpoint):
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.RCVTIMEO, 30_000)
+                dealer.connect(endpoint)
+                dealer.send_multipart((b"", bytes(8)))
+                events = []
+                while (frames := dealer.recv_multipart())[2] != b"\xff" * 8:
+                    events += msgspec.msgpack.decode(frames[3])[1]
+                return events
+
+        yield ask
+
+
+def run(loop, number, prompt, *, max_tokens):
+    """Runs one request to its end; returns how many tokens were cached, and the sampled ids."""
+    request = GenerateRequest(
+        request_id=RequestId(number),
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+    )
+    events = loop.submit(request)
+    while loop.busy:
+        events += loop.step()
+    cached = sum(event.cached_tokens for event in events if isinstance(event, Scheduled))
+    return cached, [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+
+
+def follow(events):
+    """What a router makes of events: the tokens and the parent of each hash that it knows."""
+    known = {}
+    for name, *fields in events:
+        match name:
+            case "BlockStored":
+                hashes, parent, tokens, size, *_ = fields
+                assert size == BLOCK
+                for place, each in enumerate(hashes):
+                    known[each] = (parent, tokens[place * size : (place + 1) * size])
+                    parent = each
+            case "BlockRemoved":
+                for each in fields[0]:
+                    del known[each]
+            case _:
+                known.clear()
+    return known
+
+
+def longest_prefix(known, token_ids):
+    """How many of the first tokens a router knows to be cached."""
+    parent, place = None, 0
+    children = {(before, tuple(tokens)): each for each, (before, tokens) in known.items()}
+    while (parent := children.get((parent, tuple(token_ids[place : place + BLOCK])))) is not None:
+        place += BLOCK
+    return place
+
+
+def test_a_router_that_only_listens_knows_what_is_cached(replay):
+    events_port, replay_port = free_ports(2)
+    options = EngineOptions(
+        kv_events=f"{events_port},replay={replay_port}",
+        block_size_tokens=BLOCK,
+        num_blocks=8,
+        max_model_tokens=32,
+        max_num_seqs=2,
+    )
+    definition = find_plugin("openinfer.models", "qwen3").load()().definition
+    loop = build_loop(resolve(definition, find_plugin("openinfer.checkpoints", "tiny").load()(), options))
+    first, second = list(range(20, 34)), list(range(60, 81))
+    _, sampled = run(loop, 1, first, max_tokens=4)
+    first += sampled
+    _, sampled = run(loop, 2, second, max_tokens=8)
+    second += sampled
+    give_up_s = time.monotonic() + 30
+    while longest_prefix(known := follow(replay(f"tcp://127.0.0.1:{replay_port}")), second) < 28:
+        assert time.monotonic() < give_up_s, f"a router knows {known} only"
+    removed = [event for event in replay(f"tcp://127.0.0.1:{replay_port}") if event[0] == "BlockRemoved"]
+    assert removed  # eight blocks do not hold both
+    for number, token_ids in ((3, first), (4, second)):
+        expected = longest_prefix(follow(replay(f"tcp://127.0.0.1:{replay_port}")), token_ids)
+        cached, _ = run(loop, number, [*token_ids, 1], max_tokens=1)
+        assert cached == expected
+    loop.close()
+    assert loop.info.composition["kv_events"] == options.kv_events
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_events": "localhost"}, "kv_events: 'localhost' is no endpoint"),
+        ({"kv_events": "5557", "prefix_cache": False}, "tells of the prefix cache, and prefix_cache is false"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(InvalidRequest, match=message):
+        EngineOptions(**options)
+
+
+class Silent:
+    """A scheduler of somebody else, which tells nobody."""
+
+
+def make_scheduler():
+    config = SchedulerConfig(
+        num_blocks=8, block_size_tokens=4, max_num_seqs=2, max_step_tokens=8, max_model_tokens=16, max_waiting=4
+    )
+    return TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig()))
+
+
+def test_a_scheduler_that_tells_nobody_is_refused():
+    with pytest.raises(Refused, match="and Silent does not; use token-budget"):
+        open_kv_events("5557", Silent(), block_size_tokens=4)
+
+
+def test_without_pyzmq_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(Refused, match=r"openinfer-engine\[kv-events\]"):
+        open_kv_events("5557", make_scheduler(), block_size_tokens=4)

@@ -1,0 +1,64 @@
+"""KV events against the fields recorded from vLLM, and in the bytes that routers read."""
+
+import json
+from array import array
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from openinfer_engine.kv_events.schema import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEventBatch,
+    block_hash,
+    removed_event,
+    stored_event,
+)
+from openinfer_kv_cache import Digest, StoredBlocks
+
+RECORD = json.loads((Path(__file__).parents[1] / "fixtures" / "vllm_kv_events.json").read_text())["versions"]
+A, B, C = (Digest(bytes(15) + bytes([each])) for each in (1, 2, 3))
+
+
+@pytest.mark.parametrize("version", RECORD)
+@pytest.mark.parametrize("event", [BlockStored, BlockRemoved, AllBlocksCleared])
+def test_events_have_the_recorded_fields_in_their_order(version, event):
+    recorded = RECORD[version][event.__name__]
+    ours = list(event.__struct_fields__)
+    assert ours == recorded["fields"][: len(ours)]
+    assert set(recorded["required"]) <= set(ours)
+    assert event.__struct_config__.tag == event.__name__
+
+
+@pytest.mark.parametrize("version", RECORD)
+def test_a_batch_has_the_recorded_fields(version):
+    assert list(KvEventBatch.__struct_fields__) == RECORD[version]["EventBatch"]["fields"]
+    assert RECORD[version]["EventBatch"]["options"]["array_like"] is True
+
+
+def test_messages_are_the_positional_arrays_that_routers_decode():
+    blocks = StoredBlocks(A, [B, C], array("I", [7, 8, 9, 10]), "adapter", "salt")
+    batch = KvEventBatch(1.5, [AllBlocksCleared(), stored_event(blocks, block_size_tokens=2), removed_event([A, B])])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) == [
+        1.5,
+        [
+            ["AllBlocksCleared"],
+            ["BlockStored", [2, 3], 1, [7, 8, 9, 10], 2, None, "GPU", "adapter", [["adapter"], ["adapter"]]],
+            ["BlockRemoved", [1, 2], "GPU"],
+        ],
+        0,
+    ]
+
+
+def test_the_salt_stands_in_the_first_block_of_a_prefix_and_nothing_where_there_is_none():
+    first = StoredBlocks(None, [A, B], array("I", [1, 2]), None, "salt")
+    assert stored_event(first, block_size_tokens=1).extra_keys == [("salt",), None]
+    plain = StoredBlocks(None, [A], array("I", [1]), None, None)
+    event = stored_event(plain, block_size_tokens=1)
+    assert (event.parent_block_hash, event.extra_keys) == (None, None)
+
+
+def test_a_hash_is_the_low_64_bits_of_a_digest():
+    assert block_hash(Digest(b"\xff" * 8 + b"\x80" + bytes(7))) == 1 << 63
