@@ -37,12 +37,15 @@ from openinfer_engine.runner import PendingStep
 from openinfer_engine.state_slots import StateSlots
 from openinfer_engine.step_logprobs import HostLogprobs
 from openinfer_engine.trace import NoTrace, Tracer
+from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
 from openinfer_kernels import Array, HostArray, Logprobs
 from openinfer_kernels.cuda.graphs import Stream
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.pinned import PinnedTurn, PinnedTurns
 from openinfer_kernels.cuda.step_inputs import DECODE_LINES, DecodeInputs, PieceInputs, SampledRows, piece_record
 
+_Columns = tuple[HostArray, HostArray, HostArray, HostArray, HostArray]
+"""Slots, starts, counts, given counts and given ids of rows, as in a plan."""
 _TURNS = 3
 """Steps whose host memory is in use at a time, at most: one running, one queued, one being read."""
 
@@ -221,20 +224,25 @@ class CudaRank:
         return _Rows(sampled, sampled, sampling.token_ids, sampling.logprobs, [])
 
     def _run_pieces(self, plan: StepPlan, turn: PinnedTurn) -> _Rows:
-        hidden = self._forward_pieces(plan, turn)
         ends = np.cumsum(plan.counts)
-        prompts = [
-            self._score(unscored, hidden[int(ends[unscored.row] - plan.counts[unscored.row]) :], turn)
-            for unscored in self._slots.unscored(plan)
-        ]
         sampled = np.flatnonzero(plan.sample)
         places = np.arange(len(sampled))
         last_tokens, slots, positions = turn.upload(
             (ends[sampled] - 1).astype(np.int32), plan.slots[sampled], (plan.starts + plan.counts)[sampled]
         )
+        captured, unscored = self._captured_pieces(plan), self._slots.unscored(plan)
+        prompts: list[ScoredPrompt] = []
+        if captured is None and not unscored and isinstance(self._model, SelectiveModel):
+            last = self._forward_wanted(self._model, plan, last_tokens, turn)
+        else:
+            hidden = self._launch_pieces(plan, turn) if captured is None else self._replay_pieces(plan, captured, turn)
+            prompts = [
+                self._score(each, hidden[int(ends[each.row] - plan.counts[each.row]) :], turn) for each in unscored
+            ]
+            last = self._ops.embedding(last_tokens, hidden) if len(sampled) else hidden[:0]
         if not len(sampled):
             return _Rows(sampled, places, slots, None, prompts)
-        logits = self._model.logits(self._ops.embedding(last_tokens, hidden))
+        logits = self._model.logits(last)
         rows = SampledRows.make(len(sampled), slots=slots)
         self._slots.state.prepare_sampling(rows, positions)
         masks = [
@@ -246,28 +254,50 @@ class CudaRank:
         logprobs = self._ops.logprobs(logits, token_ids, top=top) if top >= 0 else None
         return _Rows(sampled, places, token_ids, logprobs, prompts)
 
-    def _forward_pieces(self, plan: StepPlan, turn: PinnedTurn) -> Array:
-        """`[T or more, h]` hidden states of a step of any shape."""
-        columns = (plan.slots, plan.starts, plan.counts, plan.given_counts, plan.token_ids)
+    def _captured_pieces(self, plan: StepPlan) -> CapturedPieces | None:
+        """The captured step of pieces that can hold a plan."""
         bucket = bucket_of(TOKEN_BUCKETS, plan.num_tokens)
-        captured = None if bucket is None else self._pieces.get(bucket)
-        if captured is not None:
-            inputs = captured.inputs
-            sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
-            turn.upload_into(piece_record(*columns, sizes=sizes), inputs.record)
-            captured.forward.launch()
-            return captured.hidden
-        (record,) = turn.upload(piece_record(*columns, sizes=(plan.num_rows, plan.num_tokens)))
-        longest = int((plan.starts + plan.counts).max())
-        inputs = PieceInputs.make(
-            plan.num_rows,
-            plan.num_tokens,
+        return None if bucket is None else self._pieces.get(bucket)
+
+    def _replay_pieces(self, plan: StepPlan, captured: CapturedPieces, turn: PinnedTurn) -> Array:
+        """`[T or more, h]` hidden states of a step."""
+        inputs = captured.inputs
+        sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
+        turn.upload_into(piece_record(*_columns(plan), sizes=sizes), inputs.record)
+        captured.forward.launch()
+        return captured.hidden
+
+    def _launch_pieces(self, plan: StepPlan, turn: PinnedTurn) -> Array:
+        """`[T, h]` hidden states of a step of any shape."""
+        return self._pieces_hidden(self._inputs_of(_columns(plan), turn))
+
+    def _forward_wanted(self, model: SelectiveModel, plan: StepPlan, last_tokens: Array, turn: PinnedTurn) -> Array:
+        """`[n, h]` hidden states of the last tokens of rows that sample."""
+        inputs = self._inputs_of(_columns(plan), turn)
+        self._slots.state.prepare_pieces(inputs)
+        batch, sampled = inputs.batch, plan.sample
+        if len(last_tokens):
+            ends, ones = (plan.starts + plan.counts)[sampled], np.ones(len(last_tokens), np.int32)
+            columns = plan.slots[sampled], ends - 1, ones, np.zeros_like(ones), plan.token_ids[:0]
+            last = self._inputs_of(columns, turn)
+            self._slots.state.prepare_pieces(last)
+            batch = last.batch
+        wanted = WantedTokens(tokens=last_tokens, batch=batch)
+        return model.forward_wanted(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache, wanted=wanted)
+
+    def _inputs_of(self, columns: _Columns, turn: PinnedTurn) -> PieceInputs:
+        """Inputs of a step that is not captured, on their way to the device."""
+        _, starts, counts, _, _ = columns
+        num_rows, num_tokens, longest = len(counts), int(counts.sum()), int((starts + counts).max())
+        (record,) = turn.upload(piece_record(*columns, sizes=(num_rows, num_tokens)))
+        return PieceInputs.make(
+            num_rows,
+            num_tokens,
             max_blocks=-(-longest // self._limits.block_size_tokens),
-            longest=(int(plan.counts.max()), longest),
+            longest=(int(counts.max()), longest),
             record=record,
             states=self._state_tensors,
         )
-        return self._pieces_hidden(inputs)
 
     def _score(self, unscored: UnscoredRow, hidden: Array, turn: PinnedTurn) -> ScoredPrompt:
         """Log-probabilities of a row's `targets`, which the first of `hidden` predict, piece by piece."""
@@ -279,6 +309,10 @@ class CudaRank:
             logits = self._model.logits(hidden[piece])
             pieces.append(_download(self._ops.logprobs(logits, token_ids[piece], top=unscored.top), turn))
         return ScoredPrompt(unscored.row, pieces, unscored.top)
+
+
+def _columns(plan: StepPlan) -> _Columns:
+    return plan.slots, plan.starts, plan.counts, plan.given_counts, plan.token_ids
 
 
 def _download(logprobs: Logprobs, turn: PinnedTurn) -> HostLogprobs:

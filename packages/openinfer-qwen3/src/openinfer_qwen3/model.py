@@ -26,6 +26,7 @@ import msgspec
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.fused_weights import pad_rows, rows_of_rank
 from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.wanted_tokens import WantedTokens
 from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -210,12 +211,28 @@ class Qwen3Model:
             batch: where the tokens stand.
             kv_cache: `[blocks, L, 2, K, block tokens, D]`, mutated: this step's K and V are appended.
         """
+        return self._forward(token_ids, batch=batch, kv_cache=kv_cache, wanted=None)
+
+    def forward_wanted(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, wanted: WantedTokens
+    ) -> Array:
+        """As `forward`, for the wanted tokens alone, `[n, h]`; of the last layer, others have K and V made only."""
+        return self._forward(token_ids, batch=batch, kv_cache=kv_cache, wanted=wanted)
+
+    def _forward(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, wanted: WantedTokens | None
+    ) -> Array:
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         residual = ops.embedding(token_ids, weights.embed_tokens)
         x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            x = self._attention(x, layer, index, batch=batch, kv_cache=kv_cache)
+            q = self._queries(x, layer, index, batch=batch, kv_cache=kv_cache)
+            if wanted is not None and index + 1 == len(weights.layers):
+                if not len(wanted.tokens):
+                    return residual[:0]
+                batch, residual, q = wanted.batch, ops.embedding(wanted.tokens, residual), self._rows(wanted.tokens, q)
+            x = self._attention(q, layer, index, batch=batch, kv_cache=kv_cache)
             x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
             x = self._mlp(x, layer)
             x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
@@ -226,22 +243,28 @@ class Qwen3Model:
         piece = self._ops.logits(hidden, self._weights.lm_head)
         return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
 
-    def _attention(self, x: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
-        """`[T, h]` of layer `index` for the normed `x [T, h]`."""
-        ops, config = self._ops, self._config
-        qkv = ops.linear(x, layer.qkv_proj, layer.qkv_bias)  # [T, (H + 2 K) D]
-        q = ops.qk_norm_rope_append(  # [T, H, D]
-            qkv,
+    def _queries(self, x: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """`[T, H, D]` of layer `index` for the normed `x [T, h]`; K and V are appended."""
+        return self._ops.qk_norm_rope_append(
+            self._ops.linear(x, layer.qkv_proj, layer.qkv_bias),  # [T, (H + 2 K) D]
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
-            eps=config.rms_norm_eps,
+            eps=self._config.rms_norm_eps,
             rope=self._weights.rope,
             kv_cache=kv_cache,
             layer=index,
             batch=batch,
         )
-        attended = ops.paged_attention(q, kv_cache, layer=index, batch=batch, scale=config.head_dim**-0.5)  # [T, H D]
-        return self._communicator.all_reduce(ops.linear(attended, layer.o_proj, layer.o_bias))
+
+    def _rows(self, tokens: Array, q: Array) -> Array:
+        """`q[tokens]`, `[n, H, D]`."""
+        return self._ops.embedding(tokens, q.reshape(len(q), -1)).reshape(len(tokens), *q.shape[1:])
+
+    def _attention(self, q: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """`[T, h]` of layer `index` for the queries `q [T, H, D]`."""
+        scale = self._config.head_dim**-0.5
+        attended = self._ops.paged_attention(q, kv_cache, layer=index, batch=batch, scale=scale)  # [T, H D]
+        return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj, layer.o_bias))
 
     def _mlp(self, x: Array, layer: LayerWeights) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""

@@ -1,4 +1,7 @@
 // Rows of an embedding table: each block copies a piece of one row. Float32 is copied as twice as many BF16.
+//
+// The next kernel is let in behind the wait: decode attention reads keys early, and where it follows a choice of queries
+// (a model's last layer), these keys are of the same step. All kernels before this one have ended by then.
 #include "overlap.cuh"
 #include "vectors.cuh"
 
