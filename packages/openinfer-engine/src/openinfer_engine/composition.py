@@ -22,6 +22,7 @@ from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat, RankHost
 from openinfer_engine.rank import RunnerLimits
+from openinfer_engine.stored_config import check_stored
 from openinfer_engine.stored_tensor import spec_bytes
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
@@ -240,7 +241,7 @@ def resolve(
     definition.check_ranks(config, options.tensor_parallel_size)
     if options.load_format is LoadFormat.SAFETENSORS:
         with Checkpoint.open(model_dir) as checkpoint:
-            checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))
+            config = check_stored(definition, config, checkpoint)
     timeline.mark("config")
     tag = fingerprint(model_dir)
     backend = open_backend(options, rank=rank)

@@ -19,6 +19,7 @@ from openinfer_engine.communicator import Communicator
 from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.model import Model, ModelDefinition
 from openinfer_engine.paged_tensors import make_pool, paged_tensors
+from openinfer_engine.stored_config import check_stored
 from openinfer_kernels import Array, AttentionBatch
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
@@ -59,8 +60,8 @@ class FamilyHarness:
         num_blocks: int = 80,
         change: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = definition.parse(read_config(model_dir) | dict(change or {}))
-        definition.check_ranks(self.config, ranks)
+        parsed = definition.parse(read_config(model_dir) | dict(change or {}))
+        definition.check_ranks(parsed, ranks)
         self.block_tokens = block_tokens
         self._group = LocalGroup(ranks)
         self._free: list[int] = np.random.default_rng(0).permutation(num_blocks).tolist()
@@ -69,9 +70,9 @@ class FamilyHarness:
         self._slots: dict[str, int] = {}
         self._lengths: dict[str, int] = {}
         self._ranks: list[_Rank] = []
-        limit = definition.limits(self.config).max_model_tokens
+        limit = definition.limits(parsed).max_model_tokens
         with Checkpoint.open(model_dir) as checkpoint:
-            checkpoint.validate(definition.tensors(self.config), ignorable=definition.ignorable_tensors(self.config))
+            self.config = check_stored(definition, parsed, checkpoint)
             for communicator in self._group.communicators:
                 weights = RankWeights(checkpoint, rank=communicator.rank, size=ranks)
                 model = definition.load(

@@ -1,5 +1,6 @@
 """`CpuSparseAttentionOps`: attention over windows and compressed entries, over the functions beside this file."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,12 +10,14 @@ from openinfer_kernels.cpu.indexer import index_scores, select_entries
 from openinfer_kernels.cpu.norm import inverse_rms
 from openinfer_kernels.cpu.rope_tail import rotate_tail
 from openinfer_kernels.cpu.window_attention import window_attention
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, QuantisedWeight, Weight
 from openinfer_kernels.ops.sparse_attention import CompressedEntries
 
 
 class _Products(Protocol):
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array: ...
+
+    def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array: ...
 
 
 class CpuSparseAttentionOps:
@@ -106,7 +109,15 @@ class CpuSparseAttentionOps:
             q, kv, sinks=sinks, window=window, layer=layer, entries=entries, rope=rope, scale=scale, batch=batch
         )
 
-    def grouped_linear(self: _Products, x: Array, weight: Array) -> Array:
+    def grouped_linear(self: _Products, x: Array, weights: Sequence[Weight]) -> Array:
         """One product after the other."""
-        pieces = np.split(x, len(weight), axis=1)
-        return np.concatenate([self.linear(*each) for each in zip(pieces, weight, strict=True)], axis=1)
+        pieces = zip(np.split(x, len(weights), axis=1), weights, strict=True)
+        return np.concatenate(
+            [
+                self.quantised_linear(piece, weight)
+                if isinstance(weight, QuantisedWeight)
+                else self.linear(piece, weight)
+                for piece, weight in pieces
+            ],
+            axis=1,
+        )

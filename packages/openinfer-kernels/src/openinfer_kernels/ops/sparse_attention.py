@@ -7,11 +7,13 @@ ends at a block's token `t` is row `t // m` of the block (`KvLayout`, `tokens_pe
 RoPE here rotates the last `r` dimensions of each vector, in pairs `(2 i, 2 i + 1)`: Su et al. 2021, eq. 34.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
 from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.quantised import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +184,6 @@ class SparseAttentionOps(Protocol):
         """
         ...
 
-    def grouped_linear(self, x: Array, weight: Array) -> Array:
-        """A product per group: `x [T, G in]` with `weight [G, out, in]`: `[T, G out]`."""
+    def grouped_linear(self, x: Array, weights: Sequence[Weight]) -> Array:
+        """A product per group: each of `G` equal pieces of `x [T, G in]` with a weight `[out, in]`: `[T, G out]`."""
         ...
