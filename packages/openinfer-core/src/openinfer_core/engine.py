@@ -36,6 +36,26 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The ledger of its device's memory: purpose -> bytes, as `openinfer plan` prints it."""
 
 
+class KvTierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Totals of one KV tier since the engine began, but for `stored_blocks`, which is a gauge."""
+
+    tier: str
+    """Its name."""
+    finds: int = 0
+    """Times it was asked for a chain, or a piece of one."""
+    hit_blocks: int = 0
+    missed_blocks: int = 0
+    loaded_blocks: int = 0
+    saved_blocks: int = 0
+    evicted_blocks: int = 0
+    corrupt_blocks: int = 0
+    """Dropped, because their bytes did not fit their checksum."""
+    stored_blocks: int = 0
+    """Held at this moment."""
+    failures: dict[str, int] = {}
+    """Transfers that fell short, by reason; each cost a recomputation at most."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A snapshot of gauges and counters (counters start at 0 with the engine)."""
 
@@ -60,6 +80,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Copies of recurrent states at prefix boundaries that can be found."""
     evicted_state_snapshots: int = 0
     """Such copies given up for others."""
+    loading: int = 0
+    """Sequences whose prefix is on its way from a KV tier; part of `waiting`."""
+    tier_tokens: int = 0
+    """Of `cached_tokens` and of what preempted sequences resumed with, those that came from KV tiers."""
+    unsaved_blocks: int = 0
+    """Blocks that KV tiers were not given, because too many were on their way."""
+    kv_tier_faults: int = 0
+    """Times a KV tier raised where it may not; it is not used after that."""
+    kv_tiers: tuple[KvTierStats, ...] = ()
+    """One for each KV tier, fastest first."""
     step_age_s: float = 0.0
     """Seconds since the loop last completed an iteration while there was work; 0 when idle. Health is this number."""
 

@@ -127,6 +127,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prefix_cache: bool = True
     layout_digest: str = ""
     """Of the KV layout: part of every block's identity."""
+    digest_key: bytes | None = None
+    """The secret that block identities are made with, where KV outlives this process; None draws one."""
     num_snapshots: int = 0
     """Slots of recurrent states behind the first `max_num_seqs`, for copies. A model with states has `prefix_cache` off
     here; a scheduler that plans `StateCopy`s may share prefixes all the same, where it has copied the states."""
@@ -232,7 +234,8 @@ class Scheduler(Protocol):
     def plan(self, *, now_s: float) -> StepPlan | None:
         """The next step, or None if nothing can run now.
 
-        With requests unfinished and no plan outstanding it must not return None: that would be a wedge.
+        With requests unfinished and no plan outstanding it must not return None: that would be a wedge. Only one that
+        was given KV tiers may, while blocks are on their way; the loop waits for them and asks again.
         """
         ...
 

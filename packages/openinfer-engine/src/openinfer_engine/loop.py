@@ -26,12 +26,13 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import Scheduler, StepPlan
 from openinfer_engine.kv_events.recorder import KvEventRecorder
+from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.masking import MaskedRequests
 from openinfer_engine.runner import PendingStep, Runner
 from openinfer_engine.trace import LOOP, NoTrace, Tracer
 
-_COMPILER_WAIT_S = 0.005
-"""Of a step that has nothing to run and a grammar to wait for; commands are heard after it."""
+_WAIT_S = 0.005
+"""Of a step that has nothing to run and a grammar or a KV tier to wait for; commands are heard after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class StepLoop:
         runner: executes them.
         grammar_compiler: makes the matchers of requests with a grammar; without one they are refused.
         kv_events: tells routers what the scheduler's block pool holds; closed with the loop.
+        port: KV tiers that the scheduler uses; closed with the loop.
         tracer: is told what happens when.
         clock: monotonic seconds.
     """
@@ -61,6 +63,7 @@ class StepLoop:
         runner: Runner,
         grammar_compiler: GrammarCompiler | None = None,
         kv_events: KvEventRecorder | None = None,
+        port: TierPort | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,6 +72,7 @@ class StepLoop:
         self._runner = runner
         self._clock = clock
         self._kv_events = kv_events
+        self._port = port
         self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
         self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids)
@@ -90,9 +94,15 @@ class StepLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are unfinished, a step is in flight, or the runner has failed, which a step then says."""
-        waiting = self._scheduler.unfinished > 0 or self._masked.num_compiling > 0
-        return waiting or self._in_flight is not None or self._runner.failure is not None
+        """Whether there is work: requests, a step in flight, blocks on their way from or to tiers, or a dead rank."""
+        is_moving = self._port is not None and self._port.is_moving
+        return (
+            self._scheduler.unfinished > 0
+            or self._in_flight is not None
+            or self._masked.num_compiling > 0
+            or is_moving
+            or self._runner.failure is not None
+        )
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
         """Queues a request, or fails it at once if this engine cannot serve it."""
@@ -136,6 +146,8 @@ class StepLoop:
         if self._runner.failure is not None:
             raise self._runner.failure
         events = self._add_compiled()
+        if self._port is not None:
+            self._port.settle()
         with self._tracer.span(LOOP, "plan"):
             plan = self._scheduler.plan(now_s=self._clock())
         before, self._in_flight = self._in_flight, None
@@ -165,20 +177,25 @@ class StepLoop:
         return self._scheduler.stats()
 
     def close(self) -> None:
-        """Waits for the step in flight and frees the runner."""
+        """Waits for the step in flight and for copies of blocks, and frees the runner."""
         self._in_flight = None
         self._masked.close()
         if self._kv_events is not None:
             self._kv_events.close()
+        if self._port is not None:
+            self._port.close()
         self._runner.close()
         self._tracer.close()
 
     def _rest(self) -> None:
-        """There is nothing to plan and nothing in flight: grammars are compiled, or the scheduler is wedged."""
+        """There is nothing to plan and nothing in flight: blocks move, grammars are compiled, or it is wedged."""
+        if self._port is not None and self._port.is_moving:
+            self._port.wait(_WAIT_S)
+            return
         if self._scheduler.unfinished > 0:
             raise ContractViolation(f"the scheduler is wedged: {self._scheduler.unfinished} requests and no plan")
         if self._masked.num_compiling > 0:
-            self._masked.wait(_COMPILER_WAIT_S)
+            self._masked.wait(_WAIT_S)
 
     def _add_compiled(self) -> list[TokenEvent]:
         """Hands requests whose grammar is ready to the scheduler, and fails those whose grammar cannot be."""

@@ -87,6 +87,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     state_snapshot_bytes: int = 1 << 30
     """Bytes over all ranks for copies of recurrent states at prefix boundaries, for models that have such states: these
     share a prefix only where a copy is kept."""
+    kv_tier: list[str] = []
+    """A place that keeps KV blocks which leave the cache, NAME=SETTING with a NAME of the group openinfer.kv_tiers:
+    host=64GiB, or disk=/var/cache/kv,500GiB. Repeat the flag for several, fastest first; see docs/kv-tiers.md."""
+    kv_key_file: str | None = None
+    """File of 16 to 64 secret bytes that blocks in KV tiers are named with; the same for all engines that share a tier.
+    By default a disk tier keeps one beside its blocks."""
+    kv_load_timeout_ms: int = 1000
+    """Milliseconds after which the rest of a prefix that comes from KV tiers is computed instead."""
     scheduler: str = "token-budget"
     """Name in the group openinfer.schedulers."""
     queue_policy: str = "fcfs"
@@ -120,6 +128,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("kv_cache_bytes", self.kv_cache_bytes, 1, 2**48)
         _check("state_snapshot_bytes", self.state_snapshot_bytes, 0, 2**48)
         _check("num_blocks", self.num_blocks, 1, 2**31 - 1)
+        _check("kv_load_timeout_ms", self.kv_load_timeout_ms, 1, 600_000)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
         if not 0.05 <= self.gpu_memory_fraction <= 1:
             raise InvalidRequest(
@@ -136,6 +145,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")
         if self.kv_events is not None:
             _check_kv_events(self.kv_events, prefix_cache=self.prefix_cache)
+        if self.kv_tier:
+            _check_tiers(prefix_cache=self.prefix_cache, ranks=self.tensor_parallel_size)
+        elif self.kv_key_file is not None:
+            raise InvalidRequest("kv_key_file is of no use without kv_tier", field="kv_key_file")
 
 
 def _check(name: str, value: int | None, low: int, high: int) -> None:
@@ -150,3 +163,13 @@ def _check_kv_events(setting: str, *, prefix_cache: bool) -> None:
         parse_kv_events(setting)
     except ValueError as error:
         raise InvalidRequest(f"kv_events: {error}", field="kv_events") from error
+
+
+def _check_tiers(*, prefix_cache: bool, ranks: int) -> None:
+    if not prefix_cache:
+        raise InvalidRequest("kv_tier extends the prefix cache, and prefix_cache is false", field="kv_tier")
+    if ranks > 1:
+        raise InvalidRequest(
+            f"kv_tier works on one rank so far, and tensor_parallel_size is {ranks}; leave one of them out",
+            field="kv_tier",
+        )

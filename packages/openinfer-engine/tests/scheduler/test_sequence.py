@@ -9,8 +9,8 @@ from openinfer_core.errors import ContractViolation
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState, count_final_tokens, count_limit_tokens
 from openinfer_kv_cache import KvCache, KvCacheOptions
 
-W, R, P, F = SequenceState
-ARROWS = {(W, R), (W, F), (R, P), (R, F), (P, R), (P, F)}
+W, R, P, F, L = SequenceState
+ARROWS = {(W, R), (W, F), (R, P), (R, F), (P, R), (P, F), (W, L), (P, L), (L, R), (L, P), (L, F)}
 
 
 def make_sequence(request: Any) -> Sequence:

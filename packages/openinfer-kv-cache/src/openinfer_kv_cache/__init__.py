@@ -21,6 +21,7 @@ from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.slots import CopyKind, SlotCopy, SlotPool, SlotState
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
+from openinfer_kv_cache.tier_traits import DeviceBlock, DeviceTier, LastingTier
 from openinfer_kv_cache.tiers import (
     EvictingTier,
     KvTier,
@@ -40,6 +41,8 @@ __all__ = [
     "BlockState",
     "BlockStateError",
     "CopyKind",
+    "DeviceBlock",
+    "DeviceTier",
     "Digest",
     "EvictingTier",
     "EvictionPolicy",
@@ -59,6 +62,7 @@ __all__ = [
     "KvTier",
     "KvTierError",
     "KvTierFactory",
+    "LastingTier",
     "LayoutMismatchError",
     "LeastRecentlyUsed",
     "PagedGroup",

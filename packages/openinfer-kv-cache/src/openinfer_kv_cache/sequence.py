@@ -122,6 +122,10 @@ class BlockSequence:
         self._hash_blocks(len(self._token_ids) // self._block_size)
         return self._digests
 
+    def matchable_digests(self) -> Sequence[Digest]:
+        """Of `prefix_digests`, those that `match` may find: at least one known token is left to compute."""
+        return self.prefix_digests()[: self._num_matchable_blocks()]
+
     def count_cached_tokens(self) -> int:
         """What `match` would find now; changes nothing and counts nothing."""
         return len(self._find_prefix()) * self._block_size

@@ -64,6 +64,20 @@ class FakeDevice:
         """Makes the next row of a request fail."""
         self._to_fail.add(request_id)
 
+    def read_block(self, block_id: int) -> tuple[int | None, ...]:
+        """What a block holds, position by position: what a KV tier copies."""
+        size = self._config.block_size_tokens
+        return tuple(self._memory.get(block_id * size + offset) for offset in range(size))
+
+    def write_block(self, block_id: int, content: tuple[int | None, ...]) -> None:
+        """Overwrites a block, as a copy from a KV tier does."""
+        size = self._config.block_size_tokens
+        for offset, state in enumerate(content):
+            if state is None:
+                self._memory.pop(block_id * size + offset, None)
+            else:
+                self._memory[block_id * size + offset] = state
+
     def run(self, plan: StepPlan) -> StepResult:
         """Executes one step.
 

@@ -64,6 +64,7 @@ class SchedulerDriver:
         config: its limits.
         policy: of the waiting queue; first come first served if None.
         max_in_flight: plans made before the first of them is applied: 1 without overlap, 2 with it.
+        is_moving: whether blocks are on their way from or to KV tiers; then there may be no plan, and asking helps.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SchedulerDriver:
         *,
         policy: QueuePolicy | None = None,
         max_in_flight: int = 2,
+        is_moving: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.policy = WatchedPolicy(FirstComeFirstServed(QueuePolicyConfig()) if policy is None else policy)
@@ -82,6 +84,7 @@ class SchedulerDriver:
         self.may_fail: set[RequestId] = set()
         """Requests that the test's queue policy spoils: they may end with `Failed(INTERNAL)`."""
         self._max_in_flight = max_in_flight
+        self._is_moving = is_moving
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._masked_slots: dict[int, bool] = {}
         """Slot -> whether its request has a grammar."""
@@ -128,7 +131,7 @@ class SchedulerDriver:
         plan = self.scheduler.plan(now_s=self._tick())
         if plan is None:
             require(
-                self._in_flight or not self.scheduler.unfinished,
+                self._in_flight or not self.scheduler.unfinished or self._is_moving(),
                 f"wedged: {self.scheduler.unfinished} requests are unfinished, no step is in flight, and no plan comes",
             )
             return None
@@ -157,7 +160,7 @@ class SchedulerDriver:
 
     def run(self) -> None:
         """Steps until every request has ended and every step is applied, then checks that nothing is left."""
-        while self._in_flight or self.scheduler.unfinished:
+        while self._in_flight or self.scheduler.unfinished or self._is_moving():
             self.step()
         require(self.scheduler.plan(now_s=self._tick()) is None, "a plan, with all requests finished")
         self._check_nothing_is_left()

@@ -16,7 +16,7 @@ def check_books(line: Line, *, open_requests: Collection[Sequence], in_flight: I
         ContractViolation: with the first disagreement found.
     """
     flying = Counter(sequence for record in in_flight for sequence in record.rows)
-    everyone = {*open_requests, *flying}
+    everyone = {*open_requests, *flying, *line.given_up}
     for sequence in everyone:
         _check_sequence(sequence, rows_in_flight=flying[sequence])
     _check_order(line, num_open=len(open_requests))
@@ -27,20 +27,27 @@ def check_books(line: Line, *, open_requests: Collection[Sequence], in_flight: I
 
 
 def _check_order(line: Line, *, num_open: int) -> None:
-    num_in_line = len(line.running) + len(line.preempted) + len(line.waiting)
+    loading = [] if line.loads is None else line.loads.sequences
+    num_in_line = len(line.running) + len(line.preempted) + len(line.waiting) + len(loading)
     _require(num_in_line == num_open, f"{num_in_line} sequences stand in line and {num_open} are open")
-    for state, members in ((SequenceState.RUNNING, line.running), (SequenceState.PREEMPTED, line.preempted)):
+    for state, members in (
+        (SequenceState.RUNNING, line.running),
+        (SequenceState.PREEMPTED, line.preempted),
+        (SequenceState.LOADING, loading),
+    ):
         wrong = [sequence.request_id for sequence in members if sequence.state is not state]
         _require(not wrong, f"requests {wrong} are listed as {state.name.lower()} and are not")
-    ages = [sequence.admission for sequence in (*line.running, *reversed(line.preempted))]
-    _require(ages == sorted(ages), f"the line is not sorted by age: {ages}")
+    running = [sequence.admission for sequence in line.running]
+    preempted = [sequence.admission for sequence in reversed(line.preempted)]
+    parts = [[*running, *preempted]] if line.loads is None else [running, preempted]
+    _require(all(ages == sorted(ages) for ages in parts), f"the line is not sorted by age: {parts}")
 
 
 def _check_sequence(sequence: Sequence, *, rows_in_flight: int) -> None:
     what = f"request {sequence.request_id} ({sequence.state.name.lower()})"
     _require(sequence.rows_in_flight == rows_in_flight, f"{what} counts {sequence.rows_in_flight} rows in flight")
     _require(sequence.known_tokens == sequence.kv.num_tokens, f"{what} and its KV disagree about the known ids")
-    holds = sequence.state is SequenceState.RUNNING or rows_in_flight > 0
+    holds = sequence.state in (SequenceState.RUNNING, SequenceState.LOADING) or sequence.is_held
     _require((sequence.slot != NO_SLOT) == holds, f"{what} has slot {sequence.slot}")
     _require(bool(sequence.kv.blocks) == holds, f"{what} holds {len(sequence.kv.blocks)} blocks")
     if sequence.state is SequenceState.RUNNING:

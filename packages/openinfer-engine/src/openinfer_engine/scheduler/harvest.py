@@ -66,8 +66,8 @@ class Harvest:
     def _take_row(self, row: int, sequence: Sequence, token_id: int) -> None:
         record, result = self._record, self._result
         end = record.ends[row]
-        if self._seals_blocks:
-            sequence.kv.seal(end)
+        if self._seals_blocks and (sealed := sequence.kv.seal(end)) and self._line.saves is not None:
+            self._line.saves.note(sequence.kv, sealed)
         if not sequence.is_announced:
             self._announce(sequence)
         prompt_logprobs = result.prompt_logprobs.get(row)

@@ -7,6 +7,8 @@
        └─────────────────────┴───────────────────┴──────► finished
 
     waiting    in the queue, without slot and blocks
+    loading    with KV tiers, between waiting or preempted and running: has slot and blocks, and its prefix is on its
+               way; gives way to preempted, and finishes like the others
     running    has a slot, and blocks for every position it has computed or that is planned
     preempted  gave way when blocks were short; resumes from the ids it knows, before anything waiting is admitted
     finished   its terminal event is out; it is never planned again
@@ -28,6 +30,7 @@ from enum import IntEnum
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import SlotStart
+from openinfer_engine.kv_tiers.move import BlockMove
 from openinfer_kv_cache import BlockSequence
 
 NO_SLOT = -1
@@ -40,6 +43,7 @@ class SequenceState(IntEnum):
     RUNNING = 1
     PREEMPTED = 2
     FINISHED = 3
+    LOADING = 4
 
 
 _MOVES = frozenset(
@@ -50,6 +54,11 @@ _MOVES = frozenset(
         (SequenceState.RUNNING, SequenceState.FINISHED),
         (SequenceState.PREEMPTED, SequenceState.RUNNING),
         (SequenceState.PREEMPTED, SequenceState.FINISHED),
+        (SequenceState.WAITING, SequenceState.LOADING),
+        (SequenceState.PREEMPTED, SequenceState.LOADING),
+        (SequenceState.LOADING, SequenceState.RUNNING),
+        (SequenceState.LOADING, SequenceState.PREEMPTED),
+        (SequenceState.LOADING, SequenceState.FINISHED),
     }
 )
 
@@ -71,16 +80,20 @@ class Sequence:
     __slots__ = (
         "admission",
         "arrived_s",
+        "asked_tiers",
         "cached_tokens",
         "capacity_tokens",
         "computed_tokens",
         "final_tokens",
         "given_tokens",
+        "has_run",
         "is_announced",
         "is_masked",
+        "is_spoilt",
         "known_tokens",
         "kv",
         "limit_tokens",
+        "load",
         "prompt_logprobs_sent",
         "prompt_tokens",
         "request",
@@ -121,7 +134,14 @@ class Sequence:
         self.snapshot_places: tuple[int, ...] = ()
         """Positions at which rows end so that the recurrent states before them can be kept, ascending."""
         self.cached_tokens = 0
-        """Of the first admission."""
+        """That it began to run with, the first time."""
+        self.has_run = False
+        self.load: BlockMove | None = None
+        """Its prefix on the way from KV tiers; until it is over its blocks stay."""
+        self.asked_tiers = False
+        """Whether tiers were asked for what it would compute: once, and again after a preemption."""
+        self.is_spoilt = False
+        """Whether the queue policy raised on it; then its first row fails."""
         self.is_masked = request.sampling.is_masked
         """Whether it waits for each token before the next row is planned."""
         self.is_announced = False
@@ -139,6 +159,11 @@ class Sequence:
         self.state = state
 
     @property
+    def is_held(self) -> bool:
+        """Whether a step in flight or a copy still uses its blocks."""
+        return self.rows_in_flight > 0 or self.load is not None
+
+    @property
     def completion_tokens(self) -> int:
         """Ids generated and known."""
         return self.known_tokens - self.prompt_tokens
@@ -154,15 +179,14 @@ class Sequence:
         owes_logprobs = self.request.sampling.prompt_logprobs is not None
         return not owes_logprobs or self.prompt_logprobs_sent >= self.prompt_tokens - 1
 
-    def take_slot(self, slot: int, *, cached_tokens: int) -> SlotStart:
-        """Begins, or begins again, to run in a slot; the blocks for every known id are reserved."""
-        self.slot = slot
+    def take_slot(self, *, cached_tokens: int) -> SlotStart:
+        """Begins, or begins again, to run in its slot; the blocks for every known id are reserved."""
         self.computed_tokens = cached_tokens
         self.given_tokens = self.target_tokens = self.known_tokens
         self.capacity_tokens = self.kv.capacity_tokens
         self.sent_blocks = 0
         return SlotStart(
-            slot=slot,
+            slot=self.slot,
             request=self.request,
             seed=self.seed,
             output_token_ids=tuple(self.kv.token_ids[self.prompt_tokens :]),

@@ -9,6 +9,8 @@ A plan is made by walking along the line of sequences (`line.py`) until the budg
 
 Nobody is passed over, so nobody starves, and the oldest always has a row, so a step is always possible.
 
+With KV tiers (`use_tiers`), who is admitted first loads what the tiers have of its prefix while others are planned.
+
 A result is applied up to one plan late. Ends by length are known in advance and never planned past; an end by a
 stop token leaves one wasted row in the step that is in flight. Slots and blocks come back when no step in flight has
 a row of their sequence.
@@ -22,6 +24,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.events import Failed, FailureKind, FinishReason, TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, StepPlan, StepResult
+from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.books import check_books
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.draft import StepDraft, StepInFlight
@@ -44,6 +47,20 @@ class TokenBudgetScheduler:
         self._open: dict[RequestId, Sequence] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._pace = StepPace(config.max_itl_ms)
+        self._port: TierPort | None = None
+
+    def use_tiers(self, port: TierPort) -> None:
+        """From now on loads prefixes from KV tiers and saves what is sealed; called before the first request.
+
+        Raises:
+            ContractViolation: prefixes are not shared, or only where copies of recurrent states are kept.
+        """
+        self._line.use_tiers(port)
+        self._port = port
+
+    def listen(self, listener: BlockListener) -> None:
+        """From now on `listener` hears which prefixes the block pool holds; called before the first request."""
+        self._line.kv.pool.listener = listener
 
     def listen(self, listener: BlockListener) -> None:
         """From now on `listener` hears which prefixes the block pool holds; called before the first request."""
@@ -112,6 +129,7 @@ class TokenBudgetScheduler:
 
     def plan(self, *, now_s: float) -> StepPlan | None:
         """The next step, or None if nothing can run before a step in flight is applied, or at all."""
+        self._line.settle()
         draft = StepDraft(self._config.max_step_tokens)
         unfilled = self._plan_decode_rows(draft)
         draft.budget_tokens = self._pace.budget_tokens(draft.budget_tokens, decode_rows=draft.decode_rows)
@@ -186,6 +204,8 @@ class TokenBudgetScheduler:
             seals_blocks=self._line.matches_prefixes,
         )
         harvest.take_rows()
+        if self._line.saves is not None:
+            self._line.saves.begin()
         for request_id in harvest.ended:
             del self._open[request_id]
         return harvest.events
@@ -210,9 +230,11 @@ class TokenBudgetScheduler:
     def stats(self) -> EngineStats:
         """Gauges and counters; from another thread they may be of slightly different moments."""
         line, counters, pool, snapshots = self._line, self._counters, self._line.kv.pool, self._line.snapshots
+        loads, saves, port = line.loads, line.saves, self._port
+        loading = 0 if loads is None else len(loads.sequences)
         return EngineStats(
             running=len(line.running),
-            waiting=len(line.waiting) + len(line.preempted),
+            waiting=len(line.waiting) + len(line.preempted) + loading,
             blocks_used=pool.num_blocks - pool.available_blocks,
             blocks_total=pool.num_blocks,
             steps=counters.steps,
@@ -225,6 +247,11 @@ class TokenBudgetScheduler:
             policy_faults=line.waiting.faults,
             state_snapshots=0 if snapshots is None else snapshots.num_snapshots,
             evicted_state_snapshots=0 if snapshots is None else snapshots.evicted_snapshots,
+            loading=loading,
+            tier_tokens=0 if loads is None else loads.loaded_tokens,
+            unsaved_blocks=0 if saves is None else saves.unsaved_blocks,
+            kv_tier_faults=0 if port is None else port.faults,
+            kv_tiers=() if port is None else port.stats(),
         )
 
     def check_integrity(self) -> None:

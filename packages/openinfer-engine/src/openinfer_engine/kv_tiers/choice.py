@@ -1,0 +1,138 @@
+"""`--kv-tier`: which tiers an engine uses, what it refuses them for, and how it opens them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from openinfer_core import InvalidRequest, OpenInferError, Plugin, Refused, find_plugin
+from openinfer_engine.options import EngineOptions
+from openinfer_kv_cache import (
+    KvLayout,
+    KvSpec,
+    KvTier,
+    KvTierFactory,
+    LastingTier,
+)
+from openinfer_kv_cache.digest import MAX_KEY_BYTES, MIN_KEY_BYTES
+from openinfer_kv_cache.tiers import KV_TIERS
+
+STACK = "stack"
+"""The plug-in that makes one tier of several; its setting is theirs, joined by `;`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenTiers:
+    """Tiers that are open."""
+
+    tier: KvTier
+    """A stack, if they are several."""
+    digest_key: bytes | None
+    """That their blocks are found under; None for a random one of this process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenTiers:
+    """The tiers that the options name, not open."""
+
+    settings: tuple[str, ...]
+    """`NAME=SETTING` each, fastest first."""
+    plugins: tuple[Plugin, ...]
+    """Of each."""
+    opener: Plugin
+    """What is called to open them: the tier's own plug-in, or the stack's."""
+    opener_setting: str
+    key_file: str | None
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What `openinfer plan` shows of them."""
+        shown = zip(self.settings, self.plugins, strict=True)
+        return {f"kv tier {place}": f"{setting} ({plugin.origin})" for place, (setting, plugin) in enumerate(shown, 1)}
+
+    def open(self, layout: KvLayout) -> OpenTiers:
+        """Opens them.
+
+        Raises:
+            BrokenPlugin: one failed to load.
+            Refused: one cannot be opened, or has no key to be found again with.
+        """
+        factory = cast("KvTierFactory", self.opener.load())
+        try:
+            tier = factory(layout, self.opener_setting)
+        except (OpenInferError, ValueError, OSError) as error:
+            raise Refused(f"--kv-tier {' --kv-tier '.join(self.settings)}: {error}") from error
+        try:
+            return OpenTiers(tier=tier, digest_key=self._key_for(tier))
+        except BaseException:
+            tier.close()
+            raise
+
+    def _key_for(self, tier: KvTier) -> bytes | None:
+        if self.key_file is not None:
+            return _read_key(Path(self.key_file))
+        if not isinstance(tier, LastingTier):
+            return None
+        if tier.digest_key is None:
+            raise Refused(
+                f"KV tier {tier.name} outlives this process and keeps no digest key, without which nothing in it is "
+                "found again: give --kv-key-file, the same for all engines that share it"
+            )
+        return tier.digest_key
+
+
+def choose_tiers(options: EngineOptions) -> ChosenTiers | None:
+    """The tiers that the options name; None without any.
+
+    Raises:
+        InvalidRequest: a setting is not `NAME=SETTING`.
+        UnknownPlugin, AmbiguousPlugin: no package, or more than one, has such a tier.
+    """
+    if not options.kv_tier:
+        return None
+    names: list[str] = []
+    for setting in options.kv_tier:
+        name, equals, _ = setting.partition("=")
+        if not (name and equals):
+            raise InvalidRequest(
+                f"{setting!r} is not NAME=SETTING, as in host=64GiB or disk=/var/cache/kv,500GiB", field="kv_tier"
+            )
+        if ";" in setting and len(options.kv_tier) > 1:
+            raise InvalidRequest(f"{setting!r} has a ';', which parts the tiers of a stack", field="kv_tier")
+        names.append(name)
+    plugins = [find_plugin(KV_TIERS, name) for name in names]
+    is_stack = len(plugins) > 1
+    return ChosenTiers(
+        settings=tuple(options.kv_tier),
+        plugins=tuple(plugins),
+        opener=find_plugin(KV_TIERS, STACK) if is_stack else plugins[0],
+        opener_setting=";".join(options.kv_tier) if is_stack else options.kv_tier[0].partition("=")[2],
+        key_file=options.kv_key_file,
+    )
+
+
+def check_spec(spec: KvSpec) -> None:
+    """Refuses a model whose prefixes are more than KV blocks.
+
+    Raises:
+        Refused: it keeps recurrent states, which tiers do not hold.
+    """
+    if spec.slots:
+        states = ", ".join(group.name for group in spec.slots)
+        raise Refused(
+            f"--kv-tier: the model keeps recurrent states ({states}) beside its KV, a prefix is of no use without "
+            "them, and tiers hold KV blocks only; leave --kv-tier out"
+        )
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        key = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"--kv-key-file {path}: {error.strerror}", field="kv_key_file") from error
+    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        raise InvalidRequest(
+            f"--kv-key-file {path} has {len(key)} bytes; it must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}, for example "
+            f"those of: head -c 32 /dev/urandom > {path}",
+            field="kv_key_file",
+        )
+    return key

@@ -1,0 +1,192 @@
+"""`TierPort`: what a scheduler asks of KV tiers, in terms of block ids of the pool.
+
+    load(digests, blocks)   the longest beginning that the tiers hold, on its way into those blocks
+    save(digests, blocks)   sealed blocks on their way out
+
+Nothing here waits but `wait` and `close`. A tier that raises is left alone from then on: its fault is counted and
+logged, and everything it was asked for is computed instead.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast, runtime_checkable
+
+from openinfer_core.engine import KvTierStats
+from openinfer_engine.kv_tiers.move import BlockMove
+from openinfer_kv_cache import Digest, KvTier, TierHit, Transfer
+from openinfer_kv_cache.tier_traits import BlockMemory
+
+logger = logging.getLogger("openinfer.engine")
+
+PIECE_BLOCKS = 32
+"""Blocks of one transfer: enough for its cost to vanish, few enough for several threads of a tier to share a prompt."""
+_CLOSE_S = 10.0
+
+
+@runtime_checkable
+class TieredScheduler(Protocol):
+    """A scheduler that can use KV tiers."""
+
+    def use_tiers(self, port: "TierPort") -> None:
+        """From now on loads prefixes from tiers and saves to them; called once, before the first request."""
+        ...
+
+
+class TierPort:
+    """The tiers of one engine and the blocks of its pool. Called by one thread, but for `stats`.
+
+    Args:
+        tier: a tier, or a stack of them; closed by `close`.
+        blocks: the pool's, by block id.
+        load_timeout_s: after which what has not landed is computed instead.
+        save_timeout_s: after which a save is given up.
+        before_close: called when nothing touches the blocks any more, before the tier is closed.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tier: KvTier,
+        blocks: Sequence[BlockMemory],
+        *,
+        load_timeout_s: float,
+        save_timeout_s: float = 30.0,
+        before_close: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tier = tier
+        self._blocks = blocks
+        self._load_timeout_s = load_timeout_s
+        self._save_timeout_s = save_timeout_s
+        self._before_close = before_close
+        self.clock = clock
+        self._moves: set[BlockMove] = set()
+        self._is_broken = False
+        self._faults = 0
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether something is on its way, or was when it was last looked at."""
+        return bool(self._moves)
+
+    def load(self, digests: Sequence[Digest], block_ids: Sequence[int]) -> BlockMove | None:
+        """Begins to fill blocks with the longest beginning of a chain that the tiers hold; None if they hold none.
+
+        Args:
+            digests: of the chain behind what the pool has.
+            block_ids: as many writable blocks; those that the move does not cover stay as they are.
+        """
+        if self._is_broken or not digests:
+            return None
+        hits: list[TierHit] = []
+        pieces: list[Transfer] = []
+        try:
+            hits = self._find(digests)
+            place = 0
+            for hit in hits:
+                into = self._memory(block_ids[place : place + len(hit.digests)])
+                pieces.append(self._tier.load(hit, into, timeout_s=self._load_timeout_s))
+                place += len(into)
+        except Exception as error:  # noqa: BLE001 -- the fence: a tier's fault costs a recomputation, not the engine
+            self._break("load", error)
+            for hit in hits[len(pieces) :]:
+                hit.close()
+        return self._begin(pieces) if pieces else None
+
+    def save(self, digests: Sequence[Digest], block_ids: Sequence[int]) -> BlockMove | None:
+        """Begins to copy sealed blocks into the tiers; None if these take none."""
+        if self._is_broken or not self._tier.accepts_saves:
+            return None
+        pieces: list[Transfer] = []
+        try:
+            for begin in range(0, len(digests), PIECE_BLOCKS):
+                piece = slice(begin, begin + PIECE_BLOCKS)
+                memory = self._memory(block_ids[piece])
+                pieces.append(self._tier.save(digests[piece], memory, timeout_s=self._save_timeout_s))
+        except Exception as error:  # noqa: BLE001 -- the fence, as above
+            self._break("save", error)
+        return self._begin(pieces) if pieces else None
+
+    def settle(self) -> None:
+        """Forgets the moves that are over."""
+        self._moves = {move for move in self._moves if not move.is_over()}
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until one of the moves has come further, at most so long."""
+        for move in self._moves:
+            move.wait(timeout_s)
+            break
+
+    def stats(self) -> tuple[KvTierStats, ...]:
+        """One entry for each tier; from any thread."""
+        try:
+            counted = self._tier.counters()
+        except Exception as error:  # noqa: BLE001 -- the fence, as above
+            self._break("counters", error)
+            return ()
+        return tuple(
+            KvTierStats(
+                tier=each.tier,
+                finds=each.num_finds,
+                hit_blocks=each.hit_blocks,
+                missed_blocks=each.missed_blocks,
+                loaded_blocks=each.loaded_blocks,
+                saved_blocks=each.saved_blocks,
+                evicted_blocks=each.evicted_blocks,
+                corrupt_blocks=each.corrupt_blocks,
+                stored_blocks=each.stored_blocks,
+                failures={str(reason): count for reason, count in each.failures.items()},
+            )
+            for each in counted
+        )
+
+    @property
+    def faults(self) -> int:
+        """Times a tier raised where it may not."""
+        return self._faults
+
+    def close(self) -> None:
+        """Ends what is on its way, waits until no copy touches the pool, and closes the tiers. Idempotent."""
+        for move in self._moves:
+            move.cancel()
+        until_s = self.clock() + _CLOSE_S
+        while self._moves and self.clock() < until_s:
+            self.wait(0.1)
+            self.settle()
+        if self._moves:
+            logger.warning("KV tiers: %d transfers hang in their medium and are left behind", len(self._moves))
+        self._moves.clear()
+        before_close, self._before_close = self._before_close, lambda: None
+        before_close()
+        self._tier.close()
+
+    def _find(self, digests: Sequence[Digest]) -> list[TierHit]:
+        """Hits of neighbouring pieces of a chain, none of them empty."""
+        hits: list[TierHit] = []
+        for begin in range(0, len(digests), PIECE_BLOCKS):
+            asked = digests[begin : begin + PIECE_BLOCKS]
+            hit = self._tier.find(asked)
+            if hit.digests:
+                hits.append(hit)
+            else:
+                hit.close()
+            if len(hit.digests) < len(asked):
+                break
+        return hits
+
+    def _memory(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Blocks as the tier takes them; whoever made the port has seen to it that it takes the pool's kind."""
+        blocks = cast("Sequence[memoryview]", self._blocks)
+        return [blocks[block_id] for block_id in block_ids]
+
+    def _begin(self, pieces: Sequence[Transfer]) -> BlockMove:
+        num_blocks = sum(piece.num_blocks for piece in pieces)
+        move = BlockMove(pieces, num_blocks=num_blocks, begin_s=self.clock())
+        self._moves.add(move)
+        return move
+
+    def _break(self, verb: str, error: Exception) -> None:
+        self._faults += 1
+        self._is_broken = True
+        logger.error("KV tier %s raised in %s and is not used any more", self._tier.name, verb, exc_info=error)

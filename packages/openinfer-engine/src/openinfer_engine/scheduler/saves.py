@@ -1,0 +1,93 @@
+"""`Saves`: sealed blocks on their way into KV tiers, pinned until their copy has ended.
+
+A block is sealed when the step that computed it was applied, so nothing writes to it any more, and a copy may begin
+on any stream. While copies run, their blocks cannot be evicted. So that slow tiers do not take the pool away from
+requests, only a share of it is saved at a time; what comes beyond it is not saved, and counted. Where blocks are short,
+copies that take longer than `PATIENCE_S` are cancelled.
+"""
+
+from collections.abc import Sequence
+
+from openinfer_engine.kv_tiers.move import BlockMove
+from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_kv_cache import BlockPin, BlockPool, BlockSequence, Digest
+
+PATIENCE_S = 0.05
+_LEAST_BLOCKS = 8
+_SHARE = 8
+"""Of the pool, one in so many blocks may be on its way."""
+
+
+class Saves:
+    """Saves of one pool.
+
+    Args:
+        pool: whose blocks are pinned.
+        port: takes them.
+    """
+
+    def __init__(self, pool: BlockPool, port: TierPort) -> None:
+        self._pool = pool
+        self._port = port
+        self._most_blocks = max(_LEAST_BLOCKS, pool.num_blocks // _SHARE)
+        self._digests: list[Digest] = []
+        self._pins: list[BlockPin] = []
+        """Of blocks sealed by the step that is applied now, in the order of `_digests`."""
+        self._moving: list[tuple[BlockMove, list[BlockPin]]] = []
+        self._num_blocks = 0
+        self.unsaved_blocks = 0
+
+    def note(self, kv: BlockSequence, sealed: Sequence[int]) -> None:
+        """Blocks that a sequence has just sealed are to be saved, unless too many are on their way."""
+        if self._num_blocks + len(sealed) > self._most_blocks:
+            self.unsaved_blocks += len(sealed)
+            return
+        end = kv.num_sealed_blocks
+        self._digests += kv.prefix_digests()[end - len(sealed) : end]
+        self._pins.append(self._pool.pin(sealed))
+        self._num_blocks += len(sealed)
+
+    def begin(self) -> None:
+        """Begins to save what was noted since the last time."""
+        if not self._pins:
+            return
+        digests, self._digests = self._digests, []
+        pins, self._pins = self._pins, []
+        move = self._port.save(digests, [block_id for pin in pins for block_id in pin.block_ids])
+        if move is None:
+            self._unpin(pins)
+        else:
+            self._moving.append((move, pins))
+
+    def settle(self) -> None:
+        """Gives back the blocks of copies that have ended."""
+        if not self._moving:
+            return
+        still: list[tuple[BlockMove, list[BlockPin]]] = []
+        for move, pins in self._moving:
+            if move.is_over():
+                self._unpin(pins)
+            else:
+                still.append((move, pins))
+        self._moving = still
+
+    def are_blocks_coming(self) -> bool:
+        """Whether blocks come back that only copies hold; asked when blocks are short, so cancels the slow ones."""
+        if not self._moving:
+            return False
+        latest_s = self._port.clock() - PATIENCE_S
+        for move, _ in self._moving:
+            if move.begin_s < latest_s:
+                move.cancel()
+        pool = self._pool
+        return any(
+            pool.num_users(block_id) == pool.num_pins(block_id)
+            for _, pins in self._moving
+            for pin in pins
+            for block_id in pin.block_ids
+        )
+
+    def _unpin(self, pins: Sequence[BlockPin]) -> None:
+        for pin in reversed(pins):
+            self._num_blocks -= len(pin.block_ids)
+            pin.close()

@@ -1,0 +1,346 @@
+"""The scheduler with KV tiers: any order of requests, loads, saves, aborts and faults, in a pool of a few blocks.
+
+The fake device catches every row that reads KV of another prefix, so a load that is read too early, a block that is
+given away under a copy, and a save of a block that changes meanwhile are all found.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core.errors import ContractViolation
+from openinfer_core.events import Finished, FinishReason
+from openinfer_core.queue_policies import FirstComeFirstServed
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_core.testing.fake_device import FakeDevice
+from openinfer_core.testing.fake_model import NUM_TOKEN_IDS
+from openinfer_core.testing.scheduler_driver import SchedulerDriver
+from openinfer_engine.kv_tiers import TieredScheduler, TierPort
+from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_kv_cache import Digest, KvLayout, KvTier, TierCounters, TierFailure, TransferState
+
+Content = tuple[int | None, ...]
+GARBAGE = -1
+NEVER = 10**9
+
+
+@dataclass
+class FakeBlock:
+    device: FakeDevice
+    block_id: int
+
+
+@dataclass
+class FakeHit:
+    digests: tuple[Digest, ...]
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class FakeTransfer:
+    """Ends after so many polls; until then it may write anything into a load's blocks."""
+
+    tier: "FakeTier"
+    digests: tuple[Digest, ...]
+    blocks: list[FakeBlock]
+    is_load: bool
+    polls_left: int
+    landed_blocks: int = 0
+    failure: TierFailure | None = None
+    state: TransferState = TransferState.PENDING
+    is_cancelled: bool = False
+    before: list[Content] = field(default_factory=list[Content])
+
+    def __post_init__(self) -> None:
+        if self.is_load:
+            for block in self.blocks:
+                block.device.write_block(block.block_id, (GARBAGE,) * self.tier.block_tokens)
+        else:
+            self.before = [block.device.read_block(block.block_id) for block in self.blocks]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.digests)
+
+    def poll(self) -> TransferState:
+        if self.state is TransferState.PENDING:
+            self.polls_left -= 1
+            if self.polls_left <= 0:
+                self._end()
+        return self.state
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def wait(self, timeout_s: float | None = None) -> TransferState:
+        return self.poll()
+
+    def _end(self) -> None:
+        tier = self.tier
+        landing = tier.random.randint(0, self.num_blocks) if tier.random.random() < tier.fault_rate else self.num_blocks
+        for digest, block in list(zip(self.digests, self.blocks, strict=True))[:landing]:
+            if self.is_load:
+                block.device.write_block(block.block_id, tier.contents[digest])
+            else:
+                tier.contents[digest] = block.device.read_block(block.block_id)
+        if not self.is_load:
+            now = [block.device.read_block(block.block_id) for block in self.blocks]
+            assert now == self.before, "a block was overwritten while it was saved"
+        self.landed_blocks = landing
+        if landing == self.num_blocks:
+            self.state = TransferState.LANDED
+        elif self.is_cancelled:
+            self.state = TransferState.CANCELLED
+        else:
+            self.state, self.failure = TransferState.SHORT, TierFailure.IO_ERROR
+
+
+class FakeTier:
+    """Keeps what the fake device's blocks hold."""
+
+    name = "fake"
+    layout: KvLayout
+    accepts_saves = True
+
+    def __init__(self, *, block_tokens: int, seed: int = 0, slowness: int = 1, fault_rate: float = 0.0) -> None:
+        """`slowness`: polls until a transfer ends, at most."""
+        self.block_tokens = block_tokens
+        self.random = random.Random(seed)
+        self.load_polls = self.save_polls = slowness
+        self.fault_rate = fault_rate
+        self.contents: dict[Digest, Content] = {}
+        self.loads: list[FakeTransfer] = []
+        self.finds = 0
+        self.is_closed = False
+
+    def find(self, digests: Sequence[Digest]) -> FakeHit:
+        self.finds += 1
+        found = 0
+        while found < len(digests) and digests[found] in self.contents:
+            found += 1
+        return FakeHit(tuple(digests[:found]))
+
+    def load(self, hit: FakeHit, blocks: list[FakeBlock], *, timeout_s: float | None = None) -> FakeTransfer:
+        transfer = FakeTransfer(self, hit.digests, blocks, True, self._draw(self.load_polls))
+        self.loads.append(transfer)
+        return transfer
+
+    def save(
+        self, digests: Sequence[Digest], blocks: list[FakeBlock], *, timeout_s: float | None = None
+    ) -> FakeTransfer:
+        return FakeTransfer(self, tuple(digests), blocks, False, self._draw(self.save_polls))
+
+    def _draw(self, most: int) -> int:
+        return NEVER if most == NEVER else self.random.randint(1, most)
+
+    def counters(self) -> tuple[TierCounters, ...]:
+        return ()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Rig:
+    """A driver whose scheduler uses a tier."""
+
+    def __init__(self, factory: type[TokenBudgetScheduler], tier: FakeTier, *, overlap: int = 2, **limits: Any) -> None:
+        config = SchedulerConfig(
+            **{
+                "num_blocks": 8,
+                "block_size_tokens": tier.block_tokens,
+                "max_num_seqs": 4,
+                "max_step_tokens": 12,
+                "max_model_tokens": 32,
+                **limits,
+            }
+        )
+        self.driver = SchedulerDriver(
+            factory,
+            config,
+            policy=FirstComeFirstServed(QueuePolicyConfig()),
+            max_in_flight=overlap,
+            is_moving=self._is_moving,
+        )
+        blocks = [FakeBlock(self.driver.device, block_id) for block_id in range(config.num_blocks)]
+        self.port = TierPort(cast("KvTier", tier), cast("Any", blocks), load_timeout_s=1.0)
+        assert isinstance(self.driver.scheduler, TieredScheduler)
+        self.driver.scheduler.use_tiers(self.port)
+
+    def _is_moving(self) -> bool:
+        """As the loop knows it: when it looked before the plan."""
+        was_moving = self.port.is_moving
+        self.port.settle()
+        return was_moving
+
+    def run(self, request: GenerateRequest) -> int:
+        """Serves one request alone and returns its cached tokens."""
+        self.driver.submit(request)
+        self.driver.run()
+        terminal = self.driver.accounts[request.request_id].terminal
+        assert isinstance(terminal, Finished)
+        return terminal.cached_tokens
+
+
+def request_of(request_id: int, prompt: Sequence[int], max_tokens: int = 3, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **fields),
+    )
+
+
+@pytest.mark.parametrize("slowness", [1, 5])
+def test_evicted_prefix_comes_back_from_the_tier(checked_scheduler: type[TokenBudgetScheduler], slowness: int) -> None:
+    rig = Rig(checked_scheduler, FakeTier(block_tokens=4, slowness=slowness))
+    assert rig.run(request_of(0, range(1, 14))) == 0
+    rig.run(request_of(1, [20] * 28))  # takes the whole pool
+    assert rig.run(request_of(2, range(1, 14))) == 12
+    stats = rig.driver.scheduler.stats()
+    assert stats.tier_tokens == 12
+    assert stats.loading == 0
+
+
+def test_what_did_not_land_is_computed(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    tier = FakeTier(block_tokens=4)
+    rig = Rig(checked_scheduler, tier)
+    rig.run(request_of(0, range(1, 14)))
+    rig.run(request_of(1, [20] * 28))
+    tier.fault_rate = 1.0
+    cached = rig.run(request_of(2, range(1, 14)))
+    assert cached == 4 * tier.loads[-1].landed_blocks < 12
+
+
+def test_others_are_planned_while_a_prefix_loads(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    tier = FakeTier(block_tokens=4)
+    rig = Rig(checked_scheduler, tier, num_blocks=16)
+    rig.run(request_of(0, range(1, 14)))
+    rig.run(request_of(1, [20] * 30))
+    rig.run(request_of(2, [21] * 30))
+    tier.load_polls = NEVER
+    rig.driver.submit(request_of(3, range(1, 14)))
+    rig.driver.submit(request_of(4, [7, 8, 9]))
+    for _ in range(8):
+        rig.driver.step()
+    assert rig.driver.scheduler.stats().loading == 1
+    assert rig.driver.accounts[RequestId(4)].terminal is not None
+    assert rig.driver.accounts[RequestId(3)].scheduled is None
+    tier.loads[-1].polls_left = 1
+    rig.driver.run()
+    assert rig.driver.accounts[RequestId(3)].scheduled is not None
+
+
+def test_blocks_of_an_aborted_load_stay_until_no_copy_touches_them(
+    checked_scheduler: type[TokenBudgetScheduler],
+) -> None:
+    tier = FakeTier(block_tokens=4)
+    rig = Rig(checked_scheduler, tier)
+    rig.run(request_of(0, range(1, 14)))
+    rig.run(request_of(1, [20] * 28))
+    tier.load_polls = NEVER
+    rig.driver.submit(request_of(2, range(1, 14)))
+    rig.driver.step()
+    rig.driver.abort(RequestId(2))
+    terminal = rig.driver.accounts[RequestId(2)].terminal
+    assert isinstance(terminal, Finished)
+    assert terminal.reason is FinishReason.ABORT
+    rig.driver.step()
+    assert rig.driver.scheduler.stats().blocks_used > 0
+    assert tier.loads[-1].is_cancelled
+    tier.loads[-1].polls_left = 1
+    rig.driver.run()
+    assert rig.driver.scheduler.stats().blocks_used == 0
+
+
+def test_load_gives_way_before_anybody_is_preempted(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    tier = FakeTier(block_tokens=4)
+    rig = Rig(checked_scheduler, tier)
+    rig.run(request_of(0, range(1, 14)))
+    rig.run(request_of(1, [20] * 28))
+    tier.load_polls = NEVER
+    rig.driver.submit(request_of(2, [5, 6], max_tokens=25))
+    rig.driver.step()
+    rig.driver.submit(request_of(3, range(1, 14)))
+    for _ in range(18):
+        rig.driver.step()
+    assert tier.loads[-1].is_cancelled
+    tier.loads[-1].polls_left = 1
+    rig.driver.run()
+    assert rig.driver.scheduler.stats().preemptions == 0
+
+
+def test_tier_that_raises_is_left_alone_and_counted(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    class Raising(FakeTier):
+        def find(self, digests: Sequence[Digest]) -> FakeHit:
+            raise RuntimeError("injected")
+
+    tier = Raising(block_tokens=4)
+    rig = Rig(checked_scheduler, tier)
+    for request_id in range(3):
+        rig.run(request_of(request_id, range(1, 14)))
+        rig.run(request_of(10 + request_id, [20] * 28))
+    assert rig.driver.scheduler.stats().kv_tier_faults == 1
+
+
+def test_only_a_share_of_the_pool_is_saved_at_a_time(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    tier = FakeTier(block_tokens=1)
+    tier.save_polls = NEVER
+    rig = Rig(checked_scheduler, tier, num_blocks=64)
+    for request_id in range(3):
+        rig.driver.submit(request_of(request_id, range(request_id * 20, request_id * 20 + 18), max_tokens=1))
+    for _ in range(12):
+        rig.driver.step()
+    assert rig.driver.scheduler.stats().unsaved_blocks > 0
+    assert rig.driver.scheduler.stats().blocks_used <= 8
+
+
+def test_tiers_are_refused_without_a_prefix_cache(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    for limits in ({"prefix_cache": False}, {"prefix_cache": False, "num_snapshots": 2}):
+        with pytest.raises(ContractViolation, match="KV tiers need a prefix cache"):
+            Rig(checked_scheduler, FakeTier(block_tokens=4), **limits)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_traffic_with_a_slow_and_faulty_tier_keeps_books_and_tokens_right(
+    checked_scheduler: type[TokenBudgetScheduler], seed: int
+) -> None:
+    draw = random.Random(seed)
+    block_tokens = draw.choice((1, 2, 4))
+    tier = FakeTier(
+        block_tokens=block_tokens, seed=seed, slowness=draw.choice((1, 4, 30)), fault_rate=draw.choice((0.0, 0.3))
+    )
+    rig = Rig(
+        checked_scheduler,
+        tier,
+        overlap=draw.choice((1, 2)),
+        num_blocks=20 // block_tokens + draw.randint(0, 3),
+        max_num_seqs=draw.randint(2, 5),
+        max_model_tokens=20,
+        max_step_tokens=5 + draw.randint(0, 8),
+        max_waiting=64,
+    )
+    prefixes = [tuple(draw.randrange(NUM_TOKEN_IDS) for _ in range(8)) for _ in range(3)]
+    for request_id in range(60):
+        own = tuple(draw.randrange(NUM_TOKEN_IDS) for _ in range(draw.randint(1, 6)))
+        rig.driver.submit(
+            request_of(
+                request_id,
+                (*draw.choice(prefixes), *own),
+                max_tokens=draw.choice((1, 3, 12)),
+                prompt_logprobs=draw.choice((None, None, None, 0)),
+            )
+        )
+        for _ in range(draw.randint(0, 4)):
+            rig.driver.step()
+        if draw.random() < 0.1:
+            rig.driver.abort(RequestId(draw.randint(0, request_id)))
+    rig.driver.run()
+    rig.port.close()
+    assert tier.is_closed
+    assert tier.finds
+    assert tier.contents
