@@ -150,16 +150,15 @@ class Rig:
     """A driver whose scheduler uses a tier."""
 
     def __init__(self, factory: type[TokenBudgetScheduler], tier: FakeTier, *, overlap: int = 2, **limits: Any) -> None:
-        config = SchedulerConfig(
-            **{
-                "num_blocks": 8,
-                "block_size_tokens": tier.block_tokens,
-                "max_num_seqs": 4,
-                "max_step_tokens": 12,
-                "max_model_tokens": 32,
-                **limits,
-            }
-        )
+        chosen: dict[str, Any] = {
+            "num_blocks": 8,
+            "block_size_tokens": tier.block_tokens,
+            "max_num_seqs": 4,
+            "max_step_tokens": 12,
+            "max_model_tokens": 32,
+            **limits,
+        }
+        config = SchedulerConfig(**chosen)
         self.driver = SchedulerDriver(
             factory,
             config,

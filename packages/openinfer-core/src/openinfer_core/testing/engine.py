@@ -321,6 +321,9 @@ _COUNTERS = (
     "failed_requests",
     "policy_faults",
     "evicted_state_snapshots",
+    "tier_tokens",
+    "unsaved_blocks",
+    "kv_tier_faults",
 )
 
 
