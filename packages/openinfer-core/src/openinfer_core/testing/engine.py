@@ -16,6 +16,8 @@ import functools
 import random
 from typing import Any, Protocol
 
+import msgspec
+
 from openinfer_core.engine import EngineHandle, EngineStats
 from openinfer_core.errors import EngineClosed, InvalidRequest
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason
