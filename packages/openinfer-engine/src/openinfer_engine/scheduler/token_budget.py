@@ -62,10 +62,6 @@ class TokenBudgetScheduler:
         """From now on `listener` hears which prefixes the block pool holds; called before the first request."""
         self._line.kv.pool.listener = listener
 
-    def listen(self, listener: BlockListener) -> None:
-        """From now on `listener` hears which prefixes the block pool holds; called before the first request."""
-        self._line.kv.pool.listener = listener
-
     # --- requests ---------------------------------------------------------------------------------------
 
     def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
