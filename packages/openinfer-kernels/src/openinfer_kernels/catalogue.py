@@ -140,6 +140,15 @@ SERVINGS = (
     ),
     Serving(
         part="latent attention",
+        phase=Phase.PREFILL,
+        operators=("latent_attention",),
+        kernel="latent_prefill_hopper",
+        architectures=(HOPPER,),
+        when="expanded: rows of 171 tokens and more in steps of more than 512",
+    ),
+    Serving(part="latents of contexts", phase=Phase.PREFILL, operators=("latent_attention",), kernel="latent_gather"),
+    Serving(
+        part="latent attention",
         phase=Phase.ANY,
         operators=("latent_attention",),
         kernel="latent_attention",

@@ -1,6 +1,7 @@
 """Attention over a paged cache of latents: the forms that its kernels have, and which rows go to which."""
 
-from functools import cached_property
+import math
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -8,7 +9,10 @@ from openinfer_kernels.cuda.arrays import fits_vectors, require
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.latent_absorbed import MAX_ROWS, LatentAbsorbed
 from openinfer_kernels.cuda.latent_append import LatentAppend
+from openinfer_kernels.cuda.latent_expanded import STEM as EXPANDED_STEM
+from openinfer_kernels.cuda.latent_expanded import LatentExpanded
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.gpu_requirements import require_latents
 from openinfer_kernels.latent_forms import LatentShape
@@ -23,14 +27,16 @@ _DIMS = (128, 64, 128)
 class LatentAttention:
     """The operator on one device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, linear: Linear) -> None:
         self._absorbed = LatentAbsorbed(device)
+        self._expanded = LatentExpanded(device, linear) if device.has(EXPANDED_STEM) else None
 
     def latent_attention(
         self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
     ) -> Array:
         """Attention of `q [T, H, dn + dr]` over `kv_cache [blocks, layers, 1, 1, B, r + dr]`: `[T, H dv]`.
 
+        Rows long enough for the expanded form get it where the host knows their contexts and there is room for it.
         Sizes are those of every published model (`require_latents`). A row whose context is empty, which is padding of
         a captured step, gets no result.
 
@@ -39,8 +45,16 @@ class LatentAttention:
         """
         shape = _check(q, kv_cache, kv_b_proj, batch)
         out = cupy.empty((len(q), shape.num_heads * shape.value_dim), bfloat16)
-        self._absorbed.launch(
-            q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale, most_tokens=_ANY_NUMBER
+        absorbed = partial(self._absorbed.launch, q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale)
+        least, lines = math.ceil(shape.least_expanded_tokens), batch.chunk_context_tokens
+        expanded = self._expanded if batch.max_query_tokens >= least else None
+        if expanded is None or lines is None or not expanded.has_room(lines, shape.num_heads):
+            absorbed(most_tokens=_ANY_NUMBER)
+            return out
+        if len(q) < len(batch.context_lens) * batch.max_query_tokens:  # else every row is as long as the longest
+            absorbed(most_tokens=least - 1)
+        expanded.launch(
+            q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale, least_tokens=least, lines=lines
         )
         return out
 
@@ -49,6 +63,7 @@ class CudaLatentAttentionOps:
     """`openinfer_kernels.ops.LatentAttentionOps` on one GPU; kernels are loaded when they are first called."""
 
     device: Device
+    _linear: Linear
 
     @cached_property
     def _latent_append(self) -> LatentAppend:
@@ -56,7 +71,7 @@ class CudaLatentAttentionOps:
 
     @cached_property
     def _latent_attention(self) -> LatentAttention:
-        return LatentAttention(self.device)
+        return LatentAttention(self.device, self._linear)
 
     def latent_norm_rope_append(
         self,
