@@ -192,6 +192,29 @@ SERVINGS = (
         operators=("qk_norm_rope_append", "rope_append"),
         kernel="qk_norm_rope_append",
     ),
+    Serving(part="routers", phase=Phase.ANY, operators=("top_experts", "table_experts"), kernel="routing"),
+    Serving(part="experts", phase=Phase.ANY, operators=("experts", "swiglu", "rounded"), kernel="experts"),
+    Serving(part="experts", phase=Phase.ANY, operators=("experts",), kernel="grouped_gemm_bf16", when="BF16"),
+    *(
+        Serving(
+            part="quantised products",
+            phase=Phase.ANY,
+            operators=("quantised_linear", "experts"),
+            kernel=f"grouped_gemm_{each}",
+            when=when,
+        )
+        for each, when in (
+            ("fp8", "FP8 in blocks"),
+            ("int4", "INT4 in groups of 32"),
+            ("fp4", "FP4 in groups of 32"),
+        )
+    ),
+    Serving(
+        part="quantised products",
+        phase=Phase.ANY,
+        operators=("upload_quantised",),
+        kernel="quantised",
+    ),
     Serving(part="embedding", phase=Phase.ANY, operators=("embedding",), kernel="embedding"),
     Serving(
         part="sampling",
@@ -211,7 +234,6 @@ SERVINGS = (
 WITHOUT_GPU_KERNEL = (
     "compress_overlapping_windows",
     "compress_windows",
-    "experts",
     "grouped_linear",
     "hyper_head",
     "hyper_read",
@@ -219,14 +241,8 @@ WITHOUT_GPU_KERNEL = (
     "hyper_write",
     "index_scores",
     "norm_rope_tail",
-    "quantised_linear",
     "rope_tail",
-    "rounded",
     "select_entries",
-    "swiglu",
-    "table_experts",
-    "top_experts",
-    "upload_quantised",
     "window_attention",
 )
 """Operators that the CPU alone serves so far; the CUDA operators refuse them by name."""

@@ -24,6 +24,7 @@ PROVIDABLE = (
     "compress_overlapping_windows",
     "compress_windows",
     "embedding",
+    "experts",
     "gated_delta_rule",
     "gated_qk_norm_rope_append",
     "gated_rms_norm",
@@ -42,16 +43,19 @@ PROVIDABLE = (
     "output_gate",
     "paged_attention",
     "qk_norm_rope_append",
+    "quantised_linear",
     "rms_norm",
     "rope_append",
     "rope_tail",
     "select_entries",
+    "swiglu",
     "window_attention",
     "zero_centred_rms_norm",
 )
 """The methods of `Ops` that models call, and a provider may serve.
 
-Memory and sampling are not among them: a seeded draw is promised to be the same everywhere.
+Memory and sampling are not among them: a seeded draw is promised to be the same everywhere. Nor are routers, which
+answer by a choice, and rounding.
 """
 
 

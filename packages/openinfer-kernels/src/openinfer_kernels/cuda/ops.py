@@ -10,6 +10,7 @@ from openinfer_kernels.cuda.attention import Attention, OneKernelAttention
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.embedding import Embedding
+from openinfer_kernels.cuda.expert_ops import CudaExpertOps
 from openinfer_kernels.cuda.gemm import Gemm
 from openinfer_kernels.cuda.latent_attention import CudaLatentAttentionOps
 from openinfer_kernels.cuda.library_products import LibraryProducts
@@ -21,12 +22,11 @@ from openinfer_kernels.cuda.norm import Norm
 from openinfer_kernels.cuda.qk_norm_rope_append import QkNormRopeAppend
 from openinfer_kernels.cuda.sampling import Sampling
 from openinfer_kernels.cuda.sparse_attention_ops import CudaSparseAttentionOps
-from openinfer_kernels.missing import missing_on_gpu
 from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
 from openinfer_kernels.weights import WeightPart
 
 
-class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentionOps):
+class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentionOps, CudaExpertOps):
     """`openinfer_kernels.Ops` on one GPU.
 
     Everything runs on CuPy's current stream and may be captured into a graph. Arrays are contiguous CuPy arrays; what
@@ -169,16 +169,6 @@ class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentio
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
         """See `openinfer_kernels.cuda.attention`."""
         return self._attention.paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
-
-    # --- without a kernel so far: see `openinfer_kernels.catalogue.WITHOUT_GPU_KERNEL` --------------------
-
-    experts = missing_on_gpu("experts")
-    quantised_linear = missing_on_gpu("quantised_linear")
-    rounded = missing_on_gpu("rounded")
-    swiglu = missing_on_gpu("swiglu")
-    table_experts = missing_on_gpu("table_experts")
-    top_experts = missing_on_gpu("top_experts")
-    upload_quantised = missing_on_gpu("upload_quantised")
 
     # --- sampling ---------------------------------------------------------------------------------------
 

@@ -18,3 +18,5 @@ class Case:
     """Arrays of floats that stay as they are: tables in float32."""
     in_float32: tuple[int, ...] = ()
     """Arrays of the result that are float32 whatever the compute dtype, in order; one array is 0."""
+    rounded_inside: bool = False
+    """Whether such arrays are sums of what was rounded to the compute dtype, and as far off."""

@@ -8,6 +8,7 @@ import numpy as np
 from openinfer_kernels.ops import HostArray
 from openinfer_kernels.rope import RopeParameters, rope_table
 from openinfer_kernels.testing.case import Case
+from openinfer_kernels.testing.expert_cases import EXPERT_CASES
 from openinfer_kernels.testing.paged import PagedCase, make_paged_case, make_state_case
 from openinfer_kernels.testing.sparse_cases import SPARSE_CASES
 
@@ -261,5 +262,6 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "rms_norm": _rms_norm,
     "rope_append": _rope_append,
     "zero_centred_rms_norm": _zero_centred_rms_norm,
+    **EXPERT_CASES,
     **SPARSE_CASES,
 }

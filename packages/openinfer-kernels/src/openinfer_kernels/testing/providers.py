@@ -19,6 +19,7 @@ from openinfer_kernels.providers import PROVIDABLE, KernelProvider, Operator, pr
 from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.cases import CASES
 from openinfer_kernels.testing.errors import require
+from openinfer_kernels.testing.expert_cases import HostQuantised
 
 _FLOAT32_ERROR = 2e-5
 _BFLOAT16_ERROR = 2.0**-6
@@ -72,13 +73,15 @@ def _check_case(call: Operator, operator: str, case: Case, own: Ops) -> None:
     results = _leaves(_call(call, given))
 
     truth = _with_arrays(_arguments(case), {key: array.copy() for key, array in before.items()})
+    truth = _with_quantised(truth, CpuOps())
     expected = _leaves(_call(getattr(CpuOps(), operator), truth))
     require(len(results) == len(expected), f"{where}: the result has {len(results)} arrays, not {len(expected)}")
     for index, (result, right) in enumerate(zip(results, expected, strict=True)):
         what = f"{where}: the result" + (f" {index}" if len(expected) > 1 else "")
         dtype = _dtype_of_result(right, own, in_float32=index in case.in_float32)
         require(result.dtype == dtype, f"{what} is {result.dtype}, not {dtype}")
-        _require_close(_host(result, own), right, _tolerance(dtype), what)
+        tolerance = _tolerance(own.zeros((1,)).dtype if case.rounded_inside else dtype)
+        _require_close(_host(result, own), right, tolerance, what)
     expected_after = dict(_arrays(truth))
     for key, array in _arrays(given):
         after = _host(array, own)
@@ -113,13 +116,14 @@ def _uploaded(case: Case, own: Ops) -> dict[_Key, Any]:
 
     arguments = _arguments(case)
     batches = {str(key) for key, value in arguments.items() if isinstance(value, AttentionBatch)}
-    return _with_arrays(
+    uploaded = _with_arrays(
         arguments,
         {
             key: upload(key, array, in_batch=str(key).split(".", maxsplit=1)[0] in batches)
             for key, array in _arrays(arguments)
         },
     )
+    return _with_quantised(uploaded, own)
 
 
 def _arguments(case: Case) -> dict[_Key, Any]:
@@ -149,6 +153,11 @@ def _with_arrays(arguments: Mapping[_Key, Any], arrays: Mapping[_Key, Any]) -> d
         return dataclasses.replace(value, **{name: each for name, each in inside.items() if each is not None})
 
     return {key: replaced(key, value) for key, value in arguments.items()}
+
+
+def _with_quantised(arguments: Mapping[_Key, Any], ops: Ops) -> dict[_Key, Any]:
+    """The arguments with quantised weights on the device of `ops`."""
+    return {key: each.upload(ops) if isinstance(each, HostQuantised) else each for key, each in arguments.items()}
 
 
 def _leaves(result: Any) -> list[Any]:

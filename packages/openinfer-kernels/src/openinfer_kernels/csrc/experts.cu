@@ -1,0 +1,126 @@
+// What stands around the products of experts: who multiplies which tokens, the sum over a token's experts, the gate.
+//
+// A slot is one choice of one token, token * k + place. `plan_experts` puts the slots of this rank's experts in order of
+// their experts and cuts them into tiles, which `grouped_gemm` takes; nobody asks the host how many there are. The
+// order of slots within an expert is not fixed, and no result depends on it.
+#include "limited_swiglu.cuh"
+#include "overlap.cuh"
+
+namespace {
+
+constexpr int kPlanThreads = 1024;
+constexpr int kMostExperts = 1024;
+
+// Sums before each thread's value, over the block, and the sum of all in `total`.
+__device__ int2 sums_before(int2 value, int2* warp_sums, int2& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int2 sum = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const int x = __shfl_up_sync(0xFFFFFFFFu, sum.x, step), y = __shfl_up_sync(0xFFFFFFFFu, sum.y, step);
+    if (lane >= step) sum.x += x, sum.y += y;
+  }
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int2 before = {sum.x - value.x, sum.y - value.y};
+  total = {0, 0};
+  for (int other = 0; other < kPlanThreads / 32; other++) {
+    if (other < warp) before.x += warp_sums[other].x, before.y += warp_sums[other].y;
+    total.x += warp_sums[other].x, total.y += warp_sums[other].y;
+  }
+  return before;
+}
+
+template <int kWidth>
+__device__ void gate(const bf16* both, bf16* y, int width, float limit) {
+  const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (at >= width) return;
+  const bf16* row = both + int64_t(blockIdx.x) * 2 * width;
+  float gates[kWidth], ups[kWidth];
+  unpack(load<kWidth>(row + at), gates);
+  unpack(load<kWidth>(row + width + at), ups);
+#pragma unroll
+  for (int i = 0; i < kWidth; i++) gates[i] = limited_swiglu(gates[i], ups[i], limit);
+  store(y + int64_t(blockIdx.x) * width + at, pack(gates));
+}
+
+}  // namespace
+
+// One block. `tiles [most_tiles]` become (expert, first place in `order`, slots), `order [num_slots]` slots by expert.
+extern "C" __global__ void __launch_bounds__(kPlanThreads)
+    plan_experts(const int* ids, int num_slots, int first_expert, int num_experts, int tile_tokens, int4* tiles,
+                 int most_tiles, int* order) {
+  __shared__ int counts[kMostExperts];
+  __shared__ int2 warp_sums[kPlanThreads / 32];
+  const int thread = threadIdx.x;
+  counts[thread] = 0;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  __syncthreads();
+#pragma unroll 4
+  for (int slot = thread; slot < num_slots; slot += kPlanThreads) {
+    const int expert = ids[slot] - first_expert;
+    if (expert >= 0 && expert < num_experts) atomicAdd(&counts[expert], 1);
+  }
+  __syncthreads();
+  const int count = counts[thread];
+  int2 total;
+  const int2 before = sums_before({count, (count + tile_tokens - 1) / tile_tokens}, warp_sums, total);
+  for (int done = 0, tile = before.y; done < count; done += tile_tokens, tile++)
+    tiles[tile] = {thread, before.x + done, min(tile_tokens, count - done), 0};
+  for (int tile = total.y + thread; tile < most_tiles; tile += kPlanThreads) tiles[tile] = {0, 0, 0, 0};
+  counts[thread] = before.x;
+  __syncthreads();
+#pragma unroll 4
+  for (int slot = thread; slot < num_slots; slot += kPlanThreads) {
+    const int expert = ids[slot] - first_expert;
+    if (expert >= 0 && expert < num_experts) order[atomicAdd(&counts[expert], 1)] = slot;
+  }
+}
+
+// `out [T, h]` float32 = the sum over places of weights [T, k] * y [T k, h], in their order, and `shared [T, h]` or null.
+extern "C" __global__ void combine_experts(const bf16* y, const int* ids, const float* weights, const bf16* shared,
+                                           float* out, int h, int k, int first_expert, int num_experts) {
+  constexpr int kWidth = 8;
+  const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (at >= h) return;
+  const int64_t token = blockIdx.x;
+  float sums[kWidth] = {};
+  for (int place = 0; place < k; place++) {
+    const int64_t slot = token * k + place;
+    const int expert = ids[slot] - first_expert;
+    if (expert < 0 || expert >= num_experts) continue;
+    float values[kWidth];
+    unpack(load<kWidth>(y + slot * h + at), values);
+    const float weight = weights[slot];
+#pragma unroll
+    for (int i = 0; i < kWidth; i++) sums[i] += weight * values[i];
+  }
+  if (shared != nullptr) {
+    float values[kWidth];
+    unpack(load<kWidth>(shared + token * h + at), values);
+#pragma unroll
+    for (int i = 0; i < kWidth; i++) sums[i] += values[i];
+  }
+  float4* to = reinterpret_cast<float4*>(out + token * h + at);
+  to[0] = {sums[0], sums[1], sums[2], sums[3]};
+  to[1] = {sums[4], sums[5], sums[6], sums[7]};
+}
+
+extern "C" __global__ void limited_swiglu_vectors(const bf16* both, bf16* y, int width, float limit) {
+  gate<8>(both, y, width, limit);
+}
+
+extern "C" __global__ void limited_swiglu_singles(const bf16* both, bf16* y, int width, float limit) {
+  gate<1>(both, y, width, limit);
+}
+
+extern "C" __global__ void round_to_bf16(const float* from, bf16* to, int64_t size) {
+  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (at < size) to[at] = __float2bfloat16_rn(from[at]);
+}

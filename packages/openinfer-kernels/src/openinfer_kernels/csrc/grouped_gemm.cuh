@@ -1,0 +1,294 @@
+// Products of several matrices, each with its own tokens: Y = X W_e^T for the slots of expert e. Any GPU from Ampere on.
+//
+// The product is turned around: a tile is kRows rows of W (output features) x kTokens tokens, so that few tokens waste
+// little and each weight is read once. Weights are copied into shared memory as they are stored and widened to BF16 in
+// registers, where `mma` takes them: formats differ in `weight_formats.cuh` alone.
+//
+//   K is taken in chunks of kColumns. Of a row's chunk, thread t of four holds kColumns / 4 neighbouring values, for W
+//   and for X alike: the order of K inside a sum is the same for both, and nothing has to be shuffled.
+//
+// Stages of cp.async are kept full; x is gathered while it is copied, by the slots that `plan_experts` put in order.
+// Epilogues: store, and swiglu, for which rows g and g + 8 of 16 are gate and up of one feature.
+#pragma once
+#include "limited_swiglu.cuh"
+#include "overlap.cuh"
+#include "weight_formats.cuh"
+
+namespace grouped {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kUnit = 16;  // bytes of one copy
+
+enum Epilogue { kStore, kSwiglu };
+
+struct Problem {
+  const uint8_t* codes;    // [matrices, rows, row bytes]
+  const uint8_t* scales;   // [matrices, rows / scale_rows, scale pitch]
+  const bf16* x;           // [.., k]
+  bf16* y;                 // [slots, rows], or [slots, rows / 2]
+  const int4* tiles;       // (matrix, first place in order, slots) of each blockIdx.y; null: one matrix, slots in order
+  const int* order;        // slots
+  int rows, k;
+  int scale_rows, scale_pitch;  // rows that share a scale; bytes of a row of scales
+  int num_slots;                // where there are no tiles
+  int slots_per_token;          // slot / slots_per_token is the row of x
+  int weights_first;            // whether tiles are older than the kernel ahead, so that weights may be read before it ends
+  float limit;
+};
+
+template <typename Format_, int kRows_, int kTokens_, int kWarpRows_, int kUnits_, int kStages_>
+struct Shape {
+  using Format = Format_;
+  static constexpr int kRows = kRows_, kTokens = kTokens_, kStages = kStages_;
+  static constexpr int kUnits = kUnits_;                          // of codes, per thread and row
+  static constexpr int kValues = Format::kValues;                 // in one of them
+  static constexpr int kColumns = 4 * kUnits * kValues;           // of a chunk
+  static constexpr int kWarpRows = kWarpRows_, kWarpTokens = kWarps / kWarpRows;  // warps along either side
+  static constexpr int kRowTiles = kRows / 16 / kWarpRows, kTokenTiles = kTokens / 8 / kWarpTokens;
+  static constexpr int kCodeUnits = 4 * kUnits, kXUnits = kColumns * 2 / kUnit;   // of a row's chunk
+  static constexpr int kScaleChunk = kColumns / 32 * Format::kScaleBytes;
+  static constexpr int kCodeBytes = kRows * kCodeUnits * kUnit, kXBytes = kTokens * kXUnits * kUnit;
+  static constexpr int kStageBytes = kCodeBytes + kXBytes + kRows * kScaleChunk;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kTokens * 4;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies kBytes without waiting; zeros where `present` is false, and then `from` is not read.
+template <int kBytes>
+__device__ __forceinline__ void copy(void* to, const void* from, bool present) {
+  const int bytes = present ? kBytes : 0;
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes),
+                 "r"(bytes));
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Where unit `unit` of row `row` lies, so that the eight threads that read at once hit all banks.
+template <int kUnitsOfRow>
+__device__ __forceinline__ int place(int row, int unit) {
+  if constexpr (kUnitsOfRow < 8) return row * kUnitsOfRow + unit;
+  return row * kUnitsOfRow + (unit ^ ((unit / 8 * 2 + row % 2) & 7));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Which weights and slots a block multiplies.
+template <typename S, Epilogue kEpilogue>
+struct Work {
+  int matrix, begin, count, first_feature;
+
+  __device__ Work(const Problem& p) {
+    first_feature = blockIdx.x * (kEpilogue == kSwiglu ? S::kRows / 2 : S::kRows);
+    if (p.tiles != nullptr) {
+      const int4 tile = p.tiles[blockIdx.y];
+      matrix = tile.x, begin = tile.y, count = tile.z;
+    } else {
+      matrix = 0, begin = blockIdx.y * S::kTokens, count = min(S::kTokens, p.num_slots - begin);
+    }
+  }
+
+  // The row of the matrix that row `row` of the tile is, or -1.
+  __device__ __forceinline__ int row_of(const Problem& p, int row) const {
+    if constexpr (kEpilogue == kStore) return first_feature + row < p.rows ? first_feature + row : -1;
+    const int feature = first_feature + row / 16 * 8 + row % 8;
+    return feature >= p.rows / 2 ? -1 : row % 16 < 8 ? feature : feature + p.rows / 2;
+  }
+};
+
+template <typename S, Epilogue kEpilogue>
+__device__ __forceinline__ void load_weights(uint8_t* stage, const Problem& p, const Work<S, kEpilogue>& work,
+                                             int chunk) {
+  using Format = typename S::Format;
+  const int64_t row_bytes = int64_t(p.k) / Format::kValues * kUnit;
+  const uint8_t* codes = p.codes + work.matrix * row_bytes * p.rows;
+  constexpr int kRowsAtOnce = kThreads / S::kCodeUnits;
+  const int unit = threadIdx.x % S::kCodeUnits;
+  const int column = chunk * S::kColumns + unit * Format::kValues;
+#pragma unroll
+  for (int i = 0; i < S::kRows / kRowsAtOnce; i++) {
+    const int row = i * kRowsAtOnce + threadIdx.x / S::kCodeUnits, source = work.row_of(p, row);
+    const bool present = source >= 0 && column < p.k;
+    const int64_t at = present ? source * row_bytes + column / Format::kValues * kUnit : 0;
+    copy<kUnit>(stage + place<S::kCodeUnits>(row, unit) * kUnit, codes + at, present);
+  }
+  if constexpr (Format::kScaleBytes > 0) {
+    const uint8_t* scales = p.scales + int64_t(work.matrix) * (p.rows / p.scale_rows) * p.scale_pitch;
+    uint8_t* to = stage + S::kCodeBytes + S::kXBytes;
+#pragma unroll
+    for (int row = threadIdx.x; row < S::kRows; row += kThreads) {
+      const int source = work.row_of(p, row);
+      const int64_t at = source < 0 ? 0 : int64_t(source / p.scale_rows) * p.scale_pitch + chunk * S::kScaleChunk;
+      copy<S::kScaleChunk>(to + row * S::kScaleChunk, scales + at, source >= 0);
+    }
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ void load_x(uint8_t* stage, const Problem& p, const int* x_rows, int chunk) {
+  constexpr int kRowsAtOnce = kThreads / S::kXUnits;
+  uint8_t* to = stage + S::kCodeBytes;
+  const int unit = threadIdx.x % S::kXUnits, column = chunk * S::kColumns + unit * 8;
+#pragma unroll
+  for (int i = 0; i < (S::kTokens + kRowsAtOnce - 1) / kRowsAtOnce; i++) {
+    const int token = i * kRowsAtOnce + threadIdx.x / S::kXUnits;
+    if (S::kTokens % kRowsAtOnce && token >= S::kTokens) break;
+    const int row = x_rows[token];
+    const bool present = row >= 0 && column < p.k;
+    copy<kUnit>(to + place<S::kXUnits>(token, unit) * kUnit, p.x + (present ? int64_t(row) * p.k + column : 0), present);
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kTokenTiles][4], const uint8_t* stage) {
+  using Format = typename S::Format;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int first_row = warp / S::kWarpTokens * S::kRowTiles * 16, first_token = warp % S::kWarpTokens * S::kTokenTiles * 8;
+  const uint4* codes = reinterpret_cast<const uint4*>(stage);
+  const uint4* x = reinterpret_cast<const uint4*>(stage + S::kCodeBytes);
+  const uint8_t* scales = stage + S::kCodeBytes + S::kXBytes;
+#pragma unroll
+  for (int unit = 0; unit < S::kUnits; unit++) {
+    const int scale_at = (t * S::kUnits + unit) * S::kValues / 32 * Format::kScaleBytes;
+    uint4 raw[S::kRowTiles][2];
+    typename Format::Scale scale[S::kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < S::kRowTiles; m++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int row = first_row + m * 16 + half * 8 + g;
+        raw[m][half] = codes[place<S::kCodeUnits>(row, t * S::kUnits + unit)];
+        scale[m][half] = Format::scale(scales + row * S::kScaleChunk + scale_at);
+      }
+    }
+#pragma unroll
+    for (int part = 0; part < S::kValues / 8; part++) {
+      uint4 b[S::kTokenTiles];
+      const int x_unit = (t * S::kUnits + unit) * (S::kValues / 8) + part;
+#pragma unroll
+      for (int n = 0; n < S::kTokenTiles; n++) b[n] = x[place<S::kXUnits>(first_token + n * 8 + g, x_unit)];
+#pragma unroll
+      for (int m = 0; m < S::kRowTiles; m++) {
+        const uint4 low = Format::eight(raw[m][0], part, scale[m][0]);
+        const uint4 high = Format::eight(raw[m][1], part, scale[m][1]);
+#pragma unroll
+        for (int n = 0; n < S::kTokenTiles; n++) {
+          multiply(d[m][n], low.x, high.x, low.y, high.y, b[n].x, b[n].y);
+          multiply(d[m][n], low.z, high.z, low.w, high.w, b[n].z, b[n].w);
+        }
+      }
+    }
+  }
+}
+
+// Through shared memory, so that a slot's features are written 16 bytes at a time.
+template <typename S, Epilogue kEpilogue>
+__device__ __forceinline__ void finish(const float (&d)[S::kRowTiles][S::kTokenTiles][4], uint8_t* shared,
+                                       const Problem& p, const Work<S, kEpilogue>& work) {
+  constexpr int kFeatures = kEpilogue == kSwiglu ? S::kRows / 2 : S::kRows, kPitch = kFeatures + 8;
+  static_assert(S::kTokens * kPitch * 2 <= S::kStages * S::kStageBytes);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int first_tile = warp / S::kWarpTokens * S::kRowTiles, first_token = warp % S::kWarpTokens * S::kTokenTiles * 8;
+  bf16* out = reinterpret_cast<bf16*>(shared);
+#pragma unroll
+  for (int m = 0; m < S::kRowTiles; m++) {
+#pragma unroll
+    for (int n = 0; n < S::kTokenTiles; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        bf16* to = out + (first_token + n * 8 + 2 * t + i) * kPitch;
+        if constexpr (kEpilogue == kSwiglu) {
+          to[(first_tile + m) * 8 + g] = __float2bfloat16_rn(limited_swiglu(d[m][n][i], d[m][n][2 + i], p.limit));
+        } else {
+          to[(first_tile + m) * 16 + g] = __float2bfloat16_rn(d[m][n][i]);
+          to[(first_tile + m) * 16 + 8 + g] = __float2bfloat16_rn(d[m][n][2 + i]);
+        }
+      }
+    }
+  }
+  __syncthreads();
+  const int features = kEpilogue == kSwiglu ? p.rows / 2 : p.rows;
+  for (int i = threadIdx.x; i < work.count * (kFeatures / 8); i += kThreads) {
+    const int token = i / (kFeatures / 8), feature = i % (kFeatures / 8) * 8;
+    if (work.first_feature + feature >= features) continue;
+    const int64_t slot = p.order == nullptr ? work.begin + token : p.order[work.begin + token];
+    *reinterpret_cast<uint4*>(p.y + slot * features + work.first_feature + feature) =
+        *reinterpret_cast<const uint4*>(out + token * kPitch + feature);
+  }
+}
+
+template <typename S, Epilogue kEpilogue>
+__device__ __forceinline__ void run(const Problem& p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  int* x_rows = reinterpret_cast<int*>(shared + S::kStages * S::kStageBytes);
+  if (!p.weights_first) wait_for_previous_kernel();
+  const Work<S, kEpilogue> work(p);
+  if (work.count <= 0) {
+    if (p.weights_first) wait_for_previous_kernel();
+    return;
+  }
+  for (int i = threadIdx.x; i < S::kTokens; i += kThreads) {
+    const int at = work.begin + i;
+    x_rows[i] = i < work.count ? (p.order == nullptr ? at : p.order[at]) / p.slots_per_token : -1;
+  }
+  const int chunks = (p.k + S::kColumns - 1) / S::kColumns;
+  for (int i = 0; i < S::kStages - 1; i++) {
+    if (i < chunks) load_weights<S, kEpilogue>(shared + i * S::kStageBytes, p, work, i);
+  }
+  __syncthreads();
+  if (p.weights_first) wait_for_previous_kernel();
+  allow_next_kernel();
+#pragma unroll
+  for (int i = 0; i < S::kStages - 1; i++) {
+    if (i < chunks) load_x<S>(shared + i * S::kStageBytes, p, x_rows, i);
+    commit();
+  }
+  float d[S::kRowTiles][S::kTokenTiles][4] = {};
+  int stage = 0, next_stage = S::kStages - 1;
+  for (int chunk = 0; chunk < chunks; chunk++) {
+    wait<S::kStages - 2>();
+    __syncthreads();
+    const int next = chunk + S::kStages - 1;
+    if (next < chunks) {
+      load_weights<S, kEpilogue>(shared + next_stage * S::kStageBytes, p, work, next);
+      load_x<S>(shared + next_stage * S::kStageBytes, p, x_rows, next);
+    }
+    commit();
+    multiply_chunk<S>(d, shared + stage * S::kStageBytes);
+    if (++stage == S::kStages) stage = 0;
+    if (++next_stage == S::kStages) next_stage = 0;
+  }
+  wait<0>();
+  __syncthreads();
+  finish<S, kEpilogue>(d, shared, p, work);
+}
+
+}  // namespace grouped
+
+// FORMAT, rows and tokens of a tile, warps along its rows, units and stages; grouped_gemm.py repeats the shared bytes.
+#define GROUPED_GEMM(NAME, FORMAT, ROWS, TOKENS, WARP_ROWS, UNITS, STAGES, BLOCKS)                                    \
+  extern "C" __global__ void __launch_bounds__(grouped::kThreads, BLOCKS)                                             \
+      grouped_gemm_##NAME##_store_##TOKENS(const __grid_constant__ grouped::Problem p) {                              \
+    grouped::run<grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, UNITS, STAGES>, grouped::kStore>(p);        \
+  }                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(grouped::kThreads, BLOCKS)                                             \
+      grouped_gemm_##NAME##_swiglu_##TOKENS(const __grid_constant__ grouped::Problem p) {                             \
+    grouped::run<grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, UNITS, STAGES>, grouped::kSwiglu>(p);       \
+  }

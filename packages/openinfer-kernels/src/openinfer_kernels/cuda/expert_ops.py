@@ -1,0 +1,78 @@
+"""The operators of mixtures of experts and of quantised weights on a GPU, for `CudaOps`."""
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from openinfer_kernels.cuda.experts import Experts
+from openinfer_kernels.cuda.grouped_gemm import GroupedGemm
+from openinfer_kernels.cuda.quantised import Quantised
+from openinfer_kernels.cuda.routing import Router
+from openinfer_kernels.ops import Array, ExpertChoice, QuantisedWeight, Routing, Weight
+from openinfer_kernels.quantised_parts import QuantisedPart
+
+if TYPE_CHECKING:
+    from openinfer_kernels.cuda.device import Device
+
+
+class CudaExpertOps:
+    """`ExpertOps` and `QuantisedOps` on one GPU. Kernels are loaded at their first use: most models have no experts."""
+
+    device: "Device"
+
+    @cached_property
+    def _router(self) -> Router:
+        return Router(self.device)
+
+    @cached_property
+    def _grouped_gemm(self) -> GroupedGemm:
+        return GroupedGemm(self.device)
+
+    @cached_property
+    def _experts(self) -> Experts:
+        return Experts(self.device, self._grouped_gemm)
+
+    @cached_property
+    def _quantised(self) -> Quantised:
+        return Quantised(self.device, self._grouped_gemm)
+
+    def top_experts(
+        self, logits: Array, *, routing: Routing, cache_slots: Array | None = None, bias: Array | None = None
+    ) -> ExpertChoice:
+        """See `openinfer_kernels.cuda.routing`."""
+        return self._router.top_experts(logits, routing=routing, cache_slots=cache_slots, bias=bias)
+
+    def table_experts(
+        self, logits: Array, token_ids: Array, table: Array, *, routing: Routing, cache_slots: Array | None = None
+    ) -> ExpertChoice:
+        """See `openinfer_kernels.cuda.routing`."""
+        return self._router.table_experts(logits, token_ids, table, routing=routing, cache_slots=cache_slots)
+
+    def experts(
+        self,
+        x: Array,
+        choice: ExpertChoice,
+        gate_up: Weight,
+        down: Weight,
+        *,
+        first_expert: int = 0,
+        limit: float | None = None,
+        shared: Array | None = None,
+    ) -> Array:
+        """See `openinfer_kernels.cuda.experts`."""
+        return self._experts.experts(x, choice, gate_up, down, first_expert=first_expert, limit=limit, shared=shared)
+
+    def swiglu(self, gate_up: Array, *, limit: float | None = None) -> Array:
+        """See `openinfer_kernels.cuda.experts`."""
+        return self._experts.swiglu(gate_up, limit=limit)
+
+    def rounded(self, x: Array) -> Array:
+        """See `openinfer_kernels.cuda.experts`."""
+        return self._experts.rounded(x)
+
+    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
+        """See `openinfer_kernels.cuda.quantised`."""
+        return self._quantised.upload_quantised(parts, num_matrices)
+
+    def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
+        """See `openinfer_kernels.cuda.quantised`."""
+        return self._quantised.quantised_linear(x, weight)

@@ -1,0 +1,164 @@
+"""Products of several matrices, each with its own tokens: `csrc/grouped_gemm.cuh`, for weights of every format."""
+
+import ctypes
+from dataclasses import dataclass
+from enum import StrEnum
+
+from openinfer_kernels.cuda.arrays import address
+from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.launch import Kernel
+from openinfer_kernels.ops import Array, QuantisedWeight, Weight
+from openinfer_kernels.quantised_parts import WeightFormat
+
+_THREADS = 128
+_BF16 = "bf16"
+NAMES = {
+    None: _BF16,
+    WeightFormat.FP8_BLOCKS: "fp8",
+    WeightFormat.INT4_GROUPS: "int4",
+    WeightFormat.FP4_GROUPS: "fp4",
+}
+"""Of the sources and kernels, by format; None is BF16."""
+TILE_TOKENS = (8, 32, 128)
+"""Tokens of a tile, of which each kernel has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of a kernel, as in `GROUPED_GEMM` of its source."""
+
+    rows: int
+    units: int
+    stages: int
+
+
+_SIZES = {
+    "bf16": {8: _Sizes(64, 2, 7), 32: _Sizes(64, 2, 6), 128: _Sizes(128, 2, 3)},
+    "fp8": {8: _Sizes(64, 2, 6), 32: _Sizes(64, 2, 4), 128: _Sizes(128, 1, 3)},
+    "int4": {8: _Sizes(64, 2, 5), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
+    "fp4": {8: _Sizes(64, 2, 5), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
+}
+_VALUES = {"bf16": 8, "fp8": 16, "int4": 32, "fp4": 32}
+"""In 16 bytes of codes."""
+_SCALE_BYTES = {"bf16": 0, "fp8": 4, "int4": 2, "fp4": 1}
+
+
+class Epilogue(StrEnum):
+    """What becomes of the sums."""
+
+    STORE = "store"
+    SWIGLU = "swiglu"
+    """`silu(gate) * up` of the upper and lower half of the rows, which halves the features."""
+
+
+class _Problem(ctypes.Structure):
+    """`grouped::Problem`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "tiles", "order")),
+        *((name, ctypes.c_int) for name in ("rows", "k", "scale_rows", "scale_pitch", "num_slots", "slots_per_token")),
+        ("weights_first", ctypes.c_int),
+        ("limit", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Whose slots each tile has: of `plan_experts`."""
+
+    tiles: Array
+    """`[most tiles, 4]` int32."""
+    order: Array
+    """`[slots]` int32."""
+    tile_tokens: int
+
+
+class GroupedGemm:
+    """The products on one device; a format's kernels are loaded when it is first used."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kernels: dict[str, dict[tuple[Epilogue, int], Kernel]] = {}
+
+    def multiply(
+        self,
+        x: Array,
+        weight: Weight,
+        out: Array,
+        *,
+        epilogue: Epilogue,
+        plan: Plan | None = None,
+        slots_per_token: int = 1,
+        weights_first: bool = True,
+        limit: float = float("inf"),
+    ) -> None:
+        """Writes the products of every slot, `out [slots, out or out / 2]`.
+
+        Args:
+            x: `[slots / slots_per_token, in]` BF16.
+            weight: `[matrices, out, in]`, or `[out, in]` without a plan.
+            out: BF16, contiguous; rows of slots that the plan does not name stay as they are.
+            epilogue: what is stored.
+            plan: which slots each matrix has; None: all slots the only one.
+            slots_per_token: neighbouring slots that read one row of `x`.
+            weights_first: whether the plan is older than the operator ahead on the stream, so that weights may be
+                read while that still runs.
+            limit: of the gate.
+        """
+        rows, k = weight.shape[-2:]
+        name = NAMES[weight.format if isinstance(weight, QuantisedWeight) else None]
+        tokens = _tile_of(len(out)) if plan is None else plan.tile_tokens
+        size = _SIZES[name][tokens]
+        quantised = isinstance(weight, QuantisedWeight)
+        problem = _Problem(
+            address(weight.codes if quantised else weight),
+            address(weight.scales) if quantised else None,
+            address(x),
+            address(out),
+            None if plan is None else address(plan.tiles),
+            None if plan is None else address(plan.order),
+            rows,
+            k,
+            weight.block_rows if quantised else 1,
+            weight.scales.strides[-2] if quantised else 0,
+            len(out),
+            slots_per_token,
+            int(weights_first),
+            limit,
+        )
+        features = out.shape[1]
+        tile_features = size.rows // 2 if epilogue is Epilogue.SWIGLU else size.rows
+        num_tiles = -(-len(out) // tokens) if plan is None else len(plan.tiles)
+        kernel = self._kernel(name, epilogue, tokens)
+        kernel((-(-features // tile_features), num_tiles, 1), (_THREADS, 1, 1), [problem], overlap=True)
+
+    def _kernel(self, name: str, epilogue: Epilogue, tokens: int) -> Kernel:
+        if name not in self._kernels:
+            self._kernels[name] = {
+                (each, size): self._device.kernel(
+                    f"grouped_gemm_{name}",
+                    f"grouped_gemm_{name}_{each}_{size}",
+                    shared_bytes=_shared_bytes(name, size),
+                )
+                for each in Epilogue
+                for size in TILE_TOKENS
+            }
+        return self._kernels[name][epilogue, tokens]
+
+
+def tile_tokens(num_slots: int, num_matrices: int) -> int:
+    """Of the tiles that suit so many slots, spread over so many matrices."""
+    return _tile_of(-(-num_slots // min(num_matrices, num_slots)))
+
+
+def _tile_of(tokens: int) -> int:
+    """For so many tokens of one matrix; where they are spread, some have twice as many."""
+    return 8 if tokens <= 4 else 32 if tokens <= 48 else 128
+
+
+def _shared_bytes(name: str, tokens: int) -> int:
+    """`Shape::kSharedBytes`."""
+    size = _SIZES[name][tokens]
+    columns = 4 * size.units * _VALUES[name]
+    stage = size.rows * (64 * size.units + columns // 32 * _SCALE_BYTES[name]) + tokens * columns * 2
+    return size.stages * stage + 4 * tokens

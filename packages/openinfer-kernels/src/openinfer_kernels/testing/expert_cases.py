@@ -1,0 +1,121 @@
+"""What the operators of experts and of quantised weights are tried with by the conformance kit."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer_kernels.ops import ExpertChoice, HostArray, Ops, QuantisedWeight
+from openinfer_kernels.quantised_parts import QuantisedPart, WeightFormat
+from openinfer_kernels.testing.case import Case
+
+_CODE_MASKS = {WeightFormat.FP8_BLOCKS: 0xBF, WeightFormat.INT4_GROUPS: 0xFF, WeightFormat.FP4_GROUPS: 0xFF}
+"""Codes that are numbers, and none too large."""
+_EXPERTS: Mapping[str, Any] = {"exact": ("1.weights",), "in_float32": (0,), "rounded_inside": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostQuantised:
+    """A quantised weight before it is uploaded."""
+
+    parts: tuple[QuantisedPart, ...]
+    num_matrices: int | None = None
+
+    def upload(self, ops: Ops) -> QuantisedWeight:
+        """On the device of `ops`."""
+        return ops.upload_quantised(*self.parts, num_matrices=self.num_matrices)
+
+
+def _random_part(rng: np.random.Generator, weight_format: WeightFormat, rows: int, columns: int) -> QuantisedPart:
+    """Codes and scales as a checkpoint has them, of values that spread by about `columns ** -0.5`."""
+    codes = rng.integers(0, 256, (rows, columns)).astype(np.uint8) & np.uint8(_CODE_MASKS[weight_format])
+    blocks = (-(-rows // 128), -(-columns // 128))
+    groups = (rows, columns // 32)
+    spread = float(columns) ** -0.5
+    match weight_format:
+        case WeightFormat.FP8_BLOCKS:
+            scales = (spread * rng.uniform(0.5, 2, blocks)).astype(np.float32)
+        case WeightFormat.INT4_GROUPS:
+            codes = np.ascontiguousarray(codes[:, : columns // 2]).view(np.int32)
+            values = (spread / 4 * rng.uniform(0.5, 2, groups)).astype(np.float32)
+            scales = (values.view(np.uint32) >> 16).astype(np.uint16)
+        case WeightFormat.FP4_GROUPS:
+            codes = codes[:, : columns // 2]
+            scales = rng.integers(-2, 1, groups).astype(np.int32) + 127 + int(np.log2(spread))
+            scales = scales.astype(np.uint8)
+    return QuantisedPart(format=weight_format, codes=codes, scales=scales)
+
+
+def _random_choice(rng: np.random.Generator, tokens: int, experts: int, per_token: int) -> ExpertChoice:
+    """Distinct experts per token; the last token is padding where there are several."""
+    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :per_token].astype(np.int32)
+    weights = rng.uniform(0.1, 1, (tokens, per_token)).astype(np.float32)
+    if tokens > 1:
+        ids[-1], weights[-1] = -1, 0
+    return ExpertChoice(ids=ids, weights=weights)
+
+
+def _experts(rng: np.random.Generator) -> Iterable[Case]:
+    """Dense and quantised experts; all of them here, or some on other ranks; none hit, few, all."""
+    for tokens, h, width, experts, per_token in ((1, 64, 32, 5, 2), (3, 96, 64, 8, 3), (70, 128, 96, 6, 4)):
+        gate_up = _floats(rng, experts, 2 * width, h) / np.float32(h**0.5)
+        down = _floats(rng, experts, h, width) / np.float32(width**0.5)
+        choice = _random_choice(rng, tokens, experts, per_token)
+        name = f"{tokens} x {h}, {per_token} of {experts} of width {width}"
+        yield Case(
+            name=name, positional=(_with_nan(_floats(rng, tokens, h)), choice, gate_up, down), keywords={}, **_EXPERTS
+        )
+        keywords = {"first_expert": 2, "limit": 0.5, "shared": _floats(rng, tokens, h)}
+        x = _floats(rng, tokens, h)
+        yield Case(
+            name=f"{name}, a limit and some elsewhere",
+            positional=(x, choice, gate_up, down),
+            keywords=keywords,
+            **_EXPERTS,
+        )
+    for weight_format in WeightFormat:
+        quantised = [_stack(rng, weight_format, 4, *shape) for shape in ((2 * 128, 256), (256, 128))]
+        choice = _random_choice(rng, 19, 4, 2)
+        x = _floats(rng, 19, 256)
+        yield Case(name=f"{weight_format}", positional=(x, choice, *quantised), keywords={"limit": 2.0}, **_EXPERTS)
+
+
+def _quantised_linear(rng: np.random.Generator) -> Iterable[Case]:
+    """Whole and partial blocks."""
+    for weight_format in WeightFormat:
+        for tokens, inner, outer in ((1, 256, 64), (7, 128, 192), (130, 64, 72)):
+            weight = HostQuantised(parts=(_random_part(rng, weight_format, outer, inner),))
+            x = _with_nan(_floats(rng, tokens, inner))
+            yield Case(name=f"{weight_format}, {tokens} x {inner} -> {outer}", positional=(x, weight), keywords={})
+
+
+def _swiglu(rng: np.random.Generator) -> Iterable[Case]:
+    """With a limit and without."""
+    for tokens, width in ((1, 8), (5, 33), (40, 1032)):
+        gate_up = _with_nan(_floats(rng, tokens, 2 * width))
+        yield Case(name=f"{tokens} x {width}", positional=(gate_up,), keywords={})
+        yield Case(name=f"{tokens} x {width}, a limit", positional=(gate_up,), keywords={"limit": 0.75})
+
+
+def _stack(rng: np.random.Generator, weight_format: WeightFormat, count: int, rows: int, columns: int) -> HostQuantised:
+    parts = tuple(_random_part(rng, weight_format, rows, columns) for _ in range(count))
+    return HostQuantised(parts=parts, num_matrices=count)
+
+
+def _floats(rng: np.random.Generator, *shape: int) -> HostArray:
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def _with_nan(x: HostArray) -> HostArray:
+    """A copy whose third row is NaN, where there are so many: it must stay there."""
+    x = x.copy()
+    x[2:3] = np.nan
+    return x
+
+
+EXPERT_CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
+    "experts": _experts,
+    "quantised_linear": _quantised_linear,
+    "swiglu": _swiglu,
+}
