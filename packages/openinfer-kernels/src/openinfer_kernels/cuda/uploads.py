@@ -23,8 +23,7 @@ from openinfer_kernels.ops import Array, HostArray
 
 THREADS = 12
 BUFFER_BYTES = 4 << 20
-"""Small: pinning costs 0.5 s per GB, and a piece should be in the CPU's cache still when the copy engine takes it. Large
-enough for threads to need the interpreter seldom."""
+"""Small, as pinning costs 0.5 s per GB and a piece should be in a cache of the CPU when the copy engine takes it."""
 _BUFFERS = 2
 """Per thread: one is filled while the other is taken."""
 _TO_DEVICE = 1
