@@ -7,9 +7,13 @@ ranks, and all ranks gather the sums: as many bytes on the way as NCCL's own, an
 Everything runs on CuPy's current stream, in the order in which it is called, and may be captured; a group is joined
 beside what follows its making, and its first collective waits for that. `abort` may be called while another thread
 waits for the device: what runs there is ended.
+
+Sums of the few rows of a decode step are made by one kernel of ours (`openinfer_kernels.cuda.one_shot`), where the GPUs
+reach each other's memory; the log says where they do not.
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Generator
 
@@ -21,8 +25,13 @@ from openinfer_kernels import Array, KernelsError
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.nccl import NcclGroup
+from openinfer_kernels.cuda.one_shot import HANDLE_BYTES, MAX_RANKS, OneShot
 from openinfer_kernels.cuda.rank_arrays import RankArrays
 
+logger = logging.getLogger("openinfer.engine")
+
+_ONE_SHOT_BYTES = 1 << 19
+"""Of an array that is summed by one kernel, at most: every rank sends it whole to every other."""
 _GATHERED_BYTES = 1 << 19
 """Of all ranks' arrays together: up to here they are gathered whole, which is one exchange instead of two."""
 _PIECE_VALUES = 8
@@ -51,6 +60,7 @@ class NcclCommunicator:
         self._changed = threading.Condition()
         self._calling = threading.Lock()
         self._group: NcclGroup | None = None
+        self._one_shot: OneShot | None = None
         self._broken: GroupBroken | None = None
         threading.Thread(target=self._join, args=(group_id,), name="openinfer-join", daemon=True).start()
 
@@ -67,7 +77,9 @@ class NcclCommunicator:
     def all_reduce(self, array: Array) -> Array:
         """The sum over all ranks, in the array's memory; BF16, float32, or integers."""
         with self._collective() as group:
-            if self._size == 2 or array.dtype.kind in "iu":  # a sum of two is rounded once
+            if self._one_shot is not None and self._one_shot.fits(array):
+                self._one_shot.all_reduce(array)
+            elif self._size == 2 or array.dtype.kind in "iu":  # a sum of two is rounded once
                 group.all_reduce(array, array)
             elif array.size % (self._size * _PIECE_VALUES) or array.nbytes * self._size <= _GATHERED_BYTES:
                 self._gather_and_sum(group, array)
@@ -136,6 +148,8 @@ class NcclCommunicator:
             group, is_whole = self._group, self._broken is None
             self._broken = self._broken or GroupBroken(f"rank {self._rank} has closed its end")
         if group is not None and is_whole:
+            if self._one_shot is not None:
+                self._one_shot.close()
             group.close()
 
     # --- sums of more than two ranks --------------------------------------------------------------------
@@ -161,11 +175,12 @@ class NcclCommunicator:
             self._device.use()
             group = NcclGroup(group_id, rank=self._rank, size=self._size)
             self._warm_up(group)
-        except KernelsError as error:
-            self._break(GroupBroken(f"rank {self._rank} cannot join: {error}"))
+            one_shot = self._open_one_shot(group)
+        except Exception as error:  # whoever waits for this thread must hear of it, whatever it is
+            self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))
             return
         with self._changed:
-            self._group = group
+            self._group, self._one_shot = group, one_shot
             is_broken = self._broken is not None
             self._changed.notify_all()
         if is_broken:
@@ -182,6 +197,28 @@ class NcclCommunicator:
                 group.exchange(array, received)
                 group.all_gather(array[self._rank], received)
             stream.synchronize()
+
+    def _open_one_shot(self, group: NcclGroup) -> OneShot | None:
+        """What sums small arrays, if all ranks can reach each other's memory."""
+        if self._size > MAX_RANKS:
+            return None
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            made = OneShot(self._device, rank=self._rank, size=self._size, most_bytes=_ONE_SHOT_BYTES)
+            handles = cupy.empty((self._size, HANDLE_BYTES), np.uint8)
+            mine = cupy.asarray(np.frombuffer(made.handle, np.uint8))
+            group.all_gather(mine, handles)
+            refusals = cupy.zeros(1, np.int32)
+            try:
+                made.connect([bytes(handle) for handle in cupy.asnumpy(handles)])
+            except KernelsError as error:
+                logger.warning("rank %d: sums of small arrays go through NCCL: %s", self._rank, error)
+                refusals = cupy.asarray(np.ones(1, np.int32))
+            group.all_reduce(refusals, refusals)
+            is_possible = int(cupy.asnumpy(refusals)[0]) == 0
+            stream.synchronize()
+        if not is_possible:
+            made.close()
+        return made if is_possible else None
 
     @contextlib.contextmanager
     def _collective(self) -> Generator[NcclGroup]:
@@ -214,6 +251,8 @@ class NcclCommunicator:
             self._broken = error
             group = self._group
             self._changed.notify_all()
+        if self._one_shot is not None:
+            self._one_shot.abort()
         if group is not None:
             threading.Thread(target=self._end, args=(group,), name="openinfer-abort", daemon=True).start()
 
