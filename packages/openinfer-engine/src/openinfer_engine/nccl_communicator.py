@@ -177,6 +177,7 @@ class NcclCommunicator:
             self._warm_up(group)
             one_shot = self._open_one_shot(group)
         except Exception as error:  # whoever waits for this thread must hear of it, whatever it is
+            logger.exception("rank %d cannot join", self._rank)
             self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))
             return
         with self._changed:

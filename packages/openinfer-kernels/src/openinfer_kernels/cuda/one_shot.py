@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.cuda.arrays import fits_vectors
+from openinfer_kernels.cuda.arrays import address, fits_vectors
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.launch import check
 from openinfer_kernels.cuda.libraries import bfloat16, cupy, driver
@@ -61,16 +61,15 @@ class OneShot:
         self._own: int = runtime.malloc(buffer_bytes)  # CuPy's pool may not hand out the beginning of an allocation
         self._opened: list[int] = []
         self._state: Array = cupy.zeros(_STATE_BYTES, np.uint8)
-        abort_memory: Any = cupy.cuda.alloc_pinned_memory(4)
-        abort_address: int = abort_memory.ptr
-        self._is_aborted = np.frombuffer(abort_memory, np.uint32, 1)
+        pinned: Any = cupy.cuda.alloc_pinned_memory(4)
+        self._is_aborted = np.frombuffer(pinned, np.uint32, 1)
         self._is_aborted[0] = 0
         stream = cupy.cuda.get_current_stream()
         check(driver.cuMemsetD32Async(self._own, _EMPTY, buffer_bytes // 4, stream.ptr))
         stream.synchronize()
         self._group = _Group(
-            state=self._state.data.ptr,
-            is_aborted=abort_address,
+            state=address(self._state),
+            is_aborted=self._is_aborted.ctypes.data,
             slot=most_bytes // _VECTOR_BYTES,
             rank=rank,
             size=size,
