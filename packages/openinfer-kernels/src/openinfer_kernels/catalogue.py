@@ -194,6 +194,14 @@ SERVINGS = (
     ),
     Serving(part="routers", phase=Phase.ANY, operators=("top_experts", "table_experts"), kernel="routing"),
     Serving(part="experts", phase=Phase.ANY, operators=("experts", "swiglu", "rounded"), kernel="experts"),
+    Serving(
+        part="experts",
+        phase=Phase.PREFILL,
+        operators=("experts",),
+        kernel="grouped_gemm_hopper",
+        architectures=(HOPPER,),
+        when="BF16, more than 48 tokens per expert, no limit",
+    ),
     Serving(part="experts", phase=Phase.ANY, operators=("experts",), kernel="grouped_gemm_bf16", when="BF16"),
     *(
         Serving(

@@ -1,8 +1,8 @@
 // What stands around the products of experts: who multiplies which tokens, the sum over a token's experts, the gate.
 //
-// A slot is one choice of one token, token * k + place. `plan_experts` puts the slots of this rank's experts in order of
-// their experts and cuts them into tiles, which `grouped_gemm` takes; nobody asks the host how many there are. The
-// order of slots within an expert is not fixed, and no result depends on it.
+// A slot is one choice of one token, token * k + place. `plan_experts` puts the slots of this rank's experts in line,
+// expert by expert, and cuts the line into tiles, which the products take: nobody asks the host how many there are.
+// Products are stored in the line's order. The order of slots within an expert is not fixed; no result depends on it.
 #include "limited_swiglu.cuh"
 #include "overlap.cuh"
 
@@ -47,10 +47,11 @@ __device__ void gate(const bf16* both, bf16* y, int width, float limit) {
 
 }  // namespace
 
-// One block. `tiles [most_tiles]` become (expert, first place in `order`, slots), `order [num_slots]` slots by expert.
+// One block. `tiles [most_tiles]` become (expert, first position in the line, slots), `line [num_slots]` the tokens by
+// position, and `positions [num_slots]` where a slot stands, -1 where its expert is elsewhere.
 extern "C" __global__ void __launch_bounds__(kPlanThreads)
-    plan_experts(const int* ids, int num_slots, int first_expert, int num_experts, int tile_tokens, int4* tiles,
-                 int most_tiles, int* order) {
+    plan_experts(const int* ids, int num_slots, int per_token, int first_expert, int num_experts, int tile_tokens,
+                 int4* tiles, int most_tiles, int* line, int* positions) {
   __shared__ int counts[kMostExperts];
   __shared__ int2 warp_sums[kPlanThreads / 32];
   const int thread = threadIdx.x;
@@ -75,13 +76,32 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads)
 #pragma unroll 4
   for (int slot = thread; slot < num_slots; slot += kPlanThreads) {
     const int expert = ids[slot] - first_expert;
-    if (expert >= 0 && expert < num_experts) order[atomicAdd(&counts[expert], 1)] = slot;
+    int position = -1;
+    if (expert >= 0 && expert < num_experts) {
+      position = atomicAdd(&counts[expert], 1);
+      line[position] = slot / per_token;
+    }
+    positions[slot] = position;
   }
 }
 
-// `out [T, h]` float32 = the sum over places of weights [T, k] * y [T k, h], in their order, and `shared [T, h]` or null.
-extern "C" __global__ void combine_experts(const bf16* y, const int* ids, const float* weights, const bf16* shared,
-                                           float* out, int h, int k, int first_expert, int num_experts) {
+// Rows of `x [T, h]` in the line's order, for kernels that do not gather themselves.
+extern "C" __global__ void line_up(const bf16* x, const int* line, const int4* tiles, bf16* to, int h) {
+  constexpr int kWidth = 8;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const int4 tile = tiles[blockIdx.x];
+  for (int i = blockIdx.y; i < tile.z; i += gridDim.y) {
+    const int64_t position = tile.y + i, token = line[position];
+    for (int at = threadIdx.x * kWidth; at < h; at += blockDim.x * kWidth)
+      store(to + position * h + at, load<kWidth>(x + token * h + at));
+  }
+}
+
+// `out [T, h]` float32 = the sum over places of weights [T, k] * y [positions [T, k], h], in their order, and
+// `shared [T, h]` or null.
+extern "C" __global__ void combine_experts(const bf16* y, const int* positions, const float* weights,
+                                           const bf16* shared, float* out, int h, int k) {
   constexpr int kWidth = 8;
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
   wait_for_previous_kernel();
@@ -90,12 +110,11 @@ extern "C" __global__ void combine_experts(const bf16* y, const int* ids, const 
   const int64_t token = blockIdx.x;
   float sums[kWidth] = {};
   for (int place = 0; place < k; place++) {
-    const int64_t slot = token * k + place;
-    const int expert = ids[slot] - first_expert;
-    if (expert < 0 || expert >= num_experts) continue;
+    const int64_t position = positions[token * k + place];
+    if (position < 0) continue;
     float values[kWidth];
-    unpack(load<kWidth>(y + slot * h + at), values);
-    const float weight = weights[slot];
+    unpack(load<kWidth>(y + position * h + at), values);
+    const float weight = weights[token * k + place];
 #pragma unroll
     for (int i = 0; i < kWidth; i++) sums[i] += weight * values[i];
   }

@@ -1,4 +1,4 @@
-// Products of several matrices, each with its own tokens: Y = X W_e^T for the slots of expert e. Any GPU from Ampere on.
+// Products of several matrices, each with its own tokens: Y = X W_e^T for the rows of expert e. Any GPU from Ampere on.
 //
 // The product is turned around: a tile is kRows rows of W (output features) x kTokens tokens, so that few tokens waste
 // little and each weight is read once. Weights are copied into shared memory as they are stored and widened to BF16 in
@@ -7,7 +7,7 @@
 //   K is taken in chunks of kColumns. Of a row's chunk, thread t of four holds kColumns / 4 neighbouring values, for W
 //   and for X alike: the order of K inside a sum is the same for both, and nothing has to be shuffled.
 //
-// Stages of cp.async are kept full; x is gathered while it is copied, by the slots that `plan_experts` put in order.
+// Stages of cp.async are kept full; x is gathered while it is copied, along the line of tokens of `plan_experts`.
 // Epilogues: store, and swiglu, for which rows g and g + 8 of 16 are gate and up of one feature.
 #pragma once
 #include "limited_swiglu.cuh"
@@ -26,13 +26,12 @@ struct Problem {
   const uint8_t* codes;    // [matrices, rows, row bytes]
   const uint8_t* scales;   // [matrices, rows / scale_rows, scale pitch]
   const bf16* x;           // [.., k]
-  bf16* y;                 // [slots, rows], or [slots, rows / 2]
-  const int4* tiles;       // (matrix, first place in order, slots) of each blockIdx.y; null: one matrix, slots in order
-  const int* order;        // slots
+  bf16* y;                 // [positions, rows], or [positions, rows / 2]
+  const int4* tiles;       // (matrix, first position, positions) of each blockIdx.y; null: one matrix for all of them
+  const int* line;         // the row of x of each position; null: its own
   int rows, k;
   int scale_rows, scale_pitch;  // rows that share a scale; bytes of a row of scales
-  int num_slots;                // where there are no tiles
-  int slots_per_token;          // slot / slots_per_token is the row of x
+  int num_positions;            // where there are no tiles
   int weights_first;            // whether tiles are older than the kernel ahead, so that weights may be read before it ends
   float limit;
 };
@@ -90,7 +89,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Which weights and slots a block multiplies.
+// Which weights and positions a block multiplies.
 template <typename S, Epilogue kEpilogue>
 struct Work {
   int matrix, begin, count, first_feature;
@@ -101,7 +100,7 @@ struct Work {
       const int4 tile = p.tiles[blockIdx.y];
       matrix = tile.x, begin = tile.y, count = tile.z;
     } else {
-      matrix = 0, begin = blockIdx.y * S::kTokens, count = min(S::kTokens, p.num_slots - begin);
+      matrix = 0, begin = blockIdx.y * S::kTokens, count = min(S::kTokens, p.num_positions - begin);
     }
   }
 
@@ -198,7 +197,7 @@ __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kToke
   }
 }
 
-// Through shared memory, so that a slot's features are written 16 bytes at a time.
+// Through shared memory, so that features are written 16 bytes at a time.
 template <typename S, Epilogue kEpilogue>
 __device__ __forceinline__ void finish(const float (&d)[S::kRowTiles][S::kTokenTiles][4], uint8_t* shared,
                                        const Problem& p, const Work<S, kEpilogue>& work) {
@@ -228,8 +227,7 @@ __device__ __forceinline__ void finish(const float (&d)[S::kRowTiles][S::kTokenT
   for (int i = threadIdx.x; i < work.count * (kFeatures / 8); i += kThreads) {
     const int token = i / (kFeatures / 8), feature = i % (kFeatures / 8) * 8;
     if (work.first_feature + feature >= features) continue;
-    const int64_t slot = p.order == nullptr ? work.begin + token : p.order[work.begin + token];
-    *reinterpret_cast<uint4*>(p.y + slot * features + work.first_feature + feature) =
+    *reinterpret_cast<uint4*>(p.y + int64_t(work.begin + token) * features + work.first_feature + feature) =
         *reinterpret_cast<const uint4*>(out + token * kPitch + feature);
   }
 }
@@ -246,7 +244,7 @@ __device__ __forceinline__ void run(const Problem& p) {
   }
   for (int i = threadIdx.x; i < S::kTokens; i += kThreads) {
     const int at = work.begin + i;
-    x_rows[i] = i < work.count ? (p.order == nullptr ? at : p.order[at]) / p.slots_per_token : -1;
+    x_rows[i] = i >= work.count ? -1 : p.line == nullptr ? at : p.line[at];
   }
   const int chunks = (p.k + S::kColumns - 1) / S::kColumns;
   for (int i = 0; i < S::kStages - 1; i++) {

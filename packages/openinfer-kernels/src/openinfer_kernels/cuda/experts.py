@@ -7,6 +7,7 @@ import numpy as np
 from openinfer_kernels.cuda.arrays import fits_vectors, require
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.grouped_gemm import Epilogue, GroupedGemm, Plan, tile_tokens
+from openinfer_kernels.cuda.grouped_gemm_hopper import GroupedGemmHopper
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, ExpertChoice, QuantisedWeight, Weight
@@ -15,6 +16,8 @@ from openinfer_kernels.quantised_parts import WeightFormat
 _PLAN_THREADS = 1024
 _MOST_EXPERTS = 1024
 _THREADS = 256
+_LINE_UP_BLOCKS = 16
+"""That copy the tokens of one tile."""
 _WIDTH = 8
 """Values of a thread."""
 _COLUMNS = {None: 8, WeightFormat.FP8_BLOCKS: 16, WeightFormat.INT4_GROUPS: 32, WeightFormat.FP4_GROUPS: 32}
@@ -27,6 +30,8 @@ class Experts:
 
     def __init__(self, device: Device, gemm: GroupedGemm) -> None:
         self._gemm = gemm
+        self._hopper = GroupedGemmHopper(device)
+        self._line_up = device.kernel("experts", "line_up")
         self._plan = device.kernel("experts", "plan_experts")
         self._combine = device.kernel("experts", "combine_experts")
         self._swiglu_vectors = device.kernel("experts", "limited_swiglu_vectors")
@@ -57,20 +62,13 @@ class Experts:
         num_slots = num_tokens * per_token
         plan = self._planned(choice.ids, num_experts, first_expert)
         gated = cupy.empty((num_slots, gate_up.shape[1] // 2), bfloat16)
-        self._gemm.multiply(
-            x,
-            gate_up,
-            gated,
-            epilogue=Epilogue.SWIGLU,
-            plan=plan,
-            slots_per_token=per_token,
-            weights_first=False,
-            limit=float("inf") if limit is None else limit,
-        )
         products = cupy.empty((num_slots, h), bfloat16)
-        self._gemm.multiply(gated, down, products, epilogue=Epilogue.STORE, plan=plan)
-        sizes = [ctypes.c_int(size) for size in (h, per_token, first_expert, num_experts)]
-        arguments = [products, choice.ids, choice.weights, shared, out, *sizes]
+        self._gate(x, gate_up, gated, plan, scratch=products, limit=float("inf") if limit is None else limit)
+        if not isinstance(down, QuantisedWeight) and self._hopper.serves(down, plan, limit=float("inf")):
+            self._hopper.multiply(gated, down, products, epilogue=Epilogue.STORE, plan=plan)
+        else:
+            self._gemm.multiply(gated, down, products, epilogue=Epilogue.STORE, plan=plan)
+        arguments = [products, plan.positions, choice.weights, shared, out, ctypes.c_int(h), ctypes.c_int(per_token)]
         threads = min(_THREADS, -(-h // _WIDTH // 32) * 32)
         self._combine((num_tokens, -(-h // (_WIDTH * threads)), 1), (threads, 1, 1), arguments, overlap=True)
         return out
@@ -104,16 +102,29 @@ class Experts:
             self._round(grid, (_THREADS, 1, 1), [x, out, ctypes.c_int64(x.size)], overlap=True)
         return out
 
+    def _gate(self, x: Array, gate_up: Weight, gated: Array, plan: Plan, *, scratch: Array, limit: float) -> None:
+        """Writes `silu(gate x) * up x` of every position into `gated`; `scratch [positions, h]` may be overwritten."""
+        if isinstance(gate_up, QuantisedWeight) or not self._hopper.serves(gate_up, plan, limit=limit):
+            gemm, epilogue = self._gemm, Epilogue.SWIGLU
+            gemm.multiply(
+                x, gate_up, gated, epilogue=epilogue, plan=plan, line=plan.line, weights_first=False, limit=limit
+            )
+            return
+        arguments = [x, plan.line, plan.tiles, scratch, ctypes.c_int(x.shape[1])]
+        self._line_up((len(plan.tiles), _LINE_UP_BLOCKS, 1), (_THREADS, 1, 1), arguments, overlap=True)
+        self._hopper.multiply(scratch, gate_up, gated, epilogue=Epilogue.SWIGLU, plan=plan)
+
     def _planned(self, ids: Array, num_experts: int, first_expert: int) -> Plan:
-        """The slots of each expert in tiles, as many as there may be at most."""
+        """The choices of each expert in tiles, as many as there may be at most."""
         num_slots = ids.size
         tokens = tile_tokens(num_slots, num_experts)
         most_tiles = min(num_experts, num_slots) + num_slots // tokens
-        tiles, order = cupy.empty((most_tiles, 4), np.int32), cupy.empty(num_slots, np.int32)
-        sizes = [ctypes.c_int(size) for size in (num_slots, first_expert, num_experts, tokens)]
-        arguments = [ids, *sizes, tiles, ctypes.c_int(most_tiles), order]
+        tiles = cupy.empty((most_tiles, 4), np.int32)
+        line, positions = cupy.empty(num_slots, np.int32), cupy.empty(num_slots, np.int32)
+        sizes = [ctypes.c_int(size) for size in (num_slots, ids.shape[1], first_expert, num_experts, tokens)]
+        arguments = [ids, *sizes, tiles, ctypes.c_int(most_tiles), line, positions]
         self._plan((1, 1, 1), (_PLAN_THREADS, 1, 1), arguments, overlap=True)
-        return Plan(tiles=tiles, order=order, tile_tokens=tokens)
+        return Plan(tiles=tiles, line=line, positions=positions, tile_tokens=tokens)
 
 
 def check_weight(weight: Weight, *, ndim: int, what: str) -> None:

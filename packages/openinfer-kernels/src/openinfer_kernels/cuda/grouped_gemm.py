@@ -55,8 +55,8 @@ class _Problem(ctypes.Structure):
     """`grouped::Problem`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "tiles", "order")),
-        *((name, ctypes.c_int) for name in ("rows", "k", "scale_rows", "scale_pitch", "num_slots", "slots_per_token")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "tiles", "line")),
+        *((name, ctypes.c_int) for name in ("rows", "k", "scale_rows", "scale_pitch", "num_positions")),
         ("weights_first", ctypes.c_int),
         ("limit", ctypes.c_float),
     )
@@ -64,12 +64,14 @@ class _Problem(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Whose slots each tile has: of `plan_experts`."""
+    """Which tokens each expert multiplies: of `plan_experts`."""
 
     tiles: Array
-    """`[most tiles, 4]` int32."""
-    order: Array
-    """`[slots]` int32."""
+    """`[most tiles, 4]` int32: expert, first position in the line, positions."""
+    line: Array
+    """`[T k]` int32: the token of each position."""
+    positions: Array
+    """`[T k]` int32: where each choice of each token stands, -1 where its expert is on another rank."""
     tile_tokens: int
 
 
@@ -88,19 +90,19 @@ class GroupedGemm:
         *,
         epilogue: Epilogue,
         plan: Plan | None = None,
-        slots_per_token: int = 1,
+        line: Array | None = None,
         weights_first: bool = True,
         limit: float = float("inf"),
     ) -> None:
-        """Writes the products of every slot, `out [slots, out or out / 2]`.
+        """Writes the products of every position, `out [positions, out or out / 2]`.
 
         Args:
-            x: `[slots / slots_per_token, in]` BF16.
+            x: `[.., in]` BF16.
             weight: `[matrices, out, in]`, or `[out, in]` without a plan.
-            out: BF16, contiguous; rows of slots that the plan does not name stay as they are.
+            out: BF16, contiguous; positions that the plan does not name stay as they are.
             epilogue: what is stored.
-            plan: which slots each matrix has; None: all slots the only one.
-            slots_per_token: neighbouring slots that read one row of `x`.
+            plan: which positions each matrix has; None: all of them the only one.
+            line: the row of `x` of each position; None: its own.
             weights_first: whether the plan is older than the operator ahead on the stream, so that weights may be
                 read while that still runs.
             limit: of the gate.
@@ -116,13 +118,12 @@ class GroupedGemm:
             address(x),
             address(out),
             None if plan is None else address(plan.tiles),
-            None if plan is None else address(plan.order),
+            None if line is None else address(line),
             rows,
             k,
             weight.block_rows if quantised else 1,
             weight.scales.strides[-2] if quantised else 0,
             len(out),
-            slots_per_token,
             int(weights_first),
             limit,
         )
@@ -146,9 +147,9 @@ class GroupedGemm:
         return self._kernels[name][epilogue, tokens]
 
 
-def tile_tokens(num_slots: int, num_matrices: int) -> int:
-    """Of the tiles that suit so many slots, spread over so many matrices."""
-    return _tile_of(-(-num_slots // min(num_matrices, num_slots)))
+def tile_tokens(num_positions: int, num_matrices: int) -> int:
+    """Of the tiles that suit so many positions, spread over so many matrices."""
+    return _tile_of(-(-num_positions // min(num_matrices, num_positions)))
 
 
 def _tile_of(tokens: int) -> int:
