@@ -1,6 +1,6 @@
-"""The golden gate on a GPU: our engine against transformers in float32, at Qwen3's real shapes, on random weights.
+"""The golden gate on a GPU: our engine against transformers in float32, at real shapes, on random weights.
 
-    python3 tools/device/golden_gate.py qwen3-4b [--commit COMMIT] [--out FILE]
+    python3 tools/device/golden_gate.py qwen3-4b|qwen3-8b|qwen3.5-4b [--commit COMMIT] [--out FILE]
 
 Teacher-forced: each sequence that the engine was given, or itself went on with, is scored by transformers on the same
 tokens. Over every position: the regret of our likeliest token (how much likelier the truth's likeliest is), and
@@ -14,7 +14,8 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -44,10 +45,17 @@ from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve  # noq
 from openinfer_engine.options import DeviceKind  # noqa: E402
 from openinfer_kernels import HostArray, RopeParameters  # noqa: E402
 from openinfer_qwen3 import model as qwen3  # noqa: E402
+from openinfer_qwen35 import model as qwen35  # noqa: E402
 
 TOP = 8
 GATE = {"regret_max": 0.20, "dlogprob_mean": 0.06, "dlogprob_p99": 0.20}
-CONTROL = "control, must not pass: positions off by one from token 100 on"
+CONTROL = "control, must not pass"
+MISTAKES = {
+    "qwen3": "positions off by one from token 100 on",
+    "qwen3_5_text": "states forget twice as fast",
+}
+"""Of the control, by model type."""
+FAMILIES = {"qwen3": "qwen3", "qwen3_5_text": "qwen35"}
 BUCKETED_ROWS = 24
 """More than a captured number of rows; they end one after the other, so that every smaller one is passed."""
 
@@ -123,13 +131,10 @@ class Gate:
         print(f"{run:>30}: {_shown(row)}\n{'transformers BF16':>30}: {_shown(row['transformers_bf16'])}", flush=True)
 
     def _score(self, answer: Answer) -> Scores:
-        """Kept for prompts, which come again; what was generated is scored anew."""
-        whole = answer.prompt + answer.tokens
-        if len(answer.tokens) > 1:
-            return self._reference.score(whole)
-        key = tuple(answer.prompt)
+        """Kept, as sequences come again."""
+        key = tuple(answer.prompt + answer.tokens if len(answer.tokens) > 1 else answer.prompt)
         if key not in self._scores:
-            self._scores[key] = self._reference.score(answer.prompt)
+            self._scores[key] = self._reference.score(list(key))
         return self._scores[key]
 
 
@@ -141,7 +146,8 @@ _SHOWN = ("positions", "regret_max", "regret_p99", "dlogprob_mean", "dlogprob_p9
 
 
 def open_loop(folder: Path, **options: Any) -> StepLoop:
-    family = find_plugin("openinfer.models", "qwen3").load()()
+    name = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]]
+    family = find_plugin("openinfer.models", name).load()()
     return build_loop(
         resolve(family.definition, folder, EngineOptions(device=DeviceKind.CUDA, num_blocks=1024, **options))
     )
@@ -209,22 +215,38 @@ def run_all(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int)
     return {name: first == second for name, first, second in zip(names, *twice, strict=True)}
 
 
-def run_control(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int) -> None:
-    """An engine whose positions are off by one from token 100 on: the gate must not let it pass."""
-    make_table = qwen3.rope_table
+def run_control(folder: Path, gate: Gate, rng: np.random.Generator, config: dict[str, Any]) -> None:
+    """An engine with a mistake: the gate must not let it pass."""
+    with mistaken(config["model_type"]):
+        loop = open_loop(folder, cuda_graph=False, prefix_cache=False, max_num_seqs=4)
+    prompts = rng.integers(0, config["vocab_size"], (4, 256)).tolist()
+    answers = play(loop, ask(prompts, [1] * 4, prompt_logprobs=TOP, logprobs=TOP))
+    gate.compare(CONTROL, answers, mistake=MISTAKES[config["model_type"]])
+    loop.close()
+
+
+@contextmanager
+def mistaken(model_type: str) -> Generator[None]:
+    """Within it, models are loaded with the mistake of their type."""
+    make_table, make_weights = qwen3.rope_table, qwen35.LinearAttentionWeights
 
     def misplaced(rope: RopeParameters, *, head_dim: int, positions: int) -> HostArray:
         table = make_table(rope, head_dim=head_dim, positions=positions)
         return np.concatenate([table[:, :100], table[:, 99:-1]], axis=1)
 
-    qwen3.rope_table = misplaced
+    def forgetful(**weights: Any) -> qwen35.LinearAttentionWeights:
+        a_log = weights["a_log"]
+        a_log.set(a_log.get() + np.float32(np.log(2.0)))
+        return make_weights(**weights)
+
+    if model_type == "qwen3":
+        qwen3.rope_table = misplaced
+    else:
+        qwen35.LinearAttentionWeights = forgetful
     try:
-        loop = open_loop(folder, cuda_graph=False, prefix_cache=False, max_num_seqs=4)
+        yield
     finally:
-        qwen3.rope_table = make_table
-    prompts = rng.integers(0, vocab_size, (4, 256)).tolist()
-    gate.compare(CONTROL, play(loop, ask(prompts, [1] * 4, prompt_logprobs=TOP, logprobs=TOP)))
-    loop.close()
+        qwen3.rope_table, qwen35.LinearAttentionWeights = make_table, make_weights
 
 
 def main() -> int:
@@ -243,7 +265,7 @@ def main() -> int:
         reference = Reference(folder, config, logit_std=arguments.logit_std)
         gate = Gate(reference)
         identical = run_all(folder, gate, np.random.default_rng(1), config["vocab_size"])
-        run_control(folder, gate, np.random.default_rng(2), config["vocab_size"])
+        run_control(folder, gate, np.random.default_rng(2), config)
     finally:
         shutil.rmtree(folder)
     print(f"largest log-probability of the truth, mean {np.mean(gate.likeliest):.2f}; identical twice: {identical}")

@@ -1,6 +1,7 @@
 """The reference of the golden gate: a random checkpoint of a published shape, and transformers' log-probabilities.
 
 transformers runs the same BF16 weights in float32, which is the truth, and in BF16, which shows what the format costs.
+The text model of Qwen3.5 runs by transformers' plain PyTorch code for linear attention, in float32 even in BF16.
 RoPE's frequencies stay in float32 in both: `model.to(torch.bfloat16)` would round that buffer too, and turns angles by
 up to a radian at a thousand tokens; so the models are made in their dtype instead, and `_check_frequencies` looks.
 """
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -30,12 +31,44 @@ COMMON: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-4b": COMMON | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "qwen3-8b": COMMON | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "qwen3.5-4b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 32768,
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e7,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": True,
+        "vocab_size": 248320,
+    },
 }
 
 EMBEDDING_STD = 1.0
 QK_GAIN = 2.0
 """Mean of the norm weights of Q and K. Scores of attention have its square as standard deviation, so that each token
 looks at a few others: with flat attention, a wrong position would hardly be seen."""
+DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)
+"""Of linear attention, where training begins (Gu and Dao 2023, "Mamba", section 3.6): `exp(A_log)`, drawn evenly, times
+the softplus of `dt_bias`, whose logarithm is drawn evenly, is what a state forgets per token. Some heads remember
+thousands of tokens."""
 NUM_SUCCESSORS = 8
 SUCCESSOR_LOGITS = (12.0, 24.0)
 """What a token's successors gain over what the context gives every token, drawn evenly."""
@@ -59,7 +92,7 @@ class Reference:
 
     def __init__(self, folder: Path, config: dict[str, Any], *, logit_std: float) -> None:
         (folder / "config.json").write_text(json.dumps(config))
-        made = Qwen3Config(**config)
+        made = AutoConfig.for_model(**config)
         weights = random_weights(made, logit_std=logit_std)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         self._bfloat16 = _model(made, weights, torch.bfloat16)
@@ -73,7 +106,7 @@ class Reference:
             return Scores(torch.log_softmax(truth, -1), torch.log_softmax(rounded, -1))
 
 
-def random_weights(config: Qwen3Config, *, logit_std: float) -> dict[str, torch.Tensor]:
+def random_weights(config: PreTrainedConfig, *, logit_std: float) -> dict[str, torch.Tensor]:
     """BF16 weights by their published names, the same for every run on one kind of GPU.
 
     They are drawn as for training, so that rounding is amplified no more than in a trained model: with a variance of
@@ -83,13 +116,18 @@ def random_weights(config: Qwen3Config, *, logit_std: float) -> dict[str, torch.
     where embedding and head are one matrix.
     """
     with torch.device("meta"):
-        shapes = {name: value.shape for name, value in Qwen3ForCausalLM(config).named_parameters()}
+        shapes = {name: value.shape for name, value in AutoModelForCausalLM.from_config(config).named_parameters()}
     generator = torch.Generator("cuda").manual_seed(0)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         random = torch.randn(shape, generator=generator, device="cuda")
-        gain = QK_GAIN if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
-        weights[name] = gain * (1 + 0.2 * random) if len(shape) == 1 else random * _std(name, shape, config)
+        if name.endswith(("A_log", "dt_bias")):
+            weights[name] = _decay(name, shape, generator)
+        elif len(shape) == 1:
+            gain = QK_GAIN if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+            weights[name] = gain * (1 + 0.2 * random)
+        else:
+            weights[name] = random * _std(name, shape, config)
     embedding = weights["model.embed_tokens.weight"]
     head = weights.get("lm_head.weight", embedding)
     head_std = _std("lm_head.weight", head.shape, config)
@@ -101,22 +139,33 @@ def random_weights(config: Qwen3Config, *, logit_std: float) -> dict[str, torch.
         tokens = torch.randperm(len(head), generator=generator, device="cuda")
         gains = torch.empty(len(head), 1, device="cuda").uniform_(*SUCCESSOR_LOGITS, generator=generator)
         head.index_add_(0, tokens, directions * gains)
+    if config.model_type == "qwen3_5_text":  # whose norms add one to their weights, but for the one of linear attention
+        for name in shapes:
+            if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+                weights[name] -= 1.0
     return {name: value.bfloat16() for name, value in weights.items()}
 
 
-def _std(name: str, shape: torch.Size, config: Qwen3Config) -> float:
+def _decay(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    drawn = torch.empty(shape, device="cuda").uniform_(generator=generator)
+    if name.endswith("A_log"):
+        return (DECAYS[0] + (DECAYS[1] - DECAYS[0]) * drawn).log()
+    return (STEPS[0] * (STEPS[1] / STEPS[0]) ** drawn).expm1().log()  # the inverse of softplus
+
+
+def _std(name: str, shape: torch.Size, config: PreTrainedConfig) -> float:
     if "embed_tokens" in name or ("lm_head" in name and config.tie_word_embeddings):
         return EMBEDDING_STD
-    adds_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    adds_to_residual = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
     return shape[-1] ** -0.5 * ((2 * config.num_hidden_layers) ** -0.5 if adds_to_residual else 1)
 
 
-def _model(config: Qwen3Config, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Qwen3ForCausalLM:
+def _model(config: PreTrainedConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda"):
-            model = Qwen3ForCausalLM(config)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     finally:
         torch.set_default_dtype(before)
     missing, unexpected = model.load_state_dict(
@@ -129,10 +178,11 @@ def _model(config: Qwen3Config, weights: dict[str, torch.Tensor], dtype: torch.d
     return model.eval()
 
 
-def _check_frequencies(model: Qwen3ForCausalLM, config: Qwen3Config) -> None:
+def _check_frequencies(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Every parameter is of one dtype; RoPE's frequencies are those of float32."""
     found = model.model.rotary_emb.inv_freq
-    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    steps = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     expected = config.rope_parameters["rope_theta"] ** -steps
     assert found.dtype == torch.float32
     assert torch.allclose(found.double().cpu(), expected, rtol=1e-6, atol=0)

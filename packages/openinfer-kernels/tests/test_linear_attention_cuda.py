@@ -30,9 +30,12 @@ def floats(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.normal(size=shape).astype(np.float32)
 
 
-def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
+def require_close(got: np.ndarray, expected: np.ndarray) -> None:
+    """Off by a few roundings to BF16: in the mean, and anywhere beside what is typical."""
     assert np.isfinite(got).all()
-    return float(np.abs(got - expected).max() / np.sqrt(np.mean(expected**2)))
+    off, typical = np.abs(got - expected), np.sqrt(np.mean(expected**2))
+    assert np.sqrt(np.mean(off**2)) < 0.01 * typical
+    assert (off < 0.05 * (np.abs(expected) + typical)).all()
 
 
 class Case:
@@ -72,17 +75,17 @@ class Case:
         weight, a_log, dt_bias = map(self.host, (self.weight, self.a_log, self.dt_bias))
         qkv, out = map(self.host, run())
         expected = cpu.causal_conv_silu(given[:, :CHANNELS], weight, state=conv, layer=1, batch=self.batch)
-        assert relative_error(qkv, expected) < 0.03
+        require_close(qkv, expected)
         names = {"a_log": a_log, "dt_bias": dt_bias, "state": state}
         expected = cpu.gated_delta_rule(qkv, given[:, CHANNELS:], **names, layer=1, batch=self.batch)
         ends = np.asarray(self.batch.query_starts)[1:]
         for first, end in zip(self.batch.query_starts, ends, strict=False):
-            assert relative_error(out[first:end], expected[first:end]) < 0.04, (first, end)
+            require_close(out[first:end], expected[first:end])
         slots = self.batch.state_slots[self.batch.state_slots >= 0]
         np.testing.assert_array_equal(self.host(self.conv)[slots], conv[slots])
         got = self.host(self.state)
         for slot in slots:
-            assert relative_error(got[slot, 1], state[slot, 1]) < 0.02, slot
+            require_close(got[slot, 1], state[slot, 1])
         others = np.setdiff1d(np.arange(len(got)), slots)
         np.testing.assert_array_equal(got[others], before_state[others])
         np.testing.assert_array_equal(self.host(self.conv)[others], before_conv[others])

@@ -124,26 +124,26 @@ struct PrepareShared {
   float of_query[kChunk], of_key[kChunk];
 };
 
-// 1 / |q_i| and 1 / |k_i|; a warp does 16 tokens.
-__device__ __forceinline__ void lengths(PrepareShared& s, const bf16* queries, int warp, int lane) {
-  for (int i = warp * 16; i < warp * 16 + 16; i++) {
-    float of_query = 0, of_key = 0;
+// 1 / |q_i| and 1 / |k_i|; two neighbouring threads share a token.
+__device__ __forceinline__ void lengths(PrepareShared& s, const bf16* queries) {
+  const int i = threadIdx.x / 2, begin = i * kWide + threadIdx.x % 2 * (kDim / 2);
+  float of_query = 0, of_key = 0;
 #pragma unroll
-    for (int j = 0; j < kDim / 32; j++) {
-      const float q = __bfloat162float(queries[i * kWide + j * 32 + lane]);
-      const float k = __bfloat162float(s.keys[i * kWide + j * 32 + lane]);
-      of_query += q * q;
-      of_key += k * k;
-    }
+  for (int j = 0; j < kDim / 2; j += 8) {
+    float q[8], k[8];
+    unpack(load<8>(queries + begin + j), q);
+    unpack(load<8>(s.keys + begin + j), k);
 #pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) {
-      of_query += __shfl_xor_sync(~0u, of_query, mask);
-      of_key += __shfl_xor_sync(~0u, of_key, mask);
+    for (int c = 0; c < 8; c++) {
+      of_query += q[c] * q[c];
+      of_key += k[c] * k[c];
     }
-    if (lane == 0) {
-      s.of_query[i] = rsqrtf(of_query + kLengthEps) * rsqrtf(float(kDim));
-      s.of_key[i] = rsqrtf(of_key + kLengthEps);
-    }
+  }
+  of_query += __shfl_xor_sync(~0u, of_query, 1);
+  of_key += __shfl_xor_sync(~0u, of_key, 1);
+  if (threadIdx.x % 2 == 0) {
+    s.of_query[i] = rsqrtf(of_query + kLengthEps) * rsqrtf(float(kDim));
+    s.of_key[i] = rsqrtf(of_key + kLengthEps);
   }
 }
 
@@ -193,8 +193,9 @@ __device__ __forceinline__ void invert(float (&m)[kChunk], const float* overlaps
   }
 }
 
-// Rows of `left [64, 64]`, lower triangular, times `right [64, 128]`, to `to` [T, N, 128] of this chunk.
-__device__ __forceinline__ void multiply_lower(const bf16* left, const bf16* right, bf16* to, int64_t stride, int count,
+// Rows of `left [64, 64]`, lower triangular, times `right [64, 128]`, to `to` [T, N, 128] of this chunk. A warp reads 16
+// rows of `left`, and afterwards collects its result there, half of the columns at a time, to write them 16 bytes each.
+__device__ __forceinline__ void multiply_lower(bf16* left, const bf16* right, bf16* to, int64_t stride, int count,
                                                int warp, int lane) {
   float sums[kDim / 8][4];
   clear(sums);
@@ -208,11 +209,24 @@ __device__ __forceinline__ void multiply_lower(const bf16* left, const bf16* rig
       multiply(sums[2 * n], sums[2 * n + 1], x, y);
     }
   }
-  const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
+  bf16* mine = left + warp * 16 * kNarrow;
 #pragma unroll
-  for (int n = 0; n < kDim / 8; n++) {
-    if (row < count) store2(to + row * stride + n * 8 + column, sums[n][0], sums[n][1]);
-    if (row + 8 < count) store2(to + (row + 8) * stride + n * 8 + column, sums[n][2], sums[n][3]);
+  for (int half = 0; half < 2; half++) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; n++) {
+      const float* sum = sums[half * (kChunk / 8) + n];
+      bf16* place = mine + lane / 4 * kNarrow + n * 8 + lane % 4 * 2;
+      store2(place, sum[0], sum[1]);
+      store2(place + 8 * kNarrow, sum[2], sum[3]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      const int row = i + lane / 8, column = lane % 8 * 8;
+      if (warp * 16 + row < count)
+        store(to + (warp * 16 + row) * stride + half * kChunk + column, load<8>(mine + row * kNarrow + column));
+    }
   }
 }
 
@@ -233,7 +247,7 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
   commit();
   wait_for_copies();
   __syncthreads();
-  lengths(s, queries, warp, lane);
+  lengths(s, queries);
 
   float of_keys[kChunk / 8][4], of_queries[kChunk / 8][4];  // k_i . k_j and q_i . k_j of 16 rows
   clear(of_keys);
@@ -301,7 +315,7 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
     wait_for_copies();
     __syncthreads();
     for (int h = 0; h < num_heads; h++) {
-      const bf16* scaled = reinterpret_cast<const bf16*>(s.inverse[h]);
+      bf16* scaled = reinterpret_cast<bf16*>(s.inverse[h]);
       const int64_t place = (int64_t(first) * a.heads + first_head + h) * kDim;
       multiply_lower(scaled, s.values[h], to.u + place, row_values, count, warp, lane);
       multiply_lower(scaled + kChunk * kNarrow, s.keys, to.w + place, row_values, count, warp, lane);
@@ -311,56 +325,57 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
 
 // --- the walk over a row's chunks ---------------------------------------------------------------------------------
 
-struct WalkShared {
+// What is read of a chunk.
+struct Stage {
   bf16 w[kChunk * kWide], queries[kChunk * kWide], keys[kChunk * kWide];
   bf16 p[kChunk * kNarrow];
-  bf16 u[kChunk * kSlim], corrections[kChunk * kSlim], decayed[kChunk * kSlim];
+  bf16 u[kChunk * kSlim];
+  float of_query[kChunk], until_end[kChunk], of_chunk, unused[3];
+};
+
+template <int kStages>
+struct WalkShared {
+  Stage stages[kStages];
+  bf16 corrections[kChunk * kSlim], decayed[kChunk * kSlim];
   bf16 state[kDim * kSlim];
-  float of_query[kChunk], until_end[kChunk], of_chunk;
 };
 
-struct Walk {
-  const Arguments& a;
-  const Scratch& from;
-  WalkShared& s;
-  int head, key_head, slice;
-
-  // What is read before the corrections are known.
-  __device__ __forceinline__ void load_first(int first, int count) const {
-    const int64_t place = int64_t(first) * a.heads + head, row = int64_t(head) * from.num_tokens + first;
-    copy_rows<kDim, kWide>(s.w, from.w + place * kDim, int64_t(a.heads) * kDim, count);
-    copy_rows<kDim, kWide>(s.queries, a.query(first, key_head), a.qkv_stride, count);
-    copy_rows<kColumns, kSlim>(s.u, from.u + place * kDim + slice * kColumns, int64_t(a.heads) * kDim, count);
-    const int i = threadIdx.x % kChunk;
-    const bool is_there = i < count;
-    if (threadIdx.x < kChunk) copy4(s.of_query + i, from.of_query + row + (is_there ? i : 0), is_there);
-    else copy4(s.until_end + i, from.until_end + row + (is_there ? i : 0), is_there);
-    if (threadIdx.x == 0) copy4(&s.of_chunk, from.of_chunk + row, true);
-  }
-
-  __device__ __forceinline__ void load_second(int first, int count) const {
-    copy_rows<kDim, kWide>(s.keys, a.key(first, key_head), a.qkv_stride, count);
-    copy_rows<kChunk, kNarrow>(s.p, from.p + (int64_t(first) * a.heads + head) * kChunk, int64_t(a.heads) * kChunk, count);
-  }
-};
+__device__ __forceinline__ void load_chunk(Stage& s, const Arguments& a, const Scratch& from, int head, int slice,
+                                           int first, int count) {
+  const int64_t place = int64_t(first) * a.heads + head, row = int64_t(head) * from.num_tokens + first;
+  const int64_t stride = int64_t(a.heads) * kDim;
+  const int key_head = a.reads(head), i = threadIdx.x % kChunk;
+  const bool is_there = i < count;
+  copy_rows<kDim, kWide>(s.w, from.w + place * kDim, stride, count);
+  copy_rows<kDim, kWide>(s.queries, a.query(first, key_head), a.qkv_stride, count);
+  copy_rows<kDim, kWide>(s.keys, a.key(first, key_head), a.qkv_stride, count);
+  copy_rows<kColumns, kSlim>(s.u, from.u + place * kDim + slice * kColumns, stride, count);
+  copy_rows<kChunk, kNarrow>(s.p, from.p + place * kChunk, int64_t(a.heads) * kChunk, count);
+  if (threadIdx.x < kChunk) copy4(s.of_query + i, from.of_query + row + (is_there ? i : 0), is_there);
+  else copy4(s.until_end + i, from.until_end + row + (is_there ? i : 0), is_there);
+  if (threadIdx.x == 0) copy4(&s.of_chunk, from.of_chunk + row, true);
+  commit();
+}
 
 using StateTiles = float[2][kColumns / 8][4];  // 32 rows and 32 columns of a warp
 
-__device__ __forceinline__ void share_state(WalkShared& s, const StateTiles& state, int warp, int lane) {
+__device__ __forceinline__ void share_state(bf16* shared, const StateTiles& state, int warp, int lane) {
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll
     for (int n = 0; n < kColumns / 8; n++) {
-      bf16* to = s.state + (warp * 32 + m * 16 + lane / 4) * kSlim + n * 8 + lane % 4 * 2;
+      bf16* to = shared + (warp * 32 + m * 16 + lane / 4) * kSlim + n * 8 + lane % 4 * 2;
       store2(to, state[m][n][0], state[m][n][1]);
       store2(to + 8 * kSlim, state[m][n][2], state[m][n][3]);
     }
 }
 
+// With two stages a chunk is on its way while the one before is computed.
+template <int kStages>
 __device__ void walk(const Arguments& a, const Scratch& from) {
   extern __shared__ __align__(128) uint8_t raw[];
   __shared__ int scratch[attention::kTileScratch(kWarps)];
-  WalkShared& s = *reinterpret_cast<WalkShared*>(raw);
+  WalkShared<kStages>& shared = *reinterpret_cast<WalkShared<kStages>*>(raw);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const attention::QueryTile whole =
       attention::find_tile<kWarps>(blockIdx.y, a.rows.query_starts, a.rows.context_lens, a.rows.num_rows,
@@ -368,9 +383,7 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
   if (whole.row < 0) return;
   const StateRow row = state_row(a.rows, whole.row);
   const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices;
-  const Walk self = {a, from, s, head, a.reads(head), slice};
-  self.load_first(row.first, min(kChunk, row.count));
-  commit();
+  load_chunk(shared.stages[0], a, from, head, slice, row.first, min(kChunk, row.count));
 
   const int line = lane / 4, column = lane % 4 * 2;
   float* at = a.state + row.slot * a.slot_stride + (int64_t(head) * kDim + warp * 32 + line) * kDim + slice * kColumns + column;
@@ -386,14 +399,15 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
         state[m][n][half * 2] = pair.x;
         state[m][n][half * 2 + 1] = pair.y;
       }
-  share_state(s, state, warp, lane);
+  share_state(shared.state, state, warp, lane);
   wait_for_copies();
   __syncthreads();
 
-  for (int begin = 0; begin < row.count; begin += kChunk) {
-    const int first = row.first + begin, count = min(kChunk, row.count - begin);
-    self.load_second(first, count);
-    commit();
+  for (int begin = 0, turn = 0; begin < row.count; begin += kChunk, turn = (turn + 1) % kStages) {
+    Stage& s = shared.stages[turn];
+    const int first = row.first + begin, count = min(kChunk, row.count - begin), next = begin + kChunk;
+    if (kStages > 1 && next < row.count)
+      load_chunk(shared.stages[(turn + 1) % kStages], a, from, head, slice, row.first + next, min(kChunk, row.count - next));
     float held[kColumns / 8][4], out[kColumns / 8][4];  // W S and Q S of 16 tokens
     clear(held);
     clear(out);
@@ -405,12 +419,11 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
 #pragma unroll
       for (int n = 0; n < kColumns / 16; n++) {
         uint32_t b[4];
-        Matrix<kSlim>{s.state, lane}.b_turned(b, k, n * 16);
+        Matrix<kSlim>{shared.state, lane}.b_turned(b, k, n * 16);
         multiply(held[2 * n], held[2 * n + 1], w, b);
         multiply(out[2 * n], out[2 * n + 1], q, b);
       }
     }
-    const float of_chunk = s.of_chunk;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int i = warp * 16 + line + half * 8;
@@ -420,23 +433,19 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
         const int place = i * kSlim + n * 8 + column;
         const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(s.u + place));
         const float left = u.x - held[n][half * 2], right = u.y - held[n][half * 2 + 1];
-        store2(s.corrections + place, left, right);
-        store2(s.decayed + place, left * until_end, right * until_end);
+        store2(shared.corrections + place, left, right);
+        store2(shared.decayed + place, left * until_end, right * until_end);
         out[n][half * 2] *= of_query;
         out[n][half * 2 + 1] *= of_query;
       }
     }
-    wait_for_copies();
     __syncthreads();
-    const int next = begin + kChunk;
-    if (next < row.count) self.load_first(row.first + next, min(kChunk, row.count - next));
-    commit();
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
       for (int n = 0; n < kColumns / 8; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) state[m][n][i] *= of_chunk;
+        for (int i = 0; i < 4; i++) state[m][n][i] *= s.of_chunk;
 #pragma unroll
     for (int k = 0; k < kChunk; k += 16) {
       uint32_t keys[2][4], p[4];
@@ -446,14 +455,14 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
 #pragma unroll
       for (int n = 0; n < kColumns / 16; n++) {
         uint32_t b[4];
-        Matrix<kSlim>{s.decayed, lane}.b_turned(b, k, n * 16);
+        Matrix<kSlim>{shared.decayed, lane}.b_turned(b, k, n * 16);
         multiply(state[0][2 * n], state[0][2 * n + 1], keys[0], b);
         multiply(state[1][2 * n], state[1][2 * n + 1], keys[1], b);
-        Matrix<kSlim>{s.corrections, lane}.b_turned(b, k, n * 16);
+        Matrix<kSlim>{shared.corrections, lane}.b_turned(b, k, n * 16);
         multiply(out[2 * n], out[2 * n + 1], p, b);
       }
     }
-    share_state(s, state, warp, lane);
+    share_state(shared.state, state, warp, lane);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int i = warp * 16 + line + half * 8;
@@ -461,6 +470,10 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
       bf16* to = a.out + (int64_t(first + i) * a.heads + head) * kDim + slice * kColumns + column;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; n++) store2(to + n * 8, out[n][half * 2], out[n][half * 2 + 1]);
+    }
+    if (kStages == 1 && next < row.count) {
+      __syncthreads();
+      load_chunk(s, a, from, head, slice, row.first + next, min(kChunk, row.count - next));
     }
     wait_for_copies();
     __syncthreads();
@@ -487,9 +500,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // Grid: heads in slices of 32 columns, as many long rows as there can be.
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    gated_delta_chunks_walk(const __grid_constant__ Arguments a, const __grid_constant__ Scratch from) {
-  allow_next_kernel();
-  wait_for_previous_kernel();
-  walk(a, from);
-}
+#define GATED_DELTA_CHUNKS_WALK(STAGES)                                                      \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                     \
+      gated_delta_chunks_walk_##STAGES(const __grid_constant__ Arguments a,                  \
+                                       const __grid_constant__ Scratch from) {               \
+    allow_next_kernel();                                                                     \
+    wait_for_previous_kernel();                                                              \
+    walk<STAGES>(a, from);                                                                   \
+  }
+
+GATED_DELTA_CHUNKS_WALK(1)
+GATED_DELTA_CHUNKS_WALK(2)

@@ -11,48 +11,48 @@ using namespace gated_delta;
 
 namespace {
 
-// Heads of 128 x 128: a block holds 32 columns of one head's state in registers, a thread 4 rows of 4 of them.
+// Heads of 128 x 128: a block holds 32 columns of one head's state in registers, a thread 8 rows of 4 of them.
 constexpr int kDim = 128, kColumns = 32, kSlices = kDim / kColumns;
-constexpr int kThreads = 256, kWarps = kThreads / 32, kAcross = kColumns / 4, kRows = kDim / (kThreads / kAcross);
+constexpr int kThreads = 128, kWarps = kThreads / 32, kAcross = kColumns / 4, kRows = kDim / (kThreads / kAcross);
 
-struct Sums {
-  float held[4], read[4];  // S^T k and S^T q of four columns
-  float keys, queries, both;
+constexpr int kGroups = 3;  // of four sums: S^T k and S^T q of four columns; |k|^2, |q|^2, k . q
+using Sums = float[kGroups][4];
 
-  __device__ __forceinline__ float* data() { return held; }
-};
-constexpr int kSums = sizeof(Sums) / sizeof(float), kPadded = 12;
-
-__device__ __forceinline__ void load4(const bf16* from, float (&values)[4]) {
+__device__ __forceinline__ void load4(const bf16* from, float* values) {
   const uint2 bits = *reinterpret_cast<const uint2*>(from);
   const float2 low = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.x));
   const float2 high = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.y));
   values[0] = low.x, values[1] = low.y, values[2] = high.x, values[3] = high.y;
 }
 
-// Over all rows of the state, for every thread; `shared` [warps, across, kPadded] is not in use by the call before.
-__device__ __forceinline__ void fold(Sums& sums, float* shared) {
+// Over all rows of the state, for every thread; `shared` [warps, across, groups] is not in use by the call before.
+__device__ __forceinline__ void fold(Sums& sums, float4* shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, across = threadIdx.x % kAcross;
 #pragma unroll
-  for (int i = 0; i < kSums; i++) {
-    float& value = sums.data()[i];
-    value += __shfl_xor_sync(~0u, value, 8);
-    value += __shfl_xor_sync(~0u, value, 16);
-    if (lane < kAcross) shared[(warp * kAcross + across) * kPadded + i] = value;
+  for (int g = 0; g < kGroups; g++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      sums[g][i] += __shfl_xor_sync(~0u, sums[g][i], 8);
+      sums[g][i] += __shfl_xor_sync(~0u, sums[g][i], 16);
+    }
+    if (lane < kAcross)
+      shared[(warp * kAcross + across) * kGroups + g] = make_float4(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kSums; i++) sums.data()[i] = 0;
+  for (int g = 0; g < kGroups; g++) {
+    float4 all = shared[across * kGroups + g];
 #pragma unroll
-  for (int w = 0; w < kWarps; w++) {
-    const float* from = shared + (w * kAcross + across) * kPadded;
-#pragma unroll
-    for (int i = 0; i < kSums; i++) sums.data()[i] += from[i];
+    for (int w = 1; w < kWarps; w++) {
+      const float4 more = shared[(w * kAcross + across) * kGroups + g];
+      all.x += more.x, all.y += more.y, all.z += more.z, all.w += more.w;
+    }
+    sums[g][0] = all.x, sums[g][1] = all.y, sums[g][2] = all.z, sums[g][3] = all.w;
   }
 }
 
 __device__ void run_128(const Arguments& a) {
-  __shared__ __align__(16) float shared[2][kWarps * kAcross * kPadded];
+  __shared__ float4 shared[2][kWarps * kAcross * kGroups];
   const int head = blockIdx.x / kSlices, key_head = a.reads(head);
   const int first_row = threadIdx.x / kAcross * kRows;
   const int first_column = blockIdx.x % kSlices * kColumns + threadIdx.x % kAcross * 4;
@@ -62,12 +62,15 @@ __device__ void run_128(const Arguments& a) {
   float4 state[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; i++)
-    state[i] = row.begins ? make_float4(0, 0, 0, 0) : *reinterpret_cast<const float4*>(at + i * kDim);
+    state[i] = row.begins ? make_float4(0, 0, 0, 0) : __ldcs(reinterpret_cast<const float4*>(at + i * kDim));
   for (int t = 0; t < row.count; t++) {
     const int64_t token = row.first + t;
     float k[kRows], q[kRows], v[4];
-    load4(a.key(token, key_head) + first_row, k);
-    load4(a.query(token, key_head) + first_row, q);
+#pragma unroll
+    for (int i = 0; i < kRows; i += 4) {
+      load4(a.key(token, key_head) + first_row + i, k + i);
+      load4(a.query(token, key_head) + first_row + i, q + i);
+    }
     load4(a.value(token, head) + first_column, v);
     const float decay = __expf(a.log_decay(token, head)), beta = a.beta(token, head);
     Sums sums = {};
@@ -76,21 +79,21 @@ __device__ void run_128(const Arguments& a) {
       const float s[4] = {state[i].x, state[i].y, state[i].z, state[i].w};
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        sums.held[c] += s[c] * k[i];
-        sums.read[c] += s[c] * q[i];
+        sums[0][c] += s[c] * k[i];
+        sums[1][c] += s[c] * q[i];
       }
-      sums.keys += k[i] * k[i];
-      sums.queries += q[i] * q[i];
-      sums.both += k[i] * q[i];
+      sums[2][0] += k[i] * k[i];
+      sums[2][1] += q[i] * q[i];
+      sums[2][2] += k[i] * q[i];
     }
     fold(sums, shared[t & 1]);
-    const float of_key = rsqrtf(sums.keys + kLengthEps);
-    const float of_query = rsqrtf(sums.queries + kLengthEps) * rsqrtf(float(kDim));
+    const float of_key = rsqrtf(sums[2][0] + kLengthEps);
+    const float of_query = rsqrtf(sums[2][1] + kLengthEps) * rsqrtf(float(kDim)), both = of_key * sums[2][2];
     float d[4], o[4];
 #pragma unroll
     for (int c = 0; c < 4; c++) {
-      d[c] = beta * (v[c] - decay * of_key * sums.held[c]);
-      o[c] = of_query * (decay * sums.read[c] + of_key * sums.both * d[c]);
+      d[c] = beta * (v[c] - decay * of_key * sums[0][c]);
+      o[c] = of_query * (decay * sums[1][c] + both * d[c]);
     }
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
@@ -107,7 +110,7 @@ __device__ void run_128(const Arguments& a) {
     }
   }
 #pragma unroll
-  for (int i = 0; i < kRows; i++) *reinterpret_cast<float4*>(at + i * kDim) = state[i];
+  for (int i = 0; i < kRows; i++) __stcs(reinterpret_cast<float4*>(at + i * kDim), state[i]);
 }
 
 // Any sizes, slowly: a block for a head, a thread for some columns of its state, which stay in memory.
@@ -147,7 +150,7 @@ __device__ void run_any(const Arguments& a) {
 }  // namespace
 
 // Grid: heads in slices of 32 columns, rows.
-extern "C" __global__ void __launch_bounds__(kThreads) gated_delta_steps_128(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 6) gated_delta_steps_128(const __grid_constant__ Arguments a) {
   allow_next_kernel();
   wait_for_previous_kernel();
   run_128(a);

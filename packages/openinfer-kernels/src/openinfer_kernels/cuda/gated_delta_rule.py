@@ -18,14 +18,15 @@ from openinfer_kernels.ops import Array, AttentionBatch
 _DIM = 128
 _SLICES = 4
 """Blocks that share a head, each with 32 columns of its state."""
-_STEP_THREADS = 256
+_STEP_THREADS = 128
 _ANY_THREADS = 128
 _CHUNK_THREADS = 128
 _CHUNK_TOKENS = 64
 _LEAST_CHUNK_TOKENS = 16
 """Of a row; one with fewer is over sooner step by step."""
 _PREPARE_SHARED_BYTES = 90_624
-_WALK_SHARED_BYTES = 87_568
+_WALK_SHARED_BYTES = {2: 154_656, 1: 87_568}
+"""By the chunks that are in shared memory at a time."""
 _EVERY = 2**31 - 1
 _FLOAT32 = np.dtype(np.float32)
 
@@ -68,7 +69,10 @@ class GatedDeltaRule:
         self._prepare = device.kernel(
             "gated_delta_chunks", "gated_delta_chunks_prepare", shared_bytes=_PREPARE_SHARED_BYTES
         )
-        self._walk = device.kernel("gated_delta_chunks", "gated_delta_chunks_walk", shared_bytes=_WALK_SHARED_BYTES)
+        stages = next(n for n, num_bytes in _WALK_SHARED_BYTES.items() if num_bytes <= device.max_shared_bytes)
+        self._walk = device.kernel(
+            "gated_delta_chunks", f"gated_delta_chunks_walk_{stages}", shared_bytes=_WALK_SHARED_BYTES[stages]
+        )
 
     def gated_delta_rule(
         self,
