@@ -1,0 +1,93 @@
+"""Sums over ranks on GPUs: accumulated in float32 in order of ranks, rounded once, whatever the way.
+
+    few rows          one kernel: each rank writes into the others' memory          `open_one_shot`
+    two ranks         NCCL's own, one addition
+    more, short       gathered whole, then added up                                 `ExactSums.gather`
+    more, long        pieces exchanged, added up, gathered                          `ExactSums.exchange_pieces`
+
+NCCL adds up in the array's dtype and in an order of its own, which of more than two ranks is neither.
+"""
+
+import logging
+
+import numpy as np
+
+from openinfer_kernels import Array, KernelsError
+from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.libraries import cupy
+from openinfer_kernels.cuda.nccl import NcclGroup
+from openinfer_kernels.cuda.one_shot import HANDLE_BYTES, MAX_RANKS, OneShot
+from openinfer_kernels.cuda.rank_arrays import RankArrays
+
+logger = logging.getLogger("openinfer.engine")
+
+ONE_SHOT_BYTES = 1 << 19
+"""Of an array that is summed by one kernel, at most: every rank sends it whole to every other."""
+_GATHERED_BYTES = 1 << 19
+"""Of all ranks' arrays together: up to here they are gathered whole, which is one exchange instead of two."""
+_PIECE_VALUES = 8
+"""Pieces of a sum begin at multiples of so many values, hence of 16 bytes."""
+
+
+class ExactSums:
+    """Sums of BF16 or float32 arrays of any number of ranks, in place, over NCCL.
+
+    Args:
+        group: of the ranks.
+        arrays: what adds up.
+        rank: this rank.
+        size: ranks.
+    """
+
+    def __init__(self, group: NcclGroup, arrays: RankArrays, *, rank: int, size: int) -> None:
+        self._group = group
+        self._arrays = arrays
+        self._rank = rank
+        self._size = size
+
+    def all_reduce(self, array: Array) -> None:
+        """By the way that suits the array's size."""
+        if self._size == 2 or array.dtype.kind in "iu":  # one addition; integers are exact in any order
+            self._group.all_reduce(array, array)
+        elif array.size % (self._size * _PIECE_VALUES) or array.nbytes * self._size <= _GATHERED_BYTES:
+            self.gather(array)
+        else:
+            self.exchange_pieces(array)
+
+    def gather(self, array: Array) -> None:
+        """Every rank gets all arrays and adds them up."""
+        gathered = cupy.empty((self._size, *array.shape), array.dtype)
+        self._group.all_gather(array, gathered)
+        self._arrays.sum(gathered, array)
+
+    def exchange_pieces(self, array: Array) -> None:
+        """Every rank adds up one piece of all arrays, and all gather the sums; the size divides by the ranks."""
+        pieces = array.reshape(self._size, -1)
+        received = cupy.empty_like(pieces)
+        self._group.exchange(pieces, received)
+        mine = pieces[self._rank]
+        self._arrays.sum(received, mine)
+        self._group.all_gather(mine, pieces)
+
+
+def open_one_shot(group: NcclGroup, device: Device, *, rank: int, size: int) -> OneShot | None:
+    """What sums small arrays, if all ranks can reach each other's memory; called on every rank."""
+    if size > MAX_RANKS:
+        return None
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        made = OneShot(device, rank=rank, size=size, most_bytes=ONE_SHOT_BYTES)
+        handles = cupy.empty((size, HANDLE_BYTES), np.uint8)
+        group.all_gather(cupy.asarray(np.frombuffer(made.handle, np.uint8)), handles)
+        refusals = np.zeros(1, np.int32)
+        try:
+            made.connect([bytes(handle) for handle in cupy.asnumpy(handles)])
+        except KernelsError as error:
+            logger.warning("rank %d: sums of small arrays go through NCCL: %s", rank, error)
+            refusals[0] = 1
+        everybodys = cupy.asarray(refusals)
+        group.all_reduce(everybodys, everybodys)
+        is_possible = not cupy.asnumpy(everybodys).any()
+        stream.synchronize()
+    if not is_possible:
+        made.close()
+    return made if is_possible else None
