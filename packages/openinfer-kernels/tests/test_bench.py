@@ -1,10 +1,13 @@
+import dataclasses
 import importlib.util
 
 import pytest
 
 from openinfer_kernels.bench import run
-from openinfer_kernels.bench.cases import QWEN3_4B, Case, cases
+from openinfer_kernels.bench.cases import QWEN3_4B, Case, Filler, cases
+from openinfer_kernels.bench.expert_cases import SHAPES, expert_cases
 from openinfer_kernels.bench.report import Row, header, line
+from openinfer_kernels.cpu import CpuOps
 
 
 def test_bench_without_a_gpu_says_so_in_one_line(capsys):
@@ -60,3 +63,18 @@ def test_row_has_the_floor_of_the_unit_that_is_slower(tflops, floor_us):
     assert row.as_json()["roofline"] == pytest.approx(floor_us / 100)
     assert len(line(row)) == len(header())
     assert line(row).split()[-2:] == ["0.04", "0.5"]
+
+
+def test_experts_count_the_bytes_of_those_that_were_hit():
+    lite = next(case for case in expert_cases(SHAPES, tokens=[1]) if case.operator == "experts")
+    assert lite.shape == "DeepSeek-V2-Lite: 1, 6.0 hit"
+    assert lite.bytes == 6 * 3 * 2048 * 1408 * 2 + 2048 * 6
+    assert lite.flops == 6 * 2 * 3 * 2048 * 1408
+    eighth = [case for case in expert_cases(SHAPES[1:2], tokens=[64]) if case.operator == "experts"]
+    assert 0.7 < eighth[0].bytes / (48 * (1 - (1 - 8 / 384) ** 64) * 3 * 7168 * 2048 * 4.5 / 8) < 1.3
+
+
+def test_cases_of_experts_run_on_the_cpu():
+    small = [dataclasses.replace(each, h=256, f=128, num_experts=16, num_local=8) for each in SHAPES]
+    for case in expert_cases(small, tokens=[3]):
+        case.prepare(CpuOps(), Filler(CpuOps()))()

@@ -1,12 +1,14 @@
 """The command: arguments, one measurement per case, the table, the JSON file. Importing it loads no CUDA library."""
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from openinfer_kernels.bench.cases import QWEN3_4B, cases
+from openinfer_kernels.bench.expert_cases import SHAPES, expert_cases
 from openinfer_kernels.bench.report import Row, header, line
 from openinfer_kernels.errors import DeviceUnavailableError
 
@@ -26,8 +28,10 @@ def run(argv: Sequence[str]) -> int:
         return 2
     timer = Timer(ops)
     rows: list[Row] = []
-    _say(f"{ops.device.name}, Qwen3-4B shapes, roofline {options.tbytes} TB/s and {options.tflops} TFLOP/s\n{header()}")
-    for case in cases(QWEN3_4B, tokens=options.tokens, context=options.context):
+    limits = f"roofline {options.tbytes} TB/s and {options.tflops} TFLOP/s"
+    _say(f"{ops.device.name}, Qwen3-4B and experts of mixtures, {limits}\n{header()}")
+    dense = cases(QWEN3_4B, tokens=options.tokens, context=options.context)
+    for case in itertools.chain(dense, expert_cases(SHAPES, tokens=options.tokens)):
         if options.operator and case.operator not in options.operator:
             continue
         row = Row.of(case, time_s=timer.time_s(case), tbytes=options.tbytes, tflops=options.tflops)

@@ -11,6 +11,7 @@ constexpr int kMostExperts = 1024;
 constexpr int kMostGroups = 32;
 constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xFFFFFFFFu;
+constexpr float kLowest = -3.402823466e38f;
 
 enum Scoring { kSoftmax, kSigmoid, kSqrtSoftplus };
 enum GroupScore { kMax, kTopTwoSum };
@@ -52,7 +53,7 @@ __device__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 __device__ void score(const float* logits, float* scores, const Routing& routing, int lane) {
   const int n = routing.num_experts;
   if (routing.scoring == kSoftmax) {
-    float top = -INFINITY, sum = 0;
+    float top = kLowest, sum = 0;
     for (int e = lane; e < n; e += kLanes) top = fmaxf(top, logits[e]);
     top = warp_max(top);
     for (int e = lane; e < n; e += kLanes) sum += scores[e] = expf(logits[e] - top);
@@ -78,7 +79,7 @@ __device__ int take_largest(uint64_t* keys, int count, int lane) {
 __device__ void drop_groups(uint64_t* keys, uint64_t* group_keys, const float* wanted, const Routing& routing, int lane) {
   const int size = routing.num_experts / routing.num_groups;
   if (lane < routing.num_groups) {
-    float first = -INFINITY, second = -INFINITY;
+    float first = kLowest, second = kLowest;
     for (int e = lane * size; e < (lane + 1) * size; e++) {
       const float value = wanted[e];
       second = fmaxf(second, fminf(first, value));
