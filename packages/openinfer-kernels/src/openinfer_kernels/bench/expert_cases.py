@@ -115,7 +115,10 @@ def _experts(shape: ExpertShape, tokens: int) -> Case:
         gate_up = _weight(ops, fill, shape, 2 * shape.f, shape.h)
         down = _weight(ops, fill, shape, shape.h, shape.f)
         x, weights = fill(tokens, shape.h), np.full((tokens, shape.per_token), 0.2, np.float32)
-        made = [ExpertChoice(ids=ops.upload(ids), weights=ops.upload(weights)) for ids in choices]
+        made = [
+            ExpertChoice(ids=ops.upload(ids), weights=ops.upload(weights), num_experts=shape.num_experts)
+            for ids in choices
+        ]
         turns = itertools.cycle(made)
         return lambda: ops.experts(x, next(turns), gate_up, down)
 

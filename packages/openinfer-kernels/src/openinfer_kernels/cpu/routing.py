@@ -72,4 +72,4 @@ def _choice(
     if cache_slots is not None:
         padding = cache_slots[:, None] < 0
         ids, weights = np.where(padding, -1, ids), np.where(padding, np.float32(0), weights)
-    return ExpertChoice(ids=ids.astype(np.int32), weights=weights.astype(np.float32))
+    return ExpertChoice(ids=ids.astype(np.int32), weights=weights.astype(np.float32), num_experts=routing.num_experts)

@@ -60,7 +60,7 @@ class Experts:
         if not num_tokens:
             return out
         num_slots = num_tokens * per_token
-        plan = self._planned(choice.ids, num_experts, first_expert)
+        plan = self._planned(choice, num_experts, first_expert)
         gated = cupy.empty((num_slots, gate_up.shape[1] // 2), bfloat16)
         products = cupy.empty((num_slots, h), bfloat16)
         self._gate(x, gate_up, gated, plan, scratch=products, limit=float("inf") if limit is None else limit)
@@ -114,10 +114,10 @@ class Experts:
         self._line_up((len(plan.tiles), _LINE_UP_BLOCKS, 1), (_THREADS, 1, 1), arguments, overlap=True)
         self._hopper.multiply(scratch, gate_up, gated, epilogue=Epilogue.SWIGLU, plan=plan)
 
-    def _planned(self, ids: Array, num_experts: int, first_expert: int) -> Plan:
+    def _planned(self, choice: ExpertChoice, num_experts: int, first_expert: int) -> Plan:
         """The choices of each expert in tiles, as many as there may be at most."""
-        num_slots = ids.size
-        tokens = tile_tokens(num_slots, num_experts)
+        ids, num_slots = choice.ids, choice.ids.size
+        tokens = tile_tokens(num_slots, choice.num_experts or num_experts)
         most_tiles = min(num_experts, num_slots) + num_slots // tokens
         tiles = cupy.empty((most_tiles, 4), np.int32)
         line, positions = cupy.empty(num_slots, np.int32), cupy.empty(num_slots, np.int32)

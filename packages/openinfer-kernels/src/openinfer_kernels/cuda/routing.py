@@ -78,7 +78,11 @@ class Router:
     ) -> ExpertChoice:
         _check(logits, routing, cache_slots)
         shape = len(logits), routing.num_experts_per_token
-        choice = ExpertChoice(ids=cupy.empty(shape, np.int32), weights=cupy.empty(shape, np.float32))
+        choice = ExpertChoice(
+            ids=cupy.empty(shape, np.int32),
+            weights=cupy.empty(shape, np.float32),
+            num_experts=routing.num_experts,
+        )
         if len(logits):
             arguments = [logits, bias, token_ids, table, cache_slots, choice.ids, choice.weights, _structure(routing)]
             # Every launch has arguments of the same types, of which null pointers are some.

@@ -71,6 +71,8 @@ class ExpertChoice:
     """`[T, k]` int32, of all experts of the layer, whichever rank has them; -1 names none."""
     weights: Array
     """`[T, k]` float32."""
+    num_experts: int | None = None
+    """Of the layer, if the router says so: how thinly the choices are spread. It changes speed, never a result."""
 
 
 class ExpertOps(Protocol):
