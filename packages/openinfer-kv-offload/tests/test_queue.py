@@ -9,7 +9,7 @@ from openinfer_kv_cache import TierFailure, TransferState
 from openinfer_kv_cache.testing.tier_cases import ended
 from openinfer_kv_offload import QueueOptions, TierConfigError
 from openinfer_kv_offload.breaker import CircuitBreaker
-from openinfer_kv_offload.queue import TransferQueue
+from openinfer_kv_offload.queue import TransferQueue, Urgency
 from openinfer_kv_offload.tally import Tally
 
 
@@ -29,8 +29,8 @@ def make_queue():
         queue.close()
 
 
-def submit(queue, job, *, timeout_s=None, release=lambda: None):
-    return queue.submit(job, num_blocks=1, timeout_s=timeout_s, release=release)
+def submit(queue, job, *, timeout_s=None, urgency=Urgency.SAVE, release=lambda: None):
+    return queue.submit(job, num_blocks=1, timeout_s=timeout_s, urgency=urgency, release=release)
 
 
 def fail(transfer):
@@ -131,3 +131,27 @@ def test_close_ends_what_waits_and_gives_back_what_it_holds(make_queue):
 def test_options_out_of_range_are_refused(field):
     with pytest.raises(TierConfigError, match=f"{field} is 0"):
         QueueOptions(**{field: 0})
+
+
+def test_loads_go_before_saves_that_wait_longer(make_queue):
+    queue, _ = make_queue(num_threads=1)
+    begun, gate = threading.Event(), threading.Event()
+    order = []
+
+    def hold(transfer):
+        begun.set()
+        assert gate.wait(30)
+        transfer.land()
+
+    def job(name):
+        return lambda transfer: (order.append(name), transfer.land())
+
+    held = submit(queue, hold)
+    assert begun.wait(30)
+    waiting = [
+        submit(queue, job(name), urgency=urgency)
+        for name, urgency in (("a", Urgency.SAVE), ("b", Urgency.SAVE), ("c", Urgency.LOAD), ("d", Urgency.LOAD))
+    ]
+    gate.set()
+    assert {ended(transfer) for transfer in (held, *waiting)} == {TransferState.LANDED}
+    assert order == ["c", "d", "a", "b"]

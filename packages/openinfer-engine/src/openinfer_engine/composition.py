@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from openinfer_core import EngineInfo, FamilyPlan, InvalidRequest, Plugin, Refused, find_plugin, read_config
 from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
@@ -19,6 +21,7 @@ from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_gra
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
 from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.kv_events.recorder import KvEventRecorder
+from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, check_spec, choose_tiers
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat, RankHost
 from openinfer_engine.rank import RunnerLimits
@@ -49,6 +52,8 @@ class Composition:
     queue_policy: Plugin
     grammar_compiler: Plugin | None
     kernel_providers: tuple[ChosenProvider, ...]
+    tiers: ChosenTiers | None
+    """Where KV blocks go beside the pool."""
     timeline: Timeline
     """Of the start that this is part of."""
 
@@ -123,6 +128,7 @@ class Composition:
             **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
             "weights": str(self.options.load_format),
             **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
+            **({} if self.tiers is None else self.tiers.parts),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
         }
 
@@ -167,15 +173,22 @@ class Composition:
         )
         return make_grammar_compiler(self.grammar_compiler, vocabulary)
 
-    def make_scheduler(self) -> Scheduler:
+    def open_tiers(self) -> OpenTiers | None:
+        """The chosen KV tiers, or None; see `ChosenTiers.open` for what it raises."""
+        return None if self.tiers is None else self.tiers.open(self.layouts[0])
+
+    def make_scheduler(self, *, digest_key: bytes | None = None) -> Scheduler:
         """The chosen scheduler with the chosen queue policy.
+
+        Args:
+            digest_key: that blocks are named with; None draws one.
 
         Raises:
             BrokenPlugin: one of them failed to load.
         """
         policy = self.queue_policy.load()(QueuePolicyConfig(tenant_weights=self.options.tenant_weights))
         make: Callable[..., Scheduler] = self.scheduler.load()
-        return make(self.scheduler_config, policy)
+        return make(msgspec.structs.replace(self.scheduler_config, digest_key=digest_key), policy)
 
     def open_kv_events(self, scheduler: Scheduler) -> KvEventRecorder | None:
         """What tells routers of the scheduler's blocks, or None.
@@ -231,7 +244,7 @@ def resolve(
         InvalidCheckpoint: the folder is incomplete or contradicts its config.
         InvalidRequest: an option is out of the model's range.
         Refused: the options cannot be served.
-        PluginError: the scheduler, queue policy or grammar compiler is not there.
+        PluginError: the scheduler, queue policy, grammar compiler or a KV tier is not there.
     """
     if timeline is None:
         timeline = Timeline(begin_s=time.time())
@@ -243,10 +256,13 @@ def resolve(
         with Checkpoint.open(model_dir) as checkpoint:
             config = check_stored(definition, config, checkpoint)
     timeline.mark("config")
-    tag = fingerprint(model_dir)
+    tiers = choose_tiers(options)
+    tag = _model_tag(model_dir, options)
     backend = open_backend(options, rank=rank)
     timeline.mark("device", device_bytes=backend.used_bytes())
     specs = _specs(definition, config, tag, options, backend.dtype)
+    if tiers is not None:
+        check_spec(specs[0])
     layouts = tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)
     backend.check_layout(layouts[0])
     sizes = RunnerLimits(
@@ -273,8 +289,15 @@ def resolve(
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
         kernel_providers=choose_providers(options.kernel_providers, architecture=backend.architecture),
+        tiers=tiers,
         timeline=timeline,
     )
+
+
+def _model_tag(model_dir: Path, options: EngineOptions) -> str:
+    """Names the weights: no KV of random ones may ever be found beside a checkpoint's."""
+    tag = fingerprint(model_dir)
+    return f"dummy-{tag}" if options.load_format is LoadFormat.DUMMY else tag
 
 
 def _origin(plugin: Plugin) -> str:

@@ -39,6 +39,7 @@ from openinfer_engine.step_logprobs import HostLogprobs
 from openinfer_engine.trace import NoTrace, Tracer
 from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
 from openinfer_kernels import Array, HostArray, Logprobs
+from openinfer_kernels.cuda.block_copies import DevicePool
 from openinfer_kernels.cuda.graphs import Stream
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.pinned import PinnedTurn, PinnedTurns
@@ -174,6 +175,10 @@ class CudaRank:
         except BaseException as error:
             self._communicator.abort(error)
             raise
+
+    def pool_memory(self) -> DevicePool:
+        """The blocks of its KV pool."""
+        return DevicePool(self._kv_cache, self._ops.device)
 
     def close(self) -> None:
         """Waits for what was queued, frees what was captured, and leaves the group."""

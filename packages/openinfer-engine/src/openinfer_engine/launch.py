@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 
-from openinfer_core import EngineHandle, FamilyPlan
+from openinfer_core import EngineHandle, FamilyPlan, Refused
 from openinfer_core.local import InProcessEngine
 from openinfer_core.remote import spawn_engine
+from openinfer_core.scheduling import Scheduler
 from openinfer_core.timeline import Timeline
 from openinfer_engine.communicator import Communicator, SoloCommunicator
 from openinfer_engine.composition import Composition, resolve
 from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.kv_tiers import OpenTiers, TierPort, join_tiers, require_tiered
 from openinfer_engine.loading import load_ranks
 from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.loop import StepLoop
@@ -61,14 +63,21 @@ def build_loop(composition: Composition) -> StepLoop:
         if composition.ranks_are_processes:
             processes = undo.enter_context(contextlib.closing(RankProcesses(composition)))
             composition = composition.with_num_blocks(processes.smallest_pool(composition.num_blocks))
-        scheduler = composition.make_scheduler()
+        tiers = composition.open_tiers()
+        if tiers is not None:
+            undo.callback(tiers.tier.close)
+        scheduler = composition.make_scheduler(digest_key=None if tiers is None else tiers.digest_key)
         kv_events = composition.open_kv_events(scheduler)
         if kv_events is not None:
             undo.callback(kv_events.close)
         compiler = composition.make_grammar_compiler()  # before the weights: it reads the tokenizer beside them
         if compiler is not None:
             undo.callback(compiler.close)
+        if tiers is not None:
+            require_tiered(scheduler, name=composition.scheduler.name)
         runner = _make_runner(composition, processes, tracer)
+        undo.callback(runner.close)
+        port = _join_tiers(composition, tiers, scheduler, runner)
         undo.pop_all()
     info = msgspec.structs.replace(composition.info, start=composition.timeline.phases)
     logger.info("the engine started in %s", composition.timeline)
@@ -78,8 +87,26 @@ def build_loop(composition: Composition) -> StepLoop:
         runner=runner,
         grammar_compiler=compiler,
         kv_events=kv_events,
+        port=port,
         tracer=tracer,
     )
+
+
+def _join_tiers(
+    composition: Composition, tiers: OpenTiers | None, scheduler: Scheduler, runner: Runner
+) -> TierPort | None:
+    if tiers is None:
+        return None
+    if not isinstance(runner, ThreadRunner):
+        raise Refused("--kv-tier: ranks in processes of their own have no KV tiers yet")
+    port = join_tiers(
+        tiers,
+        pool=runner.pool_memory(),
+        scheduler=require_tiered(scheduler, name=composition.scheduler.name),
+        load_timeout_s=composition.options.kv_load_timeout_ms / 1000,
+    )
+    composition.mark("kv_tiers")
+    return port
 
 
 def _make_runner(composition: Composition, processes: RankProcesses | None, tracer: Tracer) -> Runner:

@@ -10,6 +10,7 @@ from openinfer_core import TokenLogprobs
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.block_tables import BlockTables
 from openinfer_engine.communicator import Communicator
+from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.model import Model
 from openinfer_engine.runner import DoneStep
 from openinfer_engine.slot_sampling import SlotSampling
@@ -87,6 +88,10 @@ class RankRunner:
         except BaseException as error:
             self._communicator.abort(error)
             raise
+
+    def pool_memory(self) -> HostPool:
+        """The blocks of its KV pool."""
+        return HostPool(self._kv_cache)
 
     def close(self) -> None:
         """Leaves the group."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.errors import GroupBroken
+from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.trace import NoTrace, Tracer
 
 
@@ -15,6 +16,10 @@ class Rank(Protocol):
 
     def launch(self, plan: StepPlan) -> "PendingStep":
         """Begins a step; may return before it is computed."""
+        ...
+
+    def pool_memory(self) -> PoolMemory:
+        """The blocks of its KV pool, for KV tiers."""
         ...
 
     def close(self) -> None:
@@ -72,6 +77,10 @@ class ThreadRunner:
     def failure(self) -> BaseException | None:
         """What fails is a step, which says so itself."""
         return None
+
+    def pool_memory(self) -> PoolMemory:
+        """Rank 0's."""
+        return self._ranks[0].pool_memory()
 
     def launch(self, plan: StepPlan) -> "_PendingStep":
         """Queues a step on every rank."""

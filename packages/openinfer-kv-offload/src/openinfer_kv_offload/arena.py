@@ -45,6 +45,15 @@ class Arena:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
 
+    def view(self, offset_bytes: int, num_bytes: int) -> memoryview:
+        """A piece of it, where it lies; all of it is taken when it is first written."""
+        return self._view[offset_bytes : offset_bytes + num_bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return len(self._view)
+
     def write(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
         """Copies the parts into the arena."""
         for part in parts:

@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierFailure, TierHit, Transfer
+from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.arena import WrapMedium, as_it_is
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.failures import BlockFault
 from openinfer_kv_offload.hit import HeldHit
-from openinfer_kv_offload.memory import check_blocks, copy_bytes
-from openinfer_kv_offload.queue import QueueOptions, TransferQueue
+from openinfer_kv_offload.memory import check_blocks, read_block, write_block
+from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
 from openinfer_kv_offload.record import HEADER_BYTES, decode_header, encode_header, record_bytes
 from openinfer_kv_offload.segments import Recorded, SegmentIndex
 from openinfer_kv_offload.stamp import Stamper
@@ -85,6 +86,7 @@ class DiskTier:
         self.name = name
         self.layout = layout
         self.accepts_saves = options.access is Access.WRITE
+        self.takes_device_blocks = True
         self._record_bytes = record_bytes(layout.block_bytes)
         if options.budget_bytes < 2 * self._record_bytes:
             raise TierConfigError(
@@ -123,7 +125,16 @@ class DiskTier:
         self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
         return DiskHit(held, self._release)
 
-    def load(self, hit: TierHit, blocks: Sequence[memoryview], *, timeout_s: float | None = None) -> Transfer:
+    @property
+    def digest_key(self) -> bytes | None:
+        """The key beside the segments."""
+        return self._store.digest_key
+
+    def pinnable_memory(self) -> Sequence[memoryview]:
+        """None: bytes pass through buffers that come and go with the threads."""
+        return []
+
+    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
         """Begins to read a hit's blocks into writable memory."""
         if not isinstance(hit, DiskHit) or hit.held is None:
             raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
@@ -133,11 +144,12 @@ class DiskTier:
             lambda transfer: self._load(transfer, held, blocks),
             num_blocks=len(held),
             timeout_s=timeout_s,
+            urgency=Urgency.LOAD,
             release=lambda: self._release(held),
         )
 
     def save(
-        self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
+        self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
     ) -> Transfer:
         """Begins to append sealed blocks.
 
@@ -151,6 +163,7 @@ class DiskTier:
             lambda transfer: self._save(transfer, digests, blocks),
             num_blocks=len(digests),
             timeout_s=timeout_s,
+            urgency=Urgency.SAVE,
             release=lambda: None,
         )
 
@@ -181,7 +194,7 @@ class DiskTier:
 
     # The threads' side.
 
-    def _load(self, transfer: BlockTransfer, held: Sequence[Recorded], blocks: Sequence[memoryview]) -> None:
+    def _load(self, transfer: BlockTransfer, held: Sequence[Recorded], blocks: Sequence[BlockMemory]) -> None:
         buffer = self._buffer()
         for each, block in zip(held, blocks, strict=True):
             each.segment.medium.read(each.offset_bytes, buffer)
@@ -192,18 +205,18 @@ class DiskTier:
                 self._tally.lost(corrupt_blocks=int(dropped))
                 raise BlockFault(TierFailure.CORRUPT)
             with transfer.touching():
-                copy_bytes(block, payload)
+                write_block(block, payload)
             transfer.land()
             self._tally.moved(loaded_blocks=1)
 
-    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[memoryview]) -> None:
+    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
         buffer = self._buffer()
         payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
         for digest, block in zip(digests, blocks, strict=True):
             if digest not in self._index:
                 with transfer.touching():
-                    header = self._stamper.header(digest, block)
-                    copy_bytes(payload, block)
+                    read_block(block, payload)
+                header = self._stamper.header(digest, payload)
                 buffer[:HEADER_BYTES] = encode_header(header)
                 self._tally.moved(saved_blocks=int(self._append(digest, buffer)))
             transfer.land()

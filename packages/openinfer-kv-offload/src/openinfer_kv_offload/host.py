@@ -18,6 +18,7 @@ from openinfer_kv_cache import (
     TierHit,
     Transfer,
 )
+from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.arena import Arena, WrapMedium, as_it_is
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.failures import BlockFault
@@ -25,7 +26,7 @@ from openinfer_kv_offload.frequency import LeastFrequentlyUsed
 from openinfer_kv_offload.hit import HeldHit
 from openinfer_kv_offload.memory import check_blocks
 from openinfer_kv_offload.places import PlaceIndex, Stored
-from openinfer_kv_offload.queue import QueueOptions, TransferQueue
+from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
 from openinfer_kv_offload.stamp import Stamper
 from openinfer_kv_offload.tally import Tally
 from openinfer_kv_offload.transfer import BlockTransfer
@@ -67,6 +68,9 @@ class HostHit(HeldHit[Stored]):
 class HostTier:
     """An arena of equal places, one block each, with an eviction policy; gone with the process.
 
+    A device's blocks are copied between the device and their place directly, past `wrap_medium`; their stamps are made
+    from what arrived and are checked before it leaves.
+
     Args:
         layout: of the blocks. options: its size and policy. name: for counters and logs.
             policy: a policy of your own instead of `options.policy`. clock: seconds that never run back.
@@ -89,6 +93,7 @@ class HostTier:
         self.name = name
         self.layout = layout
         self.accepts_saves = True
+        self.takes_device_blocks = True
         self._stride_bytes = -(-layout.block_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         num_places = options.capacity_bytes // self._stride_bytes
         if num_places < 1:
@@ -99,7 +104,8 @@ class HostTier:
             policy = LeastFrequentlyUsed() if options.policy is HostPolicy.LFU else LeastRecentlyUsed()
         self._index = PlaceIndex(num_places, policy, ttl_s=options.ttl_s, clock=clock)
         self._lock = threading.Lock()
-        self._medium = wrap_medium(Arena(num_places * self._stride_bytes))
+        self._arena = Arena(num_places * self._stride_bytes)
+        self._medium = wrap_medium(self._arena)
         self._stamper = Stamper(layout)
         self._tally = Tally(name)
         self._queue = TransferQueue(name, options.queue, self._tally, clock=clock)
@@ -119,7 +125,11 @@ class HostTier:
         self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
         return HostHit(held, self._release)
 
-    def load(self, hit: TierHit, blocks: Sequence[memoryview], *, timeout_s: float | None = None) -> Transfer:
+    def pinnable_memory(self) -> Sequence[memoryview]:
+        """The arena."""
+        return [self._arena.view(0, self._arena.num_bytes)]
+
+    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
         """Begins to copy a hit's blocks into writable memory."""
         if not isinstance(hit, HostHit) or hit.held is None:
             raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
@@ -129,11 +139,12 @@ class HostTier:
             lambda transfer: self._load(transfer, held, blocks),
             num_blocks=len(held),
             timeout_s=timeout_s,
+            urgency=Urgency.LOAD,
             release=lambda: self._release(held),
         )
 
     def save(
-        self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
+        self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
     ) -> Transfer:
         """Begins to copy sealed blocks into the arena."""
         check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
@@ -141,6 +152,7 @@ class HostTier:
             lambda transfer: self._save(transfer, digests, blocks),
             num_blocks=len(digests),
             timeout_s=timeout_s,
+            urgency=Urgency.SAVE,
             release=_nothing,
         )
 
@@ -177,25 +189,46 @@ class HostTier:
 
     # The threads' side.
 
-    def _load(self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[memoryview]) -> None:
+    def _load(self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[BlockMemory]) -> None:
         for each, block in zip(held, blocks, strict=True):
             with transfer.touching():
-                self._medium.read(each.place * self._stride_bytes, block)
-                intact = self._stamper.fits(each.digest, block, each.stamp)
-            if not intact:
+                is_intact = self._read(each, block)
+            if not is_intact:
                 self._tally.lost(corrupt_blocks=int(self._drop(each)))
                 raise BlockFault(TierFailure.CORRUPT)
             transfer.land()
             self._tally.moved(loaded_blocks=1)
 
-    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[memoryview]) -> None:
+    def _read(self, stored: Stored, block: BlockMemory) -> bool:
+        """Fills a block; whether its bytes are right."""
+        offset_bytes = stored.place * self._stride_bytes
+        if isinstance(block, memoryview):
+            self._medium.read(offset_bytes, block)
+            return self._stamper.fits(stored.digest, block, stored.stamp)
+        kept = self._arena.view(offset_bytes, block.nbytes)
+        is_intact = self._stamper.fits(stored.digest, kept, stored.stamp)
+        if is_intact:
+            block.copy_from(kept)
+        return is_intact
+
+    def _write(self, place: int, digest: Digest, block: BlockMemory) -> bytes:
+        """Fills a place; returns the stamp."""
+        offset_bytes = place * self._stride_bytes
+        if isinstance(block, memoryview):
+            stamp = self._stamper.stamp(digest, block)
+            self._medium.write(offset_bytes, [block])
+            return stamp
+        kept = self._arena.view(offset_bytes, block.nbytes)
+        block.copy_to(kept)
+        return self._stamper.stamp(digest, kept)
+
+    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
         for digest, block in zip(digests, blocks, strict=True):
             if digest not in self._index:
                 place = self._take()
                 try:
                     with transfer.touching():
-                        stamp = self._stamper.stamp(digest, block)
-                        self._medium.write(place * self._stride_bytes, [block])
+                        stamp = self._write(place, digest, block)
                 except BaseException:
                     with self._lock:
                         self._index.give_back(place)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 
 from openinfer_kv_cache import KvLayout, KvTierError
+from openinfer_kv_cache.tier_traits import BlockMemory
 
 
 def block_views(pool: Any, layout: KvLayout) -> list[memoryview]:
@@ -32,8 +33,8 @@ def block_views(pool: Any, layout: KvLayout) -> list[memoryview]:
     return [whole[start : start + layout.block_bytes] for start in range(0, len(whole), layout.block_bytes)]
 
 
-def check_blocks(blocks: Sequence[memoryview], layout: KvLayout, *, num_blocks: int, writable: bool) -> None:
-    """Checks memory before a transfer takes it.
+def check_blocks(blocks: Sequence[BlockMemory], layout: KvLayout, *, num_blocks: int, writable: bool) -> None:
+    """Checks memory before a transfer takes it; of a device's blocks only their size is known.
 
     Raises:
         KvTierError: the number, the size, the contiguity or the right to write is not what the transfer needs.
@@ -41,6 +42,10 @@ def check_blocks(blocks: Sequence[memoryview], layout: KvLayout, *, num_blocks: 
     if len(blocks) != num_blocks:
         raise KvTierError(f"{num_blocks} digests and {len(blocks)} blocks; they belong together one by one")
     for index, block in enumerate(blocks):
+        if not isinstance(block, memoryview):
+            if block.nbytes != layout.block_bytes:
+                raise KvTierError(f"blocks[{index}] has {block.nbytes} bytes; this layout's have {layout.block_bytes}")
+            continue
         if block.nbytes != layout.block_bytes or block.format != "B" or not block.c_contiguous:
             raise KvTierError(
                 f"blocks[{index}] has {block.nbytes} bytes of format {block.format!r}; a block of this layout is "
@@ -48,6 +53,22 @@ def check_blocks(blocks: Sequence[memoryview], layout: KvLayout, *, num_blocks: 
             )
         if writable and block.readonly:
             raise KvTierError(f"blocks[{index}] is read-only; a load writes into it")
+
+
+def read_block(block: BlockMemory, into: memoryview) -> None:
+    """Copies a caller's block, wherever it is, into this machine's memory."""
+    if isinstance(block, memoryview):
+        copy_bytes(into, block)
+    else:
+        block.copy_to(into)
+
+
+def write_block(block: BlockMemory, content: memoryview) -> None:
+    """Copies this machine's memory into a caller's block, wherever that is."""
+    if isinstance(block, memoryview):
+        copy_bytes(block, content)
+    else:
+        block.copy_from(content)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

@@ -1,11 +1,14 @@
 """`TransferQueue`: a tier's own threads, its breaker, and what happens when a transfer goes wrong."""
 
 import contextlib
+import itertools
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
+from enum import IntEnum
 
 import msgspec
 
@@ -27,7 +30,8 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         TierConfigError: a field is out of range.
     """
 
-    num_threads: int = 2
+    num_threads: int = msgspec.field(default_factory=lambda: min(8, max(2, (os.cpu_count() or 1) // 2)))
+    """Of its own; by default half of the machine's processors, 2 to 8."""
     max_queued: int = 256
     """Transfers that wait; one more ends short at once (`BUSY`)."""
     breaker_failures: int = 5
@@ -40,8 +44,18 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise TierConfigError(f"{field} is {value}; it must be more than 0")
 
 
+class Urgency(IntEnum):
+    """What a thread takes first."""
+
+    LOAD = 0
+    """A request waits for it."""
+    SAVE = 1
+    """And what is nobody's transfer."""
+    STOP = 2
+
+
 class TransferQueue:
-    """Carries out the transfers of one tier in the order of their submission.
+    """Carries out the transfers of one tier, loads first, in the order of their submission.
 
     Args:
         name: of the tier, for its threads and its log. options: how many threads, when to give up.
@@ -57,7 +71,9 @@ class TransferQueue:
         self._breaker = CircuitBreaker(
             num_failures=options.breaker_failures, cooldown_s=options.breaker_cooldown_s, clock=clock
         )
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[Urgency, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
+        """Of jobs, so that those of one urgency keep their order."""
         self._max_queued = options.max_queued
         self._open: set[BlockTransfer] = set()
         self._lock = threading.Lock()
@@ -80,6 +96,7 @@ class TransferQueue:
         *,
         num_blocks: int,
         timeout_s: float | None,
+        urgency: Urgency,
         release: Callable[[], None],
     ) -> BlockTransfer:
         """Queues a transfer.
@@ -88,6 +105,7 @@ class TransferQueue:
             job: moves the blocks in one of the threads; its exceptions become the transfer's failure.
             num_blocks: of the transfer; 0 lands at once.
             timeout_s: from now.
+            urgency: which others it goes before.
             release: gives back what the transfer holds; called once, after the job or instead of it.
         """
         deadline_s = None if timeout_s is None else self._clock() + timeout_s
@@ -96,7 +114,7 @@ class TransferQueue:
             self._open.add(transfer)
         refusal = self._refusal() if num_blocks else None
         if refusal is None and num_blocks:
-            refusal = self._enqueue(lambda: self._carry_out(job, transfer, release))
+            refusal = self._enqueue(lambda: self._carry_out(job, transfer, release), urgency)
             if refusal is None:
                 return transfer
         transfer.end(refusal)
@@ -105,7 +123,8 @@ class TransferQueue:
 
     def run_soon(self, task: Callable[[], None]) -> bool:
         """Queues work that is nobody's transfer; False if there is no room."""
-        return not self._is_closed and self._enqueue(lambda: None if self._is_closed else self._guard(task)) is None
+        guarded = lambda: None if self._is_closed else self._guard(task)  # noqa: E731
+        return not self._is_closed and self._enqueue(guarded, Urgency.SAVE) is None
 
     def close(self) -> bool:
         """Ends what is pending, lets copies on their way finish, and stops the threads.
@@ -122,7 +141,7 @@ class TransferQueue:
             transfer.end(TierFailure.CLOSED)
         self._drain()
         for _ in self._threads:
-            self._jobs.put(None)
+            self._put(Urgency.STOP, None)
         for thread in self._threads:
             thread.join(_JOIN_S)
             if thread.is_alive():
@@ -134,20 +153,23 @@ class TransferQueue:
             return TierFailure.CLOSED
         return None if self._breaker.admit() else TierFailure.BREAKER_OPEN
 
-    def _enqueue(self, task: Callable[[], None]) -> TierFailure | None:
+    def _enqueue(self, task: Callable[[], None], urgency: Urgency) -> TierFailure | None:
         if self._jobs.qsize() >= self._max_queued:
             return TierFailure.BUSY
-        self._jobs.put(task)
+        self._put(urgency, task)
         return None
+
+    def _put(self, urgency: Urgency, task: Callable[[], None] | None) -> None:
+        self._jobs.put((urgency, next(self._numbers), task))
 
     def _drain(self) -> None:
         """After the end of all transfers: what is queued only gives back what it holds."""
         with contextlib.suppress(queue.Empty):
-            while (task := self._jobs.get_nowait()) is not None:
+            while (task := self._jobs.get_nowait()[2]) is not None:
                 task()
 
     def _run(self) -> None:
-        while (task := self._jobs.get()) is not None:
+        while (task := self._jobs.get()[2]) is not None:
             task()
 
     def _carry_out(

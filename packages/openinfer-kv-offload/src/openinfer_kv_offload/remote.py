@@ -9,16 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierFailure, TierHit, Transfer
+from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.arena import Medium, WrapMedium, as_it_is
 from openinfer_kv_offload.errors import StoreError, TierConfigError
 from openinfer_kv_offload.failures import BlockFault
 from openinfer_kv_offload.hit import HeldHit
 from openinfer_kv_offload.in_order import run_in_order
 from openinfer_kv_offload.manifest import check_manifest, encode_manifest
-from openinfer_kv_offload.memory import check_blocks, copy_bytes
+from openinfer_kv_offload.memory import check_blocks, read_block, write_block
 from openinfer_kv_offload.object_index import KnownObject, ObjectIndex
 from openinfer_kv_offload.object_store import ObjectMedium, ObjectStore
-from openinfer_kv_offload.queue import QueueOptions, TransferQueue
+from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
 from openinfer_kv_offload.record import HEADER_BYTES, decode_header, encode_header
 from openinfer_kv_offload.stamp import Stamper
 from openinfer_kv_offload.store import Access
@@ -92,6 +93,7 @@ class RemoteTier:
         self.name = name
         self.layout = layout
         self.accepts_saves = options.access is Access.WRITE
+        self.takes_device_blocks = True
         self._object_bytes = HEADER_BYTES + layout.block_bytes
         if options.budget_bytes < self._object_bytes:
             raise TierConfigError(
@@ -123,7 +125,16 @@ class RemoteTier:
         self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
         return RemoteHit(held, self._release)
 
-    def load(self, hit: TierHit, blocks: Sequence[memoryview], *, timeout_s: float | None = None) -> Transfer:
+    @property
+    def digest_key(self) -> bytes | None:
+        """None: no secret is kept on a server."""
+        return None
+
+    def pinnable_memory(self) -> Sequence[memoryview]:
+        """None: bytes pass through buffers that come and go with the threads."""
+        return []
+
+    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
         """Begins to fetch a hit's blocks into writable memory."""
         if not isinstance(hit, RemoteHit) or hit.held is None:
             raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
@@ -133,11 +144,12 @@ class RemoteTier:
             lambda transfer: self._load(transfer, held, blocks),
             num_blocks=len(held),
             timeout_s=timeout_s,
+            urgency=Urgency.LOAD,
             release=lambda: self._release(held),
         )
 
     def save(
-        self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
+        self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
     ) -> Transfer:
         """Begins to store sealed blocks.
 
@@ -151,6 +163,7 @@ class RemoteTier:
             lambda transfer: self._save(transfer, digests, blocks),
             num_blocks=len(digests),
             timeout_s=timeout_s,
+            urgency=Urgency.SAVE,
             release=lambda: None,
         )
 
@@ -192,18 +205,18 @@ class RemoteTier:
 
     # The threads' side.
 
-    def _load(self, transfer: BlockTransfer, held: Sequence[KnownObject], blocks: Sequence[memoryview]) -> None:
+    def _load(self, transfer: BlockTransfer, held: Sequence[KnownObject], blocks: Sequence[BlockMemory]) -> None:
         fetches = [functools.partial(self._fetch, transfer, *each) for each in zip(held, blocks, strict=True)]
         self._run(fetches, transfer)
 
-    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[memoryview]) -> None:
+    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
         puts = [functools.partial(self._put, transfer, *each) for each in zip(digests, blocks, strict=True)]
         self._run(puts, transfer)
 
     def _run(self, tasks: Sequence[Callable[[], None]], transfer: BlockTransfer) -> None:
         run_in_order(self._connections, tasks, window=self._options.connections, on_end=transfer.land)
 
-    def _fetch(self, transfer: BlockTransfer, known: KnownObject, block: memoryview) -> None:
+    def _fetch(self, transfer: BlockTransfer, known: KnownObject, block: BlockMemory) -> None:
         buffer = self._buffer()
         payload = buffer[HEADER_BYTES:]
         with transfer.touching():
@@ -218,16 +231,16 @@ class RemoteTier:
             self._delete([known.digest])
             raise BlockFault(TierFailure.CORRUPT)
         with transfer.touching():
-            copy_bytes(block, payload)
+            write_block(block, payload)
         self._tally.moved(loaded_blocks=1)
 
-    def _put(self, transfer: BlockTransfer, digest: Digest, block: memoryview) -> None:
+    def _put(self, transfer: BlockTransfer, digest: Digest, block: BlockMemory) -> None:
         if digest in self._index:
             return
         buffer = self._buffer()
         with transfer.touching():
-            header = self._stamper.header(digest, block)
-            copy_bytes(buffer[HEADER_BYTES:], block)
+            read_block(block, buffer[HEADER_BYTES:])
+        header = self._stamper.header(digest, buffer[HEADER_BYTES:])
         buffer[:HEADER_BYTES] = encode_header(header)
         with self._lock:
             evicted = self._index.make_room()

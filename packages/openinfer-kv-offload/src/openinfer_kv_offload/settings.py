@@ -42,6 +42,20 @@ def open_tiers(settings: Sequence[str], layout: KvLayout, *, options: StackOptio
         raise
 
 
+def open_stack(layout: KvLayout, setting: str) -> KvTier:
+    """Opens `NAME=SETTING;NAME=SETTING…`, fastest first, with fields of `StackOptions` among them.
+
+    `host=64GiB;disk=/var/cache/kv,500GiB;write=back` is a stack that hands blocks down when it evicts them.
+
+    Raises:
+        TierConfigError: it is not of that form; and what `open_tiers` raises.
+    """
+    parts = setting.split(";")
+    fields = [part for part in parts if part.partition("=")[0] in StackOptions.__struct_fields__]
+    options = convert(parse_fields({}, fields), StackOptions)
+    return open_tiers([part for part in parts if part not in fields], layout, options=options)
+
+
 def open_host(layout: KvLayout, setting: str) -> HostTier:
     """`SIZE[,policy=lru|lfu][,ttl_s=SECONDS]`.
 

@@ -1,22 +1,26 @@
 """`TierStack`: tiers one above the other, fastest first, that are one tier together."""
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from openinfer_kv_cache import (
+    DeviceTier,
     Digest,
     EvictingTier,
     KvTier,
     KvTierError,
+    LastingTier,
     TierCounters,
     TierHit,
     Transfer,
     check_same_layout,
 )
+from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.stack_transfer import StackTransfer
 
@@ -45,6 +49,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     promotion: Promotion = Promotion.ON_LOAD
     demotion_timeout_s: float = 10.0
     """How long an eviction waits for the tier below; then the block is lost."""
+    flush_on_close: bool = False
+    """With write-back, whether `close` first hands down what only the upper tiers have; that may take long."""
 
 
 class Part(NamedTuple):
@@ -86,17 +92,29 @@ class TierStack:
 
     def __init__(self, tiers: Sequence[KvTier], options: StackOptions | None = None, *, name: str = "stack") -> None:
         self.name = name
-        self._tiers = list(tiers)
+        # Those that take no device blocks are given none: whoever has some asks `takes_device_blocks` first.
+        self._tiers = cast("list[DeviceTier]", list(tiers))
         self._options = options or StackOptions()
         if len({tier.name for tier in tiers}) != len(tiers) or len(tiers) < 2:
             raise TierConfigError(f"a stack needs two tiers or more, of different names; got {[t.name for t in tiers]}")
         self.layout = tiers[0].layout
+        self.takes_device_blocks = all(isinstance(tier, DeviceTier) and tier.takes_device_blocks for tier in tiers)
         self.accepts_saves = any(tier.accepts_saves for tier in tiers)
         for tier in tiers[1:]:
             check_same_layout(self.layout, tier.layout)
+        self._key = _common_key(tiers)
         if self._options.write is WriteMode.BACK:
             for upper, lower in zip(self._tiers, self._tiers[1:], strict=False):
                 self._join(upper, lower)
+
+    def pinnable_memory(self) -> Sequence[memoryview]:
+        """Of every tier."""
+        return [memory for tier in self._tiers for memory in tier.pinnable_memory()]
+
+    @property
+    def digest_key(self) -> bytes | None:
+        """Of the tiers that outlive the process, None if one has none or two differ; random without such tiers."""
+        return self._key
 
     def find(self, digests: Sequence[Digest]) -> StackHit:
         """The longest beginning that the tiers have together."""
@@ -107,7 +125,7 @@ class TierStack:
             position += len(part.hit.digests)
         return StackHit(parts)
 
-    def load(self, hit: TierHit, blocks: Sequence[memoryview], *, timeout_s: float | None = None) -> Transfer:
+    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
         """Loads each part from its tier, all at the same time."""
         if not isinstance(hit, StackHit) or hit.parts is None:
             raise KvTierError(f"{self.name} can load only an open hit of its own, once")
@@ -128,7 +146,7 @@ class TierStack:
         return StackTransfer.of_load(loads, promotions)
 
     def save(
-        self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
+        self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
     ) -> Transfer:
         """Saves into every tier that accepts it, or into the first."""
         tiers = [tier for tier in self._tiers if tier.accepts_saves]
@@ -150,7 +168,9 @@ class TierStack:
         return tuple(each for tier in self._tiers for each in tier.counters())
 
     def close(self) -> None:
-        """Closes the tiers; what only the upper ones have is lost unless `flush` came first."""
+        """Closes the tiers; what only the upper ones have is lost unless `flush` came first, or `flush_on_close`."""
+        if self._options.flush_on_close:
+            self.flush()
         for tier in self._tiers:
             tier.close()
 
@@ -179,7 +199,7 @@ class TierStack:
         return None
 
     def _promotion(
-        self, part: Part, blocks: Sequence[memoryview], deadline_s: float | None
+        self, part: Part, blocks: Sequence[BlockMemory], deadline_s: float | None
     ) -> Callable[[int], list[Transfer]]:
         """What to begin when `landed` blocks of a part are in the caller's memory."""
         wanted = self._options.promotion is Promotion.ON_LOAD
@@ -193,6 +213,11 @@ class TierStack:
             return [tier.save(digests[:landed], blocks[:landed], timeout_s=left_s) for tier in above]
 
         return promote
+
+
+def _common_key(tiers: Sequence[KvTier]) -> bytes | None:
+    keys = [tier.digest_key for tier in tiers if isinstance(tier, LastingTier)] or [secrets.token_bytes(32)]
+    return keys[0] if all(key == keys[0] for key in keys) else None
 
 
 def _abandon(begun: Sequence[Transfer], left: Sequence[Part]) -> None:

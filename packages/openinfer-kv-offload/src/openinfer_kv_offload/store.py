@@ -1,6 +1,7 @@
 """A store's folder: what it holds, whose it is, and who may write to it.
 
 store.json            format version and layout; written once, moved into place whole
+digest.key            the secret that blocks are named with (see `openinfer_kv_cache.PrefixHasher`), for its owner only
 writer.lock           locked by the one process that writes (flock: the kernel frees it with the process)
 segment-00000001.kv   records (`record.py`), appended; higher numbers are younger
 """
@@ -8,6 +9,7 @@ segment-00000001.kv   records (`record.py`), appended; higher numbers are younge
 import fcntl
 import os
 import re
+import secrets
 from enum import StrEnum
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from openinfer_kv_cache import KvLayout
 from openinfer_kv_offload.errors import StoreError
 from openinfer_kv_offload.manifest import check_manifest, encode_manifest
 
+_KEY_BYTES = 32
 _SEGMENT = re.compile(r"segment-(\d{8})\.kv")
 
 
@@ -46,6 +49,7 @@ class StoreFolder:
             self._lock_fd = _lock(folder)
         try:
             self._check_manifest(layout, access)
+            self.digest_key = self._read_key(access)
         except BaseException:
             self.close()
             raise
@@ -64,6 +68,13 @@ class StoreFolder:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def _read_key(self, access: Access) -> bytes | None:
+        """The key that the blocks are named with, unless their owner brings one; a writer makes it."""
+        path = self.folder / "digest.key"
+        if access is Access.WRITE and not path.exists():
+            _write_whole(path, secrets.token_bytes(_KEY_BYTES))
+        return path.read_bytes() if path.exists() else None
 
     def _check_manifest(self, layout: KvLayout, access: Access) -> None:
         path = self.folder / "store.json"
@@ -89,10 +100,14 @@ def _lock(folder: Path) -> int:
     return fd
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _write_whole(path: Path, content: bytes) -> None:
     """So that a reader sees all of it or nothing, also after a crash."""
     new = path.with_suffix(".new")
-    with new.open("wb") as file:
+    with open(new, "wb", opener=_open_private) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -2,7 +2,7 @@
 
 `max_num_seqs: int` becomes `--max-num-seqs N`. Values are converted by msgspec and range-checked by the Struct
 itself. A field ending in `_bytes` takes `64MiB`; a mapping takes `a=1,b=2`; a tuple takes `a,b`; a bool takes `true`
-or `false`.
+or `false`; a list takes one value, and its flag may be repeated.
 """
 
 import argparse
@@ -21,7 +21,15 @@ from openinfer_core import InvalidRequest
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
-_METAVARS = {"int": "N", "float": "X", "bool": "true|false", "str": "NAME", "dict": "NAME=X,...", "tuple": "A,B,..."}
+_METAVARS = {
+    "int": "N",
+    "float": "X",
+    "bool": "true|false",
+    "str": "NAME",
+    "dict": "NAME=X,...",
+    "tuple": "A,B,...",
+    "list": "VALUE",
+}
 _BYTE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -38,6 +46,7 @@ def add_flags(
             flag_of(field.name),
             dest=f"{struct.__name__}.{field.name}",
             metavar=_metavar(field.type),
+            action="append" if _is_list(field) else "store",
             default=argparse.SUPPRESS,
             help=(described.get(field.name, "") + _default(field)).replace("%", "%%"),
         )
@@ -103,8 +112,11 @@ def _string_of(statement: ast.AST) -> str | None:
     return None
 
 
-def _convert(field: msgspec.structs.FieldInfo, text: str) -> Any:
+def _convert(field: msgspec.structs.FieldInfo, text: Any) -> Any:
+    """Of a list `text` is one, too, since its flag is repeated."""
     flag = flag_of(field.name)
+    if _is_list(field):
+        return text
     try:
         return msgspec.convert(_parse(field, text), field.type, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
@@ -115,11 +127,15 @@ def _parse(field: msgspec.structs.FieldInfo, text: str) -> Any:
     kinds = [get_origin(kind) or kind for kind in _alternatives(field.type)]
     if dict in kinds:
         return dict(_pair(item) for item in text.split(",") if item)
-    if tuple in kinds or list in kinds:
+    if tuple in kinds:
         return [item for item in text.split(",") if item]
     if field.name.endswith("_bytes"):
         return _bytes(text)
     return text
+
+
+def _is_list(field: msgspec.structs.FieldInfo) -> bool:
+    return get_origin(field.type) is list
 
 
 def _pair(item: str) -> tuple[str, str]:

@@ -6,7 +6,6 @@ from typing import Protocol
 import numpy as np
 
 from openinfer_kernels import Array
-from openinfer_kv_cache import KvLayout
 from openinfer_kv_cache.tier_traits import BlockMemory
 
 
@@ -37,9 +36,9 @@ class HostPool:
 
     is_on_device = False
 
-    def __init__(self, pool: Array, layout: KvLayout) -> None:
+    def __init__(self, pool: Array) -> None:
         whole = np.asarray(pool).reshape(-1).view(np.uint8).data
-        size = layout.block_bytes
+        size = len(whole) // len(pool)
         self.blocks: Sequence[BlockMemory] = [whole[begin : begin + size] for begin in range(0, len(whole), size)]
 
     def lock(self, memory: Sequence[memoryview]) -> None:

@@ -1,0 +1,43 @@
+"""Tiers, pool and scheduler of one engine put together."""
+
+from openinfer_core import Refused
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import Scheduler
+from openinfer_engine.kv_tiers.choice import OpenTiers
+from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
+from openinfer_kv_cache import DeviceTier, KvTier
+
+
+def require_tiered(scheduler: Scheduler, *, name: str) -> TieredScheduler:
+    """The scheduler as one that can use tiers.
+
+    Raises:
+        Refused: it cannot.
+    """
+    if not isinstance(scheduler, TieredScheduler):
+        raise Refused(f"--kv-tier: the scheduler {name} uses no KV tiers; leave one of the two out")
+    return scheduler
+
+
+def join_tiers(tiers: OpenTiers, *, pool: PoolMemory, scheduler: TieredScheduler, load_timeout_s: float) -> TierPort:
+    """The port of open tiers, which the scheduler uses from now on; it owns the tiers.
+
+    Raises:
+        Refused: a tier takes no blocks of the pool's device.
+        ContractViolation: pool and tiers have blocks of different sizes.
+    """
+    block_bytes = tiers.tier.layout.block_bytes
+    if pool.blocks[0].nbytes != block_bytes:
+        raise ContractViolation(f"blocks of the pool have {pool.blocks[0].nbytes} bytes, those of tiers {block_bytes}")
+    if pool.is_on_device:
+        pool.lock(_device_tier(tiers.tier).pinnable_memory())
+    port = TierPort(tiers.tier, pool.blocks, load_timeout_s=load_timeout_s, before_close=pool.unlock)
+    scheduler.use_tiers(port)
+    return port
+
+
+def _device_tier(tier: KvTier) -> DeviceTier:
+    if not (isinstance(tier, DeviceTier) and tier.takes_device_blocks):
+        raise Refused(f"--kv-tier: {tier.name} copies blocks of this machine's memory only; use it with --device cpu")
+    return tier

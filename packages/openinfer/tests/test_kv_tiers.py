@@ -1,0 +1,190 @@
+"""KV tiers in a whole engine: the same tokens with them and without, whatever goes wrong in them; restarts; metrics."""
+
+import random
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer_core import GenerateRequest, InvalidRequest, Plugin, Refused, RequestId, SamplingParams, find_plugin
+from openinfer_core.events import Finished, Tokens
+from openinfer_engine import EngineOptions, LoadFormat, StepLoop, build_loop, resolve
+from openinfer_engine.kv_tiers import ChosenTiers
+from openinfer_kv_cache import KvLayout, KvTier
+from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultKind
+from openinfer_kv_cache.tiers import KV_TIERS
+from openinfer_kv_offload import HostTier, HostTierOptions, QueueOptions, open_tiers
+
+FAULTS = FaultInjector()
+POOL: dict[str, Any] = {
+    "num_blocks": 24,
+    "max_num_seqs": 4,
+    "max_step_tokens": 64,
+    "max_model_tokens": 320,
+    "batch_invariant": True,
+}
+NUM_REQUESTS = 40
+
+
+def open_faulty(layout: KvLayout, setting: str) -> KvTier:
+    """A host tier whose medium has the faults of `FAULTS`."""
+    options = HostTierOptions(capacity_bytes=int(setting), queue=QueueOptions(breaker_cooldown_s=0.05))
+    return HostTier(layout, options, wrap_medium=FAULTS.wrap)
+
+
+@contextmanager
+def running(**options: Any) -> Generator[StepLoop]:
+    family = find_plugin("openinfer.models", "qwen3").load()
+    model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
+    plugin = options.pop("plugin", None)
+    composition = resolve(family.definition, model_dir, EngineOptions(**{**POOL, **options}))
+    loop = build_loop(composition if plugin is None else replace(composition, tiers=plugin))
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def faulty_tier(capacity_bytes: int) -> ChosenTiers:
+    plugin = Plugin(KV_TIERS, "faulty", _Ours("faulty", "here:open_faulty", KV_TIERS))
+    return ChosenTiers(
+        settings=("faulty",), plugins=(plugin,), opener=plugin, opener_setting=str(capacity_bytes), key_file=None
+    )
+
+
+class _Ours(EntryPoint):
+    """An entry point of this file, which no distribution names."""
+
+    def load(self) -> Any:
+        return open_faulty
+
+
+def traffic(seed: int) -> list[GenerateRequest]:
+    """Conversations that go on: prompts begin with what earlier ones had."""
+    draw = random.Random(seed)
+    threads = [[draw.randrange(256) for _ in range(draw.randint(30, 90))] for _ in range(6)]
+    requests: list[GenerateRequest] = []
+    for request_id in range(NUM_REQUESTS):
+        thread = draw.choice(threads)
+        thread += [draw.randrange(256) for _ in range(draw.randint(1, 20))]
+        del thread[220:]
+        sampling = SamplingParams(max_tokens=draw.randint(1, 12), temperature=draw.choice((0.0, 1.0)), seed=request_id)
+        requests.append(
+            GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=tuple(thread), sampling=sampling)
+        )
+    return requests
+
+
+def serve(loop: StepLoop, requests: Sequence[GenerateRequest], *, faults: Sequence[FaultKind] = ()) -> dict[int, Any]:
+    """Tokens of each request; a few are submitted in every step."""
+    draw = random.Random(1)
+    left = list(requests)
+    said: dict[int, list[int]] = {int(request.request_id): [] for request in requests}
+    while left or loop.busy:
+        for _ in range(draw.randint(0, 2)):
+            if left:
+                loop.submit(left.pop(0))
+        if faults and draw.random() < 0.3:
+            FAULTS.on_next_reads(draw.choice(faults))
+            FAULTS.on_next_writes(draw.choice(faults))
+        for event in loop.step() if loop.busy else ():
+            if isinstance(event, Tokens):
+                said[int(event.request_id)] += event.token_ids
+            elif isinstance(event, Finished):
+                said[int(event.request_id)].append(-1)
+    return said
+
+
+@pytest.fixture(scope="module")
+def without_tiers() -> dict[int, Any]:
+    with running() as loop:
+        said = serve(loop, traffic(0))
+    assert all(tokens[-1] == -1 for tokens in said.values())
+    return said
+
+
+def test_tokens_are_the_same_with_a_host_tier_above_a_disk(without_tiers: dict[int, Any], tmp_path: Path) -> None:
+    with running(kv_tier=["host=2MiB", f"disk={tmp_path / 'kv'},64MiB"]) as loop:
+        assert serve(loop, traffic(0)) == without_tiers
+        stats = loop.stats()
+    assert stats.blocks_used == 0
+    assert stats.tier_tokens > 0
+    assert [tier.tier for tier in stats.kv_tiers] == ["host", "disk"]
+    assert all(tier.loaded_blocks > 0 for tier in stats.kv_tiers)
+    assert stats.kv_tier_faults == 0
+
+
+def test_tokens_are_the_same_while_everything_goes_wrong(without_tiers: dict[int, Any]) -> None:
+    with running(plugin=faulty_tier(16 << 20), kv_load_timeout_ms=50) as loop:
+        said = serve(loop, traffic(0), faults=tuple(FaultKind))
+        stats = loop.stats()
+    FAULTS.clear()
+    assert said == without_tiers
+    (tier,) = stats.kv_tiers
+    assert sum(tier.failures.values()) > 0
+    assert stats.tier_tokens > 0
+    assert stats.blocks_used == 0
+
+
+def test_disk_tier_is_found_again_by_the_next_engine_and_not_with_another_salt(tmp_path: Path) -> None:
+    setting = f"disk={tmp_path / 'kv'},64MiB"
+    request = traffic(0)[-1]
+    salted = GenerateRequest(
+        request_id=RequestId(1000),
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=request.sampling,
+        cache_salt="another tenant",
+    )
+    with running(kv_tier=[setting]) as loop:
+        first = serve(loop, [request])
+        assert loop.stats().tier_tokens == 0
+    with running(kv_tier=[setting]) as loop:
+        assert serve(loop, [salted])[1000] == first[int(request.request_id)]
+        assert loop.stats().tier_tokens == 0
+        assert serve(loop, [request]) == first
+        assert loop.stats().tier_tokens == loop.stats().cached_tokens > 0
+    key = tmp_path / "other.key"
+    key.write_bytes(bytes(32))
+    with running(kv_tier=[setting], kv_key_file=str(key)) as loop:
+        assert serve(loop, [request]) == first
+        assert loop.stats().tier_tokens == 0
+
+
+def test_folder_of_other_weights_is_refused(tmp_path: Path) -> None:
+    setting = f"disk={tmp_path / 'kv'},64MiB"
+    with running(kv_tier=[setting]):
+        pass
+    with pytest.raises(Refused, match="model_tag"), running(kv_tier=[setting], load_format=LoadFormat.DUMMY):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_tier": ["host"]}, "NAME=SETTING"),
+        ({"kv_tier": ["host=1MiB"], "prefix_cache": False}, "prefix_cache is false"),
+        ({"kv_tier": ["host=1MiB"], "tensor_parallel_size": 2}, "one rank"),
+        ({"kv_key_file": "x"}, "no use without kv_tier"),
+        ({"kv_tier": ["host=1MiB"], "kv_key_file": "/none"}, "No such file"),
+        ({"kv_tier": ["host=1KiB"]}, "one block needs"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((InvalidRequest, Refused), match=message), running(**options):
+        pass
+
+
+def test_port_and_package_open_the_same_stack(tmp_path: Path) -> None:
+    with running(kv_tier=["host=1MiB", f"disk={tmp_path},8MiB"]) as loop:
+        names = [tier.tier for tier in loop.stats().kv_tiers]
+    family = find_plugin("openinfer.models", "qwen3").load()
+    layout = resolve(
+        family.definition, find_plugin("openinfer.checkpoints", "tiny").load()(), EngineOptions(**POOL)
+    ).layouts[0]
+    tiers = open_tiers(["host=1MiB", f"disk={tmp_path},8MiB"], layout)
+    assert [each.tier for each in tiers.counters()] == names
+    tiers.close()
