@@ -272,26 +272,21 @@ struct Part {
     __stcg(data + kFours * kStride, make_float4(c.top[0], c.top[1], c.weight[0], c.weight[1]));
   }
 
-  // Adds this part's sums to `c`.
+  __device__ __forceinline__ float4 ends() const { return __ldcg(data + kFours * kStride); }
+
+  // Adds this part's sums to `c`, whose maxima are those of all parts.
   __device__ __forceinline__ void add_to(Consumer<S>& c, float scale) const {
-    const float4 ends = __ldcg(data + kFours * kStride);
-    const float tops[2] = {ends.x, ends.y}, weights[2] = {ends.z, ends.w};
-    float before[2], mine[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float highest = fmaxf(c.top[r], tops[r]);
-      before[r] = exp2_fast((c.top[r] - highest) * scale);
-      mine[r] = exp2_fast((tops[r] - highest) * scale);
-      c.top[r] = highest;
-      c.weight[r] = c.weight[r] * before[r] + weights[r] * mine[r];
-    }
+    const float4 mine = ends();
+    const float factors[2] = {exp2_fast((mine.x - c.top[0]) * scale), exp2_fast((mine.y - c.top[1]) * scale)};
+    c.weight[0] += mine.z * factors[0];
+    c.weight[1] += mine.w * factors[1];
 #pragma unroll
     for (int i = 0; i < kFours; i++) {
       const float4 sums = __ldcg(data + i * kStride);
-      c.o[4 * i] = c.o[4 * i] * before[0] + sums.x * mine[0];
-      c.o[4 * i + 1] = c.o[4 * i + 1] * before[0] + sums.y * mine[0];
-      c.o[4 * i + 2] = c.o[4 * i + 2] * before[1] + sums.z * mine[1];
-      c.o[4 * i + 3] = c.o[4 * i + 3] * before[1] + sums.w * mine[1];
+      c.o[4 * i] += sums.x * factors[0];
+      c.o[4 * i + 1] += sums.y * factors[0];
+      c.o[4 * i + 2] += sums.z * factors[1];
+      c.o[4 * i + 3] += sums.w * factors[1];
     }
   }
 };
@@ -306,7 +301,6 @@ __device__ __forceinline__ int arrive(int* arrivals) {
 // Leaves this warpgroup's sums of a part; where it is the tile's last to do so, returns true and has those of all parts.
 template <class S>
 __device__ __forceinline__ bool gather_parts(Shared<S>& s, const Arguments& a, const Unit& unit, Consumer<S>& c, int group) {
-  if (unit.first_line + group * 64 >= unit.num_lines) return false;
   Part<S>::of(a, unit, unit.part, group).leave(c);
   warpgroup_sync(group);
   if (threadIdx.x % 128 == 0) {
@@ -320,6 +314,13 @@ __device__ __forceinline__ bool gather_parts(Shared<S>& s, const Arguments& a, c
   for (int i = 0; i < Consumer<S>::kSums; i++) c.o[i] = 0;
   c.top[0] = c.top[1] = kMinusInfinity;
   c.weight[0] = c.weight[1] = 0;
+#pragma unroll 4
+  for (int part = 0; part < unit.parts; part++) {
+    const float4 ends = Part<S>::of(a, unit, part, group).ends();
+    c.top[0] = fmaxf(c.top[0], ends.x);
+    c.top[1] = fmaxf(c.top[1], ends.y);
+  }
+#pragma unroll(S::D <= 128 ? 2 : 1)
   for (int part = 0; part < unit.parts; part++) Part<S>::of(a, unit, part, group).add_to(c, a.scale);
   return true;
 }
@@ -396,6 +397,24 @@ __device__ __forceinline__ void clear_values(uint8_t* v, int valid, int group) {
   warpgroup_sync(group);
 }
 
+// A warpgroup without lines lets a tile's keys and values pass, and gives the other one its turns.
+template <class S>
+__device__ __forceinline__ void let_pass(Shared<S>& s, const Unit& tile, int& step, int group) {
+  const bool frees = threadIdx.x % 32 == 0;
+  const int last_key = (tile.end_key - 1) / S::kKeys * S::kKeys;
+  for (int first = last_key; first >= tile.begin_key; first -= S::kKeys, step++) {
+    const int stage = step % kStages, phase = (step / kStages) & 1;
+    barrier_wait(&s.k_full[stage], phase);
+    if (frees) barrier_arrive(&s.k_empty[stage]);
+    if (first < last_key) {
+      wait_for_turn(group);
+      give_turn(1 - group);
+    }
+    barrier_wait(&s.v_full[stage], phase);
+    if (frees) barrier_arrive(&s.v_empty[stage]);
+  }
+}
+
 template <class S>
 __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int num_units, int group) {
   using C = Consumer<S>;
@@ -413,6 +432,15 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
   }
   for (int turn = 0; index < num_units; turn++) {
     tile = next;
+    if (tile.first_line + group * 64 >= tile.num_lines) {
+      let_pass(s, tile, step, group);
+      index = take_next(s, turn);
+      if (index < num_units) {
+        next = unit_at<S::kKeys>(s.units, rows, index);
+        if constexpr (kPrefetches) queries.load(a, next, group);
+      }
+      continue;
+    }
     if constexpr (!kPrefetches) queries.load(a, tile, group);
     queries.put(s, group);
     const int line = tile.first_line + in_group;  // of this thread, and line + 8
