@@ -30,7 +30,7 @@ from openinfer_core.events import (
     TokenLogprobs,
     Tokens,
 )
-from openinfer_core.family import FamilyPlan, ModelFamily, claim, load_family, read_config
+from openinfer_core.family import FamilyPlan, ModelFamily, RankLedger, claim, load_family, read_config
 from openinfer_core.ledger import Ledger
 from openinfer_core.plugins import Plugin, find_plugin, list_plugins
 from openinfer_core.request import GenerateRequest, RequestId
@@ -60,6 +60,7 @@ __all__ = [
     "Plugin",
     "PluginError",
     "Preamble",
+    "RankLedger",
     "Refused",
     "RequestId",
     "SamplingParams",

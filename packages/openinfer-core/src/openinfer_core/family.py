@@ -61,6 +61,21 @@ class ModelFamily(Protocol):
         ...
 
 
+class RankLedger(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank would take of its device, were there so many of them."""
+
+    ranks: int
+    """Of the whole group, each with a device of its own."""
+    weights_bytes: int = 0
+    workspace_bytes: int = 0
+    """Activations, graphs, recurrent states and all else beside weights and KV."""
+    kv_cache_bytes: int = 0
+    kv_cache_tokens: int = 0
+    """That the KV cache holds; each rank has its share of every token's."""
+    refusal: str | None = None
+    """Why it is not possible: the model cannot be cut so, or does not fit; then what is not known is 0."""
+
+
 class FamilyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved composition of a family's engine, for `openinfer plan`."""
 
@@ -76,6 +91,8 @@ class FamilyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """max_model_tokens, num_blocks, block_size_tokens, max_num_seqs, max_step_tokens."""
     measured: dict[str, str] = {}
     """What was measured of kernels, and of what could stand in their place; by the keys of `kernels`, for reading."""
+    by_ranks: tuple[RankLedger, ...] = ()
+    """For several numbers of ranks, whatever was asked for."""
 
 
 def load_family(plugin: Plugin) -> ModelFamily:

@@ -73,8 +73,8 @@ class Backend(Protocol):
         """What was measured of some of them, and of what could stand in their place."""
         ...
 
-    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int) -> Mapping[str, int]:
-        """What steps need beside weights and KV, at most: purpose -> bytes on one device."""
+    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
+        """What steps need beside weights and KV, at most: purpose -> bytes on the device of one of so many ranks."""
         ...
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
@@ -163,9 +163,9 @@ class CpuBackend:
         operators += f", but {', '.join(sorted(provided))}" if provided else ""
         return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
 
-    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int) -> Mapping[str, int]:
+    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
         """Not bounded: the system's allocator gives and takes."""
-        del limits, max_step_tokens
+        del limits, max_step_tokens, num_ranks
         return {}
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """Resolving a model folder and options into everything an engine is made of, before a weight is read."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,8 +25,8 @@ from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, check_spec,
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat, RankHost
 from openinfer_engine.rank import RunnerLimits
+from openinfer_engine.rank_ledger import most_snapshots, plan_ranks, states_bytes_of_rank, weights_bytes_of_rank
 from openinfer_engine.stored_config import check_stored
-from openinfer_engine.stored_tensor import spec_bytes
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
 
@@ -48,6 +48,8 @@ class Composition:
     layouts: tuple[KvLayout, ...]
     """One per rank."""
     num_blocks: int
+    weights_bytes: int
+    """Of one rank."""
     scheduler: Plugin
     queue_policy: Plugin
     grammar_compiler: Plugin | None
@@ -56,11 +58,6 @@ class Composition:
     """Where KV blocks go beside the pool."""
     timeline: Timeline
     """Of the start that this is part of."""
-
-    @property
-    def weights_bytes(self) -> int:
-        """Of one rank."""
-        return _weights_bytes(self.definition, self.config, self.backend) // self.options.tensor_parallel_size
 
     @property
     def has_states(self) -> bool:
@@ -136,7 +133,8 @@ class Composition:
     def memory_bytes(self) -> dict[str, int]:
         """The ledger: what all ranks take of their devices' memory, by purpose."""
         ranks, options = self.options.tensor_parallel_size, self.options
-        workspaces = self.backend.workspaces(self.runner_limits, max_step_tokens=options.max_step_tokens)
+        steps = {"max_step_tokens": options.max_step_tokens, "num_ranks": ranks}
+        workspaces = self.backend.workspaces(self.runner_limits, **steps)
         return {
             "weights": ranks * self.weights_bytes,
             "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
@@ -220,6 +218,7 @@ class Composition:
                 **({} if config.max_itl_ms is None else {"max_itl_ms": config.max_itl_ms}),
                 "tensor_parallel_size": ranks,
             },
+            by_ranks=tuple(plan_ranks(self.definition, self.config, self.options, self.backend, self.runner_limits)),
         )
 
 
@@ -272,8 +271,12 @@ def resolve(
         num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
         vocab_size=limits.vocab_size,
     )
-    weights_bytes = _weights_bytes(definition, config, backend)
-    num_blocks = _num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes)
+    weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=options.tensor_parallel_size)
+    try:
+        num_blocks = _num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes)
+    except Refused as error:
+        possible = [each.ranks for each in plan_ranks(definition, config, options, backend, sizes) if not each.refusal]
+        raise Refused(f"{error}; {_possible(possible)}") from error
     return Composition(
         definition=definition,
         config=config,
@@ -285,6 +288,7 @@ def resolve(
         eos_token_ids=read_eos_token_ids(model_dir, published),
         layouts=layouts,
         num_blocks=num_blocks,
+        weights_bytes=weights_bytes,
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
@@ -304,10 +308,10 @@ def _origin(plugin: Plugin) -> str:
     return f"{plugin.name} ({plugin.origin})"
 
 
-def _weights_bytes(definition: ModelDefinition[Any], config: Any, backend: Backend) -> int:
-    """Of all ranks together."""
-    specs = definition.tensors(config).values()
-    return sum(spec_bytes(spec, itemsize_bytes=backend.dtype.itemsize_bytes) for spec in specs)
+def _possible(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "more devices of this kind would not help"
+    return f"by the same ledger it fits on {', '.join(map(str, ranks))} such devices (tensor_parallel_size)"
 
 
 def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:
@@ -331,16 +335,9 @@ def _specs(
     ]
 
 
-def _most_snapshots(options: EngineOptions, layout: KvLayout) -> int:
-    """Copies of states that their budget holds; none without states or a prefix cache."""
-    if not layout.slot_bytes or not options.prefix_cache:
-        return 0
-    return options.state_snapshot_bytes // options.tensor_parallel_size // layout.slot_bytes
-
-
 def _num_snapshots(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
     """Copies of states that are kept: one per block at most."""
-    return min(_most_snapshots(options, layout), num_blocks)
+    return min(most_snapshots(options, layout, ranks=options.tensor_parallel_size), num_blocks)
 
 
 def _num_blocks(
@@ -352,11 +349,9 @@ def _num_blocks(
     ranks = options.tensor_parallel_size
     budget_bytes = options.kv_cache_bytes
     if budget_bytes is None:
-        workspace_bytes = sum(backend.workspaces(sizes, max_step_tokens=options.max_step_tokens).values())
-        workspace_bytes += layout.slot_bytes * (options.max_num_seqs + _most_snapshots(options, layout))
-        budget_bytes = ranks * backend.kv_cache_bytes(
-            weights_bytes=weights_bytes // ranks, workspace_bytes=workspace_bytes
-        )
+        workspaces = backend.workspaces(sizes, max_step_tokens=options.max_step_tokens, num_ranks=ranks)
+        workspace_bytes = sum(workspaces.values()) + states_bytes_of_rank(options, layout, ranks=ranks)
+        budget_bytes = ranks * backend.kv_cache_bytes(weights_bytes=weights_bytes, workspace_bytes=workspace_bytes)
     try:
         fitting = layout.num_blocks_for(budget_bytes // ranks)
     except KvConfigError as error:

@@ -111,7 +111,7 @@ class CudaBackend:
         """On an H200."""
         return dict(measured_by_part(self._device.architecture))
 
-    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int) -> Mapping[str, int]:
+    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
         """See `cuda_ledger`."""
         num_graphs = len(row_buckets(limits.max_num_seqs)) + len(TOKEN_BUCKETS)
         return workspaces(
@@ -119,7 +119,7 @@ class CudaBackend:
             max_step_tokens=max_step_tokens,
             slot_state_bytes=state_bytes(slot_sizes(limits)),
             num_graphs=num_graphs if self._options.cuda_graph else 0,
-            num_ranks=self._options.tensor_parallel_size,
+            num_ranks=num_ranks,
         )
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:

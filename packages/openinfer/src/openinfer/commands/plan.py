@@ -10,7 +10,7 @@ import msgspec
 
 from openinfer.commands.model_arguments import ModelArguments, parse
 from openinfer.flags import add_flags, read_flags
-from openinfer_core import FamilyPlan, InvalidRequest, OpenInferError
+from openinfer_core import FamilyPlan, InvalidRequest, OpenInferError, RankLedger
 from openinfer_server import ServerOptions, frontend_parts
 
 LOCK_FORMAT = 1
@@ -43,6 +43,7 @@ def run(argv: Sequence[str]) -> int:
         print(msgspec.json.format(msgspec.json.encode(composition)).decode())
     else:
         print(_table(composition, plan.measured))
+        print(_ranks_table(plan.by_ranks))
     if arguments.namespace.lock is not None:
         Path(arguments.namespace.lock).write_bytes(msgspec.json.format(msgspec.json.encode(composition)) + b"\n")
     return 0
@@ -119,6 +120,18 @@ def _table(composition: Composition, measured: dict[str, str]) -> str:
     lines += ["", "memory", *(f"  {name:22} {_size(size):>12}" for name, size in composition.memory_bytes.items())]
     lines.append(f"  {'total':22} {_size(sum(composition.memory_bytes.values())):>12}")
     lines += ["", "limits", *(f"  {name:22} {value:>12,}" for name, value in composition.limits.items())]
+    return "\n".join(lines)
+
+
+def _ranks_table(ledgers: Sequence[RankLedger]) -> str:
+    """What each rank would take, for several numbers of ranks."""
+    lines = ["", "one rank of     weights   workspaces     KV cache        KV tokens"]
+    for ledger in ledgers:
+        sizes = (ledger.weights_bytes, ledger.workspace_bytes, ledger.kv_cache_bytes)
+        cells = "".join(f"{_size(size) if size else '-':>13}" for size in sizes)
+        lines.append(f"  {ledger.ranks:>8} {cells}   {ledger.kv_cache_tokens:>16,}")
+        if ledger.refusal is not None:
+            lines.append(f"           not possible: {ledger.refusal}")
     return "\n".join(lines)
 
 
