@@ -2,11 +2,12 @@
 
     Checkpoint.open(folder) ─► validate(names and shapes) ─► RankWeights(checkpoint, rank=…, size=…).read(name, cut)
 
-A folder has one `model.safetensors`, or shards named by `model.safetensors.index.json`. Nothing is ever read from
+A folder has one `model.safetensors`, or shards named by `model.safetensors.index.json`, or one `modelR-mpN.safetensors`
+for each rank `R` of `N`, which have pieces of tensors under the same names (`rank_files.py`). Nothing is ever read from
 outside it, and nothing but safetensors is read at all.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
 from typing import Self
@@ -15,6 +16,7 @@ import msgspec
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.model import Cut
+from openinfer_engine.rank_files import Pieces, rank_files
 from openinfer_engine.safetensors_file import SafetensorsFile, TensorInfo
 from openinfer_engine.stored_tensor import StoredTensor, TensorSpec
 from openinfer_engine.unique_json import decode_unique_json
@@ -46,10 +48,10 @@ class Checkpoint:
     """
 
     def __init__(self, files: Collection[SafetensorsFile]) -> None:
-        self._file_of: dict[str, SafetensorsFile] = {}
+        self._pieces_of: dict[str, Pieces] = {}
         for file in files:
             for name in file.tensors:
-                first = self._file_of.setdefault(name, file)
+                first = self._pieces_of.setdefault(name, Pieces([file], name)).files[0]
                 if first is not file:
                     raise InvalidCheckpoint(f"tensor {name!r} is in {first.path.name} and in {file.path.name}")
 
@@ -61,19 +63,39 @@ class Checkpoint:
             InvalidCheckpoint: files are missing or damaged, or the index contradicts them.
         """
         single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
-        if single.exists() and index.exists():
-            raise InvalidCheckpoint(
-                f"{model_dir} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale"
-            )
+        of_ranks = rank_files(model_dir)
+        found = [path.name for path in (single, index) if path.exists()] + [path.name for path in of_ranks[:1]]
+        if len(found) > 1:
+            raise InvalidCheckpoint(f"{model_dir} has both {found[0]} and {found[1]}; remove the one that is stale")
         if single.exists():
             return cls([SafetensorsFile(single)])
         if index.exists():
             return _open_shards(index)
+        if of_ranks:
+            return cls._of_ranks([SafetensorsFile(path) for path in of_ranks])
         raise InvalidCheckpoint(_no_weights(model_dir))
+
+    @classmethod
+    def _of_ranks(cls, files: Sequence[SafetensorsFile]) -> "Checkpoint":
+        """Files in order of ranks, that have pieces under the same names."""
+        checkpoint = cls([])
+        for name in dict.fromkeys(name for file in files for name in file.tensors):
+            checkpoint._pieces_of[name] = Pieces([file for file in files if name in file.tensors], name)
+        return checkpoint
+
+    def join_pieces(self, expected: Mapping[str, TensorSpec]) -> None:
+        """Tells a checkpoint of one file per rank what whole tensors are; nothing to do for others, and once validated.
+
+        Args:
+            expected: as of `validate`.
+        """
+        for name, spec in expected.items():
+            if name in self._pieces_of:
+                self._pieces_of[name].join(spec.shape if isinstance(spec, StoredTensor) else spec)
 
     def close(self) -> None:
         """Lets go of the files: no further tensor can be read. A map goes with the last array over it. Idempotent."""
-        self._file_of.clear()
+        self._pieces_of.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -84,12 +106,12 @@ class Checkpoint:
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Name -> dtype, shape and place of every tensor of all files."""
-        return MappingProxyType({name: file.tensors[name] for name, file in self._file_of.items()})
+        return MappingProxyType({name: pieces.info for name, pieces in self._pieces_of.items()})
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
-        return sum(file.tensors[name].num_bytes for name, file in self._file_of.items())
+        return sum(pieces.num_bytes for pieces in self._pieces_of.values())
 
     def validate(
         self,
@@ -109,6 +131,7 @@ class Checkpoint:
         Raises:
             InvalidCheckpoint: tensors are missing, unknown, or of another shape or dtype; names the first few.
         """
+        self.join_pieces(expected)
         problems = list(_problems(self.tensors, expected, ignorable, dtypes))
         if problems:
             shown = "; ".join(problems[:_PROBLEMS_SHOWN])
@@ -116,15 +139,15 @@ class Checkpoint:
             raise InvalidCheckpoint(f"the checkpoint does not fit its config.json: {shown}{more}")
 
     def read(self, name: str) -> HostArray:
-        """A whole tensor, read-only and not copied; BF16 as its bits in uint16.
+        """A whole tensor, read-only and not copied unless it is in pieces; BF16 as its bits in uint16.
 
         Raises:
             InvalidCheckpoint: there is none of that name.
         """
-        file = self._file_of.get(name)
-        if file is None:
+        pieces = self._pieces_of.get(name)
+        if pieces is None:
             raise InvalidCheckpoint(f"the checkpoint has no tensor {name!r}, or is closed")
-        return file.read(name)
+        return pieces.read()
 
 
 class RankWeights:

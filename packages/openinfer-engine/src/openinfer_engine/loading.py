@@ -53,6 +53,7 @@ def _weights(composition: Composition) -> Generator[Checkpoint | None]:
         yield None
         return
     checkpoint = Checkpoint.open(composition.model_dir)
+    checkpoint.join_pieces(composition.definition.tensors(composition.config))
     try:
         yield checkpoint
     finally:
