@@ -172,6 +172,7 @@ class Line:
             if self.snapshots is None and self._is_being_computed(kv):
                 return None
             if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks):
+                self._hurry_saves()
                 return None
             matched_tokens = cached_tokens = kv.match()
             if self.snapshots is not None:
@@ -181,6 +182,7 @@ class Line:
                     kv.shrink(0)
                     return None
         elif pool.blocks_for(sequence.known_tokens) + spare_blocks > pool.available_blocks:
+            self._hurry_saves()
             return None
         if kv.reserve(sequence.known_tokens) is None:
             raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
@@ -258,6 +260,11 @@ class Line:
         if self.saves is not None and self.saves.are_blocks_coming():
             return True
         return (self.loads is not None and self.loads.is_ending) or _are_blocks_in_flight(in_flight)
+
+    def _hurry_saves(self) -> None:
+        """Blocks are short: slow copies are cancelled."""
+        if self.saves is not None:
+            self.saves.are_blocks_coming()
 
     def _give_up_load(self) -> bool:
         """Gives up the youngest load, if there is one: its blocks come back, and its prefix is computed later."""

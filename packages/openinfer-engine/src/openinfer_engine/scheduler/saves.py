@@ -2,8 +2,8 @@
 
 A block is sealed when the step that computed it was applied, so nothing writes to it any more, and a copy may begin
 on any stream. While copies run, their blocks cannot be evicted. So that slow tiers do not take the pool away from
-requests, only a share of it is saved at a time; what comes beyond it is not saved, and counted. Where blocks are short,
-copies that take longer than `PATIENCE_S` are cancelled.
+requests, only a share of it is saved at a time; what comes beyond it is not saved, and counted. Where blocks are short
+for somebody, copies that take longer than `PATIENCE_S` are cancelled.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from openinfer_kv_cache import BlockPin, BlockPool, BlockSequence, Digest
 
 PATIENCE_S = 0.05
 _LEAST_BLOCKS = 8
-_SHARE = 8
+_SHARE = 2
 """Of the pool, one in so many blocks may be on its way."""
 
 
