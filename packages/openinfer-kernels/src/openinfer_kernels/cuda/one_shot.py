@@ -81,6 +81,16 @@ class OneShot:
         """What the other ranks open this rank's memory by; `HANDLE_BYTES` long."""
         return bytes(cupy.cuda.runtime.ipcGetMemHandle(self._own))
 
+    @property
+    def address(self) -> int:
+        """Where this rank's memory begins, for ranks of the same process."""
+        return self._own
+
+    def connect_addresses(self, addresses: Sequence[int]) -> None:
+        """As `connect`, where all ranks are in one process: by their `address`."""
+        for rank, pointer in enumerate(addresses):
+            self._group.buffers[rank] = pointer
+
     def connect(self, handles: Sequence[bytes]) -> None:
         """Opens the other ranks' memory. No rank may call a collective before all have connected.
 
