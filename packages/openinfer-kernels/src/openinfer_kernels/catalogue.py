@@ -236,23 +236,50 @@ SERVINGS = (
     Serving(part="step inputs", phase=Phase.ANY, operators=(), kernel="steps"),
     Serving(part="weights", phase=Phase.ANY, operators=("upload_weight",), kernel="weights"),
     Serving(part="weights", phase=Phase.ANY, operators=(), kernel="random_weights", when="--load-format dummy"),
+    Serving(
+        part="attention to windows and compressed entries",
+        phase=Phase.ANY,
+        operators=("window_attention",),
+        kernel="window_attention",
+        when="keys of 512",
+    ),
+    Serving(
+        part="compressed entries",
+        phase=Phase.ANY,
+        operators=("compress_windows", "compress_overlapping_windows"),
+        kernel="compressor",
+    ),
+    Serving(
+        part="indexer",
+        phase=Phase.ANY,
+        operators=("index_scores", "select_entries"),
+        kernel="indexer",
+        when="up to 64 heads of 128",
+    ),
+    Serving(
+        part="hyper-connections",
+        phase=Phase.ANY,
+        operators=("hyper_streams", "hyper_read", "hyper_write", "hyper_head"),
+        kernel="hyper_connections",
+        when="4 streams",
+    ),
+    Serving(
+        part="RoPE of last dimensions",
+        phase=Phase.ANY,
+        operators=("norm_rope_tail", "rope_tail"),
+        kernel="rope_tail",
+    ),
+    Serving(
+        part="products per group",
+        phase=Phase.ANY,
+        operators=("grouped_linear",),
+        kernel="rope_tail",
+        when="brings pieces together; the products are those of linear",
+    ),
 )
 """In order of preference where two serve one operator."""
 
-WITHOUT_GPU_KERNEL = (
-    "compress_overlapping_windows",
-    "compress_windows",
-    "grouped_linear",
-    "hyper_head",
-    "hyper_read",
-    "hyper_streams",
-    "hyper_write",
-    "index_scores",
-    "norm_rope_tail",
-    "rope_tail",
-    "select_entries",
-    "window_attention",
-)
+WITHOUT_GPU_KERNEL = ()
 """Operators that the CPU alone serves so far; the CUDA operators refuse them by name."""
 
 
