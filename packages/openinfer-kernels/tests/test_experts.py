@@ -62,9 +62,10 @@ SIZES = [
 
 
 def require_close(got: np.ndarray, expected: np.ndarray, ops: Ops) -> None:
-    """Relative to the typical value of a result, as sums cancel; BF16 is rounded twice on the way."""
-    error = np.abs(got - expected).max() / np.sqrt((expected**2).mean())
-    assert error < (2e-5 if ops.name == "cpu" else 2.0**-5)
+    """Relative to the typical value of a result, as sums cancel; BF16 is rounded three times on the way."""
+    errors = np.abs(got - expected) / np.sqrt((expected**2).mean())
+    assert errors.max() < (2e-5 if ops.name == "cpu" else 2.0**-4)
+    assert np.sqrt((errors**2).mean()) < (2e-6 if ops.name == "cpu" else 2.0**-7)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size['tokens']}-of-{size['experts']}")

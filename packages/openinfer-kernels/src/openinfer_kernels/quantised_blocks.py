@@ -56,10 +56,10 @@ def common_block(parts: Sequence[QuantisedPart], shape: tuple[int, ...]) -> tupl
     return rows, math.gcd(block_columns, shape[-1], *(part.first_column for part in parts))
 
 
-def scales_of(part: QuantisedPart, block: tuple[int, int]) -> NDArray[np.float32]:
-    """The scale of each `block` of a part, `[rows / block rows, columns / block columns]`."""
+def scales_of(part: QuantisedPart, block: tuple[int, int]) -> NDArray[Any]:
+    """The scale of each `block` of a part, `[rows / block rows, columns / block columns]`, as it is stored."""
     rows, columns = _block_indices(part, block)
-    return widened_scales(part.scales[rows[:, None], columns])
+    return part.scales[rows[:, None], columns]
 
 
 def widened_scales(scales: NDArray[Any]) -> NDArray[np.float32]:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.random_weight import random_codes
 from openinfer_kernels.ops.quantised import QuantisedWeight
-from openinfer_kernels.quantised_blocks import common_block, scales_of, stacked_shape
+from openinfer_kernels.quantised_blocks import common_block, scales_of, stacked_shape, widened_scales
 from openinfer_kernels.quantised_parts import QuantisedPart, RandomCodes, WeightFormat
 
 _E4M3_NAN = 0x7F
@@ -20,7 +20,7 @@ def upload_quantised(parts: tuple[QuantisedPart, ...], num_matrices: int | None)
     """The bytes of the codes `[..., out, bytes of a row]` and float32 scales; see `Ops.upload_quantised`."""
     shape = stacked_shape(parts, num_matrices)
     block_rows, block_columns = common_block(parts, shape)
-    scales = np.concatenate([scales_of(part, (block_rows, block_columns)) for part in parts])
+    scales = np.concatenate([widened_scales(scales_of(part, (block_rows, block_columns))) for part in parts])
     codes = np.concatenate([_bytes_of(part) for part in parts])
     return QuantisedWeight(
         format=parts[0].format,

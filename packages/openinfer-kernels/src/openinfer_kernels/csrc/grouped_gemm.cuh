@@ -4,8 +4,12 @@
 // little and each weight is read once. Weights are copied into shared memory as they are stored and widened to BF16 in
 // registers, where `mma` takes them: formats differ in `weight_formats.cuh` alone.
 //
-//   K is taken in chunks of kColumns. Of a row's chunk, thread t of four holds kColumns / 4 neighbouring values, for W
-//   and for X alike: the order of K inside a sum is the same for both, and nothing has to be shuffled.
+//   K is taken in chunks of kColumns. Of every 32 columns, thread t of four holds columns 8 t to 8 t + 7, of W and of X
+//   alike: the order of K inside a sum is the same for both, and nothing has to be shuffled.
+//
+// Codes cost more instructions than bytes. With few tokens they are multiplied as they are and the sums of 32 columns
+// scaled, in float32; what Int4's codes are too large by is a product with a constant. With more tokens weights are
+// scaled, and rounded to BF16, before they are multiplied.
 //
 // Stages of cp.async are kept full; x is gathered while it is copied, along the line of tokens of `plan_experts`.
 // Epilogues: store, and swiglu, for which rows g and g + 8 of 16 are gate and up of one feature.
@@ -29,7 +33,7 @@ struct Problem {
   bf16* y;                 // [positions, rows], or [positions, rows / 2]
   const int4* tiles;       // (matrix, first position, positions) of each blockIdx.y; null: one matrix for all of them
   const int* line;         // the row of x of each position; null: its own
-  int rows, k;
+  int rows, k, row_bytes;       // of a matrix; bytes of a row of codes, a multiple of 16, of 64 where they are few bits
   int scale_rows, scale_pitch;  // rows that share a scale; bytes of a row of scales
   int num_positions;            // where there are no tiles
   int weights_first;            // whether tiles are older than the kernel ahead, so that weights may be read before it ends
@@ -41,8 +45,8 @@ struct Shape {
   using Format = Format_;
   static constexpr int kRows = kRows_, kTokens = kTokens_, kStages = kStages_;
   static constexpr int kUnits = kUnits_;                          // of codes, per thread and row
-  static constexpr int kValues = Format::kValues;                 // in one of them
-  static constexpr int kColumns = 4 * kUnits * kValues;           // of a chunk
+  static constexpr int kParts = Format::kParts;                   // of 8 values, in one of them
+  static constexpr int kColumns = 32 * kUnits * kParts;           // of a chunk
   static constexpr int kWarpRows = kWarpRows_, kWarpTokens = kWarps / kWarpRows;  // warps along either side
   static constexpr int kRowTiles = kRows / 16 / kWarpRows, kTokenTiles = kTokens / 8 / kWarpTokens;
   static constexpr int kCodeUnits = 4 * kUnits, kXUnits = kColumns * 2 / kUnit;   // of a row's chunk
@@ -50,6 +54,7 @@ struct Shape {
   static constexpr int kCodeBytes = kRows * kCodeUnits * kUnit, kXBytes = kTokens * kXUnits * kUnit;
   static constexpr int kStageBytes = kCodeBytes + kXBytes + kRows * kScaleChunk;
   static constexpr int kSharedBytes = kStages * kStageBytes + kTokens * 4;
+  static constexpr bool kScalesSums = Format::kQuantised && kTokenTiles == 1;
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -78,7 +83,7 @@ __device__ __forceinline__ void wait() {
 template <int kUnitsOfRow>
 __device__ __forceinline__ int place(int row, int unit) {
   if constexpr (kUnitsOfRow < 8) return row * kUnitsOfRow + unit;
-  return row * kUnitsOfRow + (unit ^ ((unit / 8 * 2 + row % 2) & 7));
+  return row * kUnitsOfRow + (unit ^ row % 2 * 4);
 }
 
 __device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -116,16 +121,14 @@ template <typename S, Epilogue kEpilogue>
 __device__ __forceinline__ void load_weights(uint8_t* stage, const Problem& p, const Work<S, kEpilogue>& work,
                                              int chunk) {
   using Format = typename S::Format;
-  const int64_t row_bytes = int64_t(p.k) / Format::kValues * kUnit;
-  const uint8_t* codes = p.codes + work.matrix * row_bytes * p.rows;
+  const uint8_t* codes = p.codes + int64_t(work.matrix) * p.rows * p.row_bytes;
   constexpr int kRowsAtOnce = kThreads / S::kCodeUnits;
-  const int unit = threadIdx.x % S::kCodeUnits;
-  const int column = chunk * S::kColumns + unit * Format::kValues;
+  const int unit = threadIdx.x % S::kCodeUnits, byte = (chunk * S::kCodeUnits + unit) * kUnit;
 #pragma unroll
   for (int i = 0; i < S::kRows / kRowsAtOnce; i++) {
     const int row = i * kRowsAtOnce + threadIdx.x / S::kCodeUnits, source = work.row_of(p, row);
-    const bool present = source >= 0 && column < p.k;
-    const int64_t at = present ? source * row_bytes + column / Format::kValues * kUnit : 0;
+    const bool present = source >= 0 && byte < p.row_bytes;
+    const int64_t at = present ? int64_t(source) * p.row_bytes + byte : 0;
     copy<kUnit>(stage + place<S::kCodeUnits>(row, unit) * kUnit, codes + at, present);
   }
   if constexpr (Format::kScaleBytes > 0) {
@@ -155,9 +158,26 @@ __device__ __forceinline__ void load_x(uint8_t* stage, const Problem& p, const i
   }
 }
 
+// Adds scale * (codes - offset) x of 32 columns for one tile of 16 rows and 8 tokens.
+template <typename Format>
+__device__ __forceinline__ void add_scaled(float (&d)[4], const uint4& low, const uint4& high, const uint4& b,
+                                           float low_scale, float high_scale) {
+  float sums[4] = {};
+  if constexpr (Format::kMinusOffset != 0) {
+    constexpr uint32_t c = Format::kMinusOffset;
+    multiply(sums, c, c, c, c, b.x, b.y);
+    multiply(sums, c, c, c, c, b.z, b.w);
+  }
+  multiply(sums, low.x, high.x, low.y, high.y, b.x, b.y);
+  multiply(sums, low.z, high.z, low.w, high.w, b.z, b.w);
+  d[0] += low_scale * sums[0], d[1] += low_scale * sums[1];
+  d[2] += high_scale * sums[2], d[3] += high_scale * sums[3];
+}
+
 template <typename S>
 __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kTokenTiles][4], const uint8_t* stage) {
   using Format = typename S::Format;
+  using Scales = typename Format::Scales;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int first_row = warp / S::kWarpTokens * S::kRowTiles * 16, first_token = warp % S::kWarpTokens * S::kTokenTiles * 8;
   const uint4* codes = reinterpret_cast<const uint4*>(stage);
@@ -165,32 +185,38 @@ __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kToke
   const uint8_t* scales = stage + S::kCodeBytes + S::kXBytes;
 #pragma unroll
   for (int unit = 0; unit < S::kUnits; unit++) {
-    const int scale_at = (t * S::kUnits + unit) * S::kValues / 32 * Format::kScaleBytes;
     uint4 raw[S::kRowTiles][2];
-    typename Format::Scale scale[S::kRowTiles][2];
+    Scales scale[S::kRowTiles][2];
 #pragma unroll
     for (int m = 0; m < S::kRowTiles; m++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = first_row + m * 16 + half * 8 + g;
-        raw[m][half] = codes[place<S::kCodeUnits>(row, t * S::kUnits + unit)];
-        scale[m][half] = Format::scale(scales + row * S::kScaleChunk + scale_at);
+        raw[m][half] = codes[place<S::kCodeUnits>(row, unit * 4 + t)];
+        if constexpr (Format::kQuantised)
+          scale[m][half] = *reinterpret_cast<const Scales*>(scales + row * S::kScaleChunk + unit * sizeof(Scales));
       }
     }
 #pragma unroll
-    for (int part = 0; part < S::kValues / 8; part++) {
+    for (int part = 0; part < S::kParts; part++) {
       uint4 b[S::kTokenTiles];
-      const int x_unit = (t * S::kUnits + unit) * (S::kValues / 8) + part;
 #pragma unroll
-      for (int n = 0; n < S::kTokenTiles; n++) b[n] = x[place<S::kXUnits>(first_token + n * 8 + g, x_unit)];
+      for (int n = 0; n < S::kTokenTiles; n++)
+        b[n] = x[place<S::kXUnits>(first_token + n * 8 + g, (unit * S::kParts + part) * 4 + t)];
 #pragma unroll
       for (int m = 0; m < S::kRowTiles; m++) {
-        const uint4 low = Format::eight(raw[m][0], part, scale[m][0]);
-        const uint4 high = Format::eight(raw[m][1], part, scale[m][1]);
+        const float low_scale = Format::scale(scale[m][0], part), high_scale = Format::scale(scale[m][1], part);
+        if constexpr (S::kScalesSums) {
+          add_scaled<Format>(d[m][0], Format::raw(raw[m][0], part), Format::raw(raw[m][1], part), b[0], low_scale,
+                             high_scale);
+        } else {
+          const uint4 low = Format::eight(raw[m][0], part, low_scale);
+          const uint4 high = Format::eight(raw[m][1], part, high_scale);
 #pragma unroll
-        for (int n = 0; n < S::kTokenTiles; n++) {
-          multiply(d[m][n], low.x, high.x, low.y, high.y, b[n].x, b[n].y);
-          multiply(d[m][n], low.z, high.z, low.w, high.w, b[n].z, b[n].w);
+          for (int n = 0; n < S::kTokenTiles; n++) {
+            multiply(d[m][n], low.x, high.x, low.y, high.y, b[n].x, b[n].y);
+            multiply(d[m][n], low.z, high.z, low.w, high.w, b[n].z, b[n].w);
+          }
         }
       }
     }

@@ -1,5 +1,66 @@
-// Codes of quantised weights on their way into the order that kernels read, and random ones, made where they are used.
+// Codes of quantised weights on their way into the order that weight_formats.cuh reads, and random ones, made where they
+// are used.
+//
+// 64 bytes of a row are 16 parts' worth for four threads: part p of thread t, which stands at p * 4 + t in the row,
+// comes to t * kParts + p. Inside a part the bits are put where few instructions widen them.
 #include "philox.cuh"
+
+namespace {
+
+constexpr int kWords = 16;
+
+// Even nibbles in order into the lower half, odd ones into the upper half.
+struct Int4 {
+  static constexpr int kParts = 4;
+  static __device__ uint32_t arranged(uint32_t word) {
+    uint32_t result = 0;
+    for (int i = 0; i < 4; i++) {
+      result |= (word >> 8 * i & 15) << 4 * i;
+      result |= (word >> (8 * i + 4) & 15) << (16 + 4 * i);
+    }
+    return result;
+  }
+};
+
+struct Fp4 {
+  static constexpr int kParts = 4;
+  static __device__ uint32_t arranged(uint32_t word) {
+    uint32_t result = 0;
+    for (int i = 0; i < 8; i++) {
+      const uint32_t code = word >> 4 * i & 15, sign = code >> 3, size = code & 7, value = i / 2;
+      const uint32_t half = value == 3 ? sign << 14 | size >> 2 << 13 | (size & 3) << 10
+                                       : sign << (15 - 3 * value) | size << (6 - 3 * value);
+      result |= half << 16 * (i % 2);
+    }
+    return result;
+  }
+};
+
+// Bytes 2, 0, 3, 1.
+struct Fp8 {
+  static constexpr int kParts = 2;
+  static __device__ uint32_t arranged(uint32_t word) { return __byte_perm(word, 0, 0x1302); }
+};
+
+template <typename Format>
+__device__ void arrange(const uint32_t* from, uint32_t* to, int64_t count) {
+  constexpr int kPartWords = 4 / Format::kParts;
+  const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWords;
+  if (at >= count) return;
+  uint32_t words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; i++) words[i] = from[at + i];
+#pragma unroll
+  for (int thread = 0; thread < 4; thread++)
+#pragma unroll
+    for (int part = 0; part < Format::kParts; part++)
+#pragma unroll
+      for (int i = 0; i < kPartWords; i++)
+        to[at + (thread * Format::kParts + part) * kPartWords + i] =
+            Format::arranged(words[(part * 4 + thread) * kPartWords + i]);
+}
+
+}  // namespace
 
 // `to [size / columns, columns]` bytes, the piece of a tensor with rows of `row_bytes` that begins at byte `origin`.
 // `openinfer_kernels.quantised_parts.RandomCodes` says which byte stands where.
@@ -14,15 +75,15 @@ extern "C" __global__ void random_codes(uint8_t* to, int64_t size, int64_t colum
   to[at] = word >> place % 4 * 8 & mask;
 }
 
-// In each word, the even nibbles in order into the lower half, the odd ones into the upper half.
-extern "C" __global__ void interleave_nibbles(uint32_t* words, int64_t count) {
-  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (at >= count) return;
-  const uint32_t word = words[at];
-  uint32_t result = 0;
-  for (int i = 0; i < 4; i++) {
-    result |= (word >> 8 * i & 15) << 4 * i;
-    result |= (word >> (8 * i + 4) & 15) << (16 + 4 * i);
-  }
-  words[at] = result;
+// `count` words, a multiple of 16; in place as well.
+extern "C" __global__ void arrange_int4(const uint32_t* from, uint32_t* to, int64_t count) {
+  arrange<Int4>(from, to, count);
+}
+
+extern "C" __global__ void arrange_fp4(const uint32_t* from, uint32_t* to, int64_t count) {
+  arrange<Fp4>(from, to, count);
+}
+
+extern "C" __global__ void arrange_fp8(const uint32_t* from, uint32_t* to, int64_t count) {
+  arrange<Fp8>(from, to, count);
 }

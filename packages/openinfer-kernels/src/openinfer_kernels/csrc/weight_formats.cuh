@@ -1,7 +1,11 @@
 // Weights of few bits in registers: 16 bytes of codes become BF16 pairs, eight values at a time.
 //
-// Each format has: kValues in 16 bytes of codes; kScaleBytes of a scale, which 32 columns share at least; `Scale`, what
-// a scale is held as; `eight(codes, part, scale)`, values 8 part to 8 part + 7. Values are rounded to BF16 once.
+// Of every 32 columns thread t of four has columns 8 t to 8 t + 7, a part. 16 bytes hold kParts parts, each of the next
+// 32 columns; quantised.cu brings codes into that order. A scale is shared by 32 columns at least.
+//
+//   raw(codes, part)            eight codes as exact BF16 numbers, less kOffset
+//   eight(codes, part, scale)   eight weights, rounded to BF16
+//   scale(scales, part)         of the parts of 16 bytes, which lie side by side
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -20,72 +24,109 @@ __device__ __forceinline__ uint32_t product(uint32_t pair, uint32_t other) {
   return bits_of(__hmul2(pair_of(pair), pair_of(other)));
 }
 
+// Both numbers of a pair times a float, rounded once.
+__device__ __forceinline__ uint32_t scaled(uint32_t pair, float scale) {
+  const float low = __uint_as_float(pair << 16) * scale, high = __uint_as_float(pair & 0xFFFF0000u) * scale;
+  return bits_of(__floats2bfloat162_rn(low, high));
+}
+
+__device__ __forceinline__ uint4 scaled(uint4 pairs, float scale) {
+  return {scaled(pairs.x, scale), scaled(pairs.y, scale), scaled(pairs.z, scale), scaled(pairs.w, scale)};
+}
+
+// By a BF16 number, as a float whose lower half is zero.
+__device__ __forceinline__ uint4 product(uint4 pairs, float scale) {
+  const uint32_t twice = __byte_perm(__float_as_uint(scale), 0, 0x3232);
+  return {product(pairs.x, twice), product(pairs.y, twice), product(pairs.z, twice), product(pairs.w, twice)};
+}
+
 struct Bf16 {
-  static constexpr int kValues = 8, kScaleBytes = 0;
-  using Scale = int;
-  static __device__ __forceinline__ Scale scale(const uint8_t*) { return 0; }
-  static __device__ __forceinline__ uint4 eight(const uint4& codes, int, Scale) { return codes; }
+  static constexpr int kParts = 1, kScaleBytes = 0;
+  static constexpr bool kQuantised = false;
+  using Scales = int;
+  static __device__ __forceinline__ float scale(Scales, int) { return 1; }
+  static __device__ __forceinline__ uint4 raw(const uint4& codes, int) { return codes; }
+  static __device__ __forceinline__ uint4 eight(const uint4& codes, int, float) { return codes; }
 };
 
-// E4M3 with float32 scales, which are uploaded times 2^120. A code's exponent and fraction are shifted into those of a
-// BF16, which makes a number 2^120 times too small, also where the exponent is 0.
+// E4M3 with float32 scales. A word is codes 2, 0, 3, 1. Exponent and fraction are shifted into those of a BF16, which
+// makes a number 2^120 times too small, also where the exponent is 0.
 struct Fp8 {
-  static constexpr int kValues = 16, kScaleBytes = 4;
-  using Scale = float;
-  static __device__ __forceinline__ Scale scale(const uint8_t* from) { return *reinterpret_cast<const float*>(from); }
-
-  static __device__ __forceinline__ uint32_t two(uint32_t high_bytes, float scale) {
-    const uint32_t pair = (high_bytes & 0x80008000u) | (high_bytes & 0x7F007F00u) >> 4;
-    const float low = __uint_as_float(pair << 16) * scale, high = __uint_as_float(pair & 0xFFFF0000u) * scale;
-    return bits_of(__floats2bfloat162_rn(low, high));
+  static constexpr int kParts = 2, kScaleBytes = 4;
+  static constexpr bool kQuantised = true;
+  static constexpr uint32_t kMinusOffset = 0;
+  using Scales = uint2;
+  static __device__ __forceinline__ float scale(const Scales& scales, int part) {
+    return __uint_as_float(part == 0 ? scales.x : scales.y);
   }
 
-  static __device__ __forceinline__ uint4 eight(const uint4& codes, int part, Scale scale) {
+  static __device__ __forceinline__ uint32_t two(uint32_t signs, uint32_t sizes) {
+    return product((signs & 0x80008000u) | (sizes & 0x07F007F0u), 0x7B807B80u);
+  }
+
+  static __device__ __forceinline__ uint4 raw(const uint4& codes, int part) {
     const uint32_t first = word(codes, 2 * part), second = word(codes, 2 * part + 1);
-    return {two(__byte_perm(first, 0, 0x1404), scale), two(__byte_perm(first, 0, 0x3424), scale),
-            two(__byte_perm(second, 0, 0x1404), scale), two(__byte_perm(second, 0, 0x3424), scale)};
+    return {two(first, first >> 4), two(first << 8, first << 4), two(second, second >> 4),
+            two(second << 8, second << 4)};
+  }
+
+  static __device__ __forceinline__ uint4 eight(const uint4& codes, int part, float scale) {
+    return scaled(raw(codes, part), scale);
   }
 };
 
 // Nibbles of a word lie so that the even values are in its lower half and the odd ones in its upper half, in order:
-// one shift and mask gives a pair.
+// one shift and mask gives a pair. 0x4300 | n is 128 + n; less 136 it is the signed number.
 struct Int4 {
-  static constexpr int kValues = 32, kScaleBytes = 2;
-  using Scale = uint32_t;  // the BF16 scale twice
-  static __device__ __forceinline__ Scale scale(const uint8_t* from) {
-    return *reinterpret_cast<const uint16_t*>(from) * 0x10001u;
+  static constexpr int kParts = 4, kScaleBytes = 2;
+  static constexpr bool kQuantised = true;
+  static constexpr uint32_t kMinusOffset = 0xC308C308u;
+  using Scales = uint2;
+  static __device__ __forceinline__ float scale(const Scales& scales, int part) {
+    const uint32_t both = part < 2 ? scales.x : scales.y;
+    return __uint_as_float(part % 2 ? both & 0xFFFF0000u : both << 16);
   }
 
-  // 0x4300 | n is 128 + n; less 136 it is the signed number, exactly.
-  static __device__ __forceinline__ uint32_t two(uint32_t nibbles, Scale scale) {
-    const __nv_bfloat162 shifted = pair_of((nibbles & 0x000F000Fu) | 0x43004300u);
-    return product(bits_of(__hsub2(shifted, pair_of(0x43084308u))), scale);
-  }
+  static __device__ __forceinline__ uint32_t two(uint32_t nibbles) { return (nibbles & 0x000F000Fu) | 0x43004300u; }
 
-  static __device__ __forceinline__ uint4 eight(const uint4& codes, int part, Scale scale) {
+  static __device__ __forceinline__ uint4 raw(const uint4& codes, int part) {
     const uint32_t w = word(codes, part);
-    return {two(w, scale), two(w >> 4, scale), two(w >> 8, scale), two(w >> 12, scale)};
+    return {two(w), two(w >> 4), two(w >> 8), two(w >> 12)};
+  }
+
+  static __device__ __forceinline__ uint32_t signed_two(uint32_t pair) {
+    return bits_of(__hadd2(pair_of(pair), pair_of(kMinusOffset)));
+  }
+
+  static __device__ __forceinline__ uint4 eight(const uint4& codes, int part, float scale) {
+    const uint4 pairs = raw(codes, part);
+    return product({signed_two(pairs.x), signed_two(pairs.y), signed_two(pairs.z), signed_two(pairs.w)}, scale);
   }
 };
 
-// E2M1 with E8M0 scales, nibbles as of Int4. Exponent and fraction are shifted as for Fp8, 2^126 too small.
+// E2M1 with E8M0 scales. In each half of a word, from its highest bit: s0 s3 a3 s1 b3 c3 s2 a0 b0 c0 a1 b1 c1 a2 b2 c2,
+// with sign s, exponent a b and fraction c of the four values of that half; so that one shift puts most of them where a
+// BF16 has them, 2^126 too small.
 struct Fp4 {
-  static constexpr int kValues = 32, kScaleBytes = 1;
-  using Scale = uint32_t;
-  static __device__ __forceinline__ Scale scale(const uint8_t* from) {
-    const uint32_t exponent = *from;
-    const uint32_t bits = exponent == 0 ? 0x40u : exponent == 255 ? 0x7FC0u : exponent << 7;
-    return bits * 0x10001u;
+  static constexpr int kParts = 4, kScaleBytes = 1;
+  static constexpr bool kQuantised = true;
+  static constexpr uint32_t kMinusOffset = 0, kBits = 0x81C081C0u;
+  using Scales = uint32_t;
+  static __device__ __forceinline__ float scale(const Scales& scales, int part) {
+    const uint32_t exponent = scales >> 8 * part & 255;
+    const uint32_t bits = exponent == 0 ? 0x00400000u : exponent == 255 ? 0x7FC00000u : exponent << 23;
+    return __uint_as_float(bits);
   }
 
-  static __device__ __forceinline__ uint32_t two(uint32_t nibbles, Scale scale) {
-    const uint32_t pair = (nibbles & 0x00080008u) << 12 | (nibbles & 0x00070007u) << 6;
-    return product(product(pair, 0x7E807E80u), scale);
-  }
-
-  static __device__ __forceinline__ uint4 eight(const uint4& codes, int part, Scale scale) {
+  static __device__ __forceinline__ uint4 raw(const uint4& codes, int part) {
     const uint32_t w = word(codes, part);
-    return {two(w, scale), two(w >> 4, scale), two(w >> 8, scale), two(w >> 12, scale)};
+    const uint32_t last = (w << 1 & 0x80008000u) | (w >> 5 & 0x01000100u) | (w >> 4 & 0x00C000C0u);
+    return {product(w & kBits, 0x7E807E80u), product(w << 3 & kBits, 0x7E807E80u), product(w << 6 & kBits, 0x7E807E80u),
+            product(last, 0x7E807E80u)};
+  }
+
+  static __device__ __forceinline__ uint4 eight(const uint4& codes, int part, float scale) {
+    return product(raw(codes, part), scale);
   }
 };
 

@@ -12,12 +12,14 @@ from openinfer_kernels.quantised_parts import QuantisedPart
 
 if TYPE_CHECKING:
     from openinfer_kernels.cuda.device import Device
+    from openinfer_kernels.cuda.memory import Memory
 
 
 class CudaExpertOps:
     """`ExpertOps` and `QuantisedOps` on one GPU. Kernels are loaded at their first use: most models have no experts."""
 
     device: "Device"
+    _memory: "Memory"
 
     @cached_property
     def _router(self) -> Router:
@@ -33,7 +35,7 @@ class CudaExpertOps:
 
     @cached_property
     def _quantised(self) -> Quantised:
-        return Quantised(self.device, self._grouped_gemm)
+        return Quantised(self.device, self._grouped_gemm, self._memory)
 
     def top_experts(
         self, logits: Array, *, routing: Routing, cache_slots: Array | None = None, bias: Array | None = None

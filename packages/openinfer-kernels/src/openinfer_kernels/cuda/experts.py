@@ -11,7 +11,6 @@ from openinfer_kernels.cuda.grouped_gemm_hopper import GroupedGemmHopper
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, ExpertChoice, QuantisedWeight, Weight
-from openinfer_kernels.quantised_parts import WeightFormat
 
 _PLAN_THREADS = 1024
 _MOST_EXPERTS = 1024
@@ -20,8 +19,8 @@ _LINE_UP_BLOCKS = 16
 """That copy the tokens of one tile."""
 _WIDTH = 8
 """Values of a thread."""
-_COLUMNS = {None: 8, WeightFormat.FP8_BLOCKS: 16, WeightFormat.INT4_GROUPS: 32, WeightFormat.FP4_GROUPS: 32}
-"""What the inner size is a multiple of, by format: 16 bytes of codes."""
+_QUANTISED_WIDTH = 32
+"""What the inner size of a quantised weight is a multiple of."""
 _FLOAT32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
 
 
@@ -133,14 +132,13 @@ def check_weight(weight: Weight, *, ndim: int, what: str) -> None:
     Raises:
         ArrayMismatchError: says which, and what it is.
     """
-    weight_format = weight.format if isinstance(weight, QuantisedWeight) else None
+    inner = _QUANTISED_WIDTH if isinstance(weight, QuantisedWeight) else _WIDTH
     if not isinstance(weight, QuantisedWeight):
         require(weight, bfloat16, ndim=ndim, what=what)
     rows, columns = weight.shape[-2:]
-    if len(weight.shape) != ndim or columns % _COLUMNS[weight_format] or rows % _WIDTH or not rows * columns:
+    if len(weight.shape) != ndim or columns % inner or rows % _WIDTH or not rows * columns:
         raise ArrayMismatchError(
-            f"{what} {list(weight.shape)} has no kernel: {ndim} axes, the last two multiples of {_WIDTH} and "
-            f"{_COLUMNS[weight_format]}"
+            f"{what} {list(weight.shape)} has no kernel: {ndim} axes, the last two multiples of {_WIDTH} and {inner}"
         )
 
 

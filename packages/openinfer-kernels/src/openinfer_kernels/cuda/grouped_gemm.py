@@ -11,6 +11,7 @@ from openinfer_kernels.ops import Array, QuantisedWeight, Weight
 from openinfer_kernels.quantised_parts import WeightFormat
 
 _THREADS = 128
+_BF16_BYTES = 2
 _BF16 = "bf16"
 NAMES = {
     None: _BF16,
@@ -38,8 +39,8 @@ _SIZES = {
     "int4": {8: _Sizes(64, 2, 5), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
     "fp4": {8: _Sizes(64, 2, 5), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
 }
-_VALUES = {"bf16": 8, "fp8": 16, "int4": 32, "fp4": 32}
-"""In 16 bytes of codes."""
+_PARTS = {"bf16": 1, "fp8": 2, "int4": 4, "fp4": 4}
+"""Of eight values, in 16 bytes of codes."""
 _SCALE_BYTES = {"bf16": 0, "fp8": 4, "int4": 2, "fp4": 1}
 
 
@@ -56,7 +57,7 @@ class _Problem(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "tiles", "line")),
-        *((name, ctypes.c_int) for name in ("rows", "k", "scale_rows", "scale_pitch", "num_positions")),
+        *((name, ctypes.c_int) for name in ("rows", "k", "row_bytes", "scale_rows", "scale_pitch", "num_positions")),
         ("weights_first", ctypes.c_int),
         ("limit", ctypes.c_float),
     )
@@ -121,6 +122,7 @@ class GroupedGemm:
             None if line is None else address(line),
             rows,
             k,
+            weight.codes.shape[-1] if quantised else _BF16_BYTES * k,
             weight.block_rows if quantised else 1,
             weight.scales.strides[-2] if quantised else 0,
             len(out),
@@ -160,6 +162,6 @@ def _tile_of(tokens: int) -> int:
 def _shared_bytes(name: str, tokens: int) -> int:
     """`Shape::kSharedBytes`."""
     size = _SIZES[name][tokens]
-    columns = 4 * size.units * _VALUES[name]
+    columns = 32 * size.units * _PARTS[name]
     stage = size.rows * (64 * size.units + columns // 32 * _SCALE_BYTES[name]) + tokens * columns * 2
     return size.stages * stage + 4 * tokens

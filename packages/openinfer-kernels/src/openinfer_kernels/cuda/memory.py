@@ -17,7 +17,7 @@ from openinfer_kernels.cpu.weights import upload_weight as widened
 from openinfer_kernels.cuda.arrays import address
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.uploads import Progress, Uploads
+from openinfer_kernels.cuda.uploads import Convert, Progress, Uploads
 from openinfer_kernels.errors import WeightDtypeError
 from openinfer_kernels.ops import Array, HostArray
 from openinfer_kernels.weights import RandomWeight, WeightPart, stacked_shape
@@ -84,6 +84,23 @@ class Memory:
         out = self.upload(widened(parts))
         self._progress(out.nbytes)
         return out
+
+    def upload_codes(self, host: HostArray, out: Array, convert: Convert) -> None:
+        """Brings codes of quantised weights into `out`, also by threads within `loading`.
+
+        Args:
+            host: of any strides.
+            out: of the same shape and dtype, contiguous.
+            convert: writes what has come to the device into its place.
+        """
+        if self._uploads is not None:
+            self._uploads.add(host, out, convert)
+        else:
+            convert(self.upload(host), out)
+
+    def tell(self, num_bytes: int) -> None:
+        """Tells whoever follows the loading that bytes came another way than through `upload_codes`."""
+        self._progress(num_bytes)
 
     @contextmanager
     def loading(self, progress: Progress) -> Generator[None]:

@@ -32,7 +32,7 @@ _TO_DEVICE = 1
 Progress = Callable[[int], None]
 """Called with the bytes that were copied since the last call, from any thread."""
 Convert = Callable[[Array, Array], None]
-"""Rounds float32 or float16 on the device into a BF16 array, on the current stream."""
+"""Brings what is on the device into the array that it is for, on the current stream."""
 
 
 class Uploads:
@@ -54,12 +54,13 @@ class Uploads:
         self._lock = threading.Lock()
         self._pending: list[Future[None]] = []
 
-    def add(self, host: HostArray, out: Array) -> None:
+    def add(self, host: HostArray, out: Array, convert: Convert | None = None) -> None:
         """Queues the copy of `host` into `out`, of the same shape; neither may be touched until the end.
 
         Args:
-            host: float32, float16, or uint16 for BF16 bits; any strides.
-            out: BF16, contiguous.
+            host: float32, float16, or uint16 for BF16 bits; any strides. With `convert`, whatever that reads.
+            out: BF16, or what `convert` writes; contiguous.
+            convert: in the place of what float32 and float16 take.
         """
         if host.flags.c_contiguous:
             host, out = host.reshape(-1), out.reshape(-1)
@@ -71,7 +72,7 @@ class Uploads:
         rows = BUFFER_BYTES // row_bytes
         for begin in range(0, len(host), rows):
             piece = slice(begin, begin + rows)
-            self._pending.append(self._threads.submit(self._copy, host[piece], out[piece]))
+            self._pending.append(self._threads.submit(self._copy, host[piece], out[piece], convert))
 
     def finish(self) -> None:
         """Waits for everything that was added.
@@ -92,19 +93,19 @@ class Uploads:
             lane.close()
         self._lanes.clear()
 
-    def _copy(self, host: HostArray, out: Array) -> None:
+    def _copy(self, host: HostArray, out: Array, convert: Convert | None) -> None:
         lane = self._lane()
         buffer = lane.next_buffer()
         staged = buffer.memory[: host.nbytes].view(host.dtype).reshape(host.shape)
         np.copyto(staged, host)
         with lane.stream:
-            if host.dtype == np.uint16:
+            if host.dtype == np.uint16 and convert is None:
                 _send(staged, out, lane.stream)
             else:
                 on_device = cupy.empty(host.shape, host.dtype)
                 _send(staged, on_device, lane.stream)
                 with self._lock:  # a kernel's arguments are one thread's at a time
-                    self._convert(on_device, out)
+                    (convert or self._convert)(on_device, out)
             buffer.taken.record(lane.stream)
         self._progress(host.nbytes)
 
