@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from openinfer_core import (
     EngineClosed,
     Failed,
     FailureKind,
+    Finished,
     GenerateRequest,
     Refused,
     RequestId,
@@ -26,6 +29,7 @@ from openinfer_core.local import InProcessEngine
 from openinfer_engine import EngineOptions, GroupBroken, StepLoop, build_loop, resolve
 from openinfer_engine.options import LoadFormat, RankHost
 from openinfer_engine.process_runner import ProcessRunner
+from openinfer_engine.rank_processes import CHILD_MODULE
 
 FAMILY: Any = find_plugin("openinfer.models", "qwen3").load()()
 MODEL_DIR: Path = find_plugin("openinfer.checkpoints", "tiny").load()()
@@ -160,6 +164,32 @@ class Unknown:
 def test_a_rank_that_fails_to_start_ends_the_start_with_its_reason() -> None:
     with pytest.raises(GroupBroken, match=r"rank 1 failed: .*unheard-of"):
         make_loop(2, definition=Unknown())
+
+
+def test_an_engine_process_has_ranks_of_its_own() -> None:
+    options = EngineOptions(num_blocks=40, max_num_seqs=4, tensor_parallel_size=2, rank_host=RankHost.PROCESS)
+
+    async def scenario() -> list[TokenEvent]:
+        engine = FAMILY.launch(MODEL_DIR, options)
+        engine.submit(make_request(0))
+        seen: list[TokenEvent] = []
+        async for events in engine.events():
+            seen += events
+            if any(isinstance(event, Finished) for event in events):
+                break
+        await engine.close()
+        return seen
+
+    events = asyncio.run(asyncio.wait_for(scenario(), 30))
+    expected = run(make_loop(1), [make_request(0)])[0]
+    found = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+    assert found == [token for event in expected for token in event.token_ids]
+
+
+def test_a_rank_whose_engine_is_gone_ends() -> None:
+    rank = subprocess.Popen([sys.executable, "-m", CHILD_MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert rank.communicate(timeout=30) == (b"", None)
+    assert rank.returncode == 1
 
 
 def test_ranks_use_the_smallest_pool() -> None:
