@@ -13,6 +13,7 @@ import numpy as np
 from openinfer_kernels.bench.cases import Call, Case, Filler
 from openinfer_kernels.ops import ExpertChoice, HostArray, Ops, Routing, Scoring, Weight
 from openinfer_kernels.quantised_parts import BLOCKS, CODES_PER_ENTRY, QuantisedPart, RandomCodes, WeightFormat
+from openinfer_kernels.weights import RandomWeight
 
 _CHOICES = 6
 _BF16_BYTES, _FLOAT32_BYTES = 2, 4
@@ -112,8 +113,8 @@ def _experts(shape: ExpertShape, tokens: int) -> Case:
     expert_values = 3 * shape.f * shape.h
 
     def prepare(ops: Ops, fill: Filler) -> Call:
-        gate_up = _weight(ops, fill, shape, 2 * shape.f, shape.h)
-        down = _weight(ops, fill, shape, shape.h, shape.f)
+        gate_up = _weight(ops, shape, 2 * shape.f, shape.h)
+        down = _weight(ops, shape, shape.h, shape.f)
         x, weights = fill(tokens, shape.h), np.full((tokens, shape.per_token), 0.2, np.float32)
         made = [
             ExpertChoice(ids=ops.upload(ids), weights=ops.upload(weights), num_experts=shape.num_experts)
@@ -140,11 +141,12 @@ def _choices(shape: ExpertShape, tokens: int) -> list[HostArray]:
     return [np.argsort(each, axis=1)[:, : shape.per_token].astype(np.int32) for each in drawn]
 
 
-def _weight(ops: Ops, fill: Filler, shape: ExpertShape, rows: int, columns: int) -> Weight:
+def _weight(ops: Ops, shape: ExpertShape, rows: int, columns: int) -> Weight:
     """`[experts of this rank, rows, columns]`."""
     weight_format = shape.weight_format
     if weight_format is None:
-        return fill(shape.num_local, rows, columns)
+        recipe = RandomWeight.whole((shape.num_local * rows, columns), seed=1, mean=0.0, spread=columns**-0.5)
+        return ops.upload_weight(recipe).reshape(shape.num_local, rows, columns)
     block_rows, block_columns = BLOCKS[weight_format]
     scales = np.full((-(-rows // block_rows), columns // block_columns), _SCALES[weight_format])
     codes = RandomCodes.whole(

@@ -8,8 +8,7 @@
 
 namespace {
 
-constexpr int kPlanThreads = 1024;
-constexpr int kMostExperts = 1024;
+constexpr int kMostExperts = 1024;  // and threads of a plan, of which there are at least as many as experts
 
 // Sums before each thread's value, over the block, and the sum of all in `total`.
 __device__ int2 sums_before(int2 value, int2* warp_sums, int2& total) {
@@ -23,7 +22,7 @@ __device__ int2 sums_before(int2 value, int2* warp_sums, int2& total) {
   __syncthreads();
   int2 before = {sum.x - value.x, sum.y - value.y};
   total = {0, 0};
-  for (int other = 0; other < kPlanThreads / 32; other++) {
+  for (int other = 0; other < blockDim.x / 32; other++) {
     if (other < warp) before.x += warp_sums[other].x, before.y += warp_sums[other].y;
     total.x += warp_sums[other].x, total.y += warp_sums[other].y;
   }
@@ -49,18 +48,18 @@ __device__ void gate(const bf16* both, bf16* y, int width, float limit) {
 
 // One block. `tiles [most_tiles]` become (expert, first position in the line, slots), `line [num_slots]` the tokens by
 // position, and `positions [num_slots]` where a slot stands, -1 where its expert is elsewhere.
-extern "C" __global__ void __launch_bounds__(kPlanThreads)
+extern "C" __global__ void __launch_bounds__(kMostExperts)
     plan_experts(const int* ids, int num_slots, int per_token, int first_expert, int num_experts, int tile_tokens,
                  int4* tiles, int most_tiles, int* line, int* positions) {
   __shared__ int counts[kMostExperts];
-  __shared__ int2 warp_sums[kPlanThreads / 32];
-  const int thread = threadIdx.x;
+  __shared__ int2 warp_sums[kMostExperts / 32];
+  const int thread = threadIdx.x, threads = blockDim.x;
   counts[thread] = 0;
   wait_for_previous_kernel();
   allow_next_kernel();
   __syncthreads();
 #pragma unroll 4
-  for (int slot = thread; slot < num_slots; slot += kPlanThreads) {
+  for (int slot = thread; slot < num_slots; slot += threads) {
     const int expert = ids[slot] - first_expert;
     if (expert >= 0 && expert < num_experts) atomicAdd(&counts[expert], 1);
   }
@@ -70,11 +69,11 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads)
   const int2 before = sums_before({count, (count + tile_tokens - 1) / tile_tokens}, warp_sums, total);
   for (int done = 0, tile = before.y; done < count; done += tile_tokens, tile++)
     tiles[tile] = {thread, before.x + done, min(tile_tokens, count - done), 0};
-  for (int tile = total.y + thread; tile < most_tiles; tile += kPlanThreads) tiles[tile] = {0, 0, 0, 0};
+  for (int tile = total.y + thread; tile < most_tiles; tile += threads) tiles[tile] = {0, 0, 0, 0};
   counts[thread] = before.x;
   __syncthreads();
 #pragma unroll 4
-  for (int slot = thread; slot < num_slots; slot += kPlanThreads) {
+  for (int slot = thread; slot < num_slots; slot += threads) {
     const int expert = ids[slot] - first_expert;
     int position = -1;
     if (expert >= 0 && expert < num_experts) {

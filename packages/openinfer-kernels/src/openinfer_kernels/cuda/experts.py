@@ -12,9 +12,10 @@ from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, ExpertChoice, QuantisedWeight, Weight
 
-_PLAN_THREADS = 1024
 _MOST_EXPERTS = 1024
+"""And threads of a plan, of which each has an expert and some choices."""
 _THREADS = 256
+_WARP = 32
 _LINE_UP_BLOCKS = 16
 """That copy the tokens of one tile."""
 _WIDTH = 8
@@ -68,7 +69,7 @@ class Experts:
         else:
             self._gemm.multiply(gated, down, products, epilogue=Epilogue.STORE, plan=plan)
         arguments = [products, plan.positions, choice.weights, shared, out, ctypes.c_int(h), ctypes.c_int(per_token)]
-        threads = min(_THREADS, -(-h // _WIDTH // 32) * 32)
+        threads = min(_THREADS, -(-h // _WIDTH // _WARP) * _WARP)
         self._combine((num_tokens, -(-h // (_WIDTH * threads)), 1), (threads, 1, 1), arguments, overlap=True)
         return out
 
@@ -122,7 +123,8 @@ class Experts:
         line, positions = cupy.empty(num_slots, np.int32), cupy.empty(num_slots, np.int32)
         sizes = [ctypes.c_int(size) for size in (num_slots, ids.shape[1], first_expert, num_experts, tokens)]
         arguments = [ids, *sizes, tiles, ctypes.c_int(most_tiles), line, positions]
-        self._plan((1, 1, 1), (_PLAN_THREADS, 1, 1), arguments, overlap=True)
+        threads = min(_MOST_EXPERTS, -(-max(num_experts, num_slots) // _WARP) * _WARP)
+        self._plan((1, 1, 1), (threads, 1, 1), arguments, overlap=True)
         return Plan(tiles=tiles, line=line, positions=positions, tile_tokens=tokens)
 
 
