@@ -33,6 +33,7 @@ class ExpertShape:
     """The experts of one layer on one rank."""
 
     model: str
+    """DeepSeek-V2-Lite, Kimi-K2, DeepSeek-V4-Flash, and which share of the experts."""
     h: int
     f: int
     num_experts: int
@@ -45,11 +46,9 @@ class ExpertShape:
 
 
 SHAPES = (
+    ExpertShape(model="V2-Lite BF16", h=2048, f=1408, num_experts=64, num_local=64, per_token=6, weight_format=None),
     ExpertShape(
-        model="DeepSeek-V2-Lite", h=2048, f=1408, num_experts=64, num_local=64, per_token=6, weight_format=None
-    ),
-    ExpertShape(
-        model="Kimi-K2 INT4, 1 of 8 ranks",
+        model="K2 INT4, 1/8",
         h=7168,
         f=2048,
         num_experts=384,
@@ -58,7 +57,7 @@ SHAPES = (
         weight_format=WeightFormat.INT4_GROUPS,
     ),
     ExpertShape(
-        model="Kimi-K2 FP8, 1 of 8 ranks",
+        model="K2 FP8, 1/8",
         h=7168,
         f=2048,
         num_experts=384,
@@ -67,7 +66,7 @@ SHAPES = (
         weight_format=WeightFormat.FP8_BLOCKS,
     ),
     ExpertShape(
-        model="DeepSeek-V4-Flash FP4, 1 of 8 ranks",
+        model="V4 FP4, 1/8",
         h=4096,
         f=2048,
         num_experts=256,
@@ -79,9 +78,11 @@ SHAPES = (
 
 
 def expert_cases(shapes: Sequence[ExpertShape], *, tokens: Sequence[int]) -> Iterator[Case]:
-    """A router and the experts of each shape, for each number of tokens."""
-    for shape in shapes:
+    """The routers and the experts of some shapes, for each number of tokens."""
+    routers = {(shape.num_experts, shape.per_token): shape for shape in shapes}
+    for shape in routers.values():
         yield from (_router(shape, count) for count in tokens)
+    for shape in shapes:
         yield from (_experts(shape, count) for count in tokens)
 
 
