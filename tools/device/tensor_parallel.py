@@ -51,6 +51,8 @@ def main() -> None:
     print(f"{ranks} ranks started in {start_s:.1f} s; blocks {loop.info.num_blocks}", flush=True)
     memory = {phase.name: phase.device_bytes for phase in loop.info.start if hasattr(phase, "device_bytes")}
     first, second = answers(loop), answers(loop)
+    alone = answers(loop, together=False)
+    chunks = describe("prompts one by one against together, the same ranks", alone, first)
     is_repeatable = bool(np.array_equal(first, second))
     print(f"two runs are equal bit for bit: {is_repeatable}", flush=True)
     drift = compare(first, out / "tensor-parallel-1.npy", ranks)
@@ -71,6 +73,7 @@ def main() -> None:
         "plan": msgspec.to_builtins(composition.plan()),
         "is_repeatable": is_repeatable,
         "drift": drift,
+        "drift_of_chunks": chunks,
         "rows": rows,
         "death": death,
     }
@@ -78,32 +81,40 @@ def main() -> None:
     (out / f"tensor-parallel-{ranks}.json").write_text(text + "\n")
 
 
-def answers(loop: StepLoop) -> np.ndarray:
+def answers(loop: StepLoop, *, together: bool = True) -> np.ndarray:
     """Log-probabilities of fixed prompts' own tokens, each prompt's after the last."""
-    rng, said = np.random.default_rng(3), {}
+    rng, said = np.random.default_rng(3), dict[int, list[float]]()
     for index, length in enumerate(PROMPTS):
         prompt = tuple(rng.integers(0, loop.info.num_token_ids, length + 1).tolist())
         sampling = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0, prompt_logprobs=0)
         request = GenerateRequest(request_id=RequestId(index), prompt_token_ids=prompt, sampling=sampling)
         assert loop.submit(request) == []
         said[index] = []
+        if not together:
+            listen(loop, said)
+    listen(loop, said)
+    return np.concatenate([np.asarray(values) for values in said.values()])
+
+
+def listen(loop: StepLoop, said: dict[int, list[float]]) -> None:
     while loop.busy:
         for event in loop.step():
             assert not isinstance(event, Failed), event
             if isinstance(event, Tokens):
                 said[event.request_id] += [one.logprob for one in event.prompt_logprobs or ()]
-    return np.concatenate([np.asarray(values) for values in said.values()])
 
 
 def compare(found: np.ndarray, reference: Path, ranks: int) -> dict[str, float]:
     if ranks == 1:
         np.save(reference, found)
         return {}
-    delta = np.abs(found - np.load(reference))
+    return describe("against one rank", found, np.load(reference))
+
+
+def describe(what: str, found: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+    delta = np.abs(found - reference)
     drift = {"positions": len(delta), "mean": float(delta.mean()), "p99": float(np.quantile(delta, 0.99))}
-    print(
-        f"|log-probability - one rank's| over {len(delta)} positions: mean {drift['mean']:.4f}, p99 {drift['p99']:.4f}"
-    )
+    print(f"log-probabilities, {what}: mean {drift['mean']:.4f}, p99 {drift['p99']:.4f} of {len(delta)}", flush=True)
     return drift
 
 

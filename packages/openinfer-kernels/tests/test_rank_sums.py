@@ -76,7 +76,7 @@ def ends(cuda, request):
         each.close()
 
 
-@pytest.mark.parametrize("ends", [2, 4], indirect=True)
+@pytest.mark.parametrize("ends", [2, 3, 4], indirect=True)
 def test_one_shot_sums_agree_over_many_turns_of_changing_sizes(cuda, ends):
     from openinfer_kernels.cuda.graphs import Stream
 
@@ -96,28 +96,6 @@ def test_one_shot_sums_agree_over_many_turns_of_changing_sizes(cuda, ends):
         expected = total_of(values).astype(np.float32)
         for found in turn:
             assert np.array_equal(cuda.download(found).astype(np.float32), expected)
-
-
-@pytest.mark.parametrize("ends", [3], indirect=True)
-@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 24), (2, 8192)])
-def test_one_shot_with_norm_gives_the_bits_of_sum_and_norm(cuda, ends, rows, width):
-    from openinfer_kernels.cuda.graphs import Stream
-
-    rng, size = np.random.default_rng(rows), len(ends)
-    ranks, residual = bfloat16(rng.standard_normal((size, rows, width))), bfloat16(rng.standard_normal((rows, width)))
-    weight = cuda.upload(bfloat16(rng.standard_normal(width)))
-    kept = cuda.upload(residual)
-    expected = cuda.download(cuda.add_rms_norm(cuda.upload(total_of(ranks)), kept, weight, eps=1e-6))
-    streams, residuals, found = [Stream(cuda.device) for _ in ends], [cuda.upload(residual) for _ in ends], []
-    inputs = [cuda.upload(ranks[rank]) for rank in range(size)]
-    cuda.device.synchronize()
-    for end, stream, mine, x in zip(ends, streams, residuals, inputs, strict=True):
-        with stream:
-            found.append(end.all_reduce_add_rms_norm(x, mine, weight, eps=1e-6))
-    cuda.device.synchronize()
-    for norm, mine in zip(found, residuals, strict=True):
-        assert np.array_equal(cuda.download(norm).astype(np.float32), expected.astype(np.float32))
-        assert np.array_equal(cuda.download(mine).astype(np.float32), cuda.download(kept).astype(np.float32))
 
 
 @pytest.mark.parametrize("ends", [2], indirect=True)

@@ -17,8 +17,8 @@ _GRAPH_BYTES = 10 * _MIB
 """Of one captured forward pass and what samples behind it: nodes, and the places where their results stay."""
 _ACTIVATION_BYTES_PER_TOKEN = 1 << 18
 """Of one token of a step, at most: a few vectors of the widest layer of any model served."""
-_COMMUNICATOR_BYTES = 512 * _MIB
-"""Of one rank's end of a group: channels to the other ranks, and a longest step's pieces on their way."""
+_COMMUNICATOR_BYTES = 1408 * _MIB
+"""Of one rank's end of a group, by far the most of it NCCL's channels; measured with two ranks, 1352 MiB."""
 _GATHERED_LOGIT_BYTES = 8
 """Of one logit of a sampled row, where each rank computes some: as they arrive, and in order."""
 _LOGIT_BYTES = 12

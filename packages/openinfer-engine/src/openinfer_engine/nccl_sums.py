@@ -13,6 +13,7 @@ import logging
 import numpy as np
 
 from openinfer_kernels import Array, KernelsError
+from openinfer_kernels.cuda.arrays import VECTOR_BYTES
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import cupy
 from openinfer_kernels.cuda.nccl import NcclGroup
@@ -21,8 +22,8 @@ from openinfer_kernels.cuda.rank_arrays import RankArrays
 
 logger = logging.getLogger("openinfer.engine")
 
-ONE_SHOT_BYTES = 1 << 19
-"""Of an array that is summed by one kernel, at most: every rank sends it whole to every other."""
+ONE_SHOT_SENT_BYTES = 1 << 22
+"""Of arrays that are summed by one kernel: what a rank sends at most, which is the array whole to every other rank."""
 _GATHERED_BYTES = 1 << 19
 """Of all ranks' arrays together: up to here they are gathered whole, which is one exchange instead of two."""
 _PIECE_VALUES = 8
@@ -70,12 +71,23 @@ class ExactSums:
         self._group.all_gather(mine, pieces)
 
 
-def open_one_shot(group: NcclGroup, device: Device, *, rank: int, size: int) -> OneShot | None:
-    """What sums small arrays, if all ranks can reach each other's memory; called on every rank."""
+def open_one_shot(
+    group: NcclGroup, device: Device, *, rank: int, size: int, sent_bytes: int = ONE_SHOT_SENT_BYTES
+) -> OneShot | None:
+    """What sums small arrays, if all ranks can reach each other's memory; called on every rank.
+
+    Args:
+        group: of the ranks.
+        device: this rank's.
+        rank: this rank.
+        size: ranks.
+        sent_bytes: what a rank sends at most of an array.
+    """
     if size > MAX_RANKS:
         return None
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        made = OneShot(device, rank=rank, size=size, most_bytes=ONE_SHOT_BYTES)
+        most_bytes = sent_bytes // (size - 1) // VECTOR_BYTES * VECTOR_BYTES
+        made = OneShot(device, rank=rank, size=size, most_bytes=most_bytes)
         handles = cupy.empty((size, HANDLE_BYTES), np.uint8)
         group.all_gather(cupy.asarray(np.frombuffer(made.handle, np.uint8)), handles)
         refusals = np.zeros(1, np.int32)

@@ -18,8 +18,6 @@ from openinfer_kernels.errors import CudaCallError
 from openinfer_kernels.ops import Array
 
 MAX_RANKS = 8
-MAX_ROW_VALUES = 8192
-"""Of a norm: a block holds its row in registers."""
 HANDLE_BYTES = 64
 _TURNS = 3
 _VECTOR_VALUES, _VECTOR_BYTES = 8, 16
@@ -54,7 +52,6 @@ class OneShot:
     def __init__(self, device: Device, *, rank: int, size: int, most_bytes: int) -> None:
         runtime = cupy.cuda.runtime
         self._reduce = device.kernel("one_shot", "one_shot_all_reduce")
-        self._reduce_and_norm = device.kernel("one_shot", "one_shot_all_reduce_add_rms_norm")
         self._most_bytes = most_bytes
         self._rank = rank
         buffer_bytes = _TURNS * size * most_bytes
@@ -125,18 +122,6 @@ class OneShot:
         vectors = array.size // _VECTOR_VALUES
         grid = (-(-vectors // _THREADS), 1, 1)
         self._reduce(grid, (_THREADS, 1, 1), [array, array, self._group, ctypes.c_int64(vectors)], overlap=True)
-
-    def all_reduce_add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """Adds the sum over all ranks of `x [T, n]` into `residual`, and returns its norm.
-
-        `x` fits, `n` is a multiple of 8 and at most `MAX_ROW_VALUES`.
-        """
-        rows, size = x.shape
-        out = cupy.empty(x.shape, bfloat16)
-        threads = -(-(size // _VECTOR_VALUES) // 32) * 32
-        arguments = [x, residual, weight, out, self._group, ctypes.c_int(size), ctypes.c_float(eps)]
-        self._reduce_and_norm((rows, 1, 1), (threads, 1, 1), arguments, overlap=True)
-        return out
 
     def abort(self) -> None:
         """Ends kernels that wait for another rank; from any thread. What they leave is of no use."""
