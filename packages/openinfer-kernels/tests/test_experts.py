@@ -169,3 +169,19 @@ def test_quantised_experts_equal_those_of_their_values(ops, weight_format):
     out = ops.download(ops.experts(given, choice, *uploaded))
     host = ops.download(given).astype(np.float32)
     require_close(out, naive_experts(host, ids, weights, *values, None), ops)
+
+
+@pytest.mark.gpu
+def test_one_tile_gives_a_token_the_same_bits_in_any_batch(ops):
+    """What `BatchInvariantCudaOps` makes its products of."""
+    from openinfer_kernels.cuda.experts import Experts
+    from openinfer_kernels.cuda.grouped_gemm import GroupedGemm
+
+    experts = Experts(ops.device, GroupedGemm(ops.device, tile_tokens=32))
+    case = Case(ops, **SIZES[3])
+    same = {"first_expert": 0, "limit": None, "shared": None}
+    whole = ops.download(experts.experts(case.x, case.choice, case.gate_up, case.down, **same))
+    some = [250, 3, 77]
+    choice = ExpertChoice(ids=ops.upload(case.ids[some]), weights=ops.upload(case.weights[some]))
+    few = experts.experts(case.x[some], choice, case.gate_up, case.down, **same)
+    np.testing.assert_array_equal(ops.download(few), whole[some])

@@ -3,6 +3,7 @@
     products     none divides its inner size among blocks; each kernel is compared with one reference before it is used
     attention    one kernel for prompts, chunks and decode rows: it walks over keys in tiles that begin at multiples of
                  128 (64) in their sequence, so that a token's sums do not depend on the tokens computed beside it
+    experts      one kernel with one tile for any number of tokens: a token's sums go over K in one order
     delta rule   token by token also in prompts: a chunk's bits depend on where it begins
     all others   compute a row, or a token, by itself anyway
 
@@ -13,11 +14,14 @@ what of it was cached.
 from openinfer_kernels.cuda.attention import OneKernelAttention
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.gated_delta_rule import GatedDeltaRule
+from openinfer_kernels.cuda.grouped_gemm import GroupedGemm
 from openinfer_kernels.cuda.invariant_products import InvariantProducts
 from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.errors import OperatorMissingError
 from openinfer_kernels.ops import Array, AttentionBatch
+
+_EXPERT_TILE_TOKENS = 32
 
 
 class BatchInvariantCudaOps(CudaOps):
@@ -26,6 +30,9 @@ class BatchInvariantCudaOps(CudaOps):
     def _make_linear(self) -> Linear:
         decode_gemm = DecodeGemm(self.device, most_blocks_per_tile=1)
         return Linear(self.device, decode_gemm, None, InvariantProducts(decode_gemm))
+
+    def _make_grouped_gemm(self) -> GroupedGemm:
+        return GroupedGemm(self.device, tile_tokens=_EXPERT_TILE_TOKENS)
 
     def _make_attention(self) -> OneKernelAttention:
         return OneKernelAttention(self.device)

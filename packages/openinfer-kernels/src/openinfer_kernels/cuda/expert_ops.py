@@ -27,6 +27,9 @@ class CudaExpertOps:
 
     @cached_property
     def _grouped_gemm(self) -> GroupedGemm:
+        return self._make_grouped_gemm()
+
+    def _make_grouped_gemm(self) -> GroupedGemm:
         return GroupedGemm(self.device)
 
     @cached_property

@@ -6,7 +6,7 @@ import numpy as np
 
 from openinfer_kernels.cuda.arrays import fits_vectors, require
 from openinfer_kernels.cuda.device import Device
-from openinfer_kernels.cuda.grouped_gemm import Epilogue, GroupedGemm, Plan, tile_tokens
+from openinfer_kernels.cuda.grouped_gemm import Epilogue, GroupedGemm, Plan
 from openinfer_kernels.cuda.grouped_gemm_hopper import GroupedGemmHopper
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
@@ -117,7 +117,7 @@ class Experts:
     def _planned(self, choice: ExpertChoice, num_experts: int, first_expert: int) -> Plan:
         """The choices of each expert in tiles, as many as there may be at most."""
         ids, num_slots = choice.ids, choice.ids.size
-        tokens = tile_tokens(num_slots, choice.num_experts or num_experts)
+        tokens = self._gemm.tile_tokens(num_slots, choice.num_experts or num_experts)
         most_tiles = min(num_experts, num_slots) + num_slots // tokens
         tiles = cupy.empty((most_tiles, 4), np.int32)
         line, positions = cupy.empty(num_slots, np.int32), cupy.empty(num_slots, np.int32)

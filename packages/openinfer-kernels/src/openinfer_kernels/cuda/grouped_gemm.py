@@ -22,6 +22,8 @@ NAMES = {
 """Of the sources and kernels, by format; None is BF16."""
 TILE_TOKENS = (8, 32, 128)
 """Tokens of a tile, of which each kernel has one."""
+_MOST_TOKENS = {8: 4, 32: 48}
+"""Of a matrix, for the smaller tiles: beyond, the next one is faster; see docs/kernels.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,10 @@ class Plan:
 class GroupedGemm:
     """The products on one device; a format's kernels are loaded when it is first used."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, tile_tokens: int | None = None) -> None:
+        """`tile_tokens`: of every tile, one of `TILE_TOKENS`; None chooses by how many tokens there are."""
         self._device = device
+        self._tile_tokens = tile_tokens
         self._kernels: dict[str, dict[tuple[Epilogue, int], Kernel]] = {}
 
     def multiply(
@@ -110,7 +114,7 @@ class GroupedGemm:
         """
         rows, k = weight.shape[-2:]
         name = NAMES[weight.format if isinstance(weight, QuantisedWeight) else None]
-        tokens = _tile_of(len(out)) if plan is None else plan.tile_tokens
+        tokens = self.tile_tokens(len(out), 1) if plan is None else plan.tile_tokens
         size = _SIZES[name][tokens]
         quantised = isinstance(weight, QuantisedWeight)
         problem = _Problem(
@@ -135,6 +139,13 @@ class GroupedGemm:
         kernel = self._kernel(name, epilogue, tokens)
         kernel((-(-features // tile_features), num_tiles, 1), (_THREADS, 1, 1), [problem], overlap=True)
 
+    def tile_tokens(self, num_positions: int, num_matrices: int) -> int:
+        """Of the tiles that suit so many positions, spread over so many matrices; some then have twice as many."""
+        if self._tile_tokens is not None:
+            return self._tile_tokens
+        tokens = -(-num_positions // min(num_matrices, num_positions))
+        return next((tile for tile, most in _MOST_TOKENS.items() if tokens <= most), TILE_TOKENS[-1])
+
     def _kernel(self, name: str, epilogue: Epilogue, tokens: int) -> Kernel:
         if name not in self._kernels:
             self._kernels[name] = {
@@ -147,16 +158,6 @@ class GroupedGemm:
                 for size in TILE_TOKENS
             }
         return self._kernels[name][epilogue, tokens]
-
-
-def tile_tokens(num_positions: int, num_matrices: int) -> int:
-    """Of the tiles that suit so many positions, spread over so many matrices."""
-    return _tile_of(-(-num_positions // min(num_matrices, num_positions)))
-
-
-def _tile_of(tokens: int) -> int:
-    """For so many tokens of one matrix; where they are spread, some have twice as many."""
-    return 8 if tokens <= 4 else 32 if tokens <= 48 else 128
 
 
 def _shared_bytes(name: str, tokens: int) -> int:
