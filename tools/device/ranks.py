@@ -88,10 +88,8 @@ def work(group_ids: list[bytes], rank: int, size: int) -> list[dict[str, Any]]:
         ways = Ways(group, sums, open_one_shot(group, device, rank=rank, size=size, sent_bytes=TIMED_BYTES))
         if rank == 0:
             has_one_shot = ways.one_shot is not None
-            print(
-                f"joined in {took_s:.2f} s, {held / 2**20:.0f} MiB, {pooled / 2**20:.0f} of it the pool's, one-shot {has_one_shot}",
-                flush=True,
-            )
+            pool = f"{pooled / 2**20:.0f} of it the pool's"
+            print(f"joined in {took_s:.2f} s, {held / 2**20:.0f} MiB, {pool}, one-shot {has_one_shot}", flush=True)
         check(communicator, ways, rank, size)
         if ways.one_shot is not None:
             stress(communicator, rank, size)
