@@ -5,6 +5,7 @@ import pytest
 from openinfer_kv_cache import DeviceTier, KvTierError, LastingTier, TierFailure, TransferState
 from openinfer_kv_cache.testing.tier_cases import chain, content, ended, kit_layout
 from openinfer_kv_offload import DiskTier, HostTier, HostTierOptions, open_tiers
+from openinfer_kv_offload.block_sum import block_sum
 from openinfer_kv_offload.settings import open_stack
 
 LAYOUT = kit_layout()
@@ -12,17 +13,39 @@ FILLED = chain(1, 6)
 
 
 class FakeDeviceBlock:
-    """Memory behind a pair of copies, as a GPU's is."""
+    """Memory behind a mover, as a GPU's is."""
 
     def __init__(self, content=None):
         self.nbytes = LAYOUT.block_bytes
         self.memory = bytearray(content or bytes(self.nbytes))
+        self.mover = FakeMover()
 
-    def copy_to(self, host):
-        host[:] = self.memory
 
-    def copy_from(self, host):
-        self.memory[:] = host
+class FakeMover:
+    """Copies, and sums up as the contract says, one word after the other."""
+
+    def copy_out(self, blocks, into):
+        for block, host in zip(blocks, into, strict=True):
+            host[:] = block.memory
+        return [slow_sum(block.memory) for block in blocks]
+
+    def copy_in(self, blocks, content):
+        for block, host in zip(blocks, content, strict=True):
+            block.memory[:] = host
+        return [slow_sum(block.memory) for block in blocks]
+
+
+def slow_sum(content):
+    plain = weighted = 0
+    for index in range(0, len(content), 8):
+        number = index // 8
+        x = int.from_bytes(content[index : index + 8], "little") + (number + 1) * 0x9E3779B97F4A7C15
+        x %= 2**64
+        for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            x = (x ^ (x >> 33)) * multiplier % 2**64
+        x ^= x >> 33
+        plain, weighted = plain + x, weighted + x * (2 * number + 1)
+    return b"".join((each % 2**64).to_bytes(8, "little") for each in (plain, weighted))
 
 
 def device_blocks(digests):
@@ -51,10 +74,37 @@ def test_blocks_of_a_device_come_back_as_they_were_saved(kind, tmp_path):
     wrong.nbytes -= 1
     with pytest.raises(KvTierError, match="this layout's have"):
         tier.save(FILLED[:1], [wrong])
+    with pytest.raises(KvTierError, match="each kind by itself"):
+        tier.save(FILLED[:2], [FakeDeviceBlock(), in_memory[0]])
     tier.close()
 
 
-def test_what_changed_in_the_arena_never_reaches_a_device():
+def test_sum_of_a_block_is_the_contract_s():
+    for num_bytes in (1, 7, 8, 17, 4096):
+        block = content(FILLED[0], LAYOUT)[:num_bytes]
+        assert block_sum(memoryview(block)) == slow_sum(block)
+
+
+def test_memory_and_device_understand_each_other_s_stamps():
+    tier = HostTier(LAYOUT, HostTierOptions(capacity_bytes=1 << 16))
+    ended(tier.save(FILLED[:2], [memoryview(content(digest, LAYOUT)) for digest in FILLED[:2]]))
+    blocks = [FakeDeviceBlock() for _ in range(2)]
+    assert ended(tier.load(tier.find(FILLED[:2]), blocks)) is TransferState.LANDED
+    assert [bytes(block.memory) for block in blocks] == [content(digest, LAYOUT) for digest in FILLED[:2]]
+    tier.close()
+
+
+def test_evicted_blocks_of_a_device_are_handed_to_the_disk(tmp_path):
+    stack = open_stack(LAYOUT, f"host=8KiB;disk={tmp_path},1MiB;write=back")
+    ended(stack.save(FILLED, device_blocks(FILLED)))
+    assert stack.counters()[1].stored_blocks >= 4
+    in_memory = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in range(4)]
+    assert ended(stack.load(stack.find(FILLED[:4]), in_memory)) is TransferState.LANDED
+    assert [bytes(block) for block in in_memory] == [content(digest, LAYOUT) for digest in FILLED[:4]]
+    stack.close()
+
+
+def test_what_changed_in_the_arena_never_lands_on_a_device():
     tier = HostTier(LAYOUT, HostTierOptions(capacity_bytes=1 << 16))
     ended(tier.save(FILLED[:1], device_blocks(FILLED[:1])))
     (arena,) = tier.pinnable_memory()
@@ -64,7 +114,8 @@ def test_what_changed_in_the_arena_never_reaches_a_device():
     transfer = tier.load(tier.find(FILLED[:1]), [block])
     assert ended(transfer) is TransferState.SHORT
     assert transfer.failure is TierFailure.CORRUPT
-    assert bytes(block.memory) == bytes(LAYOUT.block_bytes)
+    assert transfer.landed_blocks == 0
+    assert not tier.find(FILLED[:1]).digests
     tier.close()
 
 

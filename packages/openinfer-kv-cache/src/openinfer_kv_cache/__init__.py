@@ -21,7 +21,7 @@ from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.slots import CopyKind, SlotCopy, SlotPool, SlotState
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
-from openinfer_kv_cache.tier_traits import DeviceBlock, DeviceTier, LastingTier
+from openinfer_kv_cache.tier_traits import BlockMover, DeviceBlock, DeviceTier, LastingTier
 from openinfer_kv_cache.tiers import (
     EvictingTier,
     KvTier,
@@ -35,6 +35,7 @@ from openinfer_kv_cache.tiers import (
 
 __all__ = [
     "BlockListener",
+    "BlockMover",
     "BlockPin",
     "BlockPool",
     "BlockSequence",

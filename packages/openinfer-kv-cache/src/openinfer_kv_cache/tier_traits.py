@@ -1,30 +1,45 @@
 """What a tier may be able to do beyond `KvTier`: move blocks of a device, and outlive its process."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.tiers import KvTier, TierHit, Transfer
 
 
 class DeviceBlock(Protocol):
-    """One block in memory that only its device addresses, and how it is copied; called by any thread.
-
-    Both copies wait for their end and leave the interpreter to other threads meanwhile. They are ordered with nothing
-    else: whoever hands the block out has waited for what wrote it.
-    """
+    """One block in memory that only its device addresses."""
 
     @property
     def nbytes(self) -> int:
         """`KvLayout.block_bytes`."""
         ...
 
-    def copy_to(self, host: memoryview) -> None:
-        """Fills `host`, of `nbytes` bytes, from the block."""
+    @property
+    def mover(self) -> "BlockMover":
+        """What copies it and its neighbours of the same pool."""
         ...
 
-    def copy_from(self, host: memoryview) -> None:
-        """Fills the block from `host`, of `nbytes` bytes."""
+
+class BlockMover(Protocol):
+    """Copies blocks of one pool between its device and this machine's memory; called by any thread.
+
+    Copies wait for their end and leave the interpreter to other threads meanwhile. They are ordered with nothing else:
+    whoever hands blocks out has waited for what wrote them.
+
+    Both return, for each block, the sum of the bytes that the device's block holds at the end, which the device makes:
+
+        word i (8 bytes, little-endian, the last filled with zeros):  x = w[i] + (i + 1) * 0x9E3779B97F4A7C15 mod 2^64
+        m = MurmurHash3's 64-bit finaliser of x
+        sum = (Σ m mod 2^64 ‖ Σ m * (2 i + 1) mod 2^64), 16 bytes, little-endian
+    """
+
+    def copy_out(self, blocks: Sequence[Any], into: Sequence[memoryview]) -> Sequence[bytes]:
+        """Fills memory of `nbytes` bytes each from blocks that have this mover."""
+        ...
+
+    def copy_in(self, blocks: Sequence[Any], content: Sequence[memoryview]) -> Sequence[bytes]:
+        """Fills blocks that have this mover from memory of `nbytes` bytes each."""
         ...
 
 

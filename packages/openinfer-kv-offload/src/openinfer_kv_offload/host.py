@@ -1,13 +1,15 @@
 """`HostTier`: KV blocks in this process's memory."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import StrEnum
 
 import msgspec
 
 from openinfer_kv_cache import (
+    DeviceBlock,
     Digest,
     EvictionPolicy,
     KvLayout,
@@ -20,18 +22,20 @@ from openinfer_kv_cache import (
 )
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.arena import Arena, WrapMedium, as_it_is
+from openinfer_kv_offload.block_stamps import BlockStamps
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.failures import BlockFault
 from openinfer_kv_offload.frequency import LeastFrequentlyUsed
 from openinfer_kv_offload.hit import HeldHit
-from openinfer_kv_offload.memory import check_blocks
+from openinfer_kv_offload.memory import check_blocks, in_memory, on_a_device
 from openinfer_kv_offload.places import PlaceIndex, Stored
 from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
-from openinfer_kv_offload.stamp import Stamper
 from openinfer_kv_offload.tally import Tally
 from openinfer_kv_offload.transfer import BlockTransfer
 
 _ALIGN_BYTES = 64
+_MOST_BATCH_BLOCKS, _LEAST_BATCHES = 32, 32
+"""Blocks of a device that are copied together, and how many such batches a tier has room for at least."""
 
 
 class HostPolicy(StrEnum):
@@ -68,8 +72,8 @@ class HostHit(HeldHit[Stored]):
 class HostTier:
     """An arena of equal places, one block each, with an eviction policy; gone with the process.
 
-    A device's blocks are copied between the device and their place directly, past `wrap_medium`; their stamps are made
-    from what arrived and are checked before it leaves.
+    A device's blocks are copied between the device and their place directly, past `wrap_medium`, and are stamped by the
+    device, which reads them faster than any processor of this machine.
 
     Args:
         layout: of the blocks. options: its size and policy. name: for counters and logs.
@@ -102,11 +106,12 @@ class HostTier:
             )
         if policy is None:
             policy = LeastFrequentlyUsed() if options.policy is HostPolicy.LFU else LeastRecentlyUsed()
+        self._batch_blocks = max(1, min(_MOST_BATCH_BLOCKS, num_places // _LEAST_BATCHES))
         self._index = PlaceIndex(num_places, policy, ttl_s=options.ttl_s, clock=clock)
         self._lock = threading.Lock()
         self._arena = Arena(num_places * self._stride_bytes)
         self._medium = wrap_medium(self._arena)
-        self._stamper = Stamper(layout)
+        self._stamps = BlockStamps(layout)
         self._tally = Tally(name)
         self._queue = TransferQueue(name, options.queue, self._tally, clock=clock)
         self._sink: Callable[[Digest, memoryview], None] | None = None
@@ -190,53 +195,80 @@ class HostTier:
     # The threads' side.
 
     def _load(self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[BlockMemory]) -> None:
-        for each, block in zip(held, blocks, strict=True):
-            with transfer.touching():
-                is_intact = self._read(each, block)
+        for stored, is_intact in self._read(transfer, held, blocks):
             if not is_intact:
-                self._tally.lost(corrupt_blocks=int(self._drop(each)))
+                self._tally.lost(corrupt_blocks=int(self._drop(stored)))
                 raise BlockFault(TierFailure.CORRUPT)
             transfer.land()
             self._tally.moved(loaded_blocks=1)
 
-    def _read(self, stored: Stored, block: BlockMemory) -> bool:
-        """Fills a block; whether its bytes are right."""
-        offset_bytes = stored.place * self._stride_bytes
-        if isinstance(block, memoryview):
-            self._medium.read(offset_bytes, block)
-            return self._stamper.fits(stored.digest, block, stored.stamp)
-        kept = self._arena.view(offset_bytes, block.nbytes)
-        is_intact = self._stamper.fits(stored.digest, kept, stored.stamp)
-        if is_intact:
-            block.copy_from(kept)
-        return is_intact
-
-    def _write(self, place: int, digest: Digest, block: BlockMemory) -> bytes:
-        """Fills a place; returns the stamp."""
-        offset_bytes = place * self._stride_bytes
-        if isinstance(block, memoryview):
-            stamp = self._stamper.stamp(digest, block)
-            self._medium.write(offset_bytes, [block])
-            return stamp
-        kept = self._arena.view(offset_bytes, block.nbytes)
-        block.copy_to(kept)
-        return self._stamper.stamp(digest, kept)
+    def _read(
+        self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[BlockMemory]
+    ) -> Iterator[tuple[Stored, bool]]:
+        """Fills blocks one after the other, a device's in batches; of each, whether its bytes are right."""
+        for stored, block in zip(held, in_memory(blocks), strict=False):
+            with transfer.touching():
+                self._medium.read(stored.place * self._stride_bytes, block)
+                is_intact = self._stamps.fits(stored.digest, block, stored.stamp)
+            yield stored, is_intact
+        on_device = on_a_device(blocks)
+        for begin in range(0, len(on_device), self._batch_blocks):
+            batch = held[begin : begin + self._batch_blocks]
+            places = [self._memory_of(stored.place) for stored in batch]
+            with transfer.touching():
+                found = self._stamps.copy_in(batch, on_device[begin : begin + self._batch_blocks], places)
+            yield from zip(batch, found, strict=True)
 
     def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
-        for digest, block in zip(digests, blocks, strict=True):
+        for digest, block in zip(digests, in_memory(blocks), strict=False):
             if digest not in self._index:
-                place = self._take()
-                try:
-                    with transfer.touching():
-                        stamp = self._write(place, digest, block)
-                except BaseException:
-                    with self._lock:
-                        self._index.give_back(place)
-                    raise
-                with self._lock:
-                    published = self._index.publish(place, digest, stamp)
-                self._tally.moved(saved_blocks=int(published))
+                self._save_one(transfer, digest, block)
             transfer.land()
+        on_device = on_a_device(blocks)
+        for begin in range(0, len(on_device), self._batch_blocks):
+            batch = dict(zip(digests[begin : begin + self._batch_blocks], on_device[begin:], strict=False))
+            new = {digest: block for digest, block in batch.items() if digest not in self._index}
+            if new:
+                self._save_from_device(transfer, list(new), list(new.values()))
+            transfer.land(min(self._batch_blocks, len(on_device) - begin))
+
+    def _save_one(self, transfer: BlockTransfer, digest: Digest, block: memoryview) -> None:
+        with self._filling(1) as places:
+            with transfer.touching():
+                stamp = self._stamps.stamp(digest, block)
+                self._medium.write(places[0] * self._stride_bytes, [block])
+            self._publish(places.pop(), digest, stamp)
+
+    def _save_from_device(
+        self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[DeviceBlock]
+    ) -> None:
+        with self._filling(len(blocks)) as places:
+            memory = [self._memory_of(place) for place in places]
+            with transfer.touching():
+                stamps = self._stamps.copy_out(blocks, memory)
+            for digest, stamp in zip(digests, stamps, strict=True):
+                self._publish(places.pop(0), digest, stamp)
+
+    @contextlib.contextmanager
+    def _filling(self, num_places: int) -> Generator[list[int]]:
+        """Places to fill; whoever publishes one takes it off the list, and the rest is given back."""
+        places: list[int] = []
+        try:
+            while len(places) < num_places:
+                places.append(self._take())
+            yield places
+        finally:
+            with self._lock:
+                for place in places:
+                    self._index.give_back(place)
+
+    def _publish(self, place: int, digest: Digest, stamp: bytes) -> None:
+        with self._lock:
+            published = self._index.publish(place, digest, stamp)
+        self._tally.moved(saved_blocks=int(published))
+
+    def _memory_of(self, place: int) -> memoryview:
+        return self._arena.view(place * self._stride_bytes, self.layout.block_bytes)
 
     def _take(self) -> int:
         """A place to fill; what was there has been handed on."""
@@ -261,7 +293,7 @@ class HostTier:
             return
         block = memoryview(bytearray(self.layout.block_bytes))
         self._medium.read(stored.place * self._stride_bytes, block)
-        if self._stamper.fits(stored.digest, block, stored.stamp):
+        if self._stamps.fits(stored.digest, block, stored.stamp):
             self._sink(stored.digest, block.toreadonly())
         else:
             self._drop(stored)

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from openinfer_kv_cache import KvLayout, KvTierError
+from openinfer_kv_cache import DeviceBlock, KvLayout, KvTierError
 from openinfer_kv_cache.tier_traits import BlockMemory
 
 
@@ -37,22 +37,34 @@ def check_blocks(blocks: Sequence[BlockMemory], layout: KvLayout, *, num_blocks:
     """Checks memory before a transfer takes it; of a device's blocks only their size is known.
 
     Raises:
-        KvTierError: the number, the size, the contiguity or the right to write is not what the transfer needs.
+        KvTierError: the number, the size, the contiguity or the right to write is not what the transfer needs, or some
+            blocks are in this machine's memory and some are not.
     """
     if len(blocks) != num_blocks:
         raise KvTierError(f"{num_blocks} digests and {len(blocks)} blocks; they belong together one by one")
+    if len(in_memory(blocks)) not in (0, len(blocks)):
+        raise KvTierError("some blocks are in this machine's memory and some are a device's; move each kind by itself")
     for index, block in enumerate(blocks):
         if not isinstance(block, memoryview):
             if block.nbytes != layout.block_bytes:
                 raise KvTierError(f"blocks[{index}] has {block.nbytes} bytes; this layout's have {layout.block_bytes}")
-            continue
-        if block.nbytes != layout.block_bytes or block.format != "B" or not block.c_contiguous:
+        elif block.nbytes != layout.block_bytes or block.format != "B" or not block.c_contiguous:
             raise KvTierError(
                 f"blocks[{index}] has {block.nbytes} bytes of format {block.format!r}; a block of this layout is "
                 f"{layout.block_bytes} contiguous ones of format 'B' (block_views makes them)"
             )
-        if writable and block.readonly:
+        elif writable and block.readonly:
             raise KvTierError(f"blocks[{index}] is read-only; a load writes into it")
+
+
+def in_memory(blocks: Sequence[BlockMemory]) -> list[memoryview]:
+    """Those in this machine's memory: after `check_blocks` all of them, or none."""
+    return [block for block in blocks if isinstance(block, memoryview)]
+
+
+def on_a_device(blocks: Sequence[BlockMemory]) -> list[DeviceBlock]:
+    """The others."""
+    return [block for block in blocks if not isinstance(block, memoryview)]
 
 
 def read_block(block: BlockMemory, into: memoryview) -> None:
@@ -60,7 +72,7 @@ def read_block(block: BlockMemory, into: memoryview) -> None:
     if isinstance(block, memoryview):
         copy_bytes(into, block)
     else:
-        block.copy_to(into)
+        block.mover.copy_out([block], [into])
 
 
 def write_block(block: BlockMemory, content: memoryview) -> None:
@@ -68,7 +80,7 @@ def write_block(block: BlockMemory, content: memoryview) -> None:
     if isinstance(block, memoryview):
         copy_bytes(block, content)
     else:
-        block.copy_from(content)
+        block.mover.copy_in([block], [content])
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

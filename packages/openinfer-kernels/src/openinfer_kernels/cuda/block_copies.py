@@ -1,23 +1,31 @@
 """`DevicePool`: a KV pool on a GPU, block by block, for whoever copies blocks to and from this machine's memory.
 
-Each thread that copies has a stream of its own, so that copies run beside steps and beside each other. A thread sleeps
-while it waits for its copy. Memory that is locked in place (`lock`) is copied at the speed of the bus; other memory
-passes through a buffer of the driver's.
+Each thread that copies has a stream of its own, so that copies run beside steps and beside each other; it sleeps while
+it waits for its batch. The GPU sums up what its blocks hold on the way (`csrc/block_sums.cu`): reading gigabytes once
+more on the host would take longer than to copy them. Memory that is locked in place (`lock`) is copied at the speed of
+the bus; other memory passes through a buffer of the driver's.
 """
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from openinfer_kernels.cuda.arrays import address
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import cupy
-from openinfer_kernels.ops import Array
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array, HostArray
 
 _TO_DEVICE, _TO_HOST = 1, 2
 """`cudaMemcpyKind`."""
+_BATCH_BLOCKS = 64
+_SUM_BYTES = 16
+_PIECES, _THREADS = 8, 256
+"""What a block is cut into for its sum, and the threads of each piece."""
 _LOCK_THREADS = 8
 _PAGE_BYTES = 4096
 
@@ -28,6 +36,9 @@ class DevicePool:
     Args:
         pool: stays where it is while anybody copies.
         device: that it is on.
+
+    Raises:
+        ArrayMismatchError: a block is no whole number of 16-byte pieces.
     """
 
     is_on_device = True
@@ -35,12 +46,14 @@ class DevicePool:
     def __init__(self, pool: Array, device: Device) -> None:
         num_blocks: int = pool.shape[0]
         block_bytes: int = pool.nbytes // num_blocks
-        begin = address(pool)
-        copies = _Copies(device)
+        if block_bytes % _SUM_BYTES or address(pool) % _SUM_BYTES:
+            raise ArrayMismatchError(f"KV blocks of {block_bytes} bytes; they must be whole pieces of {_SUM_BYTES}")
+        device.kernel("block_sums", "block_sums")  # loads the module now, on this thread
+        begin, mover = address(pool), DeviceBlockMover(device, block_bytes)
         self._device = device
         self._locked: list[int] = []
         self.blocks: Sequence[DevicePoolBlock] = [
-            DevicePoolBlock(begin + index * block_bytes, block_bytes, copies) for index in range(num_blocks)
+            DevicePoolBlock(begin + index * block_bytes, block_bytes, mover) for index in range(num_blocks)
         ]
 
     def lock(self, memory: Sequence[memoryview]) -> None:
@@ -66,36 +79,75 @@ class DevicePool:
 
 
 class DevicePoolBlock:
-    """One block. Copies wait for their end, and for nothing else: what wrote the block has to be over."""
+    """One block, and what moves it."""
 
-    __slots__ = ("_begin", "_copies", "nbytes")
+    __slots__ = ("address", "mover", "nbytes")
 
-    def __init__(self, begin: int, nbytes: int, copies: "_Copies") -> None:
-        self._begin = begin
-        self._copies = copies
+    def __init__(self, address: int, nbytes: int, mover: "DeviceBlockMover") -> None:
+        self.address = address
         self.nbytes = nbytes
-
-    def copy_to(self, host: memoryview) -> None:
-        """Fills `host`, of `nbytes` bytes."""
-        self._copies.run(_address_of(host), self._begin, self.nbytes, _TO_HOST)
-
-    def copy_from(self, host: memoryview) -> None:
-        """Fills the block from `host`, of `nbytes` bytes."""
-        self._copies.run(self._begin, _address_of(host), self.nbytes, _TO_DEVICE)
+        self.mover = mover
 
 
-class _Copies(threading.local):
-    """Of each thread, a stream and the event that it waits for."""
+class DeviceBlockMover:
+    """Copies blocks of one pool; any thread may call it. What wrote the blocks has to be over."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, block_bytes: int) -> None:
+        self._own = _OfThread(device, block_bytes)
+
+    def copy_out(self, blocks: Sequence[DevicePoolBlock], into: Sequence[memoryview]) -> list[bytes]:
+        """Copies blocks into this machine's memory; returns the sum of what each holds, 16 bytes."""
+        return self._copy(blocks, into, _TO_HOST)
+
+    def copy_in(self, blocks: Sequence[DevicePoolBlock], content: Sequence[memoryview]) -> list[bytes]:
+        """Copies this machine's memory into blocks; returns the sum of what each holds then, 16 bytes."""
+        return self._copy(blocks, content, _TO_DEVICE)
+
+    def _copy(self, blocks: Sequence[DevicePoolBlock], hosts: Sequence[memoryview], kind: int) -> list[bytes]:
+        sums: list[bytes] = []
+        for begin in range(0, len(blocks), _BATCH_BLOCKS):
+            batch = slice(begin, begin + _BATCH_BLOCKS)
+            addresses = [block.address for block in blocks[batch]]
+            sums += self._own.copy(addresses, [_address_of(host) for host in hosts[batch]], kind)
+        return sums
+
+
+class _OfThread(threading.local):
+    """What each thread that copies has: a stream, an event to wait for, and places for addresses and sums."""
+
+    def __init__(self, device: Device, block_bytes: int) -> None:
         device.use()
+        self._bytes = block_bytes
+        self._kernel = device.kernel("block_sums", "block_sums")
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._done = cupy.cuda.Event(block=True, disable_timing=True)
+        self._addresses, self._sums = _pinned(_BATCH_BLOCKS, 1), _pinned(_BATCH_BLOCKS, 2)
+        with self._stream:
+            self._device_addresses: Any = cupy.zeros(_BATCH_BLOCKS, np.uint64)
+            self._device_sums: Any = cupy.zeros((_BATCH_BLOCKS, 2), np.uint64)
+        self._stream.synchronize()
 
-    def run(self, target: int, source: int, nbytes: int, kind: int) -> None:
-        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, self._stream.ptr)
+    def copy(self, blocks: Sequence[int], hosts: Sequence[int], kind: int) -> list[bytes]:
+        num_blocks = len(blocks)
+        copy, stream = cupy.cuda.runtime.memcpyAsync, self._stream.ptr
+        self._addresses[:num_blocks, 0] = blocks
+        copy(address(self._device_addresses), self._addresses.ctypes.data, 8 * num_blocks, _TO_DEVICE, stream)
+        cupy.cuda.runtime.memsetAsync(address(self._device_sums), 0, _SUM_BYTES * num_blocks, stream)
+        for block, host in zip(blocks, hosts, strict=True):
+            target, source = (block, host) if kind == _TO_DEVICE else (host, block)
+            copy(target, source, self._bytes, kind, stream)
+        with self._stream:
+            arguments = (self._device_addresses, self._device_sums, ctypes.c_int(self._bytes // _SUM_BYTES))
+            self._kernel((_PIECES, num_blocks, 1), (_THREADS, 1, 1), arguments)
+        copy(self._sums.ctypes.data, address(self._device_sums), _SUM_BYTES * num_blocks, _TO_HOST, stream)
         self._done.record(self._stream)
         self._done.synchronize()
+        return [self._sums[index].tobytes() for index in range(num_blocks)]
+
+
+def _pinned(rows: int, columns: int) -> HostArray:
+    memory: Any = cupy.cuda.alloc_pinned_memory(8 * rows * columns)
+    return np.frombuffer(memory, np.uint64, rows * columns).reshape(rows, columns)
 
 
 def _address_of(memory: memoryview) -> int:
