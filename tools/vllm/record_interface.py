@@ -32,10 +32,41 @@ def write(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+# What a connector is given, by where it is defined.
+GIVEN = {
+    "vllm/config/kv_transfer.py": ("KVTransferConfig",),
+    "vllm/v1/core/kv_cache_manager.py": ("KVCacheBlocks",),
+    "vllm/v1/core/sched/output.py": ("SchedulerOutput", "NewRequestData", "CachedRequestData"),
+    "vllm/v1/kv_cache_interface.py": ("KVCacheConfig", "KVCacheGroupSpec", "KVCacheSpec"),
+    "vllm/v1/outputs.py": ("KVConnectorOutput",),
+    "vllm/v1/request.py": ("Request",),
+}
+
+
 def read_connector(folder: Path) -> dict[str, Any]:
     base = find_class(folder / CONNECTOR_SOURCE, "KVConnectorBase_V1")
     methods = [node for node in base.body if isinstance(node, ast.FunctionDef)]
-    return {"methods": {node.name: read_method(node) for node in methods}}
+    given = {name: read_names(find_class(folder / path, name)) for path, names in GIVEN.items() for name in names}
+    return {"methods": {node.name: read_method(node) for node in methods}, "given": given}
+
+
+def read_names(node: ast.ClassDef) -> list[str]:
+    """Public fields and methods of a class, and what its `__init__` sets."""
+    names = {each.target.id for each in node.body if is_field(each)}
+    for method in [each for each in node.body if isinstance(each, ast.FunctionDef)]:
+        names.add(method.name)
+        if method.name == "__init__":
+            names |= {each.attr for each in ast.walk(method) if is_set_on_self(each)}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def is_set_on_self(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
 
 
 def read_method(node: ast.FunctionDef) -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""`OpenInferConnector`: vLLM's interface on the one hand, `SchedulerSide` and `WorkerSide` on the other."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, PagedGroup, PagedTensor, PrefixHasher
+from openinfer_kv_offload.errors import TierConfigError
+from openinfer_kv_offload.settings import open_tiers
+from openinfer_kv_offload.vllm.copies import PoolCopies
+from openinfer_kv_offload.vllm.extra_config import read_extra_config
+from openinfer_kv_offload.vllm.host import VLLM_VERSION, ConnectorBase, ConnectorRole, SupportsHMA
+from openinfer_kv_offload.vllm.messages import StepMetadata, WorkerAnswers
+from openinfer_kv_offload.vllm.scheduler_side import SchedulerSide
+from openinfer_kv_offload.vllm.worker_side import WorkerSide
+
+
+class OpenInferConnector(ConnectorBase, SupportsHMA):
+    """KV blocks of vLLM in our tiers: found, loaded in the background, saved behind each step.
+
+    Models whose layers are all of full attention, in one group of blocks of one size. Requests with images or prompt
+    embeddings are left alone.
+
+    Args:
+        vllm_config: vLLM's. role: which side this is. kv_cache_config: of the pool.
+
+    Raises:
+        TierConfigError: the configuration or the model is not one that this connector serves.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)  # pyright: ignore[reportUnknownMemberType]
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise TierConfigError(
+                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, which fails a request whose blocks a "
+                'tier has lost; set it to "recompute"'
+            )
+        self._settings = read_extra_config(transfer.kv_connector_extra_config)
+        self._num_blocks: int = kv_cache_config.num_blocks
+        self._block_tokens = _block_tokens(kv_cache_config)
+        self._config = vllm_config
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == ConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(PrefixHasher(self._block_tokens, key=self._settings.digest_key()))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not saved is computed again."""
+        return False
+
+    # The workers' side.
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether blocks are on their way between this worker's pool and its tiers."""
+        return self._worker is not None and self._worker.is_moving
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Opens the tiers for the pool that vLLM has made."""
+        from openinfer_kv_offload.vllm.torch_copies import TorchCopies
+
+        self.attach(TorchCopies(kv_caches, num_blocks=self._num_blocks))
+
+    def attach(self, copies: PoolCopies) -> None:
+        """Opens the tiers for a pool.
+
+        Raises:
+            TierConfigError, LayoutMismatchError, StoreError: as `open_tiers` says.
+        """
+        parallel = self._config.parallel_config
+        tiers = open_tiers(self._settings.tiers_of(rank=parallel.rank), self._layout(copies))
+        self._worker = WorkerSide(
+            tiers,
+            copies,
+            staging_bytes=self._settings.staging_bytes,
+            load_timeout_s=self._settings.load_timeout_s,
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begins what the scheduler has asked for."""
+        if self._worker is not None:
+            self._worker.begin_step(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads end before their request runs."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are saved behind the step."""
+
+    def wait_for_save(self) -> None:
+        """Begins to copy the blocks that this step has filled."""
+        if self._worker is not None:
+            self._worker.save(self._step().saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads have ended; saves hold no request's blocks."""
+        return None, None if self._worker is None else self._worker.poll()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that did not arrive, to be computed."""
+        return set() if self._worker is None else self._worker.take_failed_block_ids()
+
+    def build_connector_worker_meta(self) -> WorkerAnswers | None:
+        """What was found."""
+        return None if self._worker is None else self._worker.take_answers()
+
+    def shutdown(self) -> None:
+        """Closes the tiers."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    # The scheduler's side.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As `SchedulerSide.match` says."""
+        return self._scheduling().match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks for a load, or for a request that runs now."""
+        self._scheduling().admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """What the workers do in this step."""
+        return self._scheduling().take_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers have found."""
+        answers = connector_output.kv_connector_worker_meta
+        if isinstance(answers, WorkerAnswers):
+            self._scheduling().take_answers(answers)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks may be freed: copies of them are queued ahead of whatever will overwrite them."""
+        self._scheduling().finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`; there is one group."""
+        return self.request_finished(request, block_ids[0])
+
+    def _scheduling(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise TierConfigError("a worker's connector was asked for what the scheduler's knows")
+        return self._scheduler
+
+    def _step(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        if not isinstance(metadata, StepMetadata):
+            raise TierConfigError(f"{type(metadata).__name__} is not from this connector's scheduler side")
+        return metadata
+
+    def _layout(self, copies: PoolCopies) -> KvLayout:
+        """Blocks of so many bytes per token; what they mean is in the tag, which is part of the layout's digest."""
+        model, parallel = self._config.model_config, self._config.parallel_config
+        tag = {
+            "vllm": VLLM_VERSION,
+            "model": [model.model, model.revision, self._settings.model_tag],
+            "rank": [parallel.rank, parallel.world_size],
+            "layers": copies.identity,
+        }
+        bytes_per_token, rest = divmod(copies.block_bytes, self._block_tokens)
+        if rest:
+            raise TierConfigError(f"a block of {copies.block_bytes} bytes is not one of {self._block_tokens} tokens")
+        tensor = PagedTensor(name="kv", num_heads=1, head_dim=bytes_per_token, dtype=KvDtype.UINT8)
+        group = PagedGroup(name="vllm", num_layers=1, tensors=(tensor,))
+        spec = KvSpec(model_tag=json.dumps(tag, sort_keys=True), paged=(group,))
+        return KvLayout.from_spec(spec, block_size_tokens=self._block_tokens)
+
+
+def _block_tokens(kv_cache_config: Any) -> int:
+    """Of the one group of full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    kinds = {each.__name__ for group in groups for each in type(group.kv_cache_spec).__mro__}
+    if len(groups) != 1 or "FullAttentionSpec" not in kinds:
+        found = [type(group.kv_cache_spec).__name__ for group in groups]
+        raise TierConfigError(f"OpenInferConnector serves models with one group of full attention; this has {found}")
+    return groups[0].kv_cache_spec.block_size

@@ -1,0 +1,42 @@
+"""What the workers' side needs of the memory that vLLM's KV is in."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class StagedCopy(Protocol):
+    """A copy between the KV pool and staging memory."""
+
+    def is_done(self) -> bool:
+        """Whether it has ended; does not wait. Asked until it has, as that may be what begins its next part."""
+        ...
+
+
+class PoolCopies(Protocol):
+    """Blocks of a KV pool, and staging memory of this machine that a tier reads and writes."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, all layers."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Layers, shapes and dtypes: what the bytes of a block mean."""
+        ...
+
+    def allocate_staging(self, num_blocks: int) -> Sequence[memoryview]:
+        """Makes the staging memory; called once.
+
+        Returns:
+            One writable view of `block_bytes` bytes for each place.
+        """
+        ...
+
+    def to_staging(self, block_ids: Sequence[int], places: Sequence[int]) -> StagedCopy:
+        """Begins to copy blocks into staging places, behind the work that the device has been given."""
+        ...
+
+    def to_pool(self, places: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
+        """Begins to copy staging places into blocks, ahead of the work that the device will be given."""
+        ...

@@ -1,0 +1,110 @@
+"""`SchedulerSide`: asks the workers for prefixes, and says what is to be loaded and saved."""
+
+from typing import Any
+
+from openinfer_kv_cache import PrefixHasher
+from openinfer_kv_offload.vllm.messages import Load, Save, StepMetadata, WorkerAnswers
+from openinfer_kv_offload.vllm.tracked import MAX_QUERIES, TrackedRequest
+
+
+class SchedulerSide:
+    """Lives in the process of vLLM's scheduler; reads its requests and step outputs, and changes neither.
+
+    Args:
+        hasher: of the engine's block size, with the key of all who share the tiers.
+    """
+
+    def __init__(self, hasher: PrefixHasher) -> None:
+        self._hasher = hasher
+        self._block_tokens = hasher.block_size_tokens
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._next = StepMetadata()
+
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded beyond those computed, and whether in the background; None: ask again."""
+        tracked = self._track(request)
+        end_blocks = tracked.matchable_blocks
+        first_block, is_cut = divmod(num_computed_tokens, self._block_tokens)
+        if not tracked.is_text or is_cut or first_block >= end_blocks:
+            return 0, False
+        if not tracked.is_asked:
+            if tracked.num_queries == MAX_QUERIES:
+                return 0, False
+            tracked.is_asked = True
+            tracked.num_queries += 1
+            tracked.first_block = first_block
+            self._next.queries[request.request_id] = tracked.digests(end_blocks)[first_block:]
+        if tracked.found_blocks is None:
+            return None, False
+        tokens = (tracked.first_block + tracked.found_blocks) * self._block_tokens - num_computed_tokens
+        return (tokens, True) if tokens > 0 and first_block >= tracked.first_block else (0, False)
+
+    def admitted(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
+        """The request has its blocks; what was promised to be loaded goes into the last of its full ones."""
+        tracked = self._track(request)
+        if not tracked.is_asked:
+            return
+        if num_external_tokens > 0 and tracked.found_blocks is not None:
+            end_block = tracked.first_block + tracked.found_blocks
+            first_block = end_block - num_external_tokens // self._block_tokens
+            self._next.loads[request.request_id] = Load(
+                skip_blocks=first_block - tracked.first_block, block_ids=block_ids[first_block:end_block]
+            )
+        else:
+            self._next.drops.append(request.request_id)
+        tracked.forget_answer()
+
+    def take_metadata(self, output: Any) -> StepMetadata:
+        """What the workers do in the step that vLLM has scheduled."""
+        for new in output.scheduled_new_reqs:
+            self._begin(new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
+            self._save(new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            new_ids, computed_tokens = cached.new_block_ids[index], cached.num_computed_tokens[index]
+            if request_id in cached.resumed_req_ids:
+                self._begin(request_id, [] if new_ids is None else list(new_ids[0]), computed_tokens)
+            elif new_ids is not None and request_id in self._tracked:
+                self._tracked[request_id].block_ids += new_ids[0]
+            self._save(request_id, computed_tokens + output.num_scheduled_tokens[request_id])
+        metadata, self._next = self._next, StepMetadata()
+        return metadata
+
+    def take_answers(self, answers: WorkerAnswers) -> None:
+        """What the workers have found."""
+        for request_id, found_blocks in answers.found_blocks.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.is_asked:
+                tracked.found_blocks = found_blocks
+
+    def finished(self, request_id: str) -> None:
+        """The request is over; a load of it that is under way goes on to its end."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None and tracked.is_asked and self._next.queries.pop(request_id, None) is None:
+            self._next.drops.append(request_id)
+
+    def _track(self, request: Any) -> TrackedRequest:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._tracked[request.request_id] = TrackedRequest(request, self._hasher)
+        return tracked
+
+    def _begin(self, request_id: str, block_ids: list[int], computed_tokens: int) -> None:
+        """The request runs; what is computed already has been saved by whoever computed it."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.block_ids = block_ids
+            tracked.saved_blocks = computed_tokens // self._block_tokens
+
+    def _save(self, request_id: str, computed_tokens: int) -> None:
+        """Blocks that this step fills with ids that are known: of a speculation only what was accepted is."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not tracked.is_text:
+            return
+        full_blocks = min(computed_tokens // self._block_tokens, len(tracked.block_ids))
+        if full_blocks <= tracked.saved_blocks:
+            return
+        digests = tracked.digests(full_blocks)
+        first, tracked.saved_blocks = tracked.saved_blocks, len(digests)
+        if len(digests) > first:
+            self._next.saves.append(Save(digests[first:], tracked.block_ids[first : len(digests)]))

@@ -1,0 +1,139 @@
+"""`TorchCopies`: vLLM's KV tensors as a pool of blocks."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from openinfer_kv_offload.errors import TierConfigError
+from openinfer_kv_offload.vllm.copies import StagedCopy
+from openinfer_kv_offload.vllm.host import device_torch
+
+
+class _Done:
+    """A copy that was waited for."""
+
+    def is_done(self) -> bool:
+        return True
+
+
+class _Steps:
+    """Work of a device, each part begun when the one before it has ended: no stream ever waits for a copy.
+
+    Args:
+        event: behind the first part. then: begins the next one and returns the event behind it.
+    """
+
+    def __init__(self, event: Any, then: Callable[[], Any] | None = None) -> None:
+        self._event = event
+        self._then = then
+
+    def is_done(self) -> bool:
+        if not self._event.query():
+            return False
+        if self._then is None:
+            return True
+        then, self._then = self._then, None
+        self._event = then()
+        return self._event.query()
+
+
+class TorchCopies:
+    """Layers of any shape that has one dimension of blocks; a block's bytes are its layers', ordered by their names.
+
+    Args:
+        kv_caches: by layer name, as vLLM registers them. num_blocks: of the pool.
+
+    Raises:
+        TierConfigError: a layer is not of tensors with such a dimension.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, Any], *, num_blocks: int) -> None:
+        self._torch = device_torch()
+        names = sorted(kv_caches)
+        self._layers: list[tuple[Any, int]] = [
+            (kv_caches[name], _block_dim(name, kv_caches[name], num_blocks)) for name in names
+        ]
+        self._sizes = [layer.numel() // num_blocks * layer.element_size() for layer, _ in self._layers]
+        self.block_bytes = sum(self._sizes)
+        self.identity = json.dumps([_meaning(name, *each) for name, each in zip(names, self._layers, strict=True)])
+        self._device = self._layers[0][0].device
+        self._staging: Any = None
+        self._stream = self._torch.cuda.Stream() if self._device.type == "cuda" else None
+
+    def allocate_staging(self, num_blocks: int) -> Sequence[memoryview]:
+        """Pinned, where the pool is on a GPU."""
+        is_gpu = self._device.type == "cuda"
+        self._staging = self._torch.empty((num_blocks, self.block_bytes), dtype=self._torch.uint8, pin_memory=is_gpu)
+        return [memoryview(row.numpy()) for row in self._staging]
+
+    def to_staging(self, block_ids: Sequence[int], places: Sequence[int]) -> StagedCopy:
+        """Gathers on the device behind its work, then copies each block as one piece beside it."""
+        index = self._torch.tensor(list(block_ids), device=self._device)
+        pieces = [
+            layer.index_select(dim, index).movedim(dim, 0).contiguous().view(len(block_ids), -1).view(self._torch.uint8)
+            for layer, dim in self._layers
+        ]
+        gathered = self._torch.cat(pieces, dim=1)
+        if self._stream is None:
+            self._to_places(gathered, places)
+            return _Done()
+        self._stream.wait_stream(self._torch.cuda.current_stream())
+        with self._torch.cuda.stream(self._stream):
+            self._to_places(gathered, places)
+        gathered.record_stream(self._stream)
+        return _Steps(self._stream.record_event())
+
+    def to_pool(self, places: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
+        """Copies each block as one piece beside the device's work, then spreads it over the layers ahead of more."""
+        if not places:
+            return _Done()
+        if self._stream is None:
+            self._spread(self._from_places(places), block_ids)
+            return _Done()
+        with self._torch.cuda.stream(self._stream):
+            arrived = self._from_places(places)
+        return _Steps(self._stream.record_event(), lambda: self._spread_behind(arrived, block_ids))
+
+    def _to_places(self, gathered: Any, places: Sequence[int]) -> None:
+        for row, place in zip(gathered, places, strict=True):
+            self._staging[place].copy_(row, non_blocking=True)
+
+    def _from_places(self, places: Sequence[int]) -> Any:
+        arrived = self._torch.empty((len(places), self.block_bytes), dtype=self._torch.uint8, device=self._device)
+        for row, place in zip(arrived, places, strict=True):
+            row.copy_(self._staging[place], non_blocking=True)
+        return arrived
+
+    def _spread_behind(self, arrived: Any, block_ids: Sequence[int]) -> Any:
+        """On the stream of the model, so that steps which follow find the blocks."""
+        current = self._torch.cuda.current_stream()
+        arrived.record_stream(current)
+        self._spread(arrived, block_ids)
+        return current.record_event()
+
+    def _spread(self, arrived: Any, block_ids: Sequence[int]) -> None:
+        index = self._torch.tensor(list(block_ids), device=self._device)
+        for (layer, dim), piece in zip(self._layers, arrived.split(self._sizes, dim=1), strict=True):
+            shape = list(layer.shape)
+            blocks_first = [len(block_ids), *shape[:dim], *shape[dim + 1 :]]
+            values = piece.contiguous().view(layer.dtype).view(blocks_first).movedim(0, dim)
+            layer.index_copy_(dim, index, values)
+
+
+def _block_dim(name: str, layer: Any, num_blocks: int) -> int:
+    """Of `[blocks, ...]`, and of `[2, blocks, ...]` with keys and values apart."""
+    shape = tuple(getattr(layer, "shape", ()))
+    if shape and shape[0] == num_blocks:
+        return 0
+    if len(shape) > 1 and shape[0] == 2 and shape[1] == num_blocks:
+        return 1
+    raise TierConfigError(
+        f"the KV cache of layer {name} is {shape or type(layer).__name__}; OpenInferConnector needs one tensor with "
+        f"a first or (behind keys and values) second dimension of {num_blocks} blocks"
+    )
+
+
+def _meaning(name: str, layer: Any, dim: int) -> list[Any]:
+    """Of one block in a layer; how many blocks the pool has is not part of it."""
+    shape = list(layer.shape)
+    return [name, dim, shape[:dim] + shape[dim + 1 :], str(layer.dtype)]

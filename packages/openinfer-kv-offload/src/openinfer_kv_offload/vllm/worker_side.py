@@ -1,0 +1,169 @@
+"""`WorkerSide`: one worker's tiers, and the copies between them and its KV pool. Called from the worker's thread."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openinfer_kv_cache import Digest, KvTier, TierHit, Transfer, TransferState
+from openinfer_kv_offload.vllm.copies import PoolCopies, StagedCopy
+from openinfer_kv_offload.vllm.messages import Load, Save, StepMetadata, WorkerAnswers
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 5.0
+_POLL_S = 0.001
+
+
+@dataclass(slots=True)
+class _Saving:
+    copy: StagedCopy
+    digests: Sequence[Digest]
+    places: list[int]
+    transfer: Transfer | None = None
+
+
+@dataclass(slots=True)
+class _Loading:
+    request_id: str
+    load: Load
+    hit: TierHit
+    places: list[int]
+    transfer: Transfer | None = None
+    copy: StagedCopy | None = None
+
+
+class WorkerSide:
+    """Places of staging memory go from free to a save or a load and back; what finds none waits (loads) or is left.
+
+    Args:
+        tiers: of this worker; closed with it. copies: of its pool. staging_bytes: bounds what moves at a time.
+            load_timeout_s: after which the rest of a load is computed.
+    """
+
+    def __init__(self, tiers: KvTier, copies: PoolCopies, *, staging_bytes: int, load_timeout_s: float) -> None:
+        self._tiers = tiers
+        self._copies = copies
+        self._load_timeout_s = load_timeout_s
+        num_places = max(staging_bytes // copies.block_bytes, 2)
+        self._max_load_blocks = max(num_places // 2, 1)
+        self._staging = copies.allocate_staging(num_places)
+        self._free = list(range(num_places - 1, -1, -1))
+        self._hits: dict[str, TierHit] = {}
+        self._answers = WorkerAnswers()
+        self._saving: list[_Saving] = []
+        self._loading: list[_Loading] = []
+        self._failed_block_ids: set[int] = set()
+        self.unsaved_blocks = 0
+        """Left out, because staging memory was short."""
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether blocks are on their way."""
+        return bool(self._saving or self._loading)
+
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Answers what was asked, and begins loads."""
+        for request_id in metadata.drops:
+            self._drop(request_id)
+        for request_id, digests in metadata.queries.items():
+            self._drop(request_id)
+            hit = self._hits[request_id] = self._tiers.find(digests[: self._max_load_blocks])
+            self._answers.found_blocks[request_id] = len(hit.digests)
+        for request_id, load in metadata.loads.items():
+            self._loading.append(_Loading(request_id, load, self._hits.pop(request_id), []))
+        self._begin_loads()
+
+    def save(self, saves: Sequence[Save]) -> None:
+        """Copies blocks behind the step's work."""
+        if not self._tiers.accepts_saves:
+            return
+        for save in saves:
+            num_blocks = min(len(save.digests), len(self._free))
+            self.unsaved_blocks += len(save.digests) - num_blocks
+            if num_blocks:
+                places = self._take(num_blocks)
+                copy = self._copies.to_staging(save.block_ids[:num_blocks], places)
+                self._saving.append(_Saving(copy, save.digests[:num_blocks], places))
+
+    def poll(self) -> set[str]:
+        """Carries on with what is under way; returns the requests whose load has ended, however it did."""
+        self._saving = [saving for saving in self._saving if not self._has_saved(saving)]
+        over = [loading for loading in self._loading if self._is_over(loading)]
+        self._loading = [loading for loading in self._loading if loading not in over]
+        self._begin_loads()
+        return {loading.request_id for loading in over}
+
+    def take_failed_block_ids(self) -> set[int]:
+        """Blocks of ended loads that hold nothing."""
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
+    def take_answers(self) -> WorkerAnswers | None:
+        """What was found since the last call."""
+        if not self._answers.found_blocks:
+            return None
+        answers, self._answers = self._answers, WorkerAnswers()
+        return answers
+
+    def close(self) -> None:
+        """Gives what is on its way into the tiers a short time, and closes them."""
+        for request_id in list(self._hits):
+            self._drop(request_id)
+        give_up_s = time.monotonic() + _CLOSE_S
+        while self.is_moving and time.monotonic() < give_up_s:
+            self.poll()
+            time.sleep(_POLL_S)
+        self._tiers.close()
+
+    def _begin_loads(self) -> None:
+        """In the order in which they were asked for, as far as there are places."""
+        for loading in self._loading:
+            if loading.transfer is not None:
+                continue
+            if len(self._free) < len(loading.hit.digests):
+                return
+            loading.places = self._take(len(loading.hit.digests))
+            blocks = [self._staging[place] for place in loading.places]
+            loading.transfer = self._tiers.load(loading.hit, blocks, timeout_s=self._load_timeout_s)
+
+    def _is_over(self, loading: _Loading) -> bool:
+        """Whether all that the tier had is in the pool by now."""
+        if loading.copy is None:
+            if loading.transfer is None or loading.transfer.poll() is TransferState.PENDING:
+                return False
+            loading.copy = self._to_pool(loading, loading.transfer)
+        if not loading.copy.is_done():
+            return False
+        self._free += loading.places
+        return True
+
+    def _to_pool(self, loading: _Loading, ended: Transfer) -> StagedCopy:
+        """Begins to bring what landed into the pool; the other blocks have failed."""
+        load = loading.load
+        landed = max(ended.landed_blocks - load.skip_blocks, 0)
+        self._failed_block_ids.update(load.block_ids[landed:])
+        if landed < len(load.block_ids):
+            _log.warning("%d of %d blocks were loaded: %s", landed, len(load.block_ids), ended.failure)
+        places = loading.places[load.skip_blocks : load.skip_blocks + landed]
+        return self._copies.to_pool(places, load.block_ids[:landed])
+
+    def _has_saved(self, saving: _Saving) -> bool:
+        if saving.transfer is None:
+            if not saving.copy.is_done():
+                return False
+            blocks = [self._staging[place] for place in saving.places]
+            saving.transfer = self._tiers.save(saving.digests, blocks)
+        if saving.transfer.poll() is TransferState.PENDING:
+            return False
+        self._free += saving.places
+        return True
+
+    def _take(self, num_places: int) -> list[int]:
+        taken = self._free[-num_places:]
+        del self._free[-num_places:]
+        return taken
+
+    def _drop(self, request_id: str) -> None:
+        hit = self._hits.pop(request_id, None)
+        if hit is not None:
+            hit.close()
