@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.cuda.arrays import address, fits_vectors
+from openinfer_kernels.cuda.arrays import VECTOR_BYTES, address, fits_vectors
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.launch import check
 from openinfer_kernels.cuda.libraries import bfloat16, cupy, driver
@@ -20,7 +20,6 @@ from openinfer_kernels.ops import Array
 MAX_RANKS = 8
 HANDLE_BYTES = 64
 _TURNS = 3
-_VECTOR_VALUES, _VECTOR_BYTES = 8, 16
 _STATE_BYTES = 32
 _EMPTY = 0x80000000
 _THREADS = 256
@@ -51,7 +50,10 @@ class OneShot:
 
     def __init__(self, device: Device, *, rank: int, size: int, most_bytes: int) -> None:
         runtime = cupy.cuda.runtime
-        self._reduce = device.kernel("one_shot", "one_shot_all_reduce")
+        self._reduce = {
+            np.dtype(dtype): device.kernel("one_shot", f"one_shot_all_reduce_{np.dtype(dtype).name}")
+            for dtype in (bfloat16, np.float32)
+        }
         self._most_bytes = most_bytes
         self._rank = rank
         buffer_bytes = _TURNS * size * most_bytes
@@ -67,7 +69,7 @@ class OneShot:
         self._group = _Group(
             state=address(self._state),
             is_aborted=self._is_aborted.ctypes.data,
-            slot=most_bytes // _VECTOR_BYTES,
+            slot=most_bytes // VECTOR_BYTES,
             rank=rank,
             size=size,
         )
@@ -108,20 +110,20 @@ class OneShot:
             self._group.buffers[rank] = pointer
 
     def fits(self, array: Array) -> bool:
-        """Whether an array can be summed here: BF16, whole vectors of 8 values, not too long."""
+        """Whether an array can be summed here: BF16 or float32, whole vectors of 16 bytes, not too long."""
         return (
-            array.dtype == bfloat16
+            array.dtype in self._reduce
             and 0 < array.nbytes <= self._most_bytes
-            and array.size % _VECTOR_VALUES == 0
+            and array.nbytes % VECTOR_BYTES == 0
             and array.flags.c_contiguous
             and fits_vectors(array)
         )
 
     def all_reduce(self, array: Array) -> None:
         """The sum over all ranks, in place."""
-        vectors = array.size // _VECTOR_VALUES
-        grid = (-(-vectors // _THREADS), 1, 1)
-        self._reduce(grid, (_THREADS, 1, 1), [array, array, self._group, ctypes.c_int64(vectors)], overlap=True)
+        vectors = array.nbytes // VECTOR_BYTES
+        grid, arguments = (-(-vectors // _THREADS), 1, 1), [array, array, self._group, ctypes.c_int64(vectors)]
+        self._reduce[array.dtype](grid, (_THREADS, 1, 1), arguments, overlap=True)
 
     def abort(self) -> None:
         """Ends kernels that wait for another rank; from any thread. What they leave is of no use."""
