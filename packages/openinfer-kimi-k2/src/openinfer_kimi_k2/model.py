@@ -1,0 +1,490 @@
+"""Kimi-K2: the forward pass, and how its published weights become arrays on one rank.
+
+    ids ─► embedding ─► layer × L ─► norm ─► hidden ─► head ─► logits
+
+    layer:  x += o_proj(latent_attention(rope(q), latents))    q = b_proj(norm(a_proj(x))), latent = kv_a_proj(x)
+            x += down_proj(silu(gate) * up)                    gate, up = gate_up_proj(norm(x))
+       or:  x += sum of s_j expert_j(y) + shared(y)            y = norm(x), s = top(sigmoid(router(y)) + bias)
+
+What differs from DeepSeek-V2-Lite, its nearest neighbour: queries come through a bottleneck; experts are chosen by
+sigmoid scores with a correction bias, and weighed by the scores without it, renormalised and scaled; and matrices may
+be stored in FP8 or INT4. It is DeepSeek-V3's architecture in other sizes. Reference:
+`transformers.models.deepseek_v3.modeling_deepseek_v3`; DeepSeek-AI 2024, "DeepSeek-V3", section 2.1; Moonshot AI 2025,
+"Kimi K2", section 2.3.
+
+Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads, whole
+routed experts, and a piece of the width of every other MLP, and sums its share of the outputs with the other ranks.
+Each has all latents. Each embeds all ids, and computes the logits of its piece of the vocabulary.
+
+Letters: `T` tokens of a step, `h` hidden size, `H` heads, `rq` dimensions of the queries' bottleneck, `r` latent
+dimensions, `dr` rotated ones, `dn` and `dv` dimensions of a head's unrotated key and of its value, `F` width of the
+MLP, `S` of the shared expert, `E` routed experts of width `M`, `V` vocabulary; in the weights and in `forward`, `H`,
+`F`, `S` and `E` are one rank's share. A matrix is `[out, in]`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from openinfer_engine.communicator import Communicator
+from openinfer_engine.fused_weights import pad_rows, rows_of_rank
+from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.stored_tensor import Repeated, StoredTensor, TensorSpec
+from openinfer_engine.wanted_tokens import WantedTokens
+from openinfer_kernels import (
+    Array,
+    AttentionBatch,
+    GroupScore,
+    Ops,
+    QuantisedWeight,
+    RopeParameters,
+    Routing,
+    Scoring,
+    Weight,
+    WeightFormat,
+    project,
+    rope_table,
+    softmax_factor,
+)
+from openinfer_kimi_k2.matrices import Matrix, MatrixLoader
+from openinfer_kimi_k2.published import Storage, storage
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside attention, whatever `rms_norm_eps` says."""
+
+
+# --- configuration ------------------------------------------------------------------------------------------
+
+
+class KimiK2Config(msgspec.Struct, frozen=True, kw_only=True):
+    """The text model's config, under its own names: the keys that shape it. What else it may not say: `refusals.py`."""
+
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    moe_intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    q_lora_rank: Positive
+    kv_lora_rank: Positive
+    qk_nope_head_dim: Positive
+    qk_rope_head_dim: Positive
+    v_head_dim: Positive
+    n_routed_experts: Positive
+    num_experts_per_tok: Positive
+    n_shared_experts: Positive
+    """They are one MLP of so many times their width."""
+    first_k_dense_replace: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Layers before this one have a plain MLP."""
+    n_group: Positive = 1
+    topk_group: Positive = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    num_nextn_predict_layers: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Layers behind the model that draft tokens; not served, and not in published checkpoints."""
+    rms_norm_eps: Annotated[float, msgspec.Meta(gt=0)]
+    max_position_embeddings: Positive
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    """transformers 5 writes this, earlier ones the next two."""
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    original_max_position_embeddings: int | None = None
+    quantization_config: dict[str, Any] | None = None
+    tensor_prefix: str = ""
+    """What the names of its tensors begin with: `published.text_config`."""
+
+    def __post_init__(self) -> None:
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; RoPE rotates pairs")
+        _ = self.routing  # which says what is wrong with it
+
+    @property
+    def rope(self) -> RopeParameters:
+        """The rotary embedding, from either spelling."""
+        return RopeParameters.from_config(msgspec.structs.asdict(self))
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Of a query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Of the scores: YaRN's magnitude is in it, squared, and not in cosines and sines."""
+        return self.qk_head_dim**-0.5 * softmax_factor(self.rope.yarn)
+
+    @property
+    def shared_size(self) -> int:
+        """Width of the MLP that is all shared experts."""
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def routing(self) -> Routing:
+        """How a token's experts are chosen and weighed."""
+        return Routing(
+            scoring=Scoring.SIGMOID,
+            num_experts=self.n_routed_experts,
+            num_experts_per_token=self.num_experts_per_tok,
+            num_groups=self.n_group,
+            num_kept_groups=self.topk_group,
+            group_score=GroupScore.TOP_TWO_SUM,
+            normalised=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+        )
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """Of all matrices but those of routed experts, the router, the embedding and the head; None: BF16."""
+        return WeightFormat.FP8_BLOCKS if self._storage is Storage.FP8_BLOCKS else None
+
+    @property
+    def expert_format(self) -> WeightFormat | None:
+        """Of routed experts' matrices."""
+        return WeightFormat.INT4_GROUPS if self._storage is Storage.INT4_EXPERTS else self.format
+
+    @property
+    def _storage(self) -> Storage:
+        return storage({"quantization_config": self.quantization_config})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """The matrices of an MLP in a checkpoint."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+    @classmethod
+    def of(cls, prefix: str, *, width: int, h: int, format: WeightFormat | None) -> "Mlp":  # noqa: A002
+        """Under the published names."""
+        return cls(
+            gate=Matrix(name=f"{prefix}.gate_proj", shape=(width, h), format=format),
+            up=Matrix(name=f"{prefix}.up_proj", shape=(width, h), format=format),
+            down=Matrix(name=f"{prefix}.down_proj", shape=(h, width), format=format),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The names, shapes and formats of one decoder layer in a checkpoint."""
+
+    prefix: str
+    q_a_proj: Matrix
+    q_b_proj: Matrix
+    kv_a_proj: Matrix
+    kv_b_proj: Matrix
+    o_proj: Matrix
+    mlp: Mlp
+    """A plain one, or the shared experts."""
+    experts: tuple[Mlp, ...]
+    """None in a layer with a plain MLP."""
+
+    @classmethod
+    def of(cls, config: KimiK2Config, index: int) -> "Layer":
+        """Layer `index`, under the published names."""
+        h, heads, rq, r = config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+        prefix = f"{config.tensor_prefix}model.layers.{index}"
+
+        def attention(name: str, rows: int, columns: int) -> Matrix:
+            return Matrix(name=f"{prefix}.self_attn.{name}", shape=(rows, columns), format=config.format)
+
+        def mlp(name: str, width: int, format: WeightFormat | None) -> Mlp:  # noqa: A002
+            return Mlp.of(f"{prefix}.{name}", width=width, h=h, format=format)
+
+        is_dense, width = index < config.first_k_dense_replace, config.moe_intermediate_size
+        experts = range(0 if is_dense else config.n_routed_experts)
+        return cls(
+            prefix=prefix,
+            q_a_proj=attention("q_a_proj", rq, h),
+            q_b_proj=attention("q_b_proj", heads * config.qk_head_dim, rq),
+            kv_a_proj=attention("kv_a_proj_with_mqa", r + config.qk_rope_head_dim, h),
+            kv_b_proj=attention("kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), r),
+            o_proj=attention("o_proj", h, heads * config.v_head_dim),
+            mlp=mlp("mlp", config.intermediate_size, config.format)
+            if is_dense
+            else mlp("mlp.shared_experts", config.shared_size, config.format),
+            experts=tuple(mlp(f"mlp.experts.{expert}", width, config.expert_format) for expert in experts),
+        )
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All of them."""
+        attention = (self.q_a_proj, self.q_b_proj, self.kv_a_proj, self.kv_b_proj, self.o_proj)
+        return (*attention, *(each for mlp in (self.mlp, *self.experts) for each in (mlp.gate, mlp.up, mlp.down)))
+
+
+def tensors(config: KimiK2Config) -> Mapping[str, TensorSpec]:
+    """Every tensor of the checkpoint that `load` reads, with its whole shape."""
+    h, prefix = config.hidden_size, config.tensor_prefix
+    whole: dict[str, TensorSpec] = {
+        f"{prefix}model.embed_tokens.weight": (config.vocab_size, h),
+        f"{prefix}model.norm.weight": (h,),
+    }
+    if not config.tie_word_embeddings:
+        whole[f"{prefix}lm_head.weight"] = (config.vocab_size, h)
+    for index in range(config.num_hidden_layers):
+        layer = Layer.of(config, index)
+        whole[f"{layer.prefix}.input_layernorm.weight"] = (h,)
+        whole[f"{layer.prefix}.post_attention_layernorm.weight"] = (h,)
+        whole[f"{layer.prefix}.self_attn.q_a_layernorm.weight"] = (config.q_lora_rank,)
+        whole[f"{layer.prefix}.self_attn.kv_a_layernorm.weight"] = (config.kv_lora_rank,)
+        if layer.experts:
+            whole[f"{layer.prefix}.mlp.gate.weight"] = (config.n_routed_experts, h)
+            whole[f"{layer.prefix}.mlp.gate.e_score_correction_bias"] = StoredTensor(
+                shape=(config.n_routed_experts,), dtypes=("F32",), dummy=Repeated(values=(0.0, 0.01, -0.01))
+            )
+        for matrix in layer.matrices:
+            whole |= matrix.tensors()
+    return whole
+
+
+# --- weights ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """A plain MLP, or the shared experts, on one rank; `F` is the width of either."""
+
+    gate_up_proj: Weight
+    """`[2 F, h]`: gate rows, then up rows."""
+    down_proj: Weight
+    """`[h, F]`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """A mixture of experts on one rank."""
+
+    router: Array
+    """`[all experts, h]`, on every rank whole."""
+    correction_bias: Array
+    """`[all experts]` float32, on every rank whole."""
+    gate_up_proj: Weight
+    """`[E, 2 M, h]`: of each routed expert gate rows, then up rows."""
+    down_proj: Weight
+    """`[E, h, M]`"""
+    shared: MlpWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer on one rank."""
+
+    input_layernorm: Array
+    """`[h]`"""
+    q_a_proj: Weight
+    """`[rq, h]`"""
+    q_a_layernorm: Array
+    """`[rq]`"""
+    q_b_proj: Weight
+    """`[H (dn + dr), rq]`: of each head the rotated rows last."""
+    kv_a_proj: Weight
+    """`[r + dr, h]`: latent rows, then those of the rotated key."""
+    kv_a_layernorm: Array
+    """`[r]`"""
+    kv_b_proj: Array
+    """`[H (dn + dv), r]`: of each head key rows, then value rows; in the compute dtype, however it is stored."""
+    o_proj: Weight
+    """`[h, H dv]`"""
+    post_attention_layernorm: Array
+    """`[h]`"""
+    mlp: MlpWeights | ExpertWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All of the model on one rank."""
+
+    embed_tokens: Array
+    """`[V', h]`, on every rank whole; `V'` is `V` rounded up to a multiple of the ranks."""
+    layers: tuple[LayerWeights, ...]
+    norm: Array
+    """`[h]`"""
+    lm_head: Array
+    """`[V' / ranks, h]`; of a tied model a view of `embed_tokens`."""
+    rope: Array
+    """`[2, positions, dr / 2]` float32: cosines, then sines."""
+
+
+def load(
+    config: KimiK2Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
+) -> "KimiK2Model":
+    """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
+    prefix = config.tensor_prefix
+    embed_tokens = ops.upload_weight(*pad_rows(weights.read(f"{prefix}model.embed_tokens.weight"), communicator.size))
+    if config.tie_word_embeddings:
+        lm_head = _vocabulary_piece(embed_tokens, communicator)
+    else:
+        head = weights.read(f"{prefix}lm_head.weight")
+        lm_head = ops.upload_weight(*rows_of_rank(head, rank=communicator.rank, size=communicator.size))
+    layers = tuple(
+        _load_layer(Layer.of(config, index), weights, ops=ops, communicator=communicator)
+        for index in range(config.num_hidden_layers)
+    )
+    norm = ops.upload_weight(weights.read(f"{prefix}model.norm.weight"))
+    table = rope_table(config.rope, head_dim=config.qk_rope_head_dim, positions=max_model_tokens)
+    loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head, rope=ops.upload(table))
+    return KimiK2Model(config, loaded, ops=ops, communicator=communicator)
+
+
+def _load_layer(layer: Layer, weights: WeightSource, *, ops: Ops, communicator: Communicator) -> LayerWeights:
+    loader = MatrixLoader(weights, ops=ops, communicator=communicator)
+
+    def read(name: str) -> Array:
+        return ops.upload_weight(weights.read(f"{layer.prefix}.{name}.weight"))
+
+    return LayerWeights(
+        input_layernorm=read("input_layernorm"),
+        q_a_proj=loader.load(layer.q_a_proj),
+        q_a_layernorm=read("self_attn.q_a_layernorm"),
+        q_b_proj=loader.load(layer.q_b_proj, cut=Cut.ROWS),
+        kv_a_proj=loader.load(layer.kv_a_proj),
+        kv_a_layernorm=read("self_attn.kv_a_layernorm"),
+        kv_b_proj=loader.load_widened(layer.kv_b_proj, cut=Cut.ROWS),
+        o_proj=loader.load(layer.o_proj, cut=Cut.COLUMNS),
+        post_attention_layernorm=read("post_attention_layernorm"),
+        mlp=_load_experts(layer, weights, loader, ops=ops, communicator=communicator)
+        if layer.experts
+        else _load_mlp(layer.mlp, loader),
+    )
+
+
+def _load_mlp(mlp: Mlp, loader: MatrixLoader) -> MlpWeights:
+    return MlpWeights(
+        gate_up_proj=loader.load(mlp.gate, mlp.up, cut=Cut.ROWS),
+        down_proj=loader.load(mlp.down, cut=Cut.COLUMNS),
+    )
+
+
+def _load_experts(
+    layer: Layer, weights: WeightSource, loader: MatrixLoader, *, ops: Ops, communicator: Communicator
+) -> ExpertWeights:
+    """This rank's experts: an equal share of them, one after the other."""
+    count = len(layer.experts) // communicator.size
+    experts = layer.experts[communicator.rank * count : (communicator.rank + 1) * count]
+    gate_up = [matrix for expert in experts for matrix in (expert.gate, expert.up)]
+    bias = weights.read_stored(f"{layer.prefix}.mlp.gate.e_score_correction_bias")
+    return ExpertWeights(
+        router=ops.upload_weight(weights.read(f"{layer.prefix}.mlp.gate.weight")),
+        correction_bias=ops.upload(bias),
+        gate_up_proj=loader.load_stack(*gate_up, num_matrices=count),
+        down_proj=loader.load_stack(*(expert.down for expert in experts), num_matrices=count),
+        shared=_load_mlp(layer.mlp, loader),
+    )
+
+
+def _vocabulary_piece(table: Array, communicator: Communicator) -> Array:
+    """This rank's rows of a table `[V', h]`, a view."""
+    rows = len(table) // communicator.size
+    return table[communicator.rank * rows : (communicator.rank + 1) * rows]
+
+
+# --- forward pass -------------------------------------------------------------------------------------------
+
+
+class KimiK2Model:
+    """The model on one rank; stateless, so that all sequences live in the KV cache that it is handed."""
+
+    def __init__(self, config: KimiK2Config, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
+        self._config = config
+        self._weights = weights
+        self._ops = ops
+        self._communicator = communicator
+        self._scale = config.softmax_scale
+        self._routing = config.routing
+
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """Hidden states after the final norm, `[T, h]`, for `token_ids [T]`; the same on every rank.
+
+        Args:
+            token_ids: int32, each below `vocab_size`.
+            batch: where the tokens stand.
+            kv_cache: `[blocks, L, 1, 1, block tokens, r + dr]`, mutated: this step's latents and keys are appended.
+        """
+        return self._forward(token_ids, batch=batch, kv_cache=kv_cache, wanted=None)
+
+    def forward_wanted(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, wanted: WantedTokens
+    ) -> Array:
+        """As `forward`, for the wanted tokens alone, `[n, h]`; of the last layer, others have latents made only."""
+        return self._forward(token_ids, batch=batch, kv_cache=kv_cache, wanted=wanted)
+
+    def _forward(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, wanted: WantedTokens | None
+    ) -> Array:
+        ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
+        residual = ops.embedding(token_ids, weights.embed_tokens)
+        x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
+        next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
+            q = self._queries(x, layer, index, batch=batch, kv_cache=kv_cache)
+            if wanted is not None and index + 1 == len(weights.layers):
+                if not len(wanted.tokens):
+                    return residual[:0]
+                batch, residual, q = wanted.batch, ops.embedding(wanted.tokens, residual), self._rows(wanted.tokens, q)
+            x = self._attention(q, layer, index, batch=batch, kv_cache=kv_cache)
+            x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
+            x = self._mlp(x, layer.mlp) if isinstance(layer.mlp, MlpWeights) else self._experts(x, layer.mlp, batch)
+            x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
+        return x
+
+    def logits(self, hidden: Array) -> Array:
+        """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
+        piece = self._ops.logits(hidden, self._weights.lm_head)
+        return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
+
+    def _queries(self, x: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """`[T, H, dn + dr]` of layer `index` for the normed `x [T, h]`; latents and keys are appended."""
+        ops = self._ops
+        narrow = ops.rms_norm(project(ops, x, layer.q_a_proj), layer.q_a_layernorm, eps=LATENT_NORM_EPS)  # [T, rq]
+        return ops.latent_norm_rope_append(
+            project(ops, narrow, layer.q_b_proj),
+            project(ops, x, layer.kv_a_proj),
+            head_dim=self._config.qk_head_dim,
+            norm=layer.kv_a_layernorm,
+            eps=LATENT_NORM_EPS,
+            rope=self._weights.rope,
+            kv_cache=kv_cache,
+            layer=index,
+            batch=batch,
+        )
+
+    def _rows(self, tokens: Array, q: Array) -> Array:
+        """`q[tokens]`, `[n, H, dn + dr]`."""
+        return self._ops.embedding(tokens, q.reshape(len(q), -1)).reshape(len(tokens), *q.shape[1:])
+
+    def _attention(self, q: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        """`[T, h]` of layer `index` for the queries `q [T, H, dn + dr]`."""
+        attended = self._ops.latent_attention(  # [T, H dv]
+            q, kv_cache, kv_b_proj=layer.kv_b_proj, layer=index, batch=batch, scale=self._scale
+        )
+        return self._communicator.all_reduce(project(self._ops, attended, layer.o_proj))
+
+    def _mlp(self, x: Array, mlp: MlpWeights) -> Array:
+        """`[T, h]` for the normed `x [T, h]`."""
+        return self._communicator.all_reduce(self._gated(x, mlp))
+
+    def _gated(self, x: Array, mlp: MlpWeights) -> Array:
+        """What this rank's piece of an MLP makes of `x [T, h]`: `[T, h]`."""
+        ops, gate_up = self._ops, mlp.gate_up_proj
+        if isinstance(gate_up, QuantisedWeight):
+            gated = ops.swiglu(ops.quantised_linear(x, gate_up))
+        else:
+            gated = ops.linear_swiglu(x, gate_up)  # [T, F]
+        return project(ops, gated, mlp.down_proj)
+
+    def _experts(self, x: Array, mlp: ExpertWeights, batch: AttentionBatch) -> Array:
+        """`[T, h]` for the normed `x [T, h]`: what a rank's experts and its part of the shared ones add, in float32."""
+        ops, first_expert = self._ops, self._communicator.rank * mlp.gate_up_proj.shape[0]
+        scores = ops.logits(x, mlp.router)  # [T, all experts]
+        choice = ops.top_experts(scores, routing=self._routing, cache_slots=batch.cache_slots, bias=mlp.correction_bias)
+        summed = ops.experts(
+            x, choice, mlp.gate_up_proj, mlp.down_proj, first_expert=first_expert, shared=self._gated(x, mlp.shared)
+        )  # [T, h]
+        return ops.rounded(self._communicator.all_reduce(summed))
