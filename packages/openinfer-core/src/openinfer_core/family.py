@@ -17,6 +17,7 @@ KNOWN_FAMILIES: Mapping[str, str] = {
     "deepseek_v2": "openinfer-deepseek-v2-lite",
     "deepseek_v4": "openinfer-deepseek-v4",
     "kimi_k2": "openinfer-kimi-k2",
+    "kimi_k25": "openinfer-kimi-k2",
 }
 """`model_type` -> the distribution that serves it, for the message when it is not installed."""
 
