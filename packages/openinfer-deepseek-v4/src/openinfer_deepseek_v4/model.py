@@ -101,10 +101,12 @@ class DeepseekV4Model:
 
     def __init__(self, config: DeepseekV4Config, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
         self._config = config
-        self._weights = weights
         self._ops = ops
         self._communicator = communicator
-        self._block = Block(config, weights, ops=ops, communicator=communicator)
+        self.weights = weights
+        """Of this rank."""
+        self.block = Block(config, weights, ops=ops, communicator=communicator)
+        """The equations of a layer."""
 
     def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
         """Hidden states after the final norm, `[T, h]`, for `token_ids [T]`; the same on every rank.
@@ -120,20 +122,20 @@ class DeepseekV4Model:
 
     def streams(self, token_ids: Array, *, batch: AttentionBatch) -> Array:
         """The residual streams behind the last layer, `[T, n, h]`."""
-        ops, weights = self._ops, self._weights
+        ops, weights = self._ops, self.weights
         residual = ops.hyper_streams(ops.embedding(token_ids, weights.embed), self._config.hc_mult)
         for layer in weights.layers:
-            self._block.forward(residual, layer, token_ids, batch=batch)
+            self.block.forward(residual, layer, token_ids, batch=batch)
         return residual
 
     def read_out(self, residual: Array) -> Array:
         """Hidden states, `[T, h]`, of streams `[T, n, h]`."""
-        x = self._block.read_out(residual, self._weights.hyper_head)
-        return self._ops.rms_norm(x, self._weights.norm, eps=self._config.rms_norm_eps)
+        x = self.block.read_out(residual, self.weights.hyper_head)
+        return self._ops.rms_norm(x, self.weights.norm, eps=self._config.rms_norm_eps)
 
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, on every rank."""
-        piece = self._ops.logits(hidden, self._weights.head)
+        piece = self._ops.logits(hidden, self.weights.head)
         return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
 
 
