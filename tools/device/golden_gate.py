@@ -1,6 +1,6 @@
 """The golden gate on a GPU: our engine against transformers in float32, at real shapes, on random weights.
 
-    python3 tools/device/golden_gate.py qwen3-4b|qwen3-8b|qwen3.5-4b [--commit COMMIT] [--out FILE]
+    python3 tools/device/golden_gate.py qwen3-4b|qwen3-8b|qwen3.5-4b|deepseek-v2-lite [--commit COMMIT] [--out FILE]
 
 Teacher-forced: each sequence that the engine was given, or itself went on with, is scored by transformers on the same
 tokens. Over every position: the regret of our likeliest token (how much likelier the truth's likeliest is), and
@@ -41,6 +41,7 @@ from openinfer_core import (  # noqa: E402
     find_plugin,
 )
 from openinfer_core.provenance import provenance  # noqa: E402
+from openinfer_deepseek_v2_lite import model as deepseek_v2  # noqa: E402
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve  # noqa: E402
 from openinfer_engine.options import DeviceKind  # noqa: E402
 from openinfer_kernels import HostArray, RopeParameters  # noqa: E402
@@ -51,11 +52,12 @@ TOP = 8
 GATE = {"regret_max": 0.20, "dlogprob_mean": 0.06, "dlogprob_p99": 0.20}
 CONTROL = "control, must not pass"
 MISTAKES = {
+    "deepseek_v2": "positions off by one from token 100 on",
     "qwen3": "positions off by one from token 100 on",
     "qwen3_5_text": "states forget twice as fast",
 }
 """Of the control, by model type."""
-FAMILIES = {"qwen3": "qwen3", "qwen3_5_text": "qwen35"}
+FAMILIES = {"deepseek_v2": "deepseek_v2", "qwen3": "qwen3", "qwen3_5_text": "qwen35"}
 BUCKETED_ROWS = 24
 """More than a captured number of rows; they end one after the other, so that every smaller one is passed."""
 
@@ -228,6 +230,7 @@ def run_control(folder: Path, gate: Gate, rng: np.random.Generator, config: dict
 @contextmanager
 def mistaken(model_type: str) -> Generator[None]:
     """Within it, models are loaded with the mistake of their type."""
+    rotated = {"qwen3": qwen3, "deepseek_v2": deepseek_v2}
     make_table, make_weights = qwen3.rope_table, qwen35.LinearAttentionWeights
 
     def misplaced(rope: RopeParameters, *, head_dim: int, positions: int) -> HostArray:
@@ -239,14 +242,16 @@ def mistaken(model_type: str) -> Generator[None]:
         a_log.set(a_log.get() + np.float32(np.log(2.0)))
         return make_weights(**weights)
 
-    if model_type == "qwen3":
-        qwen3.rope_table = misplaced
+    if model_type in rotated:
+        rotated[model_type].rope_table = misplaced
     else:
         qwen35.LinearAttentionWeights = forgetful
     try:
         yield
     finally:
-        qwen3.rope_table, qwen35.LinearAttentionWeights = make_table, make_weights
+        for module in rotated.values():
+            module.rope_table = make_table
+        qwen35.LinearAttentionWeights = make_weights
 
 
 def main() -> int:

@@ -59,12 +59,52 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "vocab_size": 248320,
     },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "rope_theta": 10000,
+            "rope_type": "yarn",
+        },
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
 }
 
 EMBEDDING_STD = 1.0
 QK_GAIN = 2.0
-"""Mean of the norm weights of Q and K. Scores of attention have its square as standard deviation, so that each token
-looks at a few others: with flat attention, a wrong position would hardly be seen."""
+"""Mean of the norm weights of Q and K; where there are none, what the projection of Q is multiplied by. Scores of
+attention have its square (or itself) as standard deviation, so that each token looks at a few others: with flat
+attention, a wrong position would hardly be seen."""
 DECAYS, STEPS = (1.0, 16.0), (1e-3, 0.1)
 """Of linear attention, where training begins (Gu and Dao 2023, "Mamba", section 3.6): `exp(A_log)`, drawn evenly, times
 the softplus of `dt_bias`, whose logarithm is drawn evenly, is what a state forgets per token. Some heads remember
@@ -94,7 +134,7 @@ class Reference:
         (folder / "config.json").write_text(json.dumps(config))
         made = AutoConfig.for_model(**config)
         weights = random_weights(made, logit_std=logit_std)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(published(weights), folder / "model.safetensors", metadata={"format": "pt"})
         self._bfloat16 = _model(made, weights, torch.bfloat16)
         self._float32 = _model(made, weights, torch.float32)
 
@@ -104,6 +144,23 @@ class Reference:
         with torch.no_grad():
             truth, rounded = (model(given).logits[0].float() for model in (self._float32, self._bfloat16))
             return Scores(torch.log_softmax(truth, -1), torch.log_softmax(rounded, -1))
+
+
+def published(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Under the names of checkpoints, which have experts one by one where transformers has them stacked."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        prefix, _, part = name.partition(".experts.")
+        if part == "gate_up_proj":
+            for index, expert in enumerate(value):
+                gate, up = expert.chunk(2)
+                found[f"{prefix}.experts.{index}.gate_proj.weight"] = gate.clone()
+                found[f"{prefix}.experts.{index}.up_proj.weight"] = up.clone()
+        elif part == "down_proj":
+            found |= {f"{prefix}.experts.{i}.down_proj.weight": expert.clone() for i, expert in enumerate(value)}
+        else:
+            found[name] = value
+    return found
 
 
 def random_weights(config: PreTrainedConfig, *, logit_std: float) -> dict[str, torch.Tensor]:
@@ -127,7 +184,8 @@ def random_weights(config: PreTrainedConfig, *, logit_std: float) -> dict[str, t
             gain = QK_GAIN if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
             weights[name] = gain * (1 + 0.2 * random)
         else:
-            weights[name] = random * _std(name, shape, config)
+            gain = QK_GAIN if config.model_type == "deepseek_v2" and name.endswith("q_proj.weight") else 1.0
+            weights[name] = random * _std(name, shape, config) * gain
     embedding = weights["model.embed_tokens.weight"]
     head = weights.get("lm_head.weight", embedding)
     head_std = _std("lm_head.weight", head.shape, config)
@@ -156,7 +214,7 @@ def _decay(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Te
 def _std(name: str, shape: torch.Size, config: PreTrainedConfig) -> float:
     if "embed_tokens" in name or ("lm_head" in name and config.tie_word_embeddings):
         return EMBEDDING_STD
-    adds_to_residual = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+    adds_to_residual = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj"))
     return shape[-1] ** -0.5 * ((2 * config.num_hidden_layers) ** -0.5 if adds_to_residual else 1)
 
 
@@ -185,6 +243,8 @@ def _check_frequencies(model: PreTrainedModel, config: PreTrainedConfig) -> None
     steps = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     expected = config.rope_parameters["rope_theta"] ** -steps
     assert found.dtype == torch.float32
+    if config.rope_parameters["rope_type"] == "yarn":  # whose fastest pairs are left as they are
+        found, expected = found[: len(expected) // 4], expected[: len(expected) // 4]
     assert torch.allclose(found.double().cpu(), expected, rtol=1e-6, atol=0)
     if config.tie_word_embeddings:
         assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()

@@ -8,6 +8,7 @@ from openinfer_kernels.gpu_requirements import (
     require_capability,
     require_driver,
     require_index,
+    require_latents,
 )
 
 
@@ -43,3 +44,11 @@ def test_sizes_that_no_attention_kernel_is_for_are_named_with_those_that_are():
         require_attention(head_dim=80, block_tokens=16)
     with pytest.raises(ArrayMismatchError, match=r"blocks of 8 tokens are not possible: one of \(16, "):
         require_attention(head_dim=128, block_tokens=8)
+
+
+def test_latents_of_sizes_without_kernels_are_refused():
+    require_latents(entry_dim=576, block_tokens=16)
+    with pytest.raises(ArrayMismatchError, match=r"latents of 320 values .* not possible: 576"):
+        require_latents(entry_dim=320, block_tokens=16)
+    with pytest.raises(ArrayMismatchError, match="blocks of 8 tokens"):
+        require_latents(entry_dim=576, block_tokens=8)

@@ -27,7 +27,7 @@ from openinfer_kernels.cuda.nccl import unique_id
 from openinfer_kernels.cuda.nccl import version as nccl_version
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.steps import state_bytes
-from openinfer_kernels.gpu_requirements import require_attention
+from openinfer_kernels.gpu_requirements import require_attention, require_latents
 from openinfer_kv_cache import KvDtype, KvLayout
 
 
@@ -78,9 +78,12 @@ class CudaBackend:
         """Raises `Refused` for blocks that no attention kernel is for."""
         if not layout.is_dense:
             raise Refused("--device cuda: blocks of several kinds of rows are not served on GPUs yet; use --device cpu")
-        *_, block_tokens, head_dim = layout.block_shape()
+        _, num_tensors, _, block_tokens, head_dim = layout.block_shape()
         try:
-            require_attention(head_dim=head_dim, block_tokens=block_tokens)
+            if num_tensors == 1:  # a latent, which is key and value
+                require_latents(entry_dim=head_dim, block_tokens=block_tokens)
+            else:
+                require_attention(head_dim=head_dim, block_tokens=block_tokens)
         except KernelsError as error:
             raise Refused(f"--device cuda: {error}") from error
 

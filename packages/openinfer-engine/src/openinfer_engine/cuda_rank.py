@@ -300,6 +300,7 @@ class CudaRank:
             num_tokens,
             max_blocks=-(-longest // self._limits.block_size_tokens),
             longest=(int(counts.max()), longest),
+            chunk_context_tokens=int((starts + counts)[counts > 1].sum()),
             record=record,
             states=self._state_tensors,
         )

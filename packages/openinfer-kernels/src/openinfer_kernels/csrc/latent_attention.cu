@@ -1,8 +1,8 @@
 // Attention over a paged cache of latents in the absorbed form, for any GPU: all heads of a token share its context, whose
 // latents are keys and, but for their rotated part, values. Every latent is copied to shared memory once for 16 heads.
 //
-//   copies     units of the context to come, `stages` in all
-//   S [16 heads x 8 tokens of each warp] = Q K^T      Q stays in registers
+//   copies     the unit of the context to come, and the queries where an item begins; from Hopper on by the copy engine
+//   S [16 heads x 8 tokens of each warp] = Q K^T
 //   P to shared memory under the running maximum of all warps
 //   O [16 heads x 512 / warps values of each warp] += P V
 //
@@ -20,6 +20,8 @@ using attention::packed;
 namespace {
 
 constexpr int kLine = kEntry + kPad;
+constexpr int kStages = 2;
+constexpr int kChunks = kEntry / 8;  // of 16 bytes, of a line
 
 template <int kWarps_>
 struct Shape {
@@ -27,29 +29,105 @@ struct Shape {
   static constexpr int kUnit = kWarps * 8;           // tokens
   static constexpr int kValues = kLatent / kWarps;   // of a warp
   static constexpr int kSums = kValues / 8;          // tensor core tiles of them
+  static constexpr int kQueries = kHeads / kWarps;   // heads that a warp copies
   static constexpr int kProbabilities = kUnit + kPad;
 };
 
 template <class S>
 struct Shared {
+  alignas(16) bf16 entries[kStages][S::kUnit * kLine];
+  alignas(16) bf16 q[2][kHeads * kLine];             // of the item at hand, and of the next
   alignas(16) bf16 p[kHeads * S::kProbabilities];
   float tops[S::kWarps][kHeads], totals[S::kWarps][kHeads];
   int counts[S::kWarps];
+  alignas(8) uint64_t arrived[kStages];
 };
 
-// A warp's 8 tokens of a unit, which lie side by side in one block of the cache.
+// --- copies to shared memory: each warp has 8 tokens of a unit, and its share of the heads of a new item --------------
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ void init_arrivals(uint64_t* arrived, int warps) {
+  for (int i = 0; i < kStages; i++)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_of(arrived + i)), "r"(warps));
+  asm volatile("fence.mbarrier_init.release.cluster;");
+}
+
+__device__ __forceinline__ void copy_line(bf16* to, const bf16* from, uint64_t* arrived) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_of(to)),
+               "l"(from), "n"(kEntry * 2), "r"(shared_of(arrived))
+               : "memory");
+}
+
+// Lines that are there, a lane for each: `lines` of the context, `heads` of the queries.
+__device__ __forceinline__ void copy_lines(bf16* entries, const bf16* from, int lines, bf16* q, const bf16* queries,
+                                           int heads, uint64_t* arrived, int lane) {
+  if (lane == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_of(arrived)),
+                 "r"((lines + heads) * kEntry * 2)
+                 : "memory");
+  __syncwarp();
+  if (lane < lines) copy_line(entries + lane * kLine, from + lane * kEntry, arrived);
+  if (lane >= 8 && lane - 8 < heads) copy_line(q + (lane - 8) * kLine, queries + (lane - 8) * kEntry, arrived);
+}
+
+__device__ __forceinline__ void wait_for_lines(uint64_t* arrived, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over;\n"
+      "bra again;\n"
+      "over:\n"
+      "}\n" ::"r"(shared_of(arrived)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void copies_see_zeros() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#else
+
+__device__ __forceinline__ void init_arrivals(uint64_t*, int) {}
+
+__device__ __forceinline__ void copy_lines(bf16* entries, const bf16* from, int lines, bf16* q, const bf16* queries,
+                                           int heads, uint64_t*, int lane) {
+  for (int i = lane; i < lines * kChunks; i += 32)
+    copy_16(entries + i / kChunks * kLine + i % kChunks * 8, from + i * 8);
+  for (int i = lane; i < heads * kChunks; i += 32) copy_16(q + i / kChunks * kLine + i % kChunks * 8, queries + i * 8);
+}
+
+__device__ __forceinline__ void wait_for_lines(uint64_t*, int) { wait_for_copies<0>(); }
+
+__device__ __forceinline__ void copies_see_zeros() {}
+
+#endif
+
+// Lines from `first` to `last` of 16 bytes a chunk.
+__device__ __forceinline__ void clear_lines(bf16* lines, int first, int last, int lane) {
+  if (first >= last) return;
+  for (int i = first * kChunks + lane; i < last * kChunks; i += 32)
+    *reinterpret_cast<uint4*>(lines + i / kChunks * kLine + i % kChunks * 8) = make_uint4(0, 0, 0, 0);
+  copies_see_zeros();
+}
+
+// A unit, of which a warp's 8 tokens lie side by side in one block of the cache; and the queries, if the item is new.
 template <class S>
-__device__ __forceinline__ void copy_tokens(bf16* stage, const Arguments& a, const Place<S::kUnit>& place, int block) {
+__device__ __forceinline__ void copy_unit(Shared<S>& s, int stage, int slot, bool is_new, const Arguments& a,
+                                          const Place<S::kUnit>& place, int block) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int token = place.unit * S::kUnit + warp * 8, left = place.seen - token;
-  const bf16* from = a.cache;
-  if (left > 0) from += block * a.block_stride + int64_t(token & ((1 << a.block_shift) - 1)) * kEntry;
-#pragma unroll
-  for (int i = 0; i < 8 * kEntry / 8 / 32; i++) {
-    const int chunk = i * 32 + lane, line = chunk / (kEntry / 8), at = chunk % (kEntry / 8) * 8;
-    const bool is_there = line < left;
-    copy_16(stage + (warp * 8 + line) * kLine + at, is_there ? from + chunk * 8 : a.cache, is_there);
-  }
+  const int token = place.unit * S::kUnit + warp * 8;
+  const int lines = place.is_empty() ? 0 : min(max(place.seen - token, 0), 8);
+  const int head = place.tile * kHeads + warp * S::kQueries;
+  const int heads = is_new ? min(max(a.num_heads - head, 0), S::kQueries) : 0;
+  bf16* entries = s.entries[stage] + warp * 8 * kLine;
+  bf16* q = s.q[slot] + warp * S::kQueries * kLine;
+  if (!place.is_empty()) clear_lines(entries, lines, 8, lane);
+  if (is_new) clear_lines(q, heads, S::kQueries, lane);
+  const bf16* from = a.cache + block * a.block_stride + int64_t(token & ((1 << a.block_shift) - 1)) * kEntry;
+  const bf16* queries = a.q + (int64_t(place.query) * a.num_heads + head) * kEntry;
+  copy_lines(entries, from, lines, q, queries, heads, &s.arrived[stage], lane);
 }
 
 // The block that holds a warp's tokens of a unit; any where they are not seen.
@@ -59,23 +137,15 @@ __device__ __forceinline__ int block_of(const Arguments& a, const Place<S::kUnit
   return token < place.seen ? __ldcg(a.block_tables + int64_t(place.row) * a.table_stride + (token >> a.block_shift)) : 0;
 }
 
+// --- products ---------------------------------------------------------------------------------------------------------
+
 // What a warp has of an item.
 template <class S>
 struct Work {
-  uint32_t q[kEntry / 16][4];
   float sums[S::kSums][4];
   float top[2], total[2];  // of heads g and g + 8: the maximum; this thread's exponentials
 
-  __device__ __forceinline__ void begin(const Arguments& a, const Place<S::kUnit>& place, int g, int t) {
-    const bf16* from = a.q + (int64_t(place.query) * a.num_heads + place.tile * kHeads) * kEntry + 2 * t;
-    const int heads = a.num_heads - place.tile * kHeads;
-#pragma unroll
-    for (int step = 0; step < kEntry / 16; step++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int head = g + 8 * (i & 1);
-        q[step][i] = head < heads ? __ldcg(reinterpret_cast<const unsigned*>(from + head * kEntry + step * 16 + (i >> 1) * 8)) : 0;
-      }
+  __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int n = 0; n < S::kSums; n++)
 #pragma unroll
@@ -88,15 +158,18 @@ struct Work {
   }
 
   // Scores of this warp's 8 tokens; four sums side by side, as each product waits for the one before in its sum.
-  __device__ __forceinline__ void multiply_keys(float (&scores)[4], const bf16* stage, int warp, int lane) {
+  __device__ __forceinline__ void multiply_keys(float (&scores)[4], const bf16* q, const bf16* stage, int warp, int lane) {
     float some[4][4] = {};
     const bf16* line = stage + (warp * 8 + lane % 8) * kLine + lane / 8 * 8;
+    const bf16* queries = q + lane % 16 * kLine + lane / 16 * 8;
 #pragma unroll
     for (int step = 0; step < kEntry / 16; step += 2) {
-      uint32_t k[4];
+      uint32_t k[4], x[4], y[4];
       load_matrices(k, line + step * 16);
-      mma(some[step % 4], q[step][0], q[step][1], q[step][2], q[step][3], k[0], k[1]);
-      mma(some[step % 4 + 1], q[step + 1][0], q[step + 1][1], q[step + 1][2], q[step + 1][3], k[2], k[3]);
+      load_matrices(x, queries + step * 16);
+      load_matrices(y, queries + step * 16 + 16);
+      mma(some[step % 4], x[0], x[1], x[2], x[3], k[0], k[1]);
+      mma(some[step % 4 + 1], y[0], y[1], y[2], y[3], k[2], k[3]);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) scores[i] = (some[0][i] + some[1][i]) + (some[2][i] + some[3][i]);
@@ -120,11 +193,11 @@ struct Work {
 };
 
 template <class S>
-__device__ __forceinline__ void attend(Shared<S>& s, Work<S>& w, const bf16* stage, const Arguments& a,
-                                       const Place<S::kUnit>& here) {
+__device__ __forceinline__ void attend(Shared<S>& s, Work<S>& w, const bf16* q, const bf16* stage,
+                                       const Arguments& a, const Place<S::kUnit>& here) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float scores[4];
-  w.multiply_keys(scores, stage, warp, lane);
+  w.multiply_keys(scores, q, stage, warp, lane);
   const int token = here.unit * S::kUnit + warp * 8 + 2 * t;
 #pragma unroll
   for (int i = 0; i < 4; i++) scores[i] = token + (i & 1) < here.seen ? scores[i] * a.scale : kMinusInfinity;
@@ -201,48 +274,55 @@ template <class S>
 __device__ void run(const Arguments& a) {
   extern __shared__ __align__(16) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<S>*>(raw);
-  bf16* stages = reinterpret_cast<bf16*>(raw + (sizeof(s) + 15) / 16 * 16);
-  const Rows rows(reinterpret_cast<int*>(stages + a.stages * S::kUnit * kLine), a.num_rows);
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const Rows rows(reinterpret_cast<int*>(raw + sizeof(s)), a.num_rows);
   const int tiles = (a.num_heads + kHeads - 1) / kHeads;
+  if (threadIdx.x == 0) init_arrivals(s.arrived, S::kWarps);
   allow_next_kernel();
-  wait_for_previous_kernel();
+  if (!a.early) wait_for_previous_kernel();
   const int units = count_units<S::kUnit, S::kThreads>(a, tiles, rows, s.counts);
   const Division division = {units, min(units, int(gridDim.x))};
-  if (int(blockIdx.x) >= division.workers) return;
+  const bool has_work = int(blockIdx.x) < division.workers;
   const int first = division.first_of(blockIdx.x), last = division.first_of(blockIdx.x + 1);
-
   Place<S::kUnit> here, ahead;
-  here.find(first, tiles, a.num_rows, rows);
-  ahead = here;
-  int next = first, next_block = block_of<S>(a, ahead), filled = 0;
+  int next_block = 0;
+  if (has_work) {
+    here.find(first, tiles, a.num_rows, rows);
+    ahead = here;
+    next_block = block_of<S>(a, ahead);
+  }
+  if (a.early) wait_for_previous_kernel();
+  if (!has_work) return;
+
+  int next = first, slot_ahead = 1;
+  bool begins_ahead = true;
   auto copy_ahead = [&] {
     if (next < last) {
-      if (!ahead.is_empty()) copy_tokens<S>(stages + filled * S::kUnit * kLine, a, ahead, next_block);
+      if (begins_ahead) slot_ahead ^= 1;
+      copy_unit<S>(s, (next - first) % kStages, slot_ahead, begins_ahead, a, ahead, next_block);
+      begins_ahead = ahead.unit + 1 == ahead.units;
       if (++next < last) {
         ahead.advance(tiles, a.num_rows, rows);
         next_block = block_of<S>(a, ahead);
       }
-      filled = filled + 1 == a.stages ? 0 : filled + 1;
     }
     commit_copies();
   };
-  for (int i = 0; i < a.stages - 1; i++) copy_ahead();
+  copy_ahead();
 
   Work<S> w;
   bool is_new = true;
-  int begin = 0, used = 0;
+  int begin = 0, slot = 1;
   for (int unit = first; unit < last; unit++) {
     if (is_new) {
       begin = here.unit;
-      w.begin(a, here, g, t);
+      slot ^= 1;
+      w.begin();
     }
-    if (a.stages == 3) wait_for_copies<1>();
-    else wait_for_copies<0>();
-    __syncthreads();  // what all warps copied is there, and none reads the unit before this one any more
+    const int stage = (unit - first) % kStages;
+    wait_for_lines(&s.arrived[stage], (unit - first) / kStages & 1);
+    __syncthreads();  // what all warps copied and cleared is there, and none reads the unit before this one any more
     copy_ahead();
-    if (!here.is_empty()) attend(s, w, stages + used * S::kUnit * kLine, a, here);
-    used = used + 1 == a.stages ? 0 : used + 1;
+    if (!here.is_empty()) attend(s, w, s.q[slot], s.entries[stage], a, here);
     is_new = here.unit + 1 == here.units || unit + 1 == last;
     if (is_new) {
       const bool is_whole = here.unit + 1 == here.units && begin == 0;
@@ -266,3 +346,4 @@ __device__ void run(const Arguments& a) {
 
 LATENT_ATTENTION(8)
 LATENT_ATTENTION(4)
+LATENT_ATTENTION(2)

@@ -20,7 +20,7 @@ struct Arguments {
   Item* items;              // [T, head tiles]
   int num_rows, table_stride, num_heads, block_shift;
   int most_tokens;          // of a row, for it to be ours
-  int stages;               // units in shared memory
+  int early;                // nonzero: the batch may be read before the previous kernel has ended
   float scale;              // of scores, times log2(e)
 };
 

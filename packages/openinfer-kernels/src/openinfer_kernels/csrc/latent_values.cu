@@ -117,14 +117,16 @@ __device__ void gather_mixed(Shared<kRows>& s, const Arguments& a, int head, int
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int count = min(kTokens, a.num_tokens - first), tiles = (a.num_heads + kHeads - 1) / kHeads;
   const int ways = count == 1 ? 8 : count == 2 ? 4 : count <= 4 ? 2 : 1;
-  for (int base = 0; base < kTokens; base += kWarps / ways) {
+  for (int i = count * (kLatent / 8) + threadIdx.x; i < kTokens * (kLatent / 8); i += kThreads)
+    *reinterpret_cast<uint4*>(s.mixed + i / (kLatent / 8) * kLine + i % (kLatent / 8) * 8) = make_uint4(0, 0, 0, 0);
+  for (int base = 0; base < count; base += kWarps / ways) {
     const int token = base + warp / ways, way = warp % ways;
     Item item = {0, 0};
     if (token < count) item = a.items[(first + token) * tiles + head / kHeads];
     bf16* line = s.mixed + token * kLine;
     Running all;
     if (item.count <= 1) {
-      if (way == 0) {
+      if (way == 0 && token < count) {
         const bf16* from = a.whole + (int64_t(first + token) * a.num_heads + head) * kLatent;
         for (int i = lane; i < kLatent / 8; i += 32)
           *reinterpret_cast<uint4*>(line + i * 8) =

@@ -1,8 +1,6 @@
 """Attention over latents in the absorbed form: queries over latents, attention, values of what it mixed."""
 
 import ctypes
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +40,7 @@ class _Arguments(ctypes.Structure):
         ("block_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens", "parts", "items")),
         *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "num_heads", "block_shift")),
-        *((name, ctypes.c_int) for name in ("most_tokens", "stages")),
+        *((name, ctypes.c_int) for name in ("most_tokens", "early")),
         ("scale", ctypes.c_float),
     )
 
@@ -57,24 +55,9 @@ class _ValueArguments(ctypes.Structure):
     )
 
 
-class _Variant(NamedTuple):
-    """How much of a multiprocessor's shared memory a launch takes."""
-
-    warps: int
-    stages: int
-    most_rows: int
-
-    @property
-    def shared_bytes(self) -> int:
-        """`Shared`, the stages, and what is known of rows."""
-        unit = 8 * self.warps
-        shared = 2 * HEADS * (unit + _PAD) + 4 * (2 * self.warps * HEADS + self.warps)
-        return -(-shared // 16) * 16 + self.stages * unit * (_ENTRY + _PAD) * 2 + 4 * (3 * self.most_rows + 2)
-
-
-_VARIANTS = (_Variant(8, 3, 256), _Variant(8, 2, 1024), _Variant(4, 2, 1024))
-"""Best first."""
 MAX_ROWS = 1024
+_WARPS = (8, 4, 2)
+"""Of a block, the best first: fewer take less shared memory."""
 
 
 class LatentAbsorbed:
@@ -84,7 +67,10 @@ class LatentAbsorbed:
         self._device = device
         self._queries = device.kernel("latent_queries", "latent_queries")
         self._values = {rows: _value_kernel(device, rows) for rows in (16, 32)}
-        self._kernels: dict[_Variant, Kernel] = {}
+        self._warps = next(warps for warps in _WARPS if _shared_bytes(warps) <= device.max_shared_bytes)
+        self._attend = device.kernel(
+            "latent_attention", f"latent_attention_{self._warps}", shared_bytes=_shared_bytes(self._warps)
+        )
 
     def launch(
         self,
@@ -98,7 +84,10 @@ class LatentAbsorbed:
         scale: float,
         most_tokens: int,
     ) -> None:
-        """Writes what belongs to rows of at most `most_tokens` tokens into `out [T, H, 128]`."""
+        """Writes what belongs to rows of at most `most_tokens` tokens into `out [T, H, 128]`.
+
+        From the second layer on it reads `batch` before the kernels ahead have ended: it has long been written by then.
+        """
         num_tokens, num_heads = q.shape[:2]
         tiles = -(-num_heads // HEADS)
         queries = cupy.empty((num_tokens, num_heads, _ENTRY), bfloat16)
@@ -113,7 +102,6 @@ class LatentAbsorbed:
             [_QueryArguments(*map(address, (q, kv_b_proj, queries, items)), *sizes)],
             overlap=True,
         )
-        variant = self._variant(len(batch.context_lens))
         block_tokens = kv_cache.shape[4]
         arguments = _Arguments(
             address(queries),
@@ -126,10 +114,10 @@ class LatentAbsorbed:
             num_heads,
             block_tokens.bit_length() - 1,
             most_tokens,
-            variant.stages,
+            int(layer > 0),
             scale * _LOG2_E,
         )
-        self._kernel(variant)((workers, 1, 1), (32 * variant.warps, 1, 1), [arguments], overlap=True)
+        self._attend((workers, 1, 1), (32 * self._warps, 1, 1), [arguments], overlap=True)
         rows = 16 if num_tokens <= _FEW_TOKENS else 32
         self._values[rows](
             (num_heads, _VALUE // rows, -(-num_tokens // _VALUE_TOKENS)),
@@ -138,18 +126,12 @@ class LatentAbsorbed:
             overlap=True,
         )
 
-    @cached_property
-    def _variants(self) -> list[_Variant]:
-        return [each for each in _VARIANTS if each.shared_bytes <= self._device.max_shared_bytes]
 
-    def _variant(self, num_rows: int) -> _Variant:
-        return next(each for each in self._variants if num_rows <= each.most_rows)
-
-    def _kernel(self, variant: _Variant) -> Kernel:
-        if variant not in self._kernels:
-            name = f"latent_attention_{variant.warps}"
-            self._kernels[variant] = self._device.kernel("latent_attention", name, shared_bytes=variant.shared_bytes)
-        return self._kernels[variant]
+def _shared_bytes(warps: int) -> int:
+    """`Shared` of `latent_attention.cu`, and what is known of rows."""
+    unit, line = 8 * warps, 2 * (_ENTRY + _PAD)
+    tiles = 2 * (unit + HEADS) * line + 2 * HEADS * (unit + _PAD)
+    return tiles + 4 * (2 * warps * HEADS + warps) + 4 * 8 + 4 * (3 * MAX_ROWS + 2)
 
 
 def _value_kernel(device: Device, rows: int) -> Kernel:

@@ -19,7 +19,7 @@ _LINES, _KEYS, _THREADS, _STAGES = 128, 128, 384, 2
 _BOX_VALUES = 64
 _SHARED_BYTES = 2 * 192 * _LINES + _STAGES * 2 * _KEYS * (192 + 128) + 2 * 1024
 """`Shared` of the source: queries, keys and values; barriers; and what aligns it."""
-_MOST_SCRATCH_BYTES = 1 << 30
+_MOST_SCRATCH_BYTES = 1 << 29
 """Of expanded contexts; longer ones are attended to in the other form."""
 _LOG2_E = 1.4426950408889634
 

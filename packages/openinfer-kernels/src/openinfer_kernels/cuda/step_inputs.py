@@ -155,6 +155,7 @@ class PieceInputs:
         *,
         max_blocks: int,
         longest: tuple[int, int],
+        chunk_context_tokens: int | None = None,
         record: Array | None = None,
         states: Mapping[str, Array] | None = None,
     ) -> "PieceInputs":
@@ -165,6 +166,7 @@ class PieceInputs:
             num_tokens: T.
             max_blocks: of the longest context.
             longest: tokens of the longest piece and of the longest context, at most.
+            chunk_context_tokens: as in `AttentionBatch`.
             record: where it is already.
             states: recurrent states of all slots, of a model that has any.
         """
@@ -177,6 +179,7 @@ class PieceInputs:
             cache_slots=cupy.empty(num_tokens, np.int64),
             max_query_tokens=longest[0],
             max_context_tokens=longest[1],
+            chunk_context_tokens=chunk_context_tokens,
             **_states(states, place[:num_rows]),
         )
         return cls(record=place, token_ids=cupy.empty(num_tokens, np.int32), batch=batch)
