@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from openinfer_core import (
@@ -25,7 +26,9 @@ from openinfer_core import (
     Tokens,
     find_plugin,
 )
+from openinfer_core.errors import ContractViolation
 from openinfer_core.local import InProcessEngine
+from openinfer_core.scheduling import StepPlan
 from openinfer_engine import EngineOptions, GroupBroken, StepLoop, build_loop, resolve
 from openinfer_engine.options import LoadFormat, RankHost
 from openinfer_engine.process_runner import ProcessRunner
@@ -196,3 +199,28 @@ def test_ranks_use_the_smallest_pool() -> None:
     loop = make_loop(2, num_blocks=None, kv_cache_bytes=1 << 20)
     assert loop.info.num_blocks > 0
     loop.close()
+
+
+def test_what_rank_0_raises_ends_the_other_ranks_at_once() -> None:
+    loop = make_loop(2)
+    runner = runner_of(loop)
+    with pytest.raises(ContractViolation, match="given no blocks"):
+        runner.launch(impossible_plan()).result()
+    assert runner.failure is not None
+    loop.close()
+
+
+def impossible_plan() -> StepPlan:
+    """A row whose positions have no blocks."""
+    one, none = np.ones(1, np.int32), np.zeros(0, np.int32)
+    return StepPlan(
+        step=0,
+        slots=0 * one,
+        starts=0 * one,
+        counts=one,
+        given_counts=one,
+        sample=np.ones(1, np.bool_),
+        token_ids=one,
+        new_block_counts=0 * one,
+        new_blocks=none,
+    )

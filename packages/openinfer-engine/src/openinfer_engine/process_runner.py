@@ -94,6 +94,7 @@ class _PendingStep:
         except BaseException as error:
             cause = self._processes.cause_of(error)
             if cause is error:
+                self._processes.fail(error)
                 raise
             raise cause from error
         if self._processes.failure is not None:

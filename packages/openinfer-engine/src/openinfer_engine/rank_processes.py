@@ -129,6 +129,20 @@ class RankProcesses:
             self._changed.wait_for(lambda: self._failure is not None, CAUSE_DEADLINE_S)
         return self._failure or error
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the group because of what happened to a rank, unless it has ended."""
+        with self._changed:
+            if self._is_leaving or self._failure is not None:
+                return
+            self._failure = error
+            communicator = self._communicator
+            self._changed.notify_all()
+        logger.error("%s; the group of ranks ends", error)
+        if communicator is not None:
+            communicator.abort(error)
+        for member in self._members:
+            member.kill()
+
     def leave(self) -> None:
         """Asks all ranks to leave; their ends are no failures from here on."""
         with self._changed:
@@ -155,7 +169,7 @@ class RankProcesses:
         except (OSError, ValueError, OpenInferError, msgspec.MsgspecError) as error:
             logger.error("rank %d: %s", member.rank, error)
         member.says.close()
-        self._fail(GroupBroken(f"rank {member.rank} has died: its process ended with {member.how_it_ended()}"))
+        self.fail(GroupBroken(f"rank {member.rank} has died: its process ended with {member.how_it_ended()}"))
 
     def _hear(self, member: "_Member", message: FromRank) -> None:
         if isinstance(message, Fault):
@@ -170,26 +184,12 @@ class RankProcesses:
 
     def _fail_with(self, member: "_Member", fault: Fault) -> None:
         if fault.kind is FaultKind.REFUSED:
-            self._fail(Refused(f"rank {member.rank}: {fault.message}"))
+            self.fail(Refused(f"rank {member.rank}: {fault.message}"))
             return
         if fault.kind is FaultKind.BROKEN:
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None, CAUSE_DEADLINE_S)
-        self._fail(GroupBroken(f"rank {member.rank} failed: {fault.message}"))
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends the group, unless it has ended."""
-        with self._changed:
-            if self._is_leaving or self._failure is not None:
-                return
-            self._failure = error
-            communicator = self._communicator
-            self._changed.notify_all()
-        logger.error("%s; the group of ranks ends", error)
-        if communicator is not None:
-            communicator.abort(error)
-        for member in self._members:
-            member.kill()
+        self.fail(GroupBroken(f"rank {member.rank} failed: {fault.message}"))
 
     def _wait_for(self, is_so: Callable[[], bool]) -> None:
         with self._changed:
