@@ -3,8 +3,8 @@
     streams of the last layer ─► norm ─► h_proj ─┐
     next token ─► embedding ─► norm ─► e_proj ───┴─► + ─► sliding layer ─► head mix ─► norm ─► head of the model
 
-DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, for `n` streams. Nothing drafts with it yet: `load` of the model leaves its
-tensors alone. It needs one more window of each sequence, the slot group `mtp_window`.
+DeepSeek-AI 2024, "DeepSeek-V3", section 2.2, for `n` streams. Nothing drafts with it yet: `load` of the model leaves
+its tensors alone. It needs one more window of each sequence, the slot group `mtp_window`.
 """
 
 from dataclasses import dataclass
