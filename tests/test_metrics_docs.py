@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openinfer_core.engine import EngineInfo, EngineStats
+from openinfer_core.engine import EngineInfo, EngineStats, KvTierStats
 from openinfer_core.events import FailureKind, FinishReason
 from openinfer_server.metrics import ServerMetrics
 from openinfer_server.metrics_page import metrics_page
@@ -30,7 +30,8 @@ INFO = EngineInfo(
 def page() -> str:
     metrics = ServerMetrics(max_model_tokens=INFO.max_model_tokens)
     metrics.responses["/v1/completions", 200] += 1
-    return metrics_page(metrics, INFO, EngineStats(), model_name="m", open_requests=0).decode()
+    stats = EngineStats(kv_tiers=(KvTierStats(tier="host", failures={"full": 0}),))
+    return metrics_page(metrics, INFO, stats, model_name="m", open_requests=0).decode()
 
 
 def exposed() -> dict[str, tuple[str, frozenset[str]]]:

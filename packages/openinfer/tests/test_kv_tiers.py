@@ -8,8 +8,10 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from openinfer.served import served
 from openinfer_core import GenerateRequest, InvalidRequest, Plugin, Refused, RequestId, SamplingParams, find_plugin
 from openinfer_core.events import Finished, Tokens
 from openinfer_engine import EngineOptions, LoadFormat, StepLoop, build_loop, resolve
@@ -188,3 +190,34 @@ def test_port_and_package_open_the_same_stack(tmp_path: Path) -> None:
     tiers = open_tiers(["host=1MiB", f"disk={tmp_path},8MiB"], layout)
     assert [each.tier for each in tiers.counters()] == names
     tiers.close()
+
+
+def test_served_over_http_a_second_server_finds_what_the_first_has_saved(tmp_path: Path) -> None:
+    text = "In the beginning there was a prompt that everybody sends before his own question, and it is long. " * 3
+    asked = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0}
+    setting = f"disk={tmp_path / 'kv'},64MiB"
+    answers: list[dict[str, Any]] = []
+    pages: list[str] = []
+    for _ in range(2):
+        flags = [
+            "--model",
+            "tiny",
+            "--family",
+            "qwen3",
+            "--kv-tier",
+            "host=8MiB",
+            "--kv-tier",
+            setting,
+            "--block-size-tokens",
+            "8",
+        ]
+        with served(flags) as server:
+            url = f"http://{server.host}:{server.port}"
+            answers.append(httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json())
+            pages.append(httpx.get(f"{url}/metrics", timeout=60).text)
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[0] == 0
+    assert cached[1] > 8
+    assert f"openinfer_kv_tier_tokens_total {cached[1]}" in pages[1]
+    assert f'openinfer_kv_tier_loaded_blocks_total{{tier="disk"}} {cached[1] // 8}' in pages[1]

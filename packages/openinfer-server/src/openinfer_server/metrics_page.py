@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_server.exposition import Sample, render_family, render_histogram
 from openinfer_server.metrics import ServerMetrics
+from openinfer_server.tier_metrics import tier_lines
 
 Labels = Sequence[tuple[str, str]]
 PARSER_KINDS = ("reasoning", "tool")
@@ -120,3 +121,4 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
         ("openinfer_engine_failed_requests_total", "counter", "Requests that failed.", stats.failed_requests),
     ):
         yield from render_family(name, kind, text, [((), value)])
+    yield from tier_lines(stats)

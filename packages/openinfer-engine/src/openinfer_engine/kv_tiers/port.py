@@ -21,7 +21,8 @@ logger = logging.getLogger("openinfer.engine")
 
 PIECE_BLOCKS = 32
 """Blocks of one transfer: enough for its cost to vanish, few enough for several threads of a tier to share a prompt."""
-_CLOSE_S = 10.0
+_LAND_S, _CLOSE_S = 2.0, 10.0
+"""When an engine ends: for copies to land, and to stop."""
 
 
 @runtime_checkable
@@ -147,19 +148,27 @@ class TierPort:
         return self._faults
 
     def close(self) -> None:
-        """Ends what is on its way, waits until no copy touches the pool, and closes the tiers. Idempotent."""
+        """Lets what is on its way land, not for long, then ends it; closes the tiers once no copy touches the pool.
+
+        Idempotent.
+        """
+        self._wait_for_all(_LAND_S)
         for move in self._moves:
             move.cancel()
-        until_s = self.clock() + _CLOSE_S
-        while self._moves and self.clock() < until_s:
-            self.wait(0.1)
-            self.settle()
+        self._wait_for_all(_CLOSE_S)
         if self._moves:
             logger.warning("KV tiers: %d transfers hang in their medium and are left behind", len(self._moves))
         self._moves.clear()
         before_close, self._before_close = self._before_close, lambda: None
         before_close()
         self._tier.close()
+
+    def _wait_for_all(self, timeout_s: float) -> None:
+        until_s = self.clock() + timeout_s
+        self.settle()
+        while self._moves and self.clock() < until_s:
+            self.wait(0.1)
+            self.settle()
 
     def _find(self, digests: Sequence[Digest]) -> list[TierHit]:
         """Hits of neighbouring pieces of a chain, none of them empty."""
