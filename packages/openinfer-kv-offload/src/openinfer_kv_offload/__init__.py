@@ -8,6 +8,7 @@ from openinfer_kv_offload.memory import block_views
 from openinfer_kv_offload.object_store import ObjectStore
 from openinfer_kv_offload.queue import QueueOptions
 from openinfer_kv_offload.remote import RemoteTier, RemoteTierOptions
+from openinfer_kv_offload.setting_fields import parse_size
 from openinfer_kv_offload.settings import open_tiers
 from openinfer_kv_offload.stack import Promotion, StackOptions, TierStack, WriteMode
 from openinfer_kv_offload.store import Access
@@ -33,4 +34,5 @@ __all__ = [
     "WriteMode",
     "block_views",
     "open_tiers",
+    "parse_size",
 ]

@@ -1,0 +1,5 @@
+"""A KV tier for openinfer: blocks in an SQLite file."""
+
+from openinfer_sqlite_tier.store import SqliteStore, open_sqlite
+
+__all__ = ["SqliteStore", "open_sqlite"]
