@@ -279,7 +279,7 @@ SERVINGS = (
 )
 """In order of preference where two serve one operator."""
 
-WITHOUT_GPU_KERNEL = ()
+WITHOUT_GPU_KERNEL: tuple[str, ...] = ()
 """Operators that the CPU alone serves so far; the CUDA operators refuse them by name."""
 
 

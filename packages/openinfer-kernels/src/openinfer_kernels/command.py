@@ -84,7 +84,7 @@ def _list(architecture: str) -> None:
         state = "-" if each.kernel not in stems else "yes" if each.kernel in compiled else "no"
         when = f" [{each.when}]" if each.when else ""
         _say(f"  {each.part:18} {each.phase:8} {each.kernel:26} {state:9} {', '.join(each.operators) or '-'}{when}")
-    _say(f"\n  on the CPU alone so far: {', '.join(WITHOUT_GPU_KERNEL)}")
+    _say(f"\n  on the CPU alone so far: {', '.join(WITHOUT_GPU_KERNEL) or 'none'}")
     _say("\n  measured")
     for part, text in measured_by_part(architecture).items():
         _say(f"  {part:18} {text}")
