@@ -200,7 +200,7 @@ SERVINGS = (
         operators=("experts",),
         kernel="grouped_gemm_hopper",
         architectures=(HOPPER,),
-        when="BF16, more than 48 tokens per expert, no limit",
+        when="BF16, more than 40 tokens per expert, no limit",
     ),
     Serving(part="experts", phase=Phase.ANY, operators=("experts",), kernel="grouped_gemm_bf16", when="BF16"),
     *(

@@ -7,9 +7,8 @@
 //   K is taken in chunks of kColumns. Of every 32 columns, thread t of four holds columns 8 t to 8 t + 7, of W and of X
 //   alike: the order of K inside a sum is the same for both, and nothing has to be shuffled.
 //
-// Codes cost more instructions than bytes. With few tokens they are multiplied as they are and the sums of 32 columns
-// scaled, in float32; what Int4's codes are too large by is a product with a constant. With more tokens weights are
-// scaled, and rounded to BF16, before they are multiplied.
+// Codes cost instructions as well as bytes. With few tokens they are multiplied as they are and the sums of 32 columns
+// scaled, in float32. With more tokens weights are scaled, and rounded to BF16, before they are multiplied.
 //
 // Stages of cp.async are kept full; x is gathered while it is copied, along the line of tokens of `plan_experts`.
 // Epilogues: store, and swiglu, for which rows g and g + 8 of 16 are gate and up of one feature.
@@ -88,7 +87,7 @@ __device__ __forceinline__ int place(int row, int unit) {
 
 __device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                          uint32_t b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -158,16 +157,10 @@ __device__ __forceinline__ void load_x(uint8_t* stage, const Problem& p, const i
   }
 }
 
-// Adds scale * (codes - offset) x of 32 columns for one tile of 16 rows and 8 tokens.
-template <typename Format>
+// Adds scale * codes x of 32 columns for one tile of 16 rows and 8 tokens.
 __device__ __forceinline__ void add_scaled(float (&d)[4], const uint4& low, const uint4& high, const uint4& b,
                                            float low_scale, float high_scale) {
   float sums[4] = {};
-  if constexpr (Format::kMinusOffset != 0) {
-    constexpr uint32_t c = Format::kMinusOffset;
-    multiply(sums, c, c, c, c, b.x, b.y);
-    multiply(sums, c, c, c, c, b.z, b.w);
-  }
   multiply(sums, low.x, high.x, low.y, high.y, b.x, b.y);
   multiply(sums, low.z, high.z, low.w, high.w, b.z, b.w);
   d[0] += low_scale * sums[0], d[1] += low_scale * sums[1];
@@ -207,8 +200,7 @@ __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kToke
       for (int m = 0; m < S::kRowTiles; m++) {
         const float low_scale = Format::scale(scale[m][0], part), high_scale = Format::scale(scale[m][1], part);
         if constexpr (S::kScalesSums) {
-          add_scaled<Format>(d[m][0], Format::raw(raw[m][0], part), Format::raw(raw[m][1], part), b[0], low_scale,
-                             high_scale);
+          add_scaled(d[m][0], Format::raw(raw[m][0], part), Format::raw(raw[m][1], part), b[0], low_scale, high_scale);
         } else {
           const uint4 low = Format::eight(raw[m][0], part, low_scale);
           const uint4 high = Format::eight(raw[m][1], part, high_scale);

@@ -1,16 +1,18 @@
-// Codes of quantised weights on their way into the order that weight_formats.cuh reads, and random ones, made where they
-// are used.
+// Codes of quantised weights on their way into the order that weight_formats.cuh reads; random ones, made where they are
+// used; and all of a weight widened to BF16.
 //
 // 64 bytes of a row are 16 parts' worth for four threads: part p of thread t, which stands at p * 4 + t in the row,
 // comes to t * kParts + p. Inside a part the bits are put where few instructions widen them.
+#include "overlap.cuh"
 #include "philox.cuh"
+#include "weight_formats.cuh"
 
 namespace {
 
 constexpr int kWords = 16;
 
 // Even nibbles in order into the lower half, odd ones into the upper half.
-struct Int4 {
+struct ArrangeInt4 {
   static constexpr int kParts = 4;
   static __device__ uint32_t arranged(uint32_t word) {
     uint32_t result = 0;
@@ -22,7 +24,7 @@ struct Int4 {
   }
 };
 
-struct Fp4 {
+struct ArrangeFp4 {
   static constexpr int kParts = 4;
   static __device__ uint32_t arranged(uint32_t word) {
     uint32_t result = 0;
@@ -37,7 +39,7 @@ struct Fp4 {
 };
 
 // Bytes 2, 0, 3, 1.
-struct Fp8 {
+struct ArrangeFp8 {
   static constexpr int kParts = 2;
   static __device__ uint32_t arranged(uint32_t word) { return __byte_perm(word, 0, 0x1302); }
 };
@@ -60,6 +62,27 @@ __device__ void arrange(const uint32_t* from, uint32_t* to, int64_t count) {
             Format::arranged(words[(part * 4 + thread) * kPartWords + i]);
 }
 
+// Each thread widens 16 bytes of a row.
+template <typename Format>
+__device__ void widen(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16* to, int k, int row_bytes,
+                      int scale_rows, int scale_pitch) {
+  const int units = row_bytes / 16, unit = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+  if (unit >= units) return;
+  const uint4 held = *reinterpret_cast<const uint4*>(codes + int64_t(row) * row_bytes + unit * 16);
+  const int first = unit / 4 * Format::kParts;  // of 32 columns
+  const uint8_t* from = scales + int64_t(row / scale_rows) * scale_pitch + first * Format::kScaleBytes;
+  const typename Format::Scales scale = *reinterpret_cast<const typename Format::Scales*>(from);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+#pragma unroll
+  for (int part = 0; part < Format::kParts; part++) {
+    const int column = (first + part) * 32 + unit % 4 * 8;
+    if (column < k)
+      *reinterpret_cast<uint4*>(to + int64_t(row) * k + column) =
+          Format::eight(held, part, Format::scale(scale, part));
+  }
+}
+
 }  // namespace
 
 // `to [size / columns, columns]` bytes, the piece of a tensor with rows of `row_bytes` that begins at byte `origin`.
@@ -77,13 +100,24 @@ extern "C" __global__ void random_codes(uint8_t* to, int64_t size, int64_t colum
 
 // `count` words, a multiple of 16; in place as well.
 extern "C" __global__ void arrange_int4(const uint32_t* from, uint32_t* to, int64_t count) {
-  arrange<Int4>(from, to, count);
+  arrange<ArrangeInt4>(from, to, count);
 }
 
 extern "C" __global__ void arrange_fp4(const uint32_t* from, uint32_t* to, int64_t count) {
-  arrange<Fp4>(from, to, count);
+  arrange<ArrangeFp4>(from, to, count);
 }
 
 extern "C" __global__ void arrange_fp8(const uint32_t* from, uint32_t* to, int64_t count) {
-  arrange<Fp8>(from, to, count);
+  arrange<ArrangeFp8>(from, to, count);
 }
+
+// `to [rows, k]` BF16 from codes in the kernels' order; arguments as in `grouped::Problem`.
+#define WIDEN(NAME, FORMAT)                                                                                       \
+  extern "C" __global__ void widen_##NAME(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16* to, int k, \
+                                          int row_bytes, int scale_rows, int scale_pitch) {                \
+    widen<formats::FORMAT>(codes, scales, to, k, row_bytes, scale_rows, scale_pitch);                       \
+  }
+
+WIDEN(fp8, Fp8)
+WIDEN(int4, Int4)
+WIDEN(fp4, Fp4)

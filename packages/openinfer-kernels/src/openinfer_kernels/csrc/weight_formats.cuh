@@ -3,7 +3,7 @@
 // Of every 32 columns thread t of four has columns 8 t to 8 t + 7, a part. 16 bytes hold kParts parts, each of the next
 // 32 columns; quantised.cu brings codes into that order. A scale is shared by 32 columns at least.
 //
-//   raw(codes, part)            eight codes as exact BF16 numbers, less kOffset
+//   raw(codes, part)            eight codes as BF16 numbers, exact
 //   eight(codes, part, scale)   eight weights, rounded to BF16
 //   scale(scales, part)         of the parts of 16 bytes, which lie side by side
 #pragma once
@@ -54,7 +54,6 @@ struct Bf16 {
 struct Fp8 {
   static constexpr int kParts = 2, kScaleBytes = 4;
   static constexpr bool kQuantised = true;
-  static constexpr uint32_t kMinusOffset = 0;
   using Scales = uint2;
   static __device__ __forceinline__ float scale(const Scales& scales, int part) {
     return __uint_as_float(part == 0 ? scales.x : scales.y);
@@ -80,27 +79,24 @@ struct Fp8 {
 struct Int4 {
   static constexpr int kParts = 4, kScaleBytes = 2;
   static constexpr bool kQuantised = true;
-  static constexpr uint32_t kMinusOffset = 0xC308C308u;
   using Scales = uint2;
   static __device__ __forceinline__ float scale(const Scales& scales, int part) {
     const uint32_t both = part < 2 ? scales.x : scales.y;
     return __uint_as_float(part % 2 ? both & 0xFFFF0000u : both << 16);
   }
 
-  static __device__ __forceinline__ uint32_t two(uint32_t nibbles) { return (nibbles & 0x000F000Fu) | 0x43004300u; }
+  static __device__ __forceinline__ uint32_t two(uint32_t nibbles) {
+    const __nv_bfloat162 shifted = pair_of((nibbles & 0x000F000Fu) | 0x43004300u);
+    return bits_of(__hadd2(shifted, pair_of(0xC308C308u)));
+  }
 
   static __device__ __forceinline__ uint4 raw(const uint4& codes, int part) {
     const uint32_t w = word(codes, part);
     return {two(w), two(w >> 4), two(w >> 8), two(w >> 12)};
   }
 
-  static __device__ __forceinline__ uint32_t signed_two(uint32_t pair) {
-    return bits_of(__hadd2(pair_of(pair), pair_of(kMinusOffset)));
-  }
-
   static __device__ __forceinline__ uint4 eight(const uint4& codes, int part, float scale) {
-    const uint4 pairs = raw(codes, part);
-    return product({signed_two(pairs.x), signed_two(pairs.y), signed_two(pairs.z), signed_two(pairs.w)}, scale);
+    return product(raw(codes, part), scale);
   }
 };
 
@@ -110,7 +106,7 @@ struct Int4 {
 struct Fp4 {
   static constexpr int kParts = 4, kScaleBytes = 1;
   static constexpr bool kQuantised = true;
-  static constexpr uint32_t kMinusOffset = 0, kBits = 0x81C081C0u;
+  static constexpr uint32_t kBits = 0x81C081C0u;
   using Scales = uint32_t;
   static __device__ __forceinline__ float scale(const Scales& scales, int part) {
     const uint32_t exponent = scales >> 8 * part & 255;

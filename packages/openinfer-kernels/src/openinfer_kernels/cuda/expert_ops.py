@@ -12,6 +12,7 @@ from openinfer_kernels.quantised_parts import QuantisedPart
 
 if TYPE_CHECKING:
     from openinfer_kernels.cuda.device import Device
+    from openinfer_kernels.cuda.linear import Linear
     from openinfer_kernels.cuda.memory import Memory
 
 
@@ -20,6 +21,7 @@ class CudaExpertOps:
 
     device: "Device"
     _memory: "Memory"
+    _linear: "Linear"
 
     @cached_property
     def _router(self) -> Router:
@@ -38,7 +40,7 @@ class CudaExpertOps:
 
     @cached_property
     def _quantised(self) -> Quantised:
-        return Quantised(self.device, self._grouped_gemm, self._memory)
+        return Quantised(self.device, self._grouped_gemm, self._memory, self._linear)
 
     def top_experts(
         self, logits: Array, *, routing: Routing, cache_slots: Array | None = None, bias: Array | None = None

@@ -22,7 +22,7 @@ NAMES = {
 """Of the sources and kernels, by format; None is BF16."""
 TILE_TOKENS = (8, 32, 128)
 """Tokens of a tile, of which each kernel has one."""
-_MOST_TOKENS = {8: 4, 32: 48}
+_MOST_TOKENS = {8: 8, 32: 40}
 """Of a matrix, for the smaller tiles: beyond, the next one is faster; see docs/kernels.md."""
 
 
@@ -37,9 +37,9 @@ class _Sizes:
 
 _SIZES = {
     "bf16": {8: _Sizes(64, 2, 7), 32: _Sizes(64, 2, 6), 128: _Sizes(128, 2, 3)},
-    "fp8": {8: _Sizes(64, 2, 6), 32: _Sizes(64, 2, 4), 128: _Sizes(128, 1, 3)},
-    "int4": {8: _Sizes(64, 2, 5), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
-    "fp4": {8: _Sizes(64, 2, 5), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
+    "fp8": {8: _Sizes(64, 2, 5), 32: _Sizes(64, 2, 4), 128: _Sizes(128, 1, 3)},
+    "int4": {8: _Sizes(64, 2, 4), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
+    "fp4": {8: _Sizes(64, 2, 4), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
 }
 _PARTS = {"bf16": 1, "fp8": 2, "int4": 4, "fp4": 4}
 """Of eight values, in 16 bytes of codes."""
@@ -86,6 +86,11 @@ class GroupedGemm:
         self._device = device
         self._tile_tokens = tile_tokens
         self._kernels: dict[str, dict[tuple[Epilogue, int], Kernel]] = {}
+
+    @property
+    def chooses(self) -> bool:
+        """Whether what is done depends on how many tokens there are."""
+        return self._tile_tokens is None
 
     def multiply(
         self,

@@ -11,6 +11,7 @@ from openinfer_kernels.cuda.experts import check_weight
 from openinfer_kernels.cuda.grouped_gemm import NAMES, Epilogue, GroupedGemm
 from openinfer_kernels.cuda.launch import Kernel
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.cuda.memory import Memory
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
@@ -18,6 +19,9 @@ from openinfer_kernels.quantised_blocks import common_block, scales_of, stacked_
 from openinfer_kernels.quantised_parts import QuantisedPart, RandomCodes, WeightFormat
 
 _THREADS = 128
+_UNIT_BYTES = 16
+_WIDENING_TOKENS = 512
+"""From here on a product in BF16 gains more than widening all of its weight takes."""
 _BLOCK_BYTES = 64
 """That are put in order together; a row has whole ones, zeros at its end."""
 _GROUP = 32
@@ -30,9 +34,11 @@ _CODES_PER_BYTE = {WeightFormat.FP8_BLOCKS: 1, WeightFormat.INT4_GROUPS: 2, Weig
 class Quantised:
     """Quantised weights and their products on one device."""
 
-    def __init__(self, device: Device, gemm: GroupedGemm, memory: Memory) -> None:
+    def __init__(self, device: Device, gemm: GroupedGemm, memory: Memory, linear: Linear) -> None:
         self._gemm = gemm
         self._memory = memory
+        self._linear = linear
+        self._widenings = {each: device.kernel("quantised", f"widen_{NAMES[each]}") for each in WeightFormat}
         self._random = device.kernel("quantised", "random_codes")
         self._arrangements = {each: device.kernel("quantised", f"arrange_{NAMES[each]}") for each in WeightFormat}
 
@@ -63,7 +69,7 @@ class Quantised:
         return weight
 
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
-        """See `Ops.quantised_linear`.
+        """See `Ops.quantised_linear`. Many tokens multiply a copy of the weight in BF16, which is the faster way.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.
@@ -72,9 +78,22 @@ class Quantised:
         check_weight(weight, ndim=2, what="the weight")
         if x.shape[1] != weight.shape[1]:
             raise ArrayMismatchError(f"x {x.shape} and the weight {weight.shape} do not agree on the inner size")
+        if len(x) >= _WIDENING_TOKENS and self._gemm.chooses:
+            return self._linear.linear(x, self._widened(weight))
         out = cupy.empty((len(x), weight.shape[0]), bfloat16)
         if len(x):
             self._gemm.multiply(x, weight, out, epilogue=Epilogue.STORE)
+        return out
+
+    def _widened(self, weight: QuantisedWeight) -> Array:
+        """`[out, in]` BF16."""
+        rows, k = weight.shape
+        out = cupy.empty((rows, k), bfloat16)
+        row_bytes = weight.codes.shape[1]
+        sizes = k, row_bytes, weight.block_rows, weight.scales.strides[0]
+        grid = (-(-row_bytes // (_UNIT_BYTES * _THREADS)), rows, 1)
+        arguments = [weight.codes, weight.scales, out, *map(ctypes.c_int, sizes)]
+        self._widenings[weight.format](grid, (_THREADS, 1, 1), arguments, overlap=True)
         return out
 
     def _upload_codes(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...]) -> Array:

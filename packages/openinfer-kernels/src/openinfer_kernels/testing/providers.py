@@ -80,7 +80,7 @@ def _check_case(call: Operator, operator: str, case: Case, own: Ops) -> None:
         what = f"{where}: the result" + (f" {index}" if len(expected) > 1 else "")
         dtype = _dtype_of_result(right, own, in_float32=index in case.in_float32)
         require(result.dtype == dtype, f"{what} is {result.dtype}, not {dtype}")
-        tolerance = _tolerance(own.zeros((1,)).dtype if case.rounded_inside else dtype)
+        tolerance = 2 * _tolerance(own.zeros((1,)).dtype) if case.rounded_inside else _tolerance(dtype)
         _require_close(_host(result, own), right, tolerance, what)
     expected_after = dict(_arrays(truth))
     for key, array in _arrays(given):
