@@ -26,6 +26,7 @@ class SqliteStore:
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
         with self._connected() as connection:
+            connection.execute("PRAGMA journal_mode = WAL")  # a commit need not wait for the disk: losing is a miss
             connection.execute(_TABLE)
 
     def put(self, key: str, content: memoryview | bytes) -> None:
@@ -62,6 +63,7 @@ class SqliteStore:
             connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
             if connection is None:
                 connection = sqlite3.connect(self._path, timeout=self._timeout_s, check_same_thread=False)
+                connection.execute("PRAGMA synchronous = NORMAL")
                 self._local.connection = connection
                 self._opened.append(connection)
             with connection:
