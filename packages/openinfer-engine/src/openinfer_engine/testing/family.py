@@ -6,9 +6,10 @@ beginning again, and cut into ranks: a model's logits never depend on how its to
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,12 @@ from numpy.typing import NDArray
 from openinfer_core import read_config
 from openinfer_engine.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.communicator import Communicator
+from openinfer_engine.dummy import DummyWeights
 from openinfer_engine.local_group import LocalGroup
-from openinfer_engine.model import Model, ModelDefinition
+from openinfer_engine.model import Model, ModelDefinition, WeightSource
 from openinfer_engine.paged_tensors import make_pool, paged_tensors
 from openinfer_engine.stored_config import check_stored
-from openinfer_kernels import Array, AttentionBatch
+from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
 
@@ -33,16 +35,19 @@ _VARIANTS = 3
 
 
 class FamilyHarness:
-    """A model on all its ranks, with a KV cache and states each, on the CPU operators.
+    """A model on all its ranks, with a KV cache and states each.
 
     Blocks and slots are handed out in shuffled order, and all begins full of NaN: nothing may depend on either.
 
     Args:
         definition: of the family.
         model_dir: `config.json` and safetensors.
+        ops: of the device, which has one rank unless it is the CPU; None for the CPU's.
+        dummy: random weights, the same on every device, in the place of safetensors.
         ranks: how many the model is cut into; they run as threads.
         block_tokens: `B`.
         num_blocks: of the KV cache, for all sequences of the test.
+        max_model_tokens: longest context; None for the model's limit.
         change: keys of the config to replace.
 
     Raises:
@@ -55,9 +60,12 @@ class FamilyHarness:
         definition: ModelDefinition[Any],
         model_dir: Path,
         *,
+        ops: Ops | None = None,
+        dummy: bool = False,
         ranks: int = 1,
         block_tokens: int = 8,
         num_blocks: int = 80,
+        max_model_tokens: int | None = None,
         change: Mapping[str, Any] | None = None,
     ) -> None:
         parsed = definition.parse(read_config(model_dir) | dict(change or {}))
@@ -70,22 +78,30 @@ class FamilyHarness:
         self._slots: dict[str, int] = {}
         self._lengths: dict[str, int] = {}
         self._ranks: list[_Rank] = []
-        limit = definition.limits(parsed).max_model_tokens
-        with Checkpoint.open(model_dir) as checkpoint:
-            self.config = check_stored(definition, parsed, checkpoint)
+        self._ops: Ops = CpuOps() if ops is None else ops
+        with ExitStack() as stack:
+            checkpoint = None if dummy else stack.enter_context(Checkpoint.open(model_dir))
+            self.config = parsed if checkpoint is None else check_stored(definition, parsed, checkpoint)
+            limit = definition.limits(parsed).max_model_tokens if max_model_tokens is None else max_model_tokens
             for communicator in self._group.communicators:
-                weights = RankWeights(checkpoint, rank=communicator.rank, size=ranks)
+                shares = {"rank": communicator.rank, "size": ranks}
+                weights: WeightSource = (
+                    DummyWeights(definition.tensors(parsed), **shares)
+                    if checkpoint is None
+                    else RankWeights(checkpoint, **shares)
+                )
                 model = definition.load(
-                    self.config, weights, ops=CpuOps(), communicator=communicator, max_model_tokens=limit
+                    self.config, weights, ops=self._ops, communicator=communicator, max_model_tokens=limit
                 )
                 spec = definition.kv_spec(
                     self.config,
                     model_tag="test",
-                    dtype=KvDtype.FLOAT32,
+                    dtype=_compute_dtype(self._ops),
                     num_ranks=ranks,
                     rank_index=communicator.rank,
                 )
-                self._ranks.append(_Rank(model, spec, block_tokens=block_tokens, num_blocks=num_blocks))
+                rank = _Rank(model, spec, ops=self._ops, block_tokens=block_tokens, num_blocks=num_blocks)
+                self._ranks.append(rank)
 
     @property
     def has_states(self) -> bool:
@@ -101,10 +117,12 @@ class FamilyHarness:
         batch = self._batch(rows)
         token_ids = np.asarray([token for tokens in rows.values() for token in tokens], np.int32)
 
-        def work(communicator: Communicator) -> Logits:
-            return self._ranks[communicator.rank].logits(token_ids, batch)
+        there, ids = self._uploaded(batch), self._ops.upload(token_ids)
 
-        results = self._group.run(work)
+        def work(communicator: Communicator) -> Logits:
+            return self._ops.download(self._ranks[communicator.rank].logits(ids, there))
+
+        results = self._group.run(work) if len(self._ranks) > 1 else [work(self._group.communicators[0])]
         for rank, other in enumerate(results[1:], 1):
             assert np.array_equal(results[0], other), f"logits of rank {rank} are not those of rank 0"
         pieces = np.split(results[0], batch.query_starts[1:-1])
@@ -138,6 +156,14 @@ class FamilyHarness:
         for rank in self._ranks:
             for tensor in rank.states.values():
                 tensor[self._slots[sequence]] = tensor[self._slots[parent]]
+
+    def _uploaded(self, batch: AttentionBatch) -> AttentionBatch:
+        there: dict[str, Array] = {}
+        for field in fields(batch):
+            value: Any = getattr(batch, field.name)
+            if isinstance(value, np.ndarray):
+                there[field.name] = self._ops.upload(cast("HostArray", value))
+        return replace(batch, **there)
 
     def _batch(self, rows: Mapping[str, Sequence[int]]) -> AttentionBatch:
         positions: list[int] = []
@@ -173,20 +199,26 @@ class FamilyHarness:
         )
 
 
+def _compute_dtype(ops: Ops) -> KvDtype:
+    return KvDtype(str(ops.zeros((1,)).dtype))
+
+
 class _Rank:
     """One rank's model and memory."""
 
-    def __init__(self, model: Model, spec: KvSpec, *, block_tokens: int, num_blocks: int) -> None:
+    def __init__(self, model: Model, spec: KvSpec, *, ops: Ops, block_tokens: int, num_blocks: int) -> None:
         self._model = model
         layout = KvLayout.from_spec(spec, block_size_tokens=block_tokens)
-        self._pool: Array = make_pool(layout, num_blocks=num_blocks, ops=CpuOps())
+        self._pool: Array = make_pool(layout, num_blocks=num_blocks, ops=ops)
         self._pool.fill(np.nan)
         self._caches = paged_tensors(layout, self._pool)
-        self.states: dict[str, Array] = {
-            f"{group.name}.{tensor.name}": np.full((_NUM_SLOTS, group.num_layers, *tensor.shape), np.nan, np.float32)
-            for group in spec.slots
-            for tensor in group.tensors
-        }
+        self.states: dict[str, Array] = {}
+        for group in spec.slots:
+            for tensor in group.tensors:
+                dtype = None if tensor.dtype is _compute_dtype(ops) else np.dtype(str(tensor.dtype))
+                states = ops.zeros((_NUM_SLOTS, group.num_layers, *tensor.shape), dtype)
+                states.fill(np.nan)
+                self.states[f"{group.name}.{tensor.name}"] = states
 
     def logits(self, token_ids: Array, batch: AttentionBatch) -> Logits:
         own = replace(batch, caches=self._caches, states=self.states)

@@ -1,0 +1,138 @@
+"""Every operator under NVIDIA's compute-sanitizer, on small and odd shapes, against the CPU's results.
+
+    python3 tools/device/sanitize.py [memcheck|racecheck|synccheck|initcheck ...] [--only OPERATOR ...] [--limit S]
+
+Without a tool the operators run as they are, to see that the script itself passes. Each tool runs in a process of its
+own for at most S seconds and ends with what it found; operators that are named as right were reached by then.
+"""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+
+from source_packages import ROOT, environment, folders
+
+sys.path[:0] = folders()
+
+import numpy as np  # noqa: E402
+
+from openinfer_kernels.catalogue import WITHOUT_GPU_KERNEL  # noqa: E402
+from openinfer_kernels.cpu import CpuOps  # noqa: E402
+from openinfer_kernels.cuda import CudaOps  # noqa: E402
+from openinfer_kernels.ops import SamplingBatch  # noqa: E402
+from openinfer_kernels.providers import PROVIDABLE  # noqa: E402
+from openinfer_kernels.testing.paged import make_paged_case  # noqa: E402
+from openinfer_kernels.testing.providers import check_operator  # noqa: E402
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("tools", nargs="*", metavar="TOOL", help=", ".join(TOOLS))
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--limit", type=float, default=60)
+    options = parser.parse_args()
+    if not options.tools:
+        return run(options.only)
+    return sum(sanitized(tool, options.only, options.limit) for tool in options.tools)
+
+
+def sanitized(tool: str, only: list[str], limit: float) -> bool:
+    """Whether a tool found anything, or did not come to an end."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
+    command += ["--only", *only] if only else []
+    try:
+        done = subprocess.run(
+            command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False
+        )
+        code, output = done.returncode, done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        code, output = 1, (error.stdout or b"").decode() + f"\nstopped after {limit:.0f} s"
+    print(f"== {tool}: {'clean' if code == 0 else f'exit {code}'}")
+    print("\n".join(output.splitlines()[-60:]), flush=True)
+    return code != 0
+
+
+def run(only: list[str]) -> int:
+    ops = CudaOps()
+    larger = Larger(ops)
+    for name in only or [*PROVIDABLE, "products", "attention", "sampling"]:
+        if name in WITHOUT_GPU_KERNEL:
+            continue
+        if name in PROVIDABLE:
+            check_operator(getattr(ops, name), name, ops)
+        else:
+            getattr(larger, name)()
+        print(f"{name}: right", flush=True)
+    return 0
+
+
+class Larger:
+    """Shapes that reach the kernels made for many tokens, and operators that no provider may serve."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        self._ops, self._cpu, self._rng = ops, CpuOps(), np.random.default_rng(0)
+
+    def products(self) -> None:
+        ops, cpu = self._ops, self._cpu
+        for tokens, inner, width in ((5, 256, 128), (40, 256, 512), (160, 512, 256), (300, 256, 512)):
+            x, weight = self._normal(tokens, inner), self._normal(2 * width, inner)
+            given = self._host(x), self._host(weight)
+            self._require_close(f"linear of {tokens}", ops.linear(x, weight), cpu.linear(*given))
+            self._require_close(f"linear_swiglu of {tokens}", ops.linear_swiglu(x, weight), cpu.linear_swiglu(*given))
+            self._require_close(f"logits of {tokens}", ops.logits(x, weight), cpu.logits(*given))
+
+    def attention(self) -> None:
+        for head_dim in (128, 256):
+            for rows in (((700, 1), (33, 1)), ((200, 200), (90, 3)), ((900, 16),)):
+                case = make_paged_case(self._rng, rows, num_kv_heads=2, head_dim=head_dim, block_tokens=16)
+                q = self._normal(case.num_tokens, 8 * head_dim).reshape(case.num_tokens, 8, head_dim)
+                blocks = case.kv_cache.reshape(len(case.kv_cache), -1)  # NaN wherever no row's context is
+                cache = self._ops.upload_weight(blocks).reshape(case.kv_cache.shape)
+                where = {"layer": 1, "scale": head_dim**-0.5}
+                expected = self._cpu.paged_attention(self._host(q), self._host(cache), batch=case.batch, **where)
+                got = self._ops.paged_attention(q, cache, batch=self._uploaded(case.batch), **where)
+                self._require_close(f"attention of {rows}", got, expected)
+
+    def sampling(self) -> None:
+        ops, cpu, rng = self._ops, self._cpu, self._rng
+        for rows, vocabulary in ((1, 1031), (5, 151_936), (70, 2048)):
+            logits = rng.normal(size=(rows, vocabulary)).astype(np.float32) * 3
+            options = {
+                "temperature": rng.choice([0, 0.7, 1.3], rows).astype(np.float32),
+                "top_k": rng.choice([0, 1, 50], rows).astype(np.int32),
+                "top_p": rng.choice([0.3, 0.95, 1], rows).astype(np.float32),
+                "min_p": rng.choice([0, 0.1], rows).astype(np.float32),
+                "seeds": rng.integers(0, 2**63, rows).astype(np.uint64),
+                "positions": rng.integers(0, 4096, rows).astype(np.int64),
+            }
+            expected = cpu.sample(logits, SamplingBatch(num_token_ids=vocabulary - 7, **options))
+            there = {name: ops.upload(array) for name, array in options.items()}
+            ids = ops.sample(ops.upload(logits), SamplingBatch(num_token_ids=vocabulary - 7, **there))
+            differing = int((ops.download(ids) != expected).sum())
+            assert differing <= rows // 20, f"{differing} of {rows} rows sampled other tokens"
+            right = cpu.logprobs(logits, expected, top=5)
+            got = ops.logprobs(ops.upload(logits), ops.upload(expected), top=5)
+            np.testing.assert_allclose(self._host(got.chosen), right.chosen, atol=1e-4)
+            np.testing.assert_array_equal(ops.download(got.top_ids), right.top_ids)
+
+    def _normal(self, rows: int, columns: int):
+        """`[rows, columns]` on the device, in the compute dtype, rows of length about 1."""
+        return self._ops.upload_weight(self._rng.normal(size=(rows, columns)).astype(np.float32) / columns**0.5)
+
+    def _host(self, array):
+        return self._ops.download(array).astype(np.float32)
+
+    def _uploaded(self, batch):
+        names = [f.name for f in dataclasses.fields(batch) if isinstance(getattr(batch, f.name), np.ndarray)]
+        return dataclasses.replace(batch, **{name: self._ops.upload(getattr(batch, name)) for name in names})
+
+    def _require_close(self, name: str, got, expected) -> None:
+        error = np.linalg.norm(self._host(got) - expected) / np.linalg.norm(expected)
+        assert error < 0.02, f"{name}: relative error {error:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
