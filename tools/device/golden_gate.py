@@ -237,15 +237,16 @@ def mistaken(model_type: str) -> Generator[None]:
         table = make_table(rope, head_dim=head_dim, positions=positions)
         return np.concatenate([table[:, :100], table[:, 99:-1]], axis=1)
 
-    def forgetful(**weights: Any) -> qwen35.LinearAttentionWeights:
-        a_log = weights["a_log"]
-        a_log.set(a_log.get() + np.float32(np.log(2.0)))
-        return make_weights(**weights)
+    class Forgetful(make_weights):
+        def __init__(self, **weights: Any) -> None:
+            a_log = weights["a_log"]
+            a_log.set(a_log.get() + np.float32(np.log(2.0)))
+            super().__init__(**weights)
 
     if model_type in rotated:
         rotated[model_type].rope_table = misplaced
     else:
-        qwen35.LinearAttentionWeights = forgetful
+        qwen35.LinearAttentionWeights = Forgetful
     try:
         yield
     finally:

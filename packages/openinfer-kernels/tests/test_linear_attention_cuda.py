@@ -153,6 +153,23 @@ def test_step_by_step_has_the_same_bits_however_a_prompt_is_cut(cuda):
         np.testing.assert_array_equal(state, found[0][1])
 
 
+def test_steps_have_the_same_bits_in_any_batch(cuda):
+    case = Case(cuda, ((9, 1), (64, 1), (7, 1), (1, 1), (30, 1), (12, 1), (80, 1)))
+    kept = case.host(case.projected), case.host(case.conv), case.host(case.state)
+    together, states = case.host(case.run(case.batch_there)[1]), case.host(case.state)
+    for row, slot in enumerate(case.batch.state_slots.tolist()):
+        case.projected, case.conv = cuda.upload_weight(kept[0][row : row + 1]), cuda.upload_weight(kept[1])
+        case.state = cuda.upload(kept[2])
+        alone = {
+            "query_starts": np.array([0, 1], np.int32),
+            "context_lens": case.batch.context_lens[row : row + 1],
+            "state_slots": case.batch.state_slots[row : row + 1],
+        }
+        batch = dataclasses.replace(case.batch_there, **{name: cuda.upload(value) for name, value in alone.items()})
+        np.testing.assert_array_equal(case.host(case.run(batch)[1])[0], together[row])
+        np.testing.assert_array_equal(case.host(case.state)[slot], states[slot])
+
+
 def test_batch_without_slots_and_shapes_that_disagree_are_refused(cuda):
     case = Case(cuda, STEPS)
     with pytest.raises(ArrayMismatchError, match="no state_slots"):

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kTileTokens = 32;
+constexpr int kAhead = 4;  // tokens that are on their way while one is computed
 
 struct Arguments {
   const bf16* x;        // [T, C], rows `x_stride` apart
@@ -106,12 +107,21 @@ __device__ void walk(const Arguments& a, Window<kWidth, kTaps>& window, const St
     window.load_state(state);
   }
   const int end = min(tile_first + kTileTokens, row.count);
-#pragma unroll 4
-  for (int t = tile_first; t < end; t++) {
-    unpack(load<kWidth>(x + t * a.x_stride), values);
-    window.sums(values, y);
-    window.push(values);
-    store(out + int64_t(t) * a.channels, pack(y));
+  Vector<kWidth> ahead[kAhead];
+#pragma unroll
+  for (int i = 0; i < kAhead; i++)
+    if (tile_first + i < end) ahead[i] = load<kWidth>(x + (tile_first + i) * a.x_stride);
+  for (int begin = tile_first; begin < end; begin += kAhead) {
+#pragma unroll
+    for (int i = 0; i < kAhead; i++) {
+      const int t = begin + i;
+      if (t >= end) break;
+      unpack(ahead[i], values);
+      if (t + kAhead < end) ahead[i] = load<kWidth>(x + (t + kAhead) * a.x_stride);
+      window.sums(values, y);
+      window.push(values);
+      store(out + int64_t(t) * a.channels, pack(y));
+    }
   }
   if (tile_first > 0) return;
   if (row.count > kTileTokens) {

@@ -21,7 +21,7 @@ using attention::packed;
 namespace {
 
 constexpr int kDim = 128, kChunk = 64;
-constexpr int kThreads = 128, kWarps = 4;
+constexpr int kThreads = 256, kWarps = 8;
 constexpr int kWide = kDim + 8, kNarrow = kChunk + 8;  // rows in shared memory, in values, against bank conflicts
 constexpr int kColumns = 32, kSlices = kDim / kColumns, kSlim = kColumns + 8;
 constexpr int kTogether = 2;  // value heads that `prepare` inverts at a time
@@ -49,7 +49,11 @@ __device__ __forceinline__ void copy4(float* to, const float* from, bool is_ther
                : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+// Until all groups but the last `kPending` have come.
+template <int kPending = 0>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // `count` of 64 rows of kValues values, `stride` apart, to rows of kRow values; the others become zeros.
 template <int kValues, int kRow>
@@ -119,17 +123,17 @@ __device__ __forceinline__ void store2(bf16* to, float low, float high) {
 struct PrepareShared {
   bf16 keys[kChunk * kWide];
   bf16 values[kTogether][kChunk * kWide];    // the second one holds the queries before
-  float inverse[kTogether][kChunk * kNarrow];  // A; then diag-scaled M for U and for W, as BF16
+  float inverse[kTogether][kChunk * kNarrow];  // A; then M; then M for U and for W, columns scaled, as BF16
   float total[kTogether][kChunk], beta[kTogether][kChunk];
   float of_query[kChunk], of_key[kChunk];
 };
 
-// 1 / |q_i| and 1 / |k_i|; two neighbouring threads share a token.
+// 1 / |q_i| and 1 / |k_i|; four neighbouring threads share a token.
 __device__ __forceinline__ void lengths(PrepareShared& s, const bf16* queries) {
-  const int i = threadIdx.x / 2, begin = i * kWide + threadIdx.x % 2 * (kDim / 2);
+  const int i = threadIdx.x / 4, begin = i * kWide + threadIdx.x % 4 * (kDim / 4);
   float of_query = 0, of_key = 0;
 #pragma unroll
-  for (int j = 0; j < kDim / 2; j += 8) {
+  for (int j = 0; j < kDim / 4; j += 8) {
     float q[8], k[8];
     unpack(load<8>(queries + begin + j), q);
     unpack(load<8>(s.keys + begin + j), k);
@@ -139,9 +143,12 @@ __device__ __forceinline__ void lengths(PrepareShared& s, const bf16* queries) {
       of_key += k[c] * k[c];
     }
   }
-  of_query += __shfl_xor_sync(~0u, of_query, 1);
-  of_key += __shfl_xor_sync(~0u, of_key, 1);
-  if (threadIdx.x % 2 == 0) {
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2) {
+    of_query += __shfl_xor_sync(~0u, of_query, mask);
+    of_key += __shfl_xor_sync(~0u, of_key, mask);
+  }
+  if (threadIdx.x % 4 == 0) {
     s.of_query[i] = rsqrtf(of_query + kLengthEps) * rsqrtf(float(kDim));
     s.of_key[i] = rsqrtf(of_key + kLengthEps);
   }
@@ -176,40 +183,108 @@ __device__ __forceinline__ void gates_of(PrepareShared& s, const Arguments& a, c
   }
 }
 
-// Column `column` of (I + A)^-1, by forward substitution.
-__device__ __forceinline__ void invert(float (&m)[kChunk], const float* overlaps, int column) {
+// --- (I + A)^-1 of a head by 128 threads, in blocks of 16 x 16 of `m` [64, kNarrow], which holds A ----------------------
+//
+// Blocks on the diagonal are inverted by forward substitution, in place. Those below follow from them, nearest to the
+// diagonal first: M_ij = -M_ii sum_k A_ik M_kj, k from j to i - 1. As A is needed until the end, M_ij is kept where its
+// transposed block is, above the diagonal, where A is zero.
+
+constexpr int kBlock = 16;
+
+__device__ __forceinline__ int block_at(int row, int column) { return row * kBlock * kNarrow + column * kBlock; }
+
+__device__ __forceinline__ void invert_diagonal(float* m, int thread) {
+  float* block = m + block_at(thread / kBlock, thread / kBlock);
+  const int column = thread % kBlock;
+  float solved[kBlock];
 #pragma unroll
-  for (int i = 0; i < kChunk; i++) {
-    float sums[4] = {i == column ? 1.0f : 0.0f, 0, 0, 0};
+  for (int i = 0; i < kBlock; i++) {
+    float sums[2] = {i == column ? 1.0f : 0.0f, 0};
 #pragma unroll
-    for (int j = 0; j < i; j += 4) {
-      const float4 row = *reinterpret_cast<const float4*>(overlaps + i * kNarrow + j);
-      sums[0] -= row.x * m[j];
-      if (j + 1 < i) sums[1] -= row.y * m[j + 1];
-      if (j + 2 < i) sums[2] -= row.z * m[j + 2];
-      if (j + 3 < i) sums[3] -= row.w * m[j + 3];
+    for (int j = 0; j < i; j++) sums[j % 2] -= block[i * kNarrow + j] * solved[j];
+    solved[i] = sums[0] + sums[1];
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kBlock; i++) block[i * kNarrow + column] = solved[i];
+}
+
+__device__ __forceinline__ uint32_t tf32(float value) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return bits;
+}
+
+// sums[16 x 16] += left[16 x 16] right[16 x 16], by a warp; rows of both are kNarrow apart.
+__device__ __forceinline__ void multiply_block(float (&sums)[2][4], const float* left, const float* right, int lane) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int k = 0; k < kBlock; k += 8) {
+    const float* a = left + g * kNarrow + k + t;
+    const uint32_t a0 = tf32(a[0]), a1 = tf32(a[8 * kNarrow]), a2 = tf32(a[4]), a3 = tf32(a[8 * kNarrow + 4]);
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const float* b = right + (k + t) * kNarrow + n * 8 + g;
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
+          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(tf32(b[0])), "r"(tf32(b[4 * kNarrow])));
     }
-    m[i] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+}
+
+__device__ __forceinline__ void store_block(float* to, const float (&sums)[2][4], float sign, int lane) {
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      *reinterpret_cast<float2*>(to + (lane / 4 + half * 8) * kNarrow + n * 8 + lane % 4 * 2) =
+          make_float2(sign * sums[n][half * 2], sign * sums[n][half * 2 + 1]);
+}
+
+// M_ij of the block (i, j) below the diagonal, by a warp; those nearer to the diagonal are there.
+__device__ __forceinline__ void invert_block(float* m, int i, int j, int lane) {
+  float* place = m + block_at(j, i);
+  float sums[2][4];
+  clear(sums);
+  for (int k = j; k < i; k++) multiply_block(sums, m + block_at(i, k), m + block_at(j, k), lane);
+  store_block(place, sums, 1.0f, lane);
+  __syncwarp();
+  clear(sums);
+  multiply_block(sums, m + block_at(i, i), place, lane);
+  __syncwarp();
+  store_block(place, sums, -1.0f, lane);
+}
+
+// By all threads of the block, 128 for each head; `is_there` says whether a thread has one.
+__device__ __forceinline__ void invert(float* m, bool is_there, int thread, int lane) {
+  const int warp = thread / 32;
+  if (is_there && thread < kChunk) invert_diagonal(m, thread);
+  __syncthreads();
+  for (int away = 1; away < kChunk / kBlock; away++) {
+    if (is_there && warp + away < kChunk / kBlock) invert_block(m, warp + away, warp, lane);
+    __syncthreads();
   }
 }
 
 // Rows of `left [64, 64]`, lower triangular, times `right [64, 128]`, to `to` [T, N, 128] of this chunk. A warp reads 16
 // rows of `left`, and afterwards collects its result there, half of the columns at a time, to write them 16 bytes each.
 __device__ __forceinline__ void multiply_lower(bf16* left, const bf16* right, bf16* to, int64_t stride, int count,
-                                               int warp, int lane) {
+                                               int rows, int lane) {
   float sums[kDim / 8][4];
   clear(sums);
-  for (int k = 0; k <= warp; k++) {
+  for (int k = 0; k <= rows; k += 16) {
     uint32_t x[4];
-    Matrix<kNarrow>{left, lane}.a(x, warp * 16, k * 16);
+    Matrix<kNarrow>{left, lane}.a(x, rows, k);
 #pragma unroll
     for (int n = 0; n < kDim / 16; n++) {
       uint32_t y[4];
-      Matrix<kWide>{right, lane}.b_turned(y, k * 16, n * 16);
+      Matrix<kWide>{right, lane}.b_turned(y, k, n * 16);
       multiply(sums[2 * n], sums[2 * n + 1], x, y);
     }
   }
-  bf16* mine = left + warp * 16 * kNarrow;
+  bf16* mine = left + rows * kNarrow;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     __syncwarp();
@@ -224,8 +299,8 @@ __device__ __forceinline__ void multiply_lower(bf16* left, const bf16* right, bf
 #pragma unroll
     for (int i = 0; i < 16; i += 4) {
       const int row = i + lane / 8, column = lane % 8 * 8;
-      if (warp * 16 + row < count)
-        store(to + (warp * 16 + row) * stride + half * kChunk + column, load<8>(mine + row * kNarrow + column));
+      if (rows + row < count)
+        store(to + (rows + row) * stride + half * kChunk + column, load<8>(mine + row * kNarrow + column));
     }
   }
 }
@@ -235,6 +310,7 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
   __shared__ int scratch[attention::kTileScratch(kWarps)];
   PrepareShared& s = *reinterpret_cast<PrepareShared*>(raw);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key_head = blockIdx.x % a.key_heads;
+  const int rows = warp % 4 * 16, side = warp / 4;  // of this warp: 16 tokens; half of the others, or U or W
   const attention::QueryTile tile =
       attention::find_tile<kWarps>(blockIdx.x / a.key_heads, a.rows.query_starts, a.rows.context_lens, a.rows.num_rows,
                                    a.least_tokens, 1, kChunk, scratch);
@@ -249,18 +325,18 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
   __syncthreads();
   lengths(s, queries);
 
-  float of_keys[kChunk / 8][4], of_queries[kChunk / 8][4];  // k_i . k_j and q_i . k_j of 16 rows
+  float of_keys[kChunk / 16][4], of_queries[kChunk / 16][4];  // k_i . k_j and q_i . k_j of 16 i and 32 j
   clear(of_keys);
   clear(of_queries);
 #pragma unroll
   for (int k = 0; k < kDim; k += 16) {
     uint32_t q[4], key[4];
-    Matrix<kWide>{queries, lane}.a(q, warp * 16, k);
-    Matrix<kWide>{s.keys, lane}.a(key, warp * 16, k);
+    Matrix<kWide>{queries, lane}.a(q, rows, k);
+    Matrix<kWide>{s.keys, lane}.a(key, rows, k);
 #pragma unroll
-    for (int n = 0; n < kChunk / 16; n++) {
+    for (int n = 0; n < kChunk / 32; n++) {
       uint32_t b[4];
-      Matrix<kWide>{s.keys, lane}.b(b, n * 16, k);
+      Matrix<kWide>{s.keys, lane}.b(b, side * (kChunk / 2) + n * 16, k);
       multiply(of_queries[2 * n], of_queries[2 * n + 1], q, b);
       multiply(of_keys[2 * n], of_keys[2 * n + 1], key, b);
     }
@@ -279,37 +355,50 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
       bf16* p = to.p + (int64_t(first) * a.heads + first_head + h) * kChunk;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int i = warp * 16 + lane / 4 + half * 8;
+        const int i = rows + lane / 4 + half * 8;
         const float total = s.total[h][i], of_query = s.of_query[i], of_row = s.of_key[i] * s.beta[h][i];
 #pragma unroll
-        for (int n = 0; n < kChunk / 8; n++) {
+        for (int n = 0; n < kChunk / 16; n++) {
+          const int begin = side * (kChunk / 2) + n * 8 + lane % 4 * 2;
           float weights[2], overlaps[2];
 #pragma unroll
           for (int c = 0; c < 2; c++) {
-            const int j = n * 8 + lane % 4 * 2 + c;
+            const int j = begin + c;
             const float decay = j <= i ? __expf(total - s.total[h][j]) * s.of_key[j] : 0.0f;
             weights[c] = of_queries[n][half * 2 + c] * decay * of_query;
             overlaps[c] = j < i ? of_keys[n][half * 2 + c] * decay * of_row : 0.0f;
           }
-          const int j = n * 8 + lane % 4 * 2;
-          if (i < count) store2(p + int64_t(i) * a.heads * kChunk + j, weights[0], weights[1]);
-          *reinterpret_cast<float2*>(s.inverse[h] + i * kNarrow + j) = make_float2(overlaps[0], overlaps[1]);
+          if (i < count) store2(p + int64_t(i) * a.heads * kChunk + begin, weights[0], weights[1]);
+          *reinterpret_cast<float2*>(s.inverse[h] + i * kNarrow + begin) = make_float2(overlaps[0], overlaps[1]);
         }
       }
     }
     __syncthreads();
-    const int mine = threadIdx.x / kChunk, column = threadIdx.x % kChunk;
-    float m[kChunk];
-    if (mine < num_heads) invert(m, s.inverse[mine], column);
+    constexpr int kRows = kChunk / 2;  // that a thread scales of a column
+    const int mine = threadIdx.x / 128, column = threadIdx.x % kChunk, block = column / kBlock;
+    const int begin = threadIdx.x / kChunk % 2 * kRows;
+    const bool is_there = mine < num_heads;
+    float* inverse = s.inverse[mine];
+    invert(inverse, is_there, threadIdx.x % 128, lane);
+    float m[kRows];
+    if (is_there) {
+#pragma unroll
+      for (int j = 0; j < kRows; j++) {
+        const int i = begin + j;  // blocks above the diagonal are zero, and never read
+        if (i / kBlock >= block) m[j] = inverse[block_at(block, i / kBlock) + i % kBlock * kNarrow + column % kBlock];
+      }
+    }
     __syncthreads();
-    if (mine < num_heads) {
-      bf16* scaled = reinterpret_cast<bf16*>(s.inverse[mine]);
+    if (is_there) {
+      bf16* scaled = reinterpret_cast<bf16*>(inverse);
       const float of_value = s.beta[mine][column];
       const float of_key = of_value * __expf(s.total[mine][column]) * s.of_key[column];
 #pragma unroll
-      for (int i = 0; i < kChunk; i++) {
-        scaled[i * kNarrow + column] = __float2bfloat16_rn(m[i] * of_value);
-        scaled[(kChunk + i) * kNarrow + column] = __float2bfloat16_rn(m[i] * of_key);
+      for (int j = 0; j < kRows; j++) {
+        const int i = begin + j;
+        if (i / kBlock < block) continue;
+        scaled[i * kNarrow + column] = __float2bfloat16_rn(m[j] * of_value);
+        scaled[(kChunk + i) * kNarrow + column] = __float2bfloat16_rn(m[j] * of_key);
       }
     }
     wait_for_copies();
@@ -317,8 +406,8 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
     for (int h = 0; h < num_heads; h++) {
       bf16* scaled = reinterpret_cast<bf16*>(s.inverse[h]);
       const int64_t place = (int64_t(first) * a.heads + first_head + h) * kDim;
-      multiply_lower(scaled, s.values[h], to.u + place, row_values, count, warp, lane);
-      multiply_lower(scaled + kChunk * kNarrow, s.keys, to.w + place, row_values, count, warp, lane);
+      const bf16* right = side == 0 ? s.values[h] : s.keys;
+      multiply_lower(scaled + side * kChunk * kNarrow, right, (side == 0 ? to.u : to.w) + place, row_values, count, rows, lane);
     }
   }
 }
@@ -352,25 +441,23 @@ __device__ __forceinline__ void load_chunk(Stage& s, const Arguments& a, const S
   copy_rows<kColumns, kSlim>(s.u, from.u + place * kDim + slice * kColumns, stride, count);
   copy_rows<kChunk, kNarrow>(s.p, from.p + place * kChunk, int64_t(a.heads) * kChunk, count);
   if (threadIdx.x < kChunk) copy4(s.of_query + i, from.of_query + row + (is_there ? i : 0), is_there);
-  else copy4(s.until_end + i, from.until_end + row + (is_there ? i : 0), is_there);
-  if (threadIdx.x == 0) copy4(&s.of_chunk, from.of_chunk + row, true);
-  commit();
+  else if (threadIdx.x < 2 * kChunk) copy4(s.until_end + i, from.until_end + row + (is_there ? i : 0), is_there);
+  else if (threadIdx.x == 2 * kChunk) copy4(&s.of_chunk, from.of_chunk + row, true);
 }
 
-using StateTiles = float[2][kColumns / 8][4];  // 32 rows and 32 columns of a warp
+using StateTile = float[kColumns / 8][4];  // 16 rows and 32 columns of a warp
 
-__device__ __forceinline__ void share_state(bf16* shared, const StateTiles& state, int warp, int lane) {
+__device__ __forceinline__ void share_state(bf16* shared, const StateTile& state, int warp, int lane) {
 #pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; n++) {
-      bf16* to = shared + (warp * 32 + m * 16 + lane / 4) * kSlim + n * 8 + lane % 4 * 2;
-      store2(to, state[m][n][0], state[m][n][1]);
-      store2(to + 8 * kSlim, state[m][n][2], state[m][n][3]);
-    }
+  for (int n = 0; n < kColumns / 8; n++) {
+    bf16* to = shared + (warp * 16 + lane / 4) * kSlim + n * 8 + lane % 4 * 2;
+    store2(to, state[n][0], state[n][1]);
+    store2(to + 8 * kSlim, state[n][2], state[n][3]);
+  }
 }
 
-// With two stages a chunk is on its way while the one before is computed.
+// Each warp holds 16 rows of the state. Four of them find corrections, of 16 tokens each, the others outputs. Of several
+// stages, one is computed while the chunks behind it are on their way to the others.
 template <int kStages>
 __device__ void walk(const Arguments& a, const Scratch& from) {
   extern __shared__ __align__(128) uint8_t raw[];
@@ -379,114 +466,122 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const attention::QueryTile whole =
       attention::find_tile<kWarps>(blockIdx.y, a.rows.query_starts, a.rows.context_lens, a.rows.num_rows,
-                                   a.least_tokens, 1, 1 << 30, scratch);
+                                       a.least_tokens, 1, 1 << 30, scratch);
   if (whole.row < 0) return;
   const StateRow row = state_row(a.rows, whole.row);
   const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices;
-  load_chunk(shared.stages[0], a, from, head, slice, row.first, min(kChunk, row.count));
+  constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // chunks on their way before the first is computed
+  const auto load = [&](int begin) {  // chunk by chunk, a group of copies each, also behind the last one
+    Stage& stage = shared.stages[begin / kChunk % kStages];
+    if (begin < row.count) load_chunk(stage, a, from, head, slice, row.first + begin, min(kChunk, row.count - begin));
+    commit();
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; i++) load(i * kChunk);
 
-  const int line = lane / 4, column = lane % 4 * 2;
-  float* at = a.state + row.slot * a.slot_stride + (int64_t(head) * kDim + warp * 32 + line) * kDim + slice * kColumns + column;
-  StateTiles state;
+  const int line = lane / 4, column = lane % 4 * 2, tokens = warp % 4 * 16;
+  const bool corrects = warp < 4;
+  float* at = a.state + row.slot * a.slot_stride + (int64_t(head) * kDim + warp * 16 + line) * kDim + slice * kColumns + column;
+  StateTile state;
 #pragma unroll
-  for (int m = 0; m < 2; m++)
+  for (int n = 0; n < kColumns / 8; n++)
 #pragma unroll
-    for (int n = 0; n < kColumns / 8; n++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float2 pair = make_float2(0, 0);
-        if (!row.begins) pair = *reinterpret_cast<const float2*>(at + (m * 16 + half * 8) * kDim + n * 8);
-        state[m][n][half * 2] = pair.x;
-        state[m][n][half * 2 + 1] = pair.y;
-      }
+    for (int half = 0; half < 2; half++) {
+      float2 pair = make_float2(0, 0);
+      if (!row.begins) pair = *reinterpret_cast<const float2*>(at + half * 8 * kDim + n * 8);
+      state[n][half * 2] = pair.x;
+      state[n][half * 2 + 1] = pair.y;
+    }
   share_state(shared.state, state, warp, lane);
-  wait_for_copies();
+  wait_for_copies<kAhead - 1>();
   __syncthreads();
 
-  for (int begin = 0, turn = 0; begin < row.count; begin += kChunk, turn = (turn + 1) % kStages) {
-    Stage& s = shared.stages[turn];
-    const int first = row.first + begin, count = min(kChunk, row.count - begin), next = begin + kChunk;
-    if (kStages > 1 && next < row.count)
-      load_chunk(shared.stages[(turn + 1) % kStages], a, from, head, slice, row.first + next, min(kChunk, row.count - next));
-    float held[kColumns / 8][4], out[kColumns / 8][4];  // W S and Q S of 16 tokens
-    clear(held);
-    clear(out);
+  for (int begin = 0; begin < row.count; begin += kChunk) {
+    const Stage& s = shared.stages[begin / kChunk % kStages];
+    const int first = row.first + begin, count = min(kChunk, row.count - begin);
+    if (kStages > 1) load(begin + kAhead * kChunk);
+    float sums[kColumns / 8][4];  // W S or Q S of 16 tokens
+    clear(sums);
+    const bf16* left = corrects ? s.w : s.queries;
 #pragma unroll
     for (int k = 0; k < kDim; k += 16) {
-      uint32_t w[4], q[4];
-      Matrix<kWide>{s.w, lane}.a(w, warp * 16, k);
-      Matrix<kWide>{s.queries, lane}.a(q, warp * 16, k);
+      uint32_t x[4];
+      Matrix<kWide>{left, lane}.a(x, tokens, k);
 #pragma unroll
       for (int n = 0; n < kColumns / 16; n++) {
         uint32_t b[4];
         Matrix<kSlim>{shared.state, lane}.b_turned(b, k, n * 16);
-        multiply(held[2 * n], held[2 * n + 1], w, b);
-        multiply(out[2 * n], out[2 * n + 1], q, b);
+        multiply(sums[2 * n], sums[2 * n + 1], x, b);
       }
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int i = warp * 16 + line + half * 8;
-      const float of_query = s.of_query[i], until_end = s.until_end[i];
+      const int i = tokens + line + half * 8;
+      const float factor = corrects ? s.until_end[i] : s.of_query[i];
 #pragma unroll
       for (int n = 0; n < kColumns / 8; n++) {
-        const int place = i * kSlim + n * 8 + column;
-        const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(s.u + place));
-        const float left = u.x - held[n][half * 2], right = u.y - held[n][half * 2 + 1];
-        store2(shared.corrections + place, left, right);
-        store2(shared.decayed + place, left * until_end, right * until_end);
-        out[n][half * 2] *= of_query;
-        out[n][half * 2 + 1] *= of_query;
+        if (corrects) {
+          const int place = i * kSlim + n * 8 + column;
+          const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(s.u + place));
+          const float low = u.x - sums[n][half * 2], high = u.y - sums[n][half * 2 + 1];
+          store2(shared.corrections + place, low, high);
+          store2(shared.decayed + place, low * factor, high * factor);
+        } else {
+          sums[n][half * 2] *= factor;
+          sums[n][half * 2 + 1] *= factor;
+        }
       }
     }
     __syncthreads();
 #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int n = 0; n < kColumns / 8; n++)
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) state[m][n][i] *= s.of_chunk;
+      for (int i = 0; i < 4; i++) state[n][i] *= s.of_chunk;
 #pragma unroll
     for (int k = 0; k < kChunk; k += 16) {
-      uint32_t keys[2][4], p[4];
-      Matrix<kWide>{s.keys, lane}.a_turned(keys[0], k, warp * 32);
-      Matrix<kWide>{s.keys, lane}.a_turned(keys[1], k, warp * 32 + 16);
-      Matrix<kNarrow>{s.p, lane}.a(p, warp * 16, k);
+      uint32_t keys[4];
+      Matrix<kWide>{s.keys, lane}.a_turned(keys, k, warp * 16);
 #pragma unroll
       for (int n = 0; n < kColumns / 16; n++) {
         uint32_t b[4];
         Matrix<kSlim>{shared.decayed, lane}.b_turned(b, k, n * 16);
-        multiply(state[0][2 * n], state[0][2 * n + 1], keys[0], b);
-        multiply(state[1][2 * n], state[1][2 * n + 1], keys[1], b);
-        Matrix<kSlim>{shared.corrections, lane}.b_turned(b, k, n * 16);
-        multiply(out[2 * n], out[2 * n + 1], p, b);
+        multiply(state[2 * n], state[2 * n + 1], keys, b);
       }
     }
     share_state(shared.state, state, warp, lane);
+    if (!corrects) {
+      for (int k = 0; k <= tokens; k += 16) {  // P is lower triangular
+        uint32_t p[4];
+        Matrix<kNarrow>{s.p, lane}.a(p, tokens, k);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int i = warp * 16 + line + half * 8;
-      if (i >= count) continue;
-      bf16* to = a.out + (int64_t(first + i) * a.heads + head) * kDim + slice * kColumns + column;
+        for (int n = 0; n < kColumns / 16; n++) {
+          uint32_t b[4];
+          Matrix<kSlim>{shared.corrections, lane}.b_turned(b, k, n * 16);
+          multiply(sums[2 * n], sums[2 * n + 1], p, b);
+        }
+      }
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; n++) store2(to + n * 8, out[n][half * 2], out[n][half * 2 + 1]);
+      for (int half = 0; half < 2; half++) {
+        const int i = tokens + line + half * 8;
+        if (i >= count) continue;
+        bf16* to = a.out + (int64_t(first + i) * a.heads + head) * kDim + slice * kColumns + column;
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; n++) store2(to + n * 8, sums[n][half * 2], sums[n][half * 2 + 1]);
+      }
     }
-    if (kStages == 1 && next < row.count) {
+    if (kStages == 1) {
       __syncthreads();
-      load_chunk(s, a, from, head, slice, row.first + next, min(kChunk, row.count - next));
+      load(begin + kChunk);
     }
-    wait_for_copies();
+    wait_for_copies<kAhead - 1>();
     __syncthreads();
   }
 
 #pragma unroll
-  for (int m = 0; m < 2; m++)
+  for (int n = 0; n < kColumns / 8; n++)
 #pragma unroll
-    for (int n = 0; n < kColumns / 8; n++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        *reinterpret_cast<float2*>(at + (m * 16 + half * 8) * kDim + n * 8) =
-            make_float2(state[m][n][half * 2], state[m][n][half * 2 + 1]);
+    for (int half = 0; half < 2; half++)
+      *reinterpret_cast<float2*>(at + half * 8 * kDim + n * 8) = make_float2(state[n][half * 2], state[n][half * 2 + 1]);
 }
 
 }  // namespace
@@ -501,7 +596,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
 // Grid: heads in slices of 32 columns, as many long rows as there can be.
 #define GATED_DELTA_CHUNKS_WALK(STAGES)                                                      \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                 \
       gated_delta_chunks_walk_##STAGES(const __grid_constant__ Arguments a,                  \
                                        const __grid_constant__ Scratch from) {               \
     allow_next_kernel();                                                                     \
@@ -511,3 +606,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
 GATED_DELTA_CHUNKS_WALK(1)
 GATED_DELTA_CHUNKS_WALK(2)
+GATED_DELTA_CHUNKS_WALK(3)

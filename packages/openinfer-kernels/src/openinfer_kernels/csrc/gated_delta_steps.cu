@@ -11,9 +11,15 @@ using namespace gated_delta;
 
 namespace {
 
-// Heads of 128 x 128: a block holds 32 columns of one head's state in registers, a thread 8 rows of 4 of them.
-constexpr int kDim = 128, kColumns = 32, kSlices = kDim / kColumns;
-constexpr int kThreads = 128, kWarps = kThreads / 32, kAcross = kColumns / 4, kRows = kDim / (kThreads / kAcross);
+// Heads of 128 x 128: a block holds some columns of one head's state in registers, a thread 8 rows of 4 of them.
+constexpr int kDim = 128, kRows = 8;
+
+template <int kColumns_>
+struct Shape {
+  static constexpr int kColumns = kColumns_, kSlices = kDim / kColumns, kAcross = kColumns / 4;
+  static constexpr int kThreads = kAcross * kDim / kRows, kWarps = kThreads / 32;
+  static constexpr int kPair = kAcross / 8;  // warps that hold a quarter of the rows
+};
 
 constexpr int kGroups = 3;  // of four sums: S^T k and S^T q of four columns; |k|^2, |q|^2, k . q
 using Sums = float[kGroups][4];
@@ -25,44 +31,51 @@ __device__ __forceinline__ void load4(const bf16* from, float* values) {
   values[0] = low.x, values[1] = low.y, values[2] = high.x, values[3] = high.y;
 }
 
-// Over all rows of the state, for every thread; `shared` [warps, across, groups] is not in use by the call before.
+__device__ __forceinline__ float4 added(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// Over all rows of the state, for every thread, in one order for all shapes: 32 rows by pairs, then the quarters one after the
+// other. `shared` [warps, across, groups] is not in use by the call before.
+template <class S>
 __device__ __forceinline__ void fold(Sums& sums, float4* shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, across = threadIdx.x % kAcross;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, across = threadIdx.x % S::kAcross;
 #pragma unroll
   for (int g = 0; g < kGroups; g++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      sums[g][i] += __shfl_xor_sync(~0u, sums[g][i], 8);
-      sums[g][i] += __shfl_xor_sync(~0u, sums[g][i], 16);
-    }
-    if (lane < kAcross)
-      shared[(warp * kAcross + across) * kGroups + g] = make_float4(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int mask = S::kAcross; mask < 32; mask *= 2) sums[g][i] += __shfl_xor_sync(~0u, sums[g][i], mask);
+    if (lane < S::kAcross)
+      shared[(warp * S::kAcross + across) * kGroups + g] = make_float4(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
   }
   __syncthreads();
+  float4 all[kGroups];
 #pragma unroll
   for (int g = 0; g < kGroups; g++) {
-    float4 all = shared[across * kGroups + g];
 #pragma unroll
-    for (int w = 1; w < kWarps; w++) {
-      const float4 more = shared[(w * kAcross + across) * kGroups + g];
-      all.x += more.x, all.y += more.y, all.z += more.z, all.w += more.w;
+    for (int w = 0; w < S::kWarps; w += S::kPair) {
+      float4 quarter = shared[(w * S::kAcross + across) * kGroups + g];
+      if (S::kPair == 2) quarter = added(quarter, shared[((w + 1) * S::kAcross + across) * kGroups + g]);
+      all[g] = w == 0 ? quarter : added(all[g], quarter);
     }
-    sums[g][0] = all.x, sums[g][1] = all.y, sums[g][2] = all.z, sums[g][3] = all.w;
+    sums[g][0] = all[g].x, sums[g][1] = all[g].y, sums[g][2] = all[g].z, sums[g][3] = all[g].w;
   }
 }
 
-__device__ void run_128(const Arguments& a) {
-  __shared__ float4 shared[2][kWarps * kAcross * kGroups];
-  const int head = blockIdx.x / kSlices, key_head = a.reads(head);
-  const int first_row = threadIdx.x / kAcross * kRows;
-  const int first_column = blockIdx.x % kSlices * kColumns + threadIdx.x % kAcross * 4;
+template <class S>
+__device__ void run(const Arguments& a) {
+  __shared__ float4 shared[2][S::kWarps * S::kAcross * kGroups];
+  const int head = blockIdx.x / S::kSlices, key_head = a.reads(head);
+  const int first_row = threadIdx.x / S::kAcross * kRows;
+  const int first_column = blockIdx.x % S::kSlices * S::kColumns + threadIdx.x % S::kAcross * 4;
   const StateRow row = state_row(a.rows, blockIdx.y);
   if (row.count == 0 || row.count > a.most_tokens) return;
   float* at = a.state + row.slot * a.slot_stride + (int64_t(head) * kDim + first_row) * kDim + first_column;
   float4 state[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; i++)
-    state[i] = row.begins ? make_float4(0, 0, 0, 0) : __ldcs(reinterpret_cast<const float4*>(at + i * kDim));
+    state[i] = row.begins ? make_float4(0, 0, 0, 0) : __ldcg(reinterpret_cast<const float4*>(at + i * kDim));
   for (int t = 0; t < row.count; t++) {
     const int64_t token = row.first + t;
     float k[kRows], q[kRows], v[4];
@@ -86,7 +99,7 @@ __device__ void run_128(const Arguments& a) {
       sums[2][1] += q[i] * q[i];
       sums[2][2] += k[i] * q[i];
     }
-    fold(sums, shared[t & 1]);
+    fold<S>(sums, shared[t & 1]);
     const float of_key = rsqrtf(sums[2][0] + kLengthEps);
     const float of_query = rsqrtf(sums[2][1] + kLengthEps) * rsqrtf(float(kDim)), both = of_key * sums[2][2];
     float d[4], o[4];
@@ -103,14 +116,14 @@ __device__ void run_128(const Arguments& a) {
       state[i].z = decay * state[i].z + key * d[2];
       state[i].w = decay * state[i].w + key * d[3];
     }
-    if (threadIdx.x < kAcross) {
+    if (threadIdx.x < S::kAcross) {
       __nv_bfloat162* out = reinterpret_cast<__nv_bfloat162*>(a.out + (token * a.heads + head) * kDim + first_column);
       out[0] = __floats2bfloat162_rn(o[0], o[1]);
       out[1] = __floats2bfloat162_rn(o[2], o[3]);
     }
   }
 #pragma unroll
-  for (int i = 0; i < kRows; i++) __stcs(reinterpret_cast<float4*>(at + i * kDim), state[i]);
+  for (int i = 0; i < kRows; i++) __stcg(reinterpret_cast<float4*>(at + i * kDim), state[i]);
 }
 
 // Any sizes, slowly: a block for a head, a thread for some columns of its state, which stay in memory.
@@ -149,12 +162,17 @@ __device__ void run_any(const Arguments& a) {
 
 }  // namespace
 
-// Grid: heads in slices of 32 columns, rows.
-extern "C" __global__ void __launch_bounds__(kThreads, 6) gated_delta_steps_128(const __grid_constant__ Arguments a) {
-  allow_next_kernel();
-  wait_for_previous_kernel();
-  run_128(a);
-}
+// Grid: heads in slices of so many columns, rows.
+#define GATED_DELTA_STEPS(COLUMNS, BLOCKS)                                                    \
+  extern "C" __global__ void __launch_bounds__(Shape<COLUMNS>::kThreads, BLOCKS)              \
+      gated_delta_steps_##COLUMNS(const __grid_constant__ Arguments a) {                      \
+    allow_next_kernel();                                                                      \
+    wait_for_previous_kernel();                                                               \
+    run<Shape<COLUMNS>>(a);                                                                   \
+  }
+
+GATED_DELTA_STEPS(32, 6)
+GATED_DELTA_STEPS(64, 3)
 
 // Grid: heads, rows.
 extern "C" __global__ void gated_delta_steps_any(const __grid_constant__ Arguments a) {

@@ -16,16 +16,19 @@ from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch
 
 _DIM = 128
-_SLICES = 4
-"""Blocks that share a head, each with 32 columns of its state."""
-_STEP_THREADS = 128
+_WALK_SLICES = 4
+"""Blocks that share a head in the walk over chunks, each with 32 columns of its state."""
+_STEP_COLUMNS = (32, 64)
+"""Of a block's slice of the state: narrow ones for few rows, so that there are enough blocks; wide ones read faster."""
+_NARROW_ROWS = 4
+"""At most."""
 _ANY_THREADS = 128
-_CHUNK_THREADS = 128
+_CHUNK_THREADS = 256
 _CHUNK_TOKENS = 64
 _LEAST_CHUNK_TOKENS = 16
 """Of a row; one with fewer is over sooner step by step."""
 _PREPARE_SHARED_BYTES = 90_624
-_WALK_SHARED_BYTES = {2: 154_656, 1: 87_568}
+_WALK_SHARED_BYTES = {3: 221_744, 2: 154_656, 1: 87_568}
 """By the chunks that are in shared memory at a time."""
 _EVERY = 2**31 - 1
 _FLOAT32 = np.dtype(np.float32)
@@ -64,7 +67,9 @@ class GatedDeltaRule:
 
     def __init__(self, device: Device, *, in_chunks: bool = True) -> None:
         self._in_chunks = in_chunks
-        self._steps = device.kernel("gated_delta_steps", "gated_delta_steps_128")
+        self._steps = {
+            columns: device.kernel("gated_delta_steps", f"gated_delta_steps_{columns}") for columns in _STEP_COLUMNS
+        }
         self._any = device.kernel("gated_delta_steps", "gated_delta_steps_any")
         self._prepare = device.kernel(
             "gated_delta_chunks", "gated_delta_chunks_prepare", shared_bytes=_PREPARE_SHARED_BYTES
@@ -114,7 +119,9 @@ class GatedDeltaRule:
             self._run_chunks(arguments, batch, len(qkv))
             arguments.most_tokens = _LEAST_CHUNK_TOKENS - 1
         if not in_chunks or len(qkv) < rows.num_rows * most:  # else every row is as long as the longest
-            self._steps((heads * _SLICES, rows.num_rows, 1), (_STEP_THREADS, 1, 1), [arguments], overlap=True)
+            columns = _STEP_COLUMNS[rows.num_rows > _NARROW_ROWS]
+            grid = (heads * _DIM // columns, rows.num_rows, 1)
+            self._steps[columns](grid, (4 * columns, 1, 1), [arguments], overlap=True)
         return out
 
     def _run_chunks(self, arguments: _Arguments, batch: AttentionBatch, num_tokens: int) -> None:
@@ -125,9 +132,9 @@ class GatedDeltaRule:
         scratch = _Scratch(*map(address, (*wide, weights, *factors)), num_tokens)
         num_chunks = most_pieces(batch, num_tokens, piece_tokens=_CHUNK_TOKENS, least_tokens=least)
         num_rows = min(len(batch.context_lens), num_tokens // least)
-        given, block = [arguments, scratch], (_CHUNK_THREADS, 1, 1)
-        self._prepare((num_chunks * arguments.key_heads, 1, 1), block, given, overlap=True)
-        self._walk((heads * _SLICES, num_rows, 1), block, given, overlap=True)
+        given = [arguments, scratch]
+        self._prepare((num_chunks * arguments.key_heads, 1, 1), (_CHUNK_THREADS, 1, 1), given, overlap=True)
+        self._walk((heads * _WALK_SLICES, num_rows, 1), (_CHUNK_THREADS, 1, 1), given, overlap=True)
 
 
 def _check(qkv: Array, gates: Array, *, a_log: Array, dt_bias: Array, state: Array) -> int:
