@@ -104,6 +104,17 @@ def test_evicted_blocks_of_a_device_are_handed_to_the_disk(tmp_path):
     stack.close()
 
 
+def test_blocks_of_a_device_are_handed_to_the_disk_behind_the_host(tmp_path):
+    stack = open_stack(LAYOUT, f"host=64KiB;disk={tmp_path},1MiB")
+    ended(stack.save(FILLED, device_blocks(FILLED)))
+    stack.close()
+    disk = open_tiers([f"disk={tmp_path},1MiB"], LAYOUT)
+    in_memory = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in FILLED]
+    assert ended(disk.load(disk.find(FILLED), in_memory)) is TransferState.LANDED
+    assert [bytes(block) for block in in_memory] == [content(digest, LAYOUT) for digest in FILLED]
+    disk.close()
+
+
 def test_what_changed_in_the_arena_never_lands_on_a_device():
     tier = HostTier(LAYOUT, HostTierOptions(capacity_bytes=1 << 16))
     ended(tier.save(FILLED[:1], device_blocks(FILLED[:1])))

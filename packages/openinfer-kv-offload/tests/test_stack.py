@@ -14,7 +14,9 @@ from openinfer_kv_offload import (
     TierConfigError,
     TierStack,
     WriteMode,
+    settings,
 )
+from openinfer_kv_offload.behind import Follower
 
 LAYOUT = kit_layout()
 
@@ -174,3 +176,51 @@ def test_misuse_in_a_later_part_leaves_nothing_under_way(open_stack):
         stack.load(stack.find(chain(1, 2)), [right, wrong])
     host.check_integrity()
     assert load(stack, chain(1, 2)) == 2
+
+
+def test_write_behind_waits_for_the_first_tier_alone_and_hands_down_all_the_same(open_stack):
+    stack, host, disk = open_stack(write=WriteMode.BEHIND, host_blocks=8)
+    assert save(stack, chain(1, 6)) is TransferState.LANDED
+    assert stored(host) == 6
+    stack.flush()
+    assert stored(disk) == 6
+    assert load(disk, chain(1, 6)) == 6
+    assert host.counters()[0].hit_blocks == 0
+
+
+def test_write_behind_does_not_hand_down_what_is_corrupt_or_gone():
+    faults = FaultInjector()
+    host = HostTier(LAYOUT, HostTierOptions(capacity_bytes=4 * 3904), wrap_medium=faults.wrap)
+    lower = HostTier(LAYOUT, HostTierOptions(capacity_bytes=16 * 3904), name="lower")
+    follower = Follower(host, [lower], timeout_s=10.0, num_threads=1)
+    save(host, chain(1, 3))
+    faults.on_next_reads(FaultKind.BIT_FLIP)
+    follower.follow([*chain(1, 3), *chain(9, 1)])
+    assert follower.flush(30)
+    assert stored(lower) == 2
+    assert host.counters()[0].corrupt_blocks == 1
+    follower.close(1.0)
+    host.close()
+    lower.close()
+
+
+def test_write_behind_of_a_closed_stack_is_on_the_disk(tmp_path):
+    setting = f"host=64KiB;disk={tmp_path},1MiB"
+    stack = settings.open_stack(LAYOUT, setting)
+    save(stack, chain(1, 6))
+    stack.close()
+    again = settings.open_stack(LAYOUT, setting)
+    assert load(again, chain(1, 6)) == 6
+    again.close()
+
+
+def test_write_behind_needs_a_first_tier_that_can_be_copied_from(tmp_path):
+    tiers = [
+        DiskTier(LAYOUT, DiskTierOptions(folder=str(tmp_path), budget_bytes=2**20)),
+        HostTier(LAYOUT, HostTierOptions(capacity_bytes=2**16)),
+    ]
+    tiers[0].accepts_saves = False
+    with pytest.raises(TierConfigError, match="cannot be copied from"):
+        TierStack(tiers, StackOptions(write=WriteMode.BEHIND))
+    for tier in tiers:
+        tier.close()

@@ -21,7 +21,7 @@ from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.slots import CopyKind, SlotCopy, SlotPool, SlotState
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
-from openinfer_kv_cache.tier_traits import BlockMover, DeviceBlock, DeviceTier, LastingTier
+from openinfer_kv_cache.tier_traits import BlockMover, CopyingTier, DeviceBlock, DeviceTier, LastingTier
 from openinfer_kv_cache.tiers import (
     EvictingTier,
     KvTier,
@@ -42,6 +42,7 @@ __all__ = [
     "BlockState",
     "BlockStateError",
     "CopyKind",
+    "CopyingTier",
     "DeviceBlock",
     "DeviceTier",
     "Digest",

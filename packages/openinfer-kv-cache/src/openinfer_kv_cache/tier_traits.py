@@ -1,4 +1,4 @@
-"""What a tier may be able to do beyond `KvTier`: move blocks of a device, and outlive its process."""
+"""What a tier may be able to do beyond `KvTier`: move blocks of a device, let others copy, outlive its process."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -71,6 +71,15 @@ class DeviceTier(KvTier, Protocol):
         self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
     ) -> Transfer:
         """As `KvTier.save`."""
+        ...
+
+
+@runtime_checkable
+class CopyingTier(KvTier, Protocol):
+    """A tier whose blocks may be copied by those who know their digests: the first of a write-behind stack."""
+
+    def copy_block(self, digest: Digest, into: memoryview) -> bool:
+        """Fills `into` with an intact block, in this thread; False if it is not there. No counter tells of it."""
         ...
 
 

@@ -183,6 +183,22 @@ class DiskTier:
                 self._index.close()
         self._store.close()
 
+    def copy_block(self, digest: Digest, into: memoryview) -> bool:
+        """Fills `into` with an intact block; False if it is not there."""
+        with self._lock:
+            held = self._index.hold_prefix([digest])
+        buffer = self._buffer()
+        payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
+        try:
+            for each in held:
+                each.segment.medium.read(each.offset_bytes, buffer)
+                if self._stamper.is_intact(digest, decode_header(buffer), payload):
+                    read_block(payload, into)
+                    return True
+            return False
+        finally:
+            self._release(held)
+
     def check_integrity(self) -> None:
         """Compares everything the tier knows.
 

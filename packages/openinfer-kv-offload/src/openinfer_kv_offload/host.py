@@ -183,6 +183,20 @@ class HostTier:
                 self._demote(each)
             hit.close()
 
+    def copy_block(self, digest: Digest, into: memoryview) -> bool:
+        """Fills `into` with an intact block; False if it is not there."""
+        with self._lock:
+            held = self._index.hold_prefix([digest])
+        try:
+            for stored in held:
+                self._medium.read(stored.place * self._stride_bytes, into)
+                if self._stamps.fits(digest, into, stored.stamp):
+                    return True
+                self._tally.lost(corrupt_blocks=int(self._drop(stored)))
+            return False
+        finally:
+            self._release(held)
+
     def check_integrity(self) -> None:
         """Compares everything the tier knows.
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import cast
 
 from openinfer_core.plugins import find_plugin
-from openinfer_kv_cache import KvLayout, KvTier, KvTierFactory
+from openinfer_kv_cache import CopyingTier, KvLayout, KvTier, KvTierFactory
 from openinfer_kv_cache.tiers import KV_TIERS
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.host import HostTier, HostTierOptions
 from openinfer_kv_offload.setting_fields import convert, parse_fields, parse_size
-from openinfer_kv_offload.stack import StackOptions, TierStack
+from openinfer_kv_offload.stack import StackOptions, TierStack, WriteMode
 
 
 def open_tiers(settings: Sequence[str], layout: KvLayout, *, options: StackOptions | None = None) -> KvTier:
@@ -25,35 +25,34 @@ def open_tiers(settings: Sequence[str], layout: KvLayout, *, options: StackOptio
         TierConfigError: a setting has no name or means nothing. UnknownPlugin: no installed package has such a tier.
         LayoutMismatchError: what is stored has another layout. StoreError: a folder cannot be opened.
     """
-    if not settings:
-        raise TierConfigError("no tier was named; write for example host=64GiB")
-    tiers: list[KvTier] = []
+    tiers = _open_all(settings, layout)
     try:
-        for each in settings:
-            name, equals, setting = each.partition("=")
-            if not equals:
-                raise TierConfigError(f"{each!r} is not NAME=SETTING, as in host=64GiB or disk=/var/cache/kv,500GiB")
-            factory = cast("KvTierFactory", find_plugin(KV_TIERS, name).load())
-            tiers.append(factory(layout, setting))
         return tiers[0] if len(tiers) == 1 else TierStack(tiers, options)
     except BaseException:
-        for tier in tiers:
-            tier.close()
+        _close_all(tiers)
         raise
 
 
 def open_stack(layout: KvLayout, setting: str) -> KvTier:
     """Opens `NAME=SETTING;NAME=SETTING…`, fastest first, with fields of `StackOptions` among them.
 
-    `host=64GiB;disk=/var/cache/kv,500GiB;write=back` is a stack that hands blocks down when it evicts them.
+    `host=64GiB;disk=/var/cache/kv,500GiB;write=back` is a stack that hands blocks down when it evicts them. Without
+    `write` it is write-behind, or write-through where the first tier cannot be copied from.
 
     Raises:
         TierConfigError: it is not of that form; and what `open_tiers` raises.
     """
     parts = setting.split(";")
     fields = [part for part in parts if part.partition("=")[0] in StackOptions.__struct_fields__]
-    options = convert(parse_fields({}, fields), StackOptions)
-    return open_tiers([part for part in parts if part not in fields], layout, options=options)
+    chosen = parse_fields({}, fields)
+    tiers = _open_all([part for part in parts if part not in fields], layout)
+    try:
+        may_follow = isinstance(tiers[0], CopyingTier) and tiers[0].accepts_saves
+        chosen.setdefault("write", WriteMode.BEHIND if may_follow else WriteMode.THROUGH)
+        return TierStack(tiers, convert(chosen, StackOptions))
+    except BaseException:
+        _close_all(tiers)
+        raise
 
 
 def open_host(layout: KvLayout, setting: str) -> HostTier:
@@ -77,3 +76,26 @@ def open_disk(layout: KvLayout, setting: str) -> DiskTier:
         raise TierConfigError(f"disk={setting}: write FOLDER,SIZE, as in disk=/var/cache/kv,500GiB")
     given = parse_fields({"folder": folder, "budget_bytes": parse_size(rest[0])}, rest[1:])
     return DiskTier(layout, convert(given, DiskTierOptions))
+
+
+def _open_all(settings: Sequence[str], layout: KvLayout) -> list[KvTier]:
+    """The tiers that settings name, or none if one of them cannot be opened."""
+    if not settings:
+        raise TierConfigError("no tier was named; write for example host=64GiB")
+    tiers: list[KvTier] = []
+    try:
+        for each in settings:
+            name, equals, setting = each.partition("=")
+            if not equals:
+                raise TierConfigError(f"{each!r} is not NAME=SETTING, as in host=64GiB or disk=/var/cache/kv,500GiB")
+            factory = cast("KvTierFactory", find_plugin(KV_TIERS, name).load())
+            tiers.append(factory(layout, setting))
+    except BaseException:
+        _close_all(tiers)
+        raise
+    return tiers
+
+
+def _close_all(tiers: Sequence[KvTier]) -> None:
+    for tier in tiers:
+        tier.close()

@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from openinfer_kv_cache import (
+    CopyingTier,
     DeviceTier,
     Digest,
     EvictingTier,
@@ -21,6 +22,7 @@ from openinfer_kv_cache import (
     check_same_layout,
 )
 from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_offload.behind import Follower
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.stack_transfer import StackTransfer
 
@@ -30,6 +32,8 @@ class WriteMode(StrEnum):
 
     THROUGH = "through"
     """Into every tier at once that accepts saves."""
+    BEHIND = "behind"
+    """Into the first, which is all that a save waits for; from there into the others (`behind.py`)."""
     BACK = "back"
     """Into the first; a tier hands to the next what it evicts (demotion)."""
 
@@ -48,9 +52,9 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     write: WriteMode = WriteMode.THROUGH
     promotion: Promotion = Promotion.ON_LOAD
     demotion_timeout_s: float = 10.0
-    """How long an eviction waits for the tier below; then the block is lost."""
+    """How long an eviction waits for the tier below; then the block is lost. With write-behind, how long `close` waits."""
     flush_on_close: bool = False
-    """With write-back, whether `close` first hands down what only the upper tiers have; that may take long."""
+    """Whether `close` first hands down all that only the upper tiers have; that may take long."""
 
 
 class Part(NamedTuple):
@@ -87,7 +91,8 @@ class TierStack:
 
     Raises:
         LayoutMismatchError: two tiers hold different layouts.
-        TierConfigError: fewer than two tiers, two of one name, or write-back above a tier that evicts without a word.
+        TierConfigError: fewer than two tiers, two of one name, write-back above a tier that evicts without a word, or
+            write-behind one that cannot be copied from.
     """
 
     def __init__(self, tiers: Sequence[KvTier], options: StackOptions | None = None, *, name: str = "stack") -> None:
@@ -103,6 +108,7 @@ class TierStack:
         for tier in tiers[1:]:
             check_same_layout(self.layout, tier.layout)
         self._key = _common_key(tiers)
+        self._follower = self._make_follower() if self._options.write is WriteMode.BEHIND else None
         if self._options.write is WriteMode.BACK:
             for upper, lower in zip(self._tiers, self._tiers[1:], strict=False):
                 self._join(upper, lower)
@@ -152,12 +158,22 @@ class TierStack:
         tiers = [tier for tier in self._tiers if tier.accepts_saves]
         if not tiers:
             raise KvTierError(f"no tier of {self.name} accepts saves; other processes fill them")
-        if self._options.write is WriteMode.BACK:
+        follower = self._follower
+        if follower is not None or self._options.write is WriteMode.BACK:
             tiers = tiers[:1]
-        return StackTransfer.of_save([tier.save(digests, blocks, timeout_s=timeout_s) for tier in tiers])
+
+        def follow() -> None:
+            if follower is not None:
+                follower.follow(digests)
+
+        return StackTransfer.of_save([tier.save(digests, blocks, timeout_s=timeout_s) for tier in tiers], follow)
 
     def flush(self) -> None:
-        """With write-back, gives all that is above the last tier to the tiers below, in this thread; before `close`."""
+        """Gives what is above to the tiers below; before `close`. With write-back, and then in this thread, that is all
+        above the last tier; with write-behind it waits for what has not been handed down yet.
+        """
+        if self._follower is not None:
+            self._follower.flush()
         if self._options.write is WriteMode.BACK:
             for tier in self._tiers[:-1]:
                 if isinstance(tier, EvictingTier):
@@ -168,11 +184,23 @@ class TierStack:
         return tuple(each for tier in self._tiers for each in tier.counters())
 
     def close(self) -> None:
-        """Closes the tiers; what only the upper ones have is lost unless `flush` came first, or `flush_on_close`."""
+        """Closes the tiers; what only the upper ones have is lost unless `flush` came first, or `flush_on_close`.
+
+        With write-behind what has not been handed down yet has `demotion_timeout_s` for it.
+        """
         if self._options.flush_on_close:
             self.flush()
+        if self._follower is not None:
+            self._follower.close(self._options.demotion_timeout_s)
         for tier in self._tiers:
             tier.close()
+
+    def _make_follower(self) -> Follower:
+        first, *others = self._tiers
+        lowers = [tier for tier in others if tier.accepts_saves]
+        if not (isinstance(first, CopyingTier) and first.accepts_saves):
+            raise TierConfigError(f"write-behind copies from the first tier, and {first.name} cannot be copied from")
+        return Follower(first, lowers, timeout_s=self._options.demotion_timeout_s)
 
     def _join(self, upper: KvTier, lower: KvTier) -> None:
         if not isinstance(upper, EvictingTier):

@@ -27,9 +27,15 @@ class StackTransfer:
         return cls(parts, promotions, num_blocks=sum(part.num_blocks for part in parts))
 
     @classmethod
-    def of_save(cls, parts: Sequence[Transfer]) -> Self:
-        """The same blocks into several tiers."""
-        transfer = cls(parts, (), num_blocks=parts[0].num_blocks)
+    def of_save(cls, parts: Sequence[Transfer], follow: Callable[[], None]) -> Self:
+        """The same blocks into several tiers; `follow` is called once the first has all of them."""
+
+        def promote(landed: int) -> list[Transfer]:
+            if landed == parts[0].num_blocks:
+                follow()
+            return []
+
+        transfer = cls(parts, (promote,), num_blocks=parts[0].num_blocks)
         transfer._is_save = True
         return transfer
 

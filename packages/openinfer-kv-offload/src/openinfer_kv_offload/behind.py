@@ -1,0 +1,94 @@
+"""`Follower`: hands what the first tier of a stack has stored down to the others, behind the back of whoever saved it.
+
+So a save is over when the fastest tier has it, and a slow disk or a server holds up nobody's blocks. Bytes are copied
+from the first tier, whose place they have anyway; what that has given up before its turn came is not handed down.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from openinfer_kv_cache import CopyingTier, Digest, KvTier
+
+_log = logging.getLogger(__name__)
+_CHUNK_BLOCKS = 16
+_MOST_WAITING = 1 << 20
+"""Blocks that wait, by their digests alone; beyond it the oldest are forgotten."""
+
+
+class Follower:
+    """Threads of one stack.
+
+    Args:
+        upper: what is copied from. lowers: where to, each in turn. timeout_s: of one save. num_threads: that copy.
+    """
+
+    def __init__(self, upper: CopyingTier, lowers: Sequence[KvTier], *, timeout_s: float, num_threads: int = 2) -> None:
+        self._upper = upper
+        self._lowers = lowers
+        self._timeout_s = timeout_s
+        self._waiting: deque[Digest] = deque(maxlen=_MOST_WAITING)
+        self._num_busy = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kv-tier-behind-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def follow(self, digests: Sequence[Digest]) -> None:
+        """Blocks that the upper tier has now are to be handed down."""
+        with self._changed:
+            self._waiting.extend(digests)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until everything was handed down, at most so long; whether it was."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._num_busy, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Hands down what it can in so many seconds, and stops."""
+        if not self.flush(timeout_s):
+            _log.warning("%d KV blocks were not handed down from %s in time", len(self._waiting), self._upper.name)
+        with self._changed:
+            self._is_closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(self._timeout_s)
+
+    def _run(self) -> None:
+        size = self._upper.layout.block_bytes
+        scratch = memoryview(bytearray(_CHUNK_BLOCKS * size))
+        places = [scratch[begin : begin + size] for begin in range(0, len(scratch), size)]
+        while (chunk := self._take()) is not None:
+            try:
+                self._hand_down(chunk, places)
+            except Exception:  # noqa: BLE001 -- the thread lives; a tier that raises here is broken, and says so elsewhere
+                _log.exception("KV blocks could not be handed down from %s", self._upper.name)
+            finally:
+                with self._changed:
+                    self._num_busy -= 1
+                    self._changed.notify_all()
+
+    def _take(self) -> list[Digest] | None:
+        """Blocks that follow each other; None when it is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            if self._is_closed:
+                return None
+            self._num_busy += 1
+            return [self._waiting.popleft() for _ in range(min(_CHUNK_BLOCKS, len(self._waiting)))]
+
+    def _hand_down(self, chunk: Sequence[Digest], places: Sequence[memoryview]) -> None:
+        digests: list[Digest] = []
+        for digest in chunk:
+            if self._upper.copy_block(digest, places[len(digests)]):
+                digests.append(digest)
+        content = [place.toreadonly() for place in places[: len(digests)]]
+        for tier in self._lowers if digests else ():
+            tier.save(digests, content, timeout_s=self._timeout_s).wait()
