@@ -74,6 +74,8 @@ def main() -> int:
 
 def _load(orders: "_Orders", answers: int) -> Rank:
     build = orders.take(Build)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(f"%(name)s, rank {build.rank}: %(message)s"))
     composition = compose(msgspec.json.decode(build.spec, type=EngineSpec), timeline=Timeline(), rank=build.rank)
     send(answers, Resolved(composition.num_blocks))
     agreed = orders.take(Agree)
