@@ -1,10 +1,12 @@
 """`openinfer bench kv-offload`: what a block costs in Python, and how fast bytes move, on a CPU."""
 
 import argparse
+import contextlib
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,9 +18,22 @@ from openinfer_kv_cache.testing.tier_cases import chain
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
 from openinfer_kv_offload.host import HostTier, HostTierOptions
 from openinfer_kv_offload.memory import block_views
+from openinfer_kv_offload.object_store import ObjectStore
 from openinfer_kv_offload.queue import QueueOptions
+from openinfer_kv_offload.remote import RemoteTier, RemoteTierOptions
 
 _ROUNDS = 20
+_QUEUE = QueueOptions(num_threads=1)
+
+
+def _layout(num_layers_times_heads: int, head_dim: int) -> KvLayout:
+    k, v = (PagedTensor(name=name, num_heads=1, head_dim=head_dim, dtype=KvDtype.BFLOAT16) for name in "kv")
+    group = PagedGroup(name="attention", num_layers=num_layers_times_heads, tensors=(k, v))
+    return KvLayout.from_spec(KvSpec(model_tag="bench", paged=(group,)), block_size_tokens=16)
+
+
+_SMALL = _layout(1, 64)
+_LARGE = _layout(36 * 8, 128)
 
 
 class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +43,8 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of find, pin and release for one block, in a chain of `chain_blocks`; the fastest round."""
     save_gb_s: float
     load_gb_s: float
-    """10^9 bytes a second of the blocks of Qwen3-4B with checksums, one thread moving; the fastest round."""
+    """10^9 bytes a second of the blocks of Qwen3-4B with checksums, one thread moving (on a server: eight connections);
+    the fastest round."""
 
 
 class OffloadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +61,12 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="openinfer bench kv-offload", description=__doc__, allow_abbrev=False)
     parser.add_argument("--chain-blocks", type=int, default=1024, metavar="N", help="blocks of one find")
     parser.add_argument("--moved-blocks", type=int, default=64, metavar="N", help="blocks of one transfer")
+    parser.add_argument("--servers", action="store_true", help="also Valkey and SeaweedFS, started on this machine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     arguments = parser.parse_args(argv)
-    report = measure(chain_blocks=arguments.chain_blocks, moved_blocks=arguments.moved_blocks)
+    report = measure(
+        chain_blocks=arguments.chain_blocks, moved_blocks=arguments.moved_blocks, with_servers=arguments.servers
+    )
     lines = [f"{'tier':>6} {'us/block':>9} {'save GB/s':>10} {'load GB/s':>10}"]
     lines += [
         f"{name:>6} {each.bookkeeping_us:>9.2f} {each.save_gb_s:>10.2f} {each.load_gb_s:>10.2f}"
@@ -60,41 +79,74 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(*, chain_blocks: int, moved_blocks: int) -> OffloadReport:
+def measure(*, chain_blocks: int, moved_blocks: int, with_servers: bool = False) -> OffloadReport:
     """Measures a host tier and a disk tier in a temporary folder, whose files the page cache holds.
 
     Args:
         chain_blocks: of the chain that is found, pinned and released; its blocks are small.
         moved_blocks: of Qwen3-4B, in one transfer.
+        with_servers: also tiers on servers of this machine, which share its cores; see `testing.servers`.
     """
-    small, large = _layout(1, 64), _layout(36 * 8, 128)
-    tiers: dict[str, TierFigures] = {}
-    for name in ("host", "disk"):
-        with tempfile.TemporaryDirectory(prefix="openinfer-bench-kv-") as folder:
-            tier = _open(name, small, chain_blocks, Path(folder) / "small")
-            bookkeeping_us = _bookkeeping_us(tier, chain_blocks)
-            save_gb_s, load_gb_s = _move(_open(name, large, moved_blocks, Path(folder) / "large"), moved_blocks)
-        tiers[name] = TierFigures(bookkeeping_us=bookkeeping_us, save_gb_s=save_gb_s, load_gb_s=load_gb_s)
+    with contextlib.ExitStack() as ending:
+        scratch = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="openinfer-bench-kv-")))
+        openers: dict[str, Callable[[KvLayout, int], KvTier]] = {
+            "host": _open_host,
+            "disk": lambda layout, capacity_bytes: _open_disk(layout, capacity_bytes, scratch),
+        }
+        if with_servers:
+            openers |= ending.enter_context(_servers(scratch))
+        tiers = {name: _figures(open_tier, chain_blocks, moved_blocks) for name, open_tier in openers.items()}
     return OffloadReport(
         chain_blocks=chain_blocks,
-        block_bytes=large.block_bytes,
+        block_bytes=_LARGE.block_bytes,
         moved_blocks=moved_blocks,
         tiers=tiers,
     )
 
 
-def _layout(num_layers_times_heads: int, head_dim: int) -> KvLayout:
-    k, v = (PagedTensor(name=name, num_heads=1, head_dim=head_dim, dtype=KvDtype.BFLOAT16) for name in "kv")
-    group = PagedGroup(name="attention", num_layers=num_layers_times_heads, tensors=(k, v))
-    return KvLayout.from_spec(KvSpec(model_tag="bench", paged=(group,)), block_size_tokens=16)
+def _figures(open_tier: Callable[[KvLayout, int], KvTier], chain_blocks: int, moved_blocks: int) -> TierFigures:
+    bookkeeping_us = _bookkeeping_us(open_tier(_SMALL, _capacity_bytes(_SMALL, chain_blocks)), chain_blocks)
+    save_gb_s, load_gb_s = _move(open_tier(_LARGE, _capacity_bytes(_LARGE, moved_blocks)), moved_blocks)
+    return TierFigures(bookkeeping_us=bookkeeping_us, save_gb_s=save_gb_s, load_gb_s=load_gb_s)
 
 
-def _open(name: str, layout: KvLayout, num_blocks: int, folder: Path) -> KvTier:
-    queue = QueueOptions(num_threads=1)
-    capacity_bytes = num_blocks * (layout.block_bytes + 8192) * 2
-    if name == "host":
-        return HostTier(layout, HostTierOptions(capacity_bytes=capacity_bytes, queue=queue))
-    return DiskTier(layout, DiskTierOptions(folder=str(folder), budget_bytes=capacity_bytes, queue=queue))
+def _capacity_bytes(layout: KvLayout, num_blocks: int) -> int:
+    return num_blocks * (layout.block_bytes + 8192) * 2
+
+
+def _open_host(layout: KvLayout, capacity_bytes: int) -> KvTier:
+    return HostTier(layout, HostTierOptions(capacity_bytes=capacity_bytes, queue=_QUEUE))
+
+
+def _open_disk(layout: KvLayout, capacity_bytes: int, scratch: Path) -> KvTier:
+    folder = str(scratch / layout.digest)
+    return DiskTier(layout, DiskTierOptions(folder=folder, budget_bytes=capacity_bytes, queue=_QUEUE))
+
+
+@contextlib.contextmanager
+def _servers(scratch: Path) -> Generator[dict[str, Callable[[KvLayout, int], KvTier]]]:
+    """Starts them, and says how to open a tier on each."""
+    from openinfer_kv_offload.s3_store import S3Store
+    from openinfer_kv_offload.testing.servers import S3_BUCKET, S3_ENVIRONMENT, S3Server, ValkeyServer
+    from openinfer_kv_offload.valkey_store import ValkeyStore
+
+    folders = {name: scratch / name for name in ("valkey", "s3")}
+    for folder in folders.values():
+        folder.mkdir()
+    os.environ.update(S3_ENVIRONMENT)
+
+    def opener(connect: Callable[[], ObjectStore]) -> Callable[[KvLayout, int], KvTier]:
+        def open_tier(layout: KvLayout, capacity_bytes: int) -> KvTier:
+            options = RemoteTierOptions(budget_bytes=capacity_bytes, prefix=layout.digest, queue=_QUEUE)
+            return RemoteTier(layout, connect(), options)
+
+        return open_tier
+
+    with ValkeyServer(folders["valkey"], max_memory="4gb") as valkey, S3Server(folders["s3"]) as s3:
+        yield {
+            "valkey": opener(lambda: ValkeyStore(valkey.url)),
+            "s3": opener(lambda: S3Store(S3_BUCKET, endpoint=s3.endpoint)),
+        }
 
 
 def _bookkeeping_us(tier: KvTier, num_blocks: int) -> float:
