@@ -18,10 +18,10 @@ from openinfer_kernels.ops import Array, AttentionBatch
 _DIM = 128
 _WALK_SLICES = 4
 """Blocks that share a head in the walk over chunks, each with 32 columns of its state."""
-_STEP_COLUMNS = (32, 64)
-"""Of a block's slice of the state: narrow ones for few rows, so that there are enough blocks; wide ones read faster."""
+_NARROW, _WIDE = 32, 64
+"""Columns of the state that a block of a step has: narrow slices are more blocks, wide ones are read faster."""
 _NARROW_ROWS = 4
-"""At most."""
+"""That narrow slices are for, at most."""
 _ANY_THREADS = 128
 _CHUNK_THREADS = 256
 _CHUNK_TOKENS = 64
@@ -68,7 +68,7 @@ class GatedDeltaRule:
     def __init__(self, device: Device, *, in_chunks: bool = True) -> None:
         self._in_chunks = in_chunks
         self._steps = {
-            columns: device.kernel("gated_delta_steps", f"gated_delta_steps_{columns}") for columns in _STEP_COLUMNS
+            columns: device.kernel("gated_delta_steps", f"gated_delta_steps_{columns}") for columns in (_NARROW, _WIDE)
         }
         self._any = device.kernel("gated_delta_steps", "gated_delta_steps_any")
         self._prepare = device.kernel(
@@ -119,8 +119,9 @@ class GatedDeltaRule:
             self._run_chunks(arguments, batch, len(qkv))
             arguments.most_tokens = _LEAST_CHUNK_TOKENS - 1
         if not in_chunks or len(qkv) < rows.num_rows * most:  # else every row is as long as the longest
-            columns = _STEP_COLUMNS[rows.num_rows > _NARROW_ROWS]
-            grid = (heads * _DIM // columns, rows.num_rows, 1)
+            num_rows = len(batch.context_lens)
+            columns = _NARROW if num_rows <= _NARROW_ROWS else _WIDE
+            grid = (heads * _DIM // columns, num_rows, 1)
             self._steps[columns](grid, (4 * columns, 1, 1), [arguments], overlap=True)
         return out
 
