@@ -10,7 +10,7 @@ from openinfer_core import Refused
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.dummy import DummyWeights
 from openinfer_engine.model import Model, WeightSource
-from openinfer_engine.options import DeviceKind, EngineOptions, RankHost
+from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.paged_tensors import make_pool, paged_tensors
 from openinfer_engine.rank import RankRunner, RunnerLimits
 from openinfer_engine.runner import Rank
@@ -37,11 +37,6 @@ class Backend(Protocol):
     @property
     def architecture(self) -> str:
         """What kernels are made for: `cpu`, or a GPU's as compilers name it: `sm_90a`."""
-        ...
-
-    @property
-    def rank_host(self) -> RankHost:
-        """Where ranks beside the first run."""
         ...
 
     def enter_thread(self) -> None:
@@ -140,7 +135,6 @@ class CpuBackend:
 
     def __init__(self, options: EngineOptions) -> None:
         self._batch_invariant = options.batch_invariant
-        self.rank_host = options.rank_host or RankHost.THREAD
 
     def enter_thread(self) -> None:
         """All threads are alike."""

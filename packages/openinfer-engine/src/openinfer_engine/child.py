@@ -1,14 +1,17 @@
 """The engine process of a model family: `python -m openinfer_engine.child`, started by `launch`."""
 
 import sys
+from pathlib import Path
 
 import msgspec
 
 from openinfer_core.engine_process import run_engine_process
 from openinfer_core.timeline import Timeline
-from openinfer_engine.engine_spec import EngineSpec, compose
+from openinfer_engine.composition import resolve
+from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
+from openinfer_engine.rank_processes import start_ranks
 
 SWITCH_INTERVAL_S = 2e-5
 """How long a thread of this process keeps the interpreter from another one that wants it.
@@ -20,8 +23,17 @@ which other threads decode and queue, made launching such a step take 60 ms inst
 
 def build(raw: msgspec.Raw) -> StepLoop:
     """Builds the engine that a spec describes; the timeline of its start begins with this process."""
-    spec = msgspec.json.decode(raw, type=EngineSpec)
-    return build_loop(compose(spec, timeline=Timeline()))
+    spec, timeline = msgspec.json.decode(raw, type=EngineSpec), Timeline()
+    definition, options = spec.read()
+    processes = start_ranks(spec, options)  # they import and open their devices beside what follows
+    try:
+        timeline.mark("imports")
+        composition = resolve(definition, Path(spec.model_dir), options, timeline=timeline)
+    except BaseException:
+        if processes is not None:
+            processes.close(deadline_s=0)
+        raise
+    return build_loop(composition, processes)
 
 
 if __name__ == "__main__":

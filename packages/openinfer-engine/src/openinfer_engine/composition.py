@@ -23,7 +23,7 @@ from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, check_spec, choose_tiers
 from openinfer_engine.model import ModelDefinition, ModelLimits
-from openinfer_engine.options import EngineOptions, LoadFormat, RankHost
+from openinfer_engine.options import EngineOptions, LoadFormat
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.rank_ledger import most_snapshots, plan_ranks, states_bytes_of_rank, weights_bytes_of_rank
 from openinfer_engine.stored_config import check_stored
@@ -63,11 +63,6 @@ class Composition:
     def has_states(self) -> bool:
         """Whether the model keeps recurrent states beside its KV; then prefixes are shared where copies are kept."""
         return self.layouts[0].slot_bytes > 0
-
-    @property
-    def ranks_are_processes(self) -> bool:
-        """Whether each rank but the first has a process of its own."""
-        return self.options.tensor_parallel_size > 1 and self.backend.rank_host is RankHost.PROCESS
 
     def with_num_blocks(self, num_blocks: int) -> "Composition":
         """The same with a pool of so many blocks, which is no larger: the smallest that a rank has."""

@@ -36,8 +36,6 @@ class CudaBackend:
 
     dtype = KvDtype.BFLOAT16
 
-    rank_host = RankHost.PROCESS
-
     def __init__(self, device: Device, options: EngineOptions) -> None:
         self._device = device
         self._options = options

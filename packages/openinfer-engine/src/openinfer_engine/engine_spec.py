@@ -1,4 +1,4 @@
-"""`EngineSpec`: what a process of an engine is told to build, and how it composes that."""
+"""`EngineSpec`: what a process of an engine is told to build."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,6 @@ import msgspec
 
 from openinfer_core import find_plugin, load_family
 from openinfer_core.plugins import MODELS
-from openinfer_core.timeline import Timeline
-from openinfer_engine.composition import Composition, resolve
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
 
@@ -28,10 +26,11 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         raw = msgspec.Raw(msgspec.json.encode(options))
         return cls(family=definition.name, model_dir=str(model_dir.resolve()), options=raw)
 
+    def read(self) -> tuple[ModelDefinition[Any], EngineOptions]:
+        """The family's definition, and the options.
 
-def compose(spec: EngineSpec, *, timeline: Timeline, rank: int = 0) -> Composition:
-    """Finds the family of a spec and resolves its model for one rank; see `resolve` for what it raises."""
-    family: Any = load_family(find_plugin(MODELS, spec.family))
-    options = msgspec.json.decode(spec.options, type=family.options_type)
-    timeline.mark("imports")
-    return resolve(family.definition, Path(spec.model_dir), options, timeline=timeline, rank=rank)
+        Raises:
+            PluginError: the family is not installed here, or failed to load.
+        """
+        family: Any = load_family(find_plugin(MODELS, self.family))
+        return family.definition, msgspec.json.decode(self.options, type=family.options_type)

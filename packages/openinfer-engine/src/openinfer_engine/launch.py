@@ -24,7 +24,7 @@ from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineHost, EngineOptions
 from openinfer_engine.process_runner import load_with_processes
-from openinfer_engine.rank_processes import RankProcesses
+from openinfer_engine.rank_processes import RankProcesses, start_ranks
 from openinfer_engine.runner import Runner, ThreadRunner
 from openinfer_engine.trace import NoTrace, Trace, Tracer
 
@@ -50,8 +50,12 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
     return spawn_engine(CHILD_MODULE, EngineSpec.of(definition, model_dir, options))
 
 
-def build_loop(composition: Composition) -> StepLoop:
+def build_loop(composition: Composition, processes: RankProcesses | None = None) -> StepLoop:
     """Loads the weights of every rank and puts the engine together, without a host.
+
+    Args:
+        composition: of rank 0.
+        processes: of the other ranks, where they were started before it was resolved; the loop closes them.
 
     Raises:
         Refused: a rank cannot be had.
@@ -59,9 +63,9 @@ def build_loop(composition: Composition) -> StepLoop:
     """
     tracer = NoTrace() if composition.options.trace is None else Trace(Path(composition.options.trace))
     with contextlib.ExitStack() as undo:
-        processes: RankProcesses | None = None
-        if composition.ranks_are_processes:
-            processes = undo.enter_context(contextlib.closing(RankProcesses(composition)))
+        processes = processes or _start_processes(composition)
+        if processes is not None:
+            undo.callback(processes.close)
             composition = composition.with_num_blocks(processes.smallest_pool(composition.num_blocks))
         tiers = composition.open_tiers()
         if tiers is not None:
@@ -107,6 +111,11 @@ def _join_tiers(
     )
     composition.mark("kv_tiers")
     return port
+
+
+def _start_processes(composition: Composition) -> RankProcesses | None:
+    spec = EngineSpec.of(composition.definition, composition.model_dir, composition.options)
+    return start_ranks(spec, composition.options)
 
 
 def _make_runner(composition: Composition, processes: RankProcesses | None, tracer: Tracer) -> Runner:

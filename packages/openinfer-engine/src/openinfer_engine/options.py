@@ -118,6 +118,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     trace: str | None = None
     """Path of a trace of the run (Perfetto, chrome://tracing), written when the engine closes."""
 
+    @property
+    def num_rank_processes(self) -> int:
+        """Ranks that have a process of their own."""
+        if self.device is DeviceKind.CUDA or self.rank_host is RankHost.PROCESS:
+            return self.tensor_parallel_size - 1
+        return 0
+
     def __post_init__(self) -> None:
         _check("max_model_tokens", self.max_model_tokens, 1, 2**24)
         _check("max_num_seqs", self.max_num_seqs, 1, 2**16)

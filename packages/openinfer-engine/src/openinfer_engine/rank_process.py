@@ -14,6 +14,7 @@ import queue
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -22,9 +23,9 @@ from openinfer_core import OpenInferError, Refused
 from openinfer_core.engine_process import set_log_level
 from openinfer_core.errors import ContractViolation
 from openinfer_core.resident import settle_memory
-from openinfer_core.timeline import Timeline
 from openinfer_engine.child import SWITCH_INTERVAL_S
-from openinfer_engine.engine_spec import EngineSpec, compose
+from openinfer_engine.composition import resolve
+from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.loading import load_ranks
 from openinfer_engine.rank_wire import (
@@ -76,7 +77,9 @@ def _load(orders: "_Orders", answers: int) -> Rank:
     build = orders.take(Build)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(logging.Formatter(f"%(name)s, rank {build.rank}: %(message)s"))
-    composition = compose(msgspec.json.decode(build.spec, type=EngineSpec), timeline=Timeline(), rank=build.rank)
+    spec = msgspec.json.decode(build.spec, type=EngineSpec)
+    definition, options = spec.read()
+    composition = resolve(definition, Path(spec.model_dir), options, rank=build.rank)
     send(answers, Resolved(composition.num_blocks))
     agreed = orders.take(Agree)
     composition = composition.with_num_blocks(agreed.num_blocks)

@@ -21,9 +21,9 @@ import msgspec
 from openinfer_core import OpenInferError, Refused
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.communicator import Communicator
-from openinfer_engine.composition import Composition
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
+from openinfer_engine.options import EngineOptions
 from openinfer_engine.rank_wire import (
     Agree,
     Build,
@@ -52,11 +52,11 @@ class RankProcesses:
     """Starts the processes; `smallest_pool`, `agree` and `wait_ready` follow in this order, then `run` for each step.
 
     Args:
-        composition: of rank 0.
+        spec: of the engine.
+        count: of processes, those of the ranks from 1 on.
     """
 
-    def __init__(self, composition: Composition) -> None:
-        spec = EngineSpec.of(composition.definition, composition.model_dir, composition.options)
+    def __init__(self, spec: EngineSpec, count: int) -> None:
         self._changed = threading.Condition()
         self._pools: list[int] = []
         self._num_ready = 0
@@ -66,7 +66,7 @@ class RankProcesses:
         self._members: list[_Member] = []
         self._watching: list[threading.Thread] = []
         try:
-            for rank in range(1, composition.options.tensor_parallel_size):
+            for rank in range(1, count + 1):
                 self._members.append(_Member(rank))
             for member in self._members:
                 name = f"openinfer-watch-{member.rank}"
@@ -200,6 +200,11 @@ class RankProcesses:
     def _tell_all(self, message: ToRank) -> None:
         for member in self._members:
             member.tell(message)
+
+
+def start_ranks(spec: EngineSpec, options: EngineOptions) -> RankProcesses | None:
+    """The processes of the ranks that need one; None if none does."""
+    return RankProcesses(spec, options.num_rank_processes) if options.num_rank_processes else None
 
 
 class _Member:
