@@ -31,8 +31,10 @@ from openinfer_core import (
 from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
 from openinfer_engine import GroupBroken, StepLoop, build_loop, resolve
+from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.offline_bench import measure_offline
 from openinfer_engine.process_runner import ProcessRunner
+from openinfer_engine.rank_processes import start_ranks
 
 SIZES = ((1, 1024), (8, 1024), (64, 1024))
 PROMPTS = (1, 17, 100, 333, 700, 1024)
@@ -45,8 +47,9 @@ def main() -> None:
     given = {"device": "cuda", "load_format": "dummy", "tensor_parallel_size": ranks, "prefix_cache": False}
     options = msgspec.convert({**given, "grammar_compiler": "none"}, family.options_type)
     begin_s = time.perf_counter()
+    processes = start_ranks(EngineSpec.of(family.definition, model_dir, options), options)
     composition = resolve(family.definition, model_dir, options)
-    loop = build_loop(composition)
+    loop = build_loop(composition, processes)
     start_s = time.perf_counter() - begin_s
     print(f"{ranks} ranks started in {start_s:.1f} s; blocks {loop.info.num_blocks}", flush=True)
     memory = {phase.name: phase.device_bytes for phase in loop.info.start if hasattr(phase, "device_bytes")}
