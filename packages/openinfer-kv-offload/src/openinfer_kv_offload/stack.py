@@ -52,7 +52,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     write: WriteMode = WriteMode.THROUGH
     promotion: Promotion = Promotion.ON_LOAD
     demotion_timeout_s: float = 10.0
-    """Of an eviction that waits for the tier below, before the block is lost; of `close`, that waits for write-behind."""
+    """How long an eviction waits for the tier below, before its block is lost; and `close`, for write-behind."""
     flush_on_close: bool = False
     """Whether `close` first hands down all that only the upper tiers have; that may take long."""
 
