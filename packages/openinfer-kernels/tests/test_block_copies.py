@@ -43,12 +43,17 @@ def test_blocks_go_out_and_come_back_with_their_sums(locked: bool) -> None:
         source.lock([arena])
     places = [arena[begin : begin + BLOCK_BYTES] for begin in range(0, len(arena), BLOCK_BYTES)]
     quarters = [slice(begin, begin + 40) for begin in range(0, NUM_BLOCKS, 40)]
+
+    def copy_out(part: slice) -> list[bytes]:
+        return source.blocks[0].mover.copy_out(source.blocks[part], places[part])
+
+    def copy_in(part: slice) -> list[bytes]:
+        return target.blocks[0].mover.copy_in(target.blocks[part], places[part])
+
     with ThreadPoolExecutor(4) as threads:
-        mover = source.blocks[0].mover
-        out = list(threads.map(lambda part: mover.copy_out(source.blocks[part], places[part]), quarters))
+        out = list(threads.map(copy_out, quarters))
         assert np.array_equal(np.frombuffer(arena, np.uint8).reshape(host.shape), host)
-        mover = target.blocks[0].mover
-        back = list(threads.map(lambda part: mover.copy_in(target.blocks[part], places[part]), quarters))
+        back = list(threads.map(copy_in, quarters))
     source.unlock()
     source.unlock()
     assert np.array_equal(cupy.asnumpy(target_array), host)
