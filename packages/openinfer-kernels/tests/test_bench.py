@@ -7,6 +7,7 @@ from openinfer_kernels.bench import run
 from openinfer_kernels.bench.cases import QWEN3_4B, Case, Filler, cases
 from openinfer_kernels.bench.expert_cases import SHAPES, expert_cases
 from openinfer_kernels.bench.report import Row, header, line
+from openinfer_kernels.bench.sparse_cases import sparse_cases
 from openinfer_kernels.cpu import CpuOps
 
 
@@ -35,6 +36,17 @@ def test_cases_cover_every_operator_that_computes():
         "rms_norm",
         "sample",
     }
+
+
+def test_cases_of_windows_and_streams_run_and_count_by_hand():
+    made = {case.shape: case for case in sparse_cases(tokens=[2], context=1000) if case.operator == "window_attention"}
+    keys = {"window": 128, "heavy": 128 + 7, "sparse": 128 + 250}
+    for kind, count in keys.items():
+        case = made[f"2 x 1 of 1000, {kind}"]
+        assert case.flops == 2 * 4 * 64 * 512 * count
+        assert case.bytes == 2 * 512 * 2 * (count + 2 * 64)
+    for case in sparse_cases(tokens=[2], context=40):
+        case.prepare(CpuOps(), Filler(CpuOps()))()
 
 
 def find(operator: str, shape: str, **options) -> Case:

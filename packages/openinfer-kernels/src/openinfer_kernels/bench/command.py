@@ -10,6 +10,7 @@ from pathlib import Path
 from openinfer_kernels.bench.cases import QWEN3_4B, cases
 from openinfer_kernels.bench.expert_cases import SHAPES, expert_cases
 from openinfer_kernels.bench.report import Row, header, line
+from openinfer_kernels.bench.sparse_cases import sparse_cases
 from openinfer_kernels.errors import DeviceUnavailableError
 
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
@@ -29,9 +30,10 @@ def run(argv: Sequence[str]) -> int:
     timer = Timer(ops)
     rows: list[Row] = []
     limits = f"roofline {options.tbytes} TB/s and {options.tflops} TFLOP/s"
-    _say(f"{ops.device.name}, Qwen3-4B and experts of mixtures, {limits}\n{header()}")
+    _say(f"{ops.device.name}, Qwen3-4B, experts of mixtures, DeepSeek-V4-Flash's windows, {limits}\n{header()}")
     dense = cases(QWEN3_4B, tokens=options.tokens, context=options.context)
-    for case in itertools.chain(dense, expert_cases(SHAPES, tokens=options.tokens)):
+    mixtures = expert_cases(SHAPES, tokens=options.tokens)
+    for case in itertools.chain(dense, mixtures, sparse_cases(tokens=options.tokens, context=options.context)):
         if options.operator and case.operator not in options.operator:
             continue
         row = Row.of(case, time_s=timer.time_s(case), tbytes=options.tbytes, tflops=options.tflops)
