@@ -45,8 +45,9 @@ def test_cases_of_windows_and_streams_run_and_count_by_hand():
         case = made[f"2 x 1 of 1000, {kind}"]
         assert case.flops == 2 * 4 * 64 * 512 * count
         assert case.bytes == 2 * 512 * 2 * (count + 2 * 64)
+    fill = Filler(CpuOps())
     for case in sparse_cases(tokens=[2], context=40):
-        case.prepare(CpuOps(), Filler(CpuOps()))()
+        case.prepare(CpuOps(), fill)()
 
 
 def find(operator: str, shape: str, **options) -> Case:
