@@ -271,11 +271,10 @@ def test_valkey_forgets_after_the_time_to_live_and_asks_for_its_password(tmp_pat
         tier.close()
 
 
-def test_a_server_that_is_not_there_is_refused_at_the_start_without_its_password():
+def test_a_server_that_is_not_there_is_refused_at_the_start():
     (port,) = free_ports(1)
-    with pytest.raises(StoreError, match=rf"valkey://127.0.0.1:{port} cannot be used") as refused:
-        open_tiers([f"valkey=valkey://user:secret@127.0.0.1:{port},1MiB"], LAYOUT)
-    assert "secret" not in str(refused.value)
+    with pytest.raises(StoreError, match=rf"valkey://127.0.0.1:{port} cannot be used"):
+        open_tiers([f"valkey=valkey://user@127.0.0.1:{port},1MiB"], LAYOUT)
     with pytest.raises(StoreError, match="cannot be used"):
         open_tiers([f"s3=s3://{S3_BUCKET},1MiB,endpoint=http://127.0.0.1:{port}"], LAYOUT)
 
@@ -302,6 +301,7 @@ def test_a_reader_of_nothing_is_refused(running):
         ("valkey=valkey://10.0.0.7:6379,1GiB,prefix=/a", "prefix is '/a'"),
         ("valkey=valkey://10.0.0.7:6379,1GiB,endpoint=x", "unknown field `endpoint`"),
         ("valkey=valkey://10.0.0.7:6379,1GiB,password_file=/nowhere", "password_file: "),
+        ("valkey=valkey://user:secret@10.0.0.7:6379,1GiB", "write password_file=PATH instead"),
         ("s3=http://bucket,1GiB", "is no bucket"),
         ("s3=s3://bucket/a,1GiB,prefix=b", "has a prefix already"),
         ("s3=s3://bucket,1GiB,refresh_s=0", "refresh_s is 0"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from openinfer_kv_cache import KvLayout
 from openinfer_kv_offload.errors import TierConfigError
@@ -48,6 +49,8 @@ def open_valkey(layout: KvLayout, setting: str) -> RemoteTier:
     url, fields = _split(setting, example=_VALKEY)
     if url.partition("://")[0] not in _VALKEY_SCHEMES:
         raise TierConfigError(f"{url} is no address of a Valkey server; write for example {_VALKEY}")
+    if urlsplit(url).password is not None:
+        raise TierConfigError("a password in the address is seen by all who see it; write password_file=PATH instead")
     options = convert(fields, _ValkeyFields)
     if options.ttl_s is not None and options.ttl_s <= 0:
         raise TierConfigError(f"ttl_s is {options.ttl_s}; it must be more than 0, or absent")
