@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cupy
 import msgspec
 import numpy as np
 
@@ -38,6 +37,7 @@ from openinfer_engine import StepLoop, build_loop, resolve
 from openinfer_engine.kv_tiers import TierPort
 from openinfer_kernels.cuda.block_copies import DevicePool
 from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.libraries import cupy
 from openinfer_kv_cache import Digest
 from openinfer_kv_offload import open_tiers
 
@@ -156,7 +156,7 @@ def measure_decode(engine: Engine) -> dict[str, Any]:
     engine.rest()
     layout = engine.composition.layouts[0]
     tier: Any = open_tiers(["host=12GiB"], layout)
-    pool = cupy.zeros((COPIED_BLOCKS, layout.block_bytes), cupy.uint8)
+    pool = cupy.zeros((COPIED_BLOCKS, layout.block_bytes), np.uint8)
     memory = DevicePool(pool, Device.open())
     memory.lock(tier.pinnable_memory())
     port = TierPort(tier, memory.blocks, load_timeout_s=30, before_close=memory.unlock)

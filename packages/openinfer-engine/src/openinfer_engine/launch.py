@@ -17,12 +17,12 @@ from openinfer_core.timeline import Timeline
 from openinfer_engine.communicator import Communicator, SoloCommunicator
 from openinfer_engine.composition import Composition, resolve
 from openinfer_engine.engine_spec import EngineSpec
-from openinfer_engine.kv_tiers import OpenTiers, TierPort, join_tiers, require_tiered
+from openinfer_engine.kv_tiers import OpenTiers, PageTaking, TierPort, join_tiers, require_tiered, take_pages
 from openinfer_engine.loading import load_ranks
 from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.options import EngineHost, EngineOptions
+from openinfer_engine.options import DeviceKind, EngineHost, EngineOptions
 from openinfer_engine.process_runner import load_with_processes
 from openinfer_engine.rank_processes import RankProcesses, start_ranks
 from openinfer_engine.runner import Runner, ThreadRunner
@@ -77,10 +77,11 @@ def build_loop(composition: Composition, processes: RankProcesses | None = None)
         compiler = composition.make_grammar_compiler()  # before the weights: it reads the tokenizer beside them
         if compiler is not None:
             undo.callback(compiler.close)
-        if tiers is not None:
-            require_tiered(scheduler, name=composition.scheduler.name)
+        pages = _prepare_tiers(composition, tiers, scheduler)
+        undo.callback(pages.close)
         runner = _make_runner(composition, processes, tracer)
         undo.callback(runner.close)
+        pages.finish()
         port = _join_tiers(composition, tiers, scheduler, runner)
         undo.pop_all()
     info = msgspec.structs.replace(composition.info, start=composition.timeline.phases)
@@ -94,6 +95,14 @@ def build_loop(composition: Composition, processes: RankProcesses | None = None)
         port=port,
         tracer=tracer,
     )
+
+
+def _prepare_tiers(composition: Composition, tiers: OpenTiers | None, scheduler: Scheduler) -> PageTaking:
+    """What is checked, and what can begin, before the weights are loaded."""
+    if tiers is None:
+        return PageTaking([])
+    require_tiered(scheduler, name=composition.scheduler.name)
+    return take_pages(tiers) if composition.options.device is DeviceKind.CUDA else PageTaking([])
 
 
 def _join_tiers(

@@ -2,23 +2,26 @@
 
 choice.py   `--kv-tier`: plug-ins and settings, what they are refused for, and opening them
 pool.py     PoolMemory: the pool's blocks as tiers copy them
-joining.py  tiers, pool and scheduler put together
+joining.py  tiers, pool and scheduler put together; page_taking.py: a tier's memory, taken beside the weights
 port.py     TierPort: loads and saves of the pool's blocks, all that a scheduler and the loop ask
 move.py     BlockMove: some blocks on their way
 """
 
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers
-from openinfer_engine.kv_tiers.joining import join_tiers, require_tiered
+from openinfer_engine.kv_tiers.joining import join_tiers, require_tiered, take_pages
 from openinfer_engine.kv_tiers.move import BlockMove
+from openinfer_engine.kv_tiers.page_taking import PageTaking
 from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
 
 __all__ = [
     "BlockMove",
     "ChosenTiers",
     "OpenTiers",
+    "PageTaking",
     "TierPort",
     "TieredScheduler",
     "choose_tiers",
     "join_tiers",
     "require_tiered",
+    "take_pages",
 ]

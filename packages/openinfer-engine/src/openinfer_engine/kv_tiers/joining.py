@@ -4,6 +4,7 @@ from openinfer_core import Refused
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.kv_tiers.choice import OpenTiers
+from openinfer_engine.kv_tiers.page_taking import PageTaking
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
 from openinfer_kv_cache import DeviceTier, KvTier
@@ -18,6 +19,15 @@ def require_tiered(scheduler: Scheduler, *, name: str) -> TieredScheduler:
     if not isinstance(scheduler, TieredScheduler):
         raise Refused(f"--kv-tier: the scheduler {name} uses no KV tiers; leave one of the two out")
     return scheduler
+
+
+def take_pages(tiers: OpenTiers) -> PageTaking:
+    """Begins to take the memory of tiers that a device is to copy from and to, beside what else a start does.
+
+    Raises:
+        Refused: a tier takes no blocks of a device.
+    """
+    return PageTaking(_device_tier(tiers.tier).pinnable_memory())
 
 
 def join_tiers(tiers: OpenTiers, *, pool: PoolMemory, scheduler: TieredScheduler, load_timeout_s: float) -> TierPort:

@@ -9,7 +9,6 @@ the bus; other memory passes through a buffer of the driver's.
 import ctypes
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,6 @@ _BATCH_BLOCKS = 64
 _SUM_BYTES = 16
 _PIECES, _THREADS = 8, 256
 """What a block is cut into for its sum, and the threads of each piece."""
-_LOCK_THREADS = 8
-_PAGE_BYTES = 4096
 
 
 class DevicePool:
@@ -57,14 +54,13 @@ class DevicePool:
         ]
 
     def lock(self, memory: Sequence[memoryview]) -> None:
-        """Locks memory in place for fast copies; its pages are all taken now.
+        """Locks memory in place for fast copies; pages that nobody has written to yet are taken now, one by one.
 
         Args:
             memory: writable, of whole pages.
         """
         self._device.use()
         for piece in memory:
-            _touch(piece)
             begin = _address_of(piece)
             cupy.cuda.runtime.hostRegister(begin, piece.nbytes, 0)
             self._locked.append(begin)
@@ -153,15 +149,3 @@ def _pinned(rows: int, columns: int) -> HostArray:
 def _address_of(memory: memoryview) -> int:
     begin: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     return begin
-
-
-def _touch(memory: memoryview) -> None:
-    """Takes every page, in several threads: the driver would take them one after the other."""
-    pages = np.frombuffer(memory, np.uint8)[::_PAGE_BYTES]
-    share = -(-len(pages) // _LOCK_THREADS)
-
-    def touch(begin: int) -> None:
-        pages[begin : begin + share] = 0
-
-    with ThreadPoolExecutor(_LOCK_THREADS) as threads:
-        list(threads.map(touch, range(0, len(pages), share)))
