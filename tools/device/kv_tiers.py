@@ -34,7 +34,7 @@ from openinfer_core import (
 from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
 from openinfer_engine import StepLoop, build_loop, resolve
-from openinfer_engine.kv_tiers import TierPort
+from openinfer_engine.kv_tiers import PageTaking, TierPort
 from openinfer_kernels.cuda.block_copies import DevicePool
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import cupy
@@ -155,7 +155,8 @@ def measure_decode(engine: Engine) -> dict[str, Any]:
     """Steps of sequences that decode, alone and beside copies as fast as they go, each way."""
     engine.rest()
     layout = engine.composition.layouts[0]
-    tier: Any = open_tiers(["host=12GiB"], layout)
+    tier: Any = open_tiers(["host=8GiB"], layout)
+    PageTaking(tier.pinnable_memory()).finish()
     pool = cupy.zeros((COPIED_BLOCKS, layout.block_bytes), np.uint8)
     memory = DevicePool(pool, Device.open())
     memory.lock(tier.pinnable_memory())
