@@ -155,3 +155,24 @@ def test_loads_go_before_saves_that_wait_longer(make_queue):
     gate.set()
     assert {ended(transfer) for transfer in (held, *waiting)} == {TransferState.LANDED}
     assert order == ["c", "d", "a", "b"]
+
+
+def test_transfers_that_wait_too_long_for_a_thread_do_not_open_the_breaker(make_queue):
+    now_s = [0.0]
+    queue, failures = make_queue(num_threads=1, breaker_failures=2, clock=lambda: now_s[0])
+    begun, gate = threading.Event(), threading.Event()
+
+    def hold(transfer):
+        begun.set()
+        assert gate.wait(30)
+        transfer.land()
+
+    held = submit(queue, hold)
+    assert begun.wait(30)
+    waiting = [submit(queue, lambda transfer: transfer.land(), timeout_s=1.0) for _ in range(5)]
+    now_s[0] = 2.0
+    assert {transfer.poll() for transfer in waiting} == {TransferState.SHORT}
+    assert failures()[TierFailure.DEADLINE] == 5
+    assert not queue.is_refusing
+    gate.set()
+    assert ended(held) is TransferState.LANDED

@@ -31,7 +31,7 @@ from openinfer_engine.masking import MaskedRequests
 from openinfer_engine.runner import PendingStep, Runner
 from openinfer_engine.trace import LOOP, NoTrace, Tracer
 
-_WAIT_S = 0.005
+_COMPILER_WAIT_S, _TIER_WAIT_S = 0.005, 0.001
 """Of a step that has nothing to run and a grammar or a KV tier to wait for; commands are heard after it."""
 
 
@@ -190,12 +190,12 @@ class StepLoop:
     def _rest(self) -> None:
         """There is nothing to plan and nothing in flight: blocks move, grammars are compiled, or it is wedged."""
         if self._port is not None and self._port.is_moving:
-            self._port.wait(_WAIT_S)
+            self._port.wait(_TIER_WAIT_S)
             return
         if self._scheduler.unfinished > 0:
             raise ContractViolation(f"the scheduler is wedged: {self._scheduler.unfinished} requests and no plan")
         if self._masked.num_compiling > 0:
-            self._masked.wait(_WAIT_S)
+            self._masked.wait(_COMPILER_WAIT_S)
 
     def _add_compiled(self) -> list[TokenEvent]:
         """Hands requests whose grammar is ready to the scheduler, and fails those whose grammar cannot be."""

@@ -177,6 +177,7 @@ class TransferQueue:
     ) -> None:
         try:
             if transfer.poll() is TransferState.PENDING:
+                transfer.has_begun = True
                 job(transfer)
                 transfer.end()
         except TransferEnded:
@@ -202,7 +203,8 @@ class TransferQueue:
         failure = transfer.failure
         if failure is not None:
             self._tally.failed(failure)
-            if failure not in NOT_THE_MEDIUM:
+            waited_too_long = failure is TierFailure.DEADLINE and not transfer.has_begun
+            if failure not in NOT_THE_MEDIUM and not waited_too_long:
                 self._breaker.failed()
         elif transfer.landed_blocks == transfer.num_blocks > 0:
             self._breaker.succeeded()

@@ -35,6 +35,8 @@ class BlockTransfer:
         self.num_blocks = num_blocks
         self.landed_blocks = 0
         self.failure: TierFailure | None = None
+        self.has_begun = False
+        """Whether a thread has taken it up."""
         self._deadline_s = deadline_s
         self._clock = clock
         self._on_end = on_end
