@@ -194,6 +194,7 @@ def test_objects_that_are_not_ours_or_of_another_layout_are_never_given_back(kin
     assert len(again.find(digests).digests) == 3
     assert load(again, digests) == 0
     assert again.counters()[0].corrupt_blocks == 1
+    assert store.get(f"foreign/block/{digests[0].hex()}") is None
     store.close()
     again.close()
     tier.close()

@@ -188,11 +188,13 @@ class MiniEngine:
             prompt_embeds=None,
         )
 
-    def run(self, request, *, new_token_ids=(), local_tokens=0):
+    def run(self, request, *, new_token_ids=(), local_tokens=0, local_tokens_at_first=None):
         """Serves one request to its end and checks its KV; returns how many tokens came from the tiers."""
         name = request.request_id
-        while (matched := self.scheduler.get_num_new_matched_tokens(request, local_tokens))[0] is None:
+        asked_with = local_tokens if local_tokens_at_first is None else local_tokens_at_first
+        while (matched := self.scheduler.get_num_new_matched_tokens(request, asked_with))[0] is None:
             self.step()
+            asked_with = local_tokens
         external, is_async = matched
         prompt_tokens = len(request.all_token_ids)
         blocks = [self._free.pop(0) for _ in range(-(-(prompt_tokens + len(new_token_ids)) // BLOCK))]

@@ -53,6 +53,14 @@ def test_only_what_vllm_has_not_itself_is_loaded(engines):
     assert engine.run(engine.request("c", PROMPT), local_tokens=16) == 0
 
 
+def test_what_vllm_has_got_since_it_was_asked_is_not_loaded_again(engines):
+    engine = engines()
+    engine.run(engine.request("a", PROMPT))
+    engine.settle()
+    assert engine.run(engine.request("b", PROMPT), local_tokens_at_first=0, local_tokens=8) == 8
+    assert engine.run(engine.request("c", PROMPT), local_tokens_at_first=8, local_tokens=0) == 0  # it was evicted since
+
+
 @pytest.mark.parametrize("other", [{"salt": "tenant"}, {"lora": "adapter"}])
 def test_salts_and_adapters_never_meet(engines, other):
     engine = engines()
