@@ -3,6 +3,7 @@
 import pytest
 
 from openinfer_kv_cache import DeviceTier, KvTierError, LastingTier, TierFailure, TransferState
+from openinfer_kv_cache.testing.device_blocks import FakeDeviceBlock, reference_block_sum
 from openinfer_kv_cache.testing.tier_cases import chain, content, ended, kit_layout
 from openinfer_kv_offload import DiskTier, HostTier, HostTierOptions, open_tiers
 from openinfer_kv_offload.block_sum import block_sum
@@ -10,42 +11,6 @@ from openinfer_kv_offload.settings import open_stack
 
 LAYOUT = kit_layout()
 FILLED = chain(1, 6)
-
-
-class FakeDeviceBlock:
-    """Memory behind a mover, as a GPU's is."""
-
-    def __init__(self, content=None):
-        self.nbytes = LAYOUT.block_bytes
-        self.memory = bytearray(content or bytes(self.nbytes))
-        self.mover = FakeMover()
-
-
-class FakeMover:
-    """Copies, and sums up as the contract says, one word after the other."""
-
-    def copy_out(self, blocks, into):
-        for block, host in zip(blocks, into, strict=True):
-            host[:] = block.memory
-        return [slow_sum(block.memory) for block in blocks]
-
-    def copy_in(self, blocks, content):
-        for block, host in zip(blocks, content, strict=True):
-            block.memory[:] = host
-        return [slow_sum(block.memory) for block in blocks]
-
-
-def slow_sum(content):
-    plain = weighted = 0
-    for index in range(0, len(content), 8):
-        number = index // 8
-        x = int.from_bytes(content[index : index + 8], "little") + (number + 1) * 0x9E3779B97F4A7C15
-        x %= 2**64
-        for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-            x = (x ^ (x >> 33)) * multiplier % 2**64
-        x ^= x >> 33
-        plain, weighted = plain + x, weighted + x * (2 * number + 1)
-    return b"".join((each % 2**64).to_bytes(8, "little") for each in (plain, weighted))
 
 
 def device_blocks(digests):
@@ -64,31 +29,30 @@ def test_blocks_of_a_device_come_back_as_they_were_saved(kind, tmp_path):
     assert isinstance(tier, DeviceTier)
     assert tier.takes_device_blocks
     assert ended(tier.save(FILLED, device_blocks(FILLED))) is TransferState.LANDED
-    blocks = [FakeDeviceBlock() for _ in FILLED]
+    blocks = [FakeDeviceBlock(bytes(LAYOUT.block_bytes)) for _ in FILLED]
     assert ended(tier.load(tier.find(FILLED), blocks)) is TransferState.LANDED
     assert [bytes(block.memory) for block in blocks] == [content(digest, LAYOUT) for digest in FILLED]
     in_memory = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in FILLED]
     assert ended(tier.load(tier.find(FILLED), in_memory)) is TransferState.LANDED
     assert [bytes(block) for block in in_memory] == [content(digest, LAYOUT) for digest in FILLED]
-    wrong = FakeDeviceBlock()
-    wrong.nbytes -= 1
+    wrong = FakeDeviceBlock(bytes(LAYOUT.block_bytes - 1))
     with pytest.raises(KvTierError, match="this layout's have"):
         tier.save(FILLED[:1], [wrong])
     with pytest.raises(KvTierError, match="each kind by itself"):
-        tier.save(FILLED[:2], [FakeDeviceBlock(), in_memory[0]])
+        tier.save(FILLED[:2], [FakeDeviceBlock(bytes(LAYOUT.block_bytes)), in_memory[0]])
     tier.close()
 
 
 def test_sum_of_a_block_is_the_contract_s():
     for num_bytes in (1, 7, 8, 17, 4096):
         block = content(FILLED[0], LAYOUT)[:num_bytes]
-        assert block_sum(memoryview(block)) == slow_sum(block)
+        assert block_sum(memoryview(block)) == reference_block_sum(block)
 
 
 def test_memory_and_device_understand_each_other_s_stamps():
     tier = HostTier(LAYOUT, HostTierOptions(capacity_bytes=1 << 16))
     ended(tier.save(FILLED[:2], [memoryview(content(digest, LAYOUT)) for digest in FILLED[:2]]))
-    blocks = [FakeDeviceBlock() for _ in range(2)]
+    blocks = [FakeDeviceBlock(bytes(LAYOUT.block_bytes)) for _ in range(2)]
     assert ended(tier.load(tier.find(FILLED[:2]), blocks)) is TransferState.LANDED
     assert [bytes(block.memory) for block in blocks] == [content(digest, LAYOUT) for digest in FILLED[:2]]
     tier.close()
@@ -121,7 +85,7 @@ def test_what_changed_in_the_arena_never_lands_on_a_device():
     (arena,) = tier.pinnable_memory()
     where = bytes(arena).index(content(FILLED[0], LAYOUT))
     arena[where + 7] ^= 1
-    block = FakeDeviceBlock()
+    block = FakeDeviceBlock(bytes(LAYOUT.block_bytes))
     transfer = tier.load(tier.find(FILLED[:1]), [block])
     assert ended(transfer) is TransferState.SHORT
     assert transfer.failure is TierFailure.CORRUPT

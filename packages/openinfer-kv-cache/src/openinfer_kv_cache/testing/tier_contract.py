@@ -6,11 +6,13 @@ Every rule opens a tier over a new `TierCase`, disturbs it with the fault inject
 from collections.abc import Callable
 
 from openinfer_kv_cache.errors import KvTierError, LayoutMismatchError
+from openinfer_kv_cache.testing.device_blocks import FakeDeviceBlock
 from openinfer_kv_cache.testing.tier_cases import (
     CANARY,
     TierCase,
     chain,
     check_landed,
+    content,
     empty,
     ended,
     filled,
@@ -19,6 +21,7 @@ from openinfer_kv_cache.testing.tier_cases import (
     save,
 )
 from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultKind, FaultyMedium, Gate, Medium
+from openinfer_kv_cache.tier_traits import DeviceTier
 from openinfer_kv_cache.tiers import KvTier, TierFailure, Transfer, TransferState
 
 __all__ = ["FaultInjector", "FaultKind", "FaultyMedium", "Gate", "Medium", "TierCase", "check_tier"]
@@ -57,6 +60,23 @@ def _gives_back_what_was_saved(case: TierCase) -> None:
     assert load(tier, digests) == 4, "blocks that were saved were not found"
     stored = max(each.stored_blocks for each in tier.counters())
     assert stored == 4, f"4 different blocks were saved and {stored} are stored"
+    tier.close()
+
+
+def _moves_blocks_of_a_device(case: TierCase) -> None:
+    tier, faults = _opened(case)
+    if isinstance(tier, DeviceTier) and tier.takes_device_blocks:
+        digests = chain(7, 4)
+        right = [content(digest, tier.layout) for digest in digests]
+        saved = ended(tier.save(digests, [FakeDeviceBlock(each) for each in right]))
+        assert saved is TransferState.LANDED, "a save of a device's blocks fell short"
+        blocks = [FakeDeviceBlock(bytes(tier.layout.block_bytes)) for _ in digests]
+        assert ended(tier.load(tier.find(digests), blocks)) is TransferState.LANDED, "a load to a device fell short"
+        assert [bytes(block.memory) for block in blocks] == right, "WRONG KV on a device"
+        assert load(tier, digests) == 4, "blocks of a device did not come back to this machine's memory"
+        for memory in tier.pinnable_memory():
+            assert not memory.readonly, "a device cannot copy into memory that is read-only"
+    faults.clear()
     tier.close()
 
 
@@ -289,6 +309,7 @@ def _refuses_another_layout(case: TierCase) -> None:
 
 _RULES: tuple[Callable[[TierCase], None], ...] = (
     _gives_back_what_was_saved,
+    _moves_blocks_of_a_device,
     _finds_the_longest_beginning_only,
     _refuses_misuse,
     _reports_a_failing_medium,
