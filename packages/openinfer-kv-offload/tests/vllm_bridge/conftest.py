@@ -183,7 +183,7 @@ class MiniEngine:
             request_id=request_id,
             all_token_ids=list(token_ids),
             cache_salt=salt,
-            lora_request=None if lora is None else SimpleNamespace(lora_name=lora),
+            lora_request=None if lora is None else SimpleNamespace(name=lora, lora_path=f"/{lora}"),
             mm_features=list(images),
             prompt_embeds=None,
         )
@@ -296,6 +296,6 @@ class MiniEngine:
 
     @staticmethod
     def _value(request, position, rank):
-        lora = request.lora_request and request.lora_request.lora_name
+        lora = request.lora_request and request.lora_request.name
         context = (*request.all_token_ids[: position + 1], request.cache_salt, lora, tuple(request.mm_features), rank)
         return hash(context) % 997

@@ -1,9 +1,12 @@
 """Requests through both sides of the connector, on tiers of ours; every byte of their KV is compared."""
 
+import random
+
 import pytest
 
 from openinfer_kv_cache import LayoutMismatchError
 
+BLOCK = 4
 PROMPT = list(range(100, 118))  # four full blocks and a half
 
 
@@ -144,3 +147,38 @@ def test_what_finds_no_staging_memory_is_left_out_and_served_all_the_same(engine
     engine.run(engine.request("a", PROMPT))
     engine.settle()
     assert engine.run(engine.request("b", PROMPT)) == 4  # one block at a time
+
+
+def test_random_traffic_is_never_served_wrong_bytes(engines, tmp_path):
+    """Prompts that share beginnings, in a small pool, over a host tier of few blocks and a disk that is damaged."""
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    tiers = ["host=1KiB", f"disk={tmp_path}/store,256KiB"]
+    engine = engines(tiers=tiers, digest_key_file=str(key), staging_bytes=64 * 12)
+    rng = random.Random(8)
+    loaded = 0
+    for number in range(40):
+        length = rng.randrange(1, 40)
+        variants = [rng.randrange(2) * 100 for _ in range(5)]
+        prompt = [variants[position // 8] + position for position in range(length)]
+        local_tokens = rng.choice([0, 0, (length - 1) // BLOCK * BLOCK // 2 // BLOCK * BLOCK])
+        loaded += engine.run(
+            engine.request(str(number), prompt, salt=rng.choice([None, "salt"])),
+            new_token_ids=range(500, 500 + rng.randrange(6)),
+            local_tokens=local_tokens,
+        )
+        if rng.random() < 0.3:
+            engine.settle()
+        if rng.random() < 0.1:
+            damage(rng, tmp_path / "store")
+    assert loaded > 60
+
+
+def damage(rng, store):
+    """Flips one byte of one segment."""
+    segments = sorted(store.glob("segment-*.kv"))
+    path = rng.choice(segments) if segments else None
+    if path is not None and path.stat().st_size:
+        with path.open("r+b") as file:
+            file.seek(rng.randrange(path.stat().st_size))
+            file.write(b"\xa5")

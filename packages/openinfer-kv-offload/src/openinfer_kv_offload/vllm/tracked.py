@@ -21,9 +21,7 @@ class TrackedRequest:
         self._request = request
         self._hasher = hasher
         lora = request.lora_request
-        self._root = hasher.root(
-            lora_name=None if lora is None else lora.lora_name, cache_salt=request.cache_salt or None
-        )
+        self._root = hasher.root(lora_name=None if lora is None else lora.name, cache_salt=request.cache_salt or None)
         self._ids = array("I")
         self._digests: list[Digest] = []
         self.is_text = not request.mm_features and request.prompt_embeds is None
