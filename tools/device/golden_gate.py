@@ -1,6 +1,6 @@
 """The golden gate on a GPU: our engine against transformers in float32, at real shapes, on random weights.
 
-    python3 tools/device/golden_gate.py qwen3-4b|qwen3-8b|qwen3.5-4b|deepseek-v2-lite [--commit COMMIT] [--out FILE]
+    python3 tools/device/golden_gate.py qwen3-4b|qwen3-8b|qwen3.5-4b|deepseek-v2-lite [--ranks N] [--commit COMMIT] [--out FILE]
 
 Teacher-forced: each sequence that the engine was given, or itself went on with, is scored by transformers on the same
 tokens. Over every position: the regret of our likeliest token (how much likelier the truth's likeliest is), and
@@ -11,6 +11,7 @@ engine with a mistake, must not pass.
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any
 from source_packages import folders
 
 sys.path[:0] = folders()
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # ranks are processes
 
 import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
@@ -185,12 +187,13 @@ def ask(prompts: Sequence[Sequence[int]], lengths: Sequence[int], **sampling: An
     ]
 
 
-def run_all(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int) -> dict[str, bool]:
+def run_all(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int, *, ranks: int) -> dict[str, bool]:
     """Every run of the gate; returns which runs were the same twice."""
+    shared = {"tensor_parallel_size": ranks}
     prompts = rng.integers(0, vocab_size, (4, 256)).tolist()
     scored = ask(prompts, [1] * 4, prompt_logprobs=TOP, logprobs=TOP)
 
-    loop = open_loop(folder, cuda_graph=False, prefix_cache=False, max_num_seqs=1)
+    loop = open_loop(folder, cuda_graph=False, prefix_cache=False, max_num_seqs=1, **shared)
     gate.compare("eager, one by one", play(loop, scored))
     loop.close()
 
@@ -198,7 +201,7 @@ def run_all(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int)
     lengths = [8 + 4 * i for i in range(BUCKETED_ROWS)]
     twice: list[list[list[Answer]]] = []
     for _ in range(2):
-        loop = open_loop(folder, prefix_cache=False, max_num_seqs=BUCKETED_ROWS + 1)
+        loop = open_loop(folder, prefix_cache=False, max_num_seqs=BUCKETED_ROWS + 1, **shared)
         runs = [scored, ask(short, lengths, logprobs=TOP), ask(short, lengths)]
         twice.append([play(loop, requests) for requests in runs])
         loop.close()
@@ -207,7 +210,7 @@ def run_all(folder: Path, gate: Gate, rng: np.random.Generator, vocab_size: int)
         gate.compare(name, answers)
 
     tails = [prompts[i % 4][:240] + rng.integers(0, vocab_size, 16).tolist() for i in range(16)]
-    loop = open_loop(folder, max_num_seqs=16, max_step_tokens=48)
+    loop = open_loop(folder, max_num_seqs=16, max_step_tokens=48, **shared)
     gate.compare("chunks of 48", play(loop, scored))
     play(loop, ask(prompts, [2] * 4))  # fills the prefix cache
     cached = play(loop, ask(tails, [56] * 16, logprobs=TOP))
@@ -258,6 +261,7 @@ def mistaken(model_type: str) -> Generator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(CONFIGS))
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the model, but for the control")
     parser.add_argument("--layers", type=int, help="fewer, for a quick look")
     parser.add_argument("--logit-std", type=float, default=2.0, help="of what the context adds")
     parser.add_argument("--commit", help="where the checkout does not say")
@@ -270,7 +274,7 @@ def main() -> int:
     try:
         reference = Reference(folder, config, logit_std=arguments.logit_std)
         gate = Gate(reference)
-        identical = run_all(folder, gate, np.random.default_rng(1), config["vocab_size"])
+        identical = run_all(folder, gate, np.random.default_rng(1), config["vocab_size"], ranks=arguments.ranks)
         run_control(folder, gate, np.random.default_rng(2), config)
     finally:
         shutil.rmtree(folder)
@@ -296,6 +300,7 @@ def _report(
         "command": f"python3 tools/device/golden_gate.py {arguments.model}",
         "set_up": {
             "layers": config["num_hidden_layers"],
+            "ranks": arguments.ranks,
             "weights": "random BF16, tools/device/golden_reference.py",
             "logit_std": arguments.logit_std,
             "mean_largest_logprob": float(np.mean(gate.likeliest)),
