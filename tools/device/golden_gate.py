@@ -1,6 +1,8 @@
 """The golden gate on a GPU: our engine against transformers in float32, at real shapes, on random weights.
 
-    python3 tools/device/golden_gate.py qwen3-4b|qwen3-8b|qwen3.5-4b|deepseek-v2-lite [--ranks N] [--commit COMMIT] [--out FILE]
+    python3 tools/device/golden_gate.py MODEL [--ranks N] [--commit COMMIT] [--out FILE]
+
+MODEL is qwen3-4b, qwen3-8b, qwen3.5-4b or deepseek-v2-lite.
 
 Teacher-forced: each sequence that the engine was given, or itself went on with, is scored by transformers on the same
 tokens. Over every position: the regret of our likeliest token (how much likelier the truth's likeliest is), and
