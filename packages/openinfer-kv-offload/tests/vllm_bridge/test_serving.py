@@ -93,7 +93,9 @@ def test_each_rank_has_its_part_and_a_block_counts_when_all_have_it(engines, tmp
     engine.close()
     (tmp_path / "rank1" / "segment-00000001.kv").unlink()
     again = engines(**settings)
-    assert again.run(again.request("c", PROMPT)) == 0
+    assert again.run(again.request("c", PROMPT[:10])) == 0
+    again.settle()
+    assert again.run(again.request("d", PROMPT)) == 8  # one rank has four blocks of it, the other two
 
 
 def test_a_restart_finds_what_was_on_disk(engines, tmp_path):

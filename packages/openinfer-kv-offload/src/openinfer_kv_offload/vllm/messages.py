@@ -14,7 +14,7 @@ class Load:
     skip_blocks: int
     """Leading ones of the hit that the pool has by now."""
     block_ids: Sequence[int]
-    """Where the others go, in order."""
+    """Where the next ones go, in order: as many as all workers have."""
 
 
 @dataclass(slots=True)

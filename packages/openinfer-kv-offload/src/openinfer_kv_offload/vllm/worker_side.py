@@ -70,6 +70,7 @@ class WorkerSide:
             hit = self._hits[request_id] = self._tiers.find(digests[: self._max_load_blocks])
             self._answers.found_blocks[request_id] = len(hit.digests)
         for request_id, load in metadata.loads.items():
+            # A hit may be longer than what is loaded of it: another rank has found less.
             self._loading.append(_Loading(request_id, load, self._hits.pop(request_id), []))
         self._begin_loads()
 
@@ -140,7 +141,7 @@ class WorkerSide:
     def _to_pool(self, loading: _Loading, ended: Transfer) -> StagedCopy:
         """Begins to bring what landed into the pool; the other blocks have failed."""
         load = loading.load
-        landed = max(ended.landed_blocks - load.skip_blocks, 0)
+        landed = min(max(ended.landed_blocks - load.skip_blocks, 0), len(load.block_ids))
         self._failed_block_ids.update(load.block_ids[landed:])
         if landed < len(load.block_ids):
             _log.warning("%d of %d blocks were loaded: %s", landed, len(load.block_ids), ended.failure)
