@@ -78,6 +78,11 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
             load_timeout_s=self._settings.load_timeout_s,
         )
 
+    @property
+    def unsaved_blocks(self) -> int:
+        """Of this worker, left out because staging memory was short."""
+        return 0 if self._worker is None else self._worker.unsaved_blocks
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begins what the scheduler has asked for."""
         if self._worker is not None:

@@ -24,8 +24,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     do without: then a random key is drawn."""
     load_timeout_s: float = 5.0
     """After which what did not arrive is computed."""
-    staging_bytes: int = 1 << 30
-    """Of host memory per worker, which blocks pass through; bounds what loads and saves move at a time."""
+    staging_bytes: int = 4 << 30
+    """Of pinned host memory per worker, which blocks pass through: the longest prefix that is loaded, and what is saved
+    at a time."""
     model_tag: str = ""
     """To be changed with the weights, where the model's name and revision do not."""
 

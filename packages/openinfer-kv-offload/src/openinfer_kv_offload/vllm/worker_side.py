@@ -33,7 +33,8 @@ class _Loading:
 
 
 class WorkerSide:
-    """Places of staging memory go from free to a save or a load and back; what finds none waits (loads) or is left.
+    """Places of staging memory go from free to a save or a load and back. A load that finds too few waits, and no save
+    takes one meanwhile; a save takes what there is, and leaves the rest.
 
     Args:
         tiers: of this worker; closed with it. copies: of its pool. staging_bytes: bounds what moves at a time.
@@ -45,7 +46,6 @@ class WorkerSide:
         self._copies = copies
         self._load_timeout_s = load_timeout_s
         num_places = max(staging_bytes // copies.block_bytes, 2)
-        self._max_load_blocks = max(num_places // 2, 1)
         self._staging = copies.allocate_staging(num_places)
         self._free = list(range(num_places - 1, -1, -1))
         self._hits: dict[str, TierHit] = {}
@@ -67,7 +67,7 @@ class WorkerSide:
             self._drop(request_id)
         for request_id, digests in metadata.queries.items():
             self._drop(request_id)
-            hit = self._hits[request_id] = self._tiers.find(digests[: self._max_load_blocks])
+            hit = self._hits[request_id] = self._tiers.find(digests[: len(self._staging)])
             self._answers.found_blocks[request_id] = len(hit.digests)
         for request_id, load in metadata.loads.items():
             # A hit may be longer than what is loaded of it: another rank has found less.
@@ -78,8 +78,9 @@ class WorkerSide:
         """Copies blocks behind the step's work."""
         if not self._tiers.accepts_saves:
             return
+        has_waiting_load = any(loading.transfer is None for loading in self._loading)
         for save in saves:
-            num_blocks = min(len(save.digests), len(self._free))
+            num_blocks = 0 if has_waiting_load else min(len(save.digests), len(self._free))
             self.unsaved_blocks += len(save.digests) - num_blocks
             if num_blocks:
                 places = self._take(num_blocks)
