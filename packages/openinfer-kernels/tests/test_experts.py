@@ -174,6 +174,8 @@ def test_quantised_experts_equal_those_of_their_values(ops, weight_format):
 @pytest.mark.gpu
 def test_one_tile_gives_a_token_the_same_bits_in_any_batch(ops):
     """What `BatchInvariantCudaOps` makes its products of."""
+    if ops.name == "cpu":
+        pytest.skip("tiles are the GPU's")
     from openinfer_kernels.cuda.experts import Experts
     from openinfer_kernels.cuda.grouped_gemm import GroupedGemm
 

@@ -149,3 +149,31 @@ def test_parts_that_do_not_fit_are_refused(ops):
         ops.upload_quantised(part, num_matrices=3)
     with pytest.raises(ValueError, match=r"scales \[1, 1\] do not cover .* \[2, 1\] are needed"):
         ops.upload_quantised(QuantisedPart(format=FP8, codes=part.codes, scales=part.scales, first_row=128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("tile_tokens", [8, 32, 128])
+def test_every_tile_multiplies_alike(ops, activation, host, weight_format, tile_tokens):
+    """Tiles of any size for any number of tokens, which the operators choose by what is faster."""
+    if ops.name == "cpu":
+        pytest.skip("tiles are the GPU's")
+    from openinfer_kernels.cuda.grouped_gemm import Epilogue, GroupedGemm
+
+    part, values = make_part(weight_format, 200, 640)
+    x = activation(np.random.default_rng(tile_tokens).normal(size=(45, 640)).astype(np.float32))
+    out = activation(np.zeros((45, 200), np.float32))
+    gemm = GroupedGemm(ops.device, tile_tokens=tile_tokens)
+    gemm.multiply(x, ops.upload_quantised(part), out, epilogue=Epilogue.STORE)
+    expected = host(x).astype(np.float64) @ values.astype(np.float64).T
+    assert np.abs(host(out) - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def test_many_tokens_multiply_a_widened_copy(ops, activation, host, weight_format):
+    part, values = make_part(weight_format, 72, 96)
+    x = activation(np.random.default_rng(1).normal(size=(600, 96)).astype(np.float32))
+    expected = host(x).astype(np.float64) @ values.astype(np.float64).T
+    got = host(ops.quantised_linear(x, ops.upload_quantised(part)))
+    assert np.abs(got - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5

@@ -4,6 +4,8 @@
 // little and each weight is read once. Weights are copied into shared memory as they are stored and widened to BF16 in
 // registers, where `mma` takes them: formats differ in `weight_formats.cuh` alone.
 //
+// Where rows are few for the chip, a tile has 16 of them, and the four warps divide the columns of each chunk.
+//
 //   K is taken in chunks of kColumns. Of every 32 columns, thread t of four holds columns 8 t to 8 t + 7, of W and of X
 //   alike: the order of K inside a sum is the same for both, and nothing has to be shuffled.
 //
@@ -39,17 +41,19 @@ struct Problem {
   float limit;
 };
 
-template <typename Format_, int kRows_, int kTokens_, int kWarpRows_, int kUnits_, int kStages_>
+template <typename Format_, int kRows_, int kTokens_, int kWarpRows_, int kWarpColumns_, int kUnits_, int kStages_>
 struct Shape {
   using Format = Format_;
   static constexpr int kRows = kRows_, kTokens = kTokens_, kStages = kStages_;
   static constexpr int kUnits = kUnits_;                          // of codes, per thread and row
   static constexpr int kParts = Format::kParts;                   // of 8 values, in one of them
-  static constexpr int kColumns = 32 * kUnits * kParts;           // of a chunk
-  static constexpr int kWarpRows = kWarpRows_, kWarpTokens = kWarps / kWarpRows;  // warps along either side
+  static constexpr int kWarpRows = kWarpRows_, kWarpColumns = kWarpColumns_;      // warps along rows, along a chunk
+  static constexpr int kWarpTokens = kWarps / kWarpRows / kWarpColumns;           // and along tokens
+  static constexpr int kColumns = 32 * kUnits * kParts * kWarpColumns;            // of a chunk
   static constexpr int kRowTiles = kRows / 16 / kWarpRows, kTokenTiles = kTokens / 8 / kWarpTokens;
-  static constexpr int kCodeUnits = 4 * kUnits, kXUnits = kColumns * 2 / kUnit;   // of a row's chunk
+  static constexpr int kCodeUnits = 4 * kUnits * kWarpColumns, kXUnits = kColumns * 2 / kUnit;  // of a row's chunk
   static constexpr int kScaleChunk = kColumns / 32 * Format::kScaleBytes;
+  static constexpr int kScaleUnit = kScaleChunk < kUnit ? kScaleChunk : kUnit;    // of one copy
   static constexpr int kCodeBytes = kRows * kCodeUnits * kUnit, kXBytes = kTokens * kXUnits * kUnit;
   static constexpr int kStageBytes = kCodeBytes + kXBytes + kRows * kScaleChunk;
   static constexpr int kSharedBytes = kStages * kStageBytes + kTokens * 4;
@@ -93,6 +97,20 @@ __device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Which part of a block's tile a warp multiplies.
+template <typename S>
+struct Warp {
+  int g, t;                     // of mma: lane / 4, lane % 4
+  int row_tile, token_tile;     // the first of each
+  int part;                     // of a chunk's columns
+
+  __device__ Warp() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, side = warp % (kWarps / S::kWarpColumns);
+    g = lane / 4, t = lane % 4, part = warp / (kWarps / S::kWarpColumns);
+    row_tile = side / S::kWarpTokens * S::kRowTiles, token_tile = side % S::kWarpTokens * S::kTokenTiles;
+  }
+};
+
 // Which weights and positions a block multiplies.
 template <typename S, Epilogue kEpilogue>
 struct Work {
@@ -133,11 +151,14 @@ __device__ __forceinline__ void load_weights(uint8_t* stage, const Problem& p, c
   if constexpr (Format::kScaleBytes > 0) {
     const uint8_t* scales = p.scales + int64_t(work.matrix) * (p.rows / p.scale_rows) * p.scale_pitch;
     uint8_t* to = stage + S::kCodeBytes + S::kXBytes;
+    constexpr int kUnitsOfRow = S::kScaleChunk / S::kScaleUnit;
 #pragma unroll
-    for (int row = threadIdx.x; row < S::kRows; row += kThreads) {
+    for (int i = threadIdx.x; i < S::kRows * kUnitsOfRow; i += kThreads) {
+      const int row = i / kUnitsOfRow, byte = chunk * S::kScaleChunk + i % kUnitsOfRow * S::kScaleUnit;
       const int source = work.row_of(p, row);
-      const int64_t at = source < 0 ? 0 : int64_t(source / p.scale_rows) * p.scale_pitch + chunk * S::kScaleChunk;
-      copy<S::kScaleChunk>(to + row * S::kScaleChunk, scales + at, source >= 0);
+      const bool present = source >= 0 && byte < p.scale_pitch;
+      const int64_t at = present ? int64_t(source / p.scale_rows) * p.scale_pitch + byte : 0;
+      copy<S::kScaleUnit>(to + i * S::kScaleUnit, scales + at, present);
     }
   }
 }
@@ -171,21 +192,21 @@ template <typename S>
 __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kTokenTiles][4], const uint8_t* stage) {
   using Format = typename S::Format;
   using Scales = typename Format::Scales;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int first_row = warp / S::kWarpTokens * S::kRowTiles * 16, first_token = warp % S::kWarpTokens * S::kTokenTiles * 8;
+  const Warp<S> warp;
   const uint4* codes = reinterpret_cast<const uint4*>(stage);
   const uint4* x = reinterpret_cast<const uint4*>(stage + S::kCodeBytes);
   const uint8_t* scales = stage + S::kCodeBytes + S::kXBytes;
 #pragma unroll
-  for (int unit = 0; unit < S::kUnits; unit++) {
+  for (int i = 0; i < S::kUnits; i++) {
+    const int unit = warp.part * S::kUnits + i;
     uint4 raw[S::kRowTiles][2];
     Scales scale[S::kRowTiles][2];
 #pragma unroll
     for (int m = 0; m < S::kRowTiles; m++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int row = first_row + m * 16 + half * 8 + g;
-        raw[m][half] = codes[place<S::kCodeUnits>(row, unit * 4 + t)];
+        const int row = (warp.row_tile + m) * 16 + half * 8 + warp.g;
+        raw[m][half] = codes[place<S::kCodeUnits>(row, unit * 4 + warp.t)];
         if constexpr (Format::kQuantised)
           scale[m][half] = *reinterpret_cast<const Scales*>(scales + row * S::kScaleChunk + unit * sizeof(Scales));
       }
@@ -195,7 +216,7 @@ __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kToke
       uint4 b[S::kTokenTiles];
 #pragma unroll
       for (int n = 0; n < S::kTokenTiles; n++)
-        b[n] = x[place<S::kXUnits>(first_token + n * 8 + g, (unit * S::kParts + part) * 4 + t)];
+        b[n] = x[place<S::kXUnits>((warp.token_tile + n) * 8 + warp.g, (unit * S::kParts + part) * 4 + warp.t)];
 #pragma unroll
       for (int m = 0; m < S::kRowTiles; m++) {
         const float low_scale = Format::scale(scale[m][0], part), high_scale = Format::scale(scale[m][1], part);
@@ -215,14 +236,30 @@ __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kToke
   }
 }
 
+// Adds up what warps made of their parts of the columns, in the order of parts, for the first of them.
+template <typename S>
+__device__ __forceinline__ void gather_columns(float (&d)[S::kRowTiles][S::kTokenTiles][4], uint8_t* shared) {
+  static_assert(S::kRowTiles == 1 && S::kTokenTiles == 1 && S::kWarpColumns == kWarps);
+  float4* sums = reinterpret_cast<float4*>(shared);
+  sums[threadIdx.x] = {d[0][0][0], d[0][0][1], d[0][0][2], d[0][0][3]};
+  __syncthreads();
+  float4 sum = sums[threadIdx.x % 32];
+#pragma unroll
+  for (int part = 1; part < kWarps; part++) {
+    const float4 more = sums[part * 32 + threadIdx.x % 32];
+    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+  }
+  d[0][0][0] = sum.x, d[0][0][1] = sum.y, d[0][0][2] = sum.z, d[0][0][3] = sum.w;
+  __syncthreads();
+}
+
 // Through shared memory, so that features are written 16 bytes at a time.
 template <typename S, Epilogue kEpilogue>
 __device__ __forceinline__ void finish(const float (&d)[S::kRowTiles][S::kTokenTiles][4], uint8_t* shared,
                                        const Problem& p, const Work<S, kEpilogue>& work) {
   constexpr int kFeatures = kEpilogue == kSwiglu ? S::kRows / 2 : S::kRows, kPitch = kFeatures + 8;
   static_assert(S::kTokens * kPitch * 2 <= S::kStages * S::kStageBytes);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int first_tile = warp / S::kWarpTokens * S::kRowTiles, first_token = warp % S::kWarpTokens * S::kTokenTiles * 8;
+  const Warp<S> warp;
   bf16* out = reinterpret_cast<bf16*>(shared);
 #pragma unroll
   for (int m = 0; m < S::kRowTiles; m++) {
@@ -230,12 +267,12 @@ __device__ __forceinline__ void finish(const float (&d)[S::kRowTiles][S::kTokenT
     for (int n = 0; n < S::kTokenTiles; n++) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        bf16* to = out + (first_token + n * 8 + 2 * t + i) * kPitch;
+        bf16* to = out + ((warp.token_tile + n) * 8 + 2 * warp.t + i) * kPitch;
         if constexpr (kEpilogue == kSwiglu) {
-          to[(first_tile + m) * 8 + g] = __float2bfloat16_rn(limited_swiglu(d[m][n][i], d[m][n][2 + i], p.limit));
+          to[(warp.row_tile + m) * 8 + warp.g] = __float2bfloat16_rn(limited_swiglu(d[m][n][i], d[m][n][2 + i], p.limit));
         } else {
-          to[(first_tile + m) * 16 + g] = __float2bfloat16_rn(d[m][n][i]);
-          to[(first_tile + m) * 16 + 8 + g] = __float2bfloat16_rn(d[m][n][2 + i]);
+          to[(warp.row_tile + m) * 16 + warp.g] = __float2bfloat16_rn(d[m][n][i]);
+          to[(warp.row_tile + m) * 16 + 8 + warp.g] = __float2bfloat16_rn(d[m][n][2 + i]);
         }
       }
     }
@@ -293,18 +330,22 @@ __device__ __forceinline__ void run(const Problem& p) {
   }
   wait<0>();
   __syncthreads();
+  if constexpr (S::kWarpColumns > 1) gather_columns<S>(d, shared);
   finish<S, kEpilogue>(d, shared, p, work);
 }
 
 }  // namespace grouped
 
-// FORMAT, rows and tokens of a tile, warps along its rows, units and stages; grouped_gemm.py repeats the shared bytes.
-#define GROUPED_GEMM(NAME, FORMAT, ROWS, TOKENS, WARP_ROWS, UNITS, STAGES, BLOCKS)                                    \
+// Tokens of a tile or FEW, the format, rows and tokens of a tile, warps along its rows and along a chunk's columns, units,
+// stages, blocks of a multiprocessor; grouped_gemm.py repeats the sizes.
+#define GROUPED_GEMM(NAME, SIZE, FORMAT, ROWS, TOKENS, WARP_ROWS, WARP_COLUMNS, UNITS, STAGES, BLOCKS)                \
   extern "C" __global__ void __launch_bounds__(grouped::kThreads, BLOCKS)                                             \
-      grouped_gemm_##NAME##_store_##TOKENS(const __grid_constant__ grouped::Problem p) {                              \
-    grouped::run<grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, UNITS, STAGES>, grouped::kStore>(p);        \
+      grouped_gemm_##NAME##_store_##SIZE(const __grid_constant__ grouped::Problem p) {                                \
+    using Shape = grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, WARP_COLUMNS, UNITS, STAGES>;              \
+    grouped::run<Shape, grouped::kStore>(p);                                                                          \
   }                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(grouped::kThreads, BLOCKS)                                             \
-      grouped_gemm_##NAME##_swiglu_##TOKENS(const __grid_constant__ grouped::Problem p) {                             \
-    grouped::run<grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, UNITS, STAGES>, grouped::kSwiglu>(p);       \
+      grouped_gemm_##NAME##_swiglu_##SIZE(const __grid_constant__ grouped::Problem p) {                               \
+    using Shape = grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, WARP_COLUMNS, UNITS, STAGES>;              \
+    grouped::run<Shape, grouped::kSwiglu>(p);                                                                         \
   }

@@ -125,7 +125,9 @@ class Experts:
         arguments = [ids, *sizes, tiles, ctypes.c_int(most_tiles), line, positions]
         threads = min(_MOST_EXPERTS, -(-max(num_experts, num_slots) // _WARP) * _WARP)
         self._plan((1, 1, 1), (threads, 1, 1), arguments, overlap=True)
-        return Plan(tiles=tiles, line=line, positions=positions, tile_tokens=tokens)
+        of_layer = choice.num_experts or num_experts
+        expected = max(1, min(of_layer, num_slots) * num_experts // of_layer)
+        return Plan(tiles=tiles, line=line, positions=positions, tile_tokens=tokens, expected_tiles=expected)
 
 
 def check_weight(weight: Weight, *, ndim: int, what: str) -> None:

@@ -11,6 +11,8 @@ from openinfer_kernels.ops import Array, QuantisedWeight, Weight
 from openinfer_kernels.quantised_parts import WeightFormat
 
 _THREADS = 128
+_FEW_BLOCKS = 2
+"""Of each multiprocessor: with fewer, tiles of fewer rows are faster."""
 _BF16_BYTES = 2
 _BF16 = "bf16"
 NAMES = {
@@ -26,21 +28,42 @@ _MOST_TOKENS = {8: 8, 32: 40}
 """Of a matrix, for the smaller tiles: beyond, the next one is faster; see docs/kernels.md."""
 
 
+_FEW = "few"
+"""The kernel of few rows: of 8 tokens as well."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     """Of a kernel, as in `GROUPED_GEMM` of its source."""
 
     rows: int
+    tokens: int
+    warp_columns: int
     units: int
     stages: int
 
 
 _SIZES = {
-    "bf16": {8: _Sizes(64, 2, 7), 32: _Sizes(64, 2, 6), 128: _Sizes(128, 2, 3)},
-    "fp8": {8: _Sizes(64, 2, 5), 32: _Sizes(64, 2, 4), 128: _Sizes(128, 1, 3)},
-    "int4": {8: _Sizes(64, 2, 4), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
-    "fp4": {8: _Sizes(64, 2, 4), 32: _Sizes(64, 2, 3), 128: _Sizes(128, 1, 2)},
+    "bf16": {
+        _FEW: _Sizes(16, 8, 4, 2, 5),
+        8: _Sizes(64, 8, 1, 2, 7),
+        32: _Sizes(64, 32, 1, 2, 6),
+        128: _Sizes(128, 128, 1, 2, 3),
+    },
+    "fp8": {
+        _FEW: _Sizes(16, 8, 4, 2, 3),
+        8: _Sizes(64, 8, 1, 2, 5),
+        32: _Sizes(64, 32, 1, 2, 4),
+        128: _Sizes(128, 128, 1, 1, 3),
+    },
+    "int4": {
+        _FEW: _Sizes(16, 8, 4, 1, 4),
+        8: _Sizes(64, 8, 1, 2, 4),
+        32: _Sizes(64, 32, 1, 2, 3),
+        128: _Sizes(128, 128, 1, 1, 2),
+    },
 }
+_SIZES["fp4"] = _SIZES["int4"]
 _PARTS = {"bf16": 1, "fp8": 2, "int4": 4, "fp4": 4}
 """Of eight values, in 16 bytes of codes."""
 _SCALE_BYTES = {"bf16": 0, "fp8": 4, "int4": 2, "fp4": 1}
@@ -76,6 +99,8 @@ class Plan:
     positions: Array
     """`[T k]` int32: where each choice of each token stands, -1 where its expert is on another rank."""
     tile_tokens: int
+    expected_tiles: int
+    """That have tokens, where each expert is as likely as any other."""
 
 
 class GroupedGemm:
@@ -85,7 +110,8 @@ class GroupedGemm:
         """`tile_tokens`: of every tile, one of `TILE_TOKENS`; None chooses by how many tokens there are."""
         self._device = device
         self._tile_tokens = tile_tokens
-        self._kernels: dict[str, dict[tuple[Epilogue, int], Kernel]] = {}
+        self._few_blocks = _FEW_BLOCKS * device.num_multiprocessors
+        self._kernels: dict[str, dict[tuple[Epilogue, int | str], Kernel]] = {}
 
     @property
     def chooses(self) -> bool:
@@ -120,7 +146,6 @@ class GroupedGemm:
         rows, k = weight.shape[-2:]
         name = NAMES[weight.format if isinstance(weight, QuantisedWeight) else None]
         tokens = self.tile_tokens(len(out), 1) if plan is None else plan.tile_tokens
-        size = _SIZES[name][tokens]
         quantised = isinstance(weight, QuantisedWeight)
         problem = _Problem(
             address(weight.codes if quantised else weight),
@@ -138,11 +163,17 @@ class GroupedGemm:
             int(weights_first),
             limit,
         )
-        features = out.shape[1]
-        tile_features = size.rows // 2 if epilogue is Epilogue.SWIGLU else size.rows
         num_tiles = -(-len(out) // tokens) if plan is None else len(plan.tiles)
-        kernel = self._kernel(name, epilogue, tokens)
-        kernel((-(-features // tile_features), num_tiles, 1), (_THREADS, 1, 1), [problem], overlap=True)
+        expected_tiles = num_tiles if plan is None else plan.expected_tiles
+        size = self._size(name, tokens, rows * expected_tiles)
+        grid = (-(-rows // _SIZES[name][size].rows), num_tiles, 1)
+        self._kernel(name, epilogue, size)(grid, (_THREADS, 1, 1), [problem], overlap=True)
+
+    def _size(self, name: str, tokens: int, num_rows: int) -> int | str:
+        """Which kernel takes tiles of so many tokens: that of few rows where the others leave the device idle."""
+        smallest = TILE_TOKENS[0]
+        is_few = num_rows < self._few_blocks * _SIZES[name][smallest].rows
+        return _FEW if tokens == smallest and self.chooses and is_few else tokens
 
     def tile_tokens(self, num_positions: int, num_matrices: int) -> int:
         """Of the tiles that suit so many positions, spread over so many matrices; some then have twice as many."""
@@ -151,23 +182,22 @@ class GroupedGemm:
         tokens = -(-num_positions // min(num_matrices, num_positions))
         return next((tile for tile, most in _MOST_TOKENS.items() if tokens <= most), TILE_TOKENS[-1])
 
-    def _kernel(self, name: str, epilogue: Epilogue, tokens: int) -> Kernel:
+    def _kernel(self, name: str, epilogue: Epilogue, size: int | str) -> Kernel:
         if name not in self._kernels:
             self._kernels[name] = {
-                (each, size): self._device.kernel(
+                (each, one): self._device.kernel(
                     f"grouped_gemm_{name}",
-                    f"grouped_gemm_{name}_{each}_{size}",
-                    shared_bytes=_shared_bytes(name, size),
+                    f"grouped_gemm_{name}_{each}_{one}",
+                    shared_bytes=_shared_bytes(name, sizes),
                 )
                 for each in Epilogue
-                for size in TILE_TOKENS
+                for one, sizes in _SIZES[name].items()
             }
-        return self._kernels[name][epilogue, tokens]
+        return self._kernels[name][epilogue, size]
 
 
-def _shared_bytes(name: str, tokens: int) -> int:
+def _shared_bytes(name: str, size: _Sizes) -> int:
     """`Shape::kSharedBytes`."""
-    size = _SIZES[name][tokens]
-    columns = 32 * size.units * _PARTS[name]
-    stage = size.rows * (64 * size.units + columns // 32 * _SCALE_BYTES[name]) + tokens * columns * 2
-    return size.stages * stage + 4 * tokens
+    columns = 32 * size.units * _PARTS[name] * size.warp_columns
+    row_bytes = 64 * size.units * size.warp_columns + columns // 32 * _SCALE_BYTES[name]
+    return size.stages * (size.rows * row_bytes + size.tokens * columns * _BF16_BYTES) + 4 * size.tokens

@@ -12,9 +12,9 @@ _STEM = "grouped_gemm_hopper"
 _BF16_BYTES = 2
 _CHUNK = 64
 _TOKENS = 128
-_COLUMNS = 128
-_STAGES = 3
-_THREADS = 288
+_COLUMNS = 256
+_STAGES = 4
+_THREADS = 384
 _SHARED_BYTES = _STAGES * ((_TOKENS + _COLUMNS) * _CHUNK * _BF16_BYTES + 16) + 1024
 """Of `Shared`, which is aligned to 1,024."""
 
@@ -25,6 +25,7 @@ class GroupedGemmHopper:
     def __init__(self, device: Device) -> None:
         names = list(Epilogue) if device.has(_STEM) else []
         self._kernels = {each: device.kernel(_STEM, f"{_STEM}_{each}", shared_bytes=_SHARED_BYTES) for each in names}
+        self._num_multiprocessors = device.num_multiprocessors
         self._maps = TensorMaps()
 
     def serves(self, weight: Weight, plan: Plan, *, limit: float) -> bool:
@@ -50,7 +51,8 @@ class GroupedGemmHopper:
         x_cut = Cut(address(x), (k, len(x)), (row_bytes,), (_CHUNK, _TOKENS))
         features = out.shape[1]
         tile_features = _COLUMNS // 2 if swiglu else _COLUMNS
-        arguments = [self._maps.of(weight_cut), self._maps.of(x_cut), plan.tiles, out]
+        most_tiles = len(plan.tiles)
+        arguments = [self._maps.of(weight_cut), self._maps.of(x_cut), plan.tiles, ctypes.c_int(most_tiles), out]
         arguments += [ctypes.c_int(features), ctypes.c_int(k)]
-        grid = (-(-features // tile_features), len(plan.tiles), 1)
-        self._kernels[epilogue](grid, (_THREADS, 1, 1), arguments, overlap=True)
+        blocks = min(self._num_multiprocessors, most_tiles * -(-features // tile_features))
+        self._kernels[epilogue]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=True)

@@ -11,7 +11,8 @@ from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, ExpertChoice, GroupScore, Routing, Scoring
 
 _WARP = 32
-_MOST_EXPERTS = 1024
+_MOST_EXPERTS = (64, 256, 384, 1024)
+"""Of each kernel, which keeps them in registers."""
 _MOST_GROUPS = 32
 _SCORINGS = (Scoring.SOFTMAX, Scoring.SIGMOID, Scoring.SQRT_SOFTPLUS)
 _GROUP_SCORES = (GroupScore.MAX, GroupScore.TOP_TWO_SUM)
@@ -33,7 +34,7 @@ class Router:
     """The routers on one device."""
 
     def __init__(self, device: Device) -> None:
-        self._route = device.kernel("routing", "route")
+        self._kernels = {most: device.kernel("routing", f"route_{most}") for most in _MOST_EXPERTS}
 
     def top_experts(
         self, logits: Array, *, routing: Routing, cache_slots: Array | None, bias: Array | None
@@ -85,8 +86,8 @@ class Router:
         )
         if len(logits):
             arguments = [logits, bias, token_ids, table, cache_slots, choice.ids, choice.weights, _structure(routing)]
-            # Every launch has arguments of the same types, of which null pointers are some.
-            self._route((len(logits), 1, 1), (_WARP, 1, 1), arguments, overlap=True)
+            kernel = next(kernel for most, kernel in self._kernels.items() if routing.num_experts <= most)
+            kernel((len(logits), 1, 1), (_WARP, 1, 1), arguments, overlap=True)
         return choice
 
 
@@ -99,10 +100,10 @@ def _check(logits: Array, routing: Routing, cache_slots: Array | None) -> None:
         if len(cache_slots) != len(logits):
             raise ArrayMismatchError(f"{len(cache_slots)} cache slots were given for {len(logits)} tokens")
     sizes = routing.num_experts, routing.num_groups, routing.num_experts_per_token
-    if any(size > most for size, most in zip(sizes, (_MOST_EXPERTS, _MOST_GROUPS, _WARP), strict=True)):
+    if any(size > most for size, most in zip(sizes, (_MOST_EXPERTS[-1], _MOST_GROUPS, _WARP), strict=True)):
         raise ArrayMismatchError(
             f"a router over {sizes[0]} experts in {sizes[1]} groups, {sizes[2]} per token, has no kernel: at most "
-            f"{_MOST_EXPERTS}, {_MOST_GROUPS} and {_WARP}"
+            f"{_MOST_EXPERTS[-1]}, {_MOST_GROUPS} and {_WARP}"
         )
 
 
