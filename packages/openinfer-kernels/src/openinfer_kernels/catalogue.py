@@ -155,6 +155,7 @@ SERVINGS = (
         when="absorbed: latents of 512 values, heads of 128 + 64 and 128",
     ),
     Serving(part="latent queries", phase=Phase.ANY, operators=("latent_attention",), kernel="latent_queries"),
+    Serving(part="latent sums", phase=Phase.ANY, operators=("latent_attention",), kernel="latent_merge"),
     Serving(part="latent values", phase=Phase.ANY, operators=("latent_attention",), kernel="latent_values"),
     Serving(
         part="RoPE and latent append", phase=Phase.ANY, operators=("latent_norm_rope_append",), kernel="latent_append"

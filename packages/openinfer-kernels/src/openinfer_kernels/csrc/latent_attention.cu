@@ -1,7 +1,8 @@
 // Attention over a paged cache of latents in the absorbed form, for any GPU: all heads of a token share its context, whose
 // latents are keys and, but for their rotated part, values. Every latent is copied to shared memory once for 16 heads.
 //
-//   copies     the unit of the context to come, and the queries where an item begins; from Hopper on by the copy engine
+//   copies     the unit of the context to come, and the queries where an item begins; from Hopper on by the copy engine,
+//              and two blocks share a multiprocessor, so that one computes while the other waits
 //   S [16 heads x 8 tokens of each warp] = Q K^T
 //   P to shared memory under the running maximum of all warps
 //   O [16 heads x 512 / warps values of each warp] += P V
@@ -36,11 +37,11 @@ struct Shape {
 template <class S>
 struct Shared {
   alignas(16) bf16 entries[kStages][S::kUnit * kLine];
-  alignas(16) bf16 q[2][kHeads * kLine];             // of the item at hand, and of the next
+  alignas(16) bf16 q[kHeads * kLine];                // of the item at hand
   alignas(16) bf16 p[kHeads * S::kProbabilities];
   float tops[S::kWarps][kHeads], totals[S::kWarps][kHeads];
   int counts[S::kWarps];
-  alignas(8) uint64_t arrived[kStages];
+  alignas(8) uint64_t arrived[kStages + 1];          // units, queries
 };
 
 // --- copies to shared memory: each warp has 8 tokens of a unit, and its share of the heads of a new item --------------
@@ -48,7 +49,7 @@ struct Shared {
 #if __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ void init_arrivals(uint64_t* arrived, int warps) {
-  for (int i = 0; i < kStages; i++)
+  for (int i = 0; i <= kStages; i++)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_of(arrived + i)), "r"(warps));
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
@@ -59,16 +60,14 @@ __device__ __forceinline__ void copy_line(bf16* to, const bf16* from, uint64_t* 
                : "memory");
 }
 
-// Lines that are there, a lane for each: `lines` of the context, `heads` of the queries.
-__device__ __forceinline__ void copy_lines(bf16* entries, const bf16* from, int lines, bf16* q, const bf16* queries,
-                                           int heads, uint64_t* arrived, int lane) {
+// `lines` lines, a lane for each.
+__device__ __forceinline__ void copy_lines(bf16* to, const bf16* from, int lines, uint64_t* arrived, int lane) {
   if (lane == 0)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_of(arrived)),
-                 "r"((lines + heads) * kEntry * 2)
+                 "r"(lines * kEntry * 2)
                  : "memory");
   __syncwarp();
-  if (lane < lines) copy_line(entries + lane * kLine, from + lane * kEntry, arrived);
-  if (lane >= 8 && lane - 8 < heads) copy_line(q + (lane - 8) * kLine, queries + (lane - 8) * kEntry, arrived);
+  if (lane < lines) copy_line(to + lane * kLine, from + lane * kEntry, arrived);
 }
 
 __device__ __forceinline__ void wait_for_lines(uint64_t* arrived, int parity) {
@@ -91,11 +90,8 @@ __device__ __forceinline__ void copies_see_zeros() { asm volatile("fence.proxy.a
 
 __device__ __forceinline__ void init_arrivals(uint64_t*, int) {}
 
-__device__ __forceinline__ void copy_lines(bf16* entries, const bf16* from, int lines, bf16* q, const bf16* queries,
-                                           int heads, uint64_t*, int lane) {
-  for (int i = lane; i < lines * kChunks; i += 32)
-    copy_16(entries + i / kChunks * kLine + i % kChunks * 8, from + i * 8);
-  for (int i = lane; i < heads * kChunks; i += 32) copy_16(q + i / kChunks * kLine + i % kChunks * 8, queries + i * 8);
+__device__ __forceinline__ void copy_lines(bf16* to, const bf16* from, int lines, uint64_t*, int lane) {
+  for (int i = lane; i < lines * kChunks; i += 32) copy_16(to + i / kChunks * kLine + i % kChunks * 8, from + i * 8);
 }
 
 __device__ __forceinline__ void wait_for_lines(uint64_t*, int) { wait_for_copies<0>(); }
@@ -112,22 +108,27 @@ __device__ __forceinline__ void clear_lines(bf16* lines, int first, int last, in
   copies_see_zeros();
 }
 
-// A unit, of which a warp's 8 tokens lie side by side in one block of the cache; and the queries, if the item is new.
+// A unit, of which a warp's 8 tokens lie side by side in one block of the cache.
 template <class S>
-__device__ __forceinline__ void copy_unit(Shared<S>& s, int stage, int slot, bool is_new, const Arguments& a,
-                                          const Place<S::kUnit>& place, int block) {
+__device__ __forceinline__ void copy_unit(Shared<S>& s, int stage, const Arguments& a, const Place<S::kUnit>& place,
+                                          int block) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int token = place.unit * S::kUnit + warp * 8;
   const int lines = place.is_empty() ? 0 : min(max(place.seen - token, 0), 8);
-  const int head = place.tile * kHeads + warp * S::kQueries;
-  const int heads = is_new ? min(max(a.num_heads - head, 0), S::kQueries) : 0;
   bf16* entries = s.entries[stage] + warp * 8 * kLine;
-  bf16* q = s.q[slot] + warp * S::kQueries * kLine;
   if (!place.is_empty()) clear_lines(entries, lines, 8, lane);
-  if (is_new) clear_lines(q, heads, S::kQueries, lane);
   const bf16* from = a.cache + block * a.block_stride + int64_t(token & ((1 << a.block_shift) - 1)) * kEntry;
-  const bf16* queries = a.q + (int64_t(place.query) * a.num_heads + head) * kEntry;
-  copy_lines(entries, from, lines, q, queries, heads, &s.arrived[stage], lane);
+  copy_lines(entries, from, lines, &s.arrived[stage], lane);
+}
+
+// The queries of an item.
+template <class S>
+__device__ __forceinline__ void copy_queries(Shared<S>& s, const Arguments& a, const Place<S::kUnit>& place) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = place.tile * kHeads + warp * S::kQueries;
+  const int heads = min(max(a.num_heads - head, 0), S::kQueries);
+  bf16* q = s.q + warp * S::kQueries * kLine;
+  clear_lines(q, heads, S::kQueries, lane);
+  copy_lines(q, a.q + (int64_t(place.query) * a.num_heads + head) * kEntry, heads, &s.arrived[kStages], lane);
 }
 
 // The block that holds a warp's tokens of a unit; any where they are not seen.
@@ -293,13 +294,10 @@ __device__ void run(const Arguments& a) {
   if (a.early) wait_for_previous_kernel();
   if (!has_work) return;
 
-  int next = first, slot_ahead = 1;
-  bool begins_ahead = true;
+  int next = first;
   auto copy_ahead = [&] {
     if (next < last) {
-      if (begins_ahead) slot_ahead ^= 1;
-      copy_unit<S>(s, (next - first) % kStages, slot_ahead, begins_ahead, a, ahead, next_block);
-      begins_ahead = ahead.unit + 1 == ahead.units;
+      copy_unit<S>(s, (next - first) % kStages, a, ahead, next_block);
       if (++next < last) {
         ahead.advance(tiles, a.num_rows, rows);
         next_block = block_of<S>(a, ahead);
@@ -311,18 +309,20 @@ __device__ void run(const Arguments& a) {
 
   Work<S> w;
   bool is_new = true;
-  int begin = 0, slot = 1;
+  int begin = 0, items = 0;
   for (int unit = first; unit < last; unit++) {
-    if (is_new) {
+    if (is_new) {  // every warp has been through the last synchronisation of the item before, and behind its queries
+      copy_queries<S>(s, a, here);
+      commit_copies();
       begin = here.unit;
-      slot ^= 1;
       w.begin();
     }
     const int stage = (unit - first) % kStages;
     wait_for_lines(&s.arrived[stage], (unit - first) / kStages & 1);
+    if (is_new) wait_for_lines(&s.arrived[kStages], items++ & 1);
     __syncthreads();  // what all warps copied and cleared is there, and none reads the unit before this one any more
     copy_ahead();
-    if (!here.is_empty()) attend(s, w, s.q[slot], s.entries[stage], a, here);
+    if (!here.is_empty()) attend(s, w, s.q, s.entries[stage], a, here);
     is_new = here.unit + 1 == here.units || unit + 1 == last;
     if (is_new) {
       const bool is_whole = here.unit + 1 == here.units && begin == 0;
@@ -339,11 +339,10 @@ __device__ void run(const Arguments& a) {
 
 }  // namespace
 
-#define LATENT_ATTENTION(WARPS)                                                                             \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention_##WARPS(Arguments arguments) { \
-    run<Shape<WARPS>>(arguments);                                                                           \
+#define LATENT_ATTENTION(WARPS, BLOCKS)                                                                          \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) latent_attention_##WARPS(Arguments arguments) { \
+    run<Shape<WARPS>>(arguments);                                                                                \
   }
 
-LATENT_ATTENTION(8)
-LATENT_ATTENTION(4)
-LATENT_ATTENTION(2)
+LATENT_ATTENTION(4, 2)
+LATENT_ATTENTION(2, 1)

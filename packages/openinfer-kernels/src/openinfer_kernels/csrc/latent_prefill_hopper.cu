@@ -36,6 +36,7 @@ struct Arguments {
   const int* context_lens;  // [R]
   const int* starts;        // [R] first line of each row in the copies' arrays
   int num_rows, num_heads, least_tokens;
+  int first_head;           // of those whose keys and values there are
   float scale;              // of scores, times log2(e)
 };
 
@@ -276,14 +277,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   allow_next_kernel();
   wait_for_previous_kernel();
-  const int head = blockIdx.y;  // a head's tiles run side by side, so that its keys and values stay in the L2 cache
+  const int own_head = blockIdx.y, head = a.first_head + own_head;  // a head's tiles run side by side: it stays in the L2 cache
   const QueryTile tile = find_tile<kThreads / 32>(blockIdx.x, a.query_starts, a.context_lens, a.num_rows, a.least_tokens, 1,
                                                   kLines, s.scratch);
   if (tile.row < 0) return;
   const int seen = tile.past + min(tile.first_line + kLines, tile.num_lines);
   if (threadIdx.x < 128) {
     leave_registers<24>();
-    if (threadIdx.x == 0) produce(s, own, shared, __ldcg(a.starts + tile.row), (seen - 1) / kKeys * kKeys, head);
+    if (threadIdx.x == 0) produce(s, own, shared, __ldcg(a.starts + tile.row), (seen - 1) / kKeys * kKeys, own_head);
   } else {
     take_registers<240>();
     consume(s, a, tile, seen, head, int(threadIdx.x) / 128 - 1);

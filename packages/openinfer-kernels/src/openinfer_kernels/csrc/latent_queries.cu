@@ -14,7 +14,7 @@ namespace {
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kColumns = 64;  // of a block
 constexpr int kTokens = 64;   // of a block: 16 at a time
-constexpr int kLine = kColumns + kPad;
+constexpr int kLine = kColumns + kPad, kQueryLine = kNope + kPad;
 
 struct Arguments {
   const bf16* q;        // [T, H, 192]
@@ -42,7 +42,9 @@ __device__ void copy_rest(const Arguments& a, int head, int first) {
 
 extern "C" __global__ void __launch_bounds__(kThreads) latent_queries(Arguments a) {
   __shared__ __align__(16) bf16 weights[kNope * kLine];
+  __shared__ __align__(16) bf16 queries[kTokens * kQueryLine];
   const int head = blockIdx.x, column = blockIdx.y * kColumns, first = blockIdx.z * kTokens;
+  const int count = min(kTokens, a.num_tokens - first);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   allow_next_kernel();
   const bf16* from = a.weight + int64_t(head) * (kNope + kValue) * kLatent + column;
@@ -50,36 +52,36 @@ extern "C" __global__ void __launch_bounds__(kThreads) latent_queries(Arguments 
     const int row = i / (kColumns / 8), at = i % (kColumns / 8) * 8;
     copy_16(weights + row * kLine + at, from + row * kLatent + at);
   }
-  commit_copies();
   wait_for_previous_kernel();
+  for (int i = threadIdx.x; i < (count + 15) / 16 * 16 * (kNope / 8); i += kThreads) {
+    const int token = i / (kNope / 8), at = i % (kNope / 8) * 8;
+    const bool is_there = token < count;
+    const int64_t line = int64_t(first + (is_there ? token : 0)) * a.num_heads + head;
+    copy_16(queries + token * kQueryLine + at, a.q + line * kHead + at, is_there);
+  }
+  commit_copies();
   if (blockIdx.y == 0) copy_rest(a, head, first);
   wait_for_copies<0>();
   __syncthreads();
   // This warp's 16 columns: lanes name lines 0..15 of a step, and the column's half.
   const bf16* matrices = weights + lane % 16 * kLine + warp * 16 + lane / 16 * 8;
-  for (int base = first; base < min(first + kTokens, a.num_tokens); base += 16) {
-    const int tokens[2] = {base + g, base + g + 8};
+  for (int base = 0; base < count; base += 16) {
     float sums[2][4] = {};
 #pragma unroll
     for (int step = 0; step < kNope / 16; step++) {
       uint32_t x[4], w[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {  // line g or g + 8, columns 2t or 2t + 8
-        const int token = tokens[i & 1];
-        const bf16* line = a.q + (int64_t(token) * a.num_heads + head) * kHead + step * 16 + 2 * t + (i >> 1) * 8;
-        x[i] = token < a.num_tokens ? *reinterpret_cast<const uint32_t*>(line) : 0;
-      }
+      load_matrices(x, queries + (base + lane % 16) * kQueryLine + step * 16 + lane / 16 * 8);
       load_transposed(w, matrices + step * 16 * kLine);
       mma(sums[0], x[0], x[1], x[2], x[3], w[0], w[1]);
       mma(sums[1], x[0], x[1], x[2], x[3], w[2], w[3]);
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-      if (tokens[r] < a.num_tokens) {
-        bf16* to = a.out + (int64_t(tokens[r]) * a.num_heads + head) * kEntry + column + warp * 16 + 2 * t;
+    for (int r = 0; r < 2; r++) {
+      const int token = base + g + 8 * r;
+      if (token >= count) continue;
+      bf16* to = a.out + (int64_t(first + token) * a.num_heads + head) * kEntry + column + warp * 16 + 2 * t;
 #pragma unroll
-        for (int n = 0; n < 2; n++)
-          *reinterpret_cast<uint32_t*>(to + n * 8) = packed(sums[n][2 * r], sums[n][2 * r + 1]);
-      }
+      for (int n = 0; n < 2; n++) *reinterpret_cast<uint32_t*>(to + n * 8) = packed(sums[n][2 * r], sums[n][2 * r + 1]);
+    }
   }
 }

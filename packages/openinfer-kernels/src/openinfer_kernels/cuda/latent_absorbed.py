@@ -1,4 +1,4 @@
-"""Attention over latents in the absorbed form: queries over latents, attention, values of what it mixed."""
+"""Attention over latents in the absorbed form: queries over latents, attention, its parts added, values of the sums."""
 
 import ctypes
 
@@ -16,9 +16,13 @@ _LATENT, _ENTRY, _VALUE = 512, 576, 128
 _PART_FLOATS = HEADS * (_LATENT + 2)
 _PAD = 8
 _COLUMNS, _QUERY_TOKENS, _QUERY_THREADS = 64, 64, 128
-_VALUE_TOKENS, _VALUE_WARPS = 16, 8
+_VALUE_TOKENS, _VALUE_WARPS = 32, 8
 _FEW_TOKENS = 8
-"""Up to so many, the rows of values are cut finer, so that all multiprocessors have some."""
+"""Up to so many, the rows of values are cut finer."""
+_MERGE_BLOCKS = ((2, 4, 1024), (8, 1, 1024), (1 << 31, 1, 128))
+"""Up to so many tokens: blocks that share the values of a head of a token, and their threads."""
+_RESERVED_BYTES = 1024
+"""Of a multiprocessor's shared memory, for each block beyond the first."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -45,18 +49,24 @@ class _Arguments(ctypes.Structure):
     )
 
 
+class _MergeArguments(ctypes.Structure):
+    """`struct Arguments` of `latent_merge.cu`."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("parts", "items", "whole")), ("num_heads", ctypes.c_int))
+
+
 class _ValueArguments(ctypes.Structure):
     """`struct Arguments` of `latent_values.cu`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("whole", "parts", "items", "weight", "out")),
+        *((name, ctypes.c_void_p) for name in ("whole", "items", "weight", "out")),
         ("num_tokens", ctypes.c_int),
         ("num_heads", ctypes.c_int),
     )
 
 
 MAX_ROWS = 1024
-_WARPS = (8, 4, 2)
+_WARPS = (4, 2)
 """Of a block, the best first: fewer take less shared memory."""
 
 
@@ -64,13 +74,15 @@ class LatentAbsorbed:
     """The kernels of one device."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
         self._queries = device.kernel("latent_queries", "latent_queries")
         self._values = {rows: _value_kernel(device, rows) for rows in (16, 32)}
+        self._merge = device.kernel("latent_merge", "latent_merge")
         self._warps = next(warps for warps in _WARPS if _shared_bytes(warps) <= device.max_shared_bytes)
         self._attend = device.kernel(
             "latent_attention", f"latent_attention_{self._warps}", shared_bytes=_shared_bytes(self._warps)
         )
+        two_fit = 2 * _shared_bytes(self._warps) + _RESERVED_BYTES <= device.max_shared_bytes
+        self._workers = device.num_multiprocessors * (1 + two_fit)
 
     def launch(
         self,
@@ -93,8 +105,7 @@ class LatentAbsorbed:
         queries = cupy.empty((num_tokens, num_heads, _ENTRY), bfloat16)
         whole = cupy.empty((num_tokens, num_heads, _LATENT), bfloat16)
         items = cupy.empty((num_tokens, tiles, 2), np.int32)
-        workers = self._device.num_multiprocessors
-        parts = cupy.empty((workers, 2, _PART_FLOATS), np.float32)
+        parts = cupy.empty((self._workers, 2, _PART_FLOATS), np.float32)
         sizes = ctypes.c_int(num_tokens), ctypes.c_int(num_heads)
         self._queries(
             (num_heads, _LATENT // _COLUMNS, -(-num_tokens // _QUERY_TOKENS)),
@@ -117,12 +128,15 @@ class LatentAbsorbed:
             int(layer > 0),
             scale * _LOG2_E,
         )
-        self._attend((workers, 1, 1), (32 * self._warps, 1, 1), [arguments], overlap=True)
+        self._attend((self._workers, 1, 1), (32 * self._warps, 1, 1), [arguments], overlap=True)
+        merge = _MergeArguments(*map(address, (parts, items, whole)), num_heads)
+        _, shares, threads = next(each for each in _MERGE_BLOCKS if num_tokens <= each[0])
+        self._merge((num_heads, num_tokens, shares), (threads, 1, 1), [merge], overlap=True)
         rows = 16 if num_tokens <= _FEW_TOKENS else 32
         self._values[rows](
             (num_heads, _VALUE // rows, -(-num_tokens // _VALUE_TOKENS)),
             (32 * _VALUE_WARPS, 1, 1),
-            [_ValueArguments(*map(address, (whole, parts, items, kv_b_proj, out)), *sizes)],
+            [_ValueArguments(*map(address, (whole, items, kv_b_proj, out)), *sizes)],
             overlap=True,
         )
 
@@ -130,13 +144,12 @@ class LatentAbsorbed:
 def _shared_bytes(warps: int) -> int:
     """`Shared` of `latent_attention.cu`, and what is known of rows."""
     unit, line = 8 * warps, 2 * (_ENTRY + _PAD)
-    tiles = 2 * (unit + HEADS) * line + 2 * HEADS * (unit + _PAD)
+    tiles = (2 * unit + HEADS) * line + 2 * HEADS * (unit + _PAD)
     return tiles + 4 * (2 * warps * HEADS + warps) + 4 * 8 + 4 * (3 * MAX_ROWS + 2)
 
 
 def _value_kernel(device: Device, rows: int) -> Kernel:
     """`Shared` of `latent_values.cu`."""
-    tokens = _VALUE_TOKENS * (_LATENT + _PAD) * 2
-    floats = _VALUE_WARPS * (_LATENT + 2 + _VALUE_TOKENS * rows) + _VALUE_TOKENS
-    shared_bytes = rows * (_LATENT + _PAD) * 2 + tokens + 4 * floats
+    lines = (rows + _VALUE_TOKENS) * (_LATENT + _PAD) * 2
+    shared_bytes = lines + 4 * (_VALUE_WARPS * _VALUE_TOKENS * rows + _VALUE_TOKENS)
     return device.kernel("latent_values", f"latent_values_{rows}", shared_bytes=shared_bytes)

@@ -48,7 +48,7 @@ class LatentAttention:
         absorbed = partial(self._absorbed.launch, q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale)
         least, lines = math.ceil(shape.least_expanded_tokens), batch.chunk_context_tokens
         expanded = self._expanded if batch.max_query_tokens >= least else None
-        if expanded is None or lines is None or not expanded.has_room(lines, shape.num_heads):
+        if expanded is None or lines is None or not expanded.has_room(lines):
             absorbed(most_tokens=_ANY_NUMBER)
             return out
         if len(q) < len(batch.context_lens) * batch.max_query_tokens:  # else every row is as long as the longest

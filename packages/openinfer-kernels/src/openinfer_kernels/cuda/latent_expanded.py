@@ -19,8 +19,8 @@ _LINES, _KEYS, _THREADS, _STAGES = 128, 128, 384, 2
 _BOX_VALUES = 64
 _SHARED_BYTES = 2 * 192 * _LINES + _STAGES * 2 * _KEYS * (192 + 128) + 2 * 1024
 """`Shared` of the source: queries, keys and values; barriers; and what aligns it."""
-_MOST_SCRATCH_BYTES = 1 << 29
-"""Of expanded contexts; longer ones are attended to in the other form."""
+_MOST_SCRATCH_BYTES = 1 << 28
+"""Of keys and values: where all heads' take more, some heads' are made at a time."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -41,7 +41,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "out", "query_starts", "context_lens", "starts")),
-        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "least_tokens")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "least_tokens", "first_head")),
         ("scale", ctypes.c_float),
     )
 
@@ -55,9 +55,9 @@ class LatentExpanded:
         self._attend = device.kernel(STEM, STEM, shared_bytes=_SHARED_BYTES)
         self._maps = TensorMaps()
 
-    def has_room(self, lines: int, num_heads: int) -> bool:
-        """Whether contexts of so many tokens in all may be expanded."""
-        return lines * (num_heads * _OWN + _ENTRY) * bfloat16.itemsize <= _MOST_SCRATCH_BYTES
+    def has_room(self, lines: int) -> bool:
+        """Whether contexts of so many tokens in all may be expanded: at least one head at a time."""
+        return lines * _OWN * bfloat16.itemsize <= _MOST_SCRATCH_BYTES
 
     def launch(
         self,
@@ -103,16 +103,32 @@ class LatentExpanded:
             least_tokens,
         )
         self._gather((-(-lines // _GATHER_LINES), 1, 1), (_GATHER_THREADS, 1, 1), [gather], overlap=True)
-        own = self._linear.linear(latents, kv_b_proj)  # [lines, H 256]
-        arguments = _Arguments(
-            address(q), address(out), *rows, address(starts), num_rows, num_heads, least_tokens, scale * _LOG2_E
-        )
-        tiles = most_tiles(num_tokens, num_rows, 1, lines=_LINES)
-        maps = [self._map(own), self._map(keys)]
-        self._attend((tiles, num_heads, 1), (_THREADS, 1, 1), [*maps, arguments], overlap=True)
+        tiles, at_once = most_tiles(num_tokens, num_rows, 1, lines=_LINES), _heads_at_once(lines, num_heads)
+        for first_head in range(0, num_heads, at_once):
+            weight = kv_b_proj[first_head * _OWN : (first_head + at_once) * _OWN]
+            own = self._linear.linear(latents, weight)  # [lines, heads 256]
+            arguments = _Arguments(
+                address(q),
+                address(out),
+                *rows,
+                address(starts),
+                num_rows,
+                num_heads,
+                least_tokens,
+                first_head,
+                scale * _LOG2_E,
+            )
+            grid = (tiles, len(weight) // _OWN, 1)
+            self._attend(grid, (_THREADS, 1, 1), [self._map(own), self._map(keys), arguments], overlap=True)
 
     def _map(self, array: Array) -> ctypes.Structure:
         """Boxes of 128 lines and 64 columns of `array [lines, columns]`."""
         lines, columns = array.shape
         row_bytes = columns * bfloat16.itemsize
         return self._maps.of(Cut(address(array), (columns, lines), (row_bytes,), (_BOX_VALUES, _KEYS)))
+
+
+def _heads_at_once(lines: int, num_heads: int) -> int:
+    """As many as their keys and values find room for, in equal shares."""
+    most = max(1, _MOST_SCRATCH_BYTES // (lines * _OWN * bfloat16.itemsize))
+    return -(-num_heads // -(-num_heads // most))
