@@ -64,7 +64,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Longest context, prompt and completion together; None takes the model's own."""
     max_num_seqs: int = 256
     """Sequences that run at a time at most."""
-    max_step_tokens: int = 8192
+    max_step_tokens: int = 4096
     """Token budget of one step: decode rows and prompt chunks together."""
     max_itl_ms: int | None = None
     """Milliseconds that a step with decode rows should take at most: prompts wait, or come in smaller chunks, so that
