@@ -26,6 +26,8 @@ BUFFER_BYTES = 4 << 20
 """Small, as pinning costs 0.5 s per GB and a piece should be in a cache of the CPU when the copy engine takes it."""
 _BUFFERS = 2
 """Per thread: one is filled while the other is taken."""
+_BUFFERS_OF_TASK = 8
+"""That a thread fills one after the other before it asks for more to do, which takes the interpreter."""
 _TO_DEVICE = 1
 """`cudaMemcpyHostToDevice`."""
 
@@ -70,9 +72,9 @@ class Uploads:
                 self.add(row, place)
             return
         rows = BUFFER_BYTES // row_bytes
-        for begin in range(0, len(host), rows):
-            piece = slice(begin, begin + rows)
-            self._pending.append(self._threads.submit(self._copy, host[piece], out[piece], convert))
+        for begin in range(0, len(host), rows * _BUFFERS_OF_TASK):
+            task = slice(begin, begin + rows * _BUFFERS_OF_TASK)
+            self._pending.append(self._threads.submit(self._copy, host[task], out[task], rows))
 
     def finish(self) -> None:
         """Waits for everything that was added.
@@ -93,21 +95,26 @@ class Uploads:
             lane.close()
         self._lanes.clear()
 
-    def _copy(self, host: HostArray, out: Array, convert: Convert | None) -> None:
+    def _copy(self, host: HostArray, out: Array, rows: int) -> None:
+        """Copies so many rows at a time."""
         lane = self._lane()
+        with lane.stream:
+            for begin in range(0, len(host), rows):
+                self._copy_rows(lane, host[begin : begin + rows], out[begin : begin + rows])
+        self._progress(host.nbytes)
+
+    def _copy_rows(self, lane: "_Lane", host: HostArray, out: Array) -> None:
         buffer = lane.next_buffer()
         staged = buffer.memory[: host.nbytes].view(host.dtype).reshape(host.shape)
         np.copyto(staged, host)
-        with lane.stream:
-            if host.dtype == np.uint16 and convert is None:
-                _send(staged, out, lane.stream)
-            else:
-                on_device = cupy.empty(host.shape, host.dtype)
-                _send(staged, on_device, lane.stream)
-                with self._lock:  # a kernel's arguments are one thread's at a time
-                    (convert or self._convert)(on_device, out)
-            buffer.taken.record(lane.stream)
-        self._progress(host.nbytes)
+        if host.dtype == np.uint16:
+            _send(staged, out, lane.stream)
+        else:
+            on_device = cupy.empty(host.shape, host.dtype)
+            _send(staged, on_device, lane.stream)
+            with self._lock:  # a kernel's arguments are one thread's at a time
+                self._convert(on_device, out)
+        buffer.taken.record(lane.stream)
 
     def _lane(self) -> "_Lane":
         lane: _Lane | None = getattr(self._own, "lane", None)
