@@ -162,27 +162,32 @@ def measure_decode(engine: Engine) -> dict[str, Any]:
     memory.lock(tier.pinnable_memory())
     port = TierPort(tier, memory.blocks, load_timeout_s=30, before_close=memory.unlock)
     for _ in range(DECODERS):
-        engine.submit(engine.prompt(DECODE_TOKENS), max_tokens=10 * DECODE_STEPS)
+        engine.submit(engine.prompt(DECODE_TOKENS), max_tokens=12 * DECODE_STEPS)
     for _ in range(60):
         engine.loop.step()
     found: dict[str, Any] = {"decoders": DECODERS, "block_bytes": layout.block_bytes}
-    found["alone_ms"] = engine.step_ms(lambda: None)
+    copier = _Copier(port)
     for way in ("save", "load"):
-        copier = _Copier(port, way)
+        copier.turn(way)
+        found[f"alone_before_{way}_ms"] = engine.step_ms(lambda: None)
         begin_s = time.perf_counter()
         found[f"beside_{way}_ms"] = engine.step_ms(copier.keep_going)
         found[f"{way}_gb_per_s"] = copier.landed_blocks * layout.block_bytes / (time.perf_counter() - begin_s) / 1e9
-        copier.finish()
+    copier.turn("save")
     found["alone_again_ms"] = engine.step_ms(lambda: None)
     port.close()
     return found
 
 
 class _Copier:
-    """Keeps some moves under way."""
+    """Keeps some moves under way, one way after the other."""
 
-    def __init__(self, port: TierPort, way: str) -> None:
-        self._port, self._way = port, way
+    def __init__(self, port: TierPort) -> None:
+        self._port, self._way = port, "save"
+        names = np.arange(2 * 32 * 1000, dtype=np.uint64).tobytes()
+        digests = [Digest(names[begin : begin + 16]) for begin in range(0, len(names), 16)]
+        self._new_digests = [digests[begin : begin + 32] for begin in range(0, len(digests), 32)]
+        self._saved: dict[int, list[Digest]] = {}
         self._moves: list[Any] = []
         self._number = 0
         self.landed_blocks = 0
@@ -195,7 +200,9 @@ class _Copier:
         while len(self._moves) < PIECES_IN_FLIGHT:
             self._moves.append(self._begin())
 
-    def finish(self) -> None:
+    def turn(self, way: str) -> None:
+        """From now on the other way; waits for what is under way."""
+        self._way, self._moves, self.landed_blocks = way, [], 0
         while self._port.is_moving:
             self._port.wait(0.1)
             self._port.settle()
@@ -205,13 +212,9 @@ class _Copier:
         self._number += 1
         blocks = range(place * 32, place * 32 + 32)
         if self._way == "save":
-            digests = [Digest(self._number.to_bytes(8, "little") + index.to_bytes(8, "little")) for index in blocks]
-            _SAVED[place] = digests
-            return self._port.save(digests, blocks)
-        return self._port.load(_SAVED[place], blocks)
-
-
-_SAVED: dict[int, list[Digest]] = {}
+            self._saved[place] = self._new_digests.pop()
+        move = self._port.save if self._way == "save" else self._port.load
+        return move(self._saved[place], blocks)
 
 
 def main() -> None:
@@ -254,8 +257,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def print_decode(decode: dict[str, Any]) -> None:
-    alone = statistics.mean(decode["alone_ms"] + decode["alone_again_ms"])
-    for way in ("save", "load"):
+    for way, after in (("save", "alone_before_load_ms"), ("load", "alone_again_ms")):
+        alone = statistics.mean(decode[f"alone_before_{way}_ms"] + decode[after])
         beside = statistics.mean(decode[f"beside_{way}_ms"])
         print(
             f"{way}: {decode[f'{way}_gb_per_s']:.1f} GB/s beside {decode['decoders']} that decode: "

@@ -1,5 +1,6 @@
 """`DiskTier`: KV blocks in segment files, found again after a restart or a crash."""
 
+import itertools
 import mmap
 import threading
 import time
@@ -10,7 +11,7 @@ import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierFailure, TierHit, Transfer
 from openinfer_kv_cache.tier_traits import BlockMemory
-from openinfer_kv_offload.arena import WrapMedium, as_it_is
+from openinfer_kv_offload.arena import Arena, WrapMedium, as_it_is
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.failures import BlockFault
 from openinfer_kv_offload.hit import HeldHit
@@ -106,6 +107,8 @@ class DiskTier:
         self._lock = threading.Lock()
         self._append_lock = threading.Lock()
         self._buffers = threading.local()
+        self._scratch = Arena(options.queue.num_threads * self._record_bytes)
+        self._num_buffers = itertools.count()
         self._clock = clock
         self._refresh_s = options.refresh_s
         self._tally = Tally(name)
@@ -131,8 +134,8 @@ class DiskTier:
         return self._store.digest_key
 
     def pinnable_memory(self) -> Sequence[memoryview]:
-        """None: bytes pass through buffers that come and go with the threads."""
-        return []
+        """The buffers that bytes pass through."""
+        return [self._scratch.view(0, self._scratch.num_bytes)]
 
     def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
         """Begins to read a hit's blocks into writable memory."""
@@ -258,7 +261,9 @@ class DiskTier:
         """One record of memory for each thread."""
         buffer: memoryview | None = getattr(self._buffers, "record", None)
         if buffer is None:
-            buffer = memoryview(mmap.mmap(-1, self._record_bytes))
+            begin = next(self._num_buffers) * self._record_bytes
+            is_ours = begin + self._record_bytes <= self._scratch.num_bytes
+            buffer = self._scratch.view(begin, self._record_bytes) if is_ours else _own_buffer(self._record_bytes)
             self._buffers.record = buffer
         return buffer
 
@@ -278,3 +283,8 @@ class DiskTier:
     def _release(self, held: list[Recorded]) -> None:
         with self._lock:
             self._index.release(held)
+
+
+def _own_buffer(num_bytes: int) -> memoryview:
+    """Of a thread that is not the tier's."""
+    return memoryview(mmap.mmap(-1, num_bytes))

@@ -1,9 +1,10 @@
 """`HostTier`: KV blocks in this process's memory."""
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -34,6 +35,8 @@ from openinfer_kv_offload.tally import Tally
 from openinfer_kv_offload.transfer import BlockTransfer
 
 _ALIGN_BYTES = 64
+_NUM_THREADS = min(3, max(2, (os.cpu_count() or 1) // 2))
+"""By default: so many keep the bus busy, and more take the interpreter from others."""
 _MOST_BATCH_BLOCKS, _LEAST_BATCHES = 32, 32
 """Blocks of a device that are copied together, and how many such batches a tier has room for at least."""
 
@@ -56,7 +59,7 @@ class HostTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     policy: HostPolicy = HostPolicy.LRU
     ttl_s: float | None = None
     """A block that nobody found for so long is given up."""
-    queue: QueueOptions = QueueOptions()
+    queue: QueueOptions = msgspec.field(default_factory=lambda: QueueOptions(num_threads=_NUM_THREADS))
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and self.ttl_s <= 0:
@@ -209,29 +212,27 @@ class HostTier:
     # The threads' side.
 
     def _load(self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[BlockMemory]) -> None:
-        for stored, is_intact in self._read(transfer, held, blocks):
-            if not is_intact:
-                self._tally.lost(corrupt_blocks=int(self._drop(stored)))
-                raise BlockFault(TierFailure.CORRUPT)
-            transfer.land()
-            self._tally.moved(loaded_blocks=1)
-
-    def _read(
-        self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[BlockMemory]
-    ) -> Iterator[tuple[Stored, bool]]:
-        """Fills blocks one after the other, a device's in batches; of each, whether its bytes are right."""
         for stored, block in zip(held, in_memory(blocks), strict=False):
             with transfer.touching():
                 self._medium.read(stored.place * self._stride_bytes, block)
                 is_intact = self._stamps.fits(stored.digest, block, stored.stamp)
-            yield stored, is_intact
+            self._land_loaded(transfer, [stored], [is_intact])
         on_device = on_a_device(blocks)
         for begin in range(0, len(on_device), self._batch_blocks):
             batch = held[begin : begin + self._batch_blocks]
             places = [self._memory_of(stored.place) for stored in batch]
             with transfer.touching():
-                found = self._stamps.copy_in(batch, on_device[begin : begin + self._batch_blocks], places)
-            yield from zip(batch, found, strict=True)
+                are_intact = self._stamps.copy_in(batch, on_device[begin : begin + self._batch_blocks], places)
+            self._land_loaded(transfer, batch, are_intact)
+
+    def _land_loaded(self, transfer: BlockTransfer, batch: Sequence[Stored], are_intact: Sequence[bool]) -> None:
+        """Lands blocks up to the first that is not right, which is dropped."""
+        num_right = len(batch) if all(are_intact) else are_intact.index(False)
+        transfer.land(num_right)
+        self._tally.moved(loaded_blocks=num_right)
+        if num_right < len(batch):
+            self._tally.lost(corrupt_blocks=int(self._drop(batch[num_right])))
+            raise BlockFault(TierFailure.CORRUPT)
 
     def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
         for digest, block in zip(digests, in_memory(blocks), strict=False):
@@ -251,7 +252,7 @@ class HostTier:
             with transfer.touching():
                 stamp = self._stamps.stamp(digest, block)
                 self._medium.write(places[0] * self._stride_bytes, [block])
-            self._publish(places.pop(), digest, stamp)
+            self._publish(places, [digest], [stamp])
 
     def _save_from_device(
         self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[DeviceBlock]
@@ -260,46 +261,46 @@ class HostTier:
             memory = [self._memory_of(place) for place in places]
             with transfer.touching():
                 stamps = self._stamps.copy_out(blocks, memory)
-            for digest, stamp in zip(digests, stamps, strict=True):
-                self._publish(places.pop(0), digest, stamp)
+            self._publish(places, digests, stamps)
 
     @contextlib.contextmanager
     def _filling(self, num_places: int) -> Generator[list[int]]:
-        """Places to fill; whoever publishes one takes it off the list, and the rest is given back."""
+        """Places to fill; whoever publishes them takes them off the list, and the rest is given back."""
         places: list[int] = []
         try:
-            while len(places) < num_places:
-                places.append(self._take())
+            self._take(places, num_places)
             yield places
         finally:
             with self._lock:
                 for place in places:
                     self._index.give_back(place)
 
-    def _publish(self, place: int, digest: Digest, stamp: bytes) -> None:
+    def _publish(self, places: list[int], digests: Sequence[Digest], stamps: Sequence[bytes]) -> None:
+        """Makes filled places findable, and empties the list of them."""
         with self._lock:
-            published = self._index.publish(place, digest, stamp)
-        self._tally.moved(saved_blocks=int(published))
+            filled = zip(places, digests, stamps, strict=True)
+            saved_blocks = sum([self._index.publish(place, digest, stamp) for place, digest, stamp in filled])
+            places.clear()
+        self._tally.moved(saved_blocks=saved_blocks)
 
     def _memory_of(self, place: int) -> memoryview:
         return self._arena.view(place * self._stride_bytes, self.layout.block_bytes)
 
-    def _take(self) -> int:
-        """A place to fill; what was there has been handed on."""
+    def _take(self, places: list[int], num_places: int) -> None:
+        """Adds places to fill; what was there has been handed on."""
+        left: list[Stored] = []
         with self._lock:
-            taken = self._index.take()
-        if taken is None:
-            raise BlockFault(TierFailure.BUSY)
-        place, left = taken
-        if left is not None:
-            self._tally.lost(evicted_blocks=1)
-            try:
-                self._demote(left)
-            except Exception:
-                with self._lock:
-                    self._index.give_back(place)
-                raise
-        return place
+            while len(places) < num_places:
+                taken = self._index.take()
+                if taken is None:
+                    raise BlockFault(TierFailure.BUSY)
+                places.append(taken[0])
+                if taken[1] is not None:
+                    left.append(taken[1])
+        if left:
+            self._tally.lost(evicted_blocks=len(left))
+            for stored in left:
+                self._demote(stored)
 
     def _demote(self, stored: Stored) -> None:
         """Hands on a block that nobody can overwrite now, if it is intact: the next tier stamps what it gets."""

@@ -42,10 +42,10 @@ def check_blocks(blocks: Sequence[BlockMemory], layout: KvLayout, *, num_blocks:
     """
     if len(blocks) != num_blocks:
         raise KvTierError(f"{num_blocks} digests and {len(blocks)} blocks; they belong together one by one")
-    if len(in_memory(blocks)) not in (0, len(blocks)):
-        raise KvTierError("some blocks are in this machine's memory and some are a device's; move each kind by itself")
+    num_on_device = 0
     for index, block in enumerate(blocks):
         if not isinstance(block, memoryview):
+            num_on_device += 1
             if block.nbytes != layout.block_bytes:
                 raise KvTierError(f"blocks[{index}] has {block.nbytes} bytes; this layout's have {layout.block_bytes}")
         elif block.nbytes != layout.block_bytes or block.format != "B" or not block.c_contiguous:
@@ -55,6 +55,8 @@ def check_blocks(blocks: Sequence[BlockMemory], layout: KvLayout, *, num_blocks:
             )
         elif writable and block.readonly:
             raise KvTierError(f"blocks[{index}] is read-only; a load writes into it")
+    if num_on_device not in (0, len(blocks)):
+        raise KvTierError("some blocks are in this machine's memory and some are a device's; move each kind by itself")
 
 
 def in_memory(blocks: Sequence[BlockMemory]) -> list[memoryview]:

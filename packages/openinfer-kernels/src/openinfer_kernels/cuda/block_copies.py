@@ -8,7 +8,7 @@ the bus; other memory passes through a buffer of the driver's.
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from openinfer_kernels.ops import Array, HostArray
 _TO_DEVICE, _TO_HOST = 1, 2
 """`cudaMemcpyKind`."""
 _BATCH_BLOCKS = 64
+MOST_COPY_BYTES = 5 << 20
+"""Of one copy: a step's own small copies wait for those that were begun before on the same engine of the GPU."""
 _SUM_BYTES = 16
 _PIECES, _THREADS = 8, 256
 """What a block is cut into for its sum, and the threads of each piece."""
@@ -129,16 +131,28 @@ class _OfThread(threading.local):
         self._addresses[:num_blocks, 0] = blocks
         copy(address(self._device_addresses), self._addresses.ctypes.data, 8 * num_blocks, _TO_DEVICE, stream)
         cupy.cuda.runtime.memsetAsync(address(self._device_sums), 0, _SUM_BYTES * num_blocks, stream)
-        for block, host in zip(blocks, hosts, strict=True):
+        for block, host, nbytes in _runs(blocks, hosts, self._bytes):
             target, source = (block, host) if kind == _TO_DEVICE else (host, block)
-            copy(target, source, self._bytes, kind, stream)
+            copy(target, source, nbytes, kind, stream)
         with self._stream:
             arguments = (self._device_addresses, self._device_sums, ctypes.c_int(self._bytes // _SUM_BYTES))
             self._kernel((_PIECES, num_blocks, 1), (_THREADS, 1, 1), arguments)
         copy(self._sums.ctypes.data, address(self._device_sums), _SUM_BYTES * num_blocks, _TO_HOST, stream)
         self._done.record(self._stream)
         self._done.synchronize()
-        return [self._sums[index].tobytes() for index in range(num_blocks)]
+        sums = self._sums[:num_blocks].tobytes()
+        return [sums[begin : begin + _SUM_BYTES] for begin in range(0, len(sums), _SUM_BYTES)]
+
+
+def _runs(blocks: Sequence[int], hosts: Sequence[int], nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Neighbours on both sides as one copy: begin of each, and bytes."""
+    first, most_blocks = 0, max(1, MOST_COPY_BYTES // nbytes)
+    for index in range(1, len(blocks) + 1):
+        steps = (index - first) * nbytes
+        is_run = index < len(blocks) and blocks[index] == blocks[first] + steps and hosts[index] == hosts[first] + steps
+        if not is_run or index - first == most_blocks:
+            yield blocks[first], hosts[first], steps
+            first = index
 
 
 def _pinned(rows: int, columns: int) -> HostArray:
@@ -147,5 +161,7 @@ def _pinned(rows: int, columns: int) -> HostArray:
 
 
 def _address_of(memory: memoryview) -> int:
-    begin: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return begin
+    if memory.readonly:
+        begin: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+        return begin
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
