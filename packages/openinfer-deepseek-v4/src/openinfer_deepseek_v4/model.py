@@ -172,17 +172,14 @@ class Block:
 
     def _attention(self, x: Array, weights: AttentionWeights, *, batch: AttentionBatch, window: str) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
-        ops, config, eps = self._ops, self._config, self._config.rms_norm_eps
-        tokens, d = len(x), config.head_dim
+        ops, d, eps = self._ops, self._config.head_dim, self._config.rms_norm_eps
         rope = self._ropes.get(weights.kind, self._compress_rope)
         low = ops.rms_norm(project(ops, x, weights.wq_a), weights.q_norm, eps=eps)  # [T, q_lora_rank]
-        q = project(ops, low, weights.wq_b).reshape(tokens, -1, d)  # [T, H, D]
-        q = ops.norm_rope_tail(q, None, eps=eps, rope=rope, batch=batch)
-        kv = project(ops, x, weights.wkv).reshape(tokens, 1, d)
+        kv = project(ops, x, weights.wkv).reshape(len(x), 1, d)
         kv = ops.norm_rope_tail(kv, weights.kv_norm, eps=eps, rope=rope, batch=batch)
         attended = ops.window_attention(  # [T, H D]
-            q,
-            kv.reshape(tokens, d),
+            self._queries(low, weights, rope, batch=batch),
+            kv.reshape(len(x), d),
             sinks=weights.sinks,
             window=batch.states[f"{window}.kv"],
             layer=weights.layer,
@@ -193,6 +190,11 @@ class Block:
         )
         grouped = ops.grouped_linear(attended, weights.wo_a)  # [T, G o_lora_rank]
         return self._communicator.all_reduce(project(ops, grouped, weights.wo_b))
+
+    def _queries(self, low: Array, weights: AttentionWeights, rope: Array, *, batch: AttentionBatch) -> Array:
+        """`[T, H, D]`; nobody holds them but the attention, as they are the largest array of a step."""
+        q = project(self._ops, low, weights.wq_b).reshape(len(low), -1, self._config.head_dim)
+        return self._ops.norm_rope_tail(q, None, eps=self._config.rms_norm_eps, rope=rope, batch=batch)
 
     def _entries(
         self, x: Array, low: Array, weights: AttentionWeights, *, batch: AttentionBatch
