@@ -177,3 +177,31 @@ def test_many_tokens_multiply_a_widened_copy(ops, activation, host, weight_forma
     expected = host(x).astype(np.float64) @ values.astype(np.float64).T
     got = host(ops.quantised_linear(x, ops.upload_quantised(part)))
     assert np.abs(got - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def test_codes_that_are_loaded_beside_each_other_are_those_loaded_alone(ops, activation, host, weight_format):
+    """By threads on a GPU; a matrix and a piece of it that is not contiguous."""
+    part, _ = make_part(weight_format, 256, 256)
+    piece = cut(part, slice(0, 256), slice(128, 256))
+    x = activation(np.random.default_rng(3).normal(size=(4, 256)).astype(np.float32))
+    told: list[int] = []
+    with ops.loading(told.append):
+        weights = [ops.upload_quantised(each) for each in (part, piece)]
+    for weight, given in zip(weights, (part, piece), strict=True):
+        tokens = activation(host(x)[:, : weight.shape[1]].copy())
+        alone = ops.quantised_linear(tokens, ops.upload_quantised(given))
+        np.testing.assert_array_equal(host(ops.quantised_linear(tokens, weight)), host(alone))
+    if ops.name == "cuda":
+        assert sum(told) >= sum(weight.codes.nbytes for weight in weights)
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def test_widened_weight_may_be_read_while_others_are_loaded(ops, rounded, host, weight_format):
+    (part, values), (other, _) = make_part(weight_format, 40, 96), make_part(weight_format, 24, 96)
+    with ops.loading():
+        ops.upload_quantised(part)
+        weight = ops.upload_widened(part, other)
+        found = host(weight)
+    assert weight.shape == (64, 96)
+    np.testing.assert_array_equal(found[:40], rounded(values.astype(np.float32)))

@@ -221,7 +221,7 @@ SERVINGS = (
     Serving(
         part="quantised products",
         phase=Phase.ANY,
-        operators=("upload_quantised",),
+        operators=("upload_quantised", "upload_widened"),
         kernel="quantised",
     ),
     Serving(part="embedding", phase=Phase.ANY, operators=("embedding",), kernel="embedding"),

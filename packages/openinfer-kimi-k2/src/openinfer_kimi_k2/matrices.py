@@ -65,13 +65,10 @@ class MatrixLoader:
         return plain.reshape(num_matrices, -1, plain.shape[1])
 
     def load_widened(self, matrix: Matrix, *, cut: Cut = Cut.WHOLE) -> Array:
-        """In the compute dtype, however it is stored: what is multiplied by the identity comes out transposed."""
+        """In the compute dtype, however it is stored."""
         if matrix.format is None:
             return self._plain((matrix,), cut)
-        stored = self._ops.upload_quantised(*self._parts((matrix,), cut))
-        identity = self._ops.zeros((matrix.shape[1], matrix.shape[1]))
-        identity.reshape(-1)[:: matrix.shape[1] + 1] = 1
-        return self._ops.quantised_linear(identity, stored).T.copy()
+        return self._ops.upload_widened(*self._parts((matrix,), cut))
 
     def _plain(self, matrices: tuple[Matrix, ...], cut: Cut) -> Array:
         return self._ops.upload_weight(*(self._weights.read(f"{each.name}.weight", cut) for each in matrices))

@@ -51,6 +51,10 @@ class CpuExpertOps:
         """See `openinfer_kernels.cpu.quantised`."""
         return upload_quantised(parts, num_matrices)
 
+    def upload_widened(self, *parts: QuantisedPart) -> Array:
+        """See `openinfer_kernels.cpu.quantised`."""
+        return widened(upload_quantised(parts, None))
+
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
         """See `openinfer_kernels.cpu.quantised`."""
         return linear(x, widened(weight))

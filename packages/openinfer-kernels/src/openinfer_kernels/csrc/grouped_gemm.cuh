@@ -56,7 +56,7 @@ struct Shape {
   static constexpr int kScaleUnit = kScaleChunk < kUnit ? kScaleChunk : kUnit;    // of one copy
   static constexpr int kCodeBytes = kRows * kCodeUnits * kUnit, kXBytes = kTokens * kXUnits * kUnit;
   static constexpr int kStageBytes = kCodeBytes + kXBytes + kRows * kScaleChunk;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kTokens * 4;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
   static constexpr bool kScalesSums = Format::kQuantised && kTokenTiles == 1;
 };
 
@@ -66,12 +66,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 // Copies kBytes without waiting; zeros where `present` is false, and then `from` is not read.
 template <int kBytes>
-__device__ __forceinline__ void copy(void* to, const void* from, bool present) {
+__device__ __forceinline__ void copy(uint32_t to, const void* from, bool present) {
   const int bytes = present ? kBytes : 0;
   if constexpr (kBytes == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes),
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
                  "r"(bytes));
 }
 
@@ -134,49 +134,88 @@ struct Work {
   }
 };
 
+// What one thread copies of each chunk: places that do not change from chunk to chunk, in bytes.
 template <typename S, Epilogue kEpilogue>
-__device__ __forceinline__ void load_weights(uint8_t* stage, const Problem& p, const Work<S, kEpilogue>& work,
-                                             int chunk) {
+struct Loader {
   using Format = typename S::Format;
-  const uint8_t* codes = p.codes + int64_t(work.matrix) * p.rows * p.row_bytes;
-  constexpr int kRowsAtOnce = kThreads / S::kCodeUnits;
-  const int unit = threadIdx.x % S::kCodeUnits, byte = (chunk * S::kCodeUnits + unit) * kUnit;
+  static constexpr uint32_t kAbsent = 0xFFFFFFFFu;
+  static constexpr int kCodeRows = kThreads / S::kCodeUnits, kXRows = kThreads / S::kXUnits;  // copied at once
+  static constexpr int kCodeCopies = S::kRows / kCodeRows, kXCopies = (S::kTokens + kXRows - 1) / kXRows;
+  static constexpr int kScaleUnits = Format::kScaleBytes > 0 ? S::kScaleChunk / S::kScaleUnit : 1;  // of a row's chunk
+  static constexpr int kScaleCopies = (S::kRows * kScaleUnits + kThreads - 1) / kThreads;
+  static constexpr int kCodeChunk = S::kCodeUnits * kUnit, kXChunk = S::kXUnits * kUnit;            // bytes of a row
+  static_assert(kCodeRows % 2 == 0 && kXRows % 2 == 0 && S::kRows % kCodeRows == 0 && kThreads % kScaleUnits == 0);
+
+  const uint8_t *codes, *scales, *x;
+  uint32_t code_at[kCodeCopies], scale_at[kScaleCopies], x_at[kXCopies];
+  int code_end, scale_end, x_end;  // of the chunks' beginnings: beyond, there is nothing
+  uint32_t code_to, scale_to, x_to;
+
+  __device__ Loader(const Problem& p, const Work<S, kEpilogue>& work, uint8_t* shared) {
+    const int code_unit = threadIdx.x % S::kCodeUnits, code_row = threadIdx.x / S::kCodeUnits;
+    const int x_unit = threadIdx.x % S::kXUnits, x_row = threadIdx.x / S::kXUnits;
+    codes = p.codes + int64_t(work.matrix) * p.rows * p.row_bytes;
+    x = reinterpret_cast<const uint8_t*>(p.x);
+    code_end = p.row_bytes - code_unit * kUnit;
+    x_end = p.k * 2 - x_unit * kUnit;
+    code_to = shared_address(shared) + place<S::kCodeUnits>(code_row, code_unit) * kUnit;
+    x_to = shared_address(shared) + S::kCodeBytes + place<S::kXUnits>(x_row, x_unit) * kUnit;
 #pragma unroll
-  for (int i = 0; i < S::kRows / kRowsAtOnce; i++) {
-    const int row = i * kRowsAtOnce + threadIdx.x / S::kCodeUnits, source = work.row_of(p, row);
-    const bool present = source >= 0 && byte < p.row_bytes;
-    const int64_t at = present ? int64_t(source) * p.row_bytes + byte : 0;
-    copy<kUnit>(stage + place<S::kCodeUnits>(row, unit) * kUnit, codes + at, present);
-  }
-  if constexpr (Format::kScaleBytes > 0) {
-    const uint8_t* scales = p.scales + int64_t(work.matrix) * (p.rows / p.scale_rows) * p.scale_pitch;
-    uint8_t* to = stage + S::kCodeBytes + S::kXBytes;
-    constexpr int kUnitsOfRow = S::kScaleChunk / S::kScaleUnit;
+    for (int i = 0; i < kCodeCopies; i++) {
+      const int row = work.row_of(p, i * kCodeRows + code_row);
+      code_at[i] = row < 0 ? kAbsent : uint32_t(row) * p.row_bytes + code_unit * kUnit;
+    }
 #pragma unroll
-    for (int i = threadIdx.x; i < S::kRows * kUnitsOfRow; i += kThreads) {
-      const int row = i / kUnitsOfRow, byte = chunk * S::kScaleChunk + i % kUnitsOfRow * S::kScaleUnit;
-      const int source = work.row_of(p, row);
-      const bool present = source >= 0 && byte < p.scale_pitch;
-      const int64_t at = present ? int64_t(source / p.scale_rows) * p.scale_pitch + byte : 0;
-      copy<S::kScaleUnit>(to + i * S::kScaleUnit, scales + at, present);
+    for (int i = 0; i < kXCopies; i++) {
+      const int token = i * kXRows + x_row, at = work.begin + token;
+      if (token < work.count)
+        x_at[i] = uint32_t(p.line == nullptr ? at : p.line[at]) * p.k * 2 + x_unit * kUnit;
+      else
+        x_at[i] = kAbsent;
+    }
+    if constexpr (Format::kQuantised) {
+      const int unit = threadIdx.x % kScaleUnits;
+      scales = p.scales + int64_t(work.matrix) * (p.rows / p.scale_rows) * p.scale_pitch;
+      scale_end = p.scale_pitch - unit * S::kScaleUnit;
+      scale_to = shared_address(shared) + S::kCodeBytes + S::kXBytes + threadIdx.x * S::kScaleUnit;
+#pragma unroll
+      for (int i = 0; i < kScaleCopies; i++) {
+        const int row = (i * kThreads + threadIdx.x) / kScaleUnits, source = row < S::kRows ? work.row_of(p, row) : -1;
+        scale_at[i] = source < 0 ? kAbsent : uint32_t(source / p.scale_rows) * p.scale_pitch + unit * S::kScaleUnit;
+      }
     }
   }
-}
 
-template <typename S>
-__device__ __forceinline__ void load_x(uint8_t* stage, const Problem& p, const int* x_rows, int chunk) {
-  constexpr int kRowsAtOnce = kThreads / S::kXUnits;
-  uint8_t* to = stage + S::kCodeBytes;
-  const int unit = threadIdx.x % S::kXUnits, column = chunk * S::kColumns + unit * 8;
+  __device__ __forceinline__ void load_weights(int stage, int chunk) const {
+    const int byte = chunk * kCodeChunk;
 #pragma unroll
-  for (int i = 0; i < (S::kTokens + kRowsAtOnce - 1) / kRowsAtOnce; i++) {
-    const int token = i * kRowsAtOnce + threadIdx.x / S::kXUnits;
-    if (S::kTokens % kRowsAtOnce && token >= S::kTokens) break;
-    const int row = x_rows[token];
-    const bool present = row >= 0 && column < p.k;
-    copy<kUnit>(to + place<S::kXUnits>(token, unit) * kUnit, p.x + (present ? int64_t(row) * p.k + column : 0), present);
+    for (int i = 0; i < kCodeCopies; i++) {
+      const bool present = code_at[i] != kAbsent && byte < code_end;
+      copy<kUnit>(code_to + stage * S::kStageBytes + i * kCodeRows * kCodeChunk, codes + (present ? code_at[i] + byte : 0),
+                  present);
+    }
+    if constexpr (Format::kQuantised) {
+      const int scale_byte = chunk * S::kScaleChunk;
+#pragma unroll
+      for (int i = 0; i < kScaleCopies; i++) {
+        const bool present = scale_at[i] != kAbsent && scale_byte < scale_end;
+        if (S::kRows * kScaleUnits % kThreads == 0 || i * kThreads + threadIdx.x < S::kRows * kScaleUnits)
+          copy<S::kScaleUnit>(scale_to + stage * S::kStageBytes + i * kThreads * S::kScaleUnit,
+                              scales + (present ? scale_at[i] + scale_byte : 0), present);
+      }
+    }
   }
-}
+
+  __device__ __forceinline__ void load_x(int stage, int chunk) const {
+    const int byte = chunk * kXChunk;
+#pragma unroll
+    for (int i = 0; i < kXCopies; i++) {
+      if (S::kTokens % kXRows && i * kXRows + threadIdx.x / S::kXUnits >= S::kTokens) break;
+      const bool present = x_at[i] != kAbsent && byte < x_end;
+      copy<kUnit>(x_to + stage * S::kStageBytes + i * kXRows * kXChunk, x + (present ? x_at[i] + byte : 0), present);
+    }
+  }
+};
 
 // Adds scale * codes x of 32 columns for one tile of 16 rows and 8 tokens.
 __device__ __forceinline__ void add_scaled(float (&d)[4], const uint4& low, const uint4& high, const uint4& b,
@@ -290,27 +329,22 @@ __device__ __forceinline__ void finish(const float (&d)[S::kRowTiles][S::kTokenT
 template <typename S, Epilogue kEpilogue>
 __device__ __forceinline__ void run(const Problem& p) {
   extern __shared__ __align__(128) uint8_t shared[];
-  int* x_rows = reinterpret_cast<int*>(shared + S::kStages * S::kStageBytes);
   if (!p.weights_first) wait_for_previous_kernel();
   const Work<S, kEpilogue> work(p);
   if (work.count <= 0) {
     if (p.weights_first) wait_for_previous_kernel();
     return;
   }
-  for (int i = threadIdx.x; i < S::kTokens; i += kThreads) {
-    const int at = work.begin + i;
-    x_rows[i] = i >= work.count ? -1 : p.line == nullptr ? at : p.line[at];
-  }
+  const Loader<S, kEpilogue> loader(p, work, shared);
   const int chunks = (p.k + S::kColumns - 1) / S::kColumns;
   for (int i = 0; i < S::kStages - 1; i++) {
-    if (i < chunks) load_weights<S, kEpilogue>(shared + i * S::kStageBytes, p, work, i);
+    if (i < chunks) loader.load_weights(i, i);
   }
-  __syncthreads();
   if (p.weights_first) wait_for_previous_kernel();
   allow_next_kernel();
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; i++) {
-    if (i < chunks) load_x<S>(shared + i * S::kStageBytes, p, x_rows, i);
+    if (i < chunks) loader.load_x(i, i);
     commit();
   }
   float d[S::kRowTiles][S::kTokenTiles][4] = {};
@@ -320,8 +354,8 @@ __device__ __forceinline__ void run(const Problem& p) {
     __syncthreads();
     const int next = chunk + S::kStages - 1;
     if (next < chunks) {
-      load_weights<S, kEpilogue>(shared + next_stage * S::kStageBytes, p, work, next);
-      load_x<S>(shared + next_stage * S::kStageBytes, p, x_rows, next);
+      loader.load_weights(next_stage, next);
+      loader.load_x(next_stage, next);
     }
     commit();
     multiply_chunk<S>(d, shared + stage * S::kStageBytes);

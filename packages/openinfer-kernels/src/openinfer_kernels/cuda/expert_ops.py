@@ -80,6 +80,10 @@ class CudaExpertOps:
         """See `openinfer_kernels.cuda.quantised`."""
         return self._quantised.upload_quantised(parts, num_matrices)
 
+    def upload_widened(self, *parts: QuantisedPart) -> Array:
+        """See `openinfer_kernels.cuda.quantised`."""
+        return self._quantised.upload_widened(parts)
+
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
         """See `openinfer_kernels.cuda.quantised`."""
         return self._quantised.quantised_linear(x, weight)

@@ -96,7 +96,12 @@ class Memory:
         if self._uploads is not None:
             self._uploads.add(host, out, convert)
         else:
-            convert(self.upload(host), out)
+            self.upload_codes_now(host, out, convert)
+
+    def upload_codes_now(self, host: HostArray, out: Array, convert: Convert) -> None:
+        """As `upload_codes`, on the current stream also within `loading`."""
+        convert(self.upload(host), out)
+        self._progress(out.nbytes)
 
     def tell(self, num_bytes: int) -> None:
         """Tells whoever follows the loading that bytes came another way than through `upload_codes`."""

@@ -1,6 +1,8 @@
 """Quantised weights on a GPU: uploaded in the order that `csrc/weight_formats.cuh` reads them in."""
 
 import ctypes
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from openinfer_kernels.cuda.launch import Kernel
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.cuda.memory import Memory
+from openinfer_kernels.cuda.uploads import Convert
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
 from openinfer_kernels.quantised_blocks import common_block, scales_of, stacked_shape, widened_scales
@@ -29,6 +32,9 @@ _GROUP = 32
 _PITCH = 16
 """Scales in a row are a multiple of this, zeros behind the last, so that a chunk of them is always there."""
 _CODES_PER_BYTE = {WeightFormat.FP8_BLOCKS: 1, WeightFormat.INT4_GROUPS: 2, WeightFormat.FP4_GROUPS: 2}
+
+_Bring: TypeAlias = Callable[[HostArray, Array, Convert], None]
+"""Copies codes to the device and converts them into their place."""
 
 
 class Quantised:
@@ -50,6 +56,13 @@ class Quantised:
             WeightDtypeError: codes or scales in a dtype that the format does not have.
             ValueError: parts that do not fit each other, or scales that do not cover their codes.
         """
+        return self._upload(parts, num_matrices, self._memory.upload_codes)
+
+    def upload_widened(self, parts: tuple[QuantisedPart, ...]) -> Array:
+        """See `Ops.upload_widened`; otherwise as `upload_quantised`."""
+        return self._widened(self._upload(parts, None, self._memory.upload_codes_now))
+
+    def _upload(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None, bring: _Bring) -> QuantisedWeight:
         shape = stacked_shape(parts, num_matrices)
         block = common_block(parts, shape)
         if block[1] % _GROUP:
@@ -60,7 +73,7 @@ class Quantised:
         weight = QuantisedWeight(
             format=parts[0].format,
             shape=shape,
-            codes=self._upload_codes(parts, shape),
+            codes=self._upload_codes(parts, shape, bring),
             scales=self._upload_scales(parts, shape, block),
             block_rows=block[0],
             block_columns=block[1],
@@ -96,7 +109,7 @@ class Quantised:
         self._widenings[weight.format](grid, (_THREADS, 1, 1), arguments, overlap=True)
         return out
 
-    def _upload_codes(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...]) -> Array:
+    def _upload_codes(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], bring: _Bring) -> Array:
         """`[matrices.., out, bytes of a row]`, in the kernels' order."""
         row_bytes = shape[-1] // _CODES_PER_BYTE[parts[0].format]
         padded_bytes = -(-row_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -109,7 +122,7 @@ class Quantised:
                 self._fill(part.codes, piece, self._arrangements[part.format])
             else:
                 words = _words_of(part, padding_bytes=padded_bytes - row_bytes)
-                self._memory.upload_codes(words, piece, _Arrange(self._arrangements[part.format]))
+                bring(words, piece, _Arrange(self._arrangements[part.format]))
         return out.reshape(*shape[:-1], padded_bytes)
 
     def _upload_scales(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], block: tuple[int, int]) -> Array:

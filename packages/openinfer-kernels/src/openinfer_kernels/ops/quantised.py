@@ -46,6 +46,18 @@ class QuantisedOps(Protocol):
         """
         ...
 
+    def upload_widened(self, *parts: QuantisedPart) -> Array:
+        """What parts of one format, below each other, stand for: `[out, in]` in the compute dtype, there at once.
+
+        For matrices that a model takes apart; otherwise `upload_quantised` keeps them small. It may be read within
+        `loading`.
+
+        Raises:
+            WeightDtypeError: codes or scales in a dtype that the format does not have.
+            ValueError: parts that do not fit each other, or scales that do not cover their codes.
+        """
+        ...
+
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
         """`x [T, in] @ weight [out, in].T`: `[T, out]`."""
         ...
