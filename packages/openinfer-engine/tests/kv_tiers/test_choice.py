@@ -1,0 +1,152 @@
+"""What `--kv-tier` chooses, and what it is refused for."""
+
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from openinfer_core import InvalidRequest, Plugin, Refused, UnknownPlugin
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import Scheduler
+from openinfer_engine import EngineOptions
+from openinfer_engine.kv_tiers import OpenTiers, PageTaking, choose_tiers, join_tiers, require_tiered, take_pages
+from openinfer_engine.kv_tiers.choice import ChosenTiers, check_spec
+from openinfer_engine.kv_tiers.pool import HostPool
+from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, KvTier, PagedGroup, PagedTensor, SlotGroup, SlotTensor
+from openinfer_kv_cache.tiers import KV_TIERS
+
+TENSOR = PagedTensor(name="k", num_heads=1, head_dim=8, dtype=KvDtype.FLOAT32)
+SPEC = KvSpec(model_tag="m", paged=(PagedGroup(name="attention", num_layers=2, tensors=(TENSOR,)),))
+LAYOUT = KvLayout.from_spec(SPEC, block_size_tokens=4)
+
+
+class PlainTier:
+    """A tier that knows memory of this machine only."""
+
+    name = "plain"
+    layout = LAYOUT
+    accepts_saves = True
+    digest_key: bytes | None = None
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def find(self, digests: Any) -> Any: ...
+
+    def load(self, hit: Any, blocks: Any, *, timeout_s: float | None = None) -> Any: ...
+
+    def save(self, digests: Any, blocks: Any, *, timeout_s: float | None = None) -> Any: ...
+
+    def counters(self) -> Any: ...
+
+
+def open_plain(layout: KvLayout, setting: str) -> PlainTier:
+    assert (layout, setting) == (LAYOUT, "x")
+    return PlainTier()
+
+
+class _Ours(EntryPoint):
+    def load(self) -> Any:
+        return open_plain
+
+
+def plain(key_file: str | None = None) -> ChosenTiers:
+    plugin = Plugin(KV_TIERS, "plain", _Ours("plain", "here:PlainTier", KV_TIERS))
+    return ChosenTiers(settings=("plain=x",), plugins=(plugin,), opener=plugin, opener_setting="x", key_file=key_file)
+
+
+def test_one_tier_is_opened_by_its_own_plugin_and_several_by_the_stack() -> None:
+    one = choose_tiers(EngineOptions(kv_tier=["host=1GiB,policy=lfu"]))
+    assert one is not None
+    assert (one.opener.name, one.opener_setting) == ("host", "1GiB,policy=lfu")
+    two = choose_tiers(EngineOptions(kv_tier=["host=1GiB", "disk=/x,2GiB"]))
+    assert two is not None
+    assert (two.opener.name, two.opener_setting) == ("stack", "host=1GiB;disk=/x,2GiB")
+    assert list(two.parts) == ["kv tier 1", "kv tier 2"]
+    assert two.parts["kv tier 2"].startswith("disk=/x,2GiB (openinfer-kv-offload ")
+    assert choose_tiers(EngineOptions()) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (["tape=1TiB"], UnknownPlugin, "'tape'"),
+        (["=1TiB"], InvalidRequest, "NAME=SETTING"),
+        (["host=1GiB;disk=/x,1GiB", "disk=/y,1GiB"], InvalidRequest, "has a ';'"),
+    ],
+)
+def test_settings_that_name_nothing_are_refused(settings: list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        choose_tiers(EngineOptions(kv_tier=settings))
+
+
+def test_models_with_recurrent_states_are_refused() -> None:
+    check_spec(SPEC)
+    state = SlotTensor(name="state", shape=(4,), dtype=KvDtype.FLOAT32)
+    states = SlotGroup(name="linear", num_layers=1, tensors=(state,))
+    with pytest.raises(Refused, match="recurrent states \\(linear\\)"):
+        check_spec(KvSpec(model_tag="m", paged=SPEC.paged, slots=(states,)))
+
+
+def test_a_lasting_tier_without_a_key_needs_a_key_file(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="give --kv-key-file"):
+        plain().open(LAYOUT)
+    path = tmp_path / "key"
+    path.write_bytes(b"short")
+    with pytest.raises(InvalidRequest, match="it must have 16 to 64"):
+        plain(str(path)).open(LAYOUT)
+    path.write_bytes(bytes(range(32)))
+    assert plain(str(path)).open(LAYOUT).digest_key == bytes(range(32))
+
+
+def test_schedulers_without_tiers_are_refused() -> None:
+    with pytest.raises(Refused, match="the scheduler mine uses no KV tiers"):
+        require_tiered(cast("Scheduler", object()), name="mine")
+
+
+class _OnDevice(HostPool):
+    is_on_device = True
+
+
+class _Scheduler:
+    def __init__(self) -> None:
+        self.ports: list[Any] = []
+
+    def use_tiers(self, port: Any) -> None:
+        self.ports.append(port)
+
+
+def test_a_device_needs_tiers_that_take_its_blocks() -> None:
+    tiers = OpenTiers(tier=cast("KvTier", PlainTier()), digest_key=None)
+    pool = np.zeros((3, LAYOUT.block_bytes // 4), np.float32)
+    with pytest.raises(Refused, match="use it with --device cpu"):
+        take_pages(tiers)
+    with pytest.raises(Refused, match="use it with --device cpu"):
+        join_tiers(tiers, pool=_OnDevice(pool), scheduler=_Scheduler(), load_timeout_s=1.0)
+    scheduler = _Scheduler()
+    port = join_tiers(tiers, pool=HostPool(pool), scheduler=scheduler, load_timeout_s=1.0)
+    assert scheduler.ports == [port]
+    with pytest.raises(ContractViolation, match="blocks of the pool have"):
+        join_tiers(tiers, pool=HostPool(pool[:, :3].copy()), scheduler=scheduler, load_timeout_s=1.0)
+    port.close()
+    port.close()
+
+
+def test_blocks_of_a_host_pool_are_its_memory() -> None:
+    pool = np.zeros((3, 2, 4), np.float32)
+    blocks: Sequence[Any] = HostPool(pool).blocks
+    blocks[1][:4] = np.float32(7.0).tobytes()
+    assert len(blocks) == 3
+    assert pool[1, 0, 0] == 7.0
+
+
+def test_pages_are_taken_by_threads() -> None:
+    memory = memoryview(bytearray(b"\1" * 10_000))
+    taking = PageTaking([memory])
+    taking.finish()
+    taking.close()
+    assert [memory[place] for place in (0, 1, 4096, 8192)] == [0, 1, 0, 0]
