@@ -113,9 +113,7 @@ def test_loading_fills_every_array_by_its_end(ops, host, dtype):
     rng = np.random.default_rng(0)
     given = [rng.integers(0, 64, size=(rows, 1025)).astype(dtype) for rows in (1, 700, 4096)]
     columns = np.ascontiguousarray(given[2].T).T  # not contiguous by rows
-    deep = np.broadcast_to(given[2][:2100, None, :], (2100, 2, 1025)).transpose(1, 0, 2)[
-        :, :, 1:
-    ]  # rows of 4.3 MB and more
+    deep = np.stack([given[2][:2100]] * 2)[:, :, 1:]  # each of the two is longer than a staging buffer
     with ops.loading():
         loaded = [ops.upload_weight(*given), ops.upload_weight(columns), ops.upload_weight(given[1][:, 3:9])]
         loaded.append(ops.upload_weight(deep))
