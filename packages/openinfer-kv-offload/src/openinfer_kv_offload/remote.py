@@ -10,15 +10,15 @@ import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierFailure, TierHit, Transfer
 from openinfer_kv_cache.tier_traits import BlockMemory
-from openinfer_kv_offload.arena import Medium, WrapMedium, as_it_is
+from openinfer_kv_offload.arena import WrapMedium, as_it_is
 from openinfer_kv_offload.errors import StoreError, TierConfigError
 from openinfer_kv_offload.failures import BlockFault
 from openinfer_kv_offload.hit import HeldHit
 from openinfer_kv_offload.in_order import run_in_order
-from openinfer_kv_offload.manifest import check_manifest, encode_manifest
 from openinfer_kv_offload.memory import check_blocks, read_block, write_block
+from openinfer_kv_offload.namespace import Namespace
 from openinfer_kv_offload.object_index import KnownObject, ObjectIndex
-from openinfer_kv_offload.object_store import ObjectMedium, ObjectStore
+from openinfer_kv_offload.object_store import ObjectStore
 from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
 from openinfer_kv_offload.record import HEADER_BYTES, decode_header, encode_header
 from openinfer_kv_offload.stamp import Stamper
@@ -64,10 +64,9 @@ class RemoteHit(HeldHit[KnownObject]):
 class RemoteTier:
     """One object per block, with its checksum; found by a list in memory, which `find` asks and never the server.
 
-    `PREFIX/layout` holds the layout, `PREFIX/block/DIGEST` a record as in a segment file. What other processes save is
-    seen when the keys are listed: at the beginning, and in the background after a miss. Bytes pass through a buffer of
-    the moving thread and reach the caller's blocks only when their checksum fits, so a deadline is met even while the
-    server hangs.
+    `namespace.py` says under which keys. What other processes save is seen when they are listed: at the beginning, and in
+    the background after a miss. Bytes pass through a buffer of the moving thread and reach the caller's blocks only when
+    their checksum fits, so a deadline is met even while the server hangs.
 
     Args:
         layout: of the blocks. store: the server; the tier closes it. options: prefix and budget.
@@ -100,15 +99,14 @@ class RemoteTier:
                 f"budget_bytes of {name} is {options.budget_bytes}; one block needs {self._object_bytes}"
             )
         self._options = options
-        self._store = store
-        self._wrap_medium = wrap_medium
         self._stamper = Stamper(layout)
         self._index = ObjectIndex(options.budget_bytes // self._object_bytes)
         self._lock = threading.Lock()
         self._buffers = threading.local()
         self._clock = clock
         self._tally = Tally(name)
-        self._attach()
+        self._objects = Namespace(store, options.prefix, layout, is_writer=self.accepts_saves, wrap_medium=wrap_medium)
+        self._first_refresh(store.address)
         self._queue = TransferQueue(name, options.queue, self._tally, clock=clock)
         self._connections = ThreadPoolExecutor(options.connections, thread_name_prefix=f"kv-tier-{name}-connection")
 
@@ -176,8 +174,7 @@ class RemoteTier:
         self._next_refresh_s = self._clock() + self._options.refresh_s
         with self._lock:
             before = self._index.digests()
-        prefix = self._key(b"")
-        listed = {digest for key in self._store.list(prefix) if (digest := _parse(key.removeprefix(prefix)))}
+        listed = self._objects.list_digests()
         with self._lock:
             self._index.add(listed - before)
             forgotten = self._index.forget(before - listed)
@@ -192,7 +189,7 @@ class RemoteTier:
         has_stopped = self._queue.close()
         self._connections.shutdown(wait=False, cancel_futures=True)
         if has_stopped:
-            self._store.close()
+            self._objects.close()
 
     def check_integrity(self) -> None:
         """Compares everything the tier knows.
@@ -222,13 +219,13 @@ class RemoteTier:
         with transfer.touching():
             pass  # else what has ended in the meantime would be fetched for nobody
         try:
-            self._medium(known.digest).read(0, buffer)
+            self._objects.medium(known.digest).read(0, buffer)
         except BlockFault:
             self._tally.lost(evicted_blocks=int(self._drop(known)))
             raise
         if not self._stamper.is_intact(known.digest, decode_header(buffer), payload):
             self._tally.lost(corrupt_blocks=int(self._drop(known)))
-            self._delete([known.digest])
+            self._objects.delete([known.digest])
             raise BlockFault(TierFailure.CORRUPT)
         with transfer.touching():
             write_block(block, payload)
@@ -248,9 +245,9 @@ class RemoteTier:
             raise BlockFault(TierFailure.BUSY)
         added = 0
         try:
-            self._delete(evicted)
+            self._objects.delete(evicted)
             self._tally.lost(evicted_blocks=len(evicted))
-            self._medium(digest).write(0, [buffer])
+            self._objects.medium(digest).write(0, [buffer])
             with self._lock:
                 added = self._index.add([digest])
         finally:
@@ -258,19 +255,9 @@ class RemoteTier:
                 self._index.end_filling()
         self._tally.moved(saved_blocks=added)
 
-    def _delete(self, digests: Sequence[Digest]) -> None:
-        if digests and self.accepts_saves:
-            self._store.delete([self._key(digest) for digest in digests])
-
     def _drop(self, known: KnownObject) -> bool:
         with self._lock:
             return self._index.drop(known)
-
-    def _medium(self, digest: Digest) -> Medium:
-        return self._wrap_medium(ObjectMedium(self._store, self._key(digest)))
-
-    def _key(self, digest: bytes) -> str:
-        return f"{self._options.prefix}/block/{digest.hex()}"
 
     def _buffer(self) -> memoryview:
         """One record of memory for each thread."""
@@ -280,21 +267,11 @@ class RemoteTier:
             self._buffers.record = buffer
         return buffer
 
-    def _attach(self) -> None:
-        """Checks that the prefix is for this layout, and lists its blocks."""
-        key = f"{self._options.prefix}/layout"
-        where = f"{self._store.address}, {key}"
+    def _first_refresh(self, address: str) -> None:
         try:
-            if self._store.get(key) is None and self.accepts_saves:
-                self._store.put(key, encode_manifest(self.layout))
-            # Read back: of two processes that began at the same moment, one has written last.
-            manifest = self._store.get(key)
-            if manifest is None:
-                raise StoreError(f"{where} is not there; start a process that writes to this prefix first")
-            check_manifest(bytes(manifest), self.layout, where=where)
             self.refresh()
         except OSError as error:
-            raise StoreError(f"{self._store.address} cannot be used: {error}") from error
+            raise StoreError(f"{address} cannot be used: {error}") from error
 
     def _refresh_soon(self) -> None:
         if self._clock() >= self._next_refresh_s:
@@ -304,11 +281,3 @@ class RemoteTier:
     def _release(self, held: list[KnownObject]) -> None:
         with self._lock:
             self._index.release(held)
-
-
-def _parse(name: str) -> Digest | None:
-    """The digest that a key ends with; None for what is not ours."""
-    try:
-        return Digest(bytes.fromhex(name)) if len(name) == 32 else None
-    except ValueError:
-        return None

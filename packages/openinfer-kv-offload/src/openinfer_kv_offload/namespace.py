@@ -1,0 +1,88 @@
+"""`Namespace`: one layout's blocks under a prefix of an object store.
+
+PREFIX/layout         format and layout (`manifest.py`)
+PREFIX/block/DIGEST   a record (`record.py`), its digest in hexadecimal
+"""
+
+from collections.abc import Sequence
+
+from openinfer_kv_cache import Digest, KvLayout
+from openinfer_kv_offload.arena import Medium, WrapMedium
+from openinfer_kv_offload.errors import StoreError
+from openinfer_kv_offload.manifest import check_manifest, encode_manifest
+from openinfer_kv_offload.object_store import ObjectMedium, ObjectStore
+
+_DIGEST_CHARACTERS = 32
+
+
+class Namespace:
+    """Names of objects, and what is done by name.
+
+    Args:
+        store: where they are. prefix: of every key. layout: of the blocks. is_writer: whether the manifest is written
+            where there is none.
+        wrap_medium: put between a tier and each object, for tests.
+
+    Raises:
+        LayoutMismatchError: the prefix holds blocks of another layout.
+        StoreError: the server cannot be reached or refuses, or there is nothing to read.
+    """
+
+    def __init__(
+        self, store: ObjectStore, prefix: str, layout: KvLayout, *, is_writer: bool, wrap_medium: WrapMedium
+    ) -> None:
+        self._store = store
+        self._blocks = f"{prefix}/block/"
+        self._is_writer = is_writer
+        self._wrap_medium = wrap_medium
+        try:
+            self._check_layout(f"{prefix}/layout", layout)
+        except OSError as error:
+            raise StoreError(f"{store.address} cannot be used: {error}") from error
+
+    def list_digests(self) -> set[Digest]:
+        """Of all blocks that the server has.
+
+        Raises:
+            OSError: as `ObjectStore` says.
+        """
+        names = (key.removeprefix(self._blocks) for key in self._store.list(self._blocks))
+        return {digest for name in names if (digest := _parse(name)) is not None}
+
+    def medium(self, digest: Digest) -> Medium:
+        """One block's object."""
+        return self._wrap_medium(ObjectMedium(self._store, self._key(digest)))
+
+    def delete(self, digests: Sequence[Digest]) -> None:
+        """Removes blocks; a process that only reads leaves that to others.
+
+        Raises:
+            OSError: as `ObjectStore` says.
+        """
+        if digests and self._is_writer:
+            self._store.delete([self._key(digest) for digest in digests])
+
+    def close(self) -> None:
+        """Gives the store's connections back."""
+        self._store.close()
+
+    def _key(self, digest: Digest) -> str:
+        return self._blocks + digest.hex()
+
+    def _check_layout(self, key: str, layout: KvLayout) -> None:
+        where = f"{self._store.address}, {key}"
+        if self._store.get(key) is None and self._is_writer:
+            self._store.put(key, encode_manifest(layout))
+        # Read back: of two processes that began at the same moment, one has written last.
+        manifest = self._store.get(key)
+        if manifest is None:
+            raise StoreError(f"{where} is not there; start a process that writes to this prefix first")
+        check_manifest(bytes(manifest), layout, where=where)
+
+
+def _parse(name: str) -> Digest | None:
+    """The digest that a key ends with; None for what is not ours."""
+    try:
+        return Digest(bytes.fromhex(name)) if len(name) == _DIGEST_CHARACTERS else None
+    except ValueError:
+        return None
