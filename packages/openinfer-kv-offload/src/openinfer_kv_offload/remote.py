@@ -64,9 +64,9 @@ class RemoteHit(HeldHit[KnownObject]):
 class RemoteTier:
     """One object per block, with its checksum; found by a list in memory, which `find` asks and never the server.
 
-    `namespace.py` says under which keys. What other processes save is seen when they are listed: at the beginning, and in
-    the background after a miss. Bytes pass through a buffer of the moving thread and reach the caller's blocks only when
-    their checksum fits, so a deadline is met even while the server hangs.
+    `namespace.py` says under which keys. What other processes save is seen when keys are listed: at the beginning, and
+    in the background after a miss. Bytes pass through a buffer of the moving thread and reach the caller's blocks only
+    when their checksum fits, so a deadline is met even while the server hangs.
 
     Args:
         layout: of the blocks. store: the server; the tier closes it. options: prefix and budget.
