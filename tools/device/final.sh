@@ -10,7 +10,7 @@ offline() { # NAME MODEL SIZES…
   local name=$1 model=$2
   shift 2
   timeout 90 python3 -P -m openinfer.commands.main bench offline --model "$model" --size "$@" --option device=cuda \
-    --option load_format=dummy --option max_model_tokens=20480 --option max_step_tokens=8192 \
+    --option load_format=dummy --option max_model_tokens=20480 \
     --commit "$commit" --json "$out/$name-offline.json"
 }
 
