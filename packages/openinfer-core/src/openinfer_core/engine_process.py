@@ -115,7 +115,10 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
         signal.signal(number, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     with listening(launch.link) as (listener, address):
-        _say(address)
+        try:
+            _say(address)
+        except BrokenPipeError:  # the parent has ended already
+            return 1
         parent = _ParentWatch(clean_up=lambda: remove_socket_file(address))
         try:
             set_log_level(os.environ)

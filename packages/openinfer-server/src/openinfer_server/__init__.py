@@ -1,28 +1,35 @@
-"""openinfer-server: OpenAI's and Anthropic's protocols over HTTP for any `openinfer_core.engine.EngineHandle`."""
+"""openinfer-server: OpenAI's and Anthropic's protocols over HTTP for any `openinfer_core.engine.EngineHandle`.
 
-from openinfer_server.api_errors import ApiError
-from openinfer_server.api_types import GenerationFields
-from openinfer_server.app import App, build_app, load_app
-from openinfer_server.chat_template import ChatTemplate, RenderingRefused
-from openinfer_server.complete import Completed, complete
-from openinfer_server.errors import (
-    CannotListen,
-    ConflictingRoutes,
-    ServerError,
-    UnusableCertificate,
-    UnusableKeys,
-    UnusableParser,
-    UnusableTemplate,
-    UnusableTokenizer,
-)
-from openinfer_server.exchange import Exchange
-from openinfer_server.frontend_parts import frontend_parts
-from openinfer_server.levels import Level
-from openinfer_server.options import EventLoop, ServerOptions
-from openinfer_server.routes import Endpoints, Route, RouteDoc
-from openinfer_server.server import run, run_starting, serve, serve_app
-from openinfer_server.service import Service
-from openinfer_server.tokenizer import Tokenizer
+Names are imported when they are first asked for: a command that starts an engine does so before it loads the rest.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openinfer_server.api_errors import ApiError
+    from openinfer_server.api_types import GenerationFields
+    from openinfer_server.app import App, build_app, load_app
+    from openinfer_server.chat_template import ChatTemplate, RenderingRefused
+    from openinfer_server.completing import Completed, complete
+    from openinfer_server.errors import (
+        CannotListen,
+        ConflictingRoutes,
+        ServerError,
+        UnusableCertificate,
+        UnusableKeys,
+        UnusableParser,
+        UnusableTemplate,
+        UnusableTokenizer,
+    )
+    from openinfer_server.exchange import Exchange
+    from openinfer_server.levels import Level
+    from openinfer_server.options import EventLoop, ServerOptions
+    from openinfer_server.parts import frontend_parts
+    from openinfer_server.routes import Endpoints, Route, RouteDoc
+    from openinfer_server.server import run, run_starting, serve, serve_app
+    from openinfer_server.service import Service
+    from openinfer_server.tokenizer import Tokenizer
 
 __all__ = [
     "ApiError",
@@ -57,3 +64,44 @@ __all__ = [
     "serve",
     "serve_app",
 ]
+
+_MODULES = {
+    "ApiError": "api_errors",
+    "App": "app",
+    "CannotListen": "errors",
+    "ChatTemplate": "chat_template",
+    "Completed": "completing",
+    "ConflictingRoutes": "errors",
+    "Endpoints": "routes",
+    "EventLoop": "options",
+    "Exchange": "exchange",
+    "GenerationFields": "api_types",
+    "Level": "levels",
+    "RenderingRefused": "chat_template",
+    "Route": "routes",
+    "RouteDoc": "routes",
+    "ServerError": "errors",
+    "ServerOptions": "options",
+    "Service": "service",
+    "Tokenizer": "tokenizer",
+    "UnusableCertificate": "errors",
+    "UnusableKeys": "errors",
+    "UnusableParser": "errors",
+    "UnusableTemplate": "errors",
+    "UnusableTokenizer": "errors",
+    "build_app": "app",
+    "complete": "completing",
+    "frontend_parts": "parts",
+    "load_app": "app",
+    "run": "server",
+    "run_starting": "server",
+    "serve": "server",
+    "serve_app": "server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -17,12 +17,12 @@ from openinfer_server.chat_template import ChatTemplate
 from openinfer_server.document import document_route
 from openinfer_server.engine_link import EngineLink
 from openinfer_server.exchange import Exchange
-from openinfer_server.frontend_parts import parsers_for
 from openinfer_server.intake import Intake
 from openinfer_server.metrics import ServerMetrics
 from openinfer_server.model_text import ModelText
 from openinfer_server.options import ServerOptions
 from openinfer_server.origins import Headers, Origins
+from openinfer_server.parts import parsers_for
 from openinfer_server.router import Router
 from openinfer_server.routes import Endpoints, Route
 from openinfer_server.service import Service

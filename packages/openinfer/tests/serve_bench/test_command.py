@@ -49,7 +49,7 @@ def test_startup_writes_the_phases_of_both_processes(tmp_path: Path, capsys: pyt
     names = {
         process: [p["name"] for p in result["phases"] if p["process"] == process] for process in ("frontend", "engine")
     }
-    assert names["frontend"] == ["imports", "text", "engine", "http"]
+    assert names["frontend"] == ["arguments", "imports", "text", "engine", "http"]
     assert names["engine"] == ["imports", "config", "device", "operators", "weights", "kv_cache"]
     assert result["own_ready_s"] > 0
     assert result["ready_s"] > 0

@@ -4,21 +4,22 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import version
 
-from openinfer.commands import bench, demo, generate, plan, serve
 from openinfer_core import OpenInferError, find_plugin, list_plugins
 
 COMMANDS = "openinfer.commands"
 """Entry points of further subcommands: functions of what follows the name, which return the exit code."""
 
-_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "serve": (serve.run, "serve a model through an OpenAI-compatible API"),
-    "generate": (generate.run, "continue a prompt on the terminal"),
-    "plan": (plan.run, "print what would serve a model: packages, kernels, memory"),
-    "bench": (bench.run, "measure a part"),
-    "demo": (demo.run, "load the tiny model, stream a completion and a chat turn"),
+_COMMANDS = {
+    "serve": "serve a model through an OpenAI-compatible API",
+    "generate": "continue a prompt on the terminal",
+    "plan": "print what would serve a model: packages, kernels, memory",
+    "bench": "measure a part",
+    "demo": "load the tiny model, stream a completion and a chat turn",
 }
+"""Modules beside this one, loaded when they are chosen, and what they do."""
 
 EXIT_USAGE = 2
 
@@ -26,7 +27,7 @@ EXIT_USAGE = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns its exit code, 2 for what the user can mend."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    texts = {name: text for name, (_, text) in _COMMANDS.items()}
+    texts = dict(_COMMANDS)
     if not arguments or arguments[0] not in _COMMANDS:  # the others are looked up only where they can matter
         texts |= {plugin.name: f"of {plugin.origin}" for plugin in list_plugins(COMMANDS)}
     parser = argparse.ArgumentParser(
@@ -54,7 +55,9 @@ def _find(name: str) -> Callable[[Sequence[str]], int]:
     Raises:
         PluginError: two packages offer it, or it failed to load.
     """
-    return _COMMANDS[name][0] if name in _COMMANDS else find_plugin(COMMANDS, name).load()
+    if name in _COMMANDS:
+        return import_module(f"openinfer.commands.{name}").run
+    return find_plugin(COMMANDS, name).load()
 
 
 def _leave_a_core() -> None:

@@ -11,7 +11,7 @@ import msgspec
 from openinfer.commands.model_arguments import ModelArguments, parse
 from openinfer.flags import add_flags, read_flags
 from openinfer_core import FamilyPlan, InvalidRequest, OpenInferError, RankLedger
-from openinfer_server import ServerOptions, frontend_parts
+from openinfer_server.options import ServerOptions
 
 LOCK_FORMAT = 1
 _SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser", "endpoints"))
@@ -55,6 +55,8 @@ def resolve(arguments: ModelArguments, server: ServerOptions) -> Composition:
 
 
 def _composition(arguments: ModelArguments, plan: FamilyPlan, server: ServerOptions) -> Composition:
+    from openinfer_server.parts import frontend_parts  # not before an engine that `serve` starts
+
     parts = {
         "openinfer": f"openinfer {version('openinfer')}",
         "contract": f"openinfer-core {version('openinfer-core')}",

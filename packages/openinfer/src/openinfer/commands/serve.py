@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from openinfer.commands.model_arguments import parse
+from openinfer.commands.model_arguments import ModelArguments, parse
 from openinfer.commands.plan import check_lock, resolve
+from openinfer.early_launch import EarlyLaunch
 from openinfer.flags import add_flags, read_flags
 from openinfer.start_report import StartReport
-from openinfer_core import EngineHandle
 from openinfer_core.timeline import Timeline
-from openinfer_server import ServerOptions, frontend_parts, run_starting
+from openinfer_server.options import ServerOptions
 
 logger = logging.getLogger("openinfer")
 
@@ -25,23 +25,29 @@ def run(argv: Sequence[str]) -> int:
     logging.basicConfig(level=os.environ.get("OPENINFER_LOG_LEVEL", "INFO"), format="%(name)s: %(message)s")
     if arguments.namespace.locked is not None:
         check_lock(Path(arguments.namespace.locked), resolve(arguments, options))
-    else:
-        frontend_parts(arguments.model_dir, arguments.family.name, options)  # a wrong name is told before the start
-    timeline.mark("imports")
-    launched: list[EngineHandle] = []
+    timeline.mark("arguments")
+    engine = EarlyLaunch(lambda: arguments.family.launch(arguments.model_dir, arguments.options))
+    try:
+        return _serve(engine, arguments, options, timeline)
+    except BaseException:
+        engine.abandon()
+        raise
 
-    def launch() -> EngineHandle:
-        launched.append(arguments.family.launch(arguments.model_dir, arguments.options))
-        return launched[0]
+
+def _serve(engine: EarlyLaunch, arguments: ModelArguments, options: ServerOptions, timeline: Timeline) -> int:
+    from openinfer_server import frontend_parts, run_starting  # long to import, while the engine starts
+
+    frontend_parts(arguments.model_dir, arguments.family.name, options)  # a wrong name is told at once
+    timeline.mark("imports")
 
     def announce(url: str) -> None:
-        report = StartReport.of(timeline.phases, launched[0].info)
+        report = StartReport.of(timeline.phases, engine.result().info)
         logger.info("the frontend started in %s", timeline)
         if arguments.namespace.start_report is not None:
             Path(arguments.namespace.start_report).write_bytes(report.encode())
         print(f"openinfer: serving {options.model_names[0]} on {url} ({report.ready_s:.1f} s)", flush=True)
 
-    return run_starting(launch, arguments.model_dir, options, on_ready=announce, timeline=timeline)
+    return run_starting(engine.result, arguments.model_dir, options, on_ready=announce, timeline=timeline)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
