@@ -53,7 +53,7 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
     dtype: KvDtype
     shape: tuple[int, ...]
-    """Of one layer's piece, row-major; a paged one is `[num_heads, rows, head_dim]`, with a row per `tokens_per_row`."""
+    """Of one layer's piece, row-major; a paged one is `[num_heads, rows, head_dim]`, one row per `tokens_per_row`."""
     base_bytes: int
     stride_bytes: int
     size_bytes: int
