@@ -42,8 +42,9 @@ def tree_memory(pid: int) -> TreeMemory:
 
 
 def device_memory_mib() -> float | None:
-    """Memory in use on GPU 0, by everyone; None without `nvidia-smi`."""
-    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Memory in use on the first GPU that this process may see, by everyone; None without `nvidia-smi`."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    command = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         return float(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)  # noqa: S603
     except (OSError, subprocess.SubprocessError, ValueError):
