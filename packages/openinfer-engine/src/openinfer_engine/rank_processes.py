@@ -122,8 +122,11 @@ class RankProcesses:
         self._tell_all(RunStep.of(plan))
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """What to raise for an error of rank 0: what broke the group, where the error says no more than that it is."""
-        if not isinstance(error, GroupBroken):
+        """What to raise for an error of rank 0: what broke the group, where the error may be no more than its effect.
+
+        A rank that dies takes memory with it that others read and write: a GPU's error may be one, as `GroupBroken` is.
+        """
+        if isinstance(error, OpenInferError) and not isinstance(error, GroupBroken):
             return error
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, CAUSE_DEADLINE_S)
