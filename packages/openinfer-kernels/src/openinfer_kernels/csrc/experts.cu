@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kMostExperts)
   }
 }
 
-// Rows of `x [T, h]` in the line's order, for kernels that do not gather themselves: blockIdx.y takes the next 8 of a tile.
+// Rows of `x [T, h]` in the line's order, for kernels that do not gather themselves: each blockIdx.y has 8 of a tile.
 extern "C" __global__ void line_up(const bf16* x, const int* line, const int4* tiles, bf16* to, int h) {
   constexpr int kWidth = 8, kRows = 8;  // under way at a time
   wait_for_previous_kernel();

@@ -15,7 +15,8 @@ using namespace hopper;
 
 namespace hopper {
 
-WGMMA_OR_BEGIN(256, REGISTERS_TO_90 ", " REGISTERS_10(9) ", " REGISTERS_10(10) ", " REGISTERS_10(11) ", " REGISTERS_8(12),
+WGMMA_OR_BEGIN(256,
+               REGISTERS_TO_90 ", " REGISTERS_10(9) ", " REGISTERS_10(10) ", " REGISTERS_10(11) ", " REGISTERS_8(12),
                128, 129, 130, SUMS_64(0), SUMS_64(64))
 
 }  // namespace hopper
@@ -69,7 +70,8 @@ struct Ring {
 };
 
 template <int kTileFeatures, int kGroupRows>
-__device__ void produce(Shared& s, Walk walk, const CUtensorMap& w_map, const CUtensorMap& x_map, int rows, int chunks) {
+__device__ void produce(Shared& s, Walk walk, const CUtensorMap& w_map, const CUtensorMap& x_map, int rows,
+                        int chunks) {
   const uint64_t policy = evict_normal_policy();
   Ring ring;
   bool is_first = true;  // round, in which all stages are free
@@ -108,8 +110,8 @@ __device__ __forceinline__ void multiply(float (&d)[Sizes::kSums], Shared& s, Ri
 }
 
 template <Epilogue kEpilogue>
-__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, const int4* tiles, int most_tiles, void* y, int n,
-                    int k) {
+__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, const int4* tiles, int most_tiles, void* y,
+                    int n, int k) {
   constexpr bool kGates = kEpilogue == kSwiglu;
   constexpr int kTileFeatures = Sizes::kColumns / (kGates ? 2 : 1);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
@@ -140,7 +142,8 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, const in
     multiply(d, s, ring, chunks);
     const int4 tile = walk.tile;
     const int first_token = tile.y + warp * 16 + lane / 4, first_feature = walk.column_tile * kTileFeatures;
-    const Target<kEpilogue> target{y, tile.y + tile.z, n, first_token, first_feature, min(n, first_feature + kTileFeatures)};
+    const int end_feature = min(n, first_feature + kTileFeatures);
+    const Target<kEpilogue> target{y, tile.y + tile.z, n, first_token, first_feature, end_feature};
     store_tile<Sizes, kEpilogue>(d, target);
   }
 }

@@ -1,5 +1,5 @@
-// Codes of quantised weights on their way into the order that weight_formats.cuh reads; random ones, made where they are
-// used; and all of a weight widened to BF16.
+// Codes of quantised weights on their way into the order that weight_formats.cuh reads; random ones, made where they
+// are used; and all of a weight widened to BF16.
 //
 // 64 bytes of a row are 16 parts' worth for four threads: part p of thread t, which stands at p * 4 + t in the row,
 // comes to t * kParts + p. Inside a part the bits are put where few instructions widen them.

@@ -1,5 +1,5 @@
-// Routers of mixtures of experts: scores in float32, the best groups, the best experts, their weights. One warp a token;
-// lane l has experts l, l + 32 and so on in registers, kPerLane of them.
+// Routers of mixtures of experts: scores in float32, the best groups, the best experts, their weights. A warp has one
+// token; lane l has experts l, l + 32 and so on in registers, kPerLane of them.
 //
 // Choices are made by the largest key (value in order, then the lower id), so that equal scores give the lower id and
 // NaN, the smallest of all, still gives ids that exist.
@@ -169,8 +169,8 @@ __device__ void route(const float* logits, const float* bias, const int* token_i
 
 }  // namespace
 
-// Of `logits [T, E]` into `ids [T, k]` and `weights [T, k]`; at most MOST experts. With a `table [V, k]` the experts are
-// those of the tokens' ids; otherwise `bias [E]` may be null. `slots` may be null; below 0 a token is padding.
+// Of `logits [T, E]` into `ids [T, k]` and `weights [T, k]`; at most MOST experts. With a `table [V, k]` the experts
+// are those of the tokens' ids; otherwise `bias [E]` may be null. `slots` may be null; below 0 a token is padding.
 #define ROUTE(MOST)                                                                                                 \
   extern "C" __global__ void __launch_bounds__(kLanes)                                                              \
       route_##MOST(const float* logits, const float* bias, const int* token_ids, const int* table,                  \
