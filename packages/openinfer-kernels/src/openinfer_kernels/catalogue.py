@@ -184,8 +184,15 @@ SERVINGS = (
         part="linear attention",
         phase=Phase.PREFILL,
         operators=("gated_delta_rule",),
-        kernel="gated_delta_chunks",
-        when="heads of 128 x 128, 16 tokens or more of a row; others as in decoding",
+        kernel="gated_delta_prepare",
+        when="heads of 128 x 128, 16 tokens or more of a row, before the walk; others as in decoding",
+    ),
+    Serving(
+        part="linear attention",
+        phase=Phase.PREFILL,
+        operators=("gated_delta_rule",),
+        kernel="gated_delta_walk",
+        when="behind gated_delta_prepare",
     ),
     Serving(
         part="RoPE and KV append",

@@ -2,8 +2,8 @@
 //
 //     S <- e^g S + k d^T     d = beta (v - e^g S^T k)     o = S^T q = e^g S_before^T q + (k . q) d
 //
-// Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", eq. 10. The second form of o needs one sum over the keys per
-// token for all of it: of k and q as they are, whose lengths are sums beside, and divide the results.
+// Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", eq. 10. The second form of o needs one sum over the keys
+// per token for all of it: of k and q as they are, whose lengths are sums beside, and divide the results.
 #include "gated_delta.cuh"
 #include "overlap.cuh"
 
@@ -35,8 +35,8 @@ __device__ __forceinline__ float4 added(const float4& a, const float4& b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Over all rows of the state, for every thread, in one order for all shapes: 32 rows by pairs, then the quarters one after the
-// other. `shared` [warps, across, groups] is not in use by the call before.
+// Over all rows of the state, for every thread, in one order for all shapes: 32 rows by pairs, then the quarters one
+// after the other. `shared` [warps, across, groups] is not in use by the call before.
 template <class S>
 __device__ __forceinline__ void fold(Sums& sums, float4* shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, across = threadIdx.x % S::kAcross;
@@ -148,7 +148,8 @@ __device__ void run_any(const Arguments& a) {
         both += key * query;
       }
       const float decay = __expf(a.log_decay(token, head)), beta = a.beta(token, head);
-      const float of_key = rsqrtf(keys + kLengthEps), of_query = rsqrtf(queries + kLengthEps) * rsqrtf(float(a.key_dim));
+      const float of_key = rsqrtf(keys + kLengthEps);
+      const float of_query = rsqrtf(queries + kLengthEps) * rsqrtf(float(a.key_dim));
       const float d = beta * (__bfloat162float(a.value(token, head)[column]) - decay * of_key * held);
       for (int i = 0; i < a.key_dim; i++) {
         const float s = begins ? 0.0f : state[i * a.value_dim + column];

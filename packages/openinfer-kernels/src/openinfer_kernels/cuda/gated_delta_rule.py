@@ -1,7 +1,7 @@
 """The gated delta rule: rows of few tokens step by step, pieces of prompts 64 tokens at a time.
 
-`csrc/gated_delta_steps.cu` and `csrc/gated_delta_chunks.cu` have the equations. Heads of 128 x 128 are what published
-models have; others take the steps' slower kernel, whatever a row's number of tokens.
+`csrc/gated_delta_steps.cu`, `csrc/gated_delta_prepare.cu` and `csrc/gated_delta_walk.cu` have the equations. Heads of
+128 x 128 are what published models have; others take the steps' slower kernel, whatever a row's number of tokens.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ class _Arguments(ctypes.Structure):
 
 
 class _Scratch(ctypes.Structure):
-    """`struct Scratch` of `csrc/gated_delta_chunks.cu`."""
+    """`gated_delta::Scratch` of `csrc/gated_delta_tiles.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("u", "w", "p", "of_query", "until_end", "of_chunk")),
@@ -71,12 +71,10 @@ class GatedDeltaRule:
             columns: device.kernel("gated_delta_steps", f"gated_delta_steps_{columns}") for columns in (_NARROW, _WIDE)
         }
         self._any = device.kernel("gated_delta_steps", "gated_delta_steps_any")
-        self._prepare = device.kernel(
-            "gated_delta_chunks", "gated_delta_chunks_prepare", shared_bytes=_PREPARE_SHARED_BYTES
-        )
+        self._prepare = device.kernel("gated_delta_prepare", "gated_delta_prepare", shared_bytes=_PREPARE_SHARED_BYTES)
         stages = next(n for n, num_bytes in _WALK_SHARED_BYTES.items() if num_bytes <= device.max_shared_bytes)
         self._walk = device.kernel(
-            "gated_delta_chunks", f"gated_delta_chunks_walk_{stages}", shared_bytes=_WALK_SHARED_BYTES[stages]
+            "gated_delta_walk", f"gated_delta_walk_{stages}", shared_bytes=_WALK_SHARED_BYTES[stages]
         )
 
     def gated_delta_rule(
