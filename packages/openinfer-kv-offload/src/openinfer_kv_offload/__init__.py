@@ -3,7 +3,8 @@
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
 from openinfer_kv_offload.errors import KvOffloadError, StoreError, TierConfigError
 from openinfer_kv_offload.frequency import LeastFrequentlyUsed
-from openinfer_kv_offload.host import HostPolicy, HostTier, HostTierOptions
+from openinfer_kv_offload.host import HostTier
+from openinfer_kv_offload.host_options import HostPolicy, HostTierOptions
 from openinfer_kv_offload.memory import block_views
 from openinfer_kv_offload.object_store import ObjectStore
 from openinfer_kv_offload.queue import QueueOptions

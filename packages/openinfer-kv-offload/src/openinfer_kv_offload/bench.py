@@ -16,7 +16,8 @@ from openinfer_core.provenance import provenance
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, KvTier, PagedGroup, PagedTensor, TransferState
 from openinfer_kv_cache.testing.tier_cases import chain
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
-from openinfer_kv_offload.host import HostTier, HostTierOptions
+from openinfer_kv_offload.host import HostTier
+from openinfer_kv_offload.host_options import HostTierOptions
 from openinfer_kv_offload.memory import block_views
 from openinfer_kv_offload.object_store import ObjectStore
 from openinfer_kv_offload.queue import QueueOptions

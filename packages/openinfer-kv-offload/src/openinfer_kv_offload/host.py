@@ -1,13 +1,9 @@
 """`HostTier`: KV blocks in this process's memory."""
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from enum import StrEnum
-
-import msgspec
 
 from openinfer_kv_cache import (
     DeviceBlock,
@@ -28,42 +24,16 @@ from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.failures import BlockFault
 from openinfer_kv_offload.frequency import LeastFrequentlyUsed
 from openinfer_kv_offload.hit import HeldHit
+from openinfer_kv_offload.host_options import HostPolicy, HostTierOptions
 from openinfer_kv_offload.memory import check_blocks, in_memory, on_a_device
 from openinfer_kv_offload.places import PlaceIndex, Stored
-from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
+from openinfer_kv_offload.queue import TransferQueue, Urgency
 from openinfer_kv_offload.tally import Tally
 from openinfer_kv_offload.transfer import BlockTransfer
 
 _ALIGN_BYTES = 64
-_NUM_THREADS = min(3, max(2, (os.cpu_count() or 1) // 2))
-"""By default: so many keep the bus busy, and more take the interpreter from others."""
 _MOST_BATCH_BLOCKS, _LEAST_BATCHES = 32, 32
 """Blocks of a device that are copied together, and how many such batches a tier has room for at least."""
-
-
-class HostPolicy(StrEnum):
-    """Which block is given up first."""
-
-    LRU = "lru"
-    LFU = "lfu"
-
-
-class HostTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one `HostTier`.
-
-    Raises:
-        TierConfigError: a field is out of range.
-    """
-
-    capacity_bytes: int
-    policy: HostPolicy = HostPolicy.LRU
-    ttl_s: float | None = None
-    """A block that nobody found for so long is given up."""
-    queue: QueueOptions = msgspec.field(default_factory=lambda: QueueOptions(num_threads=_NUM_THREADS))
-
-    def __post_init__(self) -> None:
-        if self.ttl_s is not None and self.ttl_s <= 0:
-            raise TierConfigError(f"ttl_s is {self.ttl_s}; it must be more than 0, or absent")
 
 
 class HostHit(HeldHit[Stored]):

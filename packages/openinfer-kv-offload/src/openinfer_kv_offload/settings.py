@@ -8,7 +8,8 @@ from openinfer_kv_cache import CopyingTier, KvLayout, KvTier, KvTierFactory
 from openinfer_kv_cache.tiers import KV_TIERS
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.host import HostTier, HostTierOptions
+from openinfer_kv_offload.host import HostTier
+from openinfer_kv_offload.host_options import HostTierOptions
 from openinfer_kv_offload.setting_fields import convert, parse_fields, parse_size
 from openinfer_kv_offload.stack import StackOptions, TierStack, WriteMode
 

@@ -8,7 +8,8 @@ from openinfer_kv_cache import KvLayout
 from openinfer_kv_cache.testing.tier_contract import FaultInjector
 from openinfer_kv_offload.arena import WrapMedium, as_it_is
 from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
-from openinfer_kv_offload.host import HostPolicy, HostTier, HostTierOptions
+from openinfer_kv_offload.host import HostTier
+from openinfer_kv_offload.host_options import HostPolicy, HostTierOptions
 from openinfer_kv_offload.object_store import ObjectStore
 from openinfer_kv_offload.queue import QueueOptions
 from openinfer_kv_offload.record import HEADER_BYTES, record_bytes

@@ -19,7 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from openinfer_core.provenance import provenance
 from openinfer_kv_cache.testing.tier_cases import TierCase
 from openinfer_kv_cache.testing.tier_machine import tier_machine
-from openinfer_kv_offload.host import HostPolicy
+from openinfer_kv_offload.host_options import HostPolicy
 from openinfer_kv_offload.object_store import ObjectStore
 from openinfer_kv_offload.queue import QueueOptions
 from openinfer_kv_offload.s3_store import S3Store
