@@ -20,6 +20,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     fast: bool = True
     names: tuple[str, ...] = ()
     weights: dict[str, float] = {}
+    places: list[str] = []
 
     def __post_init__(self) -> None:
         if self.count < 0:
@@ -48,9 +49,18 @@ def test_every_kind_of_value_is_converted() -> None:
         "a,b",
         "--weights",
         "x=2,y=0.5",
+        "--places",
+        "a=1,b=2",
+        "--places=c",
     )
     assert given == Options(
-        count=7, size_bytes=3 * 2**29, ratio=0.25, fast=False, names=("a", "b"), weights={"x": 2.0, "y": 0.5}
+        count=7,
+        size_bytes=3 * 2**29,
+        ratio=0.25,
+        fast=False,
+        names=("a", "b"),
+        weights={"x": 2.0, "y": 0.5},
+        places=["a=1,b=2", "c"],
     )
 
 
