@@ -14,6 +14,7 @@ from openinfer_core.scheduling import Scheduler
 from openinfer_engine import EngineOptions
 from openinfer_engine.kv_tiers import OpenTiers, PageTaking, choose_tiers, join_tiers, require_tiered, take_pages
 from openinfer_engine.kv_tiers.choice import ChosenTiers, check_spec
+from openinfer_engine.kv_tiers.page_taking import available_bytes
 from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, KvTier, PagedGroup, PagedTensor, SlotGroup, SlotTensor
 from openinfer_kv_cache.tiers import KV_TIERS
@@ -42,6 +43,20 @@ class PlainTier:
     def save(self, digests: Any, blocks: Any, *, timeout_s: float | None = None) -> Any: ...
 
     def counters(self) -> Any: ...
+
+
+class _Huge:
+    def __len__(self) -> int:
+        return 1 << 50
+
+
+class HugeTier(PlainTier):
+    """A tier that wants a petabyte."""
+
+    takes_device_blocks = True
+
+    def pinnable_memory(self) -> Any:
+        return [_Huge()]
 
 
 def open_plain(layout: KvLayout, setting: str) -> PlainTier:
@@ -142,6 +157,25 @@ def test_blocks_of_a_host_pool_are_its_memory() -> None:
     blocks[1][:4] = np.float32(7.0).tobytes()
     assert len(blocks) == 3
     assert pool[1, 0, 0] == 7.0
+
+
+def test_memory_that_is_there_is_the_machine_s_and_the_container_s(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+    for path, text in (
+        ("proc/meminfo", "MemFree: 1 kB\nMemAvailable:    2048 kB\n"),
+        ("sys/fs/cgroup/memory.max", "max\n"),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    assert available_bytes(tmp_path) == 2 << 20
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1048576\n")
+    assert available_bytes(tmp_path) == 1 << 20
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_taken() -> None:
+    tiers = OpenTiers(tier=cast("KvTier", HugeTier()), digest_key=None)
+    with pytest.raises(Refused, match="want 1048576.0 GiB"):
+        take_pages(tiers)
 
 
 def test_pages_are_taken_by_threads() -> None:

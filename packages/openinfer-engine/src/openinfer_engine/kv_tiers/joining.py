@@ -4,10 +4,12 @@ from openinfer_core import Refused
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.kv_tiers.choice import OpenTiers
-from openinfer_engine.kv_tiers.page_taking import PageTaking
+from openinfer_engine.kv_tiers.page_taking import PageTaking, available_bytes
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
 from openinfer_kv_cache import DeviceTier, KvTier
+
+_GIB = 1 << 30
 
 
 def require_tiered(scheduler: Scheduler, *, name: str) -> TieredScheduler:
@@ -25,9 +27,16 @@ def take_pages(tiers: OpenTiers) -> PageTaking:
     """Begins to take the memory of tiers that a device is to copy from and to, beside what else a start does.
 
     Raises:
-        Refused: a tier takes no blocks of a device.
+        Refused: a tier takes no blocks of a device, or the machine has not so much memory.
     """
-    return PageTaking(_device_tier(tiers.tier).pinnable_memory())
+    memory = _device_tier(tiers.tier).pinnable_memory()
+    wanted_bytes, room_bytes = sum(map(len, memory)), available_bytes()
+    if room_bytes is not None and wanted_bytes > room_bytes:
+        raise Refused(
+            f"--kv-tier: tiers in memory want {wanted_bytes / _GIB:.1f} GiB, which a GPU's copies need at once, and "
+            f"{room_bytes / _GIB:.1f} GiB are available; give them less"
+        )
+    return PageTaking(memory)
 
 
 def join_tiers(tiers: OpenTiers, *, pool: PoolMemory, scheduler: TieredScheduler, load_timeout_s: float) -> TierPort:

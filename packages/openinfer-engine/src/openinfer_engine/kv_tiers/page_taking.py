@@ -1,7 +1,9 @@
 """Taking a tier's memory before it is needed: gigabytes of pages take seconds, which a start has beside the weights."""
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
@@ -34,6 +36,21 @@ class PageTaking:
     def close(self) -> None:
         """Gives up what has not begun."""
         self._threads.shutdown(cancel_futures=True)
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that may still be taken: of the machine, and at most what a container may have; None if nobody says.
+
+    Args:
+        root: of the file system.
+    """
+    found: list[int] = []
+    memory, limit = root / "proc/meminfo", root / "sys/fs/cgroup/memory.max"
+    if memory.exists() and (said := re.search(r"^MemAvailable:\s+(\d+) kB$", memory.read_text(), re.M)):
+        found.append(int(said.group(1)) * 1024)
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        found.append(int(text))
+    return min(found, default=None)
 
 
 def _take(piece: memoryview) -> None:

@@ -47,6 +47,7 @@ class DevicePool:
         block_bytes: int = pool.nbytes // num_blocks
         if block_bytes % _SUM_BYTES or address(pool) % _SUM_BYTES:
             raise ArrayMismatchError(f"KV blocks of {block_bytes} bytes; they must be whole pieces of {_SUM_BYTES}")
+        device.use()
         device.kernel("block_sums", "block_sums")  # loads the module now, on this thread
         begin, mover = address(pool), DeviceBlockMover(device, block_bytes)
         self._device = device
