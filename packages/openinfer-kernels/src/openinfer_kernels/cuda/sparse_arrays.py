@@ -35,22 +35,23 @@ def entries_of(cache: Array, layer: int, *, ratio: int, batch: AttentionBatch) -
     Raises:
         ArrayMismatchError: another dtype or layout, or a batch that does not say how long its blocks are.
     """
-    rows = -(-batch.block_tokens // ratio)
-    inner = (cache.shape[3] * cache.shape[4] * 2, cache.shape[3] * cache.shape[4] * 2, cache.shape[4] * 2, 2)
-    if cache.dtype != bfloat16 or cache.shape[2:4] != (1, rows) or cache.strides[1:] != inner:
+    rows, size = -(-batch.block_tokens // ratio), cache.shape[4]
+    layer_bytes = rows * size * cache.dtype.itemsize
+    is_dense = cache[0].flags.c_contiguous if len(cache) else True
+    if cache.dtype != bfloat16 or cache.shape[2:4] != (1, rows) or not is_dense:
         raise ArrayMismatchError(
             f"a cache of one entry per {ratio} tokens must be bfloat16 [blocks, layers, 1, {rows}, d] for blocks of "
-            f"{batch.block_tokens} tokens, not {cache.dtype} {cache.shape} with strides {cache.strides}"
+            f"{batch.block_tokens} tokens, each contiguous, not {cache.dtype} {cache.shape} of strides {cache.strides}"
         )
     require(batch.block_tables, INT32, ndim=2, what="batch.block_tables")
     return Entries(
-        address(cache) + layer * cache.strides[1],
+        address(cache) + layer * layer_bytes,
         address(batch.block_tables),
-        cache.strides[0] // 2,
+        cache.strides[0] // cache.dtype.itemsize,
         batch.block_tables.shape[1],
         batch.block_tokens,
         ratio,
-        cache.shape[4],
+        size,
     )
 
 

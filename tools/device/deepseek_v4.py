@@ -1,0 +1,190 @@
+"""DeepSeek-V4-Flash at its real widths with four layers and few experts: a GPU's logits against the CPU's, in float32.
+
+    python3 tools/device/deepseek_v4.py record FILE.npz              the CPU's logits, about a minute on two cores
+    python3 tools/device/deepseek_v4.py compare FILE.npz [JSON]      the GPU's against them, however the prompt is cut
+
+Weights are dummies in the published formats (FP8 and FP4 codes, BF16, float32), the same on both sides. All entries are
+selected: equal scores, of which rounding takes others, are the conformance kit's.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openinfer_deepseek_v4.definition import DeepseekV4Definition
+from openinfer_engine.communicator import SoloCommunicator
+from openinfer_engine.dummy import DummyWeights
+from openinfer_engine.model import Cut
+from openinfer_engine.paged_tensors import make_pool, paged_tensors
+from openinfer_kernels import AttentionBatch
+from openinfer_kv_cache import KvDtype, KvLayout
+
+CONFIG = {
+    "model_type": "deepseek_v4",
+    "hidden_size": 4096,
+    "num_hidden_layers": 4,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 2048,
+    "max_position_embeddings": 4096,
+    "expert_dtype": "fp4",
+    "quantization_config": {"quant_method": "fp8"},
+}
+TOKENS, EVERY = 700, 7
+BLOCK_TOKENS, BLOCKS_OF_ROW, NUM_ROWS = 128, 6, 8
+CUTS = {
+    "whole": (),
+    "chunks of 1 to 256 tokens": (256, 257, 300, 512),
+    "640, then token by token": tuple(range(640, TOKENS)),
+}
+
+
+class Weights:
+    """Dummies; what mixes, biases and weighs is far from neutral."""
+
+    def __init__(self, definition: DeepseekV4Definition, config: Any) -> None:
+        self._dummies = DummyWeights(definition.tensors(config), rank=0, size=1)
+
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
+        found = self._dummies.read(name, cut)
+        if name.endswith("_scale"):
+            return np.linspace(0.6, 1.3, found.size, dtype=np.float32)
+        if name.endswith(("_base", "attn_sink", "ape", "gate.bias")):
+            return np.random.default_rng(len(name)).standard_normal(found.shape, np.float32)
+        return found
+
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
+        return self._dummies.read_stored(name, cut)
+
+
+class Run:
+    """A model with room for a few sequences."""
+
+    def __init__(self, ops: Any, dtype: KvDtype) -> None:
+        definition = DeepseekV4Definition()
+        config = definition.parse(CONFIG)
+        self._ops = ops
+        self._model = definition.load(
+            config, Weights(definition, config), ops=ops, communicator=SoloCommunicator(), max_model_tokens=1024
+        )
+        spec = definition.kv_spec(config, model_tag="dummy", dtype=dtype, num_ranks=1, rank_index=0)
+        layout = KvLayout.from_spec(spec, block_size_tokens=BLOCK_TOKENS)
+        self._pool = make_pool(layout, num_blocks=NUM_ROWS * BLOCKS_OF_ROW, ops=ops)
+        self._caches = paged_tensors(layout, self._pool)
+        self._states = {
+            f"{group.name}.{tensor.name}": ops.zeros(
+                (NUM_ROWS, group.num_layers, *tensor.shape), None if tensor.dtype is dtype else np.float32
+            )
+            for group in spec.slots
+            for tensor in group.tensors
+        }
+        self._blocks = np.random.default_rng(0).permutation(NUM_ROWS * BLOCKS_OF_ROW).reshape(NUM_ROWS, -1)
+        self._lengths = np.zeros(NUM_ROWS, np.int64)
+
+    def step(self, rows: Mapping[int, Sequence[int]]) -> np.ndarray:
+        """Logits of the next tokens of some sequences, by their slots."""
+        slots, counts = np.array([*rows]), np.array([len(tokens) for tokens in rows.values()])
+        owners = np.repeat(slots, counts)
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], counts) + self._lengths[owners]
+        self._lengths[slots] += counts
+        upload = self._ops.upload
+        places = self._blocks[owners, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        batch = AttentionBatch(
+            positions=upload(positions.astype(np.int32)),
+            query_starts=upload(starts.astype(np.int32)),
+            context_lens=upload(self._lengths[slots].astype(np.int32)),
+            block_tables=upload(self._blocks[slots].astype(np.int32)),
+            cache_slots=upload(places.astype(np.int64)),
+            max_query_tokens=int(counts.max()),
+            max_context_tokens=int(self._lengths[slots].max()),
+            block_tokens=BLOCK_TOKENS,
+            caches=self._caches,
+            state_slots=upload(slots.astype(np.int32)),
+            states=self._states,
+        )
+        token_ids = upload(np.concatenate([*rows.values()]).astype(np.int32))
+        hidden = self._model.forward(token_ids, batch=batch, kv_cache=self._pool)
+        return self._ops.download(self._model.logits(hidden))
+
+
+def prompt() -> list[int]:
+    return np.random.default_rng(7).integers(0, CONFIG["vocab_size"], TOKENS).tolist()
+
+
+def record(path: Path) -> None:
+    from openinfer_kernels.cpu import CpuOps
+
+    logits = Run(CpuOps(), KvDtype.FLOAT32).step({0: prompt()})[::EVERY]
+    print(f"logits of {len(logits)} tokens, spread {logits.std():.2f}")
+    np.savez_compressed(path, logits=logits)
+
+
+def compare(path: Path, report: Path | None) -> None:
+    from openinfer_kernels.cuda import CudaOps
+
+    ops, tokens = CudaOps(), prompt()
+    run, expected = Run(ops, KvDtype.BFLOAT16), np.load(path)["logits"]
+    found: dict[str, dict[str, float]] = {}
+    for slot, (name, cuts) in enumerate(CUTS.items()):
+        pieces = [run.step({slot: tokens[first:end]}) for first, end in zip((0, *cuts), (*cuts, TOKENS), strict=True)]
+        found[name] = errors(np.concatenate(pieces)[::EVERY], expected)
+    first = run.step({6: tokens[:128], 7: tokens[:200]})[:128]
+    rest = run.step({6: tokens[128:], 7: tokens[200:201]})[: TOKENS - 128]
+    found["beside another sequence"] = errors(np.concatenate((first, rest))[::EVERY], expected)
+    for name, each in found.items():
+        print(f"{name:28}", ", ".join(f"{key} {value:.4f}" for key, value in each.items()))
+    if report is not None:
+        report.write_text(json.dumps({"gpu": ops.device.name, "config": CONFIG, "runs": found}, indent=1) + "\n")
+
+
+def errors(got: np.ndarray, expected: np.ndarray) -> dict[str, float]:
+    """Of a token: length of the difference over length of the logits."""
+    relative = np.linalg.norm(got - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    same = got.argmax(axis=1) == expected.argmax(axis=1)
+    return {
+        "median_error": float(np.median(relative)),
+        "worst_error": float(relative.max()),
+        "same_best_token": float(same.mean()),
+    }
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["record", path]:
+            record(Path(path))
+        case ["compare", path, *report]:
+            compare(Path(path), Path(report[0]) if report else None)
+        case _:
+            sys.exit(__doc__)
