@@ -52,7 +52,7 @@ PIECES_IN_FLIGHT = 16
 class Engine:
     """An engine with tiers that only this program drives."""
 
-    def __init__(self, model_dir: Path, tiers: list[str]) -> None:
+    def __init__(self, model_dir: Path, tiers: list[str], *, seed: int = 1) -> None:
         family: Any = claim(read_config(model_dir), map(load_family, list_plugins(MODELS)))
         given = {
             "device": "cuda",
@@ -68,7 +68,7 @@ class Engine:
         self.composition = resolve(family.definition, model_dir, msgspec.convert(given, family.options_type))
         self.loop: StepLoop = build_loop(self.composition)
         self.start_s = time.perf_counter() - begin_s
-        self.rng = np.random.default_rng(1)
+        self.rng = np.random.default_rng(seed)
         self._next_id = 0
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def measure_disk(model_dir: Path, setting: str, rows: list[dict[str, Any]]) -> N
         writer.first_token_ms(row["prompt"])
     writer.rest()
     writer.loop.close()
-    reader = Engine(model_dir, [setting])
+    reader = Engine(model_dir, [setting], seed=2)
     reader.first_token_ms(reader.prompt(4096))
     for row in rows:
         took_ms, from_tier = reader.first_token_ms(row.pop("prompt"))
