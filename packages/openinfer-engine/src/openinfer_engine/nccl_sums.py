@@ -25,7 +25,7 @@ logger = logging.getLogger("openinfer.engine")
 ONE_SHOT_SENT_BYTES = 1 << 21
 """Of arrays that are summed by one kernel: what a rank sends at most, which is the array whole to every other rank.
 
-So long all blocks of the kernel are on the device at once, and none waits for a place while others wait for its part."""
+So long all blocks of the kernel are on the device at once: none waits for a place while others wait for its part."""
 _GATHERED_BYTES = 1 << 19
 """Of all ranks' arrays together: up to here they are gathered whole, which is one exchange instead of two."""
 _PIECE_VALUES = 8
