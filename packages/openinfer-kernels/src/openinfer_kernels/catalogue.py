@@ -267,6 +267,7 @@ SERVINGS = (
     Serving(part="step inputs", phase=Phase.ANY, operators=(), kernel="steps"),
     Serving(part="weights", phase=Phase.ANY, operators=("upload_weight",), kernel="weights"),
     Serving(part="weights", phase=Phase.ANY, operators=(), kernel="random_weights", when="--load-format dummy"),
+    Serving(part="KV tiers", phase=Phase.ANY, operators=(), kernel="block_sums", when="--kv-tier"),
     Serving(
         part="attention to windows and compressed entries",
         phase=Phase.ANY,
