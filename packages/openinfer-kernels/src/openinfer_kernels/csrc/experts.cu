@@ -84,26 +84,16 @@ extern "C" __global__ void __launch_bounds__(kMostExperts)
   }
 }
 
-// Rows of `x [T, h]` in the line's order, for kernels that do not gather themselves: each blockIdx.y has 8 of a tile.
+// Rows of `x [T, h]` in the line's order, for kernels that do not gather themselves.
 extern "C" __global__ void line_up(const bf16* x, const int* line, const int4* tiles, bf16* to, int h) {
-  constexpr int kWidth = 8, kRows = 8;  // under way at a time
+  constexpr int kWidth = 8;
   wait_for_previous_kernel();
   allow_next_kernel();
   const int4 tile = tiles[blockIdx.x];
-  const int first = blockIdx.y * kRows, rows = min(kRows, tile.z - first);
-  if (rows <= 0) return;
-  const int64_t position = tile.y + first;
-  int64_t from[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; i++) from[i] = i < rows ? int64_t(line[position + i]) * h : 0;
-  for (int at = threadIdx.x * kWidth; at < h; at += blockDim.x * kWidth) {
-    Vector<kWidth> vectors[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; i++) vectors[i] = load<kWidth>(x + from[i] + at);
-#pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      if (i < rows) store(to + (position + i) * h + at, vectors[i]);
-    }
+  for (int i = blockIdx.y; i < tile.z; i += gridDim.y) {
+    const int64_t position = tile.y + i, token = line[position];
+    for (int at = threadIdx.x * kWidth; at < h; at += blockDim.x * kWidth)
+      store(to + position * h + at, load<kWidth>(x + token * h + at));
   }
 }
 

@@ -142,22 +142,27 @@ __device__ __forceinline__ void finish(const float (&d)[S::kRowTiles][S::kTokenT
 template <typename S, Epilogue kEpilogue>
 __device__ __forceinline__ void run(const Problem& p) {
   extern __shared__ __align__(128) uint8_t shared[];
+  int* x_rows = reinterpret_cast<int*>(shared + S::kStages * S::kStageBytes);
   if (!p.weights_first) wait_for_previous_kernel();
   const Work<S, kEpilogue> work(p);
   if (work.count <= 0) {
     if (p.weights_first) wait_for_previous_kernel();
     return;
   }
-  const Loader<S, kEpilogue> loader(p, work, shared);
+  for (int i = threadIdx.x; i < S::kTokens; i += kThreads) {
+    const int at = work.begin + i;
+    x_rows[i] = i >= work.count ? -1 : p.line == nullptr ? at : p.line[at];
+  }
   const int chunks = (p.k + S::kColumns - 1) / S::kColumns;
   for (int i = 0; i < S::kStages - 1; i++) {
-    if (i < chunks) loader.load_weights(i, i);
+    if (i < chunks) load_weights<S, kEpilogue>(shared + i * S::kStageBytes, p, work, i);
   }
+  __syncthreads();
   if (p.weights_first) wait_for_previous_kernel();
   allow_next_kernel();
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; i++) {
-    if (i < chunks) loader.load_x(i, i);
+    if (i < chunks) load_x<S>(shared + i * S::kStageBytes, p, x_rows, i);
     commit();
   }
   float d[S::kRowTiles][S::kTokenTiles][4] = {};
@@ -167,8 +172,8 @@ __device__ __forceinline__ void run(const Problem& p) {
     __syncthreads();
     const int next = chunk + S::kStages - 1;
     if (next < chunks) {
-      loader.load_weights(next_stage, next);
-      loader.load_x(next_stage, next);
+      load_weights<S, kEpilogue>(shared + next_stage * S::kStageBytes, p, work, next);
+      load_x<S>(shared + next_stage * S::kStageBytes, p, x_rows, next);
     }
     commit();
     multiply_chunk<S>(d, shared + stage * S::kStageBytes);

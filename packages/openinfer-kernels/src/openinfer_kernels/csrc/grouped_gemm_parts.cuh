@@ -40,7 +40,7 @@ struct Shape {
   static constexpr int kScaleUnit = kScaleChunk < kUnit ? kScaleChunk : kUnit;    // of one copy
   static constexpr int kCodeBytes = kRows * kCodeUnits * kUnit, kXBytes = kTokens * kXUnits * kUnit;
   static constexpr int kStageBytes = kCodeBytes + kXBytes + kRows * kScaleChunk;
-  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kTokens * 4;
   static constexpr bool kScalesSums = Format::kQuantised && kTokenTiles == 1;
 };
 

@@ -16,8 +16,8 @@ _MOST_EXPERTS = 1024
 """And threads of a plan, of which each has an expert and some choices."""
 _THREADS = 256
 _WARP = 32
-_LINE_UP_TOKENS = 8
-"""That a block copies."""
+_LINE_UP_BLOCKS = 16
+"""That copy the tokens of one tile."""
 _WIDTH = 8
 """Values of a thread."""
 _QUANTISED_WIDTH = 32
@@ -111,9 +111,7 @@ class Experts:
             )
             return
         arguments = [x, plan.line, plan.tiles, scratch, ctypes.c_int(x.shape[1])]
-        self._line_up(
-            (len(plan.tiles), plan.tile_tokens // _LINE_UP_TOKENS, 1), (_THREADS, 1, 1), arguments, overlap=True
-        )
+        self._line_up((len(plan.tiles), _LINE_UP_BLOCKS, 1), (_THREADS, 1, 1), arguments, overlap=True)
         self._hopper.multiply(scratch, gate_up, gated, epilogue=Epilogue.SWIGLU, plan=plan)
 
     def _planned(self, choice: ExpertChoice, num_experts: int, first_expert: int) -> Plan:

@@ -7,7 +7,6 @@ from enum import StrEnum
 from openinfer_kernels.cuda.arrays import address
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.launch import Kernel
-from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, QuantisedWeight, Weight
 from openinfer_kernels.quantised_parts import WeightFormat
 
@@ -15,7 +14,6 @@ _THREADS = 128
 _FEW_BLOCKS = 2
 """Of each multiprocessor: with fewer, tiles of fewer rows are faster."""
 _BF16_BYTES = 2
-_MOST_BYTES = (1 << 32) - 1
 _BF16 = "bf16"
 NAMES = {
     None: _BF16,
@@ -165,7 +163,6 @@ class GroupedGemm:
             int(weights_first),
             limit,
         )
-        _require_offsets(rows * problem.row_bytes, x.nbytes)
         num_tiles = -(-len(out) // tokens) if plan is None else len(plan.tiles)
         expected_tiles = num_tiles if plan is None else plan.expected_tiles
         size = self._size(name, tokens, rows * expected_tiles)
@@ -203,16 +200,4 @@ def _shared_bytes(name: str, size: _Sizes) -> int:
     """`Shape::kSharedBytes`."""
     columns = 32 * size.units * _PARTS[name] * size.warp_columns
     row_bytes = 64 * size.units * size.warp_columns + columns // 32 * _SCALE_BYTES[name]
-    return size.stages * (size.rows * row_bytes + size.tokens * columns * _BF16_BYTES)
-
-
-def _require_offsets(matrix_bytes: int, x_bytes: int) -> None:
-    """Kernels count the bytes of a matrix, and of all tokens, in 32 bits.
-
-    Raises:
-        ArrayMismatchError: one of them is larger.
-    """
-    if max(matrix_bytes, x_bytes) > _MOST_BYTES:
-        raise ArrayMismatchError(
-            f"a matrix of {matrix_bytes} bytes with activations of {x_bytes} bytes has no kernel: at most {_MOST_BYTES}"
-        )
+    return size.stages * (size.rows * row_bytes + size.tokens * columns * _BF16_BYTES) + 4 * size.tokens
