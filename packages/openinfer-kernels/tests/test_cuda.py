@@ -78,6 +78,7 @@ def test_captured_operators_replay_on_new_inputs(cuda, upload, activation, host,
         x = cuda.linear(cuda.linear_swiglu(x, gate_up), down)
         return q, cuda.add_rms_norm(x, residual, norm, eps=1e-6), residual
 
+    cupy.cuda.Device().synchronize()  # the stream does not wait for the one that made the inputs
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         cache = activation(case.kv_cache)

@@ -118,6 +118,7 @@ def test_decode_gemm_chain_overlapped_and_captured_equals_one_by_one(
     def new_outs():
         return [poisoned(num_tokens, n) for n in (*sizes[1:], 512)]
 
+    cupy.cuda.Device().synchronize()  # the stream does not wait for the one that made the inputs
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         expected, captured = new_outs(), new_outs()

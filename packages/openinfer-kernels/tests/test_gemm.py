@@ -180,6 +180,7 @@ def test_linear_chain_overlapped_and_captured_equals_one_by_one(cuda, activation
             wait()
         return cuda.logits(cuda.linear(at, weights[0]), head)
 
+    cupy.cuda.Device().synchronize()  # the stream does not wait for the one that made the inputs
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         expected = host(chain(stream.synchronize))

@@ -112,6 +112,7 @@ def test_captured_steps_replay_and_leave_padding_alone(cuda):
         np.concatenate([case.host(case.projected), np.full((2, CHANNELS + 12), np.nan)]).astype(np.float32)
     )
     state, conv = case.host(case.state), case.host(case.conv)
+    cupy.cuda.Device().synchronize()  # the stream does not wait for the one that made the inputs
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         case.run(batch)
