@@ -1,5 +1,5 @@
-// Adds the parts of items that several workers had: a block has the mixed latents of one head of one token, or a share of
-// their values. Four values per thread; where tokens are few, several threads have every so-many-th part of the same ones.
+// Adds the parts of items that several workers had: mixed latents of one head of one token per block. Four values per
+// thread; where tokens are few, 128 threads have every so-many-th part.
 //
 // A part is an unnormalised sum under its own maximum, so parts are added as in Milakov and Gimelshein 2018, "Online
 // normalizer calculation for softmax", always in the same order: results do not depend on timing.
@@ -14,7 +14,7 @@ using attention::packed;
 namespace {
 
 constexpr int kFours = kLatent / 4;
-constexpr int kMostThreads = 1024;
+constexpr int kMostWays = 8;
 constexpr int kPartsAtOnce = 4;
 
 struct Arguments {
@@ -45,11 +45,10 @@ struct Running {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kMostThreads) latent_merge(Arguments a) {
-  __shared__ Running shared[kMostThreads];
-  const int head = blockIdx.x, token = blockIdx.y, fours = kFours / gridDim.z;
-  const int way = threadIdx.x / fours, ways = blockDim.x / fours, four = blockIdx.z * fours + threadIdx.x % fours;
-  const int tiles = (a.num_heads + kHeads - 1) / kHeads;
+extern "C" __global__ void __launch_bounds__(kMostWays * kFours) latent_merge(Arguments a) {
+  __shared__ Running shared[(kMostWays - 1) * kFours];
+  const int head = blockIdx.x, token = blockIdx.y, four = threadIdx.x % kFours;
+  const int way = threadIdx.x / kFours, ways = blockDim.x / kFours, tiles = (a.num_heads + kHeads - 1) / kHeads;
   allow_next_kernel();
   wait_for_previous_kernel();
   const Item item = a.items[token * tiles + head / kHeads];
@@ -75,11 +74,11 @@ extern "C" __global__ void __launch_bounds__(kMostThreads) latent_merge(Argument
     for (int j = 0; j < kPartsAtOnce; j++)
       if (c + j * ways < item.count) all.add(values[j], all.share(tops[j]), totals[j]);
   }
-  shared[threadIdx.x] = all;
+  if (way > 0) shared[(way - 1) * kFours + four] = all;
   if (ways > 1) __syncthreads();
   if (way > 0) return;
   for (int w = 1; w < min(ways, item.count); w++) {
-    const Running other = shared[w * fours + threadIdx.x];
+    const Running other = shared[(w - 1) * kFours + four];
     all.raise(fmaxf(all.top, other.top));
     all.add(other.sum, all.share(other.top), other.total);
   }

@@ -19,8 +19,8 @@ _COLUMNS, _QUERY_TOKENS, _QUERY_THREADS = 64, 64, 128
 _VALUE_TOKENS, _VALUE_WARPS = 32, 8
 _FEW_TOKENS = 8
 """Up to so many, the rows of values are cut finer."""
-_MERGE_BLOCKS = ((2, 4, 1024), (8, 1, 1024), (1 << 31, 1, 128))
-"""Up to so many tokens: blocks that share the values of a head of a token, and their threads."""
+_MERGE_THREADS, _FEW_TOKENS_WAYS = _LATENT // 4, 8
+"""That add the parts of an item; up to so few tokens, so many times as many share them."""
 _RESERVED_BYTES = 1024
 """Of a multiprocessor's shared memory, for each block beyond the first."""
 _LOG2_E = 1.4426950408889634
@@ -130,8 +130,8 @@ class LatentAbsorbed:
         )
         self._attend((self._workers, 1, 1), (32 * self._warps, 1, 1), [arguments], overlap=True)
         merge = _MergeArguments(*map(address, (parts, items, whole)), num_heads)
-        _, shares, threads = next(each for each in _MERGE_BLOCKS if num_tokens <= each[0])
-        self._merge((num_heads, num_tokens, shares), (threads, 1, 1), [merge], overlap=True)
+        threads = _MERGE_THREADS * (_FEW_TOKENS_WAYS if num_tokens <= _FEW_TOKENS else 1)
+        self._merge((num_heads, num_tokens, 1), (threads, 1, 1), [merge], overlap=True)
         rows = 16 if num_tokens <= _FEW_TOKENS else 32
         self._values[rows](
             (num_heads, _VALUE // rows, -(-num_tokens // _VALUE_TOKENS)),
