@@ -67,8 +67,8 @@ class Model(Protocol):
     def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
         """Hidden states after the final norm, `[T, h]`; appends this step's K and V to `kv_cache`.
 
-        A model whose `KvSpec` has slot groups finds its recurrent states in `batch.states`, by `GROUP.TENSOR`. One whose
-        blocks are no dense array finds its paged tensors in `batch.caches`, likewise; `kv_cache` is their pool.
+        A model whose `KvSpec` has slot groups finds its recurrent states in `batch.states`, by `GROUP.TENSOR`. One
+        whose blocks are no dense array finds its paged tensors in `batch.caches`, likewise; `kv_cache` is their pool.
         """
         ...
 

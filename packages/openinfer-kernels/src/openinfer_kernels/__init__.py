@@ -35,8 +35,8 @@ from openinfer_kernels.ops import (
     TokenMask,
     Weight,
 )
-from openinfer_kernels.quantised_parts import QuantisedPart, RandomCodes, WeightFormat
 from openinfer_kernels.projection import project
+from openinfer_kernels.quantised_parts import QuantisedPart, RandomCodes, WeightFormat
 from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor, rope_table, softmax_factor
 from openinfer_kernels.weights import RandomWeight, WeightPart
 

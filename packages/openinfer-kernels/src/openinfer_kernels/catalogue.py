@@ -268,6 +268,8 @@ SERVINGS = (
     Serving(part="weights", phase=Phase.ANY, operators=("upload_weight",), kernel="weights"),
     Serving(part="weights", phase=Phase.ANY, operators=(), kernel="random_weights", when="--load-format dummy"),
     Serving(part="KV tiers", phase=Phase.ANY, operators=(), kernel="block_sums", when="--kv-tier"),
+    Serving(part="sums over ranks", phase=Phase.ANY, operators=(), kernel="one_shot", when="few tokens, several GPUs"),
+    Serving(part="sums over ranks", phase=Phase.ANY, operators=(), kernel="rank_arrays", when="behind NCCL"),
     Serving(
         part="attention to windows and compressed entries",
         phase=Phase.ANY,

@@ -97,8 +97,8 @@ def _require_readable(part: QuantisedPart) -> None:
     )
     if any(have < need for have, need in zip(part.scales.shape, needed, strict=True)):
         raise ValueError(
-            f"scales {list(part.scales.shape)} do not cover {part.format} codes of {list(part.shape)} values that begin "
-            f"at row {part.first_row} and column {part.first_column}: {list(needed)} are needed"
+            f"scales {list(part.scales.shape)} do not cover {part.format} codes of {list(part.shape)} values that "
+            f"begin at row {part.first_row} and column {part.first_column}: {list(needed)} are needed"
         )
 
 

@@ -169,9 +169,10 @@ def _window_attention(rng: np.random.Generator) -> Iterable[Case]:
 def _selected(rng: np.random.Generator, batch: AttentionBatch, ratio: int, k: int) -> HostArray:
     """Some of the entries that each token can see, ascending."""
     selected = np.full((len(batch.positions), k), -1, np.int32)
-    for token, position in enumerate(batch.positions.tolist()):
+    positions: list[int] = batch.positions.tolist()
+    for token, position in enumerate(positions):
         seen = (position + 1) // ratio
-        some = rng.permutation(int(seen))[: min(k, int(rng.integers(0, seen + 1)))].tolist()
+        some = rng.permutation(seen)[: min(k, int(rng.integers(0, seen + 1)))].tolist()
         selected[token, : len(some)] = sorted(some)
     return selected
 
