@@ -22,6 +22,7 @@ from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.model import Model, ModelDefinition, WeightSource
 from openinfer_engine.paged_tensors import make_pool, paged_tensors
 from openinfer_engine.stored_config import check_stored
+from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
 from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
@@ -108,6 +109,11 @@ class FamilyHarness:
         """Whether the family keeps recurrent states, which cannot be set back."""
         return bool(self._ranks[0].states)
 
+    @property
+    def is_selective(self) -> bool:
+        """Whether `step_wanted` is possible."""
+        return len(self._ranks) == 1 and isinstance(self._ranks[0].model, SelectiveModel)
+
     def step(self, rows: Mapping[str, Sequence[int]]) -> dict[str, Logits]:
         """Computes the next tokens of some sequences: the logits `[tokens, V]` at each of them.
 
@@ -127,6 +133,27 @@ class FamilyHarness:
             assert np.array_equal(results[0], other), f"logits of rank {rank} are not those of rank 0"
         pieces = np.split(results[0], batch.query_starts[1:-1])
         return dict(zip(rows, pieces, strict=True))
+
+    def step_wanted(self, rows: Mapping[str, Sequence[int]]) -> dict[str, Logits]:
+        """As `step`, but only the logits `[1, V]` at the last token of each sequence are asked for, on one rank.
+
+        Raises:
+            TypeError: the model is no `SelectiveModel`.
+        """
+        batch = self._batch(rows)
+        token_ids = np.asarray([token for tokens in rows.values() for token in tokens], np.int32)
+        last = (batch.query_starts[1:] - 1).astype(np.int32)
+        alone = replace(
+            batch,
+            positions=batch.positions[last],
+            query_starts=np.arange(len(rows) + 1, dtype=np.int32),
+            cache_slots=batch.cache_slots[last],
+            max_query_tokens=1,
+        )
+        wanted = WantedTokens(tokens=self._ops.upload(last), batch=self._uploaded(alone))
+        (rank,) = self._ranks
+        logits = self._ops.download(rank.wanted_logits(self._ops.upload(token_ids), self._uploaded(batch), wanted))
+        return dict(zip(rows, np.split(logits, len(rows)), strict=True))
 
     def restart(self, sequence: str) -> None:
         """Sends a sequence back to its beginning, in other blocks and another slot, as a preemption does."""
@@ -207,7 +234,7 @@ class _Rank:
     """One rank's model and memory."""
 
     def __init__(self, model: Model, spec: KvSpec, *, ops: Ops, block_tokens: int, num_blocks: int) -> None:
-        self._model = model
+        self.model = model
         layout = KvLayout.from_spec(spec, block_size_tokens=block_tokens)
         self._pool: Array = make_pool(layout, num_blocks=num_blocks, ops=ops)
         self._pool.fill(np.nan)
@@ -221,8 +248,18 @@ class _Rank:
                 self.states[f"{group.name}.{tensor.name}"] = states
 
     def logits(self, token_ids: Array, batch: AttentionBatch) -> Logits:
-        own = replace(batch, caches=self._caches, states=self.states)
-        return self._model.logits(self._model.forward(token_ids, batch=own, kv_cache=self._pool))
+        return self.model.logits(self.model.forward(token_ids, batch=self._own(batch), kv_cache=self._pool))
+
+    def wanted_logits(self, token_ids: Array, batch: AttentionBatch, wanted: WantedTokens) -> Logits:
+        model = self.model
+        if not isinstance(model, SelectiveModel):
+            raise TypeError(f"{type(model).__name__} computes all tokens: it has no forward_wanted")
+        own = replace(wanted, batch=self._own(wanted.batch))
+        hidden = model.forward_wanted(token_ids, batch=self._own(batch), kv_cache=self._pool, wanted=own)
+        return self.model.logits(hidden)
+
+    def _own(self, batch: AttentionBatch) -> AttentionBatch:
+        return replace(batch, caches=self._caches, states=self.states)
 
 
 def check_family(
@@ -271,6 +308,11 @@ def check_steps(
     harness.restart("whole")
     compare("computed again from the beginning", harness.step({"whole": tokens})["whole"])
     harness.restart("whole")
+    if harness.is_selective:
+        last = harness.step_wanted({"wanted": tokens, "other": tokens[:3]})["wanted"]
+        compare("asked for at the last token alone", last, first=len(tokens) - 1)
+        harness.restart("wanted")
+        harness.restart("other")
     pieces = [harness.step({"prefilled": tokens[:boundary]})["prefilled"]]
     pieces += [harness.step({"prefilled": [token]})["prefilled"] for token in tokens[boundary:]]
     compare("prompt, then token by token", np.concatenate(pieces))
