@@ -6,6 +6,7 @@ from openinfer_core.engine import EngineStats
 from openinfer_server.exposition import Sample, render_family
 
 _OF_EACH = (
+    ("openinfer_kv_tier_finds_total", "counter", "Times it was asked for a chain of blocks.", "finds"),
     ("openinfer_kv_tier_hit_blocks_total", "counter", "Blocks that were found.", "hit_blocks"),
     ("openinfer_kv_tier_missed_blocks_total", "counter", "Blocks that were asked for and not found.", "missed_blocks"),
     ("openinfer_kv_tier_loaded_blocks_total", "counter", "Blocks brought into the pool.", "loaded_blocks"),
