@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Generator
 
 import msgspec
 
@@ -26,9 +27,10 @@ class EngineChild:
         self._address: Address | None = None
         self._launch = Launch(token=token, spec=msgspec.Raw(msgspec.json.encode(spec)), link=link)
         # -P: the working directory is not on the child's import path
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        with _without_ctrl_c():
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
 
     @property
     def pid(self) -> int:
@@ -98,6 +100,19 @@ class EngineChild:
             return msgspec.json.decode(line, type=Address)
         except msgspec.MsgspecError as error:
             raise ContractViolation(f"the engine process said {line[:100]!r} instead of its address") from error
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Generator[None]:
+    """SIGINT is blocked in this thread, and so in what it starts: a child ignores it, but only once it has imports."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def connect_to(address: Address) -> socket.socket:

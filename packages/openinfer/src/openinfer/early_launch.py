@@ -18,19 +18,22 @@ class EarlyLaunch:
     def __init__(self, launch: Callable[[], EngineHandle]) -> None:
         self._launch = launch
         self._launched: Future[EngineHandle] = Future()
+        self._taken = False
         threading.Thread(target=self._call, name="openinfer-launch", daemon=True).start()
 
     def result(self) -> EngineHandle:
-        """The engine, once it is there.
+        """The engine, once it is there; the caller closes it.
 
         Raises:
             OpenInferError: what `launch` raised.
         """
+        self._taken = True
         return self._launched.result()
 
     def abandon(self) -> None:
-        """Nobody will take the engine: it is closed as soon as it is there, if this process lives so long."""
-        self._launched.add_done_callback(_close)
+        """Closes the engine as soon as it is there, if this process lives so long; not one that `result` gave away."""
+        if not self._taken:
+            self._launched.add_done_callback(_close)
 
     def _call(self) -> None:
         try:

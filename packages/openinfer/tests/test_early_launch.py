@@ -1,0 +1,126 @@
+"""`EarlyLaunch`, and what a start that fails leaves behind: one line, exit code 2, no process."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from openinfer.early_launch import EarlyLaunch
+from openinfer.models import find_model_dir
+from openinfer_core import Refused
+
+DEADLINE_S = 30.0
+
+
+class Engine:
+    """As much of an `EngineHandle` as is called here."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+        self.closings = 0
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.closings += 1
+        self.closed.set()
+
+
+def test_it_launches_before_it_is_asked() -> None:
+    engine, begun = Engine(), threading.Event()
+
+    def launch() -> Engine:
+        begun.set()
+        return engine
+
+    early = EarlyLaunch(launch)  # pyright: ignore[reportArgumentType]
+    assert begun.wait(DEADLINE_S)
+    assert early.result() is engine
+    assert early.result() is engine
+
+
+def test_what_the_launch_raised_is_raised_by_result() -> None:
+    def launch() -> Engine:
+        raise Refused("no such device")
+
+    early = EarlyLaunch(launch)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(Refused, match="no such device"):
+        early.result()
+    early.abandon()
+
+
+def test_an_engine_that_nobody_took_is_closed_when_it_is_there() -> None:
+    engine, go = Engine(), threading.Event()
+
+    def launch() -> Engine:
+        assert go.wait(DEADLINE_S)
+        return engine
+
+    early = EarlyLaunch(launch)  # pyright: ignore[reportArgumentType]
+    early.abandon()
+    assert engine.closings == 0
+    go.set()
+    assert engine.closed.wait(DEADLINE_S)
+
+
+def test_an_engine_that_was_taken_is_closed_by_who_took_it() -> None:
+    engine = Engine()
+    early = EarlyLaunch(lambda: engine)  # pyright: ignore[reportArgumentType,reportReturnType]
+    asyncio.run(early.result().close())
+    early.abandon()
+    assert engine.closings == 1
+
+
+def serve(*flags: str, model: str = "tiny") -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "openinfer.commands.main", "serve", "--model", model, "--port", "0", *flags]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=sys.platform != "win32"
+    )
+
+
+def test_a_start_without_tokenizer_ends_with_one_line_although_the_engine_has_started(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(find_model_dir("tiny"), folder)
+    (folder / "tokenizer.json").unlink()
+    with serve(model=str(folder)) as process:
+        out, log = process.communicate(timeout=DEADLINE_S)  # which ends when no process has the pipes any more
+    assert process.returncode == 2
+    assert out == ""
+    assert "no tokenizer.json" in log.splitlines()[-1]
+    assert "Traceback" not in log
+
+
+def test_a_wrong_parser_name_ends_a_start_with_one_line() -> None:
+    with serve("--tool-parser", "hermse") as process:
+        _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    assert "no installed package offers 'hermse'" in log.splitlines()[-1]
+    assert "Traceback" not in log
+
+
+def engine_imports(pid: int) -> bool:
+    """Whether the engine's process, a child of this one, has begun to import."""
+    children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    return any(
+        b"openinfer_engine.child" in Path(f"/proc/{child}/cmdline").read_bytes()
+        and "msgspec" in Path(f"/proc/{child}/maps").read_text()
+        for child in children
+    )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finding the engine's process needs Linux' /proc")
+def test_ctrl_c_while_the_engine_starts_ends_all_processes_in_silence() -> None:
+    with serve() as process:
+        deadline = time.monotonic() + DEADLINE_S
+        while not engine_imports(process.pid):
+            assert time.monotonic() < deadline
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the engine's process gets it too
+        _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert "Traceback" not in log
