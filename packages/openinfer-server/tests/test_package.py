@@ -9,6 +9,7 @@ import openinfer_server
 def test_all_is_sorted_and_complete():
     assert openinfer_server.__all__ == sorted(openinfer_server.__all__)
     assert all(hasattr(openinfer_server, name) for name in openinfer_server.__all__)
+    assert {*openinfer_server.__all__, "__all__"} <= {*dir(openinfer_server)}
 
 
 def test_import_loads_no_engine_and_no_numpy():

@@ -12,6 +12,7 @@ def test_all_is_sorted_and_there() -> None:
     capitals_first = sorted(openinfer.__all__, key=lambda name: (not name.isupper(), name))
     assert list(openinfer.__all__) == capitals_first
     assert all(hasattr(openinfer, name) for name in openinfer.__all__)
+    assert {*openinfer.__all__, "__all__"} <= {*dir(openinfer)}
 
 
 def test_importing_the_umbrella_loads_no_numpy_and_no_engine() -> None:
