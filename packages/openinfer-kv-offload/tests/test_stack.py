@@ -224,3 +224,76 @@ def test_write_behind_needs_a_first_tier_that_can_be_copied_from(tmp_path):
         TierStack(tiers, StackOptions(write=WriteMode.BEHIND))
     for tier in tiers:
         tier.close()
+
+
+class RaisingTier:
+    """A tier of somebody else whose transfers cannot be begun."""
+
+    def __init__(self, tier):
+        self._tier = tier
+
+    def __getattr__(self, name):
+        return getattr(self._tier, name)
+
+    def load(self, hit, blocks, *, timeout_s=None):
+        raise RuntimeError("injected")
+
+    def save(self, digests, blocks, *, timeout_s=None):
+        raise RuntimeError("injected")
+
+
+@pytest.fixture
+def stack_with_a_raising_tier():
+    opened = []
+
+    def make(*, is_first, **options):
+        raising, sound = (
+            HostTier(LAYOUT, HostTierOptions(capacity_bytes=4 * 3904), name=name) for name in ("raising", "sound")
+        )
+        tiers = [RaisingTier(raising), sound] if is_first else [sound, RaisingTier(raising)]
+        opened.append(TierStack(tiers, StackOptions(**options)))
+        return opened[-1], raising, sound
+
+    yield make
+    for stack in opened:
+        stack.close()
+
+
+class BegunTransfer:
+    """Pending until it was cancelled and waited for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def cancel(self):
+        self.calls.append("cancel")
+
+    def wait(self, timeout_s=None):
+        self.calls.append("wait")
+
+
+def test_nothing_of_a_save_goes_on_when_a_tier_raises(stack_with_a_raising_tier, monkeypatch):
+    stack, _, sound = stack_with_a_raising_tier(is_first=False, write=WriteMode.THROUGH)
+    begun = BegunTransfer()
+    monkeypatch.setattr(sound, "save", lambda *_, **__: begun)
+    with pytest.raises(RuntimeError, match="injected"):
+        stack.save(chain(1, 2), filled(chain(1, 2), LAYOUT))
+    assert begun.calls == ["cancel", "wait"]
+
+
+def test_nothing_of_a_load_goes_on_when_a_tier_raises(stack_with_a_raising_tier, monkeypatch):
+    stack, raising, sound = stack_with_a_raising_tier(is_first=False)
+    digests = chain(1, 2)
+    save(sound, digests[:1])
+    save(raising, digests[1:])
+    begun = BegunTransfer()
+    monkeypatch.setattr(sound, "load", lambda *_, **__: begun)
+    with pytest.raises(RuntimeError, match="injected"):
+        stack.load(stack.find(digests), empty(2, LAYOUT))
+    assert begun.calls == ["cancel", "wait"]
+
+
+def test_a_load_lands_though_the_tier_above_raises_when_it_is_promoted(stack_with_a_raising_tier):
+    stack, _, sound = stack_with_a_raising_tier(is_first=True)
+    save(sound, chain(1, 2))
+    assert load(stack, chain(1, 2)) == 2

@@ -1,5 +1,6 @@
 """`TierStack`: tiers one above the other, fastest first, that are one tier together."""
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.behind import Follower
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.stack_transfer import StackTransfer
+
+_log = logging.getLogger(__name__)
 
 
 class WriteMode(StrEnum):
@@ -146,7 +149,7 @@ class TierStack:
                 into, blocks = blocks[: len(part.hit.digests)], blocks[len(part.hit.digests) :]
                 loads.append(self._tiers[part.level].load(part.hit, into, timeout_s=timeout_s))
                 promotions.append(self._promotion(part, into, deadline_s))
-        except KvTierError:
+        except BaseException:
             _abandon(loads, parts[len(loads) :])
             raise
         return StackTransfer.of_load(loads, promotions)
@@ -166,7 +169,14 @@ class TierStack:
             if follower is not None:
                 follower.follow(digests)
 
-        return StackTransfer.of_save([tier.save(digests, blocks, timeout_s=timeout_s) for tier in tiers], follow)
+        saves: list[Transfer] = []
+        try:
+            for tier in tiers:
+                saves.append(tier.save(digests, blocks, timeout_s=timeout_s))  # noqa: PERF401 -- kept when one raises
+        except BaseException:
+            _abandon(saves, ())
+            raise
+        return StackTransfer.of_save(saves, follow)
 
     def flush(self) -> None:
         """Gives what is above to the tiers below; before `close`. With write-back, and then in this thread, that is all
@@ -238,7 +248,14 @@ class TierStack:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if not landed or (left_s is not None and left_s <= 0):
                 return []
-            return [tier.save(digests[:landed], blocks[:landed], timeout_s=left_s) for tier in above]
+            saves: list[Transfer] = []
+            try:
+                for tier in above:
+                    save = tier.save(digests[:landed], blocks[:landed], timeout_s=left_s)
+                    saves.append(save)
+            except Exception:  # noqa: BLE001 -- the fence: the load is good without it; what has begun is waited for
+                _log.exception("KV blocks could not be promoted into %s", above[len(saves)].name)
+            return saves
 
         return promote
 
@@ -249,7 +266,7 @@ def _common_key(tiers: Sequence[KvTier]) -> bytes | None:
 
 
 def _abandon(begun: Sequence[Transfer], left: Sequence[Part]) -> None:
-    """Misuse that a later part's tier noticed: nothing of the load may stay under way."""
+    """A later tier raised: nothing may stay under way that the caller has no transfer for."""
     for transfer in begun:
         transfer.cancel()
     for part in left:
