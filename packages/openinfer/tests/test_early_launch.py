@@ -109,7 +109,7 @@ def engine_imports(pid: int) -> bool:
     children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
     return any(
         b"openinfer_engine.child" in Path(f"/proc/{child}/cmdline").read_bytes()
-        and "msgspec" in Path(f"/proc/{child}/maps").read_text()
+        and "numpy" in Path(f"/proc/{child}/maps").read_text()
         for child in children
     )
 
