@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -30,9 +32,14 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.local import InProcessEngine
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine import EngineOptions, GroupBroken, StepLoop, build_loop, resolve
+from openinfer_engine.communicator import Communicator
+from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.options import LoadFormat, RankHost
 from openinfer_engine.process_runner import ProcessRunner
-from openinfer_engine.rank_processes import CHILD_MODULE
+from openinfer_engine.rank_processes import CHILD_MODULE, RankProcesses
+from openinfer_engine.runner import DoneStep
+from openinfer_engine.socket_communicator import SocketCommunicator
 
 FAMILY: Any = find_plugin("openinfer.models", "qwen3").load()()
 MODEL_DIR: Path = find_plugin("openinfer.checkpoints", "tiny").load()()
@@ -224,3 +231,73 @@ def impossible_plan() -> StepPlan:
         new_block_counts=0 * one,
         new_blocks=none,
     )
+
+
+def make_spec() -> EngineSpec:
+    options = EngineOptions(num_blocks=40, max_num_seqs=4, tensor_parallel_size=2, rank_host=RankHost.PROCESS)
+    return EngineSpec.of(FAMILY.definition, MODEL_DIR, options)
+
+
+class WaitingRank:
+    """Leaves once all other ranks answer."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def launch(self, plan: StepPlan) -> DoneStep:
+        raise NotImplementedError
+
+    def pool_memory(self) -> HostPool:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._communicator.barrier()
+
+
+def test_close_kills_a_rank_that_hangs_and_frees_rank_0_that_waits_for_it() -> None:
+    processes = RankProcesses(make_spec(), 1)
+    ticket, communicator = SocketCommunicator.open(2)
+    processes.agree(processes.smallest_pool(40), ticket, communicator)
+    processes.wait_ready()
+    (process_id,) = processes.process_ids
+    os.kill(process_id, signal.SIGSTOP)
+    runner = ProcessRunner(WaitingRank(communicator), processes, close_deadline_s=0.1)
+    with pytest.raises(GroupBroken, match=r"rank 0 has not left within 0\.1 s"):
+        runner.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
+    with pytest.raises(GroupBroken, match="rank 0 has not left"):
+        communicator.barrier()
+    communicator.close()
+
+
+ENGINE_THAT_STOPS_ITS_RANK = """
+import os, signal, sys, msgspec
+from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.rank_processes import RankProcesses
+processes = RankProcesses(msgspec.json.decode(sys.argv[1], type=EngineSpec), 1)
+processes.smallest_pool(40)
+(process_id,) = processes.process_ids
+os.kill(process_id, signal.SIGSTOP)
+print(process_id, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process that is stopped does not notice")
+def test_a_rank_that_is_stopped_ends_with_its_engine() -> None:
+    command = [sys.executable, "-c", ENGINE_THAT_STOPS_ITS_RANK, msgspec.json.encode(make_spec()).decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None
+        rank = os.pidfd_open(int(engine.stdout.readline()))
+        engine.kill()
+    has_ended, _, _ = select.select([rank], [], [], 30)
+    os.close(rank)
+    assert has_ended == [rank]
+
+
+def test_what_is_no_error_does_not_wait_for_a_cause() -> None:
+    processes = RankProcesses(make_spec(), 0)
+    interrupt = KeyboardInterrupt()
+    assert processes.cause_of(interrupt) is interrupt
+    processes.close()

@@ -1,8 +1,10 @@
 """Collectives over sockets against those of threads, and what happens when a rank goes."""
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,20 @@ def test_who_does_not_know_the_token_is_sent_away() -> None:
         assert [float(each.result()[0]) for each in sums] == [2, 2]
         with pytest.raises(GroupBroken):
             stranger.barrier()
+    for each in (stranger, member, first):
+        each.close()
+
+
+def test_the_socket_is_gone_once_all_have_joined_and_strangers_with_odd_tokens_are_sent_away() -> None:
+    ticket, first = SocketCommunicator.open(2)
+    socket_file = Path(json.loads(ticket)["address"]["unix_path"])
+    stranger = SocketCommunicator.join(ticket.replace(b'"token":"', '"token":"é'.encode()), rank=1, size=2)
+    member = SocketCommunicator.join(ticket, rank=1, size=2)
+    assert socket_file.exists()
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(each.barrier) for each in (first, member)]:
+            each.result()
+    assert not socket_file.parent.exists()
     for each in (stranger, member, first):
         each.close()
 

@@ -1,9 +1,11 @@
 """`ProcessRunner`: rank 0 in a thread of the engine's process, the others in processes of their own."""
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.composition import Composition
+from openinfer_engine.errors import GroupBroken
 from openinfer_engine.loading import load_ranks
 from openinfer_engine.rank_processes import CLOSE_DEADLINE_S, RankProcesses
 from openinfer_engine.runner import PendingStep, Rank
@@ -30,17 +32,36 @@ def load_with_processes(composition: Composition, processes: RankProcesses, trac
         processes.wait_ready()
     except BaseException as error:
         communicator.abort(error)
-        raise processes.cause_of(error) from error
+        communicator.close()
+        cause = processes.cause_of(error)
+        if cause is error:
+            raise
+        raise cause from error
     return ProcessRunner(rank, processes, tracer=tracer)
 
 
 class ProcessRunner:
-    """A step's result is rank 0's."""
+    """A step's result is rank 0's.
 
-    def __init__(self, rank: Rank, processes: RankProcesses, *, tracer: Tracer | None = None) -> None:
+    Args:
+        rank: 0.
+        processes: of the others; closed with this.
+        tracer: of rank 0.
+        close_deadline_s: what all ranks together may take to leave.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        processes: RankProcesses,
+        *,
+        tracer: Tracer | None = None,
+        close_deadline_s: float = CLOSE_DEADLINE_S,
+    ) -> None:
         self._rank: Rank | None = rank
         self._processes = processes
         self._tracer = tracer or NoTrace()
+        self._close_deadline_s = close_deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="openinfer-rank-0")
 
     @property
@@ -65,17 +86,27 @@ class ProcessRunner:
             return self._rank.launch(plan)
 
     def close(self) -> None:
-        """Waits for what was launched, if all ranks live, and lets all of them leave."""
+        """Waits for what was launched, if all ranks live, and lets all of them leave; a process that hangs is killed.
+
+        Raises:
+            GroupBroken: rank 0 hangs.
+        """
         rank, self._rank = self._rank, None
         if rank is None:
             return
         self._processes.leave()
-        closing = self._thread.submit(rank.close)
+        closing, end_s = self._thread.submit(rank.close), time.monotonic() + self._close_deadline_s
         try:
-            closing.result(CLOSE_DEADLINE_S)
+            closing.result(self._close_deadline_s)
+        except TimeoutError as late:
+            error = GroupBroken(
+                f"rank 0 has not left within {self._close_deadline_s:g} s: it, or who it waits for, hangs"
+            )
+            self._processes.end_group(error)
+            raise error from late
         finally:
             self._thread.shutdown(wait=closing.done(), cancel_futures=True)
-            self._processes.close()
+            self._processes.close(deadline_s=max(0.0, end_s - time.monotonic()))
 
 
 class _PendingStep:

@@ -1,11 +1,12 @@
 """The process of one rank beside the first: what `RankProcesses` starts and tells what to run.
 
 It takes its orders from standard input and answers on standard output; whatever it prints goes to standard error. When
-its input ends without a `Leave`, the engine is gone, and so is the process, whatever it was waiting for. As the engine
-process does, it ignores SIGINT and SIGTERM.
+its input ends without a `Leave`, the engine is gone, and so is the process, whatever it was waiting for; on Linux also
+if it cannot notice, because it is stopped. As the engine process does, it ignores SIGINT and SIGTERM.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import io
 import logging
@@ -47,6 +48,7 @@ from openinfer_engine.trace import NoTrace
 
 logger = logging.getLogger("openinfer.engine")
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 Message = TypeVar("Message", bound=ToRank)
 
 
@@ -55,6 +57,7 @@ def main() -> int:
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    _end_with_engine()
     answers = os.dup(1)
     os.dup2(2, 1)
     orders = _Orders(0)
@@ -71,6 +74,12 @@ def main() -> int:
             send(answers, Fault(_kind_of(error), _said(error)))
         return 1
     return 0
+
+
+def _end_with_engine() -> None:
+    """Linux kills this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _load(orders: "_Orders", answers: int) -> Rank:

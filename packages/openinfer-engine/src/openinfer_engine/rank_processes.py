@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 import msgspec
@@ -42,8 +43,8 @@ from openinfer_engine.rank_wire import (
 logger = logging.getLogger("openinfer.engine")
 
 CHILD_MODULE = "openinfer_engine.rank_process"
-CLOSE_DEADLINE_S = 10.0
-"""What ranks may take to leave before they are killed."""
+CLOSE_DEADLINE_S = 5.0
+"""What ranks may take to leave before they are killed: less than an engine's process may take to close."""
 CAUSE_DEADLINE_S = 3.0
 """How long a failure that another one has caused waits for that one, which is what a user should read."""
 
@@ -65,9 +66,12 @@ class RankProcesses:
         self._communicator: Communicator | None = None
         self._members: list[_Member] = []
         self._watching: list[threading.Thread] = []
+        self._starting = ThreadPoolExecutor(1, thread_name_prefix="openinfer-start-ranks")
         try:
-            for rank in range(1, count + 1):
-                self._members.append(_Member(rank))
+            for rank in range(
+                1, count + 1
+            ):  # on a thread that lives as long as they do: they end with the one they are of
+                self._members.append(self._starting.submit(_Member, rank).result())
             for member in self._members:
                 name = f"openinfer-watch-{member.rank}"
                 self._watching.append(threading.Thread(target=self._watch, args=(member,), name=name, daemon=True))
@@ -126,7 +130,8 @@ class RankProcesses:
 
         A rank that dies takes memory with it that others read and write: a GPU's error may be one, as `GroupBroken` is.
         """
-        if isinstance(error, OpenInferError) and not isinstance(error, GroupBroken):
+        is_own = isinstance(error, OpenInferError) and not isinstance(error, GroupBroken)
+        if is_own or not isinstance(error, Exception):
             return error
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, CAUSE_DEADLINE_S)
@@ -135,7 +140,14 @@ class RankProcesses:
     def fail(self, error: BaseException) -> None:
         """Ends the group because of what happened to a rank, unless it has ended."""
         with self._changed:
-            if self._is_leaving or self._failure is not None:
+            if self._is_leaving:
+                return
+        self.end_group(error)
+
+    def end_group(self, error: BaseException) -> None:
+        """As `fail`, also while ranks leave."""
+        with self._changed:
+            if self._failure is not None:
                 return
             self._failure = error
             communicator = self._communicator
@@ -161,6 +173,7 @@ class RankProcesses:
             member.end(deadline_s=max(0.0, end_s - time.monotonic()))
         for thread in self._watching:
             thread.join()
+        self._starting.shutdown()
 
     # --- watching ---------------------------------------------------------------------------------------
 

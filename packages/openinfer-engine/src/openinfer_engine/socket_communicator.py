@@ -184,13 +184,14 @@ class SocketCommunicator:
         return collective.combine(arrays, 0)
 
     def _admit(self, door: "_Door") -> None:
-        """Waits until all others have joined."""
+        """Waits until all others have joined, and closes the door: a process that is killed later leaves no socket."""
         while len(self._links) < self._size - 1:
             self._check()
             entered = door.wait(_LOOK_S)
             if entered is not None:
                 rank, link = entered
                 self._links[rank] = link
+        door.close()
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -220,7 +221,7 @@ class _Door:
             return None
         link = _Link(connection)
         hello = link.hello()
-        if hello is not None and hmac.compare_digest(hello.token, self.ticket.token):
+        if hello is not None and hmac.compare_digest(hello.token.encode(), self.ticket.token.encode()):
             return hello.rank, link
         link.close()
         return None
