@@ -93,6 +93,11 @@ def test_plan_says_what_serves_and_a_lock_holds(tmp_path: Path, capsys: pytest.C
             "deepseek-v3, deepseek-v4, hermes, kimi-k2, ",
         ),
         (["serve", "--model", "tiny", "--reasoning-parser", "mind"], "deepseek, kimi-k2, qwen3"),
+        (
+            ["serve", "--model", "tiny", "--start-report", "/nowhere/report.json"],
+            "--start-report /nowhere/report.json cannot",
+        ),
+        (["plan", "--model", "tiny", "--lock", "/nowhere/lock.json"], "--lock /nowhere/lock.json cannot be written"),
         (["bench", "nothing"], "frontend"),
     ],
 )

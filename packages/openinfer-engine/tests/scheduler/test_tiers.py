@@ -5,11 +5,23 @@ given away under a copy, and a save of a block that changes meanwhile are all fo
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.errors import ContractViolation
@@ -56,9 +68,12 @@ class FakeTransfer:
     state: TransferState = TransferState.PENDING
     is_cancelled: bool = False
     before: list[Content] = field(default_factory=list[Content])
+    held: list[Content] = field(default_factory=list[Content])
+    """Of a load: what the tier keeps for it, whatever it gives up meanwhile."""
 
     def __post_init__(self) -> None:
         if self.is_load:
+            self.held = [self.tier.contents[digest] for digest in self.digests]
             for block in self.blocks:
                 block.device.write_block(block.block_id, (GARBAGE,) * self.tier.block_tokens)
         else:
@@ -84,9 +99,9 @@ class FakeTransfer:
     def _end(self) -> None:
         tier = self.tier
         landing = tier.random.randint(0, self.num_blocks) if tier.random.random() < tier.fault_rate else self.num_blocks
-        for digest, block in list(zip(self.digests, self.blocks, strict=True))[:landing]:
+        for place, (digest, block) in enumerate(list(zip(self.digests, self.blocks, strict=True))[:landing]):
             if self.is_load:
-                block.device.write_block(block.block_id, tier.contents[digest])
+                block.device.write_block(block.block_id, self.held[place])
             else:
                 tier.contents[digest] = block.device.read_block(block.block_id)
         if not self.is_load:
@@ -116,8 +131,14 @@ class FakeTier:
         self.fault_rate = fault_rate
         self.contents: dict[Digest, Content] = {}
         self.loads: list[FakeTransfer] = []
+        self.saves: list[FakeTransfer] = []
         self.finds = 0
         self.is_closed = False
+
+    @property
+    def pending(self) -> list[FakeTransfer]:
+        """Transfers that have not ended."""
+        return [each for each in (*self.loads, *self.saves) if each.state is TransferState.PENDING]
 
     def find(self, digests: Sequence[Digest]) -> FakeHit:
         self.finds += 1
@@ -134,7 +155,9 @@ class FakeTier:
     def save(
         self, digests: Sequence[Digest], blocks: list[FakeBlock], *, timeout_s: float | None = None
     ) -> FakeTransfer:
-        return FakeTransfer(self, tuple(digests), blocks, False, self._draw(self.save_polls))
+        transfer = FakeTransfer(self, tuple(digests), blocks, False, self._draw(self.save_polls))
+        self.saves.append(transfer)
+        return transfer
 
     def _draw(self, most: int) -> int:
         return NEVER if most == NEVER else self.random.randint(1, most)
@@ -286,6 +309,18 @@ def test_tier_that_raises_is_left_alone_and_counted(checked_scheduler: type[Toke
     assert rig.driver.scheduler.stats().kv_tier_faults == 1
 
 
+def test_tier_that_raises_when_it_is_closed_keeps_nobody_from_closing_the_rest(
+    checked_scheduler: type[TokenBudgetScheduler],
+) -> None:
+    class Raising(FakeTier):
+        def close(self) -> None:
+            raise RuntimeError("injected")
+
+    rig = Rig(checked_scheduler, Raising(block_tokens=4))
+    rig.port.close()
+    assert rig.port.faults == 1
+
+
 def test_only_a_share_of_the_pool_is_saved_at_a_time(checked_scheduler: type[TokenBudgetScheduler]) -> None:
     tier = FakeTier(block_tokens=1)
     tier.save_polls = NEVER
@@ -343,3 +378,119 @@ def test_random_traffic_with_a_slow_and_faulty_tier_keeps_books_and_tokens_right
     assert tier.is_closed
     assert tier.finds
     assert tier.contents
+
+
+PREFIXES = ((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8))
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """Transfers end when a rule says so, whole or short; tenants send the same tokens under different salts."""
+
+    rig: Rig
+    tier: FakeTier
+    totals: ClassVar[Counter[str]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+
+    @initialize(
+        block_tokens=st.sampled_from((1, 2, 4)),
+        extra_blocks=st.integers(0, 3),
+        overlap=st.sampled_from((1, 2)),
+    )
+    def make(self, *, block_tokens: int, extra_blocks: int, overlap: int) -> None:
+        self.tier = FakeTier(block_tokens=block_tokens)
+        num_blocks = 20 // block_tokens + extra_blocks
+        self.rig = Rig(
+            TokenBudgetScheduler, self.tier, overlap=overlap, num_blocks=num_blocks, max_model_tokens=20, max_waiting=8
+        )
+        for cache_salt in (None, "a"):
+            self.submit(prefix=PREFIXES[-1], own=[0], max_tokens=1, cache_salt=cache_salt)
+            self.rig.driver.run()
+        for token_id in (20, 21):  # takes the pool, so that nothing of the prefixes stays in it
+            self.submit(prefix=(), own=[token_id] * 18, max_tokens=2, cache_salt=None)
+            self.rig.driver.run()
+        self.tier.load_polls = self.tier.save_polls = NEVER
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        own=st.lists(st.integers(0, NUM_TOKEN_IDS - 1), min_size=1, max_size=6),
+        max_tokens=st.sampled_from((1, 3, 12)),
+        cache_salt=st.sampled_from((None, None, "a")),
+    )
+    def submit(self, *, prefix: tuple[int, ...], own: list[int], max_tokens: int, cache_salt: str | None) -> None:
+        request = request_of(self.num_requests, (*prefix, *own), max_tokens)
+        self.rig.driver.submit(msgspec.structs.replace(request, cache_salt=cache_salt))
+        self.num_requests += 1
+
+    @rule(first=st.integers(0, NUM_TOKEN_IDS - 1), steps=st.integers(2, 12))
+    def submit_some_who_do_not_fit_together(self, *, first: int, steps: int) -> None:
+        """Prefixes that load beside outputs that grow until the pool is short."""
+        for place, cache_salt in enumerate((None, "a", None)):
+            prefix = () if place == 0 else PREFIXES[-1]
+            self.submit(prefix=prefix, own=[first, place], max_tokens=18, cache_salt=cache_salt)
+        self.step(steps=steps)
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, *, steps: int) -> None:
+        for _ in range(steps):
+            self.rig.driver.step()
+            self.rig.driver.scheduler.check_integrity()
+
+    @precondition(lambda self: self.num_requests)
+    @rule(data=st.data())
+    def abort(self, *, data: st.DataObject) -> None:
+        self.rig.driver.abort(RequestId(data.draw(st.integers(max(0, self.num_requests - 8), self.num_requests - 1))))
+
+    @precondition(lambda self: self.num_requests)
+    @rule(data=st.data())
+    def fail_a_row(self, *, data: st.DataObject) -> None:
+        request_id = data.draw(st.integers(max(0, self.num_requests - 8), self.num_requests - 1))
+        self.rig.driver.device.fail_next_row(RequestId(request_id))
+
+    @precondition(lambda self: self.tier.pending)
+    @rule(data=st.data(), falls_short=st.booleans())
+    def end_a_transfer(self, *, data: st.DataObject, falls_short: bool) -> None:
+        """Whichever the draw picks ends at the next poll."""
+        transfer = data.draw(st.sampled_from(self.tier.pending))
+        self.tier.fault_rate = float(falls_short)
+        transfer.polls_left = 1
+
+    @precondition(lambda self: self.tier.contents)
+    @rule(data=st.data())
+    def evict_from_the_tier(self, *, data: st.DataObject) -> None:
+        del self.tier.contents[data.draw(st.sampled_from(list(self.tier.contents)))]
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.rig.driver.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        for transfer in self.tier.pending:
+            transfer.polls_left = 1
+        self.tier.load_polls = self.tier.save_polls = 1
+        self.rig.driver.run()
+        stats = self.rig.driver.scheduler.stats()
+        self.totals.update(loads=len(self.tier.loads), loaded=stats.tier_tokens, preemptions=stats.preemptions)
+        self.totals.update(cancelled=sum(transfer.is_cancelled for transfer in self.tier.loads))
+        self.rig.driver.scheduler.check_integrity()
+        self.rig.port.close()
+
+
+def test_any_order_of_events_loads_and_saves_keeps_the_books_and_the_tokens_right() -> None:
+    class Machine(TiersMachine):
+        totals: ClassVar[Counter[str]] = Counter()
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=100,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(Machine.totals)
+    assert min(Machine.totals[each] for each in ("loads", "loaded", "preemptions", "cancelled")) > 0, Machine.totals

@@ -4,7 +4,8 @@
     save(digests, blocks)   sealed blocks on their way out
 
 Nothing here waits but `wait` and `close`. A tier that raises is left alone from then on: its fault is counted and
-logged, and everything it was asked for is computed instead.
+logged, and everything it was asked for is computed instead. A transfer that raises ends the engine: nobody knows then
+what still touches the pool's blocks.
 """
 
 import logging
@@ -161,7 +162,10 @@ class TierPort:
         self._moves.clear()
         before_close, self._before_close = self._before_close, lambda: None
         before_close()
-        self._tier.close()
+        try:
+            self._tier.close()
+        except Exception as error:  # noqa: BLE001 -- the fence, as above: what the engine closes next is closed
+            self._break("close", error)
 
     def _wait_for_all(self, timeout_s: float) -> None:
         until_s = self.clock() + timeout_s

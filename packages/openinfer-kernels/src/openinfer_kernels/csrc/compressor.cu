@@ -56,7 +56,7 @@ struct Running {
 // The open window that ends at `token`, which begins in the state or in this step.
 __device__ Running gather(const Arguments& a, const sparse::Token& at, int position, int channel) {
   const int ratio = a.entries.ratio, size = a.entries.size, begin = position / ratio * ratio;
-  Running open = {-INFINITY, 0, 0};
+  Running open = {-CUDART_INF_F, 0, 0};
   if (begin < at.start) {
     const float* state = a.state + at.slot * a.slot_stride + channel;
     open = {state[0], state[size], state[2 * size]};
@@ -108,7 +108,7 @@ __device__ void overlapping(const Arguments& a) {
   if (at.position < 0 || (!completes && !kSteps)) return;
   if (completes) {
     const int begin = at.position + 1 - ratio;
-    Running open = {-INFINITY, 0, 0};
+    Running open = {-CUDART_INF_F, 0, 0};
     for (int p = max(0, begin - ratio); p <= at.position; p++) {
       const int half = p < begin ? 0 : size;
       open.add(known(a, at, p, 2 * size + half + channel), known(a, at, p, half + channel));

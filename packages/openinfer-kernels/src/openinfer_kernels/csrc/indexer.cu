@@ -31,7 +31,7 @@ __device__ void score(const Arguments& a) {
   const sparse::Token at = sparse::find_token(a.rows, token);
   const int seen = at.position < 0 ? 0 : (at.position + 1) / a.entries.ratio;
   float* scores = a.scores + int64_t(token) * a.num_entries;
-  for (int entry = max(piece, seen) + threadIdx.x; entry < piece_end; entry += kThreads) scores[entry] = -INFINITY;
+  for (int entry = max(piece, seen) + threadIdx.x; entry < piece_end; entry += kThreads) scores[entry] = -CUDART_INF_F;
   if (piece >= seen) return;
   // Step `s` multiplies dimensions quad * 32 + 4 s .. + 3 of this lane.
   uint32_t queries[kTiles][8][4];
@@ -89,7 +89,7 @@ __device__ void score(const Arguments& a) {
 
 // Floats as integers of the same order; both zeros are equal, -inf and NaN are 0.
 __device__ __forceinline__ uint32_t ordered(float value) {
-  if (!(value > -INFINITY)) return 0;
+  if (!(value > -CUDART_INF_F)) return 0;
   const uint32_t bits = value == 0.0f ? 0 : __float_as_uint(value);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }

@@ -1,6 +1,8 @@
 // What the kernels over windows and compressed entries share: where tokens stand, rotation of last dimensions, and the
 // instructions that bring tiles to tensor cores.
 #pragma once
+#include <math_constants.h>
+
 #include "state_rows.cuh"
 #include "vectors.cuh"
 

@@ -87,7 +87,7 @@ __device__ void attend(const Arguments& a) {
   const int begin = blockIdx.y * a.part_keys, end = min(begin + a.part_keys, keys.count);
   if (keys.at.position < 0 || begin >= end) {
     if (gridDim.y > 1 && blockIdx.z == 0 && thread < a.heads)
-      a.part_sums[(int64_t(token) * gridDim.y + blockIdx.y) * a.heads + thread] = {-INFINITY, 0};
+      a.part_sums[(int64_t(token) * gridDim.y + blockIdx.y) * a.heads + thread] = {-CUDART_INF_F, 0};
     return;
   }
   const uint32_t query_base = __cvta_generic_to_shared(queries), key_base = __cvta_generic_to_shared(key_tiles);
@@ -110,7 +110,7 @@ __device__ void attend(const Arguments& a) {
   };
   float values[kTiles][kWarpSize / 8][4] = {};
   // Heads are weighed by 4 neighbouring threads each, 4 keys a thread.
-  float top = -INFINITY, total = 0;
+  float top = -CUDART_INF_F, total = 0;
   const int num_tiles = (end - begin + kTileKeys - 1) / kTileKeys;
   fetch(0);
   for (int tile = 0; tile < num_tiles; tile++) {
@@ -146,20 +146,20 @@ __device__ void attend(const Arguments& a) {
       const int head = thread / 4, first = thread % 4 * 4;
       float4 four = *reinterpret_cast<const float4*>(scores + head * kTileKeys + first);
       float some[4] = {four.x, four.y, four.z, four.w};
-      float highest = -INFINITY;
+      float highest = -CUDART_INF_F;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        some[i] = is_seen[tile & 1][first + i] ? some[i] * a.scale : -INFINITY;
+        some[i] = is_seen[tile & 1][first + i] ? some[i] * a.scale : -CUDART_INF_F;
         highest = fmaxf(highest, some[i]);
       }
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
       highest = fmaxf(highest, top);
-      const float factor = highest == -INFINITY ? 1.0f : __expf(top - highest);
+      const float factor = highest == -CUDART_INF_F ? 1.0f : __expf(top - highest);
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        some[i] = some[i] == -INFINITY ? 0.0f : __expf(some[i] - highest);
+        some[i] = some[i] == -CUDART_INF_F ? 0.0f : __expf(some[i] - highest);
         sum += some[i];
       }
       sum += __shfl_xor_sync(~0u, sum, 1);

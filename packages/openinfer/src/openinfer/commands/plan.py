@@ -37,6 +37,8 @@ class LockDiffers(OpenInferError):
 def run(argv: Sequence[str]) -> int:
     """Prints the composition; with `--lock` also writes it."""
     arguments = parse(argv, command="plan", description=__doc__ or "", configure=_configure)
+    if arguments.namespace.lock is not None:
+        check_writable(Path(arguments.namespace.lock), field="lock")
     plan: FamilyPlan = arguments.family.plan(arguments.model_dir, arguments.options)
     composition = _composition(arguments, plan, read_flags(arguments.namespace, ServerOptions))
     if arguments.namespace.json:
@@ -47,6 +49,22 @@ def run(argv: Sequence[str]) -> int:
     if arguments.namespace.lock is not None:
         Path(arguments.namespace.lock).write_bytes(msgspec.json.format(msgspec.json.encode(composition)) + b"\n")
     return 0
+
+
+def check_writable(path: Path, *, field: str) -> None:
+    """Refuses a file that could not be written later; an absent one is made, empty.
+
+    Args:
+        path: the file.
+        field: the flag that names it.
+
+    Raises:
+        InvalidRequest: it cannot be opened for writing.
+    """
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise InvalidRequest(f"--{field} {path} cannot be written: {error.strerror}", field=field) from error
 
 
 def resolve(arguments: ModelArguments, server: ServerOptions) -> Composition:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openinfer.commands.model_arguments import ModelArguments, parse
-from openinfer.commands.plan import check_lock, resolve
+from openinfer.commands.plan import check_lock, check_writable, resolve
 from openinfer.early_launch import EarlyLaunch
 from openinfer.flags import add_flags, read_flags
 from openinfer.start_report import StartReport
@@ -25,6 +25,8 @@ def run(argv: Sequence[str]) -> int:
     logging.basicConfig(level=os.environ.get("OPENINFER_LOG_LEVEL", "INFO"), format="%(name)s: %(message)s")
     if arguments.namespace.locked is not None:
         check_lock(Path(arguments.namespace.locked), resolve(arguments, options))
+    if arguments.namespace.start_report is not None:
+        check_writable(Path(arguments.namespace.start_report), field="start-report")
     timeline.mark("arguments")
     engine = EarlyLaunch(lambda: arguments.family.launch(arguments.model_dir, arguments.options))
     try:
