@@ -188,3 +188,16 @@ def test_every_fixture_is_claimed_and_no_other_familys_config() -> None:
     for folder in FIXTURES.iterdir():
         assert refusal(json.loads((folder / "config.json").read_text())) is None
     assert (refusal({"model_type": "deepseek_v2"}) or "").startswith("not ")
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([1], "config_groups of quantised weights must be a JSON object"),
+        ({"group_0": 1}, "a group of config_groups of quantised weights must be a JSON object"),
+        ({"group_0": {"weights": 4}}, "weights of quantised weights must be a JSON object"),
+    ],
+)
+def test_malformed_groups_are_refused(groups: object, message: str) -> None:
+    quantisation = {"quant_method": "compressed-tensors", "config_groups": groups}
+    assert message in (refusal(K2 | {"quantization_config": quantisation}) or "")

@@ -150,3 +150,18 @@ def test_line_that_is_no_token_is_refused(tmp_path: Path, line: bytes) -> None:
     (folder(tmp_path, {}) / "tiktoken.model").write_bytes(line)
     with pytest.raises(InvalidCheckpoint, match="no base64 token and its rank"):
         read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json"])
+def test_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model_dir = folder(tmp_path, {bytes([byte]): byte for byte in range(256)})
+    read = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(InvalidCheckpoint, match=f"{name} cannot be read: Permission denied"):
+        read_tokenizer(model_dir)

@@ -55,11 +55,22 @@ def storage(text: Mapping[str, Any]) -> Storage:
         return Storage.FP8_BLOCKS
     if method == "compressed-tensors":
         _require(fields, {"format": "pack-quantized"})
-        for group in cast("dict[str, Any]", fields.get("config_groups") or {}).values():
-            _require(cast("dict[str, Any]", group.get("weights") or {}), _INT4)
-            _require(group, {"input_activations": None, "output_activations": None})
+        for group in _object(fields, "config_groups").values():
+            each = _object({"a group of config_groups": group}, "a group of config_groups")
+            _require(_object(each, "weights"), _INT4)
+            _require(each, {"input_activations": None, "output_activations": None})
         return Storage.INT4_EXPERTS
     raise ValueError(f"quant_method is {method!r}: only fp8 and compressed-tensors are served")
+
+
+def _object(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """What `key` holds; empty where it is absent or null."""
+    value: object = fields.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} of quantised weights must be a JSON object, not {value!r}")
+    return cast("dict[str, Any]", value)
 
 
 def _require(fields: Mapping[str, Any], served: Mapping[str, Any]) -> None:

@@ -66,6 +66,8 @@ def tokenizer_json(model_dir: Path) -> bytes | None:
         return None
     try:
         config = msgspec.json.decode(config_path.read_bytes(), type=_Config)
+    except OSError as error:
+        raise InvalidCheckpoint(f"{config_path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidCheckpoint(f"{config_path} is invalid: {error}") from error
     if config.tokenizer_class != TOKENIZER_CLASS:
@@ -79,7 +81,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """Token -> rank, from 0 without a gap.
 
     Raises:
-        InvalidCheckpoint: a line is no token with its rank, or ranks are missing.
+        InvalidCheckpoint: it cannot be read, a line is no token with its rank, or ranks are missing.
     """
     ranks: dict[bytes, int] = {}
     try:
@@ -87,6 +89,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             if line:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except OSError as error:
+        raise InvalidCheckpoint(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, binascii.Error) as error:
         raise InvalidCheckpoint(f"{path} is invalid: a line is no base64 token and its rank") from error
     if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
