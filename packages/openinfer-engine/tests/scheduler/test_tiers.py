@@ -492,5 +492,4 @@ def test_any_order_of_events_loads_and_saves_keeps_the_books_and_the_tokens_righ
             suppress_health_check=list(HealthCheck),
         ),
     )
-    print(Machine.totals)
     assert min(Machine.totals[each] for each in ("loads", "loaded", "preemptions", "cancelled")) > 0, Machine.totals
