@@ -107,18 +107,26 @@ def test_who_does_not_know_the_token_is_sent_away() -> None:
         each.close()
 
 
-def test_the_socket_is_gone_once_all_have_joined_and_strangers_with_odd_tokens_are_sent_away() -> None:
+def test_who_shows_a_token_beyond_ascii_is_sent_away() -> None:
     ticket, first = SocketCommunicator.open(2)
     socket_file = Path(json.loads(ticket)["address"]["unix_path"])
     stranger = SocketCommunicator.join(ticket.replace(b'"token":"', '"token":"é'.encode()), rank=1, size=2)
     member = SocketCommunicator.join(ticket, rank=1, size=2)
-    assert socket_file.exists()
     with ThreadPoolExecutor(2) as threads:
         for each in [threads.submit(each.barrier) for each in (first, member)]:
             each.result()
-    assert not socket_file.parent.exists()
     for each in (stranger, member, first):
         each.close()
+    assert not socket_file.parent.exists()
+
+
+def test_a_group_that_nobody_joins_leaves_no_socket() -> None:
+    ticket, first = SocketCommunicator.open(2)
+    socket_file = Path(json.loads(ticket)["address"]["unix_path"])
+    assert socket_file.exists()
+    first.abort(RuntimeError("rank 1 has died"))
+    first.close()
+    assert not socket_file.parent.exists()
 
 
 def test_different_collectives_are_an_error_that_lists_them() -> None:

@@ -29,7 +29,7 @@ from openinfer_engine.host_collectives import HostCollective, Offer, check_alike
 from openinfer_kernels import HostArray
 
 _LOOK_S = 0.2
-"""Between two looks, of rank 0 that waits for the others, at whether it still should."""
+"""Between two looks, of the thread that lets the others in, at whether it still should."""
 _HELLO_DEADLINE_S = 10.0
 _READ_BYTES = 1 << 20
 
@@ -71,9 +71,12 @@ class SocketCommunicator:
         self._rank = rank
         self._size = size
         self._links = links
-        self._door = door
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._broken: GroupBroken | None = None
+        self._admitting: threading.Thread | None = None
+        if door is not None:
+            self._admitting = threading.Thread(target=self._admit, args=(door,), name="openinfer-door", daemon=True)
+            self._admitting.start()
 
     @classmethod
     def open(cls, size: int) -> "tuple[bytes, SocketCommunicator]":
@@ -144,8 +147,8 @@ class SocketCommunicator:
     def close(self) -> None:
         """Closes the links: whoever still waits gets `GroupBroken`."""
         self._break(GroupBroken(f"rank {self._rank} has closed its end"))
-        if self._door is not None:
-            self._door.close()
+        if self._admitting is not None:
+            self._admitting.join()
 
     def _exchange(self, collective: HostCollective, array: HostArray) -> HostArray:
         offer = Offer(collective.name, np.asarray(array))
@@ -166,8 +169,9 @@ class SocketCommunicator:
 
     def _serve(self, collective: HostCollective, mine: Offer) -> HostArray:
         """Rank 0's part: waits for everybody's array and sends each its result."""
-        if self._door is not None and len(self._links) < self._size - 1:
-            self._admit(self._door)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_whole or self._broken is not None)
+        self._check()
         offers = [mine]
         for rank in range(1, self._size):
             try:
@@ -184,23 +188,35 @@ class SocketCommunicator:
         return collective.combine(arrays, 0)
 
     def _admit(self, door: "_Door") -> None:
-        """Waits until all others have joined, and closes the door: a process that is killed later leaves no socket."""
-        while len(self._links) < self._size - 1:
-            self._check()
-            entered = door.wait(_LOOK_S)
-            if entered is not None:
-                rank, link = entered
-                self._links[rank] = link
-        door.close()
+        """Lets all others in, and closes the door: a process that is killed later leaves no socket."""
+        with contextlib.closing(door):
+            while not self._is_whole and self._broken is None:
+                entered = door.wait(_LOOK_S)
+                if entered is not None:
+                    self._let_in(*entered)
+
+    @property
+    def _is_whole(self) -> bool:
+        return len(self._links) == self._size - 1
+
+    def _let_in(self, rank: int, link: "_Link") -> None:
+        with self._changed:
+            self._links[rank] = link
+            is_late = self._broken is not None
+            self._changed.notify_all()
+        if is_late:
+            link.close()
 
     def _check(self) -> None:
         if self._broken is not None:
             raise GroupBroken(str(self._broken)) from self._broken
 
     def _break(self, error: GroupBroken) -> None:
-        with self._lock:
+        with self._changed:
             self._broken = self._broken or error
-        for link in list(self._links.values()):
+            links = list(self._links.values())
+            self._changed.notify_all()
+        for link in links:
             link.close()
 
 
