@@ -12,6 +12,7 @@ from openinfer_core import (
     FinishReason,
     GenerateRequest,
     InvalidRequest,
+    Refused,
     RequestId,
     SamplingParams,
     Scheduled,
@@ -149,3 +150,11 @@ def test_an_engine_on_the_cpu_writes_every_step_and_request(tmp_path: Path) -> N
     decodes = [event for event in events if event["name"] == "decode" and event["ph"] == "b"]
     assert [event["args"]["output_tokens"] for event in decodes] == [4, 4, 4]
     assert 0.2 < summarise(events).busy_share <= 1
+
+
+def test_an_engine_whose_trace_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    family = find_plugin("openinfer.models", "qwen3").load()()
+    model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
+    options = EngineOptions(num_blocks=64, trace=str(tmp_path / "missing" / "trace.json"))
+    with pytest.raises(Refused, match=r"--trace .*trace\.json cannot be written: No such file"):
+        build_loop(resolve(family.definition, model_dir, options))

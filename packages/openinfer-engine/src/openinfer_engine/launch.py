@@ -58,15 +58,15 @@ def build_loop(composition: Composition, processes: RankProcesses | None = None)
         processes: of the other ranks, where they were started before it was resolved; the loop closes them.
 
     Raises:
-        Refused: a rank cannot be had.
+        Refused: a rank cannot be had, or the file of a trace not be written.
         GroupBroken: the process of a rank died.
     """
-    tracer = NoTrace() if composition.options.trace is None else Trace(Path(composition.options.trace))
     with contextlib.ExitStack() as undo:
         processes = processes or _start_processes(composition)
         if processes is not None:
             undo.callback(processes.close)
             composition = composition.with_num_blocks(processes.smallest_pool(composition.num_blocks))
+        tracer = _make_tracer(composition.options.trace)
         tiers = composition.open_tiers()
         if tiers is not None:
             undo.callback(tiers.tier.close)
@@ -125,6 +125,13 @@ def _join_tiers(
 def _start_processes(composition: Composition) -> RankProcesses | None:
     spec = EngineSpec.of(composition.definition, composition.model_dir, composition.options)
     return start_ranks(spec, composition.options)
+
+
+def _make_tracer(path: str | None) -> Tracer:
+    try:
+        return NoTrace() if path is None else Trace(Path(path))
+    except OSError as error:
+        raise Refused(f"--trace {path} cannot be written: {error.strerror}") from error
 
 
 def _make_runner(composition: Composition, processes: RankProcesses | None, tracer: Tracer) -> Runner:
