@@ -120,7 +120,7 @@ SERVINGS = (
         kernel="attention_prefill_hopper",
         architectures=(HOPPER,),
         when="head dimensions 64, 128, 256",
-        measured="16 tokens behind 16,368 in 35 us; one prompt of 16,384 at 639 TFLOP/s, FlashInfer's FA3 613 TFLOP/s",
+        measured="16 tokens behind 16,368 in 35 us; one prompt of 16,384 at 620 TFLOP/s, FlashInfer's FA3 613 TFLOP/s",
         source="docs/kernels.md",
     ),
     Serving(
