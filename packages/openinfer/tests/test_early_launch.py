@@ -1,6 +1,7 @@
 """`EarlyLaunch`, and what a start that fails leaves behind: one line, exit code 2, no process."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -102,6 +103,18 @@ def test_a_wrong_parser_name_ends_a_start_with_one_line() -> None:
     assert process.returncode == 2
     assert "no installed package offers 'hermse'" in log.splitlines()[-1]
     assert "Traceback" not in log
+
+
+def test_an_engine_whose_parent_is_gone_ends_in_silence() -> None:
+    """As it happens when the frontend finds a mistake before the engine's process has said where it listens."""
+    reading, writing = os.pipe()
+    command = [sys.executable, "-P", "-m", "openinfer_engine.child"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=writing, stderr=subprocess.PIPE) as process:
+        os.close(writing)
+        os.close(reading)
+        launch = {"token": "secret", "spec": {}, "link": "tcp"}
+        _, log = process.communicate(json.dumps(launch).encode() + b"\n", timeout=DEADLINE_S)
+    assert (process.returncode, log) == (1, b"")
 
 
 def engine_imports(pid: int) -> bool:

@@ -117,7 +117,8 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
     with listening(launch.link) as (listener, address):
         try:
             _say(address)
-        except BrokenPipeError:  # the parent has ended already
+        except BrokenPipeError:  # the parent has ended already; what is buffered would be written again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         parent = _ParentWatch(clean_up=lambda: remove_socket_file(address))
         try:
