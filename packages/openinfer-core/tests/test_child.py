@@ -106,5 +106,6 @@ def test_engine_process_that_does_not_end_in_time_is_killed() -> None:
     child = start("serve")
     child.connect().close()
     os.kill(child.pid, signal.SIGSTOP)  # it cannot even notice that its standard input ends
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)  # all its threads
     child.end(deadline_s=0.05)
     assert child.exit_code == -signal.SIGKILL
