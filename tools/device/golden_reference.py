@@ -124,6 +124,8 @@ class Scores(NamedTuple):
 class Reference:
     """transformers in float32 and in BF16 on one random checkpoint, which is written to `folder`.
 
+    Float32 lies on the last GPU that the process sees: with two, models fit of which it takes half of one.
+
     Args:
         folder: where `config.json` and `model.safetensors` go.
         config: of the model.
@@ -135,14 +137,16 @@ class Reference:
         made = AutoConfig.for_model(**config)
         weights = random_weights(made, logit_std=logit_std)
         save_file(published(weights), folder / "model.safetensors", metadata={"format": "pt"})
-        self._bfloat16 = _model(made, weights, torch.bfloat16)
-        self._float32 = _model(made, weights, torch.float32)
+        self._bfloat16 = _model(made, weights, torch.bfloat16, device="cuda:0")
+        self._float32 = _model(made, weights, torch.float32, device=f"cuda:{torch.cuda.device_count() - 1}")
 
     def score(self, ids: list[int]) -> Scores:
         """Teacher-forced, one sequence at a time."""
-        given = torch.tensor([ids], device="cuda")
         with torch.no_grad():
-            truth, rounded = (model(given).logits[0].float() for model in (self._float32, self._bfloat16))
+            truth, rounded = (
+                model(torch.tensor([ids], device=model.device)).logits[0].float().to("cuda:0")
+                for model in (self._float32, self._bfloat16)
+            )
             return Scores(torch.log_softmax(truth, -1), torch.log_softmax(rounded, -1))
 
 
@@ -218,16 +222,18 @@ def _std(name: str, shape: torch.Size, config: PreTrainedConfig) -> float:
     return shape[-1] ** -0.5 * ((2 * config.num_hidden_layers) ** -0.5 if adds_to_residual else 1)
 
 
-def _model(config: PreTrainedConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
+def _model(
+    config: PreTrainedConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype, *, device: str
+) -> PreTrainedModel:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("cuda"):
+        with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     finally:
         torch.set_default_dtype(before)
     missing, unexpected = model.load_state_dict(
-        {name: value.to(dtype) for name, value in weights.items()}, strict=False, assign=True
+        {name: value.to(device, dtype) for name, value in weights.items()}, strict=False, assign=True
     )
     assert not unexpected, unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set()), missing
