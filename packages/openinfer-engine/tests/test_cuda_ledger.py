@@ -31,6 +31,16 @@ def test_every_purpose_grows_with_what_it_is_for() -> None:
     assert changed(num_graphs=24) == {"graphs"}
 
 
+def test_scores_of_entries_grow_with_tokens_contexts_and_ranks() -> None:
+    limits = dataclasses.replace(LIMITS, tokens_per_score=4)
+    sizes = {"max_step_tokens": 2048, "slot_state_bytes": 0, "num_graphs": 23, "captured_tokens": 512}
+    assert workspaces(limits, **sizes)["scores"] == (2048 + 512) * 4096
+    assert workspaces(limits, **sizes, num_ranks=8)["scores"] == 2 * (2048 + 512) * 4096
+    longer = dataclasses.replace(limits, max_model_tokens=8192)
+    assert workspaces(longer, **sizes)["scores"] == (2048 + 512) * 8192
+    assert "scores" not in workspaces(LIMITS, **sizes)
+
+
 def test_nothing_is_kept_for_graphs_that_are_not_captured() -> None:
     assert ledger(num_graphs=0)["graphs"] == 0
     assert sum(ledger().values()) < 3 << 30

@@ -7,6 +7,7 @@ from openinfer_kernels.gpu_requirements import (
     require_attention,
     require_capability,
     require_driver,
+    require_entries,
     require_index,
     require_latents,
 )
@@ -52,3 +53,12 @@ def test_latents_of_sizes_without_kernels_are_refused():
         require_latents(entry_dim=320, block_tokens=16)
     with pytest.raises(ArrayMismatchError, match="blocks of 8 tokens"):
         require_latents(entry_dim=576, block_tokens=8)
+
+
+def test_compressed_entries_of_sizes_without_kernels_are_refused():
+    require_entries(num_heads=1, entry_dim=512)
+    require_entries(num_heads=1, entry_dim=128)
+    with pytest.raises(ArrayMismatchError, match=r"entries of 1 x 32 values are not possible: one vector of 512"):
+        require_entries(num_heads=1, entry_dim=32)
+    with pytest.raises(ArrayMismatchError, match="entries of 2 x 512 values"):
+        require_entries(num_heads=2, entry_dim=512)

@@ -47,8 +47,13 @@ class DeepseekV4Definition:
         return as_stored(config, tensors)
 
     def limits(self, config: DeepseekV4Config) -> ModelLimits:
-        """The context that it was trained for."""
-        return ModelLimits(max_model_tokens=config.max_position_embeddings, vocab_size=config.vocab_size)
+        """The context that it was trained for, and the index scores of a step."""
+        is_indexed = config.num_layers_of(LayerKind.SPARSE) > 0
+        return ModelLimits(
+            max_model_tokens=config.max_position_embeddings,
+            vocab_size=config.vocab_size,
+            tokens_per_score=config.sparse_ratio if is_indexed else None,
+        )
 
     def tensors(self, config: DeepseekV4Config) -> Mapping[str, TensorSpec]:
         """Every tensor that `load` reads."""

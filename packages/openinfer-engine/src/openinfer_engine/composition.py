@@ -265,6 +265,7 @@ def resolve(
         block_size_tokens=options.block_size_tokens,
         num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
         vocab_size=limits.vocab_size,
+        tokens_per_score=limits.tokens_per_score,
     )
     weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=options.tensor_parallel_size)
     try:

@@ -5,7 +5,7 @@ from typing import Self
 
 from openinfer_core import Refused
 from openinfer_engine.communicator import Communicator
-from openinfer_engine.cuda_captured import TOKEN_BUCKETS, row_buckets
+from openinfer_engine.cuda_captured import row_buckets, token_buckets
 from openinfer_engine.cuda_ledger import kv_cache_share, workspaces
 from openinfer_engine.cuda_rank import CudaRank
 from openinfer_engine.cuda_slots import slot_sizes
@@ -13,6 +13,7 @@ from openinfer_engine.dummy import DeviceDummyWeights
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.nccl_communicator import NcclCommunicator
 from openinfer_engine.options import EngineOptions, RankHost
+from openinfer_engine.paged_tensors import make_pool, paged_regions, paged_tensors
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.runner import Rank
 from openinfer_engine.state_slots import StateSlots
@@ -27,7 +28,7 @@ from openinfer_kernels.cuda.nccl import unique_id
 from openinfer_kernels.cuda.nccl import version as nccl_version
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.steps import state_bytes
-from openinfer_kernels.gpu_requirements import require_attention, require_latents
+from openinfer_kernels.gpu_requirements import require_attention, require_entries, require_latents
 from openinfer_kv_cache import KvDtype, KvLayout
 
 
@@ -74,14 +75,8 @@ class CudaBackend:
 
     def check_layout(self, layout: KvLayout) -> None:
         """Raises `Refused` for blocks that no attention kernel is for."""
-        if not layout.is_dense:
-            raise Refused("--device cuda: blocks of several kinds of rows are not served on GPUs yet; use --device cpu")
-        _, num_tensors, _, block_tokens, head_dim = layout.block_shape()
         try:
-            if num_tensors == 1:  # a latent, which is key and value
-                require_latents(entry_dim=head_dim, block_tokens=block_tokens)
-            else:
-                require_attention(head_dim=head_dim, block_tokens=block_tokens)
+            _require_blocks(layout)
         except KernelsError as error:
             raise Refused(f"--device cuda: {error}") from error
 
@@ -114,12 +109,14 @@ class CudaBackend:
 
     def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
         """See `cuda_ledger`."""
-        num_graphs = len(row_buckets(limits.max_num_seqs)) + len(TOKEN_BUCKETS)
+        is_capturing = self._options.cuda_graph
+        captured = [*row_buckets(limits.max_num_seqs), *token_buckets(limits)] if is_capturing else []
         return workspaces(
             limits,
             max_step_tokens=max_step_tokens,
             slot_state_bytes=state_bytes(slot_sizes(limits)),
-            num_graphs=num_graphs if self._options.cuda_graph else 0,
+            num_graphs=len(captured),
+            captured_tokens=max(captured, default=0),
             num_ranks=num_ranks,
         )
 
@@ -163,7 +160,7 @@ class CudaBackend:
         tracer: Tracer,
     ) -> Rank:
         """Warmed up, its decode steps captured."""
-        kv_cache = ops.zeros((num_blocks, *layout.block_shape()))
+        kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         num_slots = limits.max_num_seqs + limits.num_snapshots
         states = StateSlots(layout, num_slots=num_slots, ops=ops) if layout.slot_bytes else None
         mark("kv_cache")
@@ -176,10 +173,25 @@ class CudaBackend:
             communicator=communicator,
             limits=limits,
             states=states,
+            caches=paged_tensors(layout, kv_cache),
             tracer=tracer,
         )
         rank.warm_up(capture=self._options.cuda_graph, mark=mark)
         return rank
+
+
+def _require_blocks(layout: KvLayout) -> None:
+    """Raises `KernelsError` for blocks that no attention kernel is for."""
+    if not layout.is_dense:
+        for rows in paged_regions(layout):
+            num_heads, _, entry_dim = rows.shape
+            require_entries(num_heads=num_heads, entry_dim=entry_dim)
+        return
+    _, num_tensors, _, block_tokens, head_dim = layout.block_shape()
+    if num_tensors == 1:  # a latent, which is key and value
+        require_latents(entry_dim=head_dim, block_tokens=block_tokens)
+    else:
+        require_attention(head_dim=head_dim, block_tokens=block_tokens)
 
 
 def _check_ranks(options: EngineOptions) -> None:

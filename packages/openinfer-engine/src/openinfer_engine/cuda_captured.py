@@ -9,6 +9,7 @@ short pieces    prompts' pieces and decode rows together, up to a number of toke
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from openinfer_engine.rank import RunnerLimits
 from openinfer_kernels import Array, Logprobs
 from openinfer_kernels.cuda.graphs import Graph, Stream
 from openinfer_kernels.cuda.step_inputs import DecodeInputs, PieceInputs
@@ -17,6 +18,8 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of captured decode steps; a step is padded to the next one."""
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of captured steps of pieces. Of more tokens the device has work for longer than it takes to launch them."""
+_CAPTURED_SCORE_BYTES = 1 << 26
+"""Of scores of a captured step of pieces, at most: to write and read more takes longer than to launch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,11 @@ def capture_pieces(stream: Stream, inputs: PieceInputs, work: StepWork) -> Captu
     """Captures steps of pieces that read and write `inputs`."""
     forward, hidden = stream.capture(lambda: work.pieces_hidden(inputs))
     return CapturedPieces(inputs, forward, hidden)
+
+
+def token_buckets(limits: RunnerLimits) -> tuple[int, ...]:
+    """The buckets of steps of pieces: a captured step computes scores of the longest context, whatever its own is."""
+    return tuple(each for each in TOKEN_BUCKETS if each * limits.score_bytes_per_token <= _CAPTURED_SCORE_BYTES)
 
 
 def row_buckets(max_num_seqs: int) -> tuple[int, ...]:

@@ -26,7 +26,13 @@ _LOGIT_BYTES = 12
 
 
 def workspaces(
-    limits: RunnerLimits, *, max_step_tokens: int, slot_state_bytes: int, num_graphs: int, num_ranks: int = 1
+    limits: RunnerLimits,
+    *,
+    max_step_tokens: int,
+    slot_state_bytes: int,
+    num_graphs: int,
+    captured_tokens: int = 0,
+    num_ranks: int = 1,
 ) -> Mapping[str, int]:
     """Purpose -> bytes on one GPU.
 
@@ -35,15 +41,18 @@ def workspaces(
         max_step_tokens: tokens of the largest step.
         slot_state_bytes: of what the device keeps per slot.
         num_graphs: forward passes that are captured.
+        captured_tokens: of the largest of them, which has memory of its own.
         num_ranks: that share each layer.
     """
     rows = limits.max_num_seqs + PROMPT_LOGPROB_ROWS
     gathered_bytes = rows * limits.vocab_size * _GATHERED_LOGIT_BYTES
+    score_bytes = (max_step_tokens + captured_tokens) * limits.score_bytes_per_token * (1 if num_ranks == 1 else 2)
     shared = {"communicator": _COMMUNICATOR_BYTES + gathered_bytes} if num_ranks > 1 else {}
     return {
         **shared,
         "context": _CONTEXT_BYTES,
         "activations": max_step_tokens * _ACTIVATION_BYTES_PER_TOKEN,
+        **({} if limits.tokens_per_score is None else {"scores": score_bytes}),
         "logits": rows * limits.vocab_size * _LOGIT_BYTES,
         "slots": slot_state_bytes,
         "graphs": num_graphs * _GRAPH_BYTES,

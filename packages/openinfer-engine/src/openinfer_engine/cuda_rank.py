@@ -8,8 +8,9 @@ What the host must know of a slot is known when it begins (`CudaSlots`), so noth
 step wait, and what few rows ask for costs the others little.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from openinfer_engine.cuda_captured import (
     capture_decode,
     capture_pieces,
     row_buckets,
+    token_buckets,
 )
 from openinfer_engine.cuda_results import QueuedStep, SampledTokens, ScoredPrompt
 from openinfer_engine.cuda_sampler import CudaSampler
@@ -43,7 +45,14 @@ from openinfer_kernels.cuda.block_copies import DevicePool
 from openinfer_kernels.cuda.graphs import Stream
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.pinned import PinnedTurn, PinnedTurns
-from openinfer_kernels.cuda.step_inputs import DECODE_LINES, DecodeInputs, PieceInputs, SampledRows, piece_record
+from openinfer_kernels.cuda.step_inputs import (
+    DECODE_LINES,
+    BatchMemory,
+    DecodeInputs,
+    PieceInputs,
+    SampledRows,
+    piece_record,
+)
 
 _Columns = tuple[HostArray, HostArray, HostArray, HostArray, HostArray]
 """Slots, starts, counts, given counts and given ids of rows, as in a plan."""
@@ -76,11 +85,16 @@ class CudaRank:
         communicator: Communicator,
         limits: RunnerLimits,
         states: StateSlots | None = None,
+        caches: Mapping[str, Array] = MappingProxyType({}),
         tracer: Tracer | None = None,
     ) -> None:
         self._model = model
         self._states = states
-        self._state_tensors = None if states is None else states.tensors
+        self._memory = BatchMemory(
+            block_tokens=limits.block_size_tokens,
+            caches=caches,
+            states=None if states is None else states.tensors,
+        )
         self._kv_cache = kv_cache
         self._ops = ops
         self._communicator = communicator
@@ -117,7 +131,7 @@ class CudaRank:
         self._ops.device.synchronize()  # state and cache are filled on other streams, which this one does not wait for
         with self._stream:
             decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
-            pieces = [self._piece_inputs(tokens) for tokens in TOKEN_BUCKETS]
+            pieces = [self._piece_inputs(tokens) for tokens in token_buckets(self._limits)]
             with self._ops.tuning():
                 for inputs in decode:
                     self._sampler.sample_fully(self._decode_logits(inputs), inputs)
@@ -140,7 +154,7 @@ class CudaRank:
             num_rows,
             max_blocks=max_blocks,
             max_context_tokens=self._limits.max_model_tokens,
-            states=self._state_tensors,
+            memory=self._memory,
         )
 
     def _piece_inputs(self, num_tokens: int) -> PieceInputs:
@@ -150,7 +164,7 @@ class CudaRank:
             num_tokens,
             max_blocks=slot_sizes(self._limits).max_blocks,
             longest=(num_tokens, self._limits.max_model_tokens),
-            states=self._state_tensors,
+            memory=self._memory,
         )
 
     # --- what is captured, beside sampling --------------------------------------------------------------
@@ -302,7 +316,7 @@ class CudaRank:
             longest=(int(counts.max()), longest),
             chunk_context_tokens=int((starts + counts)[counts > 1].sum()),
             record=record,
-            states=self._state_tensors,
+            memory=self._memory,
         )
 
     def _score(self, unscored: UnscoredRow, hidden: Array, turn: PinnedTurn) -> ScoredPrompt:

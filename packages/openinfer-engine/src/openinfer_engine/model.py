@@ -59,6 +59,8 @@ class ModelLimits:
     """Longest context its position encoding allows."""
     vocab_size: int
     """Rows of the embedding; the tokenizer may have fewer ids."""
+    tokens_per_score: int | None = None
+    """A step holds, for each of its tokens, a float32 score of each so many tokens of the context; None: none."""
 
 
 class Model(Protocol):

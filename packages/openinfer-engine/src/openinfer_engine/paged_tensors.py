@@ -16,7 +16,7 @@ def make_pool(layout: KvLayout, *, num_blocks: int, ops: Ops) -> Array:
     """
     if layout.is_dense:
         return ops.zeros((num_blocks, *layout.block_shape()))
-    dtypes = {region.dtype for group in _paged(layout) for region in group.regions}
+    dtypes = {region.dtype for region in paged_regions(layout)}
     if len(dtypes) != 1:
         raise ContractViolation(f"tensors of one block must have one dtype, not {', '.join(sorted(dtypes))}")
     return ops.zeros((num_blocks, layout.block_bytes // dtypes.pop().itemsize_bytes))
@@ -31,6 +31,11 @@ def paged_tensors(layout: KvLayout, pool: Array) -> dict[str, Array]:
         for group in _paged(layout)
         for region in group.regions
     }
+
+
+def paged_regions(layout: KvLayout) -> list[KvRegion]:
+    """The regions of a block, of all paged groups."""
+    return [region for group in _paged(layout) for region in group.regions]
 
 
 def _paged(layout: KvLayout) -> list[KvGroupLayout]:

@@ -36,6 +36,13 @@ class RunnerLimits:
     vocab_size: int
     num_snapshots: int = 0
     """Slots of recurrent states behind the first `max_num_seqs`, for copies."""
+    tokens_per_score: int | None = None
+    """As in `ModelLimits`."""
+
+    @property
+    def score_bytes_per_token(self) -> int:
+        """Of one token of a step, behind the longest context."""
+        return 0 if self.tokens_per_score is None else 4 * -(-self.max_model_tokens // self.tokens_per_score)
 
 
 class RankRunner:

@@ -13,6 +13,10 @@ BLOCK_TOKENS = (16, 32, 64, 128, 256)
 """Tokens of a KV block, of attention."""
 LATENT_ENTRY_DIM = 576
 """Of attention over latents: 512 values, and 64 of the key that all heads share."""
+ENTRY_DIM = 512
+"""Of compressed entries, and of the windows beside them."""
+INDEX_DIM = 128
+"""Of the index keys that entries are selected by."""
 NO_DRIVER = "this machine has no NVIDIA driver: libcuda.so.1 cannot be loaded"
 NO_GPU = "this machine has an NVIDIA driver but no GPU that it can use"
 
@@ -83,6 +87,19 @@ def require_latents(*, entry_dim: int, block_tokens: int) -> None:
         )
     if block_tokens not in BLOCK_TOKENS:
         raise ArrayMismatchError(f"blocks of {block_tokens} tokens are not possible: one of {BLOCK_TOKENS}")
+
+
+def require_entries(*, num_heads: int, entry_dim: int) -> None:
+    """Checks the sizes of rows that stand for several tokens.
+
+    Raises:
+        ArrayMismatchError: no kernel serves them.
+    """
+    if num_heads != 1 or entry_dim not in (ENTRY_DIM, INDEX_DIM):
+        raise ArrayMismatchError(
+            f"compressed entries of {num_heads} x {entry_dim} values are not possible: one vector of {ENTRY_DIM}, or "
+            f"an index key of {INDEX_DIM}, as every published model has them"
+        )
 
 
 def _dotted(capability: tuple[int, int]) -> str:

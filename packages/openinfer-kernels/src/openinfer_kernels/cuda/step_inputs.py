@@ -6,7 +6,7 @@ PieceInputs    pieces of any length, made for one step
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,24 @@ class _SampledRows(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seeds", "positions")
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMemory:
+    """What the batches of all steps of a rank have in common: fields of `AttentionBatch`."""
+
+    block_tokens: int = 0
+    caches: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    states: Mapping[str, Array] | None = None
+    """None for a model that has none."""
+
+    def fields(self, slots: Array) -> dict[str, Any]:
+        """As a batch takes them, with `slots [R]` of its rows, which the host writes as they are."""
+        states = {} if self.states is None else {"states": self.states, "state_slots": slots}
+        return {"block_tokens": self.block_tokens, "caches": self.caches, **states}
+
+
+_NOTHING = BatchMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +123,7 @@ class DecodeInputs:
 
     @classmethod
     def make(
-        cls, num_rows: int, *, max_blocks: int, max_context_tokens: int, states: Mapping[str, Array] | None = None
+        cls, num_rows: int, *, max_blocks: int, max_context_tokens: int, memory: BatchMemory = _NOTHING
     ) -> "DecodeInputs":
         """Arrays for steps of so many rows.
 
@@ -113,7 +131,7 @@ class DecodeInputs:
             num_rows: R.
             max_blocks: of the longest context.
             max_context_tokens: of the longest context.
-            states: recurrent states of all slots, of a model that has any.
+            memory: of the rank.
         """
         rows: Any = cupy.asarray(np.full((DECODE_LINES, num_rows), -1, np.int32))
         batch = AttentionBatch(
@@ -124,7 +142,7 @@ class DecodeInputs:
             cache_slots=cupy.zeros(num_rows, np.int64),
             max_query_tokens=1,
             max_context_tokens=max_context_tokens,
-            **_states(states, rows[0]),
+            **memory.fields(rows[0]),
         )
         return cls(
             rows=rows,
@@ -157,7 +175,7 @@ class PieceInputs:
         longest: tuple[int, int],
         chunk_context_tokens: int | None = None,
         record: Array | None = None,
-        states: Mapping[str, Array] | None = None,
+        memory: BatchMemory = _NOTHING,
     ) -> "PieceInputs":
         """Arrays for steps of so many rows and tokens.
 
@@ -168,7 +186,7 @@ class PieceInputs:
             longest: tokens of the longest piece and of the longest context, at most.
             chunk_context_tokens: as in `AttentionBatch`.
             record: where it is already.
-            states: recurrent states of all slots, of a model that has any.
+            memory: of the rank.
         """
         place: Any = cupy.asarray(padding_record(num_rows, num_tokens)) if record is None else record
         batch = AttentionBatch(
@@ -180,7 +198,7 @@ class PieceInputs:
             max_query_tokens=longest[0],
             max_context_tokens=longest[1],
             chunk_context_tokens=chunk_context_tokens,
-            **_states(states, place[:num_rows]),
+            **memory.fields(place[:num_rows]),
         )
         return cls(record=place, token_ids=cupy.empty(num_tokens, np.int32), batch=batch)
 
@@ -225,11 +243,6 @@ def piece_record(
         line[:num_rows] = column
     record[PIECE_LINES * padded_rows :][: len(given_ids)] = given_ids
     return record
-
-
-def _states(states: Mapping[str, Array] | None, slots: Array) -> dict[str, Any]:
-    """Fields of a batch: the states, and the slot of each row, which the host writes as it is."""
-    return {} if states is None else {"states": states, "state_slots": slots}
 
 
 def _model_inputs(token_ids: Array, batch: AttentionBatch) -> _ModelInputs:
