@@ -69,12 +69,12 @@ class Uploads:
         row_bytes = max(1, host[:1].nbytes)
         if row_bytes > BUFFER_BYTES:
             for row, place in zip(host, out, strict=True):
-                self.add(row, place)
+                self.add(row, place, convert)
             return
         rows = BUFFER_BYTES // row_bytes
         for begin in range(0, len(host), rows * _BUFFERS_OF_TASK):
             task = slice(begin, begin + rows * _BUFFERS_OF_TASK)
-            self._pending.append(self._threads.submit(self._copy, host[task], out[task], rows))
+            self._pending.append(self._threads.submit(self._copy, host[task], out[task], rows, convert))
 
     def finish(self) -> None:
         """Waits for everything that was added.
@@ -95,25 +95,25 @@ class Uploads:
             lane.close()
         self._lanes.clear()
 
-    def _copy(self, host: HostArray, out: Array, rows: int) -> None:
+    def _copy(self, host: HostArray, out: Array, rows: int, convert: Convert | None) -> None:
         """Copies so many rows at a time."""
         lane = self._lane()
         with lane.stream:
             for begin in range(0, len(host), rows):
-                self._copy_rows(lane, host[begin : begin + rows], out[begin : begin + rows])
+                self._copy_rows(lane, host[begin : begin + rows], out[begin : begin + rows], convert)
         self._progress(host.nbytes)
 
-    def _copy_rows(self, lane: "_Lane", host: HostArray, out: Array) -> None:
+    def _copy_rows(self, lane: "_Lane", host: HostArray, out: Array, convert: Convert | None) -> None:
         buffer = lane.next_buffer()
         staged = buffer.memory[: host.nbytes].view(host.dtype).reshape(host.shape)
         np.copyto(staged, host)
-        if host.dtype == np.uint16:
+        if host.dtype == np.uint16 and convert is None:
             _send(staged, out, lane.stream)
         else:
             on_device = cupy.empty(host.shape, host.dtype)
             _send(staged, on_device, lane.stream)
             with self._lock:  # a kernel's arguments are one thread's at a time
-                self._convert(on_device, out)
+                (convert or self._convert)(on_device, out)
         buffer.taken.record(lane.stream)
 
     def _lane(self) -> "_Lane":
