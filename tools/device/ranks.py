@@ -156,7 +156,11 @@ def check(communicator: NcclCommunicator, ways: Ways, rank: int, size: int) -> N
             blocks = arrays(size, (size, 5, 7), dtype, seed)
             expected = np.stack([blocks[sender][rank] for sender in range(size)])
             same(communicator.all_to_all(put(blocks[rank])), expected, f"all_to_all {what}")
-    same(communicator.all_reduce(put(np.array([2**40 + rank]))), np.array([size * 2**40 + size // 2]), "ints")
+    same(
+        communicator.all_reduce(put(np.array([2**40 + rank]))),
+        np.array([size * 2**40 + size * (size - 1) // 2]),
+        "ints",
+    )
 
 
 def stress(communicator: NcclCommunicator, rank: int, size: int) -> None:

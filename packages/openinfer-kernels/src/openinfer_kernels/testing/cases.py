@@ -29,6 +29,11 @@ def _embedding(rng: np.random.Generator) -> Iterable[Case]:
         yield Case(name=f"{tokens} of {vocab} x {h}", positional=(token_ids, _floats(rng, vocab, h)), keywords={})
 
 
+def _residual_embedding(rng: np.random.Generator) -> Iterable[Case]:
+    for case in _embedding(rng):
+        yield dataclasses.replace(case, in_float32=(0,))
+
+
 def _linear(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, inner, outer in ((1, 128, 64), (7, 40, 24), (33, 256, 192), (130, 128, 72)):
         x, weight = _floats(rng, tokens, inner), _floats(rng, outer, inner)
@@ -55,13 +60,24 @@ def _rms_norm(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, h in ((1, 8), (3, 200), (9, 1025), (130, 64)):
         for eps in (1e-6, 0.5):
             x = _with_nan(_floats(rng, tokens, h) * np.float32(3))
-            yield Case(name=f"{tokens} x {h}, eps {eps}", positional=(x, _floats(rng, h)), keywords={"eps": eps})
+            case = Case(name=f"{tokens} x {h}, eps {eps}", positional=(x, _floats(rng, h)), keywords={"eps": eps})
+            yield case
+            yield dataclasses.replace(case, name=f"{case.name}, of a residual", exact=(0,))
 
 
 def _add_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, h in ((1, 8), (3, 200), (9, 1025), (130, 64)):
         arrays = _with_nan(_floats(rng, tokens, h)), _floats(rng, tokens, h), _floats(rng, h)
-        yield Case(name=f"{tokens} x {h}", positional=arrays, keywords={"eps": 1e-5}, mutated=(1,))
+        case = Case(
+            name=f"{tokens} x {h}",
+            positional=arrays,
+            keywords={"eps": 1e-5},
+            mutated=(1,),
+            unrounded=(1,),
+            exact=(1,),
+        )
+        yield case
+        yield dataclasses.replace(case, name=f"{case.name}, of experts", exact=(0, 1))
 
 
 def _qk_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
@@ -159,13 +175,16 @@ def _latent_attention(rng: np.random.Generator) -> Iterable[Case]:
             "scale": head_dim**-0.5,
         }
         q = _with_nan(_floats(rng, case.num_tokens, heads, head_dim))
-        yield Case(name=f"{heads} heads", positional=(q, case.kv_cache), keywords=keywords)
+        # queries and what is attended to are rounded before they are multiplied, or keys and values are
+        yield Case(name=f"{heads} heads", positional=(q, case.kv_cache), keywords=keywords, rounded_inside=True)
 
 
 def _zero_centred_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, h in ((1, 8), (3, 200), (9, 1025)):
         x = _with_nan(_floats(rng, tokens, h) * np.float32(3))
-        yield Case(name=f"{tokens} x {h}", positional=(x, _floats(rng, h)), keywords={"eps": 1e-6})
+        case = Case(name=f"{tokens} x {h}", positional=(x, _floats(rng, h)), keywords={"eps": 1e-6})
+        yield case
+        yield dataclasses.replace(case, name=f"{case.name}, of a residual", exact=(0,))
 
 
 def _gated_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
@@ -259,6 +278,7 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "output_gate": _output_gate,
     "paged_attention": _paged_attention,
     "qk_norm_rope_append": _qk_norm_rope_append,
+    "residual_embedding": _residual_embedding,
     "rms_norm": _rms_norm,
     "rope_append": _rope_append,
     "zero_centred_rms_norm": _zero_centred_rms_norm,
