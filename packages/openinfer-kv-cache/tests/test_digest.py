@@ -50,6 +50,16 @@ def test_extend_chain_in_pieces_is_the_whole_chain(hasher):
     assert digests == hasher.chain(root, ids)
 
 
+def test_state_digests_are_keyed_and_of_their_own_kind(hasher):
+    (block,) = hasher.chain(hasher.root(), range(4))
+    states = hasher.state_digests(block, 3)
+    expected = blake2b(block + struct.pack("<I", 2), digest_size=16, key=KEY, person=b"openinfer-state")
+    assert states[2] == expected.digest()
+    assert len({block, *states}) == 4
+    assert hasher.state_digests(block, 1) == states[:1]
+    assert PrefixHasher(4, key=bytes(32)).state_digests(block, 1) != states[:1]
+
+
 @pytest.mark.parametrize("token_id", [-1, 2**32])
 def test_chain_token_id_out_of_range_raises(hasher, token_id):
     with pytest.raises(OverflowError):

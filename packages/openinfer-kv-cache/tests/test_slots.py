@@ -206,6 +206,53 @@ def test_copy_ends_once(pool, first, second):
         getattr(pool, second)(copy)
 
 
+def test_load_fills_a_snapshot_that_is_found_once_it_landed(pool):
+    copy = pool.begin_load(A, num_tokens=8)
+    assert (copy.kind, copy.source, copy.num_tokens) == (CopyKind.LOAD, copy.target, 8)
+    assert pool.state(copy.target) is SlotState.FILLING
+    assert pool.begin_load(A, num_tokens=8) is None
+    assert pool.begin_snapshot(pool.allocate(), A, num_tokens=8) is None
+    assert pool.find(A) is None
+    pool.land(copy)
+    assert pool.find(A) == 8
+    assert pool.begin_load(A, num_tokens=8) is None
+
+
+def test_load_that_is_cancelled_leaves_a_free_slot(pool):
+    copy = pool.begin_load(A, num_tokens=8)
+    pool.cancel(copy)
+    assert pool.state(copy.target) is SlotState.FREE
+    assert pool.num_snapshot_slots == 0
+
+
+def test_load_takes_the_place_of_the_oldest_snapshot_within_the_budget(pool):
+    live = pool.allocate()
+    kept(pool, live, A)
+    kept(pool, live, B)
+    copy = pool.begin_load(C, num_tokens=8)
+    assert (pool.find(A), pool.find(B)) == (None, 8)
+    hold = pool.begin_hold(B)
+    assert pool.begin_load(A, num_tokens=8) is None
+    pool.land(hold)
+    pool.land(copy)
+
+
+def test_held_snapshot_is_not_evicted_until_the_hold_is_over(pool):
+    live = pool.allocate()
+    kept(pool, live, A)
+    first, second = pool.begin_hold(A), pool.begin_hold(A)
+    assert first.kind is CopyKind.HOLD
+    assert pool.begin_hold(B) is None
+    kept(pool, live, B)
+    kept(pool, live, C)
+    assert (pool.find(A), pool.find(B)) == (8, None)
+    pool.land(first)
+    assert pool.state(second.source) is SlotState.SEALED
+    pool.cancel(second)
+    kept(pool, live, B)
+    assert (pool.find(A), pool.find(C)) == (8, None)
+
+
 def test_clear_drops_snapshots_and_distrusts_live_states(pool):
     live = pool.allocate()
     kept(pool, live, A)

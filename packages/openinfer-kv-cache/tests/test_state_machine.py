@@ -438,6 +438,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.traffic.check()
 
 
+FILLING = (CopyKind.SNAPSHOT, CopyKind.LOAD)
+READING = (CopyKind.RESTORE, CopyKind.HOLD)
+
+
 class SlotTraffic:
     """Slots against simulated device memory; copies run some time between their begin and their end."""
 
@@ -458,7 +462,7 @@ class SlotTraffic:
 
     def forget_evicted(self) -> None:
         """The model takes the pool's word for which snapshot was evicted; never one that a copy reads."""
-        read = {copy.digest for copy in self.copies if copy.kind is CopyKind.RESTORE}
+        read = {copy.digest for copy in self.copies if copy.kind in READING}
         gone = {digest for digest in self.kept if self.pool.find(digest) is None}
         assert not gone & read
         for digest in gone:
@@ -512,8 +516,28 @@ class SlotTraffic:
                 self.live[slot] = None
                 self.copies[copy] = "begun"
 
+    def begin_load(self, name: int) -> None:
+        digest = Digest(bytes([name]) * 16)
+        copy = self.pool.begin_load(digest, num_tokens=name)
+        was_kept = digest in self.kept
+        self.forget_evicted()
+        if copy is not None:
+            assert not was_kept
+            assert copy.source == copy.target not in self.live
+            self.copies[copy] = "begun"
+
+    def begin_hold(self, which: int) -> None:
+        for digest in pick(sorted(self.kept), which):
+            copy = self.pool.begin_hold(digest)
+            assert copy is not None
+            assert (copy.num_tokens, self.memory[copy.source]) == (digest[0], self.kept[digest])
+            self.copies[copy] = "begun"
+
     def run_copy(self, at: int) -> None:
         for copy in self.pick_copy("begun", at):
+            if copy.kind is CopyKind.LOAD:
+                self.steps += 1
+                self.memory[copy.target] = self.steps
             self.memory[copy.target] = self.memory[copy.source]
             self.copies[copy] = "run"
 
@@ -521,8 +545,10 @@ class SlotTraffic:
         for copy in self.pick_copy("run", at):
             self.pool.land(copy)
             del self.copies[copy]
-            if copy.kind is CopyKind.SNAPSHOT:
+            if copy.kind in FILLING:
                 self.kept[copy.digest] = self.memory[copy.target]
+            elif copy.kind is CopyKind.HOLD:
+                assert self.memory[copy.source] == self.kept[copy.digest]
             elif copy.target in self.live:
                 self.live[copy.target] = self.kept[copy.digest]
                 self.stale.discard(copy.target)
@@ -557,9 +583,9 @@ class SlotTraffic:
         assert self.pool.num_snapshots == len(self.kept)
         for digest in self.kept:
             assert self.pool.find(digest) == digest[0]
-        filling = sum(copy.kind is CopyKind.SNAPSHOT for copy in self.copies)
+        filling = sum(copy.kind in FILLING for copy in self.copies)
         busy = len(self.live) + len(self.left) + filling
-        read = {copy.source for copy in self.copies if copy.kind is CopyKind.RESTORE}
+        read = {copy.source for copy in self.copies if copy.kind in READING}
         assert self.pool.available_slots == self.pool.num_slots - busy - len(read)
 
 
@@ -589,6 +615,14 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(at=AT, which=AT)
     def begin_restore(self, at, which):
         self.traffic.begin_restore(at, which)
+
+    @rule(name=st.integers(0, 4))
+    def begin_load(self, name):
+        self.traffic.begin_load(name)
+
+    @rule(which=AT)
+    def begin_hold(self, which):
+        self.traffic.begin_hold(which)
 
     @rule(at=AT)
     def run_copy(self, at):
@@ -643,8 +677,10 @@ SLOT_EVENTS = {
     lambda traffic, at, rng: traffic.leave(at): 7,
     lambda traffic, at, rng: traffic.begin_snapshot(at, rng.randrange(5)): 14,
     lambda traffic, at, rng: traffic.begin_restore(at, rng.randrange(6)): 10,
-    lambda traffic, at, rng: traffic.run_copy(at): 14,
-    lambda traffic, at, rng: traffic.land(at): 12,
+    lambda traffic, at, rng: traffic.begin_load(rng.randrange(5)): 4,
+    lambda traffic, at, rng: traffic.begin_hold(rng.randrange(6)): 4,
+    lambda traffic, at, rng: traffic.run_copy(at): 18,
+    lambda traffic, at, rng: traffic.land(at): 16,
     lambda traffic, at, rng: traffic.cancel(at, rng.choice(["begun", "run"])): 3,
     lambda traffic, at, rng: traffic.clear(): 1,
 }

@@ -2,6 +2,7 @@
 
     root      = H("openinfer-root",  version, block size, layout digest, LoRA name, cache salt)
     digest[i] = H("openinfer-block", digest[i - 1], or root for i = 0, token ids of block i as uint32 LE)
+    state[p]  = H("openinfer-state", digest[i], p as uint32 LE): piece p of the recurrent states behind block i
     H(person, message) = BLAKE2b-128 with the key and the personalisation `person`
 
 A block's digest binds every token before it and, through the root, everything else that shapes its KV. Chains
@@ -90,6 +91,15 @@ class PrefixHasher:
             block.update(parent + encoded[start : start + size * 4])
             parent = block.digest()
             digests.append(Digest(parent))
+
+    def state_digests(self, digest: Digest, num_pieces: int) -> list[Digest]:
+        """Identities of the recurrent states at the end of the prefix that `digest` names, in pieces; no block's."""
+        digests: list[Digest] = []
+        for piece in range(num_pieces):
+            message = digest + piece.to_bytes(4, "little")
+            state = hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-state")
+            digests.append(Digest(state.digest()))
+        return digests
 
 
 def encode_token_ids(token_ids: "array[int]", *, byteorder: str = sys.byteorder) -> bytes:

@@ -8,8 +8,8 @@
                                                evict
     free     no content
     live     one sequence's state, rewritten every step
-    filling  destination of a copy that has not landed
-    sealed   a snapshot that a copy is reading
+    filling  destination of a copy that has not landed, from a live slot or from a KV tier
+    sealed   a snapshot that a copy is reading, or that is held
     idle     a snapshot that nobody reads; evicted, least recently used first, when slots or the budget are short
 
 A recurrent state cannot be cut back to an earlier token as a block table can. To reuse a prefix, or to roll back a
@@ -17,6 +17,9 @@ speculation, the state at a boundary is copied into another slot and kept under 
 ends (`BlockSequence.prefix_digests`). A copy runs on the device after the call that plans it, so it is a
 `SlotCopy`: until it is landed or cancelled, neither of its slots can be handed to anyone else, even if the
 sequence leaves meanwhile. `StateTable.move` enforces the diagram.
+
+KV tiers copy states beside the steps: into a snapshot that is being filled (`begin_load`), and out of one that is held
+(`begin_hold`). These are `SlotCopy`s of one slot alone.
 """
 
 from collections import Counter, OrderedDict
@@ -56,11 +59,18 @@ class CopyKind(StrEnum):
     """Live slot → snapshot."""
     RESTORE = "restore"
     """Snapshot → live slot."""
+    LOAD = "load"
+    """KV tier → snapshot; source and target are the same."""
+    HOLD = "hold"
+    """A snapshot stays as it is for whoever reads it beside the steps; source and target are the same."""
+
+
+_FILLING_KINDS = (CopyKind.SNAPSHOT, CopyKind.LOAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotCopy:
-    """A copy from slot to slot that somebody has to run, then `land` or `cancel`."""
+    """A copy that somebody has to run, then `land` or `cancel`."""
 
     kind: CopyKind
     source: int
@@ -188,18 +198,37 @@ class SlotPool:
         self._require_owned(slot, verb="snapshot")
         if any(copy.kind is CopyKind.RESTORE and copy.target == slot for copy in self._copies):
             raise BlockStateError(f"cannot snapshot slot {slot}: a restore into it has not landed")
-        if slot in self._stale or digest in self._snapshots or self._is_being_filled(digest):
+        if slot in self._stale:
             return None
-        if self._num_snapshot_slots >= self.max_snapshots and not self._evict_oldest():
-            return None
-        target = self._take_slot()
+        target = self._take_filling(digest)
         if target is None:
             return None
-        self._states.move((target,), _FILL)
-        self._num_snapshot_slots += 1
         return self._start(
             SlotCopy(kind=CopyKind.SNAPSHOT, source=slot, target=target, digest=digest, num_tokens=num_tokens)
         )
+
+    def begin_load(self, digest: Digest, *, num_tokens: int) -> SlotCopy | None:
+        """Plans to fill a snapshot from a KV tier.
+
+        Returns:
+            The copy to run; None, and nothing has changed, where `begin_snapshot` would return it for want of room, or
+            if the boundary is kept or being filled already.
+        """
+        target = self._take_filling(digest)
+        if target is None:
+            return None
+        return self._start(
+            SlotCopy(kind=CopyKind.LOAD, source=target, target=target, digest=digest, num_tokens=num_tokens)
+        )
+
+    def begin_hold(self, digest: Digest) -> SlotCopy | None:
+        """Keeps a snapshot from eviction until the copy has ended; None if there is no such snapshot."""
+        snapshot = self._snapshots.get(digest)
+        if snapshot is None:
+            return None
+        self._start_reading(digest, snapshot)
+        slot, num_tokens = snapshot.slot, snapshot.num_tokens
+        return self._start(SlotCopy(kind=CopyKind.HOLD, source=slot, target=slot, digest=digest, num_tokens=num_tokens))
 
     def begin_restore(self, digest: Digest, slot: int) -> SlotCopy | None:
         """Plans to overwrite a live slot with the snapshot of a boundary.
@@ -229,29 +258,29 @@ class SlotPool:
         )
 
     def land(self, copy: SlotCopy) -> None:
-        """The copy has run on every rank: a snapshot can be found now, a restored slot can be stepped.
+        """The copy has run on every rank: a snapshot can be found now, a restored slot can be stepped; a hold is over.
 
         Raises:
             BlockStateError: the copy has ended already.
         """
         self._end(copy)
-        if copy.kind is CopyKind.SNAPSHOT:
+        if copy.kind in _FILLING_KINDS:
             self._states.move((copy.target,), _PUBLISH)
             self._snapshots[copy.digest] = _Snapshot(copy.target, copy.num_tokens, num_readers=1)
-        else:
+        elif copy.kind is CopyKind.RESTORE:
             self._stale.discard(copy.target)
         self._stop_reading(copy.digest)
 
     def cancel(self, copy: SlotCopy) -> None:
         """The copy will not run, or has run and is not wanted. Never call it while the copy runs.
 
-        A snapshot's slot becomes free; a live slot's content is undefined after a cancelled restore.
+        A slot that was filled becomes free; a live slot's content is undefined after a cancelled restore.
 
         Raises:
             BlockStateError: the copy has ended already.
         """
         self._end(copy)
-        if copy.kind is CopyKind.SNAPSHOT:
+        if copy.kind in _FILLING_KINDS:
             self._states.move((copy.target,), _DISCARD)
             self._free.append(copy.target)
             self._num_snapshot_slots -= 1
@@ -285,7 +314,20 @@ class SlotPool:
             raise BlockStateError(f"cannot {verb} slot {slot}: its sequence has left, and a copy still uses it")
 
     def _is_being_filled(self, digest: Digest) -> bool:
-        return any(copy.kind is CopyKind.SNAPSHOT and copy.digest == digest for copy in self._copies)
+        return any(copy.kind in _FILLING_KINDS and copy.digest == digest for copy in self._copies)
+
+    def _take_filling(self, digest: Digest) -> int | None:
+        """A slot to fill with the snapshot of a boundary; None, and nothing has changed, if kept or short of room."""
+        if digest in self._snapshots or self._is_being_filled(digest):
+            return None
+        if self._num_snapshot_slots >= self.max_snapshots and not self._evict_oldest():
+            return None
+        target = self._take_slot()
+        if target is None:
+            return None
+        self._states.move((target,), _FILL)
+        self._num_snapshot_slots += 1
+        return target
 
     def _start(self, copy: SlotCopy) -> SlotCopy:
         self._copies.add(copy)
@@ -381,7 +423,7 @@ class SlotPool:
         filling: set[int] = set()
         for copy in self._copies:
             copying.update((copy.source, copy.target))
-            if copy.kind is CopyKind.SNAPSHOT:
+            if copy.kind in _FILLING_KINDS:
                 filling.add(copy.target)
             else:
                 readers[copy.digest] += 1
