@@ -9,31 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+
+from openinfer_engine.testing import Golden, step_at_random
 
 TOLERANCE = 1e-4
-
-
-class Golden:
-    """What `logits.npz` of a fixture holds."""
-
-    def __init__(self, model_dir: Path) -> None:
-        with np.load(model_dir / "logits.npz", allow_pickle=False) as arrays:
-            self.sequences = {
-                str(i): (arrays[f"token_ids_{i}"].tolist(), arrays[f"positions_{i}"], arrays[f"logits_{i}"])
-                for i in range(3)
-            }
-
-    def tokens(self, sequence: str) -> list[int]:
-        return self.sequences[sequence][0]
-
-    def error(self, sequence: str, logits: NDArray[Any], *, first: int = 0) -> float:
-        """The largest difference at the recorded positions from `first` on, which is where `logits` begin."""
-        _, positions, expected = self.sequences[sequence]
-        recorded = positions >= first
-        assert logits.shape == (len(self.tokens(sequence)) - first, expected.shape[1])
-        assert recorded.any()
-        return float(np.abs(logits[positions[recorded] - first] - expected[recorded]).max())
 
 
 @pytest.fixture
@@ -85,24 +64,12 @@ def test_decode_after_prefill_gives_the_recorded_logits(model_dir: Path, golden:
 def test_mixed_steps_of_chunks_and_decode_rows_give_the_recorded_logits(
     model_dir: Path, golden: Golden, harness: Any, seed: int
 ) -> None:
-    """Random subsets of the sequences advance by random numbers of tokens, in random order, until all are done."""
     rng = np.random.default_rng(seed)
     model = harness(model_dir, block_tokens=int(rng.integers(1, 17)), num_blocks=200)
-    pieces: dict[str, list[NDArray[Any]]] = {sequence: [] for sequence in golden.sequences}
-    left = {sequence: golden.tokens(sequence) for sequence in golden.sequences}
-    num_steps = 0
-    while left:
-        chosen = rng.permutation(sorted(left))[: rng.integers(1, len(left) + 1)].tolist()
-        rows = {sequence: left[sequence][: rng.choice([1, 1, 3, 17])] for sequence in chosen}
-        for sequence, logits in model.step(rows).items():
-            pieces[sequence].append(logits)
-            left[sequence] = left[sequence][len(rows[sequence]) :]
-            if not left[sequence]:
-                del left[sequence]
-        num_steps += 1
+    found, num_steps = step_at_random(model, {name: golden.tokens(name) for name in golden.sequences}, rng)
     assert num_steps > 10
-    for sequence in golden.sequences:
-        assert golden.error(sequence, np.concatenate(pieces[sequence])) < TOLERANCE
+    for sequence, logits in found.items():
+        assert golden.error(sequence, logits) < TOLERANCE
 
 
 def test_cached_prefix_of_another_sequence_gives_the_recorded_logits(

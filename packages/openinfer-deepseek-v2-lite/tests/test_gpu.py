@@ -5,17 +5,19 @@ Random weights, the attention of the published sizes. Skipped, with the reason, 
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from openinfer_core import GenerateRequest, RequestId, SamplingParams, Tokens
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.errors import Refused
 from openinfer_deepseek_v2_lite.family import DeepseekV2Lite
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.options import DeviceKind
+from openinfer_engine.testing import Answer, prompt_differences, random_requests, random_weights, run_at_once
 
 pytestmark = pytest.mark.gpu
 CONFIG = {
@@ -48,13 +50,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights that BF16 holds exactly, so that both devices compute with the same ones."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    definition, rng = DeepseekV2Lite().definition, np.random.default_rng(0)
-    weights = {}
-    for name, shape in definition.tensors(definition.parse(CONFIG)).items():
-        values = rng.normal(size=shape).astype(np.float32)
-        values = 1 + values / 10 if len(shape) == 1 else values * np.float32(shape[-1] ** -0.5)
-        weights[name] = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    save_file(weights, folder / "model.safetensors")
+    save_file(random_weights(DeepseekV2Lite().definition, CONFIG), folder / "model.safetensors")
     return folder
 
 
@@ -67,46 +63,23 @@ def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **option
 
 
 def make_requests(count: int = 12, **sampling: object) -> list[GenerateRequest]:
-    rng = np.random.default_rng(5)
-    return [
-        GenerateRequest(
-            request_id=RequestId(i),
-            prompt_token_ids=tuple(rng.integers(0, 1024, int(rng.integers(1, 90))).tolist()),
-            sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0, **sampling}),
-        )
-        for i in range(count)
-    ]
+    return random_requests(count, vocab_size=1024, max_prompt_tokens=89, **sampling)
 
 
-def run(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, list[Tokens]]:
-    said: dict[int, list[Tokens]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        assert loop.submit(request) == []
-    while loop.busy:
-        for event in loop.step():
-            if isinstance(event, Tokens):
-                said[event.request_id].append(event)
-    loop.close()
-    return said
+def run(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, Answer]:
+    with closing(loop):
+        return run_at_once(loop, requests)
 
 
-def tokens_of(said: dict[int, list[Tokens]]) -> dict[int, list[int]]:
-    return {i: [token for event in events for token in event.token_ids] for i, events in said.items()}
+def tokens_of(answers: dict[int, Answer]) -> dict[int, list[int]]:
+    return {i: answer.token_ids for i, answer in answers.items()}
 
 
 def test_log_probabilities_are_close_to_the_cpus(model_dir: Path) -> None:
     asked = make_requests(max_tokens=1, prompt_logprobs=0)
     cpu = run(make_loop(model_dir, device=DeviceKind.CPU), asked)
     gpu = run(make_loop(model_dir), asked)
-    differences = [
-        abs(ours.logprob - theirs.logprob)
-        for i in cpu
-        for ours, theirs in zip(
-            [one for event in gpu[i] for one in event.prompt_logprobs or ()],
-            [one for event in cpu[i] for one in event.prompt_logprobs or ()],
-            strict=True,
-        )
-    ]
+    differences = prompt_differences(gpu, cpu)
     assert len(differences) > 300
     assert max(differences) < BF16_LOGPROB
     assert np.mean(differences) < BF16_LOGPROB / 10
@@ -140,9 +113,8 @@ def test_long_prompts_expand_latents_and_agree_with_chunks_that_do_not(model_dir
             sampling=SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
         )
     ]
-    whole = run(make_loop(model_dir), asked)[0]
-    chunks = run(make_loop(model_dir, max_step_tokens=128), asked)[0]
-    pairs = [[one.logprob for event in said for one in event.prompt_logprobs or ()] for said in (whole, chunks)]
-    differences = np.abs(np.subtract(*pairs))
+    whole = run(make_loop(model_dir), asked)
+    chunks = run(make_loop(model_dir, max_step_tokens=128), asked)
+    differences = prompt_differences(chunks, whole)
     assert len(differences) == 899
     assert differences.mean() < BF16_LOGPROB / 10

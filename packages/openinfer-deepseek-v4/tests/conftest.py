@@ -13,7 +13,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 FIXTURE_NAMES = sorted(path.name for path in FIXTURES.iterdir())
 
 
-@pytest.fixture(params=FIXTURE_NAMES)
+@pytest.fixture(scope="session", params=FIXTURE_NAMES)
 def model_dir(request: pytest.FixtureRequest) -> Path:
     """Each recorded model in turn."""
     return FIXTURES / request.param

@@ -7,31 +7,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from openinfer_engine.testing import check_steps
+from openinfer_engine.testing import Golden, check_steps
 
 TOLERANCE = 1e-3
-SEQUENCES = ("0", "1", "2")
-
-
-class Golden:
-    """What `logits.npz` of a fixture holds."""
-
-    def __init__(self, model_dir: Path) -> None:
-        with np.load(model_dir / "logits.npz", allow_pickle=False) as arrays:
-            self.arrays = dict(arrays)
-
-    def tokens(self, sequence: str) -> list[int]:
-        return self.arrays[f"token_ids_{sequence}"].tolist()
-
-    def error(self, sequence: str, logits: NDArray[Any]) -> float:
-        """The largest difference at the recorded positions."""
-        assert len(logits) == len(self.tokens(sequence))
-        recorded = logits[self.arrays[f"positions_{sequence}"]]
-        return float(np.abs(recorded - self.arrays[f"logits_{sequence}"]).max())
 
 
 @pytest.fixture
@@ -40,16 +20,16 @@ def golden(model_dir: Path) -> Golden:
 
 
 def test_recorded_sequences_are_long_and_their_logits_far_from_flat(golden: Golden) -> None:
-    assert [len(golden.tokens(sequence)) for sequence in SEQUENCES] == [140, 53, 9]
-    for sequence in SEQUENCES:
-        assert golden.arrays[f"logits_{sequence}"].std() > 0.5
+    assert [len(golden.tokens(sequence)) for sequence in golden.sequences] == [140, 53, 9]
+    for _, _, logits in golden.sequences.values():
+        assert logits.std() > 0.5
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_whole_prefill_gives_the_recorded_logits(model_dir: Path, golden: Golden, harness: Any, ranks: int) -> None:
     model = harness(model_dir, ranks=ranks, num_blocks=100)
-    logits = model.step({sequence: golden.tokens(sequence) for sequence in SEQUENCES})
-    for sequence in SEQUENCES:
+    logits = model.step({sequence: golden.tokens(sequence) for sequence in golden.sequences})
+    for sequence in golden.sequences:
         assert golden.error(sequence, logits[sequence]) < TOLERANCE
 
 

@@ -13,6 +13,7 @@ from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.backends import open_backend
 from openinfer_engine.options import DeviceKind
+from openinfer_engine.testing import random_weights
 from openinfer_qwen3.family import Qwen3
 
 CONFIG = {
@@ -44,12 +45,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    definition, rng = Qwen3().definition, np.random.default_rng(0)
-    weights = {}
-    for name, shape in definition.tensors(definition.parse(CONFIG)).items():
-        values = rng.normal(size=shape).astype(np.float32)
-        weights[name] = 1 + values / 10 if len(shape) == 1 else values * np.float32(shape[-1] ** -0.5)
-    save_file(weights, folder / "model.safetensors")
+    save_file(random_weights(Qwen3().definition, CONFIG), folder / "model.safetensors")
     return folder
 
 

@@ -5,16 +5,18 @@ Random weights at a head dimension that the GPU's attention serves. Skipped, wit
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from openinfer_core import GenerateRequest, RequestId, SamplingParams, Tokens
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.options import DeviceKind
+from openinfer_engine.testing import Answer, prompt_differences, random_requests, random_weights, run_at_once
 from openinfer_qwen3.family import Qwen3
 
 pytestmark = pytest.mark.gpu
@@ -44,13 +46,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights that BF16 holds exactly, so that both devices compute with the same ones."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    definition, rng = Qwen3().definition, np.random.default_rng(0)
-    weights = {}
-    for name, shape in definition.tensors(definition.parse(CONFIG)).items():
-        values = rng.normal(size=shape).astype(np.float32)
-        values = 1 + values / 10 if len(shape) == 1 else values * np.float32(shape[-1] ** -0.5)
-        weights[name] = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    save_file(weights, folder / "model.safetensors")
+    save_file(random_weights(Qwen3().definition, CONFIG), folder / "model.safetensors")
     return folder
 
 
@@ -63,46 +59,23 @@ def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **option
 
 
 def make_requests(count: int = 12, **sampling: object) -> list[GenerateRequest]:
-    rng = np.random.default_rng(5)
-    return [
-        GenerateRequest(
-            request_id=RequestId(i),
-            prompt_token_ids=tuple(rng.integers(0, 1024, int(rng.integers(1, 90))).tolist()),
-            sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0, **sampling}),
-        )
-        for i in range(count)
-    ]
+    return random_requests(count, vocab_size=1024, max_prompt_tokens=89, **sampling)
 
 
-def run(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, list[Tokens]]:
-    said: dict[int, list[Tokens]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        assert loop.submit(request) == []
-    while loop.busy:
-        for event in loop.step():
-            if isinstance(event, Tokens):
-                said[event.request_id].append(event)
-    loop.close()
-    return said
+def run(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, Answer]:
+    with closing(loop):
+        return run_at_once(loop, requests)
 
 
-def tokens_of(said: dict[int, list[Tokens]]) -> dict[int, list[int]]:
-    return {i: [token for event in events for token in event.token_ids] for i, events in said.items()}
+def tokens_of(answers: dict[int, Answer]) -> dict[int, list[int]]:
+    return {i: answer.token_ids for i, answer in answers.items()}
 
 
 def test_log_probabilities_are_close_to_the_cpus(model_dir: Path) -> None:
     asked = make_requests(max_tokens=1, prompt_logprobs=0)
     cpu = run(make_loop(model_dir, device=DeviceKind.CPU), asked)
     gpu = run(make_loop(model_dir), asked)
-    differences = [
-        abs(ours.logprob - theirs.logprob)
-        for i in cpu
-        for ours, theirs in zip(
-            [one for event in gpu[i] for one in event.prompt_logprobs or ()],
-            [one for event in cpu[i] for one in event.prompt_logprobs or ()],
-            strict=True,
-        )
-    ]
+    differences = prompt_differences(gpu, cpu)
     assert len(differences) > 300
     assert max(differences) < BF16_LOGPROB
     assert np.mean(differences) < BF16_LOGPROB / 5
@@ -145,5 +118,5 @@ def test_every_sampling_field_runs_beside_plain_rows(model_dir: Path) -> None:
     alone = tokens_of(run(make_loop(model_dir), plain))
     said = tokens_of(together)
     assert sum(said[i] == alone[i] for i in alone) >= len(alone) - 1
-    assert all(event.logprobs for event in together[103] if event.token_ids)
+    assert len(together[103].logprobs) == len(together[103].token_ids)
     assert 4 not in said[101]

@@ -6,16 +6,18 @@ where there is no GPU.
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from openinfer_core import GenerateRequest, RequestId, SamplingParams, Scheduled, TokenEvent, Tokens
+from openinfer_core import GenerateRequest
 from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.options import DeviceKind
+from openinfer_engine.testing import Answer, bf16_exact, prompt_differences, random_requests, run_alone, run_at_once
 from openinfer_qwen35 import Qwen35
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +59,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             weights[name] = np.log(rng.uniform(0.02, 2.0, shape)).astype(np.float32)
             continue
         values = values / 10 if len(shape) == 1 else values * np.float32(shape[-1] ** -0.5)
-        weights[name] = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        weights[name] = bf16_exact(values)
     save_file(weights, folder / "model.safetensors")
     return folder
 
@@ -71,34 +73,16 @@ def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **option
 
 
 def make_requests(count: int = 12, *, shared: int = 0, **sampling: object) -> list[GenerateRequest]:
-    """Prompts of 1 to 200 tokens, the first `shared` of which are alike."""
-    rng = np.random.default_rng(5)
-    prefix = rng.integers(0, 1024, shared).tolist()
-    return [
-        GenerateRequest(
-            request_id=RequestId(i),
-            prompt_token_ids=(*prefix, *rng.integers(0, 1024, int(rng.integers(1, 200))).tolist()),
-            sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0, **sampling}),
-        )
-        for i in range(count)
-    ]
+    return random_requests(count, vocab_size=1024, max_prompt_tokens=199, shared_tokens=shared, **sampling)
 
 
-def run(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, list[Tokens]]:
-    """What each request said."""
-    said: dict[int, list[Tokens]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        assert loop.submit(request) == []
-    while loop.busy:
-        for event in loop.step():
-            if isinstance(event, Tokens):
-                said[event.request_id].append(event)
-    loop.close()
-    return said
+def run(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, Answer]:
+    with closing(loop):
+        return run_at_once(loop, requests)
 
 
-def tokens_of(said: dict[int, list[Tokens]]) -> dict[int, list[int]]:
-    return {i: [token for event in events for token in event.token_ids] for i, events in said.items()}
+def tokens_of(answers: dict[int, Answer]) -> dict[int, list[int]]:
+    return {i: answer.token_ids for i, answer in answers.items()}
 
 
 @pytest.mark.parametrize("max_step_tokens", [2048, 48])
@@ -106,15 +90,7 @@ def test_log_probabilities_are_close_to_the_cpus(model_dir: Path, max_step_token
     asked = make_requests(max_tokens=1, prompt_logprobs=0)
     cpu = run(make_loop(model_dir, device=DeviceKind.CPU), asked)
     gpu = run(make_loop(model_dir, max_step_tokens=max_step_tokens), asked)
-    differences = [
-        abs(ours.logprob - theirs.logprob)
-        for i in cpu
-        for ours, theirs in zip(
-            [one for event in gpu[i] for one in event.prompt_logprobs or ()],
-            [one for event in cpu[i] for one in event.prompt_logprobs or ()],
-            strict=True,
-        )
-    ]
+    differences = prompt_differences(gpu, cpu)
     assert len(differences) > 600
     assert max(differences) < BF16_LOGPROB
     assert np.mean(differences) < BF16_LOGPROB / 5
@@ -140,23 +116,18 @@ def test_a_tight_pool_preempts_and_every_request_gets_all_its_tokens(model_dir: 
 def test_states_restored_from_copies_give_the_log_probabilities_of_computed_ones(model_dir: Path) -> None:
     asked = make_requests(shared=100, max_tokens=1, logprobs=8)
     computed = run(make_loop(model_dir, prefix_cache=False), asked)
-    loop, cached = make_loop(model_dir), 0
-    for request in asked:  # one after the other, so that copies are there
-        assert loop.submit(request) == []
-        events: list[TokenEvent] = []
-        while loop.busy:
-            events += loop.step()
-        cached += sum(event.cached_tokens for event in events if isinstance(event, Scheduled))
+    loop = make_loop(model_dir)
+    answers = run_alone(loop, asked)  # one after the other, so that copies are there
+    for i, answer in answers.items():
         ours, theirs = (
             dict(zip(one.top_ids, one.top_logprobs, strict=True))
-            for said in (events, computed[request.request_id])
-            for event in said
-            if isinstance(event, Tokens)
-            for one in event.logprobs or ()
+            for said in (answer, computed[i])
+            for one in said.logprobs
         )
         shared = [*(ours.keys() & theirs.keys())]
         assert len(shared) > 4, "near ties of BF16 may change places at the end of the list"
         assert max(abs(ours[token] - theirs[token]) for token in shared) < BF16_LOGPROB
+    cached = sum(answer.cached_tokens for answer in answers.values())
     assert cached >= 96 * (len(asked) - 2), "the first prompt is computed, the second one leaves a copy"
     assert loop.stats().state_snapshots > 0
     loop.close()
@@ -181,8 +152,7 @@ def test_batch_invariant_answers_do_not_depend_on_the_batch(model_dir: Path) -> 
     for request in asked[:3]:
         alone = run(make_loop(model_dir, batch_invariant=True, max_step_tokens=33, prefix_cache=False), [request])
         ours, theirs = (
-            [(one.top_ids, one.logprob) for event in said[request.request_id] for one in event.logprobs or ()]
-            for said in (together, alone)
+            [(one.top_ids, one.logprob) for one in said[request.request_id].logprobs] for said in (together, alone)
         )
         assert ours == theirs
         assert tokens_of(alone)[request.request_id] == tokens_of(together)[request.request_id]

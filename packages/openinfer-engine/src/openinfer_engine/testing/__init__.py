@@ -1,5 +1,24 @@
-"""For tests of packages that bring a part: a model family's equations, run step by step without an engine."""
+"""For tests of packages that bring a model family: step by step without an engine, and in traffic through one."""
 
-from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps
+from openinfer_engine.testing.answers import Answer, prompt_differences, run_alone, run_at_once, run_together
+from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps, step_at_random
+from openinfer_engine.testing.golden import Golden
+from openinfer_engine.testing.random_weights import bf16_exact, random_weights
+from openinfer_engine.testing.traffic import Traffic, random_requests
 
-__all__ = ["FamilyHarness", "check_family", "check_steps"]
+__all__ = [
+    "Answer",
+    "FamilyHarness",
+    "Golden",
+    "Traffic",
+    "bf16_exact",
+    "check_family",
+    "check_steps",
+    "prompt_differences",
+    "random_requests",
+    "random_weights",
+    "run_alone",
+    "run_at_once",
+    "run_together",
+    "step_at_random",
+]

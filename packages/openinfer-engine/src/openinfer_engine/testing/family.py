@@ -323,15 +323,27 @@ def check_steps(
     compare("behind a shared prefix", harness.step({"child": tokens[boundary:]})["child"], first=boundary)
     harness.restart("parent")
     for seed in range(_VARIANTS):
-        cut = _mixed(harness, tokens, np.random.default_rng(seed))
+        cut, _ = step_at_random(harness, dict.fromkeys("abc", tokens), np.random.default_rng(seed))
         for sequence, got in cut.items():
             compare(f"cut at random beside others, seed {seed}, {sequence}", got)
 
 
-def _mixed(harness: FamilyHarness, tokens: list[int], rng: np.random.Generator) -> dict[str, Logits]:
-    """The same sequence three times, advancing by random numbers of tokens in random steps."""
-    left = {sequence: list(tokens) for sequence in "abc"}
+def step_at_random(
+    harness: FamilyHarness, sequences: Mapping[str, Sequence[int]], rng: np.random.Generator
+) -> tuple[dict[str, Logits], int]:
+    """Random subsets of new sequences advance by random numbers of tokens, in random order, until all have ended.
+
+    Args:
+        harness: has seen none of these sequences, or has sent them back; it sends back each when it has ended.
+        sequences: token ids by name.
+        rng: of everything at random.
+
+    Returns:
+        The logits `[tokens, V]` of each sequence, and the number of steps.
+    """
+    left = {sequence: list(tokens) for sequence, tokens in sequences.items()}
     pieces: dict[str, list[Logits]] = {sequence: [] for sequence in left}
+    num_steps = 0
     while left:
         chosen = rng.permutation(sorted(left))[: rng.integers(1, len(left) + 1)].tolist()
         rows = {sequence: left[sequence][: int(rng.choice([1, 1, 3, 17]))] for sequence in chosen}
@@ -341,4 +353,5 @@ def _mixed(harness: FamilyHarness, tokens: list[int], rng: np.random.Generator) 
             if not left[sequence]:
                 del left[sequence]
                 harness.restart(sequence)
-    return {sequence: np.concatenate(each) for sequence, each in pieces.items()}
+        num_steps += 1
+    return {sequence: np.concatenate(each) for sequence, each in pieces.items()}, num_steps
