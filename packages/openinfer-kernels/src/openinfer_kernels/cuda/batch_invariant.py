@@ -4,6 +4,7 @@
     attention    one kernel for prompts, chunks and decode rows: it walks over keys in tiles that begin at multiples of
                  128 (64) in their sequence, so that a token's sums do not depend on the tokens computed beside it
     experts      one kernel with one tile for any number of tokens: a token's sums go over K in one order
+    windows      keys of windows and entries are not divided; columns of streams are, into pieces of one length
     delta rule   token by token also in prompts: a chunk's bits depend on where it begins
     all others   compute a row, or a token, by itself anyway
 
@@ -15,9 +16,11 @@ from openinfer_kernels.cuda.attention import OneKernelAttention
 from openinfer_kernels.cuda.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.gated_delta_rule import GatedDeltaRule
 from openinfer_kernels.cuda.grouped_gemm import GroupedGemm
+from openinfer_kernels.cuda.hyper_connections import HyperConnections
 from openinfer_kernels.cuda.invariant_products import InvariantProducts
 from openinfer_kernels.cuda.linear import Linear
 from openinfer_kernels.cuda.ops import CudaOps
+from openinfer_kernels.cuda.window_attention import WindowAttention
 from openinfer_kernels.errors import OperatorMissingError
 from openinfer_kernels.ops import Array, AttentionBatch
 
@@ -50,6 +53,12 @@ class BatchInvariantCudaOps(CudaOps):
             "latent_attention has no batch-invariant CUDA kernel yet; serve the model without --batch-invariant, or "
             "with --device cpu"
         )
+
+    def _make_window_attention(self) -> WindowAttention:
+        return WindowAttention(self.device, divides=False)
+
+    def _make_hyper_connections(self) -> HyperConnections:
+        return HyperConnections(self.device, chooses=False)
 
     def _make_gated_delta_rule(self) -> GatedDeltaRule:
         return GatedDeltaRule(self.device, in_chunks=False)

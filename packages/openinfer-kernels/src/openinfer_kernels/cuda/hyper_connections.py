@@ -30,9 +30,15 @@ class _Read(ctypes.Structure):
 
 
 class HyperConnections:
-    """The operators on one device."""
+    """The operators on one device.
 
-    def __init__(self, device: Device) -> None:
+    Args:
+        device: the GPU.
+        chooses: whether what is done may depend on how many tokens there are.
+    """
+
+    def __init__(self, device: Device, *, chooses: bool = True) -> None:
+        self._chooses = chooses
         self._project = {
             outputs: device.kernel("hyper_connections", f"hyper_project_{name}")
             for outputs, name in ((_MIXES, "mix"), (_STREAMS, "head"))
@@ -119,7 +125,7 @@ class HyperConnections:
         if fn.shape != (outputs, columns) or base.shape != (outputs,) or scale.shape != (1 if mix is None else 3,):
             raise ArrayMismatchError(f"fn {fn.shape}, base {base.shape} and streams {residual.shape} do not agree")
         tiles = -(-tokens // _TILE_TOKENS)
-        num_parts = 1 if tiles >= _MANY_TILES else columns // _TILE_COLUMNS
+        num_parts = 1 if self._chooses and tiles >= _MANY_TILES else columns // _TILE_COLUMNS
         parts = empty((num_parts, tokens, outputs + 1), FLOAT32)
         sizes = [ctypes.c_int(tokens), ctypes.c_int(columns), ctypes.c_int(columns // num_parts)]
         self._project[outputs]((tiles, num_parts, 1), (_THREADS, 1, 1), [residual, fn, parts, *sizes])

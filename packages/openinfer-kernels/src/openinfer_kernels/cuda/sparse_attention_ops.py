@@ -35,6 +35,9 @@ class CudaSparseAttentionOps:
 
     @cached_property
     def _hyper_connections(self) -> HyperConnections:
+        return self._make_hyper_connections()
+
+    def _make_hyper_connections(self) -> HyperConnections:
         return HyperConnections(self.device)
 
     @cached_property
@@ -51,6 +54,9 @@ class CudaSparseAttentionOps:
 
     @cached_property
     def _window_attention(self) -> WindowAttention:
+        return self._make_window_attention()
+
+    def _make_window_attention(self) -> WindowAttention:
         return WindowAttention(self.device)
 
     def norm_rope_tail(

@@ -6,7 +6,7 @@ from openinfer_kernels.cuda.arrays import address, require
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16
 from openinfer_kernels.cuda.sparse_arrays import FLOAT32, INT32, Entries, Rope, empty, entries_of, rope_of
-from openinfer_kernels.cuda.state_rows import StateRows, layer_of_states, state_rows
+from openinfer_kernels.cuda.state_rows import StateRows, layer_of_states, require_states, state_rows
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch, CompressedEntries
 
@@ -38,9 +38,15 @@ class _Arguments(ctypes.Structure):
 
 
 class WindowAttention:
-    """The operator on one device."""
+    """The operator on one device.
 
-    def __init__(self, device: Device) -> None:
+    Args:
+        device: the GPU.
+        divides: whether the keys of a token may be divided by what else there is to do.
+    """
+
+    def __init__(self, device: Device, *, divides: bool = True) -> None:
+        self._most_parts = _MOST_PARTS if divides else 1
         self._multiprocessors = device.num_multiprocessors
         self._attend = {
             heads: device.kernel("window_attention", f"window_attention_{heads}", shared_bytes=_shared_bytes(heads))
@@ -71,7 +77,7 @@ class WindowAttention:
         require(q, bfloat16, ndim=3, what="the queries")
         require(kv, bfloat16, ndim=2, what="kv")
         require(sinks, FLOAT32, ndim=1, what="the sinks")
-        require(window, bfloat16, ndim=4, what="the window")
+        require_states(window, bfloat16, ndim=4, what="the window")
         tokens, heads, size = q.shape
         if size != _SIZE or kv.shape != (tokens, size) or sinks.shape != (heads,) or window.shape[3] != size:
             raise ArrayMismatchError(
@@ -122,7 +128,7 @@ class WindowAttention:
         if entries is not None:
             seen = batch.max_context_tokens // entries.ratio
             most += seen if entries.selected is None else min(seen, entries.selected.shape[1])
-        wanted = min(self._multiprocessors // max(tokens, 1), _MOST_PARTS, -(-most // _LEAST_PART_KEYS))
+        wanted = min(self._multiprocessors // max(tokens, 1), self._most_parts, -(-most // _LEAST_PART_KEYS))
         parts = max(1, wanted)
         keys = -(-most // parts)
         return parts, -(-keys // _TILE_KEYS) * _TILE_KEYS
