@@ -10,8 +10,16 @@ import numpy as np
 
 from openinfer_kernels.cuda.arrays import address, require, require_rows, row_stride, rows_fit_vectors
 from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.launch import Kernel
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.state_rows import StateRows, layer_of_states, most_pieces, state_rows
+from openinfer_kernels.cuda.state_rows import (
+    StateRows,
+    layer_of_states,
+    most_pieces,
+    require_states,
+    state_rows,
+    states_fit_vectors,
+)
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch
 
@@ -30,6 +38,8 @@ _LEAST_CHUNK_TOKENS = 16
 _PREPARE_SHARED_BYTES = 90_624
 _WALK_SHARED_BYTES = {3: 221_744, 2: 154_656, 1: 87_568}
 """By the chunks that are in shared memory at a time."""
+_SHALLOWEST = 1
+"""Of these: several rows keep a GPU busy by blocks that stand beside each other, one row by reading ahead."""
 _EVERY = 2**31 - 1
 _FLOAT32 = np.dtype(np.float32)
 
@@ -72,9 +82,10 @@ class GatedDeltaRule:
         }
         self._any = device.kernel("gated_delta_steps", "gated_delta_steps_any")
         self._prepare = device.kernel("gated_delta_prepare", "gated_delta_prepare", shared_bytes=_PREPARE_SHARED_BYTES)
-        stages = next(n for n, num_bytes in _WALK_SHARED_BYTES.items() if num_bytes <= device.max_shared_bytes)
-        self._walk = device.kernel(
-            "gated_delta_walk", f"gated_delta_walk_{stages}", shared_bytes=_WALK_SHARED_BYTES[stages]
+        deepest = next(n for n, num_bytes in _WALK_SHARED_BYTES.items() if num_bytes <= device.max_shared_bytes)
+        self._walk_of_one, self._walk_of_several = (
+            device.kernel("gated_delta_walk", f"gated_delta_walk_{stages}", shared_bytes=_WALK_SHARED_BYTES[stages])
+            for stages in (deepest, _SHALLOWEST)
         )
 
     def gated_delta_rule(
@@ -109,12 +120,13 @@ class GatedDeltaRule:
             *(row_stride(qkv), row_stride(gates), slot_stride),
             *(key_heads, heads, key_dim, value_dim, _EVERY, _LEAST_CHUNK_TOKENS),
         )
-        if (key_dim, value_dim) != (_DIM, _DIM) or not rows_fit_vectors(qkv):
+        if (key_dim, value_dim) != (_DIM, _DIM) or not (rows_fit_vectors(qkv) and states_fit_vectors(state)):
             self._any((heads, rows.num_rows, 1), (_ANY_THREADS, 1, 1), [arguments], overlap=True)
             return out
         in_chunks = self._in_chunks and most >= _LEAST_CHUNK_TOKENS
         if in_chunks:
-            self._run_chunks(arguments, batch, len(qkv))
+            walk = self._walk_of_several if len(qkv) >= 2 * most else self._walk_of_one
+            self._run_chunks(walk, arguments, batch, len(qkv))
             arguments.most_tokens = _LEAST_CHUNK_TOKENS - 1
         if not in_chunks or len(qkv) < rows.num_rows * most:  # else every row is as long as the longest
             num_rows = len(batch.context_lens)
@@ -123,7 +135,7 @@ class GatedDeltaRule:
             self._steps[columns](grid, (4 * columns, 1, 1), [arguments], overlap=True)
         return out
 
-    def _run_chunks(self, arguments: _Arguments, batch: AttentionBatch, num_tokens: int) -> None:
+    def _run_chunks(self, walk: Kernel, arguments: _Arguments, batch: AttentionBatch, num_tokens: int) -> None:
         heads, least = arguments.heads, _LEAST_CHUNK_TOKENS
         wide = [cupy.empty((num_tokens, heads, _DIM), bfloat16) for _ in range(2)]
         weights = cupy.empty((num_tokens, heads, _CHUNK_TOKENS), bfloat16)
@@ -133,7 +145,7 @@ class GatedDeltaRule:
         num_rows = min(len(batch.context_lens), num_tokens // least)
         given = [arguments, scratch]
         self._prepare((num_chunks * arguments.key_heads, 1, 1), (_CHUNK_THREADS, 1, 1), given, overlap=True)
-        self._walk((heads * _WALK_SLICES, num_rows, 1), (_CHUNK_THREADS, 1, 1), given, overlap=True)
+        walk((heads * _WALK_SLICES, num_rows, 1), (_CHUNK_THREADS, 1, 1), given, overlap=True)
 
 
 def _check(qkv: Array, gates: Array, *, a_log: Array, dt_bias: Array, state: Array) -> int:
@@ -142,7 +154,7 @@ def _check(qkv: Array, gates: Array, *, a_log: Array, dt_bias: Array, state: Arr
     require_rows(gates, bfloat16, what="the gates")
     require(a_log, _FLOAT32, ndim=1, what="a_log")
     require(dt_bias, dt_bias.dtype if dt_bias.dtype == _FLOAT32 else bfloat16, ndim=1, what="dt_bias")
-    require(state, _FLOAT32, ndim=5, what="the state")
+    require_states(state, _FLOAT32, ndim=5, what="the state")
     heads, key_dim, value_dim = state.shape[2:]
     keys = qkv.shape[1] - heads * value_dim
     key_heads = keys // (2 * key_dim)
