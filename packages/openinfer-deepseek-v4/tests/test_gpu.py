@@ -1,0 +1,216 @@
+"""The engine on a GPU: close to the CPU's answers, in captured and uncaptured steps, on shared prefixes, however cut.
+
+Random weights, heads and streams of the published sizes, all kinds of layers and routers. Skipped, with the reason,
+where there is no GPU.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from openinfer_core import GenerateRequest
+from openinfer_core.errors import Refused
+from openinfer_deepseek_v4 import DeepseekV4
+from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine.dummy_stored import dummy_array
+from openinfer_engine.options import DeviceKind, LoadFormat
+from openinfer_engine.stored_tensor import StoredTensor
+from openinfer_engine.testing import Answer, bf16_exact, prompt_differences, random_requests, run_alone, run_at_once
+
+pytestmark = pytest.mark.gpu
+VOCAB = 1024
+CONFIG = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "compress_rope_theta": 160000,
+    "eos_token_id": 1,
+    "hc_eps": 1e-6,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "head_dim": 512,
+    "hidden_size": 256,
+    "index_head_dim": 128,
+    "index_n_heads": 16,
+    "index_topk": 32,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "max_position_embeddings": 1024,
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "model_type": "deepseek_v4",
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 16,
+    "num_attention_heads": 8,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 4,
+    "o_groups": 2,
+    "o_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.5,
+    "sliding_window": 128,
+    "swiglu_limit": 10.0,
+    "vocab_size": VOCAB,
+}
+QUANTISED = {"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}}
+BF16_LOGPROB = 0.6
+"""How far a log-probability may be from the CPU's in float32: BF16 turns near ties of routers and of index scores."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights that BF16 holds exactly, so that both devices compute with the same ones."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    definition, rng = DeepseekV4().definition, np.random.default_rng(0)
+    weights = {}
+    for name, spec in definition.tensors(definition.parse(CONFIG)).items():
+        if isinstance(spec, StoredTensor):
+            weights[name] = dummy_array(spec, seed=1)
+            continue
+        values = rng.normal(size=spec).astype(np.float32)
+        if name.endswith(("norm.weight", "_scale")):
+            values = 1 + values / 10
+        elif not name.endswith(("_base", "attn_sink", "ape", "gate.bias")):
+            values *= np.float32(spec[-1] ** -0.5)
+        weights[name] = bf16_exact(values)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantised_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config alone, for dummies in the published formats."""
+    folder = tmp_path_factory.mktemp("quantised")
+    (folder / "config.json").write_text(json.dumps(CONFIG | QUANTISED))
+    return folder
+
+
+def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **options: object) -> StepLoop:
+    fields = {"num_blocks": 256, "max_num_seqs": 16, "device": device, **options}
+    try:
+        return build_loop(resolve(DeepseekV4().definition, model_dir, EngineOptions(**fields)))
+    except Refused as reason:
+        pytest.skip(str(reason))
+
+
+def make_requests(count: int = 12, *, shared: int = 0, longest: int = 299, **sampling: object) -> list[GenerateRequest]:
+    return random_requests(
+        count, vocab_size=VOCAB, max_prompt_tokens=longest, shared_tokens=shared, **{"max_tokens": 24, **sampling}
+    )
+
+
+def run(loop: StepLoop, requests: Sequence[GenerateRequest]) -> dict[int, Answer]:
+    with closing(loop):
+        return run_at_once(loop, requests)
+
+
+def tokens_of(answers: dict[int, Answer]) -> dict[int, list[int]]:
+    return {i: answer.token_ids for i, answer in answers.items()}
+
+
+@pytest.mark.parametrize(("max_step_tokens", "block_size_tokens"), [(2048, 16), (48, 128), (600, 6)])
+def test_log_probabilities_are_close_to_the_cpus(model_dir: Path, max_step_tokens: int, block_size_tokens: int) -> None:
+    """In steps of any length, captured and launched, with blocks that hold whole windows or pieces of them."""
+    asked = make_requests(max_tokens=1, prompt_logprobs=0)
+    cpu = run(make_loop(model_dir, device=DeviceKind.CPU), asked)
+    blocks = {"block_size_tokens": block_size_tokens, "num_blocks": 8192 // block_size_tokens}
+    gpu = run(make_loop(model_dir, max_step_tokens=max_step_tokens, **blocks), asked)
+    differences = prompt_differences(gpu, cpu)
+    assert len(differences) > 800
+    assert max(differences) < BF16_LOGPROB
+    assert np.mean(differences) < BF16_LOGPROB / 10
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_ranks_are_close_to_the_cpus(model_dir: Path, ranks: int) -> None:
+    asked = make_requests(max_tokens=8, prompt_logprobs=0)
+    cpu = run(make_loop(model_dir, device=DeviceKind.CPU), asked)
+    gpu = run(make_loop(model_dir, tensor_parallel_size=ranks), asked)
+    differences = prompt_differences(gpu, cpu)
+    assert max(differences) < BF16_LOGPROB
+    assert np.mean(differences) < BF16_LOGPROB / 10
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}])
+def test_captured_steps_say_what_uncaptured_ones_say(model_dir: Path, sampling: dict[str, object]) -> None:
+    asked = make_requests(**sampling)
+    captured = tokens_of(run(make_loop(model_dir), asked))
+    again = tokens_of(run(make_loop(model_dir), asked))
+    one_by_one = tokens_of(run(make_loop(model_dir, cuda_graph=False), asked))
+    assert captured == again
+    different = [i for i in captured if captured[i] != one_by_one[i]]
+    assert len(different) <= 2, "padding to a captured size may turn a near tie of BF16, rarely"
+
+
+def test_a_tight_pool_preempts_and_every_request_gets_all_its_tokens(model_dir: Path) -> None:
+    loop = make_loop(model_dir, num_blocks=48, max_step_tokens=64)
+    said = tokens_of(run(loop, make_requests(longest=199, max_tokens=100)))
+    assert loop.stats().preemptions > 0
+    assert {len(tokens) for tokens in said.values()} == {100}
+
+
+def test_states_restored_from_copies_give_the_log_probabilities_of_computed_ones(model_dir: Path) -> None:
+    asked = make_requests(shared=100, longest=100, max_tokens=1, logprobs=8)
+    computed = run(make_loop(model_dir, prefix_cache=False), asked)
+    loop = make_loop(model_dir)
+    answers = run_alone(loop, asked)  # one after the other, so that copies are there
+    for i, answer in answers.items():
+        ours, theirs = (
+            dict(zip(one.top_ids, one.top_logprobs, strict=True))
+            for said in (answer, computed[i])
+            for one in said.logprobs
+        )
+        shared = [*(ours.keys() & theirs.keys())]
+        assert len(shared) > 3, "near ties of BF16 may change places at the end of the list"
+        assert max(abs(ours[token] - theirs[token]) for token in shared) < BF16_LOGPROB
+    cached = sum(answer.cached_tokens for answer in answers.values())
+    assert cached >= 96 * (len(asked) - 2), "the first prompt is computed, the second one leaves a copy"
+    assert loop.stats().state_snapshots > 0
+    loop.close()
+
+
+def test_dummies_in_the_published_formats_are_made_on_the_device(quantised_dir: Path) -> None:
+    """They say something else about each prompt, however likely; and the same in captured steps and others."""
+    asked = make_requests(logprobs=0)
+    dummies = {"load_format": LoadFormat.DUMMY}
+    captured = run(make_loop(quantised_dir, **dummies), asked)
+    one_by_one = run(make_loop(quantised_dir, cuda_graph=False, **dummies), asked)
+    assert len({token for answer in captured.values() for token in answer.token_ids}) > 40
+    logprobs = [one.logprob for answer in captured.values() for one in answer.logprobs]
+    assert -6 < np.mean(logprobs) < -0.1, "neither flat nor certain"
+    different = [i for i in captured if captured[i].token_ids != one_by_one[i].token_ids]
+    assert len(different) <= 2, "padding to a captured size may turn a near tie of BF16, rarely"
+
+
+def test_entries_of_sizes_without_kernels_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 256}))
+    with pytest.raises(Refused, match=r"entries of 1 x 256 values are not possible|no NVIDIA driver|module cupy"):
+        resolve(
+            DeepseekV4().definition,
+            tmp_path,
+            EngineOptions(device=DeviceKind.CUDA, load_format=LoadFormat.DUMMY, num_blocks=8),
+        )
+
+
+def test_batch_invariant_answers_do_not_depend_on_the_batch(model_dir: Path) -> None:
+    asked = make_requests(6, shared=40, max_tokens=12, logprobs=0)
+    together = run(make_loop(model_dir, batch_invariant=True), asked)
+    for request in asked[:3]:
+        alone = run(make_loop(model_dir, batch_invariant=True, max_step_tokens=33, prefix_cache=False), [request])
+        ours, theirs = (
+            [(one.top_ids, one.logprob) for one in answers[request.request_id].logprobs]
+            for answers in (together, alone)
+        )
+        assert ours == theirs
+        assert tokens_of(alone)[request.request_id] == tokens_of(together)[request.request_id]
