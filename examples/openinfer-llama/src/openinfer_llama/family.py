@@ -1,16 +1,14 @@
 """What the engine asks about Llama before it loads a weight, and the family's entry point."""
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from openinfer_core import EngineHandle, FamilyPlan, InvalidCheckpoint, Refused
+from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_engine.communicator import Communicator
-from openinfer_engine.launch import launch, plan
+from openinfer_engine.family import EngineFamily
 from openinfer_engine.model import ModelLimits, WeightSource
-from openinfer_engine.options import EngineOptions
 from openinfer_kernels import Ops
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
 from openinfer_llama.model import LlamaConfig, LlamaModel, load, tensors
@@ -102,21 +100,11 @@ class LlamaDefinition:
         return load(config, weights, ops=ops, communicator=communicator, max_model_tokens=max_model_tokens)
 
 
-class Llama:
-    """Implements `openinfer_core.ModelFamily`: the entry point. It brings a definition; the rest is the engine's."""
+class Llama(EngineFamily):
+    """The entry point. It brings a definition; the rest is the engine's."""
 
-    name = "llama"
     definition = LlamaDefinition()
-    options_type = EngineOptions
 
     def refusal(self, config: Mapping[str, Any]) -> str | None:
         """None if this family serves the model of this `config.json`, else why not."""
         return refusal(config)
-
-    def plan(self, model_dir: Path, options: msgspec.Struct) -> FamilyPlan:
-        """What `launch` would do."""
-        return plan(self.definition, model_dir, cast("EngineOptions", options))
-
-    def launch(self, model_dir: Path, options: msgspec.Struct) -> EngineHandle:
-        """The running engine."""
-        return launch(self.definition, model_dir, cast("EngineOptions", options))

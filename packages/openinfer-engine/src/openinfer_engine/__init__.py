@@ -1,7 +1,7 @@
 """The engine: scheduler, step loop, runner, checkpoint reader, ranks. A model family launches it.
 
-`launch` and `plan` are what a family calls; `StepLoop` is the engine without a host; `TokenBudgetScheduler` is the
-default scheduler, found through the entry-point group `openinfer.schedulers`.
+`EngineFamily` is what a family's entry point is made of, `launch` and `plan` what it calls; `StepLoop` is the engine
+without a host; `TokenBudgetScheduler` is the default scheduler, found through the group `openinfer.schedulers`.
 """
 
 from openinfer_engine.checkpoint import Checkpoint, RankWeights
@@ -9,6 +9,7 @@ from openinfer_engine.communicator import Communicator, SoloCommunicator
 from openinfer_engine.composition import Composition, resolve
 from openinfer_engine.dummy import DummyWeights
 from openinfer_engine.errors import GroupBroken
+from openinfer_engine.family import EngineFamily
 from openinfer_engine.launch import build_loop, launch, plan
 from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.loop import StepLoop
@@ -22,6 +23,7 @@ __all__ = [
     "Composition",
     "Cut",
     "DummyWeights",
+    "EngineFamily",
     "EngineHost",
     "EngineOptions",
     "GroupBroken",
