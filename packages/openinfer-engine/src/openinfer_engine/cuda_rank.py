@@ -111,7 +111,7 @@ class CudaRank:
         self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
         self._decode: dict[int, CapturedDecode] = {}
         self._pieces: dict[int, CapturedPieces] = {}
-        self._turns = PinnedTurns(_TURNS)
+        self._turns = PinnedTurns(ops.device, _TURNS)
 
     # --- start ------------------------------------------------------------------------------------------
 

@@ -187,3 +187,13 @@ extern "C" __global__ void steps_keep_sampled(const SlotArrays slots, int* count
   slots.last_ids[sampled_slots[i]] = token_ids[i];
   if (counts && slots.is_penalised(sampled_slots[i])) counts[sampled_slots[i] * num_columns + token_ids[i]] += 1;
 }
+
+// A few bytes between pinned memory of the host and the device: a copy engine would bring them behind all copies that it
+// was given before, and those of KV tiers take a while. One block; 16 bytes at a time where both sides are aligned to that.
+extern "C" __global__ void __launch_bounds__(1024) small_copy(const uint8_t* from, uint8_t* to, int bytes) {
+  const bool is_aligned = ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) & 15) == 0;
+  const int vectors = is_aligned ? bytes / 16 : 0;
+  for (int i = threadIdx.x; i < vectors; i += blockDim.x)
+    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  for (int i = vectors * 16 + threadIdx.x; i < bytes; i += blockDim.x) to[i] = from[i];
+}

@@ -1,10 +1,16 @@
-"""Pinned host memory of steps in flight: copies to and from the device that nobody waits for."""
+"""Pinned host memory of steps in flight: copies to and from the device that nobody waits for.
 
+Small ones are made by a kernel (`csrc/steps.cu`), so that a step does not wait for the copy engines, which may be
+busy with KV blocks; the device reaches pinned memory by its address on the host.
+"""
+
+import ctypes
 from typing import Any
 
 import numpy as np
 
 from openinfer_kernels.cuda.arrays import address
+from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.graphs import Event
 from openinfer_kernels.cuda.libraries import cupy
 from openinfer_kernels.ops import Array, HostArray
@@ -13,13 +19,32 @@ _TO_DEVICE, _TO_HOST = 1, 2
 """`cudaMemcpyKind`."""
 _ALIGNMENT = 16
 _FIRST_BYTES = 1 << 18
+_SMALL_BYTES = 1 << 16
+"""Of a copy that a kernel makes, at most; a copy engine is faster with more."""
+_VECTOR_BYTES, _WARP, _MAX_THREADS = 16, 32, 1024
+
+
+class _Copies:
+    """Copies in order with CuPy's current stream, either way."""
+
+    def __init__(self, device: Device) -> None:
+        self._kernel = device.kernel("steps", "small_copy")
+
+    def copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
+        if nbytes > _SMALL_BYTES:
+            cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, cupy.cuda.get_current_stream().ptr)
+        elif nbytes:
+            threads = min(_MAX_THREADS, -(-nbytes // (_VECTOR_BYTES * _WARP)) * _WARP)
+            arguments = [ctypes.c_void_p(source), ctypes.c_void_p(target), ctypes.c_int(nbytes)]
+            self._kernel((1, 1, 1), (threads, 1, 1), arguments)
 
 
 class PinnedTurn:
     """Host memory of one step, and the event behind its last copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: _Copies) -> None:
         self.done = Event()
+        self._copies = copies
         self._buffers = [_pinned(_FIRST_BYTES)]
         self._used = 0
 
@@ -53,15 +78,11 @@ class PinnedTurn:
     def download(self, source: Array) -> HostArray:
         """Begins to copy a device array; what is returned holds it once `done` has passed."""
         staged = self.take(source.nbytes)
-        if source.nbytes:
-            runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
-            runtime.memcpyAsync(staged.ctypes.data, address(source), source.nbytes, _TO_HOST, stream)
+        self._copies.copy(staged.ctypes.data, address(source), source.nbytes, _TO_HOST)
         return staged.view(source.dtype).reshape(source.shape)
 
     def _send(self, staged: HostArray, target: Array) -> None:
-        if staged.nbytes:
-            runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
-            runtime.memcpyAsync(address(target), staged.ctypes.data, staged.nbytes, _TO_DEVICE, stream)
+        self._copies.copy(address(target), staged.ctypes.data, staged.nbytes, _TO_DEVICE)
 
     def begin(self) -> None:
         """Waits for the last step that used it, and forgets what that left; the largest buffer is kept."""
@@ -74,11 +95,13 @@ class PinnedTurns:
     """Turns that steps take one after the other.
 
     Args:
+        device: that copies go to and come from.
         turns: steps whose host memory is in use at a time, at most.
     """
 
-    def __init__(self, turns: int) -> None:
-        self._turns = [PinnedTurn() for _ in range(turns)]
+    def __init__(self, device: Device, turns: int) -> None:
+        copies = _Copies(device)
+        self._turns = [PinnedTurn(copies) for _ in range(turns)]
         self._next = 0
 
     def take(self) -> PinnedTurn:
