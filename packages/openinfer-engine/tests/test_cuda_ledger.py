@@ -1,6 +1,7 @@
 """The ledger of a GPU's memory: every purpose grows with what it is for, and with nothing else."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,15 @@ LIMITS = RunnerLimits(
 )
 
 
-def ledger(**changes: int) -> dict[str, int]:
-    limits = dataclasses.replace(LIMITS, **{name: changes.pop(name) for name in ("vocab_size",) if name in changes})
-    given = {"max_step_tokens": 2048, "slot_state_bytes": 1000, "num_graphs": 23} | changes
-    return dict(workspaces(limits, **given))
+def ledger(**changes: Any) -> dict[str, int]:
+    limits = dataclasses.replace(
+        LIMITS, **{name: changes.pop(name) for name in ("vocab_size", "max_model_tokens") if name in changes}
+    )
+    given = {"max_step_tokens": 2048, "slot_state_bytes": 1000, "decode_rows": (1, 256), "piece_tokens": (16, 512)}
+    return dict(workspaces(limits, **(given | changes)))
 
 
-def changed(**changes: int) -> set[str]:
+def changed(**changes: Any) -> set[str]:
     before, after = ledger(), ledger(**changes)
     return {purpose for purpose in before if after[purpose] > before[purpose]}
 
@@ -28,12 +31,14 @@ def test_every_purpose_grows_with_what_it_is_for() -> None:
     assert changed(max_step_tokens=4096) == {"activations"}
     assert changed(vocab_size=200_000) == {"logits"}
     assert changed(slot_state_bytes=2000) == {"slots"}
-    assert changed(num_graphs=24) == {"graphs"}
+    assert changed(decode_rows=(1, 2, 256)) == {"graphs"}
+    assert changed(piece_tokens=(16, 32, 512)) == {"graphs"}
+    assert changed(max_model_tokens=8192) == {"context", "graphs"}
 
 
 def test_scores_of_entries_grow_with_tokens_contexts_and_ranks() -> None:
     limits = dataclasses.replace(LIMITS, tokens_per_score=4)
-    sizes = {"max_step_tokens": 2048, "slot_state_bytes": 0, "num_graphs": 23, "captured_tokens": 512}
+    sizes = {"max_step_tokens": 2048, "slot_state_bytes": 0, "decode_rows": (256,), "piece_tokens": (512,)}
     assert workspaces(limits, **sizes)["scores"] == (2048 + 512) * 4096
     assert workspaces(limits, **sizes, num_ranks=8)["scores"] == 2 * (2048 + 512) * 4096
     longer = dataclasses.replace(limits, max_model_tokens=8192)
@@ -42,7 +47,7 @@ def test_scores_of_entries_grow_with_tokens_contexts_and_ranks() -> None:
 
 
 def test_nothing_is_kept_for_graphs_that_are_not_captured() -> None:
-    assert ledger(num_graphs=0)["graphs"] == 0
+    assert ledger(decode_rows=(), piece_tokens=())["graphs"] == 0
     assert sum(ledger().values()) < 3 << 30
 
 

@@ -110,13 +110,12 @@ class CudaBackend:
     def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
         """See `cuda_ledger`."""
         is_capturing = self._options.cuda_graph
-        captured = [*row_buckets(limits.max_num_seqs), *token_buckets(limits)] if is_capturing else []
         return workspaces(
             limits,
             max_step_tokens=max_step_tokens,
             slot_state_bytes=state_bytes(slot_sizes(limits)),
-            num_graphs=len(captured),
-            captured_tokens=max(captured, default=0),
+            decode_rows=row_buckets(limits.max_num_seqs) if is_capturing else (),
+            piece_tokens=token_buckets(limits) if is_capturing else (),
             num_ranks=num_ranks,
         )
 

@@ -4,7 +4,7 @@ The bounds are checked against the device: `openinfer bench startup` prints memo
 `benchmarks/results/h200/*-startup.json` has both after every phase.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from openinfer_core import Refused
 from openinfer_engine.rank import PROMPT_LOGPROB_ROWS, RunnerLimits
@@ -12,7 +12,9 @@ from openinfer_engine.rank import PROMPT_LOGPROB_ROWS, RunnerLimits
 _MIB = 1 << 20
 _GIB = 1 << 30
 _CONTEXT_BYTES = 640 * _MIB
-"""The CUDA context with our kernels, cuBLASLt's, its workspace, and tables of RoPE."""
+"""The CUDA context with our kernels, cuBLASLt's, and its workspace."""
+_ROPE_BYTES_PER_POSITION = 512
+"""Of tables of RoPE: cosines and sines of 128 rotated dimensions, or of 64 at two frequencies."""
 _GRAPH_BYTES = 10 * _MIB
 """Of one captured forward pass and what samples behind it: nodes, and the places where their results stay."""
 _ACTIVATION_BYTES_PER_TOKEN = 1 << 18
@@ -30,8 +32,8 @@ def workspaces(
     *,
     max_step_tokens: int,
     slot_state_bytes: int,
-    num_graphs: int,
-    captured_tokens: int = 0,
+    decode_rows: Sequence[int],
+    piece_tokens: Sequence[int],
     num_ranks: int = 1,
 ) -> Mapping[str, int]:
     """Purpose -> bytes on one GPU.
@@ -40,22 +42,26 @@ def workspaces(
         limits: sizes of the rank's state.
         max_step_tokens: tokens of the largest step.
         slot_state_bytes: of what the device keeps per slot.
-        num_graphs: forward passes that are captured.
-        captured_tokens: of the largest of them, which has memory of its own.
+        decode_rows: of each decode step that is captured.
+        piece_tokens: of each captured step of pieces.
         num_ranks: that share each layer.
     """
     rows = limits.max_num_seqs + PROMPT_LOGPROB_ROWS
     gathered_bytes = rows * limits.vocab_size * _GATHERED_LOGIT_BYTES
-    score_bytes = (max_step_tokens + captured_tokens) * limits.score_bytes_per_token * (1 if num_ranks == 1 else 2)
+    scored_tokens = max_step_tokens + max((*decode_rows, *piece_tokens), default=0)  # graphs have memory of their own
+    score_bytes = scored_tokens * limits.score_bytes_per_token * (1 if num_ranks == 1 else 2)
+    table_bytes = 4 * -(-limits.max_model_tokens // limits.block_size_tokens)
+    captured_rows = sum(decode_rows) + sum(min(each, limits.max_num_seqs) for each in piece_tokens)
+    graph_bytes = (len(decode_rows) + len(piece_tokens)) * _GRAPH_BYTES + captured_rows * table_bytes
     shared = {"communicator": _COMMUNICATOR_BYTES + gathered_bytes} if num_ranks > 1 else {}
     return {
         **shared,
-        "context": _CONTEXT_BYTES,
+        "context": _CONTEXT_BYTES + limits.max_model_tokens * _ROPE_BYTES_PER_POSITION,
         "activations": max_step_tokens * _ACTIVATION_BYTES_PER_TOKEN,
         **({} if limits.tokens_per_score is None else {"scores": score_bytes}),
         "logits": rows * limits.vocab_size * _LOGIT_BYTES,
         "slots": slot_state_bytes,
-        "graphs": num_graphs * _GRAPH_BYTES,
+        "graphs": graph_bytes,
     }
 
 
