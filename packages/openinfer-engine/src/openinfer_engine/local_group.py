@@ -13,12 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import numpy as np
-
-from openinfer_engine import host_collectives
-from openinfer_engine.communicator import Communicator, check_axis, check_pieces, check_root
+from openinfer_engine.communicator import Communicator
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.host_collectives import HostCollective, Offer, check_alike
+from openinfer_engine.host_communicator import HostCommunicator
 from openinfer_kernels import HostArray
 
 Result = TypeVar("Result")
@@ -60,50 +58,12 @@ class LocalGroup:
         return [future.result() for future in futures]
 
 
-class LocalCommunicator:
-    """One rank of a `LocalGroup`. Sums of float16 are accumulated in float32, those of integers in their own dtype."""
+class LocalCommunicator(HostCommunicator):
+    """One rank of a `LocalGroup`."""
 
     def __init__(self, rank: int, meeting: "_Meeting") -> None:
-        self._rank = rank
+        super().__init__(rank, meeting.size)
         self._meeting = meeting
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self._meeting.size
-
-    def all_reduce(self, array: HostArray) -> HostArray:
-        """The sum over all ranks, a new array."""
-        return self._exchange(host_collectives.ALL_REDUCE, array)
-
-    def all_gather(self, array: HostArray, *, axis: int) -> HostArray:
-        """All ranks' arrays joined along `axis`, a new array."""
-        check_axis(array, axis)
-        return self._exchange(host_collectives.all_gather(axis), array)
-
-    def reduce_scatter(self, array: HostArray, *, axis: int) -> HostArray:
-        """This rank's piece of the sum, a new array."""
-        check_axis(array, axis, pieces=self.size)
-        return self._exchange(host_collectives.reduce_scatter(axis), array)
-
-    def all_to_all(self, array: HostArray) -> HostArray:
-        """Element `i` came from rank `i`, a new array."""
-        check_pieces(array, self.size)
-        return self._exchange(host_collectives.ALL_TO_ALL, array)
-
-    def broadcast(self, array: HostArray, *, root: int) -> HostArray:
-        """A copy of the array of rank `root`."""
-        check_root(root, self.size)
-        return self._exchange(host_collectives.broadcast(root), array)
-
-    def barrier(self) -> None:
-        """Returns once every rank has called it."""
-        self._exchange(host_collectives.BARRIER, np.empty(0, np.uint8))
 
     def abort(self, error: BaseException) -> None:
         """Breaks the group, unless it is broken already."""

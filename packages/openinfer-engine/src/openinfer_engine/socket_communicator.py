@@ -22,10 +22,9 @@ from openinfer_core.child import connect_to
 from openinfer_core.engine_process import Address, default_link, listening
 from openinfer_core.errors import OpenInferError
 from openinfer_core.wire import FrameBuffer, encode_frame
-from openinfer_engine import host_collectives
-from openinfer_engine.communicator import check_axis, check_pieces, check_root
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.host_collectives import HostCollective, Offer, check_alike
+from openinfer_engine.host_communicator import HostCommunicator
 from openinfer_kernels import HostArray
 
 _LOOK_S = 0.2
@@ -64,12 +63,11 @@ _hello_decoder = msgspec.msgpack.Decoder(_Hello)
 _array_decoder = msgspec.msgpack.Decoder(_Array)
 
 
-class SocketCommunicator:
+class SocketCommunicator(HostCommunicator):
     """One rank of a group of processes; `open` makes rank 0, `join` another one."""
 
     def __init__(self, rank: int, size: int, *, links: "dict[int, _Link]", door: "_Door | None" = None) -> None:
-        self._rank = rank
-        self._size = size
+        super().__init__(rank, size)
         self._links = links
         self._changed = threading.Condition()
         self._broken: GroupBroken | None = None
@@ -101,44 +99,6 @@ class SocketCommunicator:
         except (OSError, OpenInferError) as error:
             raise GroupBroken(f"rank {rank} cannot join: {error}") from error
         return cls(rank, size, links={0: link})
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self._size
-
-    def all_reduce(self, array: HostArray) -> HostArray:
-        """The sum over all ranks, a new array."""
-        return self._exchange(host_collectives.ALL_REDUCE, array)
-
-    def all_gather(self, array: HostArray, *, axis: int) -> HostArray:
-        """All ranks' arrays joined along `axis`, a new array."""
-        check_axis(array, axis)
-        return self._exchange(host_collectives.all_gather(axis), array)
-
-    def reduce_scatter(self, array: HostArray, *, axis: int) -> HostArray:
-        """This rank's piece of the sum, a new array."""
-        check_axis(array, axis, pieces=self._size)
-        return self._exchange(host_collectives.reduce_scatter(axis), array)
-
-    def all_to_all(self, array: HostArray) -> HostArray:
-        """Element `i` came from rank `i`, a new array."""
-        check_pieces(array, self._size)
-        return self._exchange(host_collectives.ALL_TO_ALL, array)
-
-    def broadcast(self, array: HostArray, *, root: int) -> HostArray:
-        """A copy of the array of rank `root`."""
-        check_root(root, self._size)
-        return self._exchange(host_collectives.broadcast(root), array)
-
-    def barrier(self) -> None:
-        """Returns once every rank has called it."""
-        self._exchange(host_collectives.BARRIER, np.empty(0, np.uint8))
 
     def abort(self, error: BaseException) -> None:
         """Breaks the group, unless it is broken already."""
