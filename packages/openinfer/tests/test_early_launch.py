@@ -1,81 +1,19 @@
-"""`EarlyLaunch`, and what a start that fails leaves behind: one line, exit code 2, no process."""
+"""What a start that fails leaves behind: one line, exit code 2, no process."""
 
-import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from openinfer.early_launch import EarlyLaunch
 from openinfer.models import find_model_dir
-from openinfer_core import Refused
 
 DEADLINE_S = 30.0
-
-
-class Engine:
-    """As much of an `EngineHandle` as is called here."""
-
-    def __init__(self) -> None:
-        self.closed = threading.Event()
-        self.closings = 0
-
-    async def close(self) -> None:
-        await asyncio.sleep(0)
-        self.closings += 1
-        self.closed.set()
-
-
-def test_it_launches_before_it_is_asked() -> None:
-    engine, begun = Engine(), threading.Event()
-
-    def launch() -> Engine:
-        begun.set()
-        return engine
-
-    early = EarlyLaunch(launch)  # pyright: ignore[reportArgumentType]
-    assert begun.wait(DEADLINE_S)
-    assert early.result() is engine
-    assert early.result() is engine
-
-
-def test_what_the_launch_raised_is_raised_by_result() -> None:
-    def launch() -> Engine:
-        raise Refused("no such device")
-
-    early = EarlyLaunch(launch)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(Refused, match="no such device"):
-        early.result()
-    early.abandon()
-
-
-def test_an_engine_that_nobody_took_is_closed_when_it_is_there() -> None:
-    engine, go = Engine(), threading.Event()
-
-    def launch() -> Engine:
-        assert go.wait(DEADLINE_S)
-        return engine
-
-    early = EarlyLaunch(launch)  # pyright: ignore[reportArgumentType]
-    early.abandon()
-    assert engine.closings == 0
-    go.set()
-    assert engine.closed.wait(DEADLINE_S)
-
-
-def test_an_engine_that_was_taken_is_closed_by_who_took_it() -> None:
-    engine = Engine()
-    early = EarlyLaunch(lambda: engine)  # pyright: ignore[reportArgumentType,reportReturnType]
-    asyncio.run(early.result().close())
-    early.abandon()
-    assert engine.closings == 1
 
 
 def serve(*flags: str, model: str = "tiny") -> "subprocess.Popen[str]":

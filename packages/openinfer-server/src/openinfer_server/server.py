@@ -5,7 +5,6 @@ serving ──SIGTERM, SIGINT or `stop`──► draining ──all answered, or
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import importlib
 import importlib.util
@@ -22,6 +21,7 @@ from types import FrameType
 
 import uvicorn
 
+from openinfer_core.early_launch import EarlyLaunch
 from openinfer_core.engine import EngineHandle
 from openinfer_core.events import FailureKind
 from openinfer_core.resident import settle_memory
@@ -40,8 +40,6 @@ logger = logging.getLogger("openinfer.server")
 
 DRAIN_GRACE_S = 2.0
 """What aborted requests get to send their last event."""
-_SPAWN_S = 0.05
-"""What an engine's process gets to begin, before reading a tokenizer keeps the interpreter to itself."""
 _STARTED_GRACE_S = 0.2
 """What an engine gets to be found started when the frontend cannot go on."""
 _BACKLOG = 2048
@@ -71,7 +69,7 @@ def run(handle: EngineHandle, model_dir: Path, options: ServerOptions, *, on_rea
 
 
 def run_starting(
-    launch: Callable[[], EngineHandle],
+    launch: Callable[[], EngineHandle] | EarlyLaunch,
     model_dir: Path,
     options: ServerOptions,
     *,
@@ -81,7 +79,7 @@ def run_starting(
     """`run` for an engine that is not there yet: it starts in a thread while tokenizer and template are read here.
 
     Args:
-        launch: starts the engine; may take long.
+        launch: starts the engine, and may take long; or is doing so already.
         model_dir: see `run`.
         options: see there.
         on_ready: told the URL.
@@ -97,15 +95,14 @@ def run_starting(
         Access.load(options.api_keys_file)  # what is wrong with these is said before an engine is started
         tls_context(options)
         with listen(options) as listener:
-            launching = _in_thread(launch)
-            await asyncio.wait((launching,), timeout=_SPAWN_S)
+            engine = launch if isinstance(launch, EarlyLaunch) else EarlyLaunch(launch)
             try:
                 text = ModelText.load(model_dir, options)
+                marks.mark("text")
+                handle = await engine.ready()
             except BaseException:
-                await _close_if_there(launching)
+                await asyncio.to_thread(engine.abandon, wait_s=_STARTED_GRACE_S)
                 raise
-            marks.mark("text")
-            handle = await launching
             marks.mark("engine")
             try:
                 app = app_of(handle, text, options)
@@ -136,27 +133,6 @@ def run_starting(
 def yield_interpreter() -> None:
     """Lets the event loop have the interpreter back soon from threads that render or encode; for a whole process."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-
-
-def _in_thread(launch: Callable[[], EngineHandle]) -> "asyncio.Future[EngineHandle]":
-    """Calls `launch` in a thread that does not keep the process alive, as an executor's would: Ctrl-C ends it."""
-    result: concurrent.futures.Future[EngineHandle] = concurrent.futures.Future()
-
-    def call() -> None:
-        try:
-            result.set_result(launch())
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            result.set_exception(error)
-
-    threading.Thread(target=call, name="openinfer-launch", daemon=True).start()
-    return asyncio.wrap_future(result)
-
-
-async def _close_if_there(launching: "asyncio.Future[EngineHandle]") -> None:
-    """Closes an engine that has started; one that has not ends with this process."""
-    await asyncio.wait((launching,), timeout=_STARTED_GRACE_S)
-    if launching.done() and launching.exception() is None:
-        await launching.result().close()
 
 
 async def serve(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from openinfer.commands.model_arguments import ModelArguments, parse
 from openinfer.commands.plan import check_lock, check_writable, resolve
-from openinfer.early_launch import EarlyLaunch
 from openinfer.flags import add_flags, read_flags
 from openinfer.start_report import StartReport
+from openinfer_core.early_launch import EarlyLaunch
 from openinfer_core.timeline import Timeline
 from openinfer_server.options import ServerOptions
 
@@ -49,7 +49,7 @@ def _serve(engine: EarlyLaunch, arguments: ModelArguments, options: ServerOption
             Path(arguments.namespace.start_report).write_bytes(report.encode())
         print(f"openinfer: serving {options.model_names[0]} on {url} ({report.ready_s:.1f} s)", flush=True)
 
-    return run_starting(engine.result, arguments.model_dir, options, on_ready=announce, timeline=timeline)
+    return run_starting(engine, arguments.model_dir, options, on_ready=announce, timeline=timeline)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
