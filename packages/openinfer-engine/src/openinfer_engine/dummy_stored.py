@@ -12,10 +12,11 @@ _E8M0_BIAS = 127
 
 
 def dummy_array(spec: StoredTensor, *, seed: int) -> HostArray:
-    """All of a tensor, in its first dtype."""
+    """All of a tensor, in its first dtype; not to be written to."""
     dtype = NUMPY_DTYPES[spec.dtypes[0]]
     if isinstance(spec.dummy, Repeated):
-        return np.resize(_encoded(spec.dummy.values, spec.dtypes[0]), spec.shape)
+        values = _encoded(spec.dummy.values, spec.dtypes[0])
+        return np.broadcast_to(values, spec.shape) if values.size == 1 else np.resize(values, spec.shape)
     rng = np.random.default_rng(seed)
     if isinstance(spec.dummy, RandomIds):
         first = rng.integers(0, spec.dummy.bound, (*spec.shape[:-1], 1))

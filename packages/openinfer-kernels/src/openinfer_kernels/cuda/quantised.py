@@ -130,11 +130,12 @@ class Quantised:
         scales = np.concatenate([scales_of(part, block) for part in parts])
         if parts[0].format is WeightFormat.FP8_BLOCKS:
             scales = widened_scales(scales)
-        repeated = np.repeat(scales, block[1] // _GROUP, axis=1)
-        padded = np.zeros((len(scales), -(-repeated.shape[1] // _PITCH) * _PITCH), scales.dtype)
-        padded[:, : repeated.shape[1]] = repeated
-        self._memory.tell(padded.nbytes)
-        return self._memory.upload(padded.reshape(*shape[:-2], -1, padded.shape[1]))
+        if block[1] > _GROUP:
+            scales = np.repeat(scales, block[1] // _GROUP, axis=1)
+        if scales.shape[1] % _PITCH:
+            scales = np.pad(scales, ((0, 0), (0, -scales.shape[1] % _PITCH)))
+        self._memory.tell(scales.nbytes)
+        return self._memory.upload(scales.reshape(*shape[:-2], -1, scales.shape[1]))
 
     def _fill(self, codes: RandomCodes, words: Array, arrangement: Kernel) -> None:
         """Computes a recipe into `words [rows, words of a row]`."""

@@ -1,0 +1,127 @@
+"""The `config.json` of models that are published and too large to keep here, for runs with dummy weights.
+
+    python3 tools/device/published_configs.py FOLDER      writes FOLDER/NAME/config.json for each of them
+    openinfer bench offline --model FOLDER/deepseek-v4-flash --option device=cuda --option load_format=dummy \
+        --option tensor_parallel_size=8 --option max_model_tokens=8192 --size 1x1024 64x1024
+
+Only the keys that shape the model or say how it is stored.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DEEPSEEK_V4_FLASH: Mapping[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "compress_ratios": [0, 0, *(128 if layer % 2 else 4 for layer in range(2, 43)), 0],
+    "num_hash_layers": 3,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 129280,
+    "max_position_embeddings": 1048576,
+    "num_nextn_predict_layers": 1,
+    "eos_token_id": 1,
+    "expert_dtype": "fp4",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+KIMI_K2: Mapping[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.827,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+    "rope_theta": 50000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "vocab_size": 163840,
+    "eos_token_id": 163585,
+}
+"""Of K2-Instruct, without its weights' format."""
+KIMI_K2_FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+KIMI_K2_INT4 = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "weights": {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "int"}
+            }
+        },
+    }
+}
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
+    "kimi-k2-int4": {**KIMI_K2, **KIMI_K2_INT4},
+    "kimi-k2-fp8": {**KIMI_K2, **KIMI_K2_FP8},
+}
+
+
+def write(folder: Path) -> None:
+    """Writes all of them."""
+    for name, config in PUBLISHED.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    write(Path(sys.argv[1]))
