@@ -4,7 +4,8 @@
     python3 tools/device/deepseek_v4.py compare FILE.npz [JSON]      the GPU's against them, however the prompt is cut
 
 Weights are dummies in the published formats (FP8 and FP4 codes, BF16, float32), the same on both sides. All entries are
-selected: equal scores, of which rounding takes others, are the conformance kit's.
+selected: equal scores, of which rounding takes others, are the conformance kit's. The engine with its captured steps is
+`packages/openinfer-deepseek-v4/tests/test_gpu.py`'s.
 """
 
 import json
@@ -13,20 +14,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from published_configs import DEEPSEEK_V4_FLASH
+from source_packages import folders
 
-from openinfer_deepseek_v4.definition import DeepseekV4Definition
-from openinfer_engine.communicator import SoloCommunicator
-from openinfer_engine.dummy import DummyWeights
-from openinfer_engine.model import Cut
-from openinfer_engine.paged_tensors import make_pool, paged_tensors
-from openinfer_kernels import AttentionBatch
-from openinfer_kv_cache import KvDtype, KvLayout
+sys.path[:0] = folders()
+
+import numpy as np  # noqa: E402
+
+from openinfer_deepseek_v4.definition import DeepseekV4Definition  # noqa: E402
+from openinfer_engine.communicator import SoloCommunicator  # noqa: E402
+from openinfer_engine.dummy import DummyWeights  # noqa: E402
+from openinfer_engine.model import Cut  # noqa: E402
+from openinfer_engine.paged_tensors import make_pool, paged_tensors  # noqa: E402
+from openinfer_kernels import AttentionBatch  # noqa: E402
+from openinfer_kv_cache import KvDtype, KvLayout  # noqa: E402
 
 CONFIG = {
-    "model_type": "deepseek_v4",
-    "hidden_size": 4096,
-    "num_hidden_layers": 4,
+    **{key: value for key, value in DEEPSEEK_V4_FLASH.items() if key not in ("compress_ratios", "num_hash_layers")},
     "layer_types": [
         "sliding_attention",
         "compressed_sparse_attention",
@@ -34,32 +38,12 @@ CONFIG = {
         "compressed_sparse_attention",
     ],
     "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
-    "num_attention_heads": 64,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 1024,
-    "o_groups": 8,
-    "o_lora_rank": 1024,
-    "sliding_window": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 512,
-    "rope_theta": 10000,
-    "compress_rope_theta": 160000,
-    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+    # few, for the CPU's sake:
+    "num_hidden_layers": 4,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 2048,
-    "routed_scaling_factor": 1.5,
-    "swiglu_limit": 10.0,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "rms_norm_eps": 1e-6,
     "vocab_size": 2048,
     "max_position_embeddings": 4096,
-    "expert_dtype": "fp4",
-    "quantization_config": {"quant_method": "fp8"},
 }
 TOKENS, EVERY = 700, 7
 BLOCK_TOKENS, BLOCKS_OF_ROW, NUM_ROWS = 128, 6, 8
