@@ -1,4 +1,7 @@
-"""Launching a family's engine: in a thread of this process, or in a process of its own."""
+"""Launching a family's engine: in a thread of this process, or in a process of its own.
+
+Handles of engines are imported where one is made: the engine's process builds a loop and needs no asyncio.
+"""
 
 import contextlib
 import logging
@@ -10,8 +13,6 @@ from typing import Any
 import msgspec
 
 from openinfer_core import EngineHandle, FamilyPlan, Refused
-from openinfer_core.local import InProcessEngine
-from openinfer_core.remote import spawn_engine
 from openinfer_core.scheduling import Scheduler
 from openinfer_core.timeline import Timeline
 from openinfer_engine.communicator import Communicator, SoloCommunicator
@@ -45,8 +46,12 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
     `openinfer.models`, because the child finds it there.
     """
     if options.engine_host is EngineHost.THREAD:
+        from openinfer_core.local import InProcessEngine
+
         timeline = Timeline(begin_s=time.time())
         return InProcessEngine(build_loop(resolve(definition, model_dir, options, timeline=timeline)))
+    from openinfer_core.remote import spawn_engine
+
     return spawn_engine(CHILD_MODULE, EngineSpec.of(definition, model_dir, options))
 
 
