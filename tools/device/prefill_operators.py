@@ -71,7 +71,7 @@ class Step:
 
     def run(self, mark):
         ops, batch = self.ops, self.batch
-        residual = mark("embedding", ops.embedding(self.ids, self.table))
+        residual = mark("embedding", ops.residual_embedding(self.ids, self.table))
         x = mark("norm", ops.rms_norm(residual, self.norm, eps=EPS))
         for layer in self.layers:
             qkv = mark("qkv", ops.linear(x, layer["qkv"]))

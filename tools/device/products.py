@@ -57,7 +57,7 @@ class Step:
     def run(self, linear, norm, num_tokens):
         """`norm` None leaves the norms out."""
         x, attended = random_bf16((num_tokens, H)), random_bf16((num_tokens, 4096))
-        residual = random_bf16((num_tokens, H))
+        residual = random_bf16((num_tokens, H)).astype(np.float32)
 
         def normed(x):
             return x if norm is None else norm.add_rms_norm(x, residual, self.norm, eps=1e-6)

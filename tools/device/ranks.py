@@ -196,7 +196,7 @@ def time_all(
         titles = ("NCCL us", "one-shot", "one-shot, norm", "pieces")
         print(f"{'tokens':>7}" + "".join(f"{title:>16}" for title in titles))
     for tokens in TOKENS:
-        x, residual = (cupy.zeros((tokens, WIDTH), bfloat16) for _ in range(2))
+        x, residual = (cupy.zeros((tokens, WIDTH), dtype) for dtype in (bfloat16, np.float32))
         fits = one_shot is not None and one_shot.fits(x)
         timed: dict[str, Callable[[], Any] | None] = {
             "nccl": lambda x=x: group.all_reduce(x, x),

@@ -99,14 +99,13 @@ class RoundedOps:
     """The CPU's operators; what they return in the compute dtype is rounded to BF16."""
 
     ROUNDED = (
-        "embedding",
+        "add_rms_norm",
         "latent_attention",
         "latent_norm_rope_append",
         "linear",
         "linear_swiglu",
         "quantised_linear",
         "rms_norm",
-        "rounded",
         "swiglu",
     )
 
@@ -118,10 +117,6 @@ class RoundedOps:
         if name not in self.ROUNDED:
             return operator
         return lambda *given, **named: rounded(operator(*given, **named))
-
-    def add_rms_norm(self, x, residual, weight, *, eps):
-        residual[...] = rounded(x + residual)
-        return self.rms_norm(residual, weight, eps=eps)
 
 
 def rounded(array):

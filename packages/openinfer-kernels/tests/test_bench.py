@@ -33,6 +33,7 @@ def test_cases_cover_every_operator_that_computes():
         "logprobs",
         "paged_attention",
         "qk_norm_rope_append",
+        "residual_embedding",
         "rms_norm",
         "sample",
     }

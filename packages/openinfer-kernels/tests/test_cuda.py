@@ -33,8 +33,10 @@ def test_device_that_is_not_there_raises(cuda):
 def test_arrays_that_a_kernel_would_misread_are_refused(cuda, activation):
     x, weight = activation(np.ones((4, 16), np.float32)), activation(np.ones((8, 16), np.float32))
     norm = activation(np.ones(16, np.float32))
-    with pytest.raises(ArrayMismatchError, match="contiguous array of bfloat16 with 2 axes on the GPU, not float32"):
-        cuda.rms_norm(cuda.upload(np.ones((4, 16), np.float32)), norm, eps=1e-6)
+    with pytest.raises(ArrayMismatchError, match="contiguous array of bfloat16 with 2 axes on the GPU, not float64"):
+        cuda.rms_norm(cuda.upload(np.ones((4, 16))), norm, eps=1e-6)
+    with pytest.raises(ArrayMismatchError, match="the residual must be a contiguous array of float32"):
+        cuda.add_rms_norm(x, x, norm, eps=1e-6)
     with pytest.raises(ArrayMismatchError, match=r"not numpy\.ndarray"):
         cuda.linear(np.ones((4, 16), np.float32), weight)
     with pytest.raises(ArrayMismatchError, match="strides"):
@@ -63,7 +65,7 @@ def test_captured_operators_replay_on_new_inputs(cuda, upload, activation, host,
     ids, batch = cuda.zeros((3,), np.int32), upload(case.batch)
 
     def layer(cache):
-        residual = cuda.embedding(ids, table)
+        residual = cuda.residual_embedding(ids, table)
         x = cuda.rms_norm(residual, norm, eps=1e-6)
         q = cuda.qk_norm_rope_append(
             cuda.linear(x, qkv_proj),

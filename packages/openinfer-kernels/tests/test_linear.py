@@ -78,12 +78,14 @@ def test_linear_swiglu_equals_float64(ops, activation, host, close, rounded, see
 
 
 @pytest.mark.parametrize("width", [8, 256, 9728])
-def test_linear_swiglu_of_wide_gates_equals_float64(ops, activation, host, close, rounded, width):
+def test_linear_swiglu_of_wide_gates_is_rounded_once_behind_its_products(
+    ops, activation, host, rounded, rounded_once, width
+):
     rng = np.random.default_rng(width)
     x, gate_up = ((rng.integers(-16, 17, size=(rows, 16)) / 8).astype(np.float32) for rows in (5, 2 * width))
     both = rounded(x.astype(np.float64) @ gate_up.T)
     expected = both[:, :width] / (1 + np.exp(-both[:, :width].astype(np.float64))) * both[:, width:]
-    close(host(ops.linear_swiglu(activation(x), activation(gate_up))), expected, rtol=1e-4, atol=1e-6)
+    rounded_once(host(ops.linear_swiglu(activation(x), activation(gate_up))), expected)
 
 
 def test_linear_swiglu_far_gates_neither_warn_nor_overflow(ops, activation, host, close):
@@ -107,6 +109,14 @@ def test_embedding_gathers_rows(ops, activation, host, size):
     table = activation(np.random.default_rng(size).normal(size=(40, size)).astype(np.float32))
     ids = np.array([3, 0, 3, 39, 2], np.int32)
     np.testing.assert_array_equal(host(ops.embedding(ops.upload(ids), table)), host(table)[ids])
+
+
+@pytest.mark.parametrize("size", [3, 8, 250, 2560, 2561])
+def test_residual_embedding_gathers_rows_in_float32(ops, activation, host, size):
+    table = activation(np.random.default_rng(size).normal(size=(40, size)).astype(np.float32))
+    residual = ops.residual_embedding(ops.upload(np.array([3, 0, 3, 39, 2], np.int32)), table)
+    assert residual.dtype == np.float32
+    np.testing.assert_array_equal(host(residual), host(table)[[3, 0, 3, 39, 2]])
 
 
 @pytest.mark.parametrize("size", [3, 8, 250])

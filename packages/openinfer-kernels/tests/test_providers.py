@@ -57,7 +57,7 @@ def test_every_operator_of_the_contract_is_providable_but_for_memory_and_samplin
     contract = {name for name in dir(Ops) if not name.startswith("_")}
     uploads = {"upload", "upload_weight", "upload_float32", "upload_quantised", "upload_widened"}
     memory = {"name", "download", "zeros", "copy_rows", "loading", *uploads}
-    choices = {"sample", "logprobs", "top_experts", "table_experts", "rounded"}
+    choices = {"sample", "logprobs", "top_experts", "table_experts"}
     assert contract - memory - choices == {*PROVIDABLE}
     assert list(PROVIDABLE) == sorted(CASES)
 

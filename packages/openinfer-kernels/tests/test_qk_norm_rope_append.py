@@ -11,13 +11,13 @@ from openinfer_kernels import RopeParameters, rope_table
 THETA = 1e4
 
 
-def naive_head(x: np.ndarray, weight: np.ndarray | None, eps: float, position: int, rounded) -> list[float]:
-    """Norm and rotation of one head of one token, in float64 but for the roundings that the contract names."""
+def naive_head(x: np.ndarray, weight: np.ndarray | None, eps: float, position: int) -> list[float]:
+    """Norm and rotation of one head of one token, in float64."""
     size, half = len(x), len(x) // 2
     normed = x.astype(np.float64).tolist()
     if weight is not None:
         scale = 1 / math.sqrt(math.fsum(v * v for v in normed) / size + eps)
-        normed = rounded(rounded(x.astype(np.float64) * scale) * weight.astype(np.float64)).tolist()
+        normed = (x.astype(np.float64) * scale * weight.astype(np.float64)).tolist()
     out = [0.0] * size
     for pair in range(half):
         angle = position * THETA ** (-2 * pair / size)
@@ -38,7 +38,7 @@ class Outcome:
 
 
 @pytest.fixture(scope="session")
-def outcome(ops, upload, activation, host, rounded):
+def outcome(ops, upload, activation, host):
     """Runs the operator, with norms or without, in layer 1 of 3 on random values; `case` is a `PagedCase`."""
 
     def run(rng: np.random.Generator, case, *, group: int, normed: bool = True) -> Outcome:
@@ -61,12 +61,12 @@ def outcome(ops, upload, activation, host, rounded):
         heads = host(qkv).reshape(case.num_tokens, -1, head_dim)
         for token, (position, slot) in enumerate(zip(case.batch.positions, case.batch.cache_slots, strict=True)):
             for head in range(num_heads):
-                expected_q[token, head] = naive_head(heads[token, head], q_weight, 1e-6, int(position), rounded)
+                expected_q[token, head] = naive_head(heads[token, head], q_weight, 1e-6, int(position))
             if slot < 0:
                 continue
             block, offset = divmod(int(slot), block_tokens)
             for head in range(num_kv_heads):
-                k = naive_head(heads[token, num_heads + head], k_weight, 1e-6, int(position), rounded)
+                k = naive_head(heads[token, num_heads + head], k_weight, 1e-6, int(position))
                 expected_cache[block, 1, 0, head, offset] = k
                 expected_cache[block, 1, 1, head, offset] = heads[token, num_heads + num_kv_heads + head]
         return Outcome(q=host(out), expected_q=expected_q, cache=host(cache), expected_cache=expected_cache)
@@ -81,7 +81,8 @@ def check(outcome: Outcome, *, bfloat16: bool) -> None:
         largest = np.nanmax(np.abs(expected), initial=1.0)
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2.0**-7 * largest if bfloat16 else 1e-5)
         error = np.linalg.norm(np.nan_to_num(got - expected)) / np.linalg.norm(np.nan_to_num(expected))
-        assert error < (3e-3 if bfloat16 else 1e-6)
+        of_one_rounding = 2e-3 if expected.size >= 1000 else 2.0**-8  # 1.5e-3 in the mean square, 2^-8 at most
+        assert error < (of_one_rounding if bfloat16 else 1e-6)
     np.testing.assert_array_equal(outcome.cache[:, 1, 1], outcome.expected_cache[:, 1, 1])
     np.testing.assert_array_equal(outcome.cache[:, [0, 2]], outcome.expected_cache[:, [0, 2]])
 

@@ -24,7 +24,7 @@ def rms_norm(x: Array, weight: Array, *, eps: float) -> Array:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last axis, as `Ops.rms_norm` says."""
     wide = x.astype(np.float64)
     scale = 1 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (weight * wide * scale).astype(x.dtype)
+    return (weight * wide * scale).astype(weight.dtype)
 
 
 def add_rms_norm(x: Array, residual: Array, weight: Array, *, eps: float) -> Array:

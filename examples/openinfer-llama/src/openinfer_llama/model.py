@@ -184,7 +184,7 @@ class LlamaModel:
             kv_cache: `[blocks, L, 2, K, block tokens, D]`, mutated: this step's K and V are appended.
         """
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
-        residual = ops.embedding(token_ids, weights.embed_tokens)
+        residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
         x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):

@@ -212,7 +212,7 @@ SERVINGS = (
         measured="8 of 384 experts for 1, 64 and 8,192 tokens in 3.7, 3.8 and 18 µs",
         source=_EXPERTS,
     ),
-    Serving(part="experts", phase=Phase.ANY, operators=("experts", "swiglu", "rounded"), kernel="experts"),
+    Serving(part="experts", phase=Phase.ANY, operators=("experts", "swiglu"), kernel="experts"),
     Serving(
         part="experts",
         phase=Phase.PREFILL,
@@ -254,7 +254,7 @@ SERVINGS = (
         operators=("upload_quantised", "upload_widened"),
         kernel="quantised",
     ),
-    Serving(part="embedding", phase=Phase.ANY, operators=("embedding",), kernel="embedding"),
+    Serving(part="embedding", phase=Phase.ANY, operators=("embedding", "residual_embedding"), kernel="embedding"),
     Serving(
         part="sampling",
         phase=Phase.ANY,

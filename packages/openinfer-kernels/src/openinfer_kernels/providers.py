@@ -44,6 +44,7 @@ PROVIDABLE = (
     "paged_attention",
     "qk_norm_rope_append",
     "quantised_linear",
+    "residual_embedding",
     "rms_norm",
     "rope_append",
     "rope_tail",
@@ -55,7 +56,7 @@ PROVIDABLE = (
 """The methods of `Ops` that models call, and a provider may serve.
 
 Memory and sampling are not among them: a seeded draw is promised to be the same everywhere. Nor are routers, which
-answer by a choice, and rounding.
+answer by a choice.
 """
 
 

@@ -419,14 +419,14 @@ class KimiK2Model:
         self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, wanted: WantedTokens | None
     ) -> Array:
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
-        residual = ops.embedding(token_ids, weights.embed_tokens)
+        residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
         x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             q = self._queries(x, layer, index, batch=batch, kv_cache=kv_cache)
             if wanted is not None and index + 1 == len(weights.layers):
                 if not len(wanted.tokens):
-                    return residual[:0]
+                    return x[:0]
                 batch, residual, q = wanted.batch, ops.embedding(wanted.tokens, residual), self._rows(wanted.tokens, q)
             x = self._attention(q, layer, index, batch=batch, kv_cache=kv_cache)
             x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
@@ -480,11 +480,11 @@ class KimiK2Model:
         return project(ops, gated, mlp.down_proj)
 
     def _experts(self, x: Array, mlp: ExpertWeights, batch: AttentionBatch) -> Array:
-        """`[T, h]` for the normed `x [T, h]`: what a rank's experts and its part of the shared ones add, in float32."""
+        """`[T, h]` float32 for the normed `x [T, h]`: what the experts of all ranks and the shared ones add."""
         ops, first_expert = self._ops, self._communicator.rank * mlp.gate_up_proj.shape[0]
         scores = ops.logits(x, mlp.router)  # [T, all experts]
         choice = ops.top_experts(scores, routing=self._routing, cache_slots=batch.cache_slots, bias=mlp.correction_bias)
         summed = ops.experts(
             x, choice, mlp.gate_up_proj, mlp.down_proj, first_expert=first_expert, shared=self._gated(x, mlp.shared)
         )  # [T, h]
-        return ops.rounded(self._communicator.all_reduce(summed))
+        return self._communicator.all_reduce(summed)

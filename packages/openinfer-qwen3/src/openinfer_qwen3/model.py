@@ -223,14 +223,14 @@ class Qwen3Model:
         self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, wanted: WantedTokens | None
     ) -> Array:
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
-        residual = ops.embedding(token_ids, weights.embed_tokens)
+        residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
         x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             q = self._queries(x, layer, index, batch=batch, kv_cache=kv_cache)
             if wanted is not None and index + 1 == len(weights.layers):
                 if not len(wanted.tokens):
-                    return residual[:0]
+                    return x[:0]
                 batch, residual, q = wanted.batch, ops.embedding(wanted.tokens, residual), self._rows(wanted.tokens, q)
             x = self._attention(q, layer, index, batch=batch, kv_cache=kv_cache)
             x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)

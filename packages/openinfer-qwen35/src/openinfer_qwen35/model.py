@@ -368,7 +368,7 @@ class Qwen35Model:
                 appended.
         """
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
-        residual = ops.embedding(token_ids, weights.embed_tokens)
+        residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
         x = ops.zero_centred_rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
         for layer, next_norm in zip(weights.layers, next_norms, strict=True):

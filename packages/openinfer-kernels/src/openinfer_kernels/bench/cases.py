@@ -85,7 +85,8 @@ def cases(model: ModelShape, *, tokens: Sequence[int], context: int) -> Iterator
         yield from (_linear(name, count, n, k) for count in tokens)
     yield from (_swiglu(count, model.f, model.h) for count in tokens)
     yield from (_head(count, model.vocabulary, model.h) for count in rows)
-    yield from (_embedding(count, model) for count in tokens)
+    for name, value_bytes in (("embedding", _BF16_BYTES), ("residual_embedding", _FLOAT32_BYTES)):
+        yield from (_embedding(name, value_bytes, count, model) for count in tokens)
     yield from (_norm(count, model.h) for count in tokens)
     yield from (_add_norm(count, model.h) for count in tokens)
     yield from (_append(count, model) for count in tokens)
@@ -141,33 +142,41 @@ def _swiglu(tokens: int, f: int, h: int) -> Case:
     )
 
 
-def _embedding(tokens: int, model: ModelShape) -> Case:
-    def prepare(ops: Ops, fill: Filler) -> Call:
-        rows = max(tokens, 4096)
-        table, ids = fill(rows, model.h), ops.upload(np.arange(tokens, dtype=np.int32))
-        return lambda: ops.embedding(ids, table)
+def _embedding(operator: str, value_bytes: int, tokens: int, model: ModelShape) -> Case:
+    """`value_bytes`: of a value of the result."""
 
-    size = _BF16_BYTES * 2 * tokens * model.h
+    def prepare(ops: Ops, fill: Filler) -> Call:
+        rows, look_up = max(tokens, 4096), getattr(ops, operator)
+        table, ids = fill(rows, model.h), ops.upload(np.arange(tokens, dtype=np.int32))
+        return lambda: look_up(ids, table)
+
     return Case(
-        operator="embedding", shape=f"{tokens} x {model.h}", tokens=tokens, bytes=size, flops=0, prepare=prepare
+        operator=operator,
+        shape=f"{tokens} x {model.h}",
+        tokens=tokens,
+        bytes=(_BF16_BYTES + value_bytes) * tokens * model.h,
+        flops=0,
+        prepare=prepare,
     )
 
 
 def _norm(tokens: int, h: int) -> Case:
+    """Of a residual, as in front of a model's first layer."""
+
     def prepare(ops: Ops, fill: Filler) -> Call:
-        x, weight = fill(tokens, h), fill(h)
+        x, weight = fill(tokens, h).astype(np.float32), fill(h)
         return lambda: ops.rms_norm(x, weight, eps=1e-6)
 
-    size = _BF16_BYTES * (2 * tokens + 1) * h
+    size = _FLOAT32_BYTES * tokens * h + _BF16_BYTES * (tokens + 1) * h
     return Case(operator="rms_norm", shape=f"{tokens} x {h}", tokens=tokens, bytes=size, flops=0, prepare=prepare)
 
 
 def _add_norm(tokens: int, h: int) -> Case:
     def prepare(ops: Ops, fill: Filler) -> Call:
-        x, residual, weight = fill(tokens, h), fill(tokens, h), fill(h)
+        x, residual, weight = fill(tokens, h), fill(tokens, h).astype(np.float32), fill(h)
         return lambda: ops.add_rms_norm(x, residual, weight, eps=1e-6)
 
-    size = _BF16_BYTES * (4 * tokens + 1) * h
+    size = 2 * _FLOAT32_BYTES * tokens * h + _BF16_BYTES * (2 * tokens + 1) * h
     return Case(operator="add_rms_norm", shape=f"{tokens} x {h}", tokens=tokens, bytes=size, flops=0, prepare=prepare)
 
 

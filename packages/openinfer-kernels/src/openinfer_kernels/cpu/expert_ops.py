@@ -43,10 +43,6 @@ class CpuExpertOps:
         """See `openinfer_kernels.cpu.experts`."""
         return limited_swiglu(gate_up, limit)
 
-    def rounded(self, x: Array) -> Array:
-        """The same: the compute dtype is float32."""
-        return x
-
     def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
         """See `openinfer_kernels.cpu.quantised`."""
         return upload_quantised(parts, num_matrices)

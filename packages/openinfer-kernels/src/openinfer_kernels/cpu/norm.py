@@ -1,8 +1,4 @@
-"""RMSNorm: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
-
-The rounding to the input dtype before the multiplication with the weight does nothing here: everything is
-float32.
-"""
+"""RMSNorm: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4."""
 
 from typing import Any
 

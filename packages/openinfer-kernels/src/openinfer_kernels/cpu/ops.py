@@ -73,6 +73,10 @@ class CpuOps(CpuLatentAttentionOps, CpuExpertOps, CpuSparseAttentionOps, CpuHype
         """See `openinfer_kernels.cpu.embedding`."""
         return embedding(token_ids, table)
 
+    def residual_embedding(self, token_ids: Array, table: Array) -> Array:
+        """The same as `embedding`: the compute dtype is float32."""
+        return self.embedding(token_ids, table)
+
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
         """See `openinfer_kernels.cpu.linear`."""
         return linear(x, weight, bias)

@@ -181,9 +181,8 @@ __device__ void finish_tile(const float (&d)[kTokens / 2], int tile, Output<kEpi
       to[0] = first;
       to[8] = second;
     } else {
-      const float gate = rounded(first);
       bf16* to = y + int64_t(token) * (n / 2) + tile * (kRows / 2) + warp * 8 + lane / 4;
-      *to = __float2bfloat16_rn(rounded(silu(gate)) * rounded(second));
+      *to = __float2bfloat16_rn(silu(rounded(first)) * rounded(second));
     }
   }
 }

@@ -135,10 +135,3 @@ extern "C" __global__ void limited_swiglu_vectors(const bf16* both, bf16* y, int
 extern "C" __global__ void limited_swiglu_singles(const bf16* both, bf16* y, int width, float limit) {
   gate<1>(both, y, width, limit);
 }
-
-extern "C" __global__ void round_to_bf16(const float* from, bf16* to, int64_t size) {
-  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  wait_for_previous_kernel();
-  allow_next_kernel();
-  if (at < size) to[at] = __float2bfloat16_rn(from[at]);
-}

@@ -4,8 +4,8 @@
 //     attended [T, H D], gates of projected  ─►  bf16(attended * sigmoid(gate))
 //
 // Per query head the projection has D query values, then D gates; key heads and value heads follow. Norms are
-// zero-centred, n = bf16((1 + w) x / sqrt(mean(x^2) + eps)). The first r dimensions turn in pairs (i, i + r/2), in float32
-// (Black et al. 2022, "GPT-NeoX-20B", section 2.1). A token with a negative slot is padding: its K and V go nowhere.
+// zero-centred, n = (1 + w) x / sqrt(mean(x^2) + eps). The first r dimensions turn in pairs (i, i + r/2) (Black et al. 2022,
+// "GPT-NeoX-20B", section 2.1). All of it is float32 and rounded once. A token with a negative slot is padding: its K and V go nowhere.
 #include "overlap.cuh"
 #include "vectors.cuh"
 
@@ -68,7 +68,7 @@ __device__ void run_vectors(const Arguments& a) {
     float factors[8];
     unpack(load<8>(head.weight + lane * 8), factors);
 #pragma unroll
-    for (int i = 0; i < 8; i++) values[i] = rounded(values[i] * scale * (1.0f + factors[i]));
+    for (int i = 0; i < 8; i++) values[i] *= scale * (1.0f + factors[i]);
   }
   const int half_lanes = a.rotated / 16;  // threads that hold the first values of the pairs
   const bool is_first = lane < half_lanes, turns = lane < 2 * half_lanes && head.weight != nullptr;
@@ -108,8 +108,7 @@ __device__ void run_singles(const Arguments& a, int head_dim) {
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   const float scale = rsqrtf(squares / head_dim + a.eps);
-  for (int i = lane; i < head_dim; i += 32)
-    values[i] = rounded(values[i] * scale * (1.0f + __bfloat162float(head.weight[i])));
+  for (int i = lane; i < head_dim; i += 32) values[i] *= scale * (1.0f + __bfloat162float(head.weight[i]));
   __syncwarp();
   const float* cosines = a.rope + int64_t(a.positions[token]) * half;
   const float* sines = cosines + int64_t(a.rope_positions) * half;

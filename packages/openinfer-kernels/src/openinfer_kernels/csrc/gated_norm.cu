@@ -1,7 +1,7 @@
-// RMSNorm of each head, gated:  y = bf16(w * bf16(x / sqrt(mean(x^2) + eps)) * silu(gate)), sums and gate in float32.
+// RMSNorm of each head, gated:  y = bf16(w * x / sqrt(mean(x^2) + eps) * silu(gate)), in float32, rounded once.
 //
-// Rows of `gate` may lie further apart than they are long, as columns of a wider product. Reference:
-// `Qwen3_5RMSNormGated` of transformers.
+// Rows of `gate` may lie further apart than they are long, as columns of a wider product. The formula is that of
+// `Qwen3_5RMSNormGated` of transformers, which rounds before the weight too.
 #include "overlap.cuh"
 #include "vectors.cuh"
 
@@ -46,7 +46,7 @@ __device__ void run_vectors(const Arguments& a) {
   for (int mask = 1; mask < kLanes; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   const float scale = rsqrtf(squares / kSize + a.eps);
 #pragma unroll
-  for (int i = 0; i < 8; i++) values[i] = factors[i] * rounded(values[i] * scale) * silu(gates[i]);
+  for (int i = 0; i < 8; i++) values[i] = factors[i] * (values[i] * scale) * silu(gates[i]);
   if (is_there) store(a.y + place, pack(values));
 }
 
@@ -66,7 +66,7 @@ __device__ void run_singles(const Arguments& a) {
   for (int mask = 1; mask < 32; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   const float scale = rsqrtf(squares / a.size + a.eps);
   for (int i = lane; i < a.size; i += 32) {
-    const float normed = a.factor(i) * rounded(__bfloat162float(x[i]) * scale);
+    const float normed = a.factor(i) * (__bfloat162float(x[i]) * scale);
     a.y[group * a.size + i] = __float2bfloat16_rn(normed * silu(__bfloat162float(gate[i])));
   }
 }

@@ -22,9 +22,8 @@ __device__ __forceinline__ uint32_t packed(float first, float second) {
 
 __device__ __forceinline__ uint32_t gated(float gate0, float gate1, float up0, float up1) {
   const float2 gate = __bfloat1622float2(__floats2bfloat162_rn(gate0, gate1));
-  const __nv_bfloat162 opened = __floats2bfloat162_rn(silu(gate.x), silu(gate.y));
-  const __nv_bfloat162 both = __hmul2(opened, __floats2bfloat162_rn(up0, up1));
-  return reinterpret_cast<const uint32_t&>(both);
+  const float2 up = __bfloat1622float2(__floats2bfloat162_rn(up0, up1));
+  return packed(silu(gate.x) * up.x, silu(gate.y) * up.y);
 }
 
 // Thread q of four holds words q of four blocks; returns all words of block q.

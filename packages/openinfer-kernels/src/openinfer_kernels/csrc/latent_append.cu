@@ -2,7 +2,7 @@
 // and the write of latent and shared key into the cache. A row of blocks per token: the first has the latent, the others
 // 256 vectors each of the queries.
 //
-//     y = bf16(w * bf16(x / sqrt(mean(x^2) + eps)))       sums in float32; the inner rounding is the reference's
+//     y = bf16(w * x / sqrt(mean(x^2) + eps))       in float32, rounded once
 #include "block.cuh"
 #include "overlap.cuh"
 #include "vectors.cuh"
@@ -70,9 +70,12 @@ __device__ void append(const Arguments& a, int token) {
 #pragma unroll
   for (int i = 0; i < kWarps; i++) squares += partial[i];
   const float inverse = 1.0f / sqrtf(squares / a.latent_dim + a.eps);
+  float factors[8];
+  unpack(vector, x);
+  unpack(weight, factors);
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] *= inverse;
-  store(to, product(weight, pack(x)));
+  for (int i = 0; i < 8; i++) x[i] *= inverse * factors[i];
+  store(to, pack(x));
 }
 
 __device__ void rotate(const Arguments& a, int token, int vector_index) {

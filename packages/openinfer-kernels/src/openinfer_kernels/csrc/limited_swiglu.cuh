@@ -8,5 +8,5 @@ __device__ __forceinline__ float limited_swiglu(float gate, float up, float limi
   if (gate > limit) gate = limit;
   if (up > limit) up = limit;
   if (up < -limit) up = -limit;
-  return rounded(silu(gate)) * up;
+  return silu(gate) * up;
 }

@@ -1,9 +1,9 @@
 // What follows a matrix product: the gate of SwiGLU.
 //
-//     y[t, i] = bf16(bf16(silu(g)) * u)      g = both[t, i], u = both[t, F + i], silu(g) = g / (1 + exp(-g))
+//     y[t, i] = bf16(silu(g) * u)      g = both[t, i] and u = both[t, F + i] in BF16, silu(g) = g / (1 + exp(-g))
 //
-// Shazeer 2020, "GLU Variants Improve Transformer", eq. 6. Where exp(-g) overflows the quotient is zero, which is right.
-// Each block makes a piece of one token's row.
+// Shazeer 2020, "GLU Variants Improve Transformer", eq. 6. Kernels that gate their own sums round both to BF16 first, so
+// that they agree with this one bit for bit. Each block makes a piece of one token's row.
 #include "overlap.cuh"
 #include "vectors.cuh"
 
@@ -16,12 +16,12 @@ __device__ void gate(const bf16* both, bf16* y, int width) {
   allow_next_kernel();
   if (at >= width) return;
   const bf16* row = both + int64_t(blockIdx.x) * 2 * width;
-  const Vector<kWidth> ups = load<kWidth>(row + width + at);
-  float gates[kWidth];
+  float gates[kWidth], ups[kWidth];
   unpack(load<kWidth>(row + at), gates);
+  unpack(load<kWidth>(row + width + at), ups);
 #pragma unroll
-  for (int i = 0; i < kWidth; i++) gates[i] = silu(gates[i]);
-  store(y + int64_t(blockIdx.x) * width + at, product(pack(gates), ups));
+  for (int i = 0; i < kWidth; i++) gates[i] = silu(gates[i]) * ups[i];
+  store(y + int64_t(blockIdx.x) * width + at, pack(gates));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // RMSNorm over rows, alone or after adding into the residual: one block per row, the row held in registers.
 //
-//     y = bf16(w * bf16(x / sqrt(mean(x^2) + eps)))       sums in float32; the inner rounding is the reference's
+//     r += x;  y = bf16(w * r / sqrt(mean(r^2) + eps))    the residual is float32, x either, and y is rounded once
 //     y = bf16((1 + w) * x / sqrt(mean(x^2) + eps))       zero-centred, as Gemma and Qwen3.5 have it
 //
 // Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4. A decode step has few rows, so what counts is
@@ -27,8 +27,8 @@ __device__ float block_sum(float value) {
 }
 
 // A thread holds kHeld vectors of kWidth values: rows of up to 1024 * kHeld * kWidth values.
-template <int kWidth, int kHeld, bool kAdd, bool kZeroCentred>
-__device__ void norm_row(const bf16* x, bf16* residual, const bf16* weight, bf16* y, int size, float eps) {
+template <int kWidth, int kHeld, bool kAdd, bool kZeroCentred, typename Input>
+__device__ void norm_row(const Input* x, float* residual, const bf16* weight, bf16* y, int size, float eps) {
   const int vectors = size / kWidth;
   const int64_t row = int64_t(blockIdx.x) * size;
   Vector<kWidth> weights[kHeld];
@@ -45,13 +45,13 @@ __device__ void norm_row(const bf16* x, bf16* residual, const bf16* weight, bf16
   for (int i = 0; i < kHeld; i++) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at >= vectors) break;
-    unpack(load<kWidth>(x + row + at * kWidth), values[i]);
+    load_values(x + row + at * kWidth, values[i]);
     if constexpr (kAdd) {
       float before[kWidth];
-      unpack(load<kWidth>(residual + row + at * kWidth), before);
+      load_values(residual + row + at * kWidth, before);
 #pragma unroll
-      for (int j = 0; j < kWidth; j++) values[i][j] = rounded(values[i][j] + before[j]);
-      store(residual + row + at * kWidth, pack(values[i]));
+      for (int j = 0; j < kWidth; j++) values[i][j] += before[j];
+      store_values(residual + row + at * kWidth, values[i]);
     }
 #pragma unroll
     for (int j = 0; j < kWidth; j++) squares += values[i][j] * values[i][j];
@@ -61,35 +61,31 @@ __device__ void norm_row(const bf16* x, bf16* residual, const bf16* weight, bf16
   for (int i = 0; i < kHeld; i++) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at >= vectors) break;
+    float factors[kWidth];
+    unpack(weights[i], factors);
 #pragma unroll
-    for (int j = 0; j < kWidth; j++) values[i][j] *= scale;
-    if constexpr (kZeroCentred) {
-      float factors[kWidth];
-      unpack(weights[i], factors);
-#pragma unroll
-      for (int j = 0; j < kWidth; j++) values[i][j] *= 1.0f + factors[j];
-      store(y + row + at * kWidth, pack(values[i]));
-    } else {
-      store(y + row + at * kWidth, product(pack(values[i]), weights[i]));
-    }
+    for (int j = 0; j < kWidth; j++) values[i][j] *= scale * (kZeroCentred ? 1.0f + factors[j] : factors[j]);
+    store(y + row + at * kWidth, pack(values[i]));
   }
 }
 
 }  // namespace
 
-#define NORM(PREFIX, ZERO_CENTRED, NAME, WIDTH, HELD)                                                      \
-  extern "C" __global__ void __launch_bounds__(1024) PREFIX##rms_norm_##NAME(                              \
-      const bf16* x, const bf16* weight, bf16* y, int size, float eps) {                                   \
-    norm_row<WIDTH, HELD, false, ZERO_CENTRED>(x, nullptr, weight, y, size, eps);                          \
-  }                                                                                                        \
-  extern "C" __global__ void __launch_bounds__(1024) add_##PREFIX##rms_norm_##NAME(                        \
-      const bf16* x, bf16* residual, const bf16* weight, bf16* y, int size, float eps) {                   \
-    norm_row<WIDTH, HELD, true, ZERO_CENTRED>(x, residual, weight, y, size, eps);                          \
+#define NORM(PREFIX, ZERO_CENTRED, DTYPE, INPUT, NAME, WIDTH, HELD)                                         \
+  extern "C" __global__ void __launch_bounds__(1024) PREFIX##rms_norm_##DTYPE##_##NAME(                     \
+      const INPUT* x, const bf16* weight, bf16* y, int size, float eps) {                                   \
+    norm_row<WIDTH, HELD, false, ZERO_CENTRED>(x, nullptr, weight, y, size, eps);                           \
+  }                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(1024) add_##PREFIX##rms_norm_##DTYPE##_##NAME(               \
+      const INPUT* x, float* residual, const bf16* weight, bf16* y, int size, float eps) {                  \
+    norm_row<WIDTH, HELD, true, ZERO_CENTRED>(x, residual, weight, y, size, eps);                           \
   }
+#define NORMS(PREFIX, ZERO_CENTRED, DTYPE, INPUT)             \
+  NORM(PREFIX, ZERO_CENTRED, DTYPE, INPUT, vectors, 8, 1)      \
+  NORM(PREFIX, ZERO_CENTRED, DTYPE, INPUT, long_vectors, 8, 3) \
+  NORM(PREFIX, ZERO_CENTRED, DTYPE, INPUT, singles, 1, 8)
 
-NORM(, false, vectors, 8, 1)
-NORM(, false, long_vectors, 8, 3)
-NORM(, false, singles, 1, 8)
-NORM(zero_centred_, true, vectors, 8, 1)
-NORM(zero_centred_, true, long_vectors, 8, 3)
-NORM(zero_centred_, true, singles, 1, 8)
+NORMS(, false, bfloat16, bf16)
+NORMS(, false, float32, float)
+NORMS(zero_centred_, true, bfloat16, bf16)
+NORMS(zero_centred_, true, float32, float)

@@ -3,10 +3,10 @@
 //
 //     qkv [T, (H + 2 K) D]  ─►  q [T, H, D],  cache [blocks, layers, 2, K, B, D]
 //
-//     norm   n = bf16(w * bf16(x / sqrt(mean(x^2) + eps)))          over a head, Zhang and Sennrich 2019, eq. 4
-//     rope   bf16(n_i cos - n_{i + D/2} sin), bf16(n_{i + D/2} cos + n_i sin)      Su et al. 2021, eq. 34, float32
+//     norm   n = w * x / sqrt(mean(x^2) + eps)          over a head, Zhang and Sennrich 2019, eq. 4
+//     rope   bf16(n_i cos - n_{i + D/2} sin), bf16(n_{i + D/2} cos + n_i sin)      Su et al. 2021, eq. 34
 //
-// rope_append does the same without the norm.
+// All of it is float32, rounded once. rope_append does the same without the norm.
 //
 // A slot is block * B + offset; a token with a negative slot is padding, whose K and V are written nowhere.
 #include "overlap.cuh"
@@ -60,33 +60,26 @@ struct Targets {
 
 // RMSNorm of the part of a head that this thread holds; kLanes neighbouring threads hold the head.
 template <int kLanes>
-__device__ __forceinline__ Vector<8> normed(const Vector<8>& given, const Vector<8>& weight, float eps) {
-  float values[8], squares = 0;
-  unpack(given, values);
+__device__ __forceinline__ void norm(float (&values)[8], Vector<8> weight, float eps) {
+  float factors[8], squares = 0;
+  unpack(weight, factors);
 #pragma unroll
   for (int i = 0; i < 8; i++) squares += values[i] * values[i];
 #pragma unroll
   for (int mask = 1; mask < kLanes; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   const float scale = rsqrtf(squares / (8 * kLanes) + eps);
 #pragma unroll
-  for (int i = 0; i < 8; i++) values[i] *= scale;
-  return product(pack(values), weight);
+  for (int i = 0; i < 8; i++) values[i] *= scale * factors[i];
 }
 
 // The partner of each value is half a head away, in another thread; its sine has the sign of this thread's half.
 template <int kLanes>
-__device__ __forceinline__ Vector<8> rotated(const Vector<8>& vector, const float (&cosines)[8], const float (&sines)[8]) {
-  float values[8], partners[8];
-  Vector<8> other;
-  other.bits.x = __shfl_xor_sync(~0u, vector.bits.x, kLanes / 2);
-  other.bits.y = __shfl_xor_sync(~0u, vector.bits.y, kLanes / 2);
-  other.bits.z = __shfl_xor_sync(~0u, vector.bits.z, kLanes / 2);
-  other.bits.w = __shfl_xor_sync(~0u, vector.bits.w, kLanes / 2);
-  unpack(vector, values);
-  unpack(other, partners);
+__device__ __forceinline__ void rotate(float (&values)[8], const float (&cosines)[8], const float (&sines)[8]) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) values[i] = values[i] * cosines[i] + partners[i] * sines[i];
-  return pack(values);
+  for (int i = 0; i < 8; i++) {
+    const float partner = __shfl_xor_sync(~0u, values[i], kLanes / 2);
+    values[i] = values[i] * cosines[i] + partner * sines[i];
+  }
 }
 
 template <int kCount>
@@ -130,11 +123,12 @@ __device__ void run_vectors(const Arguments& a) {
   for (int i = 0; i < kHeads; i++) {  // also beyond the last head, as a warp shuffles together
     const int head = first + i * at_once;
     const Kind kind = kind_of(head, a);
-    Vector<8> n = given[i];
-    if constexpr (kNormed) n = normed<kLanes>(given[i], kind == Kind::kQuery ? q_weight : k_weight, a.eps);
-    const Vector<8> turned = rotated<kLanes>(n, cosines, sines);
+    float values[8];
+    unpack(given[i], values);
+    if constexpr (kNormed) norm<kLanes>(values, kind == Kind::kQuery ? q_weight : k_weight, a.eps);
+    rotate<kLanes>(values, cosines, sines);
     bf16* target = head < all_heads ? targets.of(head, kHeadDim, a) : nullptr;
-    if (target != nullptr) store(target + lane * 8, kind == Kind::kValue ? given[i] : turned);
+    if (target != nullptr) store(target + lane * 8, kind == Kind::kValue ? given[i] : pack(values));
   }
 }
 
@@ -174,8 +168,8 @@ __device__ void run_pairs(const Arguments& a, int head_dim) {
     if (i >= half) break;
     float x = first[j], y = second[j];
     if constexpr (kNormed) {
-      x = rounded(__bfloat162float(weight[i]) * rounded(x * scale));
-      y = rounded(__bfloat162float(weight[i + half]) * rounded(y * scale));
+      x *= scale * __bfloat162float(weight[i]);
+      y *= scale * __bfloat162float(weight[i + half]);
     }
     target[i] = __float2bfloat16_rn(x * cosines[i] - y * sines[i]);
     target[i + half] = __float2bfloat16_rn(y * cosines[i] + x * sines[i]);

@@ -1,4 +1,5 @@
-// Eight BF16 values in one 16-byte access, and single ones where addresses or sizes do not allow that.
+// Eight BF16 values in one 16-byte access, or eight float32 in two, and single ones where addresses or sizes do not allow
+// that.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -53,23 +54,43 @@ __device__ __forceinline__ Vector<8> pack(const float (&values)[8]) {
 
 __device__ __forceinline__ Vector<1> pack(const float (&values)[1]) { return {__float2bfloat16_rn(values[0])}; }
 
-// The products, each rounded once.
-__device__ __forceinline__ Vector<8> product(const Vector<8>& a, const Vector<8>& b) {
-  Vector<8> vector;
-  const __nv_bfloat162* left = reinterpret_cast<const __nv_bfloat162*>(&a.bits);
-  const __nv_bfloat162* right = reinterpret_cast<const __nv_bfloat162*>(&b.bits);
-  __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(&vector.bits);
-#pragma unroll
-  for (int i = 0; i < 4; i++) pairs[i] = __hmul2(left[i], right[i]);
-  return vector;
+template <int kWidth>
+__device__ __forceinline__ void load_values(const bf16* from, float (&values)[kWidth]) {
+  unpack(load<kWidth>(from), values);
 }
 
-__device__ __forceinline__ Vector<1> product(const Vector<1>& a, const Vector<1>& b) {
-  return {__hmul(a.bits, b.bits)};
+__device__ __forceinline__ void load_values(const float* from, float (&values)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    values[i] = four.x;
+    values[i + 1] = four.y;
+    values[i + 2] = four.z;
+    values[i + 3] = four.w;
+  }
+}
+
+__device__ __forceinline__ void load_values(const float* from, float (&values)[1]) { values[0] = *from; }
+
+__device__ __forceinline__ void store_values(float* to, const float (&values)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 4)
+    *reinterpret_cast<float4*>(to + i) = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+}
+
+__device__ __forceinline__ void store_values(float* to, const float (&values)[1]) { *to = values[0]; }
+
+// BF16, widened.
+template <int kWidth>
+__device__ __forceinline__ void store(float* to, const Vector<kWidth>& vector) {
+  float values[kWidth];
+  unpack(vector, values);
+  store_values(to, values);
 }
 
 // The value that BF16 storage would leave of a float32.
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// One function for all kernels that gate, so that they agree bit for bit.
+// One function for all kernels that gate, so that they agree bit for bit. Where exp(-value) overflows the quotient is
+// zero, which is right.
 __device__ __forceinline__ float silu(float value) { return __fdividef(value, 1.0f + __expf(-value)); }

@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.cuda.libraries import cupy
+from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array
 
 VECTOR_BYTES = 16
 """The widest access of a thread; a pointer is fit for it at multiples of this."""
+_FLOAT32 = np.dtype(np.float32)
 
 
 def require(array: Array, dtype: np.dtype[Any], *, ndim: int, what: str) -> None:
@@ -27,6 +28,17 @@ def require(array: Array, dtype: np.dtype[Any], *, ndim: int, what: str) -> None
         raise ArrayMismatchError(
             f"{what} must be a contiguous array of {dtype.name} with {ndim} axes on the GPU, not {_described(array)}"
         )
+
+
+def require_floats(array: Array, *, ndim: int, what: str) -> np.dtype[Any]:
+    """As `require`, for BF16 or float32; says which it is.
+
+    Raises:
+        ArrayMismatchError: says which array and what it is.
+    """
+    dtype = _FLOAT32 if getattr(array, "dtype", None) == _FLOAT32 else bfloat16
+    require(array, dtype, ndim=ndim, what=what)
+    return dtype
 
 
 def require_rows(array: Array, dtype: np.dtype[Any], *, what: str) -> None:

@@ -72,10 +72,6 @@ class CudaExpertOps:
         """See `openinfer_kernels.cuda.experts`."""
         return self._experts.swiglu(gate_up, limit=limit)
 
-    def rounded(self, x: Array) -> Array:
-        """See `openinfer_kernels.cuda.experts`."""
-        return self._experts.rounded(x)
-
     def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
         """See `openinfer_kernels.cuda.quantised`."""
         return self._quantised.upload_quantised(parts, num_matrices)

@@ -36,7 +36,6 @@ class Experts:
         self._combine = device.kernel("experts", "combine_experts")
         self._swiglu_vectors = device.kernel("experts", "limited_swiglu_vectors")
         self._swiglu_singles = device.kernel("experts", "limited_swiglu_singles")
-        self._round = device.kernel("experts", "round_to_bf16")
 
     def experts(
         self,
@@ -87,19 +86,6 @@ class Experts:
         arguments = [gate_up, out, ctypes.c_int(width), ctypes.c_float(float("inf") if limit is None else limit)]
         if out.size:
             kernel((num_tokens, -(-accesses // _THREADS), 1), (_THREADS, 1, 1), arguments, overlap=True)
-        return out
-
-    def rounded(self, x: Array) -> Array:
-        """See `Ops.rounded`.
-
-        Raises:
-            ArrayMismatchError: another dtype or layout.
-        """
-        require(x, _FLOAT32, ndim=x.ndim, what="x")
-        out = cupy.empty(x.shape, bfloat16)
-        if x.size:
-            grid = (-(-x.size // _THREADS), 1, 1)
-            self._round(grid, (_THREADS, 1, 1), [x, out, ctypes.c_int64(x.size)], overlap=True)
         return out
 
     def _gate(self, x: Array, gate_up: Weight, gated: Array, plan: Plan, *, scratch: Array, limit: float) -> None:

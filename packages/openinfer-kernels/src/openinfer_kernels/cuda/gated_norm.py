@@ -1,10 +1,18 @@
-"""RMSNorm of each head, times a gate. `csrc/gated_norm.cu` has the formula and its roundings."""
+"""RMSNorm of each head, times a gate. `csrc/gated_norm.cu` has the formula and its rounding."""
 
 import ctypes
 
 import numpy as np
 
-from openinfer_kernels.cuda.arrays import address, fits_vectors, require, require_rows, row_stride, rows_fit_vectors
+from openinfer_kernels.cuda.arrays import (
+    address,
+    fits_vectors,
+    require,
+    require_floats,
+    require_rows,
+    row_stride,
+    rows_fit_vectors,
+)
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
@@ -42,13 +50,12 @@ class GatedNorm:
         """
         require(x, bfloat16, ndim=2, what="x")
         require_rows(gate, bfloat16, what="the gate")
-        require(weight, weight.dtype if weight.dtype == _FLOAT32 else bfloat16, ndim=1, what="the weight of the norm")
+        is_float32 = require_floats(weight, ndim=1, what="the weight of the norm") == _FLOAT32
         (size,) = weight.shape
         if gate.shape != x.shape or not size or x.shape[1] % size:
             raise ArrayMismatchError(f"x {x.shape} and gate {gate.shape} must be alike, of heads of {size} values")
         out = cupy.empty(x.shape, bfloat16)
         num_tokens, heads = x.shape[0], x.shape[1] // size
-        is_float32 = weight.dtype == _FLOAT32
         arguments = _Arguments(
             address(x),
             address(gate),

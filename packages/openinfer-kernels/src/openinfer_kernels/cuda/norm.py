@@ -1,8 +1,10 @@
-"""RMSNorm, alone or after adding into the residual. `csrc/norm.cu` has the formula and its roundings."""
+"""RMSNorm, alone or after adding into the residual. `csrc/norm.cu` has the formula and its rounding."""
 
 import ctypes
 
-from openinfer_kernels.cuda.arrays import fits_vectors, require
+import numpy as np
+
+from openinfer_kernels.cuda.arrays import fits_vectors, require, require_floats
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
@@ -13,6 +15,7 @@ _VARIANTS = (("vectors", 8, 1), ("long_vectors", 8, 3), ("singles", 1, 8))
 """Of the kernels: name, values per access, accesses per thread."""
 _PLAIN, _ZERO_CENTRED = "", "zero_centred_"
 """Conventions of the weight, as in the names of the kernels."""
+_FLOAT32 = np.dtype(np.float32)
 
 
 class Norm:
@@ -20,14 +23,14 @@ class Norm:
 
     def __init__(self, device: Device) -> None:
         self._kernels = {
-            f"{begin}{convention}{name}": device.kernel("norm", f"{begin}{convention}rms_norm_{name}")
-            for begin in ("", "add_")
-            for convention in (_PLAIN, _ZERO_CENTRED)
+            f"{operator}_{dtype.name}_{name}": device.kernel("norm", f"{operator}_{dtype.name}_{name}")
+            for operator in (f"{begin}{each}rms_norm" for begin in ("", "add_") for each in (_PLAIN, _ZERO_CENTRED))
+            for dtype in (bfloat16, _FLOAT32)
             for name, _, _ in _VARIANTS
         }
 
     def rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """`rms_norm(x)` for `x [T, n]`, n at most 24,576, or 8,192 where it is no multiple of 8.
+        """`rms_norm(x)` in BF16 for `x [T, n]` of BF16 or float32, n at most 24,576, or 8,192 if no multiple of 8.
 
         Raises:
             ArrayMismatchError: another dtype, layout or size.
@@ -35,7 +38,7 @@ class Norm:
         return self._norm(_PLAIN, x, weight, eps)
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """Adds `x [T, n]` into `residual` in place and returns `rms_norm(residual)`.
+        """Adds `x [T, n]` of BF16 or float32 into the float32 `residual` in place and returns `rms_norm(residual)`.
 
         Raises:
             ArrayMismatchError: another dtype, layout or size.
@@ -43,30 +46,32 @@ class Norm:
         return self._add_norm(_PLAIN, x, residual, weight, eps)
 
     def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """As `rms_norm`, with `1 + weight` in float32 and one rounding."""
+        """As `rms_norm`, with `1 + weight`."""
         return self._norm(_ZERO_CENTRED, x, weight, eps)
 
     def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """As `add_rms_norm`, with `1 + weight` in float32 and one rounding."""
+        """As `add_rms_norm`, with `1 + weight`."""
         return self._add_norm(_ZERO_CENTRED, x, residual, weight, eps)
 
     def _norm(self, convention: str, x: Array, weight: Array, eps: float) -> Array:
-        require(x, bfloat16, ndim=2, what="x")
+        dtype = require_floats(x, ndim=2, what="x")
         require(weight, bfloat16, ndim=1, what="the weight of the norm")
         out = cupy.empty(x.shape, bfloat16)
         name, threads = _variant(weight.shape[0], fits_vectors(x, weight))
         arguments = [x, weight, out, ctypes.c_int(x.shape[1]), ctypes.c_float(eps)]
-        self._kernels[f"{convention}{name}"]((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
+        kernel = self._kernels[f"{convention}rms_norm_{dtype.name}_{name}"]
+        kernel((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
         return out
 
     def _add_norm(self, convention: str, x: Array, residual: Array, weight: Array, eps: float) -> Array:
-        require(x, bfloat16, ndim=2, what="x")
-        require(residual, bfloat16, ndim=2, what="the residual")
+        dtype = require_floats(x, ndim=2, what="x")
+        require(residual, _FLOAT32, ndim=2, what="the residual")
         require(weight, bfloat16, ndim=1, what="the weight of the norm")
         out = cupy.empty(x.shape, bfloat16)
         name, threads = _variant(weight.shape[0], fits_vectors(x, residual, weight))
         arguments = [x, residual, weight, out, ctypes.c_int(x.shape[1]), ctypes.c_float(eps)]
-        self._kernels[f"add_{convention}{name}"]((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
+        kernel = self._kernels[f"add_{convention}rms_norm_{dtype.name}_{name}"]
+        kernel((x.shape[0], 1, 1), (threads, 1, 1), arguments, overlap=True)
         return out
 
 

@@ -106,6 +106,10 @@ class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentio
         """See `openinfer_kernels.cuda.embedding`."""
         return self._embedding.embedding(token_ids, table)
 
+    def residual_embedding(self, token_ids: Array, table: Array) -> Array:
+        """See `openinfer_kernels.cuda.embedding`."""
+        return self._embedding.residual_embedding(token_ids, table)
+
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
         """See `openinfer_kernels.cuda.linear`."""
         return self._linear.linear(x, weight, bias)

@@ -9,7 +9,11 @@ class DenseOps(Protocol):
     """Products of every model: embedding, linear layers, the gated MLP's first half."""
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
-        """Rows of `table [V, h]`, of the compute dtype or float32, for `token_ids [T]`: `[T, h]`."""
+        """Rows of `table [V, h]`, of the compute dtype or float32, for `token_ids [T]`: `[T, h]` of the same dtype."""
+        ...
+
+    def residual_embedding(self, token_ids: Array, table: Array) -> Array:
+        """Rows of `table [V, h]` of the compute dtype for `token_ids [T]`: `[T, h]` float32, a residual stream."""
         ...
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -25,6 +29,8 @@ class DenseOps(Protocol):
 
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
         """`silu(x @ gate.T) * (x @ up.T)`: `[T, F]`, with `gate_up [2 F, h]` = gate rows, then up rows.
+
+        Both products are rounded to the compute dtype first, as `linear` rounds them, and the result once.
 
         SwiGLU: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6 without the outer projection.
         """

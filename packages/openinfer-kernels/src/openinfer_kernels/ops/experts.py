@@ -136,7 +136,3 @@ class ExpertOps(Protocol):
     def swiglu(self, gate_up: Array, *, limit: float | None = None) -> Array:
         """`silu(gate) * up` for `gate_up [T, 2 F]`, gate values, then up values: `[T, F]`; `limit` as in `experts`."""
         ...
-
-    def rounded(self, x: Array) -> Array:
-        """Float32 `x` in the compute dtype; `x` itself where that is float32."""
-        ...

@@ -1,4 +1,9 @@
-"""Norms over the last axis."""
+"""Norms over the last axis, alone or after adding into a residual stream.
+
+A residual stream is float32 whatever the compute dtype: what a layer adds is small beside what the stream holds, and
+rounding the sum after each would be most of the error of a model in BF16. Norms read it unrounded, compute in float32,
+and round once, to the compute dtype.
+"""
 
 from typing import Protocol
 
@@ -6,29 +11,36 @@ from openinfer_kernels.ops.arrays import Array
 
 
 class NormOps(Protocol):
-    """Norms over the last axis."""
+    """Norms over the last axis, alone or after adding into a residual stream."""
 
     def rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """`weight * x / sqrt(mean(x^2) + eps)` over the last axis, statistics in float32.
+        """`weight * x / sqrt(mean(x^2) + eps)` of the rows of `x [T, n]`, of the compute dtype or float32.
 
-        The normalised vector is rounded to the input dtype before the multiplication, as the reference does.
-        Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
+        Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4. Hugging Face's models round before the
+        weight too.
         """
         ...
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """Adds `x [T, h]` into `residual [T, h]` in place and returns `rms_norm(residual)`."""
+        """Adds `x [T, h]` into the float32 `residual [T, h]` in place and returns `rms_norm(residual)`.
+
+        Args:
+            x: what a layer adds, of the compute dtype, or float32 where it is a sum over experts.
+            residual: mutated.
+            weight: `[h]` of the compute dtype.
+            eps: added to the mean.
+        """
         ...
 
     def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """`(1 + weight) * x / sqrt(mean(x^2) + eps)` over the last axis, all in float32, rounded once at the end.
+        """`(1 + weight) * x / sqrt(mean(x^2) + eps)` of the rows of `x [T, n]`, of the compute dtype or float32.
 
         Gemma's convention: a weight of zeros changes nothing. Reference: `Qwen3_5RMSNorm` of transformers.
         """
         ...
 
     def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """Adds `x [T, h]` into `residual [T, h]` in place and returns `zero_centred_rms_norm(residual)`."""
+        """As `add_rms_norm`, with the norm of `zero_centred_rms_norm`."""
         ...
 
     def gated_rms_norm(self, x: Array, gate: Array, weight: Array, *, eps: float) -> Array:

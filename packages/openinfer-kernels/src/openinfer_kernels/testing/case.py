@@ -16,6 +16,8 @@ class Case:
     """Arguments that the operator changes, by position or keyword; `KEYWORD.FIELD` is an array inside of one."""
     exact: tuple[int | str, ...] = ()
     """Arrays of floats that stay as they are: tables in float32."""
+    unrounded: tuple[int | str, ...] = ()
+    """Of those that are changed, what is float32 whatever the compute dtype, and as exact."""
     in_float32: tuple[int, ...] = ()
     """Arrays of the result that are float32 whatever the compute dtype, in order; one array is 0."""
     rounded_inside: bool = False
