@@ -4,13 +4,11 @@ Usage: python tools/golden/deepseek_v2_lite.py [FOLDER]
 """
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from recording import begin, begin_model, record, write
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
 FIXTURES = Path(__file__).parents[2] / "packages/openinfer-deepseek-v2-lite/tests/fixtures"
@@ -72,23 +70,17 @@ MODELS = {"lite": LITE, "groups": GROUPS}
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURES
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
+    folder = begin(FIXTURES)
     for seed, (name, config) in enumerate(MODELS.items()):
         target = folder / name
-        shutil.rmtree(target, ignore_errors=True)
-        torch.manual_seed(seed)
+        begin_model(target, seed=seed)
         model = DeepseekV2ForCausalLM(DeepseekV2Config(**config, attn_implementation="eager")).eval()
         randomise(model)
-        recorded = record(model)
+        recorded = record(model, SEQUENCE_TOKENS, vocab_size=model.config.vocab_size)
         model.to(torch.bfloat16).save_pretrained(target)
         if name == "lite":
             respell(target / "config.json")
-        np.savez_compressed(target / "logits.npz", **recorded)
-        for path in target.iterdir():
-            path.chmod(0o644)
-        report(name, target, recorded)
+        write(target, recorded, most_bytes=MOST_BYTES)
 
 
 def randomise(model: Any) -> None:
@@ -101,18 +93,6 @@ def randomise(model: Any) -> None:
         parameter.copy_(values.bfloat16().float())
 
 
-def record(model: Any) -> dict[str, np.ndarray]:
-    recorded: dict[str, np.ndarray] = {}
-    for index, tokens in enumerate(SEQUENCE_TOKENS):
-        token_ids = torch.randint(0, model.config.vocab_size, (tokens,))
-        logits = model(input_ids=token_ids[None]).logits[0]
-        positions = sorted({*range(0, tokens, 3), *range(tokens - 8, tokens)} & set(range(tokens)))
-        recorded[f"token_ids_{index}"] = token_ids.to(torch.int32).numpy()
-        recorded[f"positions_{index}"] = np.array(positions, np.int32)
-        recorded[f"logits_{index}"] = logits[positions].numpy()
-    return recorded
-
-
 def respell(path: Path) -> None:
     """The rotary embedding as the published checkpoint has it, from before transformers 5."""
     config = json.loads(path.read_text())
@@ -120,14 +100,6 @@ def respell(path: Path) -> None:
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
     config |= {"rope_theta": theta, "rope_scaling": rope | {"type": kind}}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def report(name: str, target: Path, recorded: dict[str, np.ndarray]) -> None:
-    num_bytes = sum(path.stat().st_size for path in target.iterdir())
-    largest = max(float(np.abs(recorded[f"logits_{index}"]).max()) for index in range(len(SEQUENCE_TOKENS)))
-    print(f"{name}: {num_bytes} bytes, largest logit {largest:.1f}, {sorted(path.name for path in target.iterdir())}")
-    if num_bytes > MOST_BYTES:
-        raise SystemExit(f"{name} is larger than {MOST_BYTES} bytes")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ Usage: python tools/golden/kimi_k2.py [FOLDER]
 """
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from recording import begin, begin_model, record_whole, write
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -92,14 +90,11 @@ INT4_CONFIG = {
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURES
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
+    folder = begin(FIXTURES)
     for seed, (name, config) in enumerate(MODELS.items()):
         target = folder / name
-        shutil.rmtree(target, ignore_errors=True)
+        begin_model(target, seed=seed)
         target.mkdir(parents=True)
-        torch.manual_seed(seed)
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**config, attn_implementation="eager")).eval()
         randomise(model)
         stored = published(model)
@@ -111,12 +106,7 @@ def main() -> None:
         write_config(target / "config.json", name, config)
         prefix = "language_model." if name == "int4" else ""
         save_file({prefix + key: value for key, value in stored.items()}, target / "model.safetensors")
-        token_ids = torch.randint(0, model.config.vocab_size, (NUM_TOKENS,))
-        logits = model(input_ids=token_ids[None]).logits[0].numpy()
-        np.savez_compressed(target / "logits.npz", token_ids=token_ids.to(torch.int32).numpy(), logits=logits)
-        for path in target.iterdir():
-            path.chmod(0o644)
-        report(name, target, logits)
+        write(target, record_whole(model, NUM_TOKENS), most_bytes=MOST_BYTES)
 
 
 def randomise(model: Any) -> None:
@@ -235,13 +225,6 @@ def write_config(path: Path, name: str, config: dict[str, Any]) -> None:
         text["quantization_config"] = INT4_CONFIG
         text = {"architectures": architectures, "model_type": "kimi_k25", "text_config": text, "vision_config": {}}
     path.write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
-
-
-def report(name: str, target: Path, logits: np.ndarray) -> None:
-    num_bytes = sum(path.stat().st_size for path in target.iterdir())
-    print(f"{name}: {num_bytes} bytes, largest logit {np.abs(logits).max():.1f}, spread {logits.std():.2f}")
-    if num_bytes > MOST_BYTES:
-        raise SystemExit(f"{name} is larger than {MOST_BYTES} bytes")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,15 @@
 Usage: python tools/golden/llama.py [FOLDER]
 """
 
-import shutil
-import sys
 from pathlib import Path
 
-import numpy as np
 import torch
+from recording import begin, begin_model, record_whole, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FIXTURE = Path(__file__).parents[2] / "examples/openinfer-llama/tests/fixture"
 NUM_TOKENS = 90
+MOST_BYTES = 300_000
 CONFIG = {
     "vocab_size": 128,
     "hidden_size": 48,
@@ -37,10 +36,8 @@ CONFIG = {
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURE
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    folder = begin(FIXTURE)
+    begin_model(folder, seed=0)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="eager")).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -48,15 +45,9 @@ def main() -> None:
         else:
             values = torch.randn_like(parameter) / parameter.shape[-1] ** 0.5 * 1.5
         parameter.copy_(values.bfloat16().float())
-    token_ids = torch.randint(0, model.config.vocab_size, (NUM_TOKENS,))
-    logits = model(token_ids[None]).logits[0]
-    shutil.rmtree(folder, ignore_errors=True)
+    recorded = record_whole(model, NUM_TOKENS)
     model.bfloat16().save_pretrained(folder)
-    np.savez_compressed(folder / "logits.npz", token_ids=token_ids.to(torch.int32).numpy(), logits=logits.numpy())
-    for path in folder.iterdir():
-        path.chmod(0o644)
-        print(path.name, path.stat().st_size)
-    print(f"largest logit {float(logits.abs().max()):.1f}")
+    write(folder, recorded, most_bytes=MOST_BYTES)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ Usage: python tools/golden/qwen3.py [FOLDER]
 """
 
 import json
-import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from recording import begin, begin_model, record, write
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 FIXTURES = Path(__file__).parents[2] / "packages/openinfer-qwen3/tests/fixtures"
@@ -83,23 +81,17 @@ FIXTURES_BY_NAME = {
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURES
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
+    folder = begin(FIXTURES)
     for seed, (name, fixture) in enumerate(FIXTURES_BY_NAME.items()):
         target = folder / name
-        shutil.rmtree(target, ignore_errors=True)
-        torch.manual_seed(seed)
+        begin_model(target, seed=seed)
         model = Qwen3ForCausalLM(Qwen3Config(**fixture.config, attn_implementation="eager"))
         randomise(model.eval())
-        recorded = record(model)
+        recorded = record(model, SEQUENCE_TOKENS, vocab_size=model.config.vocab_size)
         model.to(fixture.dtype).save_pretrained(target, max_shard_size=fixture.max_shard_size)
         if fixture.old_rope_spelling:
             respell(target / "config.json")
-        np.savez_compressed(target / "logits.npz", **recorded)
-        for path in target.iterdir():
-            path.chmod(0o644)
-        report(name, target, recorded)
+        write(target, recorded, most_bytes=MOST_BYTES)
 
 
 def randomise(model: Qwen3ForCausalLM) -> None:
@@ -116,32 +108,12 @@ def randomise(model: Qwen3ForCausalLM) -> None:
         parameter.copy_(values.bfloat16().float())
 
 
-def record(model: Qwen3ForCausalLM) -> dict[str, np.ndarray]:
-    recorded: dict[str, np.ndarray] = {}
-    for index, tokens in enumerate(SEQUENCE_TOKENS):
-        token_ids = torch.randint(0, model.config.vocab_size, (tokens,))
-        logits = model(token_ids[None]).logits[0]
-        positions = sorted({*range(0, tokens, 3), *range(tokens - 8, tokens)} & set(range(tokens)))
-        recorded[f"token_ids_{index}"] = token_ids.to(torch.int32).numpy()
-        recorded[f"positions_{index}"] = np.array(positions, np.int32)
-        recorded[f"logits_{index}"] = logits[positions].numpy()
-    return recorded
-
-
 def respell(path: Path) -> None:
     """`rope_parameters` as transformers before 5 wrote it."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def report(name: str, target: Path, recorded: dict[str, np.ndarray]) -> None:
-    num_bytes = sum(path.stat().st_size for path in target.iterdir())
-    largest = max(float(np.abs(recorded[f"logits_{index}"]).max()) for index in range(len(SEQUENCE_TOKENS)))
-    print(f"{name}: {num_bytes} bytes, largest logit {largest:.1f}, {sorted(path.name for path in target.iterdir())}")
-    if num_bytes > MOST_BYTES:
-        raise SystemExit(f"{name} is larger than {MOST_BYTES} bytes")
 
 
 if __name__ == "__main__":

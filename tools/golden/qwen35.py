@@ -3,13 +3,11 @@
 Usage: python tools/golden/qwen35.py [FOLDER]
 """
 
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from recording import begin, begin_model, record, write
 from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
 FIXTURES = Path(__file__).parents[2] / "packages/openinfer-qwen35/tests/fixtures"
@@ -72,22 +70,16 @@ IMAGE_TOKENS = {"image_token_id": 259, "video_token_id": 260, "vision_start_toke
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURES
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
+    folder = begin(FIXTURES)
     for seed, (name, make) in enumerate(MODELS.items()):
         target = folder / name
-        shutil.rmtree(target, ignore_errors=True)
-        torch.manual_seed(seed)
+        begin_model(target, seed=seed)
         model = make().eval()
         randomise(model)
-        recorded = record(model)
+        recorded = record(model, SEQUENCE_TOKENS, vocab_size=IMAGE_TOKENS["image_token_id"])
         round_weights(model)
         model.save_pretrained(target)
-        np.savez_compressed(target / "logits.npz", **recorded)
-        for path in target.iterdir():
-            path.chmod(0o644)
-        report(name, target, recorded)
+        write(target, recorded, most_bytes=MOST_BYTES)
 
 
 def make_text(config: dict[str, Any]) -> Any:
@@ -138,26 +130,6 @@ def round_weights(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if not is_float32(name):
             parameter.data = parameter.data.bfloat16()
-
-
-def record(model: Any) -> dict[str, np.ndarray]:
-    recorded: dict[str, np.ndarray] = {}
-    for index, tokens in enumerate(SEQUENCE_TOKENS):
-        token_ids = torch.randint(0, 259, (tokens,))
-        logits = model(input_ids=token_ids[None]).logits[0]
-        positions = sorted({*range(0, tokens, 3), *range(tokens - 8, tokens)} & set(range(tokens)))
-        recorded[f"token_ids_{index}"] = token_ids.to(torch.int32).numpy()
-        recorded[f"positions_{index}"] = np.array(positions, np.int32)
-        recorded[f"logits_{index}"] = logits[positions].numpy()
-    return recorded
-
-
-def report(name: str, target: Path, recorded: dict[str, np.ndarray]) -> None:
-    num_bytes = sum(path.stat().st_size for path in target.iterdir())
-    largest = max(float(np.abs(recorded[f"logits_{index}"]).max()) for index in range(len(SEQUENCE_TOKENS)))
-    print(f"{name}: {num_bytes} bytes, largest logit {largest:.1f}, {sorted(path.name for path in target.iterdir())}")
-    if num_bytes > MOST_BYTES:
-        raise SystemExit(f"{name} is larger than {MOST_BYTES} bytes")
 
 
 if __name__ == "__main__":
