@@ -91,6 +91,17 @@ def test_add_rms_norm_adds_in_place_and_norms_the_sum(ops, activation, host, clo
     close(host(out), naive_rms_norm(host(residual), host(weight), 1e-5), rtol=3e-6, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [24, 32, 128])
+def test_gated_rms_norm_rounds_once(ops, activation, host, rounded_once, size):
+    rng = np.random.default_rng(size)
+    x, gate = map(activation, rng.normal(size=(2, 7, 3 * size)).astype(np.float32))
+    weight = activation(rng.normal(size=size).astype(np.float32))
+    out = host(ops.gated_rms_norm(x, gate, weight, eps=1e-6))
+    normed = naive_rms_norm(host(x).reshape(-1, size), host(weight), 1e-6).reshape(7, -1)
+    gates = host(gate).astype(np.float64)
+    rounded_once(out, normed * gates / (1 + np.exp(-gates)))
+
+
 def test_sums_of_a_long_stream_lose_nothing_that_float32_keeps(ops, activation, host):
     """What layers add is small beside what the stream holds: rounding to BF16 after each would lose it."""
     residual, weight = ops.upload(np.full((2, 64), 256, np.float32)), activation(np.ones(64, np.float32))
