@@ -9,7 +9,8 @@ wheel and an import of a sibling that was never declared. For each package, in a
     here and from nowhere else, third parties from the registry;
 2.  the package is imported and its entry points are loaded, before any test requirement is there to help;
 3.  what was installed is held against the rules (`broken_rules`) and weighed;
-4.  the package's `test` group is added and its tests run, copied out of the checkout.
+4.  the package's `test` group is added and its tests run, copied out of the checkout. CUDA sources are compiled into
+    the user's own cache, by the digest of what they are made of: none that the suite or an earlier run has compiled.
 
 The whole is done once more for `openinfer[qwen3]`, the install that DESIGN promises to be small.
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,15 +118,20 @@ def build_wheels(packages: list[Package], folder: Path) -> Path:
     Returns the path of a constraints file that binds our names to these wheels: no index can supply one of them.
     """
     heading("building the wheels")
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        wheels = list(threads.map(lambda package: build_wheel(package, folder), packages))
     lines = []
-    for package in packages:
-        run(UV, "build", "--out-dir", str(folder), str(package.folder), cwd=ROOT)
-        wheel = folder / f"{package.name.replace('-', '_')}-{package.version}-py3-none-any.whl"
+    for package, wheel in zip(packages, wheels, strict=True):
         print(f"  {wheel.stat().st_size / 1e6:7.2f} MB  {wheel.name}", flush=True)
         lines.append(f"{package.name} @ {wheel.as_uri()}\n")
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(lines), encoding="utf-8")
     return constraints
+
+
+def build_wheel(package: Package, folder: Path) -> Path:
+    run(UV, "build", "--quiet", "--out-dir", str(folder), str(package.folder), cwd=ROOT)
+    return folder / f"{package.name.replace('-', '_')}-{package.version}-py3-none-any.whl"
 
 
 def check_alone(requirement: str, package: Package, wheels: Path, folder: Path, options: argparse.Namespace) -> None:
