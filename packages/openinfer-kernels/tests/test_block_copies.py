@@ -71,3 +71,33 @@ def test_blocks_that_are_no_whole_pieces_are_refused() -> None:
 
     with pytest.raises(ArrayMismatchError, match="whole pieces of 16"):
         DevicePool(cupy.zeros((4, 1000), np.uint8), Device.open())
+
+
+def test_pieces_of_slots_go_out_and_come_back_beside_blocks() -> None:
+    from openinfer_kernels.cuda import Device
+    from openinfer_kernels.cuda.block_copies import DevicePool
+    from openinfer_kernels.cuda.libraries import cupy
+
+    device = Device.open()
+    blocks = np.zeros((4, 1024), np.uint8)
+    host = np.random.default_rng(0).integers(0, 256, (3, 2 * 1024), np.uint8)
+    slots = cupy.asarray(host)
+    pool = DevicePool(cupy.asarray(blocks), device, slots=slots)
+    cupy.cuda.Device(0).synchronize()
+    arena = memoryview(bytearray(2 * 1024))
+    places = [arena[:1024], arena[1024:]]
+    sums = pool.blocks[0].mover.copy_out(pool.states[1], places)
+    assert np.array_equal(np.frombuffer(arena, np.uint8), host[1])
+    assert sums == [expected_sum(host[1, :1024]), expected_sum(host[1, 1024:])]
+    assert pool.blocks[0].mover.copy_in(pool.states[2], places) == sums
+    assert np.array_equal(cupy.asnumpy(slots), host[[0, 1, 1]])
+
+
+def test_slots_that_are_no_whole_blocks_are_refused() -> None:
+    from openinfer_kernels.cuda import Device
+    from openinfer_kernels.cuda.block_copies import DevicePool
+    from openinfer_kernels.cuda.libraries import cupy
+
+    blocks, slots = cupy.zeros((4, 1024), np.uint8), cupy.zeros((2, 1536), np.uint8)
+    with pytest.raises(ArrayMismatchError, match="whole blocks of 1024"):
+        DevicePool(blocks, Device.open(), slots=slots)

@@ -98,6 +98,28 @@ def test_pieces_and_steps_equal_the_cpu(cuda, rows):
     case.check(lambda: case.run(case.batch_there))
 
 
+@pytest.mark.parametrize("padding_bytes", [0, 256, 4])
+@pytest.mark.parametrize("rows", [PIECES, STEPS])
+def test_states_that_share_a_piece_of_memory_per_slot_equal_the_cpu(cuda, rows, padding_bytes):
+    """Layer by layer beside each other, as slots hold them; where vectors do not fit, slower kernels serve."""
+    case = Case(cuda, rows)
+    slots, layers = case.state.shape[:2]
+    layer_bytes = [array[0, 0].nbytes for array in (case.conv, case.state)]
+    memory = cuda.zeros((slots, layers * sum(layer_bytes) + padding_bytes), np.uint8)
+    views = []
+    for array, begin in ((case.conv, 0), (case.state, layer_bytes[0])):
+        values = memory.reshape(-1).view(array.dtype).reshape(slots, -1)
+        size, stride = array[0, 0].size, sum(layer_bytes) // array.dtype.itemsize
+        places = values[:, : layers * stride].reshape(slots, layers, stride)
+        first = begin // array.dtype.itemsize
+        view = places[:, :, first : first + size].reshape(array.shape)
+        view[...] = array
+        views.append(view)
+    assert (memory != 0).any()
+    case.conv, case.state = views
+    case.check(lambda: case.run(case.batch_there))
+
+
 def test_captured_steps_replay_and_leave_padding_alone(cuda):
     from openinfer_kernels.cuda.libraries import cupy
 

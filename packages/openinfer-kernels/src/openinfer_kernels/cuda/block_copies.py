@@ -30,30 +30,36 @@ _PIECES, _THREADS = 8, 256
 
 
 class DevicePool:
-    """The blocks of a C-contiguous array `[num_blocks, ...]` on a GPU.
+    """The blocks of a C-contiguous array `[num_blocks, ...]` on a GPU, and the pieces of slots of recurrent states.
 
     Args:
         pool: stays where it is while anybody copies.
         device: that it is on.
+        slots: C-contiguous `[slots, bytes]`, each slot a whole number of a block's size; None without.
 
     Raises:
-        ArrayMismatchError: a block is no whole number of 16-byte pieces.
+        ArrayMismatchError: a block is no whole number of 16-byte pieces, or a slot no whole number of blocks.
     """
 
     is_on_device = True
 
-    def __init__(self, pool: Array, device: Device) -> None:
+    def __init__(self, pool: Array, device: Device, *, slots: Array | None = None) -> None:
         num_blocks: int = pool.shape[0]
         block_bytes: int = pool.nbytes // num_blocks
+        slot_bytes: int = 0 if slots is None else slots.shape[1] * slots.dtype.itemsize
         if block_bytes % _SUM_BYTES or address(pool) % _SUM_BYTES:
             raise ArrayMismatchError(f"KV blocks of {block_bytes} bytes; they must be whole pieces of {_SUM_BYTES}")
+        if slot_bytes % block_bytes:
+            raise ArrayMismatchError(f"slots of {slot_bytes} bytes; they must be whole blocks of {block_bytes}")
         device.use()
         device.kernel("block_sums", "block_sums")  # loads the module now, on this thread
-        begin, mover = address(pool), DeviceBlockMover(device, block_bytes)
+        mover = DeviceBlockMover(device, block_bytes)
         self._device = device
         self._locked: list[int] = []
-        self.blocks: Sequence[DevicePoolBlock] = [
-            DevicePoolBlock(begin + index * block_bytes, block_bytes, mover) for index in range(num_blocks)
+        self.blocks: Sequence[DevicePoolBlock] = _cut(address(pool), num_blocks, block_bytes, mover)
+        self.states: Sequence[Sequence[DevicePoolBlock]] = [
+            _cut(address(slots) + slot * slot_bytes, slot_bytes // block_bytes, block_bytes, mover)
+            for slot in range(0 if slots is None else len(slots))
         ]
 
     def lock(self, memory: Sequence[memoryview]) -> None:
@@ -86,6 +92,10 @@ class DevicePoolBlock:
         self.address = address
         self.nbytes = nbytes
         self.mover = mover
+
+
+def _cut(begin: int, count: int, nbytes: int, mover: "DeviceBlockMover") -> list[DevicePoolBlock]:
+    return [DevicePoolBlock(begin + index * nbytes, nbytes, mover) for index in range(count)]
 
 
 class DeviceBlockMover:

@@ -5,7 +5,14 @@ import ctypes
 from openinfer_kernels.cuda.arrays import address, fits_vectors, require, require_rows, row_stride, rows_fit_vectors
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.state_rows import StateRows, layer_of_states, most_pieces, state_rows
+from openinfer_kernels.cuda.state_rows import (
+    StateRows,
+    layer_of_states,
+    most_pieces,
+    require_states,
+    state_rows,
+    states_fit_vectors,
+)
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch
 
@@ -48,7 +55,7 @@ class CausalConv:
         """
         require_rows(x, bfloat16, what="x")
         require(weight, bfloat16, ndim=2, what="the weight of the convolution")
-        require(state, bfloat16, ndim=4, what="the state of the convolution")
+        require_states(state, bfloat16, ndim=4, what="the state of the convolution")
         num_tokens, channels = x.shape
         taps = weight.shape[1]
         if weight.shape[0] != channels or state.shape[2:] != (channels, taps - 1) or taps not in _TAPS:
@@ -62,7 +69,13 @@ class CausalConv:
         arguments = _Arguments(
             address(x), address(weight), begin, address(out), rows, row_stride(x), slot_stride, channels
         )
-        is_wide = taps == _VECTOR_TAPS and channels % 8 == 0 and rows_fit_vectors(x) and fits_vectors(weight, state)
+        is_wide = (
+            taps == _VECTOR_TAPS
+            and channels % 8 == 0
+            and rows_fit_vectors(x)
+            and fits_vectors(weight)
+            and states_fit_vectors(state)
+        )
         (steps, tiles), width = (self._vectors, 8) if is_wide else (self._singles[taps], 1)
         blocks = -(-channels // (width * _THREADS))
         if batch.max_query_tokens == 1:

@@ -6,7 +6,7 @@ from openinfer_kernels.cuda.arrays import address, require
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.libraries import bfloat16
 from openinfer_kernels.cuda.sparse_arrays import FLOAT32, Entries, Rope, entries_of, rope_of
-from openinfer_kernels.cuda.state_rows import StateRows, layer_of_states, state_rows
+from openinfer_kernels.cuda.state_rows import StateRows, layer_of_states, require_states, state_rows
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch
 
@@ -62,7 +62,7 @@ class Compressor:
         require(projected, FLOAT32, ndim=2, what="the projected tokens")
         require(ape, FLOAT32, ndim=2, what="ape")
         require(norm, bfloat16, ndim=1, what="the weight of the norm")
-        require(state, FLOAT32, ndim=4, what="the state of open windows")
+        require_states(state, FLOAT32, ndim=4, what="the state of open windows")
         ratio, width = ape.shape
         size = width // 2 if self._overlapping else width
         shape = (2 * ratio, 2 * width) if self._overlapping else (3, size)

@@ -1,10 +1,12 @@
 """Rows of a step as kernels over recurrent states take them."""
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.cuda.arrays import address, require
+from openinfer_kernels.cuda.arrays import address, fits_vectors, require
+from openinfer_kernels.cuda.libraries import cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, AttentionBatch
 
@@ -34,10 +36,25 @@ def state_rows(batch: AttentionBatch) -> StateRows:
     return StateRows(*map(address, arrays), len(batch.context_lens))
 
 
+def require_states(state: Array, dtype: np.dtype[Any], *, ndim: int, what: str) -> None:
+    """Refuses what is not `[slots, layers, ...]` of `dtype` on the device, each layer of a slot a contiguous piece.
+
+    Raises:
+        ArrayMismatchError: says which and what it is.
+    """
+    if not isinstance(state, cupy.ndarray) or state.ndim != ndim:
+        raise ArrayMismatchError(f"{what} must be an array with {ndim} axes on the GPU, not {type(state).__name__}")
+    require(state[0, 0], dtype, ndim=ndim - 2, what=f"a layer of {what}")
+
+
 def layer_of_states(state: Array, layer: int) -> tuple[int, int]:
     """Of `state [slots, layers, ...]`: where a layer of slot 0 begins, and values from one slot to the next."""
-    num_layers, layer_values = state.shape[1], state[0, 0].size
-    return address(state) + layer * layer_values * state.dtype.itemsize, num_layers * layer_values
+    return address(state) + layer * state.strides[1], state.strides[0] // state.dtype.itemsize
+
+
+def states_fit_vectors(state: Array) -> bool:
+    """Whether every layer of every slot begins at a multiple of 16 bytes."""
+    return fits_vectors(state) and not any(stride % 16 for stride in state.strides[:2])
 
 
 def most_pieces(batch: AttentionBatch, num_tokens: int, *, piece_tokens: int, least_tokens: int) -> int:

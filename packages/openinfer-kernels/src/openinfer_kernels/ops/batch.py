@@ -42,7 +42,10 @@ class AttentionBatch:
     What a slot holds when a row begins at position 0 may be anything, NaN included, and never changes a result.
     """
     states: Mapping[str, Array] = field(default_factory=dict[str, Array])
-    """Name -> `[slots, layers, *shape]`: all recurrent states of this rank; operators change those of their rows."""
+    """Name -> `[slots, layers, *shape]`: all recurrent states of this rank; operators change those of their rows.
+
+    Each layer of a slot is a contiguous piece; layers and slots may lie further apart.
+    """
     block_tokens: int = 0
     """`B`; told to operators whose caches have fewer rows than tokens. 0 where no operator of the model asks."""
     caches: Mapping[str, Array] = field(default_factory=dict[str, Array])
