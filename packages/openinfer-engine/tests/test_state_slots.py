@@ -9,7 +9,7 @@ from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
 from openinfer_engine.block_tables import BlockTables
-from openinfer_engine.state_slots import StateSlots
+from openinfer_engine.state_slots import StateSlots, padded_slot_bytes
 from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
@@ -31,10 +31,11 @@ STATES = (
     SlotGroup(name="window", num_layers=1, tensors=(SlotTensor(name="state", shape=(7,), dtype=KvDtype.FLOAT32),)),
 )
 SPEC = KvSpec(model_tag="a", paged=(PAGED,), slots=STATES)
+LAYOUT = KvLayout.from_spec(SPEC, block_size_tokens=4)
 
 
 def make_slots() -> StateSlots:
-    return StateSlots(KvLayout.from_spec(SPEC, block_size_tokens=4), num_slots=5, ops=CpuOps())
+    return StateSlots(LAYOUT, num_slots=5, slot_bytes=padded_slot_bytes(LAYOUT, in_blocks=False), ops=CpuOps())
 
 
 def plan(rows: list[tuple[int, int, int]], started: tuple[int, ...] = ()) -> StepPlan:
@@ -121,3 +122,28 @@ def test_row_that_repeats_or_skips_a_token_is_refused(start: int) -> None:
 def test_sequence_that_begins_on_a_cached_prefix_is_refused() -> None:
     with pytest.raises(ContractViolation, match=r"begins at position 16, .* have consumed 0 tokens"):
         make_slots().advance(plan([(1, 16, 4)], started=(1,)))
+
+
+def test_slot_is_one_piece_of_memory_that_may_be_padded_to_whole_blocks() -> None:
+    assert LAYOUT.slot_bytes < padded_slot_bytes(LAYOUT, in_blocks=False) < LAYOUT.slot_bytes + 16
+    slot_bytes = padded_slot_bytes(LAYOUT, in_blocks=True)
+    assert LAYOUT.slot_bytes < slot_bytes < LAYOUT.slot_bytes + LAYOUT.block_bytes
+    assert slot_bytes % LAYOUT.block_bytes == 0
+    slots = StateSlots(LAYOUT, num_slots=5, slot_bytes=slot_bytes, ops=CpuOps())
+    for number, tensor in enumerate(slots.tensors.values(), 1):
+        tensor[2] = number
+    memory = np.asarray(slots.memory)
+    assert memory.shape == (5, slot_bytes)
+    assert memory[2].any()
+    assert not memory[[0, 1, 3, 4]].any()
+    memory[4] = memory[2]
+    for tensor in slots.tensors.values():
+        assert (tensor[4] == tensor[2]).all()
+
+
+def test_copy_that_came_from_a_tier_is_restored_behind_what_it_has_consumed() -> None:
+    slots = make_slots()
+    copy = StateCopy(source=3, target=0, loaded_tokens=8)
+    slots.advance(replace(plan([(0, 8, 1)], started=(0,)), state_restores=(copy,)))
+    again = StateCopy(source=3, target=1)
+    slots.advance(replace(plan([(1, 8, 1)], started=(1,)), state_restores=(again,)))

@@ -43,6 +43,8 @@ class StateCopy:
 
     source: int
     target: int
+    loaded_tokens: int | None = None
+    """That the source has consumed, where a KV tier has written it since the last step that did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

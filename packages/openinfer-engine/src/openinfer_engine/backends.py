@@ -195,7 +195,7 @@ class CpuBackend:
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         has_states = layout.slot_bytes > 0
         num_slots = limits.max_num_seqs + limits.num_snapshots
-        states = StateSlots(layout, num_slots=num_slots, ops=ops) if has_states else None
+        states = StateSlots(layout, num_slots=num_slots, slot_bytes=limits.slot_bytes, ops=ops) if has_states else None
         mark("kv_cache")
         return RankRunner(
             model,

@@ -21,11 +21,17 @@ from openinfer_engine.grammar_compilers import choose_grammar_compiler, make_gra
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
 from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.kv_events.recorder import KvEventRecorder
-from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, check_spec, choose_tiers
+from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers, require_snapshots
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import EngineOptions, LoadFormat
 from openinfer_engine.rank import RunnerLimits
-from openinfer_engine.rank_ledger import most_snapshots, plan_ranks, states_bytes_of_rank, weights_bytes_of_rank
+from openinfer_engine.rank_ledger import (
+    most_snapshots,
+    plan_ranks,
+    slot_bytes_of_rank,
+    states_bytes_of_rank,
+    weights_bytes_of_rank,
+)
 from openinfer_engine.stored_config import check_stored
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
@@ -142,7 +148,7 @@ class Composition:
         """Of all ranks: states of running sequences, and copies."""
         if not self.has_states:
             return {}
-        slot_bytes = self.options.tensor_parallel_size * self.layouts[0].slot_bytes
+        slot_bytes = self.options.tensor_parallel_size * self.runner_limits.slot_bytes
         copies = self.runner_limits.num_snapshots
         return {"states": slot_bytes * self.options.max_num_seqs, "state_snapshots": slot_bytes * copies}
 
@@ -255,8 +261,6 @@ def resolve(
     backend = open_backend(options, rank=rank)
     timeline.mark("device", device_bytes=backend.used_bytes())
     specs = _specs(definition, config, tag, options, backend.dtype)
-    if tiers is not None:
-        check_spec(specs[0])
     layouts = tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)
     backend.check_layout(layouts[0])
     sizes = RunnerLimits(
@@ -266,6 +270,7 @@ def resolve(
         num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
         vocab_size=limits.vocab_size,
         tokens_per_score=limits.tokens_per_score,
+        slot_bytes=slot_bytes_of_rank(options, layouts[0]),
     )
     weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=options.tensor_parallel_size)
     try:
@@ -273,6 +278,9 @@ def resolve(
     except Refused as error:
         possible = [each.ranks for each in plan_ranks(definition, config, options, backend, sizes) if not each.refusal]
         raise Refused(f"{error}; {_possible(possible)}") from error
+    num_snapshots = _num_snapshots(options, layouts[0], num_blocks)
+    if tiers is not None:
+        require_snapshots(specs[0], num_snapshots)
     return Composition(
         definition=definition,
         config=config,
@@ -280,7 +288,7 @@ def resolve(
         model_dir=model_dir,
         options=options,
         backend=backend,
-        runner_limits=replace(sizes, num_snapshots=_num_snapshots(options, layouts[0], num_blocks)),
+        runner_limits=replace(sizes, num_snapshots=num_snapshots),
         eos_token_ids=read_eos_token_ids(model_dir, published),
         layouts=layouts,
         num_blocks=num_blocks,

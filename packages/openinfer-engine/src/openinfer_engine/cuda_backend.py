@@ -161,7 +161,11 @@ class CudaBackend:
         """Warmed up, its decode steps captured."""
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         num_slots = limits.max_num_seqs + limits.num_snapshots
-        states = StateSlots(layout, num_slots=num_slots, ops=ops) if layout.slot_bytes else None
+        states = (
+            StateSlots(layout, num_slots=num_slots, slot_bytes=limits.slot_bytes, ops=ops)
+            if layout.slot_bytes
+            else None
+        )
         mark("kv_cache")
         if not isinstance(ops, CudaOps):
             raise TypeError("operators of another backend")

@@ -191,8 +191,9 @@ class CudaRank:
             raise
 
     def pool_memory(self) -> DevicePool:
-        """The blocks of its KV pool."""
-        return DevicePool(self._kv_cache, self._ops.device)
+        """Its blocks and slots."""
+        slots = None if self._states is None else self._states.memory
+        return DevicePool(self._kv_cache, self._ops.device, slots=slots)
 
     def close(self) -> None:
         """Waits for what was queued, frees what was captured, and leaves the group."""

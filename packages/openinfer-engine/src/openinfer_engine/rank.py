@@ -36,6 +36,8 @@ class RunnerLimits:
     vocab_size: int
     num_snapshots: int = 0
     """Slots of recurrent states behind the first `max_num_seqs`, for copies."""
+    slot_bytes: int = 0
+    """Memory of each of them, with padding; 0 without states."""
     tokens_per_score: int | None = None
     """As in `ModelLimits`."""
 
@@ -97,8 +99,8 @@ class RankRunner:
             raise
 
     def pool_memory(self) -> HostPool:
-        """The blocks of its KV pool."""
-        return HostPool(self._kv_cache)
+        """Its blocks and slots."""
+        return HostPool(self._kv_cache, None if self._states is None else self._states.memory)
 
     def close(self) -> None:
         """Leaves the group."""

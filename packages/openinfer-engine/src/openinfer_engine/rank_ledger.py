@@ -9,6 +9,7 @@ from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.rank_weights import rank_weights_bytes
+from openinfer_engine.state_slots import padded_slot_bytes
 from openinfer_engine.stored_tensor import spec_bytes
 from openinfer_kv_cache import KvConfigError, KvLayout
 
@@ -25,14 +26,20 @@ def weights_bytes_of_rank(definition: ModelDefinition[Any], config: Any, backend
 
 def states_bytes_of_rank(options: EngineOptions, layout: KvLayout, *, ranks: int) -> int:
     """Of recurrent states of one of so many ranks: those of running sequences, and copies."""
-    return layout.slot_bytes * (options.max_num_seqs + most_snapshots(options, layout, ranks=ranks))
+    num_slots = options.max_num_seqs + most_snapshots(options, layout, ranks=ranks)
+    return slot_bytes_of_rank(options, layout) * num_slots
+
+
+def slot_bytes_of_rank(options: EngineOptions, layout: KvLayout) -> int:
+    """Memory of one slot of recurrent states of one rank; 0 without states."""
+    return padded_slot_bytes(layout, in_blocks=bool(options.kv_tier))
 
 
 def most_snapshots(options: EngineOptions, layout: KvLayout, *, ranks: int) -> int:
     """Copies of states that their budget holds; none without states or a prefix cache."""
     if not layout.slot_bytes or not options.prefix_cache:
         return 0
-    return options.state_snapshot_bytes // ranks // layout.slot_bytes
+    return options.state_snapshot_bytes // ranks // slot_bytes_of_rank(options, layout)
 
 
 def plan_ranks(

@@ -2,8 +2,12 @@
 
 A sequence keeps its states in the slot that the plan runs it in, and they cannot be set back: a row goes on exactly
 where the last one of its slot ended, or where a copy ends that the plan brings into the slot before.
+
+A slot is one piece of memory, laid out as `KvLayout` says, so that it is copied at once. With KV tiers it is padded to
+whole pieces of a block's size, which tiers move like blocks.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,33 +16,52 @@ import numpy as np
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StateCopy, StepPlan
 from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
-from openinfer_kv_cache import GroupKind, KvLayout
+from openinfer_kv_cache import GroupKind, KvGroupLayout, KvLayout, KvRegion
+
+_ALIGN_BYTES = 16
+"""What kernels load at once."""
+
+
+def padded_slot_bytes(layout: KvLayout, *, in_blocks: bool) -> int:
+    """Memory of one slot; 0 without states.
+
+    Args:
+        layout: of the slot.
+        in_blocks: whether it has to be a whole number of a block's size.
+    """
+    multiple = math.lcm(layout.block_bytes, _ALIGN_BYTES) if in_blocks else _ALIGN_BYTES
+    return -(-layout.slot_bytes // multiple) * multiple
 
 
 class StateSlots:
-    """One slot per sequence that runs, and slots for copies; all layers of a slot group are one array per tensor.
+    """One slot per sequence that runs, and slots for copies.
 
     Args:
         layout: its slot groups; their tensors are named `GROUP.TENSOR`.
         num_slots: of both.
+        slot_bytes: of one, with padding (`padded_slot_bytes`).
         ops: of this rank.
     """
 
-    def __init__(self, layout: KvLayout, *, num_slots: int, ops: Ops) -> None:
+    def __init__(self, layout: KvLayout, *, num_slots: int, slot_bytes: int, ops: Ops) -> None:
         self._ops = ops
         self._consumed: HostArray = np.zeros(num_slots, np.int64)
-        self._tensors: dict[str, Array] = {
-            f"{group.name}.{region.name}": ops.zeros(
-                (num_slots, group.num_layers, *region.shape), np.dtype(str(region.dtype))
-            )
+        self._memory: Array = ops.zeros((num_slots, slot_bytes), np.uint8)
+        self._tensors = {
+            f"{group.name}.{region.name}": _view(self._memory, group, region)
             for group in layout.groups
             if group.kind is GroupKind.SLOT
             for region in group.regions
         }
 
     @property
+    def memory(self) -> Array:
+        """`[slots, bytes]`: all of them."""
+        return self._memory
+
+    @property
     def tensors(self) -> Mapping[str, Array]:
-        """`GROUP.TENSOR` -> `[slots, layers, *shape]`, as a batch carries them."""
+        """`GROUP.TENSOR` -> `[slots, layers, *shape]`, as a batch carries them; each piece of a layer is contiguous."""
         return self._tensors
 
     def advance(self, plan: StepPlan) -> None:
@@ -67,10 +90,24 @@ class StateSlots:
         if not copies:
             return
         sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
+        for copy in copies:
+            if copy.loaded_tokens is not None:
+                self._consumed[copy.source] = copy.loaded_tokens
         self._consumed[targets] = self._consumed[sources]
-        for tensor in self._tensors.values():
-            self._ops.copy_rows(tensor, sources=sources, targets=targets)
+        self._ops.copy_rows(self._memory, sources=sources, targets=targets)
 
     def join(self, batch: AttentionBatch, plan: StepPlan) -> AttentionBatch:
         """The batch of a step with the states of its rows."""
         return replace(batch, state_slots=self._ops.upload(plan.slots), states=self._tensors)
+
+
+def _view(memory: Array, group: KvGroupLayout, region: KvRegion) -> Array:
+    """`[slots, layers, *shape]` of one tensor in `memory [slots, bytes]`."""
+    dtype = np.dtype(str(region.dtype))
+    begin, stride, size, base = (
+        num_bytes // dtype.itemsize
+        for num_bytes in (group.regions[0].base_bytes, region.stride_bytes, region.size_bytes, region.base_bytes)
+    )
+    slots = memory.reshape(-1).view(dtype).reshape(len(memory), -1)
+    layers = slots[:, begin : begin + group.num_layers * stride].reshape(len(memory), group.num_layers, stride)
+    return layers[:, :, base - begin : base - begin + size].reshape(len(memory), group.num_layers, *region.shape)

@@ -13,7 +13,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine import EngineOptions
 from openinfer_engine.kv_tiers import OpenTiers, PageTaking, choose_tiers, join_tiers, require_tiered, take_pages
-from openinfer_engine.kv_tiers.choice import ChosenTiers, check_spec
+from openinfer_engine.kv_tiers.choice import ChosenTiers, require_snapshots
 from openinfer_engine.kv_tiers.page_taking import available_bytes
 from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, KvTier, PagedGroup, PagedTensor, SlotGroup, SlotTensor
@@ -99,12 +99,14 @@ def test_settings_that_name_nothing_are_refused(settings: list[str], error: type
         choose_tiers(EngineOptions(kv_tier=settings))
 
 
-def test_models_with_recurrent_states_are_refused() -> None:
-    check_spec(SPEC)
+def test_models_with_recurrent_states_are_refused_without_copies_of_them() -> None:
+    require_snapshots(SPEC, 0)
     state = SlotTensor(name="state", shape=(4,), dtype=KvDtype.FLOAT32)
     states = SlotGroup(name="linear", num_layers=1, tensors=(state,))
-    with pytest.raises(Refused, match="recurrent states \\(linear\\)"):
-        check_spec(KvSpec(model_tag="m", paged=SPEC.paged, slots=(states,)))
+    spec = KvSpec(model_tag="m", paged=SPEC.paged, slots=(states,))
+    require_snapshots(spec, 1)
+    with pytest.raises(Refused, match=r"recurrent states \(linear\).* state_snapshot_bytes has room for none"):
+        require_snapshots(spec, 0)
 
 
 def test_a_lasting_tier_without_a_key_needs_a_key_file(tmp_path: Path) -> None:
@@ -157,6 +159,14 @@ def test_blocks_of_a_host_pool_are_its_memory() -> None:
     blocks[1][:4] = np.float32(7.0).tobytes()
     assert len(blocks) == 3
     assert pool[1, 0, 0] == 7.0
+
+
+def test_pieces_of_slots_are_their_memory() -> None:
+    pool, slots = np.zeros((3, 2, 4), np.float32), np.zeros((5, 64), np.uint8)
+    pieces: Sequence[Any] = HostPool(pool, slots).states
+    assert [len(each) for each in pieces] == [2] * 5
+    pieces[4][1][:2] = bytes([1, 2])
+    assert slots[4, 32:34].tolist() == [1, 2]
 
 
 def test_memory_that_is_there_is_the_machine_s_and_the_container_s(tmp_path: Path) -> None:

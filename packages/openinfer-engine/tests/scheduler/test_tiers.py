@@ -30,20 +30,49 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_core.testing.fake_model import NUM_TOKEN_IDS
-from openinfer_core.testing.scheduler_driver import SchedulerDriver
+from openinfer_core.testing.scheduler_driver import RunsAt, SchedulerDriver
 from openinfer_engine.kv_tiers import TieredScheduler, TierPort
 from openinfer_engine.scheduler import TokenBudgetScheduler
 from openinfer_kv_cache import Digest, KvLayout, KvTier, TierCounters, TierFailure, TransferState
 
 Content = tuple[int | None, ...]
 GARBAGE = -1
+HALF_BITS = 32
+HALF = 2**HALF_BITS - 1
 NEVER = 10**9
+STATES: dict[str, Any] = {"prefix_cache": False, "num_snapshots": 3}
+"""Of a model with recurrent states."""
 
 
 @dataclass
 class FakeBlock:
     device: FakeDevice
     block_id: int
+
+    def read(self) -> Content:
+        return self.device.read_block(self.block_id)
+
+    def write(self, content: Content) -> None:
+        self.device.write_block(self.block_id, content)
+
+
+@dataclass
+class FakePiece:
+    """Half of the states of a slot: 32 bits of them."""
+
+    device: FakeDevice
+    slot: int
+    half: int
+
+    def read(self) -> Content:
+        state = self.device.states.read(self.slot)
+        return (None if state is None else state >> self.half * HALF_BITS & HALF,)
+
+    def write(self, content: Content) -> None:
+        (given,) = content
+        state = self.device.states.read(self.slot) or 0
+        kept = state & HALF << (1 - self.half) * HALF_BITS
+        self.device.states.write(self.slot, None if given is None else kept | (given & HALF) << self.half * HALF_BITS)
 
 
 @dataclass
@@ -60,7 +89,7 @@ class FakeTransfer:
 
     tier: "FakeTier"
     digests: tuple[Digest, ...]
-    blocks: list[FakeBlock]
+    blocks: list[FakeBlock | FakePiece]
     is_load: bool
     polls_left: int
     landed_blocks: int = 0
@@ -74,10 +103,10 @@ class FakeTransfer:
     def __post_init__(self) -> None:
         if self.is_load:
             self.held = [self.tier.contents[digest] for digest in self.digests]
-            for block in self.blocks:
-                block.device.write_block(block.block_id, (GARBAGE,) * self.tier.block_tokens)
+            for content, block in zip(self.held, self.blocks, strict=True):
+                block.write((GARBAGE,) * len(content))
         else:
-            self.before = [block.device.read_block(block.block_id) for block in self.blocks]
+            self.before = [block.read() for block in self.blocks]
 
     @property
     def num_blocks(self) -> int:
@@ -101,11 +130,11 @@ class FakeTransfer:
         landing = tier.random.randint(0, self.num_blocks) if tier.random.random() < tier.fault_rate else self.num_blocks
         for place, (digest, block) in enumerate(list(zip(self.digests, self.blocks, strict=True))[:landing]):
             if self.is_load:
-                block.device.write_block(block.block_id, self.held[place])
+                block.write(self.held[place])
             else:
-                tier.contents[digest] = block.device.read_block(block.block_id)
+                tier.contents[digest] = block.read()
         if not self.is_load:
-            now = [block.device.read_block(block.block_id) for block in self.blocks]
+            now = [block.read() for block in self.blocks]
             assert now == self.before, "a block was overwritten while it was saved"
         self.landed_blocks = landing
         if landing == self.num_blocks:
@@ -147,13 +176,15 @@ class FakeTier:
             found += 1
         return FakeHit(tuple(digests[:found]))
 
-    def load(self, hit: FakeHit, blocks: list[FakeBlock], *, timeout_s: float | None = None) -> FakeTransfer:
+    def load(
+        self, hit: FakeHit, blocks: list[FakeBlock | FakePiece], *, timeout_s: float | None = None
+    ) -> FakeTransfer:
         transfer = FakeTransfer(self, hit.digests, blocks, True, self._draw(self.load_polls))
         self.loads.append(transfer)
         return transfer
 
     def save(
-        self, digests: Sequence[Digest], blocks: list[FakeBlock], *, timeout_s: float | None = None
+        self, digests: Sequence[Digest], blocks: list[FakeBlock | FakePiece], *, timeout_s: float | None = None
     ) -> FakeTransfer:
         transfer = FakeTransfer(self, tuple(digests), blocks, False, self._draw(self.save_polls))
         self.saves.append(transfer)
@@ -172,7 +203,16 @@ class FakeTier:
 class Rig:
     """A driver whose scheduler uses a tier."""
 
-    def __init__(self, factory: type[TokenBudgetScheduler], tier: FakeTier, *, overlap: int = 2, **limits: Any) -> None:
+    def __init__(
+        self,
+        factory: type[TokenBudgetScheduler],
+        tier: FakeTier,
+        *,
+        overlap: int = 2,
+        has_states: bool = True,
+        runs_at: RunsAt = RunsAt.PLAN,
+        **limits: Any,
+    ) -> None:
         chosen: dict[str, Any] = {
             "num_blocks": 8,
             "block_size_tokens": tier.block_tokens,
@@ -188,9 +228,13 @@ class Rig:
             policy=FirstComeFirstServed(QueuePolicyConfig()),
             max_in_flight=overlap,
             is_moving=self._is_moving,
+            runs_at=runs_at,
         )
-        blocks = [FakeBlock(self.driver.device, block_id) for block_id in range(config.num_blocks)]
-        self.port = TierPort(cast("KvTier", tier), cast("Any", blocks), load_timeout_s=1.0)
+        device = self.driver.device
+        blocks = [FakeBlock(device, block_id) for block_id in range(config.num_blocks)]
+        num_slots = config.max_num_seqs + config.num_snapshots if config.num_snapshots and has_states else 0
+        states = [[FakePiece(device, slot, half) for half in range(2)] for slot in range(num_slots)]
+        self.port = TierPort(cast("KvTier", tier), cast("Any", blocks), states=cast("Any", states), load_timeout_s=1.0)
         assert isinstance(self.driver.scheduler, TieredScheduler)
         self.driver.scheduler.use_tiers(self.port)
 
@@ -334,14 +378,21 @@ def test_only_a_share_of_the_pool_is_saved_at_a_time(checked_scheduler: type[Tok
 
 
 def test_tiers_are_refused_without_a_prefix_cache(checked_scheduler: type[TokenBudgetScheduler]) -> None:
-    for limits in ({"prefix_cache": False}, {"prefix_cache": False, "num_snapshots": 2}):
-        with pytest.raises(ContractViolation, match="KV tiers need a prefix cache"):
-            Rig(checked_scheduler, FakeTier(block_tokens=4), **limits)
+    with pytest.raises(ContractViolation, match="KV tiers need a prefix cache"):
+        Rig(checked_scheduler, FakeTier(block_tokens=4), prefix_cache=False)
 
 
+def test_tiers_of_a_model_with_states_are_refused_without_their_memory(
+    checked_scheduler: type[TokenBudgetScheduler],
+) -> None:
+    with pytest.raises(ContractViolation, match="need the states' memory"):
+        Rig(checked_scheduler, FakeTier(block_tokens=4), has_states=False, **STATES)
+
+
+@pytest.mark.parametrize("num_snapshots", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(30))
 def test_random_traffic_with_a_slow_and_faulty_tier_keeps_books_and_tokens_right(
-    checked_scheduler: type[TokenBudgetScheduler], seed: int
+    checked_scheduler: type[TokenBudgetScheduler], seed: int, num_snapshots: int
 ) -> None:
     draw = random.Random(seed)
     block_tokens = draw.choice((1, 2, 4))
@@ -352,11 +403,14 @@ def test_random_traffic_with_a_slow_and_faulty_tier_keeps_books_and_tokens_right
         checked_scheduler,
         tier,
         overlap=draw.choice((1, 2)),
+        runs_at=draw.choice(tuple(RunsAt)),
         num_blocks=20 // block_tokens + draw.randint(0, 3),
         max_num_seqs=draw.randint(2, 5),
         max_model_tokens=20,
         max_step_tokens=5 + draw.randint(0, 8),
         max_waiting=64,
+        prefix_cache=not num_snapshots,
+        num_snapshots=num_snapshots,
     )
     prefixes = [tuple(draw.randrange(NUM_TOKEN_IDS) for _ in range(8)) for _ in range(3)]
     for request_id in range(60):

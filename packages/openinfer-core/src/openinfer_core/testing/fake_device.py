@@ -78,6 +78,17 @@ class FakeDevice:
             else:
                 self._memory[block_id * size + offset] = state
 
+    @property
+    def states(self) -> FakeStates:
+        """Recurrent states by slot; of a config with snapshots.
+
+        Raises:
+            ConformanceError: it has none.
+        """
+        if self._states is None:
+            raise ConformanceError("this device has no recurrent states: num_snapshots is 0")
+        return self._states
+
     def run(self, plan: StepPlan) -> StepResult:
         """Executes one step.
 

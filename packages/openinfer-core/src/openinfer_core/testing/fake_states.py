@@ -57,6 +57,19 @@ class FakeStates:
             require(self._is_copy(copy.target), f"slot {copy.target} is copied to; it is not one for copies")
         self._copy(plan.state_snapshots)
 
+    def read(self, slot: int) -> int | None:
+        """What a slot holds."""
+        return self._states.get(slot)
+
+    def write(self, slot: int, state: int | None) -> None:
+        """Overwrites a slot for copies, as a copy from a KV tier does.
+
+        Raises:
+            ConformanceError: it is not one.
+        """
+        require(self._is_copy(slot), f"slot {slot} is written to by a tier; it is not one for copies")
+        self._states[slot] = state
+
     def _is_copy(self, slot: int) -> bool:
         return self._num_running <= slot < self._num_slots
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TypeAlias
 
 from openinfer_core.events import (
@@ -38,6 +39,15 @@ STEPS_PER_TOKEN = 10
 """How many steps a token may cost, recomputation after preemptions included, before a scheduler counts as stuck."""
 
 
+class RunsAt(StrEnum):
+    """When a fake device runs a step; a device may run it at any time between."""
+
+    PLAN = "plan"
+    """As soon as it is planned."""
+    APPLY = "apply"
+    """As late as its result is taken."""
+
+
 @dataclass(slots=True)
 class Account:
     """What a request has been told."""
@@ -65,6 +75,7 @@ class SchedulerDriver:
         policy: of the waiting queue; first come first served if None.
         max_in_flight: plans made before the first of them is applied: 1 without overlap, 2 with it.
         is_moving: whether blocks are on their way from or to KV tiers; then there may be no plan, and asking helps.
+        runs_at: when a step runs: as soon as it is planned, or as late as its result is taken.
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class SchedulerDriver:
         policy: QueuePolicy | None = None,
         max_in_flight: int = 2,
         is_moving: Callable[[], bool] = lambda: False,
+        runs_at: RunsAt = RunsAt.PLAN,
     ) -> None:
         self.config = config
         self.policy = WatchedPolicy(FirstComeFirstServed(QueuePolicyConfig()) if policy is None else policy)
@@ -85,7 +97,8 @@ class SchedulerDriver:
         """Requests that the test's queue policy spoils: they may end with `Failed(INTERNAL)`."""
         self._max_in_flight = max_in_flight
         self._is_moving = is_moving
-        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._runs_at = runs_at
+        self._in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()
         self._masked_slots: dict[int, bool] = {}
         """Slot -> whether its request has a grammar."""
         self._ledger = Ledger()
@@ -127,7 +140,7 @@ class SchedulerDriver:
         return len(self._in_flight)
 
     def plan(self) -> StepPlan | None:
-        """Plans a step and executes it; its result is kept until `apply`."""
+        """Plans a step and executes it, unless that is done late; its result is kept until `apply`."""
         plan = self.scheduler.plan(now_s=self._tick())
         if plan is None:
             require(
@@ -139,7 +152,7 @@ class SchedulerDriver:
         require(self._budget_steps > 0, f"stuck: {self.device.steps} steps and no end; {self.scheduler.stats()}")
         self._check_starts(plan)
         self._check_masked_rows(plan)
-        self._in_flight.append((plan, self.device.run(plan)))
+        self._in_flight.append((plan, self.device.run(plan) if self._runs_at is RunsAt.PLAN else None))
         return plan
 
     def apply(self) -> None:
@@ -149,6 +162,7 @@ class SchedulerDriver:
             IndexError: there is none.
         """
         plan, result = self._in_flight.popleft()
+        result = self.device.run(plan) if result is None else result
         self._take(self.scheduler.apply(plan, result, now_s=self._tick()))
 
     def step(self) -> StepPlan | None:

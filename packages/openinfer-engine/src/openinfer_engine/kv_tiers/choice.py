@@ -110,17 +110,17 @@ def choose_tiers(options: EngineOptions) -> ChosenTiers | None:
     )
 
 
-def check_spec(spec: KvSpec) -> None:
-    """Refuses a model whose prefixes are more than KV blocks.
+def require_snapshots(spec: KvSpec, num_snapshots: int) -> None:
+    """Refuses a model with recurrent states, of which no copies are kept.
 
     Raises:
-        Refused: it keeps recurrent states, which tiers do not hold.
+        Refused: prefixes end where copies are, so that there are none to save.
     """
-    if spec.slots:
+    if spec.slots and not num_snapshots:
         states = ", ".join(group.name for group in spec.slots)
         raise Refused(
-            f"--kv-tier: the model keeps recurrent states ({states}) beside its KV, a prefix is of no use without "
-            "them, and tiers hold KV blocks only; leave --kv-tier out"
+            f"--kv-tier: the model keeps recurrent states ({states}) beside its KV, a prefix is of no use without a "
+            "copy of them, and state_snapshot_bytes has room for none; give it more, or leave --kv-tier out"
         )
 
 

@@ -51,7 +51,9 @@ def join_tiers(tiers: OpenTiers, *, pool: PoolMemory, scheduler: TieredScheduler
         raise ContractViolation(f"blocks of the pool have {pool.blocks[0].nbytes} bytes, those of tiers {block_bytes}")
     if pool.is_on_device:
         pool.lock(_device_tier(tiers.tier).pinnable_memory())
-    port = TierPort(tiers.tier, pool.blocks, load_timeout_s=load_timeout_s, before_close=pool.unlock)
+    port = TierPort(
+        tiers.tier, pool.blocks, states=pool.states, load_timeout_s=load_timeout_s, before_close=pool.unlock
+    )
     scheduler.use_tiers(port)
     return port
 

@@ -1,4 +1,4 @@
-"""`PoolMemory`: the blocks of a rank's KV pool as tiers copy them."""
+"""`PoolMemory`: the blocks of a rank's KV pool, and its slots of recurrent states, as tiers copy them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from openinfer_kv_cache.tier_traits import BlockMemory
 
 
 class PoolMemory(Protocol):
-    """Blocks of one pool, and what the device that holds them can do for memory of this machine."""
+    """Blocks and slots of one rank, and what the device that holds them can do for memory of this machine."""
 
     @property
     def is_on_device(self) -> bool:
@@ -20,6 +20,11 @@ class PoolMemory(Protocol):
     @property
     def blocks(self) -> Sequence[BlockMemory]:
         """By block id."""
+        ...
+
+    @property
+    def states(self) -> Sequence[Sequence[BlockMemory]]:
+        """The pieces of each slot, each as large as a block; none without states."""
         ...
 
     def lock(self, memory: Sequence[memoryview]) -> None:
@@ -32,14 +37,19 @@ class PoolMemory(Protocol):
 
 
 class HostPool:
-    """A pool in this machine's memory: a C-contiguous NumPy array `[num_blocks, ...]`."""
+    """A pool in this machine's memory.
+
+    Args:
+        kv_cache: C-contiguous `[num_blocks, ...]`.
+        slots: C-contiguous `[slots, bytes]` of recurrent states, each slot a whole number of a block's size.
+    """
 
     is_on_device = False
 
-    def __init__(self, pool: Array) -> None:
-        whole = np.asarray(pool).reshape(-1).view(np.uint8).data
-        size = len(whole) // len(pool)
-        self.blocks: Sequence[BlockMemory] = [whole[begin : begin + size] for begin in range(0, len(whole), size)]
+    def __init__(self, kv_cache: Array, slots: Array | None = None) -> None:
+        self.blocks: Sequence[BlockMemory] = _pieces(kv_cache, np.asarray(kv_cache).nbytes // len(kv_cache))
+        size = self.blocks[0].nbytes
+        self.states: Sequence[Sequence[BlockMemory]] = () if slots is None else [_pieces(slot, size) for slot in slots]
 
     def lock(self, memory: Sequence[memoryview]) -> None:
         """Nothing to do."""
@@ -47,3 +57,8 @@ class HostPool:
 
     def unlock(self) -> None:
         """Nothing to do."""
+
+
+def _pieces(array: Array, num_bytes: int) -> list[BlockMemory]:
+    whole = np.asarray(array).reshape(-1).view(np.uint8).data
+    return [whole[begin : begin + num_bytes] for begin in range(0, len(whole), num_bytes)]

@@ -1,7 +1,10 @@
-"""`TierPort`: what a scheduler asks of KV tiers, in terms of block ids of the pool.
+"""`TierPort`: what a scheduler asks of KV tiers, in terms of places of the pool.
 
-    load(digests, blocks)   the longest beginning that the tiers hold, on its way into those blocks
-    save(digests, blocks)   sealed blocks on their way out
+    find(digests)           the longest beginning of a chain that the tiers hold
+    load(found, places)     what was found, on its way into those places
+    save(digests, places)   sealed blocks on their way out
+
+A place is a block, by its id, or one of the pieces of a slot of recurrent states, which is as large (`state_places`).
 
 Nothing here waits but `wait` and `close`. A tier that raises is left alone from then on: its fault is counted and
 logged, and everything it was asked for is computed instead. A transfer that raises ends the engine: nobody knows then
@@ -14,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 from openinfer_core.engine import KvTierStats
+from openinfer_engine.kv_tiers.found import FoundBlocks
 from openinfer_engine.kv_tiers.move import BlockMove
 from openinfer_kv_cache import Digest, KvTier, TierHit, Transfer
 from openinfer_kv_cache.tier_traits import BlockMemory
@@ -41,6 +45,7 @@ class TierPort:
     Args:
         tier: a tier, or a stack of them; closed by `close`.
         blocks: the pool's, by block id.
+        states: the pieces of each slot of recurrent states; none for a model without.
         load_timeout_s: after which what has not landed is computed instead.
         save_timeout_s: after which a save is given up.
         before_close: called when nothing touches the blocks any more, before the tier is closed.
@@ -52,13 +57,17 @@ class TierPort:
         tier: KvTier,
         blocks: Sequence[BlockMemory],
         *,
+        states: Sequence[Sequence[BlockMemory]] = (),
         load_timeout_s: float,
         save_timeout_s: float = 30.0,
         before_close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
-        self._blocks = blocks
+        self._places = [*blocks, *(piece for slot in states for piece in slot)]
+        self._num_blocks = len(blocks)
+        self.pieces_per_slot = len(states[0]) if states else 0
+        """Of the recurrent states of one sequence; 0 for a model without."""
         self._load_timeout_s = load_timeout_s
         self._save_timeout_s = save_timeout_s
         self._before_close = before_close
@@ -72,39 +81,58 @@ class TierPort:
         """Whether something is on its way, or was when it was last looked at."""
         return bool(self._moves)
 
-    def load(self, digests: Sequence[Digest], block_ids: Sequence[int]) -> BlockMove | None:
-        """Begins to fill blocks with the longest beginning of a chain that the tiers hold; None if they hold none.
+    def state_places(self, slot: int) -> Sequence[int]:
+        """The places of a slot of recurrent states."""
+        begin = self._num_blocks + slot * self.pieces_per_slot
+        return range(begin, begin + self.pieces_per_slot)
+
+    def find(self, digests: Sequence[Digest]) -> FoundBlocks:
+        """The longest beginning of a chain that the tiers hold, maybe empty."""
+        hits: list[TierHit] = []
+        try:
+            for begin in range(0, 0 if self._is_broken else len(digests), PIECE_BLOCKS):
+                asked = digests[begin : begin + PIECE_BLOCKS]
+                hit = self._tier.find(asked)
+                if hit.digests:
+                    hits.append(hit)
+                else:
+                    hit.close()
+                if len(hit.digests) < len(asked):
+                    break
+        except Exception as error:  # noqa: BLE001 -- the fence: a tier's fault costs a recomputation, not the engine
+            self._break("find", error)
+        return FoundBlocks(hits)
+
+    def load(self, found: FoundBlocks, places: Sequence[int]) -> BlockMove | None:
+        """Begins to fill places with what was found; None if that is nothing, or cannot be loaded.
 
         Args:
-            digests: of the chain behind what the pool has.
-            block_ids: as many writable blocks; those that the move does not cover stay as they are.
+            found: is spent.
+            places: writable, as many as were found or more; those that the move does not cover stay as they are.
         """
-        if self._is_broken or not digests:
-            return None
-        hits: list[TierHit] = []
         pieces: list[Transfer] = []
+        hits, found.hits = found.hits, []
         try:
-            hits = self._find(digests)
             place = 0
             for hit in hits:
-                into = self._memory(block_ids[place : place + len(hit.digests)])
+                into = self._memory(places[place : place + len(hit.digests)])
                 pieces.append(self._tier.load(hit, into, timeout_s=self._load_timeout_s))
                 place += len(into)
-        except Exception as error:  # noqa: BLE001 -- the fence: a tier's fault costs a recomputation, not the engine
+        except Exception as error:  # noqa: BLE001 -- the fence, as above
             self._break("load", error)
             for hit in hits[len(pieces) :]:
                 hit.close()
         return self._begin(pieces) if pieces else None
 
-    def save(self, digests: Sequence[Digest], block_ids: Sequence[int]) -> BlockMove | None:
-        """Begins to copy sealed blocks into the tiers; None if these take none."""
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> BlockMove | None:
+        """Begins to copy what nobody writes to any more into the tiers; None if these take none."""
         if self._is_broken or not self._tier.accepts_saves:
             return None
         pieces: list[Transfer] = []
         try:
             for begin in range(0, len(digests), PIECE_BLOCKS):
                 piece = slice(begin, begin + PIECE_BLOCKS)
-                memory = self._memory(block_ids[piece])
+                memory = self._memory(places[piece])
                 pieces.append(self._tier.save(digests[piece], memory, timeout_s=self._save_timeout_s))
         except Exception as error:  # noqa: BLE001 -- the fence, as above
             self._break("save", error)
@@ -174,24 +202,10 @@ class TierPort:
             self.wait(0.1)
             self.settle()
 
-    def _find(self, digests: Sequence[Digest]) -> list[TierHit]:
-        """Hits of neighbouring pieces of a chain, none of them empty."""
-        hits: list[TierHit] = []
-        for begin in range(0, len(digests), PIECE_BLOCKS):
-            asked = digests[begin : begin + PIECE_BLOCKS]
-            hit = self._tier.find(asked)
-            if hit.digests:
-                hits.append(hit)
-            else:
-                hit.close()
-            if len(hit.digests) < len(asked):
-                break
-        return hits
-
-    def _memory(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """Blocks as the tier takes them; whoever made the port has seen to it that it takes the pool's kind."""
-        blocks = cast("Sequence[memoryview]", self._blocks)
-        return [blocks[block_id] for block_id in block_ids]
+    def _memory(self, places: Sequence[int]) -> list[memoryview]:
+        """Places as the tier takes them; whoever made the port has seen to it that it takes the pool's kind."""
+        memory = cast("Sequence[memoryview]", self._places)
+        return [memory[place] for place in places]
 
     def _begin(self, pieces: Sequence[Transfer]) -> BlockMove:
         num_blocks = sum(piece.num_blocks for piece in pieces)

@@ -28,6 +28,8 @@ class StepInFlight:
     """The first so many rows go on from the last id of their slot."""
     snapshots: dict[int, SlotCopy] = field(default_factory=dict[int, SlotCopy])
     """Row -> the copy of its states behind it."""
+    holds: list[SlotCopy] = field(default_factory=list[SlotCopy])
+    """Snapshots that the step restores from, and that no tier may fill before it has run."""
 
 
 class StepDraft:
@@ -40,6 +42,7 @@ class StepDraft:
         "ends",
         "faults",
         "given_counts",
+        "holds",
         "new_block_counts",
         "new_blocks",
         "restores",
@@ -69,6 +72,7 @@ class StepDraft:
         self.started: list[SlotStart] = []
         self.restores: list[StateCopy] = []
         self.snapshots: dict[int, SlotCopy] = {}
+        self.holds: list[SlotCopy] = []
         self.faults: dict[int, str] = {}
 
     def add_decode_row(self, sequence: Sequence, new_blocks: ListLike[int]) -> None:
@@ -151,6 +155,7 @@ class StepDraft:
             ends=self.ends,
             samples=self.samples,
             snapshots=self.snapshots,
+            holds=self.holds,
             faults=self.faults,
             decode_rows=self.decode_rows,
         )

@@ -62,6 +62,8 @@ class Harvest:
                 self._line.give_back(sequence)
         for row, copy in self._record.snapshots.items():
             self._line.end_snapshot(copy, good=row in computed)
+        for hold in self._record.holds:
+            self._line.end_hold(hold)
 
     def _take_row(self, row: int, sequence: Sequence, token_id: int) -> None:
         record, result = self._record, self._result

@@ -24,10 +24,13 @@ from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.draft import StepInFlight
 from openinfer_engine.scheduler.loads import Loads
+from openinfer_engine.scheduler.reserving import Reserved, Reserving
 from openinfer_engine.scheduler.saves import Saves
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
 from openinfer_engine.scheduler.snapshots import Snapshots
-from openinfer_kv_cache import BlockSequence, KvCache, KvCacheOptions, SlotCopy
+from openinfer_engine.scheduler.state_prefixes import StatePrefixes
+from openinfer_engine.scheduler.state_saves import StateSaves
+from openinfer_kv_cache import KvCache, KvCacheOptions, SlotCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +43,8 @@ class Admission:
     """Whether the queue policy raised on it."""
     restore: StateCopy | None = None
     """Brings the recurrent states of the prefix that it begins on."""
+    hold: SlotCopy | None = None
+    """Of what is restored, until the step was applied; only with KV tiers."""
 
 
 class Line:
@@ -59,6 +64,8 @@ class Line:
         self.loads: Loads | None = None
         self.saves: Saves | None = None
         """Both None without KV tiers."""
+        self._state_saves: StateSaves | None = None
+        """With KV tiers, for a model with recurrent states."""
         self.snapshots = None
         """None for a model without recurrent states, or where none are kept."""
         if self.kv.slots is not None:
@@ -72,6 +79,12 @@ class Line:
         self.num_slots = config.max_num_seqs
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.matches_prefixes = config.prefix_cache or self.snapshots is not None
+        self._reserving = Reserving(
+            self.kv.pool,
+            matches_prefixes=self.matches_prefixes,
+            snapshots=self.snapshots,
+            hurry=self._hurry_saves,
+        )
         self._counters = counters
         self._num_admitted = 0
 
@@ -79,20 +92,43 @@ class Line:
         """From now on prefixes come from tiers, too, and sealed blocks go there.
 
         Raises:
-            ContractViolation: prefixes are not shared, or only where copies of recurrent states are kept.
+            ContractViolation: prefixes are not shared, or the port has no recurrent states of a model with such.
         """
-        if not self.matches_prefixes or self.snapshots is not None:
-            raise ContractViolation("KV tiers need a prefix cache, and a model without recurrent states")
-        self.loads = Loads(port, block_size_tokens=self.kv.pool.block_size_tokens)
+        if not self.matches_prefixes:
+            raise ContractViolation("KV tiers need a prefix cache")
+        snapshots, block_tokens = self.snapshots, self.kv.pool.block_size_tokens
+        self.loads = Loads(port, block_size_tokens=block_tokens, snapshots=snapshots)
         self.saves = Saves(self.kv.pool, port)
+        if snapshots is None:
+            return
+        if not port.pieces_per_slot:
+            raise ContractViolation("KV tiers of a model with recurrent states need the states' memory")
+        self._reserving.prefixes = StatePrefixes(snapshots, port, self.kv.hasher, block_size_tokens=block_tokens)
+        self._state_saves = StateSaves(snapshots, port, self.kv.hasher)
+
+    @property
+    def unsaved_blocks(self) -> int:
+        """Blocks, and pieces of states, that were not given to tiers because too many were on their way."""
+        return sum(saves.unsaved_blocks for saves in (self.saves, self._state_saves) if saves is not None)
+
+    def begin_saves(self) -> None:
+        """Begins to save what was sealed and kept since the last time."""
+        for saves in (self.saves, self._state_saves):
+            if saves is not None:
+                saves.begin()
 
     def settle(self) -> None:
-        """Takes back the blocks of copies from and to tiers that have ended."""
-        if self.saves is not None:
-            self.saves.settle()
+        """Takes back the blocks and snapshots of copies from and to tiers that have ended."""
+        for saves in (self.saves, self._state_saves):
+            if saves is not None:
+                saves.settle()
         if self.loads is not None:
             for sequence in self.loads.settle():
                 self.give_back(sequence)
+
+    @property
+    def _loading(self) -> ListLike[Sequence]:
+        return () if self.loads is None else self.loads.sequences
 
     @property
     def given_up(self) -> ListLike[Sequence]:
@@ -107,17 +143,27 @@ class Line:
         One block per running sequence has to stay spare, lest the newcomer is preempted at their next block. Who has a
         prefix in common with a prompt that is being computed waits for it, and computes it not a second time.
         """
-        while (ready := None if self.loads is None else self.loads.take_ready()) is None:
+        while (ready := self._take_ready()) is None:
             sequence = self._next()
             if sequence is None or not self.free_slots:
                 return None
-            cached_tokens = self._reserve(sequence)
-            if cached_tokens is None:
+            reserved = self._reserving.reserve(sequence, running=self.running, loading=self._loading)
+            if reserved is None:
                 return None
             self._leave(sequence)
-            if not self._begin_load(sequence, cached_tokens):
-                return self._start(sequence, cached_tokens)
+            if not self._begin_load(sequence, reserved):
+                return self._start(sequence, reserved.cached_tokens)
         return self._start(*ready)
+
+    def _take_ready(self) -> tuple[Sequence, int] | None:
+        """The first sequence whose load is over and that can begin, and behind which tokens."""
+        while self.loads is not None and (ready := self.loads.take_ready()) is not None:
+            sequence, tokens = ready
+            if tokens is not None:
+                return sequence, tokens
+            self._step_back(sequence)
+            self.give_back(sequence)
+        return None
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes the next in line out of the preempted or the queue, and gives it a slot."""
@@ -128,15 +174,28 @@ class Line:
             sequence.admission, self._num_admitted = self._num_admitted, self._num_admitted + 1
         sequence.slot = self.free_slots.pop()
 
-    def _begin_load(self, sequence: Sequence, cached_tokens: int) -> bool:
+    def _begin_load(self, sequence: Sequence, reserved: Reserved) -> bool:
         """Whether the tiers have more of the sequence's prefix, which is on its way then."""
-        if self.loads is None or sequence.asked_tiers or sequence.is_spoilt or not sequence.may_match:
+        if self.loads is None:
             return False
-        sequence.asked_tiers = True
-        is_loading = self.loads.begin(sequence, cached_tokens)
+        if self._reserving.prefixes is not None:
+            is_loading = self._begin_state_load(sequence, reserved, self._reserving.prefixes, self.loads)
+        elif sequence.asked_tiers or sequence.is_spoilt or not sequence.may_match:
+            return False
+        else:
+            sequence.asked_tiers = True
+            is_loading = self.loads.begin(sequence, reserved.cached_tokens)
         if is_loading:
             sequence.move(SequenceState.LOADING)
         return is_loading
+
+    def _begin_state_load(self, sequence: Sequence, reserved: Reserved, prefixes: StatePrefixes, loads: Loads) -> bool:
+        if reserved.found is None:
+            return False
+        load = prefixes.begin(sequence.kv, reserved.found, cached_tokens=reserved.cached_tokens)
+        if load is not None:
+            loads.add(sequence, load)
+        return load is not None
 
     def _start(self, sequence: Sequence, cached_tokens: int) -> Admission:
         """The sequence runs from now on, behind the tokens whose KV is there."""
@@ -147,10 +206,12 @@ class Line:
         sequence.move(SequenceState.RUNNING)
         bisect.insort(self.running, sequence, key=_age)
         start = sequence.take_slot(cached_tokens=cached_tokens)
-        restore = None
+        admission = Admission(sequence, start, sequence.is_spoilt)
         if self.snapshots is not None and cached_tokens:
-            restore = self.snapshots.restore(sequence.kv, cached_tokens, start.slot)
-        return Admission(sequence, start, sequence.is_spoilt, restore)
+            admission.restore = self.snapshots.restore(sequence.kv, cached_tokens, start.slot)
+            if self._reserving.prefixes is not None:
+                admission.hold = self.snapshots.hold_behind(sequence.kv, cached_tokens)
+        return admission
 
     def _next(self) -> Sequence | None:
         """None, too, while a result of the one to resume is outstanding, or a copy uses its blocks."""
@@ -159,66 +220,30 @@ class Line:
         sequence = self.preempted[-1]
         return None if sequence.is_held else sequence
 
-    def _reserve(self, sequence: Sequence) -> int | None:
-        """Takes blocks for every id a sequence knows, cached ones first.
-
-        Returns:
-            The tokens found in the cache; None if blocks are short, or others compute what it needs first, and will
-            have it in the cache soon. Then nothing has changed.
-        """
-        kv, pool, spare_blocks = sequence.kv, self.kv.pool, self._num_admitted_sequences()
-        matched_tokens = cached_tokens = 0
-        if self.matches_prefixes and sequence.may_match:
-            if self.snapshots is None and self._is_being_computed(kv):
-                return None
-            if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks):
-                self._hurry_saves()
-                return None
-            matched_tokens = cached_tokens = kv.match()
-            if self.snapshots is not None:
-                cached_tokens = kv.shrink(self.snapshots.longest_prefix(kv, matched_tokens))
-                missing_blocks = pool.blocks_for(sequence.known_tokens) - len(kv.blocks)
-                if missing_blocks + spare_blocks > pool.available_blocks:  # what was shared would be there twice
-                    kv.shrink(0)
-                    return None
-        elif pool.blocks_for(sequence.known_tokens) + spare_blocks > pool.available_blocks:
-            self._hurry_saves()
-            return None
-        if kv.reserve(sequence.known_tokens) is None:
-            raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
-        if self.snapshots is not None:
-            sequence.snapshot_places = self.snapshots.places(
-                matched_tokens=matched_tokens, begin_tokens=cached_tokens, known_tokens=sequence.known_tokens
-            )
-        return cached_tokens
-
-    def _is_being_computed(self, kv: BlockSequence) -> bool:
-        """Whether the prompt of somebody who runs or loads has the block that `kv` would have to compute first."""
-        block_tokens = self.kv.pool.block_size_tokens
-        loading = () if self.loads is None else self.loads.sequences
-        return any(
-            other.kv.num_sealed_blocks < other.prompt_tokens // block_tokens and kv.would_wait_for(other.kv)
-            for others in (self.running, loading)
-            for other in others
-        )
-
-    def _num_admitted_sequences(self) -> int:
-        """Those with blocks that will want more."""
-        return len(self.running) + (0 if self.loads is None else len(self.loads.sequences))
-
     # --- states -----------------------------------------------------------------------------------------
 
     def begin_snapshot(self, sequence: Sequence) -> SlotCopy | None:
         """The copy of a running sequence's states behind the row planned last, if they are to be kept there."""
         if self.snapshots is None or sequence.computed_tokens not in sequence.snapshot_places:
             return None
-        return self.snapshots.take(sequence.kv, sequence.computed_tokens, sequence.slot)
+        copy = self.snapshots.take(sequence.kv, sequence.computed_tokens, sequence.slot)
+        if copy is None and self._state_saves is not None:
+            self._state_saves.hurry()
+        return copy
 
     def end_snapshot(self, copy: SlotCopy, *, good: bool) -> None:
         """The step behind which the copy ran was applied; `good` if its row was computed for a sequence that lives."""
         if self.snapshots is None:
             raise ContractViolation("a copy of states ended, and none are kept")
         self.snapshots.end(copy, good=good)
+        if good and self._state_saves is not None:
+            self._state_saves.note(copy.digest)
+
+    def end_hold(self, hold: SlotCopy) -> None:
+        """The step that restored states from a snapshot was applied."""
+        if self.snapshots is None:
+            raise ContractViolation("a hold of states ended, and none are kept")
+        self.snapshots.end(hold, good=True)
 
     # --- growth -----------------------------------------------------------------------------------------
 
@@ -272,10 +297,14 @@ class Line:
             return False
         sequence = max(self.loads.sequences, key=_age)
         self.loads.give_up(sequence)
-        sequence.move(SequenceState.PREEMPTED)
-        bisect.insort(self.preempted, sequence, key=lambda each: -each.admission)
+        self._step_back(sequence)
         self.settle()  # it may be over already
         return True
+
+    def _step_back(self, sequence: Sequence) -> None:
+        """One that loads no more resumes in its turn."""
+        sequence.move(SequenceState.PREEMPTED)
+        bisect.insort(self.preempted, sequence, key=lambda each: -each.admission)
 
     # --- out --------------------------------------------------------------------------------------------
 

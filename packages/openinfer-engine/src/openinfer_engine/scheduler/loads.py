@@ -5,18 +5,29 @@
                              └──────── give up ──────────┴──► preempted or finished
 
 A loading sequence has its slot and all its blocks, as if it ran; others are planned meanwhile. What did not land is
-computed. A load that is given up keeps the sequence's blocks until no copy touches them (`settle`).
+computed; where recurrent states did not land, either, the sequence begins anew on what is in the pool. A load that is
+given up keeps the sequence's blocks until no copy touches them (`settle`).
 """
 
+from openinfer_core.errors import ContractViolation
 from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.sequence import Sequence
+from openinfer_engine.scheduler.snapshots import Snapshots
+from openinfer_engine.scheduler.state_load import StateLoad
 
 
 class Loads:
-    """Loads of one pool's sequences, by `Sequence.load`."""
+    """Loads of one pool's sequences, by `Sequence.load`.
 
-    def __init__(self, port: TierPort, *, block_size_tokens: int) -> None:
+    Args:
+        port: to the tiers.
+        block_size_tokens: of a block.
+        snapshots: that loads fill; None for a model without recurrent states.
+    """
+
+    def __init__(self, port: TierPort, *, block_size_tokens: int, snapshots: Snapshots | None = None) -> None:
         self._port = port
+        self._snapshots = snapshots
         self._block_tokens = block_size_tokens
         self.sequences: list[Sequence] = []
         """Loading or ready, in order of admission."""
@@ -32,16 +43,23 @@ class Loads:
     def begin(self, sequence: Sequence, cached_tokens: int) -> bool:
         """Asks the tiers for what a sequence with reserved blocks would compute; whether anything is on its way."""
         kv, begin = sequence.kv, cached_tokens // self._block_tokens
-        digests = kv.matchable_digests()[begin:]
-        move = self._port.load(digests, kv.blocks[begin : begin + len(digests)])
+        move = self._port.load(self._port.find(kv.matchable_digests()[begin:]), kv.blocks[begin:])
         if move is None:
             return False
         sequence.load = move
         self.sequences.append(sequence)
         return True
 
-    def take_ready(self) -> tuple[Sequence, int] | None:
-        """The first sequence whose load is over, with the tokens whose KV is there; None while none is."""
+    def add(self, sequence: Sequence, load: StateLoad) -> None:
+        """The load of a sequence of a model with recurrent states has begun."""
+        sequence.load = load
+        self.sequences.append(sequence)
+
+    def take_ready(self) -> tuple[Sequence, int | None] | None:
+        """The first sequence whose load is over; None while none is.
+
+        With it the tokens behind which it begins; None where it has to look for a beginning in the pool.
+        """
         for place, sequence in enumerate(self.sequences):
             if sequence.load is not None and sequence.load.is_over():
                 del self.sequences[place]
@@ -64,12 +82,23 @@ class Loads:
             self._seal(sequence)
         return over
 
-    def _seal(self, sequence: Sequence) -> int:
-        """Makes what has landed part of the prefix cache."""
-        kv, move = sequence.kv, sequence.load
-        landed_tokens = 0 if move is None else move.landed_blocks * self._block_tokens
+    def _seal(self, sequence: Sequence) -> int | None:
+        """Makes what has landed part of the prefix cache; returns where the sequence can begin."""
+        kv, load = sequence.kv, sequence.load
+        landed_tokens = 0 if load is None else load.landed_blocks * self._block_tokens
         tokens = kv.num_sealed_blocks * self._block_tokens + landed_tokens
         kv.seal(tokens)
         sequence.load = None
+        if isinstance(load, StateLoad):
+            return self._end_states(load)
         self.loaded_tokens += landed_tokens
         return tokens
+
+    def _end_states(self, load: StateLoad) -> int | None:
+        if self._snapshots is None:
+            raise ContractViolation("recurrent states were loaded, and none are kept")
+        self._snapshots.end(load.copy, good=load.have_states_landed)
+        if not load.has_landed:
+            return None
+        self.loaded_tokens += load.end_tokens - load.cached_tokens
+        return load.end_tokens

@@ -5,7 +5,8 @@ same boundary. Copies are taken where they are likely to be found again: at the 
 prompt leaves a prefix that is cached already, since a third one may leave it there, too. A row ends at such a place,
 and the states are copied behind its step; a restored sequence's are copied before its first.
 
-The slots that sequences run in are the pool's first ones, live for ever; copies have those behind them.
+The slots that sequences run in are the pool's first ones, live for ever; copies have those behind them. KV tiers fill
+copies beside the steps (`begin_load`), and read those that are held (`hold`).
 """
 
 from openinfer_core.errors import ContractViolation
@@ -28,6 +29,13 @@ class Snapshots:
         slots = [pool.allocate() for _ in range(num_running_slots)]
         if slots != list(range(num_running_slots)):
             raise ContractViolation(f"the slots that sequences run in must be the pool's first ones, not {slots}")
+        self._loaded: set[int] = set()
+        """Slots that a tier has filled since a step last did."""
+
+    @property
+    def max_snapshots(self) -> int:
+        """Those that there is room for."""
+        return self._pool.max_snapshots
 
     @property
     def num_snapshots(self) -> int:
@@ -46,6 +54,10 @@ class Snapshots:
             if self._pool.find(digests[num_blocks - 1]) is not None:
                 return num_blocks * self._block_tokens
         return 0
+
+    def has(self, digest: Digest) -> bool:
+        """Whether the states at the end of a prefix are kept."""
+        return self._pool.find(digest) is not None
 
     def places(self, *, matched_tokens: int, begin_tokens: int, known_tokens: int) -> tuple[int, ...]:
         """Where the states of a sequence are to be kept, ascending.
@@ -67,14 +79,33 @@ class Snapshots:
         if copy is None or copy.num_tokens != num_tokens:
             raise ContractViolation(f"the states behind {num_tokens} tokens were there and cannot be restored")
         self._pool.land(copy)
-        return StateCopy(source=copy.source, target=copy.target)
+        loaded_tokens = num_tokens if copy.source in self._loaded else None
+        return StateCopy(source=copy.source, target=copy.target, loaded_tokens=loaded_tokens)
 
     def take(self, kv: BlockSequence, num_tokens: int, slot: int) -> SlotCopy | None:
         """The copy to run behind the step that computes up to `num_tokens`, then `end`; None if none is to be made."""
-        return self._pool.begin_snapshot(slot, self._digest(kv, num_tokens), num_tokens=num_tokens)
+        copy = self._pool.begin_snapshot(slot, self._digest(kv, num_tokens), num_tokens=num_tokens)
+        if copy is not None:
+            self._loaded.discard(copy.target)
+        return copy
+
+    def begin_load(self, digest: Digest, num_tokens: int) -> SlotCopy | None:
+        """The copy that fills a snapshot from a tier, which no step touches meanwhile; None if there is no room."""
+        copy = self._pool.begin_load(digest, num_tokens=num_tokens)
+        if copy is not None:
+            self._loaded.add(copy.target)
+        return copy
+
+    def hold(self, digest: Digest) -> SlotCopy | None:
+        """Keeps a snapshot as it is until `end`; None if there is no such snapshot."""
+        return self._pool.begin_hold(digest)
+
+    def hold_behind(self, kv: BlockSequence, num_tokens: int) -> SlotCopy | None:
+        """As `hold`, of the states behind `num_tokens`."""
+        return self.hold(self._digest(kv, num_tokens))
 
     def end(self, copy: SlotCopy, *, good: bool) -> None:
-        """The step behind which a copy ran was applied; only a good one can be found from now on."""
+        """What filled or read a snapshot is over; one that was filled can be found from now on if it is good."""
         if good:
             self._pool.land(copy)
         else:

@@ -53,7 +53,7 @@ class TokenBudgetScheduler:
         """From now on loads prefixes from KV tiers and saves what is sealed; called before the first request.
 
         Raises:
-            ContractViolation: prefixes are not shared, or only where copies of recurrent states are kept.
+            ContractViolation: prefixes are not shared, or the port has no recurrent states of a model with such.
         """
         self._line.use_tiers(port)
         self._port = port
@@ -180,6 +180,8 @@ class TokenBudgetScheduler:
             draft.started.append(admission.start)
             if admission.restore is not None:
                 draft.restores.append(admission.restore)
+            if admission.hold is not None:
+                draft.holds.append(admission.hold)
             self._add_chunk(draft, admission.sequence)
 
     # --- apply ------------------------------------------------------------------------------------------
@@ -200,8 +202,7 @@ class TokenBudgetScheduler:
             seals_blocks=self._line.matches_prefixes,
         )
         harvest.take_rows()
-        if self._line.saves is not None:
-            self._line.saves.begin()
+        self._line.begin_saves()
         for request_id in harvest.ended:
             del self._open[request_id]
         return harvest.events
@@ -226,7 +227,7 @@ class TokenBudgetScheduler:
     def stats(self) -> EngineStats:
         """Gauges and counters; from another thread they may be of slightly different moments."""
         line, counters, pool, snapshots = self._line, self._counters, self._line.kv.pool, self._line.snapshots
-        loads, saves, port = line.loads, line.saves, self._port
+        loads, port = line.loads, self._port
         loading = 0 if loads is None else len(loads.sequences)
         return EngineStats(
             running=len(line.running),
@@ -245,7 +246,7 @@ class TokenBudgetScheduler:
             evicted_state_snapshots=0 if snapshots is None else snapshots.evicted_snapshots,
             loading=loading,
             tier_tokens=0 if loads is None else loads.loaded_tokens,
-            unsaved_blocks=0 if saves is None else saves.unsaved_blocks,
+            unsaved_blocks=line.unsaved_blocks,
             kv_tier_faults=0 if port is None else port.faults,
             kv_tiers=() if port is None else port.stats(),
         )

@@ -1,0 +1,33 @@
+"""`FoundBlocks`: a beginning of a chain that tiers hold for whoever asked, in pieces that are moved side by side."""
+
+from collections.abc import Sequence
+
+from openinfer_kv_cache import TierHit
+
+
+class FoundBlocks:
+    """Held until they are loaded or closed.
+
+    Args:
+        hits: of neighbouring pieces of the chain, none of them empty.
+    """
+
+    __slots__ = ("hits",)
+
+    def __init__(self, hits: Sequence[TierHit]) -> None:
+        self.hits = list(hits)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many were found."""
+        return sum(len(hit.digests) for hit in self.hits)
+
+    def take_back(self, num_blocks: int) -> int:
+        """Gives back the pieces that go beyond `num_blocks`; returns how many blocks are held still."""
+        while self.num_blocks > num_blocks:
+            self.hits.pop().close()
+        return self.num_blocks
+
+    def close(self) -> None:
+        """Gives all back."""
+        self.take_back(0)

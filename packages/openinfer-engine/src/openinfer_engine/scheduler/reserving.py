@@ -1,0 +1,128 @@
+"""`Reserving`: blocks for sequences that are to run, those of their prefix that are in the cache first.
+
+A model with recurrent states shares a prefix up to where copies of the states are, in a slot or in KV tiers; what of it
+is cached beyond that is computed again, and given back before.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+from openinfer_core.errors import ContractViolation
+from openinfer_engine.scheduler.sequence import Sequence
+from openinfer_engine.scheduler.snapshots import Snapshots
+from openinfer_engine.scheduler.state_load import StateLoad
+from openinfer_engine.scheduler.state_prefixes import FoundPrefix, StatePrefixes
+from openinfer_kv_cache import BlockPool, BlockSequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reserved:
+    """Blocks for every id of a sequence."""
+
+    cached_tokens: int
+    """Of the pool, that it can begin behind."""
+    found: FoundPrefix | None = None
+    """What tiers have beyond that, for a model with recurrent states."""
+
+
+class Reserving:
+    """Takes blocks from one pool.
+
+    Args:
+        pool: of the blocks.
+        matches_prefixes: whether prefixes are shared.
+        snapshots: of recurrent states; None without.
+        hurry: called when blocks are short.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, matches_prefixes: bool, snapshots: Snapshots | None, hurry: Callable[[], None]
+    ) -> None:
+        self._pool = pool
+        self._matches_prefixes = matches_prefixes
+        self._snapshots = snapshots
+        self._hurry = hurry
+        self.prefixes: StatePrefixes | None = None
+        """With KV tiers, for a model with recurrent states."""
+
+    def reserve(
+        self, sequence: Sequence, *, running: ListLike[Sequence], loading: ListLike[Sequence]
+    ) -> Reserved | None:
+        """Takes blocks for every id a sequence knows; each that runs or loads keeps one in reserve.
+
+        Returns:
+            What was found in the cache; None if blocks are short, or others compute or load what it needs first, and
+            will have it in the cache soon. Then nothing has changed.
+        """
+        kv, spare_blocks = sequence.kv, len(running) + len(loading)
+        if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks):
+            self._hurry()
+            return None
+        if not (self._matches_prefixes and sequence.may_match):
+            reserved = self._match_nothing(sequence, spare_blocks)
+        elif self._snapshots is not None:
+            reserved = self._match_states(sequence, self._snapshots, spare_blocks, loading)
+        elif self._is_being_computed(kv, running, loading):
+            return None
+        else:
+            reserved = Reserved(kv.match())
+        if reserved is not None and kv.reserve(sequence.known_tokens) is None:
+            raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
+        return reserved
+
+    def _match_nothing(self, sequence: Sequence, spare_blocks: int) -> Reserved | None:
+        if not self._would_fit_behind(sequence, 0, spare_blocks):
+            self._hurry()
+            return None
+        if self._snapshots is not None:
+            sequence.snapshot_places = self._snapshots.places(
+                matched_tokens=0, begin_tokens=0, known_tokens=sequence.known_tokens
+            )
+        return Reserved(0)
+
+    def _match_states(
+        self, sequence: Sequence, snapshots: Snapshots, spare_blocks: int, loading: ListLike[Sequence]
+    ) -> Reserved | None:
+        """Takes what is in the cache up to where states are, or can be loaded, if there is room for the rest."""
+        kv = sequence.kv
+        matched_tokens = known_tokens = kv.match()
+        cached_tokens = begin_tokens = snapshots.longest_prefix(kv, matched_tokens)
+        if self._is_coming(kv, cached_tokens, loading):
+            kv.shrink(0)
+            return None
+        if not self._would_fit_behind(sequence, cached_tokens, spare_blocks):
+            kv.shrink(0)
+            self._hurry()
+            return None
+        found = None
+        if self.prefixes is not None and not sequence.asked_tiers:
+            sequence.asked_tiers = True
+            found = self.prefixes.find(kv, matched_tokens=matched_tokens, cached_tokens=cached_tokens)
+            begin_tokens, known_tokens = found.end_tokens, found.known_tokens
+        kv.shrink(min(begin_tokens, matched_tokens))
+        sequence.snapshot_places = snapshots.places(
+            matched_tokens=known_tokens, begin_tokens=begin_tokens, known_tokens=sequence.known_tokens
+        )
+        return Reserved(cached_tokens, found)
+
+    def _would_fit_behind(self, sequence: Sequence, num_tokens: int, spare_blocks: int) -> bool:
+        """Whether there is room for all known tokens if only the first `num_tokens` stay shared."""
+        pool, kept = self._pool, num_tokens // self._pool.block_size_tokens
+        given_back = sum(pool.num_users(block_id) == 1 for block_id in sequence.kv.blocks[kept:])
+        missing_blocks = pool.blocks_for(sequence.known_tokens) - kept
+        return missing_blocks + spare_blocks <= pool.available_blocks + given_back
+
+    def _is_coming(self, kv: BlockSequence, cached_tokens: int, loading: ListLike[Sequence]) -> bool:
+        """Whether somebody loads states that a sequence could begin on, too."""
+        loads = [each.load for each in loading if isinstance(each.load, StateLoad)]
+        return self.prefixes is not None and self.prefixes.is_coming(kv, cached_tokens=cached_tokens, loads=loads)
+
+    def _is_being_computed(self, kv: BlockSequence, running: ListLike[Sequence], loading: ListLike[Sequence]) -> bool:
+        """Whether the prompt of somebody who runs or loads has the block that `kv` would have to compute first."""
+        block_tokens = self._pool.block_size_tokens
+        return any(
+            other.kv.num_sealed_blocks < other.prompt_tokens // block_tokens and kv.would_wait_for(other.kv)
+            for others in (running, loading)
+            for other in others
+        )
