@@ -1,6 +1,7 @@
 """Quantised weights on a GPU: uploaded in the order that `csrc/weight_formats.cuh` reads them in."""
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -149,7 +150,9 @@ class Quantised:
 
 
 class _Arrange:
-    """Puts codes that have come to the device into the kernels' order; in place as well."""
+    """Puts codes that have come to the device into the kernels' order; in place as well; from any thread."""
+
+    _launching = threading.Lock()  # threads that load and the one that made them have the same kernels
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -159,7 +162,8 @@ class _Arrange:
         blocks = words.nbytes // _BLOCK_BYTES
         if blocks:
             grid = (-(-blocks // _THREADS), 1, 1)
-            self._kernel(grid, (_THREADS, 1, 1), [words, out, ctypes.c_int64(words.size)])
+            with self._launching:
+                self._kernel(grid, (_THREADS, 1, 1), [words, out, ctypes.c_int64(words.size)])
 
 
 def _words_of(part: QuantisedPart, *, padding_bytes: int) -> HostArray:
