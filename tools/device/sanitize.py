@@ -1,6 +1,7 @@
 """Every operator under NVIDIA's compute-sanitizer, on small and odd shapes, against the CPU's results.
 
     python3 tools/device/sanitize.py [memcheck|racecheck|synccheck|initcheck ...] [--only OPERATOR ...] [--limit S]
+                                       [--logs FOLDER]
 
 Without a tool the operators run as they are, to see that the script itself passes. Each tool runs in a process of its
 own for at most S seconds and ends with what it found; operators that are named as right were reached by then.
@@ -10,6 +11,7 @@ import argparse
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 from source_packages import ROOT, environment, folders
 
@@ -33,13 +35,14 @@ def main() -> int:
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=", ".join(TOOLS))
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--limit", type=float, default=60)
+    parser.add_argument("--logs", type=Path, help="a folder for all that the tools say")
     options = parser.parse_args()
     if not options.tools:
         return run(options.only)
-    return sum(sanitized(tool, options.only, options.limit) for tool in options.tools)
+    return sum(sanitized(tool, options.only, options.limit, options.logs) for tool in options.tools)
 
 
-def sanitized(tool: str, only: list[str], limit: float) -> bool:
+def sanitized(tool: str, only: list[str], limit: float, logs: Path | None) -> bool:
     """Whether a tool found anything, or did not come to an end."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
     command += ["--only", *only] if only else []
@@ -50,6 +53,8 @@ def sanitized(tool: str, only: list[str], limit: float) -> bool:
         code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:
         code, output = 1, (error.stdout or b"").decode() + f"\nstopped after {limit:.0f} s"
+    if logs is not None:
+        (logs / f"{tool}.log").write_text(output)
     print(f"== {tool}: {'clean' if code == 0 else f'exit {code}'}")
     print("\n".join(output.splitlines()[-60:]), flush=True)
     return code != 0
