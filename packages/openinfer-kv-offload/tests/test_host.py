@@ -1,6 +1,6 @@
 import pytest
 
-from openinfer_kv_cache import TierFailure, TransferState
+from openinfer_kv_cache import KvTierError, TierFailure, TransferState
 from openinfer_kv_cache.testing.tier_cases import chain, empty, ended, filled, kit_layout, load, save
 from openinfer_kv_cache.testing.tier_contract import FaultInjector, FaultKind
 from openinfer_kv_offload import HostTier, HostTierOptions, QueueOptions, TierConfigError
@@ -104,6 +104,15 @@ def test_an_empty_hit_lands_at_once(open_host):
     tier = open_host()
     transfer = tier.load(tier.find(chain(1, 3)), empty(0, LAYOUT))
     assert transfer.poll() is TransferState.LANDED
+
+
+def test_a_hit_of_another_tier_is_refused_and_stays_open(open_host):
+    tier, other = open_host(), open_host()
+    save(other, chain(1, 2))
+    hit = other.find(chain(1, 2))
+    with pytest.raises(KvTierError, match="an open hit of its own"):
+        tier.load(hit, empty(2, LAYOUT))
+    assert ended(other.load(hit, empty(2, LAYOUT))) is TransferState.LANDED
 
 
 def test_an_arena_too_small_for_a_block_is_refused():

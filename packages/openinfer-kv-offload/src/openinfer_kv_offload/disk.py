@@ -9,19 +9,18 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierFailure, TierHit, Transfer
+from openinfer_kv_cache import Digest, KvLayout, TierFailure
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.arena import Arena, WrapMedium, as_it_is
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.failures import BlockFault
-from openinfer_kv_offload.hit import HeldHit
-from openinfer_kv_offload.memory import check_blocks, read_block, write_block
-from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
+from openinfer_kv_offload.memory import read_block, write_block
+from openinfer_kv_offload.queue import QueueOptions
+from openinfer_kv_offload.queued_tier import QueuedTier
 from openinfer_kv_offload.record import HEADER_BYTES, decode_header, encode_header, record_bytes
 from openinfer_kv_offload.segments import Recorded, SegmentIndex
 from openinfer_kv_offload.stamp import Stamper
 from openinfer_kv_offload.store import Access, StoreFolder
-from openinfer_kv_offload.tally import Tally
 from openinfer_kv_offload.transfer import BlockTransfer
 
 _SEGMENTS = 64
@@ -53,17 +52,11 @@ class DiskTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise TierConfigError(f"refresh_s is {self.refresh_s}; it must be more than 0")
 
 
-class DiskHit(HeldHit[Recorded]):
-    """Blocks held in a `DiskTier`: their segments stay readable, also when they are deleted."""
-
-    __slots__ = ()
-
-
-class DiskTier:
+class DiskTier(QueuedTier[Recorded, SegmentIndex]):
     """A folder of append-only segments with checksums; nothing is synchronised to the platter, losing is a miss.
 
     Bytes pass through a buffer of the moving thread and reach the caller's blocks only when their checksum fits, so a
-    deadline is met even while the disk hangs.
+    deadline is met even while the disk hangs. Segments of held blocks stay readable, also when they are deleted.
 
     Args:
         layout: of the blocks. options: its folder and budget. name: for counters and logs.
@@ -84,10 +77,6 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
         wrap_medium: WrapMedium = as_it_is,
     ) -> None:
-        self.name = name
-        self.layout = layout
-        self.accepts_saves = options.access is Access.WRITE
-        self.takes_device_blocks = True
         self._record_bytes = record_bytes(layout.block_bytes)
         if options.budget_bytes < 2 * self._record_bytes:
             raise TierConfigError(
@@ -95,7 +84,7 @@ class DiskTier:
             )
         self._stamper = Stamper(layout)
         self._store = StoreFolder(Path(options.folder), layout, options.access)
-        self._index = SegmentIndex(
+        index = SegmentIndex(
             self._store,
             options.access,
             layout_digest=self._stamper.layout_digest,
@@ -104,29 +93,14 @@ class DiskTier:
             budget_bytes=options.budget_bytes,
             wrap_medium=wrap_medium,
         )
-        self._lock = threading.Lock()
+        super().__init__(layout, index, name=name, accepts_saves=options.access is Access.WRITE, clock=clock)
         self._append_lock = threading.Lock()
         self._buffers = threading.local()
         self._scratch = Arena(options.queue.num_threads * self._record_bytes)
         self._num_buffers = itertools.count()
-        self._clock = clock
         self._refresh_s = options.refresh_s
-        self._tally = Tally(name)
         self._rebuild()
-        self._queue = TransferQueue(name, options.queue, self._tally, clock=clock)
-
-    # The caller's side.
-
-    def find(self, digests: Sequence[Digest]) -> DiskHit:
-        """The longest beginning that is stored; held until the hit is closed or its load has ended."""
-        held: list[Recorded] = []
-        if not self._queue.is_refusing:
-            with self._lock:
-                held = self._index.hold_prefix(digests)
-            if not self.accepts_saves and len(held) < len(digests):
-                self._refresh_soon()
-        self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
-        return DiskHit(held, self._release)
+        self._open_queue(options.queue)
 
     @property
     def digest_key(self) -> bytes | None:
@@ -137,47 +111,10 @@ class DiskTier:
         """The buffers that bytes pass through."""
         return [self._scratch.view(0, self._scratch.num_bytes)]
 
-    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
-        """Begins to read a hit's blocks into writable memory."""
-        if not isinstance(hit, DiskHit) or hit.held is None:
-            raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
-        check_blocks(blocks, self.layout, num_blocks=len(hit.digests), writable=True)
-        held, hit.held = hit.held, None
-        return self._queue.submit(
-            lambda transfer: self._load(transfer, held, blocks),
-            num_blocks=len(held),
-            timeout_s=timeout_s,
-            urgency=Urgency.LOAD,
-            release=lambda: self._release(held),
-        )
-
-    def save(
-        self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
-    ) -> Transfer:
-        """Begins to append sealed blocks.
-
-        Raises:
-            KvTierError: as the contract says, or this process only reads the store.
-        """
-        if not self.accepts_saves:
-            raise KvTierError(f"tier {self.name} was opened with access=read; another process writes to it")
-        check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
-        return self._queue.submit(
-            lambda transfer: self._save(transfer, digests, blocks),
-            num_blocks=len(digests),
-            timeout_s=timeout_s,
-            urgency=Urgency.SAVE,
-            release=lambda: None,
-        )
-
     def refresh(self) -> None:
         """Reads what another process has appended or deleted; `find` asks for it by itself, in the background."""
         if not self.accepts_saves:
             self._rebuild()
-
-    def counters(self) -> tuple[TierCounters, ...]:
-        """One."""
-        return (self._tally.counters(stored_blocks=len(self._index)),)
 
     def close(self) -> None:
         """Stops its threads, closes its files and lets another process write."""
@@ -202,16 +139,13 @@ class DiskTier:
         finally:
             self._release(held)
 
-    def check_integrity(self) -> None:
-        """Compares everything the tier knows.
-
-        Raises:
-            IntegrityError: its books contradict themselves: a bug.
-        """
-        with self._lock:
-            self._index.check_integrity()
-
     # The threads' side.
+
+    def _hold(self, digests: Sequence[Digest]) -> list[Recorded]:
+        held = super()._hold(digests)
+        if not self.accepts_saves and len(held) < len(digests):
+            self._refresh_soon()
+        return held
 
     def _load(self, transfer: BlockTransfer, held: Sequence[Recorded], blocks: Sequence[BlockMemory]) -> None:
         buffer = self._buffer()
@@ -219,9 +153,7 @@ class DiskTier:
             each.segment.medium.read(each.offset_bytes, buffer)
             payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
             if not self._stamper.is_intact(each.digest, decode_header(buffer), payload):
-                with self._lock:
-                    dropped = self._index.drop(each)
-                self._tally.lost(corrupt_blocks=int(dropped))
+                self._tally.lost(corrupt_blocks=int(self._drop(each)))
                 raise BlockFault(TierFailure.CORRUPT)
             with transfer.touching():
                 write_block(block, payload)
@@ -279,10 +211,6 @@ class DiskTier:
         if self._clock() >= self._next_refresh_s:
             self._next_refresh_s = self._clock() + self._refresh_s
             self._queue.run_soon(self._rebuild)
-
-    def _release(self, held: list[Recorded]) -> None:
-        with self._lock:
-            self._index.release(held)
 
 
 def _own_buffer(num_bytes: int) -> memoryview:

@@ -19,11 +19,18 @@ HeldBlock = TypeVar("HeldBlock", bound=Held)
 
 
 class HeldHit(Generic[HeldBlock]):
-    """Blocks held in a tier."""
+    """Blocks held in a tier.
 
-    __slots__ = ("_release", "digests", "held")
+    Args:
+        held: in the order of their prefix; None once somebody else gives them back, or they were.
+        tier: that holds them.
+        release: gives them back.
+    """
 
-    def __init__(self, held: list[HeldBlock], release: Callable[[list[HeldBlock]], None]) -> None:
+    __slots__ = ("_release", "digests", "held", "tier")
+
+    def __init__(self, held: list[HeldBlock], *, tier: object, release: Callable[[list[HeldBlock]], None]) -> None:
+        self.tier = tier
         self.digests = tuple([each.digest for each in held])
         self.held: list[HeldBlock] | None = held
         self._release = release

@@ -1,7 +1,6 @@
 """`HostTier`: KV blocks in this process's memory."""
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 
@@ -10,12 +9,8 @@ from openinfer_kv_cache import (
     Digest,
     EvictionPolicy,
     KvLayout,
-    KvTierError,
     LeastRecentlyUsed,
-    TierCounters,
     TierFailure,
-    TierHit,
-    Transfer,
 )
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.arena import Arena, WrapMedium, as_it_is
@@ -23,12 +18,10 @@ from openinfer_kv_offload.block_stamps import BlockStamps
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.failures import BlockFault
 from openinfer_kv_offload.frequency import LeastFrequentlyUsed
-from openinfer_kv_offload.hit import HeldHit
 from openinfer_kv_offload.host_options import HostPolicy, HostTierOptions
-from openinfer_kv_offload.memory import check_blocks, in_memory, on_a_device
+from openinfer_kv_offload.memory import in_memory, on_a_device
 from openinfer_kv_offload.places import PlaceIndex, Stored
-from openinfer_kv_offload.queue import TransferQueue, Urgency
-from openinfer_kv_offload.tally import Tally
+from openinfer_kv_offload.queued_tier import QueuedTier
 from openinfer_kv_offload.transfer import BlockTransfer
 
 _ALIGN_BYTES = 64
@@ -36,13 +29,7 @@ _MOST_BATCH_BLOCKS, _LEAST_BATCHES = 32, 32
 """Blocks of a device that are copied together, and how many such batches a tier has room for at least."""
 
 
-class HostHit(HeldHit[Stored]):
-    """Blocks held in a `HostTier`."""
-
-    __slots__ = ()
-
-
-class HostTier:
+class HostTier(QueuedTier[Stored, PlaceIndex]):
     """An arena of equal places, one block each, with an eviction policy; gone with the process.
 
     A device's blocks are copied between the device and their place directly, past `wrap_medium`, and are stamped by the
@@ -67,10 +54,6 @@ class HostTier:
         clock: Callable[[], float] = time.monotonic,
         wrap_medium: WrapMedium = as_it_is,
     ) -> None:
-        self.name = name
-        self.layout = layout
-        self.accepts_saves = True
-        self.takes_device_blocks = True
         self._stride_bytes = -(-layout.block_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         num_places = options.capacity_bytes // self._stride_bytes
         if num_places < 1:
@@ -80,63 +63,17 @@ class HostTier:
         if policy is None:
             policy = LeastFrequentlyUsed() if options.policy is HostPolicy.LFU else LeastRecentlyUsed()
         self._batch_blocks = max(1, min(_MOST_BATCH_BLOCKS, num_places // _LEAST_BATCHES))
-        self._index = PlaceIndex(num_places, policy, ttl_s=options.ttl_s, clock=clock)
-        self._lock = threading.Lock()
+        index = PlaceIndex(num_places, policy, ttl_s=options.ttl_s, clock=clock)
+        super().__init__(layout, index, name=name, clock=clock)
         self._arena = Arena(num_places * self._stride_bytes)
         self._medium = wrap_medium(self._arena)
         self._stamps = BlockStamps(layout)
-        self._tally = Tally(name)
-        self._queue = TransferQueue(name, options.queue, self._tally, clock=clock)
         self._sink: Callable[[Digest, memoryview], None] | None = None
-
-    # The caller's side.
-
-    def find(self, digests: Sequence[Digest]) -> HostHit:
-        """The longest beginning that is stored; held until the hit is closed or its load has ended."""
-        held: list[Stored] = []
-        if not self._queue.is_refusing:
-            with self._lock:
-                expired = self._index.expire()
-                held = self._index.hold_prefix(digests)
-            if expired:
-                self._tally.lost(evicted_blocks=expired)
-        self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
-        return HostHit(held, self._release)
+        self._open_queue(options.queue)
 
     def pinnable_memory(self) -> Sequence[memoryview]:
         """The arena."""
         return [self._arena.view(0, self._arena.num_bytes)]
-
-    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
-        """Begins to copy a hit's blocks into writable memory."""
-        if not isinstance(hit, HostHit) or hit.held is None:
-            raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
-        check_blocks(blocks, self.layout, num_blocks=len(hit.digests), writable=True)
-        held, hit.held = hit.held, None
-        return self._queue.submit(
-            lambda transfer: self._load(transfer, held, blocks),
-            num_blocks=len(held),
-            timeout_s=timeout_s,
-            urgency=Urgency.LOAD,
-            release=lambda: self._release(held),
-        )
-
-    def save(
-        self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
-    ) -> Transfer:
-        """Begins to copy sealed blocks into the arena."""
-        check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
-        return self._queue.submit(
-            lambda transfer: self._save(transfer, digests, blocks),
-            num_blocks=len(digests),
-            timeout_s=timeout_s,
-            urgency=Urgency.SAVE,
-            release=_nothing,
-        )
-
-    def counters(self) -> tuple[TierCounters, ...]:
-        """One."""
-        return (self._tally.counters(stored_blocks=len(self._index)),)
 
     def close(self) -> None:
         """Stops its threads; the memory goes with the object."""
@@ -170,16 +107,15 @@ class HostTier:
         finally:
             self._release(held)
 
-    def check_integrity(self) -> None:
-        """Compares everything the tier knows.
-
-        Raises:
-            IntegrityError: its books contradict themselves: a bug.
-        """
-        with self._lock:
-            self._index.check_integrity()
-
     # The threads' side.
+
+    def _hold(self, digests: Sequence[Digest]) -> list[Stored]:
+        with self._lock:
+            expired = self._index.expire()
+            held = self._index.hold_prefix(digests)
+        if expired:
+            self._tally.lost(evicted_blocks=expired)
+        return held
 
     def _load(self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[BlockMemory]) -> None:
         for stored, block in zip(held, in_memory(blocks), strict=False):
@@ -283,15 +219,3 @@ class HostTier:
         else:
             self._drop(stored)
             self._tally.lost(corrupt_blocks=1)
-
-    def _drop(self, stored: Stored) -> bool:
-        with self._lock:
-            return self._index.drop(stored)
-
-    def _release(self, held: list[Stored]) -> None:
-        with self._lock:
-            self._index.release(held)
-
-
-def _nothing() -> None:
-    """A save holds nothing of the tier before it runs."""

@@ -8,22 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierFailure, TierHit, Transfer
+from openinfer_kv_cache import Digest, KvLayout, TierFailure
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.arena import WrapMedium, as_it_is
 from openinfer_kv_offload.errors import StoreError, TierConfigError
 from openinfer_kv_offload.failures import BlockFault
-from openinfer_kv_offload.hit import HeldHit
 from openinfer_kv_offload.in_order import run_in_order
-from openinfer_kv_offload.memory import check_blocks, read_block, write_block
+from openinfer_kv_offload.memory import read_block, write_block
 from openinfer_kv_offload.namespace import Namespace
 from openinfer_kv_offload.object_index import KnownObject, ObjectIndex
 from openinfer_kv_offload.object_store import ObjectStore
-from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
+from openinfer_kv_offload.queue import QueueOptions
+from openinfer_kv_offload.queued_tier import QueuedTier
 from openinfer_kv_offload.record import HEADER_BYTES, decode_header, encode_header
 from openinfer_kv_offload.stamp import Stamper
 from openinfer_kv_offload.store import Access
-from openinfer_kv_offload.tally import Tally
 from openinfer_kv_offload.transfer import BlockTransfer
 
 
@@ -55,18 +54,13 @@ class RemoteTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise TierConfigError(f"refresh_s is {self.refresh_s}; it must be more than 0")
 
 
-class RemoteHit(HeldHit[KnownObject]):
-    """Blocks held in a `RemoteTier`: this process does not delete them; another one may, which ends the load short."""
-
-    __slots__ = ()
-
-
-class RemoteTier:
+class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
     """One object per block, with its checksum; found by a list in memory, which `find` asks and never the server.
 
     `namespace.py` says under which keys. What other processes save is seen when keys are listed: at the beginning, and
     in the background after a miss. Bytes pass through a buffer of the moving thread and reach the caller's blocks only
-    when their checksum fits, so a deadline is met even while the server hangs.
+    when their checksum fits, so a deadline is met even while the server hangs. This process does not delete what is
+    held; another one may, which ends the load short.
 
     Args:
         layout: of the blocks. store: the server; the tier closes it. options: prefix and budget.
@@ -89,39 +83,20 @@ class RemoteTier:
         clock: Callable[[], float] = time.monotonic,
         wrap_medium: WrapMedium = as_it_is,
     ) -> None:
-        self.name = name
-        self.layout = layout
-        self.accepts_saves = options.access is Access.WRITE
-        self.takes_device_blocks = True
         self._object_bytes = HEADER_BYTES + layout.block_bytes
         if options.budget_bytes < self._object_bytes:
             raise TierConfigError(
                 f"budget_bytes of {name} is {options.budget_bytes}; one block needs {self._object_bytes}"
             )
+        index = ObjectIndex(options.budget_bytes // self._object_bytes)
+        super().__init__(layout, index, name=name, accepts_saves=options.access is Access.WRITE, clock=clock)
         self._options = options
         self._stamper = Stamper(layout)
-        self._index = ObjectIndex(options.budget_bytes // self._object_bytes)
-        self._lock = threading.Lock()
         self._buffers = threading.local()
-        self._clock = clock
-        self._tally = Tally(name)
         self._objects = Namespace(store, options.prefix, layout, is_writer=self.accepts_saves, wrap_medium=wrap_medium)
         self._first_refresh(store.address)
-        self._queue = TransferQueue(name, options.queue, self._tally, clock=clock)
+        self._open_queue(options.queue)
         self._connections = ThreadPoolExecutor(options.connections, thread_name_prefix=f"kv-tier-{name}-connection")
-
-    # The caller's side.
-
-    def find(self, digests: Sequence[Digest]) -> RemoteHit:
-        """The longest beginning that is known to be stored; held until the hit is closed or its load has ended."""
-        held: list[KnownObject] = []
-        if not self._queue.is_refusing:
-            with self._lock:
-                held = self._index.hold_prefix(digests)
-            if len(held) < len(digests):
-                self._refresh_soon()
-        self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
-        return RemoteHit(held, self._release)
 
     @property
     def digest_key(self) -> bytes | None:
@@ -131,39 +106,6 @@ class RemoteTier:
     def pinnable_memory(self) -> Sequence[memoryview]:
         """None: bytes pass through buffers that come and go with the threads."""
         return []
-
-    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
-        """Begins to fetch a hit's blocks into writable memory."""
-        if not isinstance(hit, RemoteHit) or hit.held is None:
-            raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
-        check_blocks(blocks, self.layout, num_blocks=len(hit.digests), writable=True)
-        held, hit.held = hit.held, None
-        return self._queue.submit(
-            lambda transfer: self._load(transfer, held, blocks),
-            num_blocks=len(held),
-            timeout_s=timeout_s,
-            urgency=Urgency.LOAD,
-            release=lambda: self._release(held),
-        )
-
-    def save(
-        self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
-    ) -> Transfer:
-        """Begins to store sealed blocks.
-
-        Raises:
-            KvTierError: as the contract says, or this process only reads the store.
-        """
-        if not self.accepts_saves:
-            raise KvTierError(f"tier {self.name} was opened with access=read; other processes write to it")
-        check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
-        return self._queue.submit(
-            lambda transfer: self._save(transfer, digests, blocks),
-            num_blocks=len(digests),
-            timeout_s=timeout_s,
-            urgency=Urgency.SAVE,
-            release=lambda: None,
-        )
 
     def refresh(self) -> None:
         """Lists what the server has, in this thread; `find` asks for it by itself, in the background.
@@ -180,10 +122,6 @@ class RemoteTier:
             forgotten = self._index.forget(before - listed)
         self._tally.lost(evicted_blocks=forgotten)
 
-    def counters(self) -> tuple[TierCounters, ...]:
-        """One."""
-        return (self._tally.counters(stored_blocks=len(self._index)),)
-
     def close(self) -> None:
         """Stops its threads and gives its connections back; one that hangs ends with its own time limit."""
         has_stopped = self._queue.close()
@@ -191,16 +129,13 @@ class RemoteTier:
         if has_stopped:
             self._objects.close()
 
-    def check_integrity(self) -> None:
-        """Compares everything the tier knows.
-
-        Raises:
-            IntegrityError: its books contradict themselves: a bug.
-        """
-        with self._lock:
-            self._index.check_integrity()
-
     # The threads' side.
+
+    def _hold(self, digests: Sequence[Digest]) -> list[KnownObject]:
+        held = super()._hold(digests)
+        if len(held) < len(digests):
+            self._refresh_soon()
+        return held
 
     def _load(self, transfer: BlockTransfer, held: Sequence[KnownObject], blocks: Sequence[BlockMemory]) -> None:
         fetches = [functools.partial(self._fetch, transfer, *each) for each in zip(held, blocks, strict=True)]
@@ -255,10 +190,6 @@ class RemoteTier:
                 self._index.end_filling()
         self._tally.moved(saved_blocks=added)
 
-    def _drop(self, known: KnownObject) -> bool:
-        with self._lock:
-            return self._index.drop(known)
-
     def _buffer(self) -> memoryview:
         """One record of memory for each thread."""
         buffer: memoryview | None = getattr(self._buffers, "record", None)
@@ -277,7 +208,3 @@ class RemoteTier:
         if self._clock() >= self._next_refresh_s:
             self._next_refresh_s = self._clock() + self._options.refresh_s
             self._queue.run_soon(self.refresh)
-
-    def _release(self, held: list[KnownObject]) -> None:
-        with self._lock:
-            self._index.release(held)

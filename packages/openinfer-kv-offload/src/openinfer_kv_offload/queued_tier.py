@@ -1,0 +1,157 @@
+"""`QueuedTier`: what the tiers have in common that find blocks in an index and move them in threads of their own."""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierHit, Transfer
+from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_offload.hit import HeldBlock, HeldHit
+from openinfer_kv_offload.memory import check_blocks
+from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
+from openinfer_kv_offload.tally import Tally
+from openinfer_kv_offload.transfer import BlockTransfer
+
+
+class BlockIndex(Protocol[HeldBlock]):
+    """Which blocks a tier has, and who holds them. Not thread-safe: the tier locks."""
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        ...
+
+    def hold_prefix(self, digests: Sequence[Digest]) -> list[HeldBlock]:
+        """Holds the longest beginning of `digests` that is there."""
+        ...
+
+    def release(self, held: Sequence[HeldBlock]) -> None:
+        """Ends one holding of each."""
+        ...
+
+    def drop(self, held: HeldBlock, /) -> bool:
+        """Makes a block that is not intact unfindable; False if it was already."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` if its books contradict themselves."""
+        ...
+
+
+Index = TypeVar("Index", bound=BlockIndex[Any])
+
+
+class QueuedTier(ABC, Generic[HeldBlock, Index]):
+    """The caller's side of a `DeviceTier`: finds, and queues transfers that a subclass carries out.
+
+    A subclass calls `_open_queue` when nothing can fail any more.
+
+    Args:
+        layout: of the blocks.
+        index: of what is stored.
+        name: for counters and logs.
+        accepts_saves: whether this process writes.
+        clock: seconds that never run back.
+    """
+
+    takes_device_blocks = True
+
+    _queue: TransferQueue
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        index: Index,
+        *,
+        name: str,
+        accepts_saves: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.accepts_saves = accepts_saves
+        self._index = index
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tally = Tally(name)
+
+    def _open_queue(self, options: QueueOptions) -> None:
+        """Starts the threads."""
+        self._queue = TransferQueue(self.name, options, self._tally, clock=self._clock)
+
+    def find(self, digests: Sequence[Digest]) -> HeldHit[HeldBlock]:
+        """The longest beginning that is known to be stored; held until the hit is closed or its load has ended."""
+        held = [] if self._queue.is_refusing else self._hold(digests)
+        self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
+        return HeldHit(held, tier=self, release=self._release)
+
+    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
+        """Begins to copy a hit's blocks into writable memory."""
+        own = cast("HeldHit[HeldBlock]", hit)
+        if not isinstance(hit, HeldHit) or own.tier is not self or own.held is None:
+            raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
+        check_blocks(blocks, self.layout, num_blocks=len(hit.digests), writable=True)
+        held, own.held = own.held, None
+        return self._queue.submit(
+            lambda transfer: self._load(transfer, held, blocks),
+            num_blocks=len(held),
+            timeout_s=timeout_s,
+            urgency=Urgency.LOAD,
+            release=lambda: self._release(held),
+        )
+
+    def save(
+        self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
+    ) -> Transfer:
+        """Begins to store sealed blocks.
+
+        Raises:
+            KvTierError: as the contract says, or this process only reads.
+        """
+        if not self.accepts_saves:
+            raise KvTierError(f"tier {self.name} was opened with access=read: other processes write to it")
+        check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
+        return self._queue.submit(
+            lambda transfer: self._save(transfer, digests, blocks),
+            num_blocks=len(digests),
+            timeout_s=timeout_s,
+            urgency=Urgency.SAVE,
+            release=lambda: None,  # a save holds nothing of the tier before it runs
+        )
+
+    def counters(self) -> tuple[TierCounters, ...]:
+        """One."""
+        return (self._tally.counters(stored_blocks=len(self._index)),)
+
+    def check_integrity(self) -> None:
+        """Compares everything the tier knows.
+
+        Raises:
+            IntegrityError: its books contradict themselves: a bug.
+        """
+        with self._lock:
+            self._index.check_integrity()
+
+    # The threads' side.
+
+    @abstractmethod
+    def _load(self, transfer: BlockTransfer, held: Sequence[HeldBlock], blocks: Sequence[BlockMemory]) -> None:
+        """Copies held blocks to `blocks`, and lands them one after the other."""
+
+    @abstractmethod
+    def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
+        """Stores those blocks that are not there yet, and lands all one after the other."""
+
+    def _hold(self, digests: Sequence[Digest]) -> list[HeldBlock]:
+        with self._lock:
+            return self._index.hold_prefix(digests)
+
+    def _release(self, held: Sequence[HeldBlock]) -> None:
+        with self._lock:
+            self._index.release(held)
+
+    def _drop(self, held: HeldBlock) -> bool:
+        """Makes a block that is not intact unfindable; False if it was already."""
+        with self._lock:
+            return self._index.drop(held)
