@@ -232,6 +232,10 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
   } else if (threadIdx.x == kConsumers) {
     produce<kTokens>(s, work, w_map, x_map);
   }
+  if (work.size > 1 && work.rank == 0) {  // stays until the others, which write to its memory, have left
+    __syncwarp();
+    cluster_meet();
+  }
 }
 
 }  // namespace
