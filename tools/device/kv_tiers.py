@@ -213,8 +213,8 @@ class _Copier:
         blocks = range(place * 32, place * 32 + 32)
         if self._way == "save":
             self._saved[place] = self._new_digests.pop()
-        move = self._port.save if self._way == "save" else self._port.load
-        return move(self._saved[place], blocks)
+            return self._port.save(self._saved[place], blocks)
+        return self._port.load(self._port.find(self._saved[place]), blocks)
 
 
 def main() -> None:
