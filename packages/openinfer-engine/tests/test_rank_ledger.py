@@ -8,8 +8,8 @@ import pytest
 
 from openinfer_core import Refused, find_plugin, read_config
 from openinfer_engine import EngineOptions, LocalGroup, resolve
-from openinfer_engine.backends import CpuBackend
 from openinfer_engine.communicator import Communicator
+from openinfer_engine.cpu_backend import CpuBackend
 from openinfer_engine.dummy import DummyWeights
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.rank_ledger import plan_ranks, weights_bytes_of_rank
