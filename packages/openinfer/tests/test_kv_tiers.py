@@ -1,4 +1,7 @@
-"""KV tiers in a whole engine: the same tokens with them and without, whatever goes wrong in them; restarts; metrics."""
+"""KV tiers in a whole engine: the same tokens with them and without, whatever goes wrong in them; restarts; metrics.
+
+For a model with a trained toy checkpoint, and for two with recurrent states and random weights.
+"""
 
 import random
 from collections.abc import Generator, Sequence
@@ -14,8 +17,9 @@ import pytest
 from openinfer.served import served
 from openinfer_core import GenerateRequest, InvalidRequest, Plugin, Refused, RequestId, SamplingParams, find_plugin
 from openinfer_core.events import Finished, Tokens
-from openinfer_engine import EngineOptions, LoadFormat, StepLoop, build_loop, resolve
+from openinfer_engine import Composition, EngineOptions, LoadFormat, StepLoop, build_loop, resolve
 from openinfer_engine.kv_tiers import ChosenTiers
+from openinfer_engine.options import DeviceKind
 from openinfer_kv_cache import KvLayout, KvTier
 from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultKind
 from openinfer_kv_cache.tiers import KV_TIERS
@@ -30,6 +34,9 @@ POOL: dict[str, Any] = {
     "batch_invariant": True,
 }
 NUM_REQUESTS = 40
+FIXTURES = Path(__file__).parent / "fixtures"
+WITH_STATES = ("qwen35", "deepseek_v4")
+"""Models with recurrent states; the second has blocks of several kinds of rows, too."""
 
 
 def open_faulty(layout: KvLayout, setting: str) -> KvTier:
@@ -38,12 +45,21 @@ def open_faulty(layout: KvLayout, setting: str) -> KvTier:
     return HostTier(layout, options, wrap_medium=FAULTS.wrap)
 
 
+def composed(model: str = "qwen3", **options: Any) -> Composition:
+    """A model's engine, not loaded; of one with states, room for three copies of them."""
+    definition = find_plugin("openinfer.models", model).load().definition
+    if model not in WITH_STATES:
+        model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
+        return resolve(definition, model_dir, EngineOptions(**{**POOL, **options}))
+    given: dict[str, Any] = {**POOL, "load_format": LoadFormat.DUMMY, **options}
+    slot_bytes = resolve(definition, FIXTURES / model, EngineOptions(**given)).runner_limits.slot_bytes
+    return resolve(definition, FIXTURES / model, EngineOptions(state_snapshot_bytes=3 * slot_bytes, **given))
+
+
 @contextmanager
-def running(**options: Any) -> Generator[StepLoop]:
-    family = find_plugin("openinfer.models", "qwen3").load()
-    model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
-    plugin = options.pop("plugin", None)
-    composition = resolve(family.definition, model_dir, EngineOptions(**{**POOL, **options}))
+def running(*, model: str = "qwen3", plugin: ChosenTiers | None = None, **options: Any) -> Generator[StepLoop]:
+    """`plugin` stands in for the tiers that `kv_tier` names."""
+    composition = composed(model, **options)
     loop = build_loop(composition if plugin is None else replace(composition, tiers=plugin))
     try:
         yield loop
@@ -101,16 +117,25 @@ def serve(loop: StepLoop, requests: Sequence[GenerateRequest], *, faults: Sequen
     return said
 
 
+@pytest.fixture(scope="module", params=["qwen3", *WITH_STATES])
+def model(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def without_tiers() -> dict[int, Any]:
-    with running() as loop:
+def without_tiers(model: str) -> dict[int, Any]:
+    with running(model=model) as loop:
         said = serve(loop, traffic(0))
     assert all(tokens[-1] == -1 for tokens in said.values())
     return said
 
 
-def test_tokens_are_the_same_with_a_host_tier_above_a_disk(without_tiers: dict[int, Any], tmp_path: Path) -> None:
-    with running(kv_tier=["host=2MiB", f"disk={tmp_path / 'kv'},64MiB"]) as loop:
+def test_tokens_are_the_same_with_a_host_tier_above_a_disk(
+    model: str, without_tiers: dict[int, Any], tmp_path: Path
+) -> None:
+    layout = composed(model).layouts[0]
+    small = f"host={32 * layout.block_bytes + 6 * layout.slot_bytes >> 10}KiB"
+    with running(model=model, kv_tier=[small, f"disk={tmp_path / 'kv'},64MiB"]) as loop:
         assert serve(loop, traffic(0)) == without_tiers
         stats = loop.stats()
     assert stats.blocks_used == 0
@@ -120,8 +145,8 @@ def test_tokens_are_the_same_with_a_host_tier_above_a_disk(without_tiers: dict[i
     assert stats.kv_tier_faults == 0
 
 
-def test_tokens_are_the_same_while_everything_goes_wrong(without_tiers: dict[int, Any]) -> None:
-    with running(plugin=faulty_tier(16 << 20), kv_load_timeout_ms=50) as loop:
+def test_tokens_are_the_same_while_everything_goes_wrong(model: str, without_tiers: dict[int, Any]) -> None:
+    with running(model=model, kv_tier=["host=1MiB"], plugin=faulty_tier(16 << 20), kv_load_timeout_ms=50) as loop:
         said = serve(loop, traffic(0), faults=tuple(FaultKind))
         stats = loop.stats()
     FAULTS.clear()
@@ -132,7 +157,26 @@ def test_tokens_are_the_same_while_everything_goes_wrong(without_tiers: dict[int
     assert stats.blocks_used == 0
 
 
-def test_disk_tier_is_found_again_by_the_next_engine_and_not_with_another_salt(tmp_path: Path) -> None:
+@pytest.mark.gpu
+def test_tokens_on_a_gpu_are_the_same_with_tiers(model: str, tmp_path: Path) -> None:
+    """Also those that the next engine says behind prefixes from the disk."""
+    setting = f"disk={tmp_path / 'kv'},256MiB"
+    try:
+        with running(model=model, device=DeviceKind.CUDA) as loop:
+            said = serve(loop, traffic(0))
+    except Refused as reason:
+        pytest.skip(str(reason))
+    for tiers in (["host=64MiB"], ["host=1MiB", setting], [setting]):
+        with running(model=model, device=DeviceKind.CUDA, kv_tier=tiers) as loop:
+            assert serve(loop, traffic(0)) == said, tiers
+            stats = loop.stats()
+        assert stats.tier_tokens > 0
+        assert stats.blocks_used == 0
+        assert stats.kv_tier_faults == 0
+        assert sum(tier.corrupt_blocks for tier in stats.kv_tiers) == 0
+
+
+def test_disk_tier_is_found_again_by_the_next_engine_and_not_with_another_salt(model: str, tmp_path: Path) -> None:
     setting = f"disk={tmp_path / 'kv'},64MiB"
     request = traffic(0)[-1]
     salted = GenerateRequest(
@@ -141,17 +185,17 @@ def test_disk_tier_is_found_again_by_the_next_engine_and_not_with_another_salt(t
         sampling=request.sampling,
         cache_salt="another tenant",
     )
-    with running(kv_tier=[setting]) as loop:
+    with running(model=model, kv_tier=[setting]) as loop:
         first = serve(loop, [request])
         assert loop.stats().tier_tokens == 0
-    with running(kv_tier=[setting]) as loop:
+    with running(model=model, kv_tier=[setting]) as loop:
         assert serve(loop, [salted])[1000] == first[int(request.request_id)]
         assert loop.stats().tier_tokens == 0
         assert serve(loop, [request]) == first
         assert loop.stats().tier_tokens == loop.stats().cached_tokens > 0
     key = tmp_path / "other.key"
     key.write_bytes(bytes(32))
-    with running(kv_tier=[setting], kv_key_file=str(key)) as loop:
+    with running(model=model, kv_tier=[setting], kv_key_file=str(key)) as loop:
         assert serve(loop, [request]) == first
         assert loop.stats().tier_tokens == 0
 

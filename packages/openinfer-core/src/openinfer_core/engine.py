@@ -85,7 +85,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tier_tokens: int = 0
     """Of `cached_tokens` and of what preempted sequences resumed with, those that came from KV tiers."""
     unsaved_blocks: int = 0
-    """Blocks that KV tiers were not given, because too many were on their way."""
+    """Blocks, and pieces of recurrent states, that KV tiers were not given, because too many were on their way."""
     kv_tier_faults: int = 0
     """Times a KV tier raised where it may not; it is not used after that."""
     kv_tiers: tuple[KvTierStats, ...] = ()

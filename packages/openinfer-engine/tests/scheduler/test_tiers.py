@@ -365,6 +365,119 @@ def test_tier_that_raises_when_it_is_closed_keeps_nobody_from_closing_the_rest(
     assert rig.port.faults == 1
 
 
+PROMPT, WHOLE_POOL = tuple(range(1, 14)), (20,) * 28
+
+
+def states_rig(factory: type[TokenBudgetScheduler], tier: FakeTier, **limits: Any) -> Rig:
+    """Of a model with recurrent states, which has served `PROMPT`."""
+    rig = Rig(factory, tier, **{**STATES, **limits})
+    assert rig.run(request_of(0, PROMPT)) == 0
+    return rig
+
+
+@pytest.mark.parametrize("slowness", [1, 5])
+def test_kv_and_states_that_were_evicted_come_back_together(
+    checked_scheduler: type[TokenBudgetScheduler], slowness: int
+) -> None:
+    rig = states_rig(checked_scheduler, FakeTier(block_tokens=4, slowness=slowness), num_snapshots=1)
+    rig.run(request_of(1, WHOLE_POOL))
+    assert rig.run(request_of(2, PROMPT)) == 12
+    assert rig.driver.scheduler.stats().tier_tokens == 12
+
+
+def test_states_alone_come_back_where_the_pool_has_the_kv(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    tier = FakeTier(block_tokens=4)
+    rig = states_rig(checked_scheduler, tier, num_blocks=32, num_snapshots=1)
+    rig.run(request_of(1, WHOLE_POOL))
+    assert rig.run(request_of(2, PROMPT)) == 12
+    assert [transfer.num_blocks for transfer in tier.loads] == [2]
+    assert rig.driver.scheduler.stats().tier_tokens == 12
+
+
+def test_kv_alone_comes_back_where_the_states_are_kept(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    tier = FakeTier(block_tokens=4)
+    rig = states_rig(checked_scheduler, tier)
+    rig.run(request_of(1, WHOLE_POOL))
+    assert rig.run(request_of(2, PROMPT)) == 12
+    assert [transfer.num_blocks for transfer in tier.loads] == [3]
+
+
+def test_prefix_without_states_in_the_tier_is_computed(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    tier = FakeTier(block_tokens=4)
+    rig = states_rig(checked_scheduler, tier, num_snapshots=1)
+    rig.run(request_of(1, WHOLE_POOL))
+    states = [digest for digest, content in tier.contents.items() if len(content) == 1]
+    del tier.contents[states[1]]
+    assert rig.run(request_of(2, PROMPT)) == 0
+    assert not tier.loads
+
+
+def test_load_goes_to_the_deepest_boundary_with_states(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    """The prompt that goes on from the first one's answer finds blocks beyond the states of the first prompt."""
+    tier = FakeTier(block_tokens=4)
+    rig = Rig(checked_scheduler, tier, **STATES)
+    rig.driver.submit(request_of(0, PROMPT, max_tokens=8))
+    rig.driver.run()
+    said = tuple(rig.driver.accounts[RequestId(0)].token_ids)
+    rig.run(request_of(1, WHOLE_POOL))
+    for prompt in ((22,) * 28, (23,) * 28):
+        rig.run(request_of(prompt[0], prompt))
+    assert rig.run(request_of(2, (*PROMPT, *said, 30))) == 12
+    assert [transfer.num_blocks for transfer in tier.loads] == [2, 3]
+    assert rig.driver.scheduler.stats().tier_tokens == 12
+
+
+def test_where_states_or_kv_fall_short_the_prefix_is_computed(checked_scheduler: type[TokenBudgetScheduler]) -> None:
+    tier = FakeTier(block_tokens=4)
+    rig = states_rig(checked_scheduler, tier, num_snapshots=1)
+    rig.run(request_of(1, WHOLE_POOL))
+    tier.fault_rate = 1.0
+    assert rig.run(request_of(2, PROMPT)) == 0
+    assert tier.loads
+    assert rig.driver.scheduler.stats().tier_tokens == 0
+
+
+def test_second_with_the_same_prefix_waits_for_the_first_ones_load(
+    checked_scheduler: type[TokenBudgetScheduler],
+) -> None:
+    tier = FakeTier(block_tokens=4)
+    rig = states_rig(checked_scheduler, tier, num_blocks=16, num_snapshots=1)
+    rig.run(request_of(1, WHOLE_POOL))
+    rig.run(request_of(2, [21] * 28))
+    tier.load_polls = NEVER
+    for request_id in (3, 4):
+        rig.driver.submit(request_of(request_id, PROMPT))
+    for _ in range(3):
+        rig.driver.step()
+    stats = rig.driver.scheduler.stats()
+    assert (stats.loading, stats.waiting, stats.running) == (1, 2, 0)
+    for transfer in tier.pending:
+        transfer.polls_left = 1
+    rig.driver.run()
+    scheduled = [rig.driver.accounts[RequestId(each)].scheduled for each in (3, 4)]
+    assert [each and each.cached_tokens for each in scheduled] == [12, 12]
+    assert rig.driver.scheduler.stats().tier_tokens == 12
+
+
+def test_snapshot_that_is_saved_is_not_evicted_and_what_is_beyond_a_share_is_not_saved(
+    checked_scheduler: type[TokenBudgetScheduler],
+) -> None:
+    tier = FakeTier(block_tokens=4)
+    tier.save_polls = NEVER
+    rig = Rig(checked_scheduler, tier, **STATES | {"num_snapshots": 2}, num_blocks=32)
+    for request_id in range(3):
+        rig.driver.submit(request_of(request_id, range(request_id * 20, request_id * 20 + 9)))
+        for _ in range(8):
+            rig.driver.step()
+    stats = rig.driver.scheduler.stats()
+    assert stats.state_snapshots == 2
+    assert stats.unsaved_blocks == 4
+    for transfer in tier.pending:
+        transfer.polls_left = 1
+    rig.driver.run()
+    assert rig.run(request_of(3, range(9))) == 8
+
+
 def test_only_a_share_of_the_pool_is_saved_at_a_time(checked_scheduler: type[TokenBudgetScheduler]) -> None:
     tier = FakeTier(block_tokens=1)
     tier.save_polls = NEVER
@@ -452,12 +565,22 @@ class TiersMachine(RuleBasedStateMachine):
         block_tokens=st.sampled_from((1, 2, 4)),
         extra_blocks=st.integers(0, 3),
         overlap=st.sampled_from((1, 2)),
+        runs_at=st.sampled_from(RunsAt),
+        num_snapshots=st.sampled_from((0, 0, 1, 3)),
     )
-    def make(self, *, block_tokens: int, extra_blocks: int, overlap: int) -> None:
+    def make(self, *, block_tokens: int, extra_blocks: int, overlap: int, runs_at: RunsAt, num_snapshots: int) -> None:
+        """With snapshots, of a model with recurrent states."""
         self.tier = FakeTier(block_tokens=block_tokens)
-        num_blocks = 20 // block_tokens + extra_blocks
         self.rig = Rig(
-            TokenBudgetScheduler, self.tier, overlap=overlap, num_blocks=num_blocks, max_model_tokens=20, max_waiting=8
+            TokenBudgetScheduler,
+            self.tier,
+            overlap=overlap,
+            runs_at=runs_at,
+            num_blocks=20 // block_tokens + extra_blocks,
+            max_model_tokens=20,
+            max_waiting=8,
+            prefix_cache=not num_snapshots,
+            num_snapshots=num_snapshots,
         )
         for cache_salt in (None, "a"):
             self.submit(prefix=PREFIXES[-1], own=[0], max_tokens=1, cache_salt=cache_salt)
@@ -526,8 +649,12 @@ class TiersMachine(RuleBasedStateMachine):
         self.tier.load_polls = self.tier.save_polls = 1
         self.rig.driver.run()
         stats = self.rig.driver.scheduler.stats()
-        self.totals.update(loads=len(self.tier.loads), loaded=stats.tier_tokens, preemptions=stats.preemptions)
-        self.totals.update(cancelled=sum(transfer.is_cancelled for transfer in self.tier.loads))
+        kind = "states " if self.rig.driver.config.num_snapshots else ""
+        cancelled = sum(transfer.is_cancelled for transfer in self.tier.loads)
+        self.totals[f"{kind}loads"] += len(self.tier.loads)
+        self.totals[f"{kind}loaded"] += stats.tier_tokens
+        self.totals[f"{kind}preemptions"] += stats.preemptions
+        self.totals[f"{kind}cancelled"] += cancelled
         self.rig.driver.scheduler.check_integrity()
         self.rig.port.close()
 
@@ -546,4 +673,5 @@ def test_any_order_of_events_loads_and_saves_keeps_the_books_and_the_tokens_righ
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert min(Machine.totals[each] for each in ("loads", "loaded", "preemptions", "cancelled")) > 0, Machine.totals
+    seen = [f"{kind}{each}" for kind in ("", "states ") for each in ("loads", "loaded", "preemptions", "cancelled")]
+    assert min(Machine.totals[each] for each in seen) > 0, Machine.totals
