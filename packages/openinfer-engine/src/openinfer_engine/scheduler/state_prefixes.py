@@ -19,6 +19,9 @@ from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_load import StateLoad
 from openinfer_kv_cache import BlockSequence, CopyKind, Digest, PrefixHasher, SlotCopy
 
+_MOST_BOUNDARIES = 1024
+"""That tiers are asked for states of: a few milliseconds."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundPrefix:
@@ -100,20 +103,27 @@ class StatePrefixes:
     def _find_states(self, digests: ListLike[Digest], *, begin_tokens: int, end_tokens: int) -> tuple[int, FoundBlocks]:
         """The deepest boundary behind `begin_tokens` with states, and these if they are in the tiers alone."""
         nothing = FoundBlocks([])
-        for tokens in range(end_tokens, begin_tokens, -self._block_tokens):
+        first = max(begin_tokens, end_tokens - _MOST_BOUNDARIES * self._block_tokens)
+        for tokens in range(end_tokens, first, -self._block_tokens):
             digest = digests[tokens // self._block_tokens - 1]
             if self._snapshots.has(digest):
                 return tokens, nothing
-            pieces = self._hasher.state_digests(digest, self._port.pieces_per_slot)
-            first = self._port.find(pieces[:1])
-            if not first.num_blocks:
-                continue
-            first.close()
-            states = self._port.find(pieces)
-            if states.num_blocks == len(pieces):
+            states = self._find_pieces(digest)
+            if states.num_blocks:
                 return tokens, states
-            states.close()
         return begin_tokens, nothing
+
+    def _find_pieces(self, digest: Digest) -> FoundBlocks:
+        """All pieces of the states behind a prefix, or none; most prefixes have none."""
+        first = self._port.find(self._hasher.state_digests(digest, 1))
+        if not first.num_blocks:
+            return first
+        first.close()
+        num_pieces = self._port.pieces_per_slot
+        states = self._port.find(self._hasher.state_digests(digest, num_pieces))
+        if states.num_blocks < num_pieces:
+            states.close()
+        return states
 
     def _cut(self, found: FoundBlocks, digests: ListLike[Digest]) -> FoundBlocks:
         """What was found, as far as these digests go; pieces that go further are asked for again."""
