@@ -1,27 +1,14 @@
 """The family computes what transformers computed, however a sequence is cut, and the engine serves it by its name."""
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from openinfer_core import (
-    Finished,
-    FinishReason,
-    GenerateRequest,
-    InvalidCheckpoint,
-    Refused,
-    RequestId,
-    SamplingParams,
-    TokenEvent,
-    Tokens,
-    find_plugin,
-    read_config,
-)
+from openinfer_core import FinishReason, InvalidCheckpoint, Refused, find_plugin, read_config
 from openinfer_core.plugins import MODELS
 from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
-from openinfer_engine.testing import check_family
+from openinfer_engine.testing import ask_launched, check_family
 from openinfer_llama import Llama
 from openinfer_llama.rope import Llama3Scaling, rope_table
 
@@ -54,28 +41,11 @@ def test_engine_finds_the_family_by_its_name_and_generates(
     family = find_plugin(MODELS, "llama").load()()
     assert family.refusal(read_config(FIXTURE)) is None
     options = EngineOptions(engine_host=EngineHost.THREAD, num_blocks=32, max_num_seqs=4, load_format=load_format)
-
-    async def generate() -> list[TokenEvent]:
-        engine = family.launch(FIXTURE, options)
-        events: list[TokenEvent] = []
-        try:
-            sampling = SamplingParams(max_tokens=1, temperature=0)
-            request = GenerateRequest(request_id=RequestId(1), prompt_token_ids=tuple(token_ids), sampling=sampling)
-            engine.submit(request)
-            async for arrived in engine.events():
-                events += arrived
-                if any(isinstance(event, Finished) for event in arrived):
-                    return events
-        finally:
-            await engine.close()
-        return events
-
-    events = asyncio.run(generate())
-    assert isinstance(events[-1], Finished)
-    assert events[-1].reason is FinishReason.LENGTH
-    (tokens,) = [event for event in events if isinstance(event, Tokens)]
+    answer = ask_launched(family, FIXTURE, options, token_ids)
+    assert answer.finished is not None
+    assert answer.finished.reason is FinishReason.LENGTH
     if load_format is not LoadFormat.DUMMY:
-        assert tokens.token_ids == (int(logits[-1].argmax()),)
+        assert answer.token_ids == [int(logits[-1].argmax())]
 
 
 def test_plan_shows_the_engine_without_loading_it() -> None:

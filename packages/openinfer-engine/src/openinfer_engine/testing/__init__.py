@@ -3,6 +3,7 @@
 from openinfer_engine.testing.answers import Answer, prompt_differences, run_alone, run_at_once, run_together
 from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps, step_at_random
 from openinfer_engine.testing.golden import Golden
+from openinfer_engine.testing.launched import ask_launched, check_launched
 from openinfer_engine.testing.random_weights import bf16_exact, random_weights
 from openinfer_engine.testing.traffic import Traffic, random_requests
 
@@ -11,8 +12,10 @@ __all__ = [
     "FamilyHarness",
     "Golden",
     "Traffic",
+    "ask_launched",
     "bf16_exact",
     "check_family",
+    "check_launched",
     "check_steps",
     "prompt_differences",
     "random_requests",
