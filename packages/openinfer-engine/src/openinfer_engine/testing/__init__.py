@@ -1,6 +1,13 @@
 """For tests of packages that bring a model family: step by step without an engine, and in traffic through one."""
 
-from openinfer_engine.testing.answers import Answer, prompt_differences, run_alone, run_at_once, run_together
+from openinfer_engine.testing.answers import (
+    Answer,
+    prompt_differences,
+    run_alone,
+    run_at_once,
+    run_together,
+    top_differences,
+)
 from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps, step_at_random
 from openinfer_engine.testing.golden import Golden
 from openinfer_engine.testing.launched import ask_launched, check_launched
@@ -24,4 +31,5 @@ __all__ = [
     "run_at_once",
     "run_together",
     "step_at_random",
+    "top_differences",
 ]

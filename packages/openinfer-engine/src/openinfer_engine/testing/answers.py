@@ -113,6 +113,12 @@ def prompt_differences(answers: Mapping[int, Answer], others: Mapping[int, Answe
     return np.abs(np.diff(pairs, axis=1))[:, 0]
 
 
+def top_differences(ours: TokenLogprobs, theirs: TokenLogprobs) -> list[float]:
+    """How far the log-probabilities of those ids are from each other that are among the likeliest of both."""
+    found, expected = (dict(zip(each.top_ids, each.top_logprobs, strict=True)) for each in (ours, theirs))
+    return [abs(found[token_id] - expected[token_id]) for token_id in found.keys() & expected.keys()]
+
+
 def _deliver(events: Iterable[TokenEvent], answers: Mapping[int, Answer]) -> None:
     for event in events:
         if event.request_id in answers:
