@@ -22,11 +22,9 @@ from openinfer_kernels.ops import Array, HostArray
 _TO_DEVICE, _TO_HOST = 1, 2
 """`cudaMemcpyKind`."""
 _BATCH_BLOCKS = 64
-MOST_COPY_BYTES = 5 << 20
-"""Of one copy: a step's own small copies wait for those that were begun before on the same engine of the GPU."""
 _SUM_BYTES = 16
-_PIECES, _THREADS = 8, 256
-"""What a block is cut into for its sum, and the threads of each piece."""
+_PIECES, _THREADS = 32, 256
+"""What a block is cut into for its sum, and the threads of each piece: a step's kernels wait for pieces that run long."""
 
 
 class DevicePool:
@@ -157,11 +155,11 @@ class _OfThread(threading.local):
 
 def _runs(blocks: Sequence[int], hosts: Sequence[int], nbytes: int) -> Iterator[tuple[int, int, int]]:
     """Neighbours on both sides as one copy: begin of each, and bytes."""
-    first, most_blocks = 0, max(1, MOST_COPY_BYTES // nbytes)
+    first = 0
     for index in range(1, len(blocks) + 1):
         steps = (index - first) * nbytes
         is_run = index < len(blocks) and blocks[index] == blocks[first] + steps and hosts[index] == hosts[first] + steps
-        if not is_run or index - first == most_blocks:
+        if not is_run:
             yield blocks[first], hosts[first], steps
             first = index
 
