@@ -24,7 +24,7 @@ _TO_DEVICE, _TO_HOST = 1, 2
 _BATCH_BLOCKS = 64
 _SUM_BYTES = 16
 _PIECES, _THREADS = 32, 256
-"""What a block is cut into for its sum, and the threads of each piece: a step's kernels wait for pieces that run long."""
+"""What a block is cut into for its sum, and the threads of each; a step's kernels wait for pieces that run long."""
 
 
 class DevicePool:
