@@ -79,6 +79,11 @@ class CudaBackend:
             _require_blocks(layout)
         except KernelsError as error:
             raise Refused(f"--device cuda: {error}") from error
+        if self._options.batch_invariant and _has_latents(layout):
+            raise Refused(
+                "--batch-invariant: attention over latents has no such kernel on GPUs; leave the option out, or use "
+                "--device cpu"
+            )
 
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
         """Of the catalogue of `openinfer_kernels`, in BF16."""
@@ -190,11 +195,16 @@ def _require_blocks(layout: KvLayout) -> None:
             num_heads, _, entry_dim = rows.shape
             require_entries(num_heads=num_heads, entry_dim=entry_dim)
         return
-    _, num_tensors, _, block_tokens, head_dim = layout.block_shape()
-    if num_tensors == 1:  # a latent, which is key and value
+    _, _, _, block_tokens, head_dim = layout.block_shape()
+    if _has_latents(layout):
         require_latents(entry_dim=head_dim, block_tokens=block_tokens)
     else:
         require_attention(head_dim=head_dim, block_tokens=block_tokens)
+
+
+def _has_latents(layout: KvLayout) -> bool:
+    """Whether one row per token is key and value."""
+    return layout.is_dense and layout.block_shape()[1] == 1
 
 
 def _check_ranks(options: EngineOptions) -> None:
