@@ -122,5 +122,5 @@ def test_long_prompts_expand_latents_and_agree_with_chunks_that_do_not(model_dir
 
 def test_batch_invariance_is_refused_before_anything_is_loaded(model_dir: Path) -> None:
     options = EngineOptions(device=DeviceKind.CUDA, batch_invariant=True)
-    with pytest.raises(Refused, match="attention over latents has no such kernel|no NVIDIA driver|module cupy"):
+    with pytest.raises(Refused, match=r"attention over latents has no such kernel|no NVIDIA driver|module cupy"):
         resolve(DeepseekV2Lite().definition, model_dir, options)
