@@ -33,7 +33,7 @@ def make_plan() -> StepPlan:
         new_block_counts=np.array([1, 0], np.int32),
         new_blocks=np.array([9], np.int32),
         started=(SlotStart(slot=3, request=request, seed=2**63, output_token_ids=(1, 2)),),
-        state_restores=(StateCopy(source=5, target=3),),
+        state_restores=(StateCopy(source=5, target=3), StateCopy(source=6, target=1, loaded_tokens=32)),
         state_snapshots=(StateCopy(source=3, target=6), StateCopy(source=0, target=7)),
         token_masks={1: np.ones(4, np.uint32)},
     )

@@ -19,7 +19,7 @@ from openinfer_core import GenerateRequest, InvalidRequest, Plugin, Refused, Req
 from openinfer_core.events import Finished, Tokens
 from openinfer_engine import Composition, EngineOptions, LoadFormat, StepLoop, build_loop, resolve
 from openinfer_engine.kv_tiers import ChosenTiers
-from openinfer_engine.options import DeviceKind
+from openinfer_engine.options import DeviceKind, RankHost
 from openinfer_kv_cache import KvLayout, KvTier
 from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultKind
 from openinfer_kv_cache.tiers import KV_TIERS
@@ -97,8 +97,10 @@ def traffic(seed: int) -> list[GenerateRequest]:
     return requests
 
 
-def serve(loop: StepLoop, requests: Sequence[GenerateRequest], *, faults: Sequence[FaultKind] = ()) -> dict[int, Any]:
-    """Tokens of each request; a few are submitted in every step."""
+def serve(
+    loop: StepLoop, requests: Sequence[GenerateRequest], *, faults: Sequence[FaultKind] = (), fault_rate: float = 0.3
+) -> dict[int, Any]:
+    """Tokens of each request; a few are submitted in every step, and something goes wrong in some."""
     draw = random.Random(1)
     left = list(requests)
     said: dict[int, list[int]] = {int(request.request_id): [] for request in requests}
@@ -106,7 +108,7 @@ def serve(loop: StepLoop, requests: Sequence[GenerateRequest], *, faults: Sequen
         for _ in range(draw.randint(0, 2)):
             if left:
                 loop.submit(left.pop(0))
-        if faults and draw.random() < 0.3:
+        if faults and draw.random() < fault_rate:
             FAULTS.on_next_reads(draw.choice(faults))
             FAULTS.on_next_writes(draw.choice(faults))
         for event in loop.step() if loop.busy else ():
@@ -151,6 +153,38 @@ def test_tokens_are_the_same_while_everything_goes_wrong(model: str, without_tie
         stats = loop.stats()
     FAULTS.clear()
     assert said == without_tiers
+    (tier,) = stats.kv_tiers
+    assert sum(tier.failures.values()) > 0
+    assert stats.tier_tokens > 0
+    assert stats.blocks_used == 0
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen35"])
+@pytest.mark.parametrize("rank_host", RankHost)
+def test_tokens_of_ranks_are_the_same_with_tiers(model: str, rank_host: RankHost, tmp_path: Path) -> None:
+    """Each rank has a share of every block and state, in tiers of its own; also behind what the last engine left."""
+    ranks: dict[str, Any] = {"model": model, "tensor_parallel_size": 2, "rank_host": rank_host}
+    with running(**ranks) as loop:
+        said = serve(loop, traffic(0))
+    setting = f"disk={tmp_path / 'kv'}-{{rank}},64MiB"
+    for tiers in (["host=4MiB", setting], [setting]):
+        with running(**ranks, kv_tier=tiers, kv_load_timeout_ms=5000) as loop:
+            assert serve(loop, traffic(0)) == said, tiers
+            stats = loop.stats()
+        assert stats.tier_tokens > 0
+        assert stats.blocks_used == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kv-0", "kv-1"]
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen35"])
+def test_tokens_of_ranks_are_the_same_while_everything_goes_wrong(model: str) -> None:
+    ranks: dict[str, Any] = {"model": model, "tensor_parallel_size": 2}
+    with running(**ranks) as loop:
+        said = serve(loop, traffic(0))
+    with running(**ranks, plugin=faulty_tier(16 << 20), kv_tier=["host=1MiB"], kv_load_timeout_ms=200) as loop:
+        assert serve(loop, traffic(0), faults=tuple(FaultKind), fault_rate=0.03) == said
+        stats = loop.stats()
+    FAULTS.clear()
     (tier,) = stats.kv_tiers
     assert sum(tier.failures.values()) > 0
     assert stats.tier_tokens > 0
@@ -213,14 +247,18 @@ def test_folder_of_other_weights_is_refused(tmp_path: Path) -> None:
     [
         ({"kv_tier": ["host"]}, "NAME=SETTING"),
         ({"kv_tier": ["host=1MiB"], "prefix_cache": False}, "prefix_cache is false"),
-        ({"kv_tier": ["host=1MiB"], "tensor_parallel_size": 2}, "one rank"),
+        (
+            {"kv_tier": ["disk={folder},1MiB"], "tensor_parallel_size": 2},
+            r"write \{rank\} where its number is to stand",
+        ),
         ({"kv_key_file": "x"}, "no use without kv_tier"),
         ({"kv_tier": ["host=1MiB"], "kv_key_file": "/none"}, "No such file"),
         ({"kv_tier": ["host=1KiB"]}, "one block needs"),
     ],
 )
-def test_settings_that_cannot_be_served_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((InvalidRequest, Refused), match=message), running(**options):
+def test_settings_that_cannot_be_served_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tiers = [setting.replace("{folder}", str(tmp_path)) for setting in options.get("kv_tier", ())]
+    with pytest.raises((InvalidRequest, Refused), match=message), running(**{**options, "kv_tier": tiers}):
         pass
 
 

@@ -172,9 +172,9 @@ class Composition:
         )
         return make_grammar_compiler(self.grammar_compiler, vocabulary)
 
-    def open_tiers(self) -> OpenTiers | None:
-        """The chosen KV tiers, or None; see `ChosenTiers.open` for what it raises."""
-        return None if self.tiers is None else self.tiers.open(self.layouts[0])
+    def open_tiers(self, *, rank: int = 0) -> OpenTiers | None:
+        """The chosen KV tiers of a rank, or None; see `ChosenTiers.open` for what it raises."""
+        return None if self.tiers is None else self.tiers.open(self.layouts[rank])
 
     def make_scheduler(self, *, digest_key: bytes | None = None) -> Scheduler:
         """The chosen scheduler with the chosen queue policy.

@@ -42,7 +42,7 @@ from openinfer_engine.trace import NoTrace, Tracer
 from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
 from openinfer_kernels import Array, HostArray, Logprobs
 from openinfer_kernels.cuda.block_copies import DevicePool
-from openinfer_kernels.cuda.graphs import Stream
+from openinfer_kernels.cuda.graphs import Fence, Stream
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.pinned import PinnedTurn, PinnedTurns
 from openinfer_kernels.cuda.step_inputs import (
@@ -194,6 +194,11 @@ class CudaRank:
         """Its blocks and slots."""
         slots = None if self._states is None else self._states.memory
         return DevicePool(self._kv_cache, self._ops.device, slots=slots)
+
+    def fence(self) -> Callable[[], None]:
+        """Sleeps until the stream has passed its present end."""
+        with self._stream:
+            return Fence().wait
 
     def close(self) -> None:
         """Waits for what was queued, frees what was captured, and leaves the group."""

@@ -18,15 +18,24 @@ from openinfer_core.timeline import Timeline
 from openinfer_engine.communicator import Communicator, SoloCommunicator
 from openinfer_engine.composition import Composition, resolve
 from openinfer_engine.engine_spec import EngineSpec
-from openinfer_engine.kv_tiers import OpenTiers, PageTaking, TierPort, join_tiers, require_tiered, take_pages
+from openinfer_engine.kv_tiers import (
+    LocalShare,
+    OpenTiers,
+    PageTaking,
+    RankShare,
+    TierPort,
+    open_port,
+    require_tiered,
+    take_pages,
+)
 from openinfer_engine.loading import load_ranks
 from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineHost, EngineOptions
-from openinfer_engine.process_runner import load_with_processes
+from openinfer_engine.process_runner import ProcessRunner, load_with_processes
 from openinfer_engine.rank_processes import RankProcesses, start_ranks
-from openinfer_engine.runner import Runner, ThreadRunner
+from openinfer_engine.runner import ThreadRunner
 from openinfer_engine.trace import NoTrace, Trace, Tracer
 
 logger = logging.getLogger("openinfer.engine")
@@ -87,7 +96,7 @@ def build_loop(composition: Composition, processes: RankProcesses | None = None)
         runner = _make_runner(composition, processes, tracer)
         undo.callback(runner.close)
         pages.finish()
-        port = _join_tiers(composition, tiers, scheduler, runner)
+        port = _join_tiers(composition, tiers, scheduler, runner, processes)
         undo.pop_all()
     info = msgspec.structs.replace(composition.info, start=composition.timeline.phases)
     logger.info("the engine started in %s", composition.timeline)
@@ -107,22 +116,31 @@ def _prepare_tiers(composition: Composition, tiers: OpenTiers | None, scheduler:
     if tiers is None:
         return PageTaking([])
     require_tiered(scheduler, name=composition.scheduler.name)
-    return take_pages(tiers) if composition.options.device is DeviceKind.CUDA else PageTaking([])
+    if composition.options.device is not DeviceKind.CUDA:
+        return PageTaking([])
+    return take_pages(tiers, num_ranks=composition.options.tensor_parallel_size)
 
 
 def _join_tiers(
-    composition: Composition, tiers: OpenTiers | None, scheduler: Scheduler, runner: Runner
+    composition: Composition,
+    tiers: OpenTiers | None,
+    scheduler: Scheduler,
+    runner: ThreadRunner | ProcessRunner,
+    processes: RankProcesses | None,
 ) -> TierPort | None:
     if tiers is None:
         return None
-    if not isinstance(runner, ThreadRunner):
-        raise Refused("--kv-tier: ranks in processes of their own have no KV tiers yet")
-    port = join_tiers(
-        tiers,
-        pool=runner.pool_memory(),
-        scheduler=require_tiered(scheduler, name=composition.scheduler.name),
-        load_timeout_s=composition.options.kv_load_timeout_ms / 1000,
-    )
+    memories = runner.pool_memories()
+    load_timeout_s = composition.options.kv_load_timeout_ms / 1000
+    with contextlib.ExitStack() as undo:
+        shares: list[RankShare] = [] if processes is None else [*processes.shares]
+        for rank, memory in enumerate(memories[1:], 1):
+            if (theirs := composition.open_tiers(rank=rank)) is not None:
+                undo.callback(theirs.tier.close)
+                shares.append(LocalShare(open_port(theirs, pool=memory, load_timeout_s=load_timeout_s)))
+        port = open_port(tiers, pool=memories[0], load_timeout_s=load_timeout_s, shares=shares)
+        undo.pop_all()
+    require_tiered(scheduler, name=composition.scheduler.name).use_tiers(port)
     composition.mark("kv_tiers")
     return port
 
@@ -139,7 +157,9 @@ def _make_tracer(path: str | None) -> Tracer:
         raise Refused(f"--trace {path} cannot be written: {error.strerror}") from error
 
 
-def _make_runner(composition: Composition, processes: RankProcesses | None, tracer: Tracer) -> Runner:
+def _make_runner(
+    composition: Composition, processes: RankProcesses | None, tracer: Tracer
+) -> ThreadRunner | ProcessRunner:
     size = composition.options.tensor_parallel_size
     if processes is not None:
         return load_with_processes(composition, processes, tracer)

@@ -89,7 +89,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     share a prefix only where a copy is kept."""
     kv_tier: list[str] = []
     """A place that keeps KV blocks which leave the cache, NAME=SETTING with a NAME of the group openinfer.kv_tiers:
-    host=64GiB, or disk=/var/cache/kv,500GiB. Repeat the flag for several, fastest first; see docs/kv-tiers.md."""
+    host=64GiB, or disk=/var/cache/kv,500GiB. Repeat the flag for several, fastest first. Each rank opens its own, with its
+    number in the place of {rank}; see docs/kv-tiers.md."""
     kv_key_file: str | None = None
     """File of 16 to 64 secret bytes that blocks in KV tiers are named with; the same for all engines that share a tier.
     By default a disk tier keeps one beside its blocks."""
@@ -153,7 +154,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.kv_events is not None:
             _check_kv_events(self.kv_events, prefix_cache=self.prefix_cache)
         if self.kv_tier:
-            _check_tiers(prefix_cache=self.prefix_cache, ranks=self.tensor_parallel_size)
+            _check_tiers(prefix_cache=self.prefix_cache)
         elif self.kv_key_file is not None:
             raise InvalidRequest("kv_key_file is of no use without kv_tier", field="kv_key_file")
 
@@ -172,11 +173,6 @@ def _check_kv_events(setting: str, *, prefix_cache: bool) -> None:
         raise InvalidRequest(f"kv_events: {error}", field="kv_events") from error
 
 
-def _check_tiers(*, prefix_cache: bool, ranks: int) -> None:
+def _check_tiers(*, prefix_cache: bool) -> None:
     if not prefix_cache:
         raise InvalidRequest("kv_tier extends the prefix cache, and prefix_cache is false", field="kv_tier")
-    if ranks > 1:
-        raise InvalidRequest(
-            f"kv_tier works on one rank so far, and tensor_parallel_size is {ranks}; leave one of them out",
-            field="kv_tier",
-        )

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from openinfer_core.scheduling import StepPlan, StepResult
 from openinfer_engine.composition import Composition
 from openinfer_engine.errors import GroupBroken
+from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.loading import load_ranks
 from openinfer_engine.rank_processes import CLOSE_DEADLINE_S, RankProcesses
 from openinfer_engine.runner import PendingStep, Rank
@@ -73,6 +74,16 @@ class ProcessRunner:
     def process_ids(self) -> list[int]:
         """Of rank 1 and those that follow."""
         return self._processes.process_ids
+
+    def pool_memories(self) -> list[PoolMemory]:
+        """Of the ranks of this process: rank 0's.
+
+        Raises:
+            RuntimeError: the runner is closed.
+        """
+        if self._rank is None:
+            raise RuntimeError("the runner is closed")
+        return [self._rank.pool_memory()]
 
     def launch(self, plan: StepPlan) -> "_PendingStep":
         """Queues a step on every rank: first on the others, which it takes longer to reach."""

@@ -1,6 +1,6 @@
 """`RankRunner`: executes steps on one rank: input ids, forward, sampling, log-probabilities."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -102,6 +102,10 @@ class RankRunner:
         """Its blocks and slots."""
         return HostPool(self._kv_cache, None if self._states is None else self._states.memory)
 
+    def fence(self) -> Callable[[], None]:
+        """Steps have run when they were launched."""
+        return _nothing
+
     def close(self) -> None:
         """Leaves the group."""
         self._communicator.close()
@@ -192,3 +196,7 @@ class RankRunner:
         result = self._ops.logprobs(logits, token_ids, top=max(tops))
         columns = (result.chosen, result.ranks, result.top_ids, result.top)
         return HostLogprobs(*map(self._ops.download, columns)).of_rows(range(len(tops)), tops)
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""

@@ -24,6 +24,7 @@ from openinfer_core.scheduling import StepPlan
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
+from openinfer_engine.kv_tiers.remote_share import RemoteShare
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.rank_wire import (
     Agree,
@@ -32,6 +33,7 @@ from openinfer_engine.rank_wire import (
     FaultKind,
     FromRank,
     Leave,
+    MoveEnded,
     Resolved,
     RunStep,
     ToRank,
@@ -119,6 +121,11 @@ class RankProcesses:
         """Returns once all ranks are loaded and warm; raises as `smallest_pool`."""
         self._wait_for(lambda: self._num_ready == len(self._members))
 
+    @property
+    def shares(self) -> list[RemoteShare]:
+        """Of blocks and slots, of rank 1 and those that follow."""
+        return [member.share for member in self._members]
+
     # --- steps and end ----------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> None:
@@ -185,11 +192,15 @@ class RankProcesses:
         except (OSError, ValueError, OpenInferError, msgspec.MsgspecError) as error:
             logger.error("rank %d: %s", member.rank, error)
         member.says.close()
+        member.share.end_all()
         self.fail(GroupBroken(f"rank {member.rank} has died: its process ended with {member.how_it_ended()}"))
 
     def _hear(self, member: "_Member", message: FromRank) -> None:
         if isinstance(message, Fault):
             self._fail_with(member, message)
+            return
+        if isinstance(message, MoveEnded):
+            member.share.hear(message)
             return
         with self._changed:
             if isinstance(message, Resolved):
@@ -228,6 +239,7 @@ class _Member:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.share = RemoteShare(self.tell)
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-P", "-m", CHILD_MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

@@ -1,7 +1,9 @@
 """What the engine and the processes of its other ranks say to each other, over two pipes each; no pickle.
 
     engine ─► Build · Agree · RunStep … · Leave          (the child's standard input)
+              LoadShare, SaveShare, CancelMove between the steps, with KV tiers
     rank   ─► Resolved · Ready · Fault                   (its standard output)
+              MoveEnded, once for each load and save
 
 Frames are those of `openinfer_core.wire`. End of file means that the other side is gone. Only the two ends have the
 pipes, so no token is needed.
@@ -17,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_core import GenerateRequest
+from openinfer_core.engine import KvTierStats
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
 from openinfer_core.wire import FrameBuffer, encode_frame
@@ -64,7 +67,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     new_block_counts: bytes
     new_blocks: bytes
     started: list[Start]
-    state_restores: list[tuple[int, int]]
+    state_restores: list[tuple[int, int, int | None]]
     state_snapshots: list[tuple[int, int]]
 
     @classmethod
@@ -81,7 +84,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
             new_block_counts=_packed(plan.new_block_counts, np.int32),
             new_blocks=_packed(plan.new_blocks, np.int32),
             started=[Start(each.slot, each.request, each.seed, each.output_token_ids) for each in plan.started],
-            state_restores=[(copy.source, copy.target) for copy in plan.state_restores],
+            state_restores=[(copy.source, copy.target, copy.loaded_tokens) for copy in plan.state_restores],
             state_snapshots=[(copy.source, copy.target) for copy in plan.state_snapshots],
         )
 
@@ -101,9 +104,37 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
                 SlotStart(slot=each.slot, request=each.request, seed=each.seed, output_token_ids=each.output_token_ids)
                 for each in self.started
             ),
-            state_restores=tuple(StateCopy(source=source, target=target) for source, target in self.state_restores),
+            state_restores=tuple(
+                StateCopy(source=source, target=target, loaded_tokens=loaded_tokens)
+                for source, target, loaded_tokens in self.state_restores
+            ),
             state_snapshots=tuple(StateCopy(source=source, target=target) for source, target in self.state_snapshots),
         )
+
+
+class LoadShare(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """The rank fills places of its pool with as much of a chain as its KV tiers hold."""
+
+    number: int
+    """Of the load or save, in this engine."""
+    digests: bytes
+    """One after the other."""
+    places: bytes
+    """int32, as many."""
+
+
+class SaveShare(msgspec.Struct, frozen=True, array_like=True, tag="save"):
+    """The rank saves places of its pool, which no later step writes to, in its KV tiers."""
+
+    number: int
+    digests: bytes
+    places: bytes
+
+
+class CancelMove(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """A load or save is to end early; one that has ended is not meant."""
+
+    number: int
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
@@ -119,6 +150,18 @@ class Resolved(msgspec.Struct, frozen=True, array_like=True, tag="resolved"):
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The rank is loaded and warm."""
+
+
+class MoveEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """A load or save touches the rank's pool no more."""
+
+    number: int
+    landed_blocks: int
+    """Of a load, how many leading blocks hold their right bytes."""
+    faults: int
+    """Of the rank's tiers, so far."""
+    stats: tuple[KvTierStats, ...]
+    """Of the rank's tiers, so far."""
 
 
 class FaultKind(StrEnum):
@@ -139,8 +182,8 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
     message: str
 
 
-ToRank: TypeAlias = Build | Agree | RunStep | Leave
-FromRank: TypeAlias = Resolved | Ready | Fault
+ToRank: TypeAlias = Build | Agree | RunStep | LoadShare | SaveShare | CancelMove | Leave
+FromRank: TypeAlias = Resolved | Ready | MoveEnded | Fault
 
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -1,6 +1,6 @@
 """`Runner`: executes steps in order, asynchronously; `ThreadRunner` runs each rank in a thread of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +19,11 @@ class Rank(Protocol):
         ...
 
     def pool_memory(self) -> PoolMemory:
-        """The blocks of its KV pool, for KV tiers."""
+        """Its blocks and slots, for KV tiers."""
+        ...
+
+    def fence(self) -> Callable[[], None]:
+        """What returns, on any thread, once the steps launched so far have run."""
         ...
 
     def close(self) -> None:
@@ -78,9 +82,9 @@ class ThreadRunner:
         """What fails is a step, which says so itself."""
         return None
 
-    def pool_memory(self) -> PoolMemory:
-        """Rank 0's."""
-        return self._ranks[0].pool_memory()
+    def pool_memories(self) -> list[PoolMemory]:
+        """Of each rank."""
+        return [rank.pool_memory() for rank in self._ranks]
 
     def launch(self, plan: StepPlan) -> "_PendingStep":
         """Queues a step on every rank."""

@@ -12,7 +12,7 @@ from openinfer_core import InvalidRequest, Plugin, Refused, UnknownPlugin
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine import EngineOptions
-from openinfer_engine.kv_tiers import OpenTiers, PageTaking, choose_tiers, join_tiers, require_tiered, take_pages
+from openinfer_engine.kv_tiers import OpenTiers, PageTaking, choose_tiers, open_port, require_tiered, take_pages
 from openinfer_engine.kv_tiers.choice import ChosenTiers, require_snapshots
 from openinfer_engine.kv_tiers.page_taking import available_bytes
 from openinfer_engine.kv_tiers.pool import HostPool
@@ -129,26 +129,16 @@ class _OnDevice(HostPool):
     is_on_device = True
 
 
-class _Scheduler:
-    def __init__(self) -> None:
-        self.ports: list[Any] = []
-
-    def use_tiers(self, port: Any) -> None:
-        self.ports.append(port)
-
-
 def test_a_device_needs_tiers_that_take_its_blocks() -> None:
     tiers = OpenTiers(tier=cast("KvTier", PlainTier()), digest_key=None)
     pool = np.zeros((3, LAYOUT.block_bytes // 4), np.float32)
     with pytest.raises(Refused, match="use it with --device cpu"):
         take_pages(tiers)
     with pytest.raises(Refused, match="use it with --device cpu"):
-        join_tiers(tiers, pool=_OnDevice(pool), scheduler=_Scheduler(), load_timeout_s=1.0)
-    scheduler = _Scheduler()
-    port = join_tiers(tiers, pool=HostPool(pool), scheduler=scheduler, load_timeout_s=1.0)
-    assert scheduler.ports == [port]
+        open_port(tiers, pool=_OnDevice(pool), load_timeout_s=1.0)
+    port = open_port(tiers, pool=HostPool(pool), load_timeout_s=1.0)
     with pytest.raises(ContractViolation, match="blocks of the pool have"):
-        join_tiers(tiers, pool=HostPool(pool[:, :3].copy()), scheduler=scheduler, load_timeout_s=1.0)
+        open_port(tiers, pool=HostPool(pool[:, :3].copy()), load_timeout_s=1.0)
     port.close()
     port.close()
 

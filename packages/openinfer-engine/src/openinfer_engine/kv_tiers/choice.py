@@ -16,6 +16,8 @@ from openinfer_kv_cache import (
 from openinfer_kv_cache.digest import MAX_KEY_BYTES, MIN_KEY_BYTES
 from openinfer_kv_cache.tiers import KV_TIERS
 
+RANK = "{rank}"
+"""What becomes a rank's number in a setting, as in `disk=/var/cache/kv/{rank},500GiB`."""
 STACK = "stack"
 """The plug-in that makes one tier of several; its setting is theirs, joined by `;`."""
 
@@ -42,15 +44,18 @@ class ChosenTiers:
     """What is called to open them: the tier's own plug-in, or the stack's."""
     opener_setting: str
     key_file: str | None
+    num_ranks: int = 1
+    """Each opens them for itself."""
 
     @property
     def parts(self) -> dict[str, str]:
         """What `openinfer plan` shows of them."""
-        shown = zip(self.settings, self.plugins, strict=True)
-        return {f"kv tier {place}": f"{setting} ({plugin.origin})" for place, (setting, plugin) in enumerate(shown, 1)}
+        shown = enumerate(zip(self.settings, self.plugins, strict=True), 1)
+        ranks = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        return {f"kv tier {place}": f"{setting}{ranks} ({plugin.origin})" for place, (setting, plugin) in shown}
 
     def open(self, layout: KvLayout) -> OpenTiers:
-        """Opens them.
+        """Opens them, for the rank of the layout, whose number stands in for `{rank}` in their settings.
 
         Raises:
             BrokenPlugin: one failed to load.
@@ -58,9 +63,12 @@ class ChosenTiers:
         """
         factory = cast("KvTierFactory", self.opener.load())
         try:
-            tier = factory(layout, self.opener_setting)
+            tier = factory(layout, self.opener_setting.replace(RANK, str(layout.rank_index)))
         except (OpenInferError, ValueError, OSError) as error:
-            raise Refused(f"--kv-tier {' --kv-tier '.join(self.settings)}: {error}") from error
+            hint = f"; each rank keeps a share of its own: write {RANK} where its number is to stand"
+            is_shared = layout.num_ranks > 1 and RANK not in self.opener_setting
+            settings = " --kv-tier ".join(self.settings)
+            raise Refused(f"--kv-tier {settings}: {error}{hint if is_shared else ''}") from error
         try:
             return OpenTiers(tier=tier, digest_key=self._key_for(tier))
         except BaseException:
@@ -107,6 +115,7 @@ def choose_tiers(options: EngineOptions) -> ChosenTiers | None:
         opener=find_plugin(KV_TIERS, STACK) if is_stack else plugins[0],
         opener_setting=";".join(options.kv_tier) if is_stack else options.kv_tier[0].partition("=")[2],
         key_file=options.kv_key_file,
+        num_ranks=options.tensor_parallel_size,
     )
 
 

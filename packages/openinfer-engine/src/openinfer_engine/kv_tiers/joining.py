@@ -1,4 +1,6 @@
-"""Tiers, pool and scheduler of one engine put together."""
+"""Tiers, pools and scheduler of one engine put together."""
+
+from collections.abc import Sequence
 
 from openinfer_core import Refused
 from openinfer_core.errors import ContractViolation
@@ -7,6 +9,7 @@ from openinfer_engine.kv_tiers.choice import OpenTiers
 from openinfer_engine.kv_tiers.page_taking import PageTaking, available_bytes
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
+from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_kv_cache import DeviceTier, KvTier
 
 _GIB = 1 << 30
@@ -23,14 +26,18 @@ def require_tiered(scheduler: Scheduler, *, name: str) -> TieredScheduler:
     return scheduler
 
 
-def take_pages(tiers: OpenTiers) -> PageTaking:
+def take_pages(tiers: OpenTiers, *, num_ranks: int = 1) -> PageTaking:
     """Begins to take the memory of tiers that a device is to copy from and to, beside what else a start does.
+
+    Args:
+        tiers: of one rank.
+        num_ranks: that take as much of this machine's memory.
 
     Raises:
         Refused: a tier takes no blocks of a device, or the machine has not so much memory.
     """
     memory = _device_tier(tiers.tier).pinnable_memory()
-    wanted_bytes, room_bytes = sum(map(len, memory)), available_bytes()
+    wanted_bytes, room_bytes = num_ranks * sum(map(len, memory)), available_bytes()
     if room_bytes is not None and wanted_bytes > room_bytes:
         raise Refused(
             f"--kv-tier: tiers in memory want {wanted_bytes / _GIB:.1f} GiB, which a GPU's copies need at once, and "
@@ -39,8 +46,16 @@ def take_pages(tiers: OpenTiers) -> PageTaking:
     return PageTaking(memory)
 
 
-def join_tiers(tiers: OpenTiers, *, pool: PoolMemory, scheduler: TieredScheduler, load_timeout_s: float) -> TierPort:
-    """The port of open tiers, which the scheduler uses from now on; it owns the tiers.
+def open_port(
+    tiers: OpenTiers, *, pool: PoolMemory, load_timeout_s: float, shares: Sequence[RankShare] = ()
+) -> TierPort:
+    """The port of one rank's open tiers, which it owns.
+
+    Args:
+        tiers: of the rank.
+        pool: of the rank.
+        load_timeout_s: after which what has not landed is computed instead.
+        shares: of the other ranks, on rank 0.
 
     Raises:
         Refused: a tier takes no blocks of the pool's device.
@@ -51,11 +66,14 @@ def join_tiers(tiers: OpenTiers, *, pool: PoolMemory, scheduler: TieredScheduler
         raise ContractViolation(f"blocks of the pool have {pool.blocks[0].nbytes} bytes, those of tiers {block_bytes}")
     if pool.is_on_device:
         pool.lock(_device_tier(tiers.tier).pinnable_memory())
-    port = TierPort(
-        tiers.tier, pool.blocks, states=pool.states, load_timeout_s=load_timeout_s, before_close=pool.unlock
+    return TierPort(
+        tiers.tier,
+        pool.blocks,
+        states=pool.states,
+        shares=shares,
+        load_timeout_s=load_timeout_s,
+        before_close=pool.unlock,
     )
-    scheduler.use_tiers(port)
-    return port
 
 
 def _device_tier(tier: KvTier) -> DeviceTier:

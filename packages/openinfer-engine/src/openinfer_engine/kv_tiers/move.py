@@ -1,12 +1,44 @@
-"""`BlockMove`: neighbouring blocks of one chain on their way, in pieces that a tier moves side by side."""
+"""What is on its way between a pool and tiers: `BlockMove` of one rank, `RankedMove` of all."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from openinfer_kv_cache import Transfer, TransferState
 
 
+class Move(Protocol):
+    """One load or save. Until `is_over` its places are the tiers': hold them."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many are on their way."""
+        ...
+
+    @property
+    def begin_s(self) -> float:
+        """When it began, on the clock of its port."""
+        ...
+
+    def is_over(self) -> bool:
+        """Whether nothing is pending; what follows a piece that fell short is cancelled, as it is of no use."""
+        ...
+
+    @property
+    def landed_blocks(self) -> int:
+        """Of a load that is over, how many leading blocks hold their right bytes."""
+        ...
+
+    def cancel(self) -> None:
+        """Asks for an early end; it is over once no copy touches its places."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until it has come further, at most so long."""
+        ...
+
+
 class BlockMove:
-    """Transfers of one load or save. Until `is_over` its blocks are the tier's: hold them.
+    """Neighbouring blocks of one chain, in pieces that a tier moves side by side.
 
     Args:
         pieces: in the order of their blocks.
@@ -23,7 +55,7 @@ class BlockMove:
         self.begin_s = begin_s
 
     def is_over(self) -> bool:
-        """Whether no piece is pending; what follows a piece that fell short is cancelled, as it is of no use."""
+        """Whether no piece is pending."""
         still_open = [piece for piece in self._open if piece.poll() is TransferState.PENDING]
         if len(still_open) < len(self._open) and still_open and self._has_fallen_short():
             for piece in still_open:
@@ -33,7 +65,7 @@ class BlockMove:
 
     @property
     def landed_blocks(self) -> int:
-        """Of a load that is over, how many leading blocks hold their right bytes."""
+        """Those of the leading pieces."""
         landed = 0
         for piece in self._pieces:
             landed += piece.landed_blocks
@@ -42,14 +74,53 @@ class BlockMove:
         return landed
 
     def cancel(self) -> None:
-        """Asks for an early end; it is over once no copy touches its blocks."""
+        """Cancels the pieces that are pending."""
         for piece in self._open:
             piece.cancel()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for a piece that is pending, at most so long."""
+        """Waits for a piece that is pending."""
         if self._open:
             self._open[0].wait(timeout_s)
 
     def _has_fallen_short(self) -> bool:
         return any(piece.poll() in (TransferState.SHORT, TransferState.CANCELLED) for piece in self._pieces)
+
+
+class RankedMove:
+    """The same blocks on every rank, each of which has a share of them; what one has not landed, none has.
+
+    Args:
+        shares: of each rank, the first rank 0's.
+    """
+
+    __slots__ = ("_pending", "_shares", "begin_s", "num_blocks")
+
+    def __init__(self, shares: Sequence[Move]) -> None:
+        self._shares = shares
+        self._pending = list(shares)
+        self.num_blocks = shares[0].num_blocks
+        self.begin_s = shares[0].begin_s
+
+    def is_over(self) -> bool:
+        """Whether it is on every rank; where one fell short, the others are cancelled."""
+        before, self._pending = self._pending, [share for share in self._pending if not share.is_over()]
+        ended = [share for share in before if share not in self._pending]
+        if any(share.landed_blocks < self.num_blocks for share in ended):
+            self.cancel()
+        return not self._pending
+
+    @property
+    def landed_blocks(self) -> int:
+        """On every rank."""
+        return min(share.landed_blocks for share in self._shares)
+
+    def cancel(self) -> None:
+        """On every rank where it is pending."""
+        for share in self._pending:
+            share.cancel()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the first rank where it is pending."""
+        if self._pending:
+            self._pending[0].wait(timeout_s)

@@ -18,7 +18,9 @@ from typing import Protocol, cast, runtime_checkable
 
 from openinfer_core.engine import KvTierStats
 from openinfer_engine.kv_tiers.found import FoundBlocks
-from openinfer_engine.kv_tiers.move import BlockMove
+from openinfer_engine.kv_tiers.move import BlockMove, Move, RankedMove
+from openinfer_engine.kv_tiers.share import RankShare
+from openinfer_engine.kv_tiers.stats import stats_of, total_of_ranks
 from openinfer_kv_cache import Digest, KvTier, TierHit, Transfer
 from openinfer_kv_cache.tier_traits import BlockMemory
 
@@ -46,6 +48,7 @@ class TierPort:
         tier: a tier, or a stack of them; closed by `close`.
         blocks: the pool's, by block id.
         states: the pieces of each slot of recurrent states; none for a model without.
+        shares: of the other ranks, which do the same with theirs; closed by `close`.
         load_timeout_s: after which what has not landed is computed instead.
         save_timeout_s: after which a save is given up.
         before_close: called when nothing touches the blocks any more, before the tier is closed.
@@ -58,6 +61,7 @@ class TierPort:
         blocks: Sequence[BlockMemory],
         *,
         states: Sequence[Sequence[BlockMemory]] = (),
+        shares: Sequence[RankShare] = (),
         load_timeout_s: float,
         save_timeout_s: float = 30.0,
         before_close: Callable[[], None] = lambda: None,
@@ -66,13 +70,14 @@ class TierPort:
         self._tier = tier
         self._places = [*blocks, *(piece for slot in states for piece in slot)]
         self._num_blocks = len(blocks)
+        self._shares = shares
         self.pieces_per_slot = len(states[0]) if states else 0
         """Of the recurrent states of one sequence; 0 for a model without."""
         self._load_timeout_s = load_timeout_s
         self._save_timeout_s = save_timeout_s
         self._before_close = before_close
         self.clock = clock
-        self._moves: set[BlockMove] = set()
+        self._moves: set[Move] = set()
         self._is_broken = False
         self._faults = 0
 
@@ -103,7 +108,7 @@ class TierPort:
             self._break("find", error)
         return FoundBlocks(hits)
 
-    def load(self, found: FoundBlocks, places: Sequence[int]) -> BlockMove | None:
+    def load(self, found: FoundBlocks, places: Sequence[int]) -> Move | None:
         """Begins to fill places with what was found; None if that is nothing, or cannot be loaded.
 
         Args:
@@ -112,6 +117,7 @@ class TierPort:
         """
         pieces: list[Transfer] = []
         hits, found.hits = found.hits, []
+        digests = [digest for hit in hits for digest in hit.digests]
         try:
             place = 0
             for hit in hits:
@@ -122,9 +128,11 @@ class TierPort:
             self._break("load", error)
             for hit in hits[len(pieces) :]:
                 hit.close()
-        return self._begin(pieces) if pieces else None
+        if not pieces:
+            return None
+        return self._begin(pieces, [share.load(digests, places) for share in self._shares])
 
-    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> BlockMove | None:
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> Move | None:
         """Begins to copy what nobody writes to any more into the tiers; None if these take none."""
         if self._is_broken or not self._tier.accepts_saves:
             return None
@@ -136,7 +144,9 @@ class TierPort:
                 pieces.append(self._tier.save(digests[piece], memory, timeout_s=self._save_timeout_s))
         except Exception as error:  # noqa: BLE001 -- the fence, as above
             self._break("save", error)
-        return self._begin(pieces) if pieces else None
+        if not pieces:
+            return None
+        return self._begin(pieces, [share.save(digests, places) for share in self._shares])
 
     def settle(self) -> None:
         """Forgets the moves that are over."""
@@ -149,32 +159,18 @@ class TierPort:
             break
 
     def stats(self) -> tuple[KvTierStats, ...]:
-        """One entry for each tier; from any thread."""
+        """One entry for each tier, of all ranks; from any thread."""
         try:
             counted = self._tier.counters()
         except Exception as error:  # noqa: BLE001 -- the fence, as above
             self._break("counters", error)
             return ()
-        return tuple(
-            KvTierStats(
-                tier=each.tier,
-                finds=each.num_finds,
-                hit_blocks=each.hit_blocks,
-                missed_blocks=each.missed_blocks,
-                loaded_blocks=each.loaded_blocks,
-                saved_blocks=each.saved_blocks,
-                evicted_blocks=each.evicted_blocks,
-                corrupt_blocks=each.corrupt_blocks,
-                stored_blocks=each.stored_blocks,
-                failures={str(reason): count for reason, count in each.failures.items()},
-            )
-            for each in counted
-        )
+        return total_of_ranks([stats_of(counted), *(share.stats() for share in self._shares)])
 
     @property
     def faults(self) -> int:
-        """Times a tier raised where it may not."""
-        return self._faults
+        """Times a tier raised where it may not, on any rank."""
+        return self._faults + sum(share.faults for share in self._shares)
 
     def close(self) -> None:
         """Lets what is on its way land, not for long, then ends it; closes the tiers once no copy touches the pool.
@@ -194,6 +190,8 @@ class TierPort:
             self._tier.close()
         except Exception as error:  # noqa: BLE001 -- the fence, as above: what the engine closes next is closed
             self._break("close", error)
+        for share in self._shares:
+            share.close()
 
     def _wait_for_all(self, timeout_s: float) -> None:
         until_s = self.clock() + timeout_s
@@ -207,9 +205,11 @@ class TierPort:
         memory = cast("Sequence[memoryview]", self._places)
         return [memory[place] for place in places]
 
-    def _begin(self, pieces: Sequence[Transfer]) -> BlockMove:
+    def _begin(self, pieces: Sequence[Transfer], others: Sequence[Move]) -> Move:
         num_blocks = sum(piece.num_blocks for piece in pieces)
-        move = BlockMove(pieces, num_blocks=num_blocks, begin_s=self.clock())
+        move: Move = BlockMove(pieces, num_blocks=num_blocks, begin_s=self.clock())
+        if others:
+            move = RankedMove([move, *others])
         self._moves.add(move)
         return move
 

@@ -8,7 +8,7 @@ for somebody, copies that take longer than `PATIENCE_S` are cancelled.
 
 from collections.abc import Sequence
 
-from openinfer_engine.kv_tiers.move import BlockMove
+from openinfer_engine.kv_tiers.move import Move
 from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_kv_cache import BlockPin, BlockPool, BlockSequence, Digest
 
@@ -33,7 +33,7 @@ class Saves:
         self._digests: list[Digest] = []
         self._pins: list[BlockPin] = []
         """Of blocks sealed by the step that is applied now, in the order of `_digests`."""
-        self._moving: list[tuple[BlockMove, list[BlockPin]]] = []
+        self._moving: list[tuple[Move, list[BlockPin]]] = []
         self._num_blocks = 0
         self.unsaved_blocks = 0
 
@@ -63,7 +63,7 @@ class Saves:
         """Gives back the blocks of copies that have ended."""
         if not self._moving:
             return
-        still: list[tuple[BlockMove, list[BlockPin]]] = []
+        still: list[tuple[Move, list[BlockPin]]] = []
         for move, pins in self._moving:
             if move.is_over():
                 self._unpin(pins)

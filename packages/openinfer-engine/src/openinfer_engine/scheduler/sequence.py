@@ -30,7 +30,7 @@ from enum import IntEnum
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine.kv_tiers.move import BlockMove
+from openinfer_engine.kv_tiers.move import Move
 from openinfer_engine.scheduler.state_load import StateLoad
 from openinfer_kv_cache import BlockSequence
 
@@ -137,7 +137,7 @@ class Sequence:
         self.cached_tokens = 0
         """That it began to run with, the first time."""
         self.has_run = False
-        self.load: BlockMove | StateLoad | None = None
+        self.load: Move | StateLoad | None = None
         """Its prefix on the way from KV tiers; until it is over its blocks stay."""
         self.asked_tiers = False
         """Whether tiers were asked for what it would compute: once, and again after a preemption."""

@@ -1,6 +1,6 @@
 """`StateLoad`: a prefix of a model with recurrent states on its way from KV tiers: blocks, and states behind them."""
 
-from openinfer_engine.kv_tiers.move import BlockMove
+from openinfer_engine.kv_tiers.move import Move
 from openinfer_kv_cache import SlotCopy
 
 
@@ -25,9 +25,9 @@ class StateLoad:
         end_tokens: int,
         cached_tokens: int,
         copy: SlotCopy,
-        blocks: BlockMove | None,
+        blocks: Move | None,
         num_blocks: int,
-        states: BlockMove | None,
+        states: Move | None,
         num_pieces: int,
     ) -> None:
         self.end_tokens = end_tokens
@@ -66,9 +66,9 @@ class StateLoad:
             move.cancel()
 
     @property
-    def _moves(self) -> list[BlockMove]:
+    def _moves(self) -> list[Move]:
         return [move for move in (self._blocks, self._states) if move is not None]
 
 
-def _landed(move: BlockMove | None) -> int:
+def _landed(move: Move | None) -> int:
     return 0 if move is None else move.landed_blocks

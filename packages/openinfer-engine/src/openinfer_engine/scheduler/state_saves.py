@@ -4,7 +4,7 @@ As for blocks (`saves.py`), only a share of the snapshots is saved at a time; wh
 counted. Where snapshots are short for somebody, copies that take longer than `PATIENCE_S` are cancelled.
 """
 
-from openinfer_engine.kv_tiers.move import BlockMove
+from openinfer_engine.kv_tiers.move import Move
 from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.saves import PATIENCE_S
 from openinfer_engine.scheduler.snapshots import Snapshots
@@ -30,7 +30,7 @@ class StateSaves:
         self._most = max(1, snapshots.max_snapshots // _SHARE)
         self._noted: list[SlotCopy] = []
         """Holds of snapshots that were taken behind the step that is applied now."""
-        self._moving: list[tuple[BlockMove, SlotCopy]] = []
+        self._moving: list[tuple[Move, SlotCopy]] = []
         self.unsaved_blocks = 0
         """Pieces of states that were not saved because too many were on their way."""
 
@@ -56,7 +56,7 @@ class StateSaves:
 
     def settle(self) -> None:
         """Lets go of the snapshots whose copies have ended."""
-        still: list[tuple[BlockMove, SlotCopy]] = []
+        still: list[tuple[Move, SlotCopy]] = []
         for move, hold in self._moving:
             if move.is_over():
                 self._snapshots.end(hold, good=True)

@@ -25,6 +25,18 @@ class Event:
         self._event.synchronize()
 
 
+class Fence:
+    """The present end of the current stream, which a thread can sleep until."""
+
+    def __init__(self) -> None:
+        self._event = cupy.cuda.Event(block=True, disable_timing=True)
+        self._event.record()
+
+    def wait(self) -> None:
+        """Returns once the device has passed it."""
+        self._event.synchronize()
+
+
 class Timer:
     """Times of points of the current stream, on the host's clock.
 

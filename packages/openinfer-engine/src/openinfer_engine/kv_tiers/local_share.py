@@ -1,0 +1,45 @@
+"""`LocalShare`: the share of a rank that is a thread of this process."""
+
+from collections.abc import Sequence
+
+from openinfer_core.engine import KvTierStats
+from openinfer_engine.kv_tiers.move import BlockMove, Move
+from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_kv_cache import Digest
+
+
+class LocalShare:
+    """Of a rank in this process.
+
+    Args:
+        port: to the rank's tiers; closed by `close`.
+    """
+
+    def __init__(self, port: TierPort) -> None:
+        self._port = port
+
+    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+        """As the rank's port does."""
+        self._port.settle()
+        return self._port.load(self._port.find(digests), places) or self._nothing()
+
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+        """As the rank's port does."""
+        self._port.settle()
+        return self._port.save(digests, places) or self._nothing()
+
+    @property
+    def faults(self) -> int:
+        """Of the rank's port."""
+        return self._port.faults
+
+    def stats(self) -> tuple[KvTierStats, ...]:
+        """Of the rank's port."""
+        return self._port.stats()
+
+    def close(self) -> None:
+        """Closes the rank's port."""
+        self._port.close()
+
+    def _nothing(self) -> Move:
+        return BlockMove((), num_blocks=0, begin_s=self._port.clock())

@@ -1,0 +1,108 @@
+"""`RemoteShare`: the share of a rank in a process of its own, over the pipes that bring it its steps."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from openinfer_core.engine import KvTierStats
+from openinfer_engine.kv_tiers.move import Move
+from openinfer_engine.rank_wire import CancelMove, LoadShare, MoveEnded, SaveShare, ToRank
+from openinfer_kv_cache import Digest
+
+
+class RemoteShare:
+    """Loads and saves that the rank answers when they have ended.
+
+    Args:
+        tell: sends the rank a message.
+    """
+
+    def __init__(self, tell: Callable[[ToRank], None]) -> None:
+        self._tell = tell
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._moves: dict[int, _RemoteMove] = {}
+        self._is_gone = False
+        self._last: MoveEnded | None = None
+
+    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+        """Sends the rank a load."""
+        move = self._begin(len(digests))
+        self._tell(LoadShare(move.number, b"".join(digests), _packed(places)))
+        return move
+
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+        """Sends the rank a save."""
+        move = self._begin(len(digests))
+        self._tell(SaveShare(move.number, b"".join(digests), _packed(places)))
+        return move
+
+    @property
+    def faults(self) -> int:
+        """As the rank has told last."""
+        return 0 if self._last is None else self._last.faults
+
+    def stats(self) -> tuple[KvTierStats, ...]:
+        """As the rank has told last."""
+        return () if self._last is None else self._last.stats
+
+    def close(self) -> None:
+        """The rank closes its tiers when it leaves."""
+
+    def hear(self, message: MoveEnded) -> None:
+        """The rank has ended a load or a save; by the thread that listens to it."""
+        self._last = message
+        with self._lock:
+            move = self._moves.pop(message.number, None)
+        if move is not None:
+            move.end(message.landed_blocks)
+
+    def end_all(self) -> None:
+        """The rank is gone, and with it whatever it copied; by the thread that listened to it."""
+        with self._lock:
+            self._is_gone = True
+            moves, self._moves = list(self._moves.values()), {}
+        for move in moves:
+            move.end(0)
+
+    def _begin(self, num_blocks: int) -> "_RemoteMove":
+        move = _RemoteMove(next(self._numbers), self._tell, num_blocks=num_blocks)
+        with self._lock:
+            if not self._is_gone:
+                self._moves[move.number] = move
+                return move
+        move.end(0)
+        return move
+
+
+class _RemoteMove:
+    def __init__(self, number: int, tell: Callable[[ToRank], None], *, num_blocks: int) -> None:
+        self.number = number
+        self.num_blocks = num_blocks
+        self.begin_s = time.monotonic()
+        self.landed_blocks = 0
+        self._tell = tell
+        self._over = threading.Event()
+        self._is_cancelled = False
+
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def cancel(self) -> None:
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self._tell(CancelMove(self.number))
+
+    def wait(self, timeout_s: float) -> None:
+        self._over.wait(timeout_s)
+
+    def end(self, landed_blocks: int) -> None:
+        self.landed_blocks = landed_blocks
+        self._over.set()
+
+
+def _packed(places: Sequence[int]) -> bytes:
+    return np.asarray(places, np.int32).tobytes()

@@ -1,0 +1,37 @@
+"""`RankShare`: another rank's share of every block and slot, in tiers of its own.
+
+Rank 0 decides what is loaded and saved; each other rank does the same with its share. What rank 0's tiers have and
+another's do not falls short there, and is computed.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from openinfer_core.engine import KvTierStats
+from openinfer_engine.kv_tiers.move import Move
+from openinfer_kv_cache import Digest
+
+
+class RankShare(Protocol):
+    """What rank 0's port asks of another rank, by one thread but for `stats` and `faults`."""
+
+    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+        """Begins to fill places with as much of a chain as the rank's tiers hold."""
+        ...
+
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+        """Begins to copy what nobody writes to any more into the rank's tiers."""
+        ...
+
+    @property
+    def faults(self) -> int:
+        """Times a tier raised where it may not."""
+        ...
+
+    def stats(self) -> tuple[KvTierStats, ...]:
+        """One entry for each tier."""
+        ...
+
+    def close(self) -> None:
+        """Closes the rank's tiers, if they are this process's."""
+        ...

@@ -1,0 +1,109 @@
+"""`ShareService`: what a rank in a process of its own does with its share of blocks and slots when rank 0 asks.
+
+A thread of its own loads and saves through the rank's port, and says what has ended. An order counts behind the steps
+that came before it: their last writes are waited for (`Rank.fence`), as rank 0 may be ahead of this rank.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from openinfer_engine.kv_tiers.move import Move
+from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_engine.rank_wire import CancelMove, LoadShare, MoveEnded, SaveShare
+from openinfer_kv_cache import Digest
+from openinfer_kv_cache.digest import DIGEST_BYTES
+
+ShareOrder: TypeAlias = LoadShare | SaveShare | CancelMove
+_POLL_S = 0.001
+
+
+class ShareService:
+    """Runs until it is closed.
+
+    Args:
+        port: to the rank's tiers; closed by `close`.
+        answer: sends rank 0 a message.
+        fail: is told what ends the rank: a transfer that raised.
+        enter_thread: called first by the thread.
+    """
+
+    def __init__(
+        self,
+        port: TierPort,
+        *,
+        answer: Callable[[MoveEnded], None],
+        fail: Callable[[BaseException], None],
+        enter_thread: Callable[[], None],
+    ) -> None:
+        self._port = port
+        self._answer = answer
+        self._fail = fail
+        self._enter_thread = enter_thread
+        self._orders: queue.SimpleQueue[tuple[ShareOrder, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._moves: dict[int, Move] = {}
+        self._thread = threading.Thread(target=self._run, name="openinfer-kv-share", daemon=True)
+        self._thread.start()
+
+    def take(self, order: ShareOrder, fence: Callable[[], None]) -> None:
+        """Does as ordered, once `fence` returns."""
+        self._orders.put((order, fence))
+
+    def close(self) -> None:
+        """Ends what is on its way and closes the tiers."""
+        self._orders.put(None)
+        self._thread.join()
+        self._port.close()
+
+    def _run(self) -> None:
+        try:
+            self._enter_thread()
+            while (order := self._next()) is not None:
+                self._do(*order)
+        except BaseException as error:  # noqa: BLE001 -- handed on: it ends the rank
+            self._fail(error)
+
+    def _next(self) -> "tuple[ShareOrder, Callable[[], None]] | None":
+        """Waits for the next order, and meanwhile for what is on its way."""
+        while self._moves:
+            try:
+                return self._orders.get(timeout=_POLL_S)
+            except queue.Empty:
+                self._report()
+        return self._orders.get()
+
+    def _do(self, order: ShareOrder, fence: Callable[[], None]) -> None:
+        if isinstance(order, CancelMove):
+            if order.number in self._moves:
+                self._moves[order.number].cancel()
+            return
+        fence()
+        digests, places = _unpacked(order)
+        if isinstance(order, LoadShare):
+            move = self._port.load(self._port.find(digests), places)
+        else:
+            move = self._port.save(digests, places)
+        if move is None:
+            self._end(order.number, 0)
+        else:
+            self._moves[order.number] = move
+
+    def _report(self) -> None:
+        for number, move in list(self._moves.items()):
+            if move.is_over():
+                del self._moves[number]
+                self._end(number, move.landed_blocks)
+        self._port.settle()
+
+    def _end(self, number: int, landed_blocks: int) -> None:
+        self._answer(MoveEnded(number, landed_blocks, self._port.faults, self._port.stats()))
+
+
+def _unpacked(order: LoadShare | SaveShare) -> tuple[Sequence[Digest], Sequence[int]]:
+    packed = order.digests
+    digests = [Digest(packed[begin : begin + DIGEST_BYTES]) for begin in range(0, len(packed), DIGEST_BYTES)]
+    places: list[int] = np.frombuffer(order.places, np.int32).tolist()
+    return digests, places
