@@ -169,11 +169,78 @@ def test_every_tile_multiplies_alike(ops, activation, host, weight_format, tile_
     assert np.abs(host(out) - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5
 
 
+@pytest.mark.parametrize("weight_format", [None, *WeightFormat])
+@pytest.mark.parametrize(("tokens", "groups"), [(1, 3), (9, 2), (32, 8), (70, 3), (5, 1), (70, 1)])
+def test_products_of_groups_equal_float64(ops, activation, host, weight_format, tokens, groups):
+    rng = np.random.default_rng(tokens)
+    x = activation(rng.normal(size=(tokens, groups * 160)).astype(np.float32))
+    if weight_format is None:
+        weight = activation(rng.normal(size=(groups, 72, 160)).astype(np.float32))
+        values = host(weight)
+    else:
+        part, values = make_part(weight_format, groups * 72, 160)
+        weight = ops.upload_quantised(part, num_matrices=groups)
+    values = values.astype(np.float64).reshape(groups, 72, 160)
+    expected = np.einsum("tgi,goi->tgo", host(x).astype(np.float64).reshape(tokens, groups, 160), values)
+    got = host(ops.grouped_linear(x, weight))
+    assert got.shape == (tokens, groups * 72)
+    error = np.abs(got - expected.reshape(got.shape)).max() / np.sqrt((expected**2).mean())
+    assert error < (1e-5 if ops.name == "cpu" else 2.0**-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "rows"), [(20, 1024), (64, 4096), (1024, 16384)])
+def test_products_wait_for_the_widened_copies_that_they_multiply(ops, activation, tokens, rows):
+    """In one place in memory, one after the other, without a gap: kernels of our own read weights before they wait."""
+    if ops.name == "cpu":
+        pytest.skip("kernels overlap on a GPU")
+    from openinfer_kernels.cuda.decode_gemm import DecodeGemm
+    from openinfer_kernels.cuda.gemm import Gemm
+    from openinfer_kernels.cuda.grouped_gemm import GroupedGemm
+    from openinfer_kernels.cuda.libraries import cupy
+    from openinfer_kernels.cuda.library_products import LibraryProducts
+    from openinfer_kernels.cuda.linear import Linear
+    from openinfer_kernels.cuda.memory import Memory
+    from openinfer_kernels.cuda.quantised import Quantised
+
+    device, columns, count = ops.device, 1024, 3
+    linear = Linear(device, DecodeGemm(device), Gemm(device), LibraryProducts(device))
+    quantised = Quantised(device, GroupedGemm(device), Memory(device), linear)
+    scales = np.full((rows // 128, columns // 128), 0.01, np.float32)
+    codes = [RandomCodes.whole((rows, columns), seed=seed, mask=0xBF, itemsize=1) for seed in range(count)]
+    weights = [
+        quantised.upload_quantised((QuantisedPart(format=FP8, codes=each, scales=scales),), None) for each in codes
+    ]
+    x = activation(np.random.default_rng(0).normal(size=(tokens, columns)).astype(np.float32))
+    expected = []
+    for weight in weights:
+        dense = quantised.widened(weight)
+        device.synchronize()
+        expected.append(ops.download(linear.linear(x, dense)).view(np.uint16))
+
+    def run():
+        return [linear.linear(x, quantised.widened(each), weights_first=False) for _ in range(5) for each in weights]
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        run()
+        stream.begin_capture()
+        results = run()
+        graph = stream.end_capture()
+        for _ in range(5):
+            graph.launch(stream)
+        stream.synchronize()
+    for index, result in enumerate(results):
+        np.testing.assert_array_equal(ops.download(result).view(np.uint16), expected[index % count])
+    linear.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_format", list(WeightFormat))
-def test_many_tokens_multiply_a_widened_copy(ops, activation, host, weight_format):
+@pytest.mark.parametrize("tokens", [33, 600])
+def test_many_tokens_multiply_a_widened_copy(ops, activation, host, weight_format, tokens):
     part, values = make_part(weight_format, 72, 96)
-    x = activation(np.random.default_rng(1).normal(size=(600, 96)).astype(np.float32))
+    x = activation(np.random.default_rng(1).normal(size=(tokens, 96)).astype(np.float32))
     expected = host(x).astype(np.float64) @ values.astype(np.float64).T
     got = host(ops.quantised_linear(x, ops.upload_quantised(part)))
     assert np.abs(got - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5

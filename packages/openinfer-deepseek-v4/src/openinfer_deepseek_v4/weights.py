@@ -63,8 +63,8 @@ class AttentionWeights:
     """`[D]`"""
     sinks: Array
     """`[H]` float32."""
-    wo_a: tuple[Weight, ...]
-    """`G` of `[o_lora_rank, H D / G]`."""
+    wo_a: Weight
+    """`[G, o_lora_rank, H D / G]`"""
     wo_b: Weight
     """`[h, G o_lora_rank]`"""
     compressor: CompressorWeights | None
@@ -199,22 +199,17 @@ class WeightReader:
             wkv=self.matrix(f"{prefix}.wkv", shape=(config.head_dim, h), fmt=fmt),
             kv_norm=self.plain(f"{prefix}.kv_norm.weight"),
             sinks=self.exact(f"{prefix}.attn_sink", Cut.ROWS),
-            wo_a=self._output_groups(f"{prefix}.wo_a"),
+            wo_a=self.matrices(
+                f"{prefix}.wo_a",
+                shape=(grouped, heads_width // config.o_groups),
+                num_matrices=config.o_groups // self._communicator.size,
+                cut=Cut.ROWS,
+                fmt=config.storage.output_a,
+            ),
             wo_b=self.matrix(f"{prefix}.wo_b", shape=(h, grouped), cut=Cut.COLUMNS, fmt=fmt),
             compressor=None if layer.kind is LayerKind.SLIDING else self._compressor(f"{prefix}.compressor"),
             indexer=self._indexer(f"{prefix}.indexer") if layer.kind is LayerKind.SPARSE else None,
         )
-
-    def _output_groups(self, name: str) -> tuple[Weight, ...]:
-        """This rank's groups, each a matrix of its own."""
-        config, fmt = self._config, self._config.storage.output_a
-        rows, groups = config.o_lora_rank, config.o_groups // self._communicator.size
-        if fmt is None:
-            piece = self.plain(f"{name}.weight", cut=Cut.ROWS)
-            return tuple(piece[group * rows : (group + 1) * rows] for group in range(groups))
-        shape = config.o_groups * rows, config.num_attention_heads * config.head_dim // config.o_groups
-        whole = self._part(name, shape, Cut.ROWS, fmt)
-        return tuple(self._ops.upload_quantised(_rows(whole, group * rows, rows)) for group in range(groups))
 
     def _compressor(self, prefix: str) -> CompressorWeights:
         return CompressorWeights(
@@ -266,19 +261,3 @@ class WeightReader:
         codes, scales = (stored_name(self._config, f"{name}.{part}") for part in ("weight", "scale"))
         matrix = QuantisedMatrix(format=fmt, shape=shape, codes=codes, scales=scales)
         return read_quantised(self._weights, matrix, cut, self._communicator)
-
-
-def _rows(part: QuantisedPart, first: int, count: int) -> QuantisedPart:
-    """Some rows of a piece."""
-    codes = (
-        part.codes[first : first + count]
-        if isinstance(part.codes, np.ndarray)
-        else part.codes.rows(first, first + count)
-    )
-    return QuantisedPart(
-        format=part.format,
-        codes=codes,
-        scales=part.scales,
-        first_row=part.first_row + first,
-        first_column=part.first_column,
-    )

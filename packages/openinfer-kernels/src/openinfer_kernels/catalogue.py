@@ -226,9 +226,9 @@ SERVINGS = (
     Serving(
         part="experts",
         phase=Phase.ANY,
-        operators=("experts",),
+        operators=("experts", "grouped_linear"),
         kernel="grouped_gemm_bf16",
-        when="BF16",
+        when="BF16; groups of up to 32 tokens",
         measured="DeepSeek-V2-Lite: 0.74 of 4.3 TB/s at 1 token, 0.92 at 4, 0.97 at 64",
         source=_EXPERTS,
     ),
@@ -236,7 +236,7 @@ SERVINGS = (
         Serving(
             part="quantised products",
             phase=Phase.ANY,
-            operators=("quantised_linear", "experts"),
+            operators=("quantised_linear", "grouped_linear", "experts"),
             kernel=f"grouped_gemm_{each}",
             when=when,
             measured=measured,
@@ -251,8 +251,9 @@ SERVINGS = (
     Serving(
         part="quantised products",
         phase=Phase.ANY,
-        operators=("upload_quantised", "upload_widened"),
+        operators=("upload_quantised", "upload_widened", "quantised_linear", "grouped_linear"),
         kernel="quantised",
+        when="more than 32 tokens multiply a copy of the weight in BF16",
     ),
     Serving(part="embedding", phase=Phase.ANY, operators=("embedding", "residual_embedding"), kernel="embedding"),
     Serving(
@@ -302,13 +303,6 @@ SERVINGS = (
         phase=Phase.ANY,
         operators=("norm_rope_tail", "rope_tail"),
         kernel="rope_tail",
-    ),
-    Serving(
-        part="products per group",
-        phase=Phase.ANY,
-        operators=("grouped_linear",),
-        kernel="rope_tail",
-        when="brings pieces together; the products are those of linear",
     ),
 )
 """In order of preference where two serve one operator."""

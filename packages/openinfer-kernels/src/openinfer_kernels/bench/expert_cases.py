@@ -114,8 +114,8 @@ def _experts(shape: ExpertShape, tokens: int) -> Case:
     expert_values = 3 * shape.f * shape.h
 
     def prepare(ops: Ops, fill: Filler) -> Call:
-        gate_up = _weight(ops, shape, 2 * shape.f, shape.h)
-        down = _weight(ops, shape, shape.h, shape.f)
+        gate_up = random_matrices(ops, shape.weight_format, (shape.num_local, 2 * shape.f, shape.h))
+        down = random_matrices(ops, shape.weight_format, (shape.num_local, shape.h, shape.f))
         x, weights = fill(tokens, shape.h), np.full((tokens, shape.per_token), 0.2, np.float32)
         made = [
             ExpertChoice(ids=ops.upload(ids), weights=ops.upload(weights), num_experts=shape.num_experts)
@@ -142,16 +142,16 @@ def _choices(shape: ExpertShape, tokens: int) -> list[HostArray]:
     return [np.argsort(each, axis=1)[:, : shape.per_token].astype(np.int32) for each in drawn]
 
 
-def _weight(ops: Ops, shape: ExpertShape, rows: int, columns: int) -> Weight:
-    """`[experts of this rank, rows, columns]`."""
-    weight_format = shape.weight_format
+def random_matrices(ops: Ops, weight_format: WeightFormat | None, shape: tuple[int, int, int]) -> Weight:
+    """Some matrices, `[matrices, out, in]`; None is BF16."""
+    count, rows, columns = shape
     if weight_format is None:
-        recipe = RandomWeight.whole((shape.num_local * rows, columns), seed=1, mean=0.0, spread=columns**-0.5)
-        return ops.upload_weight(recipe).reshape(shape.num_local, rows, columns)
+        recipe = RandomWeight.whole((count * rows, columns), seed=1, mean=0.0, spread=columns**-0.5)
+        return ops.upload_weight(recipe).reshape(shape)
     block_rows, block_columns = BLOCKS[weight_format]
-    scales = np.full((-(-rows // block_rows), columns // block_columns), _SCALES[weight_format])
+    scales = np.full((-(-rows // block_rows), -(-columns // block_columns)), _SCALES[weight_format])
     codes = RandomCodes.whole(
         (rows, columns // CODES_PER_ENTRY[weight_format]), seed=1, mask=0xBF, itemsize=_ITEMSIZES[weight_format]
     )
     part = QuantisedPart(format=weight_format, codes=codes, scales=scales)
-    return ops.upload_quantised(*[part] * shape.num_local, num_matrices=shape.num_local)
+    return ops.upload_quantised(*[part] * count, num_matrices=count)

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.linear import linear, swiglu
-from openinfer_kernels.cpu.quantised import widened
+from openinfer_kernels.cpu.quantised import matrix_of
 from openinfer_kernels.ops.experts import ExpertChoice
-from openinfer_kernels.ops.quantised import QuantisedWeight, Weight
+from openinfer_kernels.ops.quantised import Weight
 
 Multiply: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]
 """`x [T, in]`, `weight [out, in]` -> `x @ weight.T`."""
@@ -32,8 +32,8 @@ def experts(
     terms = np.zeros((*own.shape, x.shape[1]), np.float32)
     for expert in np.unique(own[(own >= 0) & (own < gate_up.shape[0])]).tolist():
         tokens, places = np.nonzero(own == expert)
-        gated = limited_swiglu(multiply(x[tokens], _matrix(gate_up, expert)), limit)
-        terms[tokens, places] = multiply(gated, _matrix(down, expert)) * choice.weights[tokens, places, None]
+        gated = limited_swiglu(multiply(x[tokens], matrix_of(gate_up, expert)), limit)
+        terms[tokens, places] = multiply(gated, matrix_of(down, expert)) * choice.weights[tokens, places, None]
     out = np.zeros(x.shape, np.float32)
     for place in range(own.shape[1]):
         out += terms[:, place]
@@ -48,7 +48,3 @@ def limited_swiglu(gate_up: NDArray[Any], limit: float | None) -> NDArray[Any]:
     width = gate_up.shape[-1] // 2
     gate, up = gate_up[:, :width], gate_up[:, width:]
     return swiglu(np.concatenate([np.minimum(gate, limit), np.clip(up, -limit, limit)], axis=1))
-
-
-def _matrix(weight: Weight, index: int) -> NDArray[Any]:
-    return widened(weight, index) if isinstance(weight, QuantisedWeight) else weight[index]

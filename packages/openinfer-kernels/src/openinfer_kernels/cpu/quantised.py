@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.random_weight import random_codes
-from openinfer_kernels.ops.quantised import QuantisedWeight
+from openinfer_kernels.ops.quantised import QuantisedWeight, Weight
 from openinfer_kernels.quantised_blocks import common_block, scales_of, stacked_shape, widened_scales
 from openinfer_kernels.quantised_parts import QuantisedPart, RandomCodes, WeightFormat
 
@@ -39,6 +39,11 @@ def widened(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[np.fl
     values = _TABLES[weight.format][codes].reshape(*weight.shape[-2:])
     blocks = values.reshape(scales.shape[0], weight.block_rows, scales.shape[1], weight.block_columns)
     return (blocks * scales[:, None, :, None]).reshape(values.shape)
+
+
+def matrix_of(weight: Weight, index: int) -> NDArray[Any]:
+    """One matrix `[out, in]` of several, of either kind."""
+    return widened(weight, index) if isinstance(weight, QuantisedWeight) else weight[index]
 
 
 def _bytes_of(part: QuantisedPart) -> NDArray[np.uint8]:

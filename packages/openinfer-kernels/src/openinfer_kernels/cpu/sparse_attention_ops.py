@@ -1,6 +1,5 @@
 """`CpuSparseAttentionOps`: attention over windows and compressed entries, over the functions beside this file."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -8,16 +7,15 @@ import numpy as np
 from openinfer_kernels.cpu.compressor import compress_overlapping_windows, compress_windows
 from openinfer_kernels.cpu.indexer import index_scores, select_entries
 from openinfer_kernels.cpu.norm import inverse_rms
+from openinfer_kernels.cpu.quantised import matrix_of
 from openinfer_kernels.cpu.rope_tail import rotate_tail
 from openinfer_kernels.cpu.window_attention import window_attention
-from openinfer_kernels.ops import Array, AttentionBatch, QuantisedWeight, Weight
+from openinfer_kernels.ops import Array, AttentionBatch, Weight
 from openinfer_kernels.ops.sparse_attention import CompressedEntries
 
 
 class _Products(Protocol):
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array: ...
-
-    def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array: ...
 
 
 class CpuSparseAttentionOps:
@@ -109,15 +107,7 @@ class CpuSparseAttentionOps:
             q, kv, sinks=sinks, window=window, layer=layer, entries=entries, rope=rope, scale=scale, batch=batch
         )
 
-    def grouped_linear(self: _Products, x: Array, weights: Sequence[Weight]) -> Array:
+    def grouped_linear(self: _Products, x: Array, weight: Weight) -> Array:
         """One product after the other."""
-        pieces = zip(np.split(x, len(weights), axis=1), weights, strict=True)
-        return np.concatenate(
-            [
-                self.quantised_linear(piece, weight)
-                if isinstance(weight, QuantisedWeight)
-                else self.linear(piece, weight)
-                for piece, weight in pieces
-            ],
-            axis=1,
-        )
+        pieces = np.split(x, weight.shape[0], axis=1)
+        return np.concatenate([self.linear(piece, matrix_of(weight, i)) for i, piece in enumerate(pieces)], axis=1)

@@ -1,4 +1,5 @@
-// Products of several matrices, each with its own tokens: Y = X W_e^T for the rows of expert e. Any GPU from Ampere on.
+// Products of several matrices, each with its own tokens: Y = X W_e^T for the rows of expert e; or each with its own piece
+// of every token, which is read and written where it lies. Any GPU from Ampere on.
 //
 // The product is turned around: a tile is kRows rows of W (output features) x kTokens tokens, so that few tokens waste
 // little and each weight is read once. Weights are copied into shared memory as they are stored and widened to BF16 in
@@ -134,7 +135,7 @@ __device__ __forceinline__ void finish(const float (&d)[S::kRowTiles][S::kTokenT
   for (int i = threadIdx.x; i < work.count * (kFeatures / 8); i += kThreads) {
     const int token = i / (kFeatures / 8), feature = i % (kFeatures / 8) * 8;
     if (work.first_feature + feature >= features) continue;
-    *reinterpret_cast<uint4*>(p.y + int64_t(work.begin + token) * features + work.first_feature + feature) =
+    *reinterpret_cast<uint4*>(p.y + work.place_of(work.begin + token) * features + work.first_feature + feature) =
         *reinterpret_cast<const uint4*>(out + token * kPitch + feature);
   }
 }
@@ -151,7 +152,7 @@ __device__ __forceinline__ void run(const Problem& p) {
   }
   for (int i = threadIdx.x; i < S::kTokens; i += kThreads) {
     const int at = work.begin + i;
-    x_rows[i] = i >= work.count ? -1 : p.line == nullptr ? at : p.line[at];
+    x_rows[i] = i >= work.count ? -1 : p.line == nullptr ? int(work.place_of(at)) : p.line[at];
   }
   const int chunks = (p.k + S::kColumns - 1) / S::kColumns;
   for (int i = 0; i < S::kStages - 1; i++) {

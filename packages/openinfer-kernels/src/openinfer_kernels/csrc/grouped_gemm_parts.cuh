@@ -16,7 +16,7 @@ struct Problem {
   const uint8_t* scales;   // [matrices, rows / scale_rows, scale pitch]
   const bf16* x;           // [.., k]
   bf16* y;                 // [positions, rows], or [positions, rows / 2]
-  const int4* tiles;       // (matrix, first position, positions) of each blockIdx.y; null: one matrix for all of them
+  const int4* tiles;       // (matrix, first position, positions) of each blockIdx.y; null: matrix blockIdx.z has all
   const int* line;         // the row of x of each position; null: its own
   int rows, k, row_bytes;       // of a matrix; bytes of a row of codes, a multiple of 16, of 64 where they are few bits
   int scale_rows, scale_pitch;  // rows that share a scale; bytes of a row of scales
@@ -58,7 +58,8 @@ struct Warp {
   }
 };
 
-// Which weights and positions a block multiplies.
+// Which weights and positions a block multiplies. Of several matrices without tiles each has a piece of every position:
+// x and y are [positions, matrices, ..], and a piece is a row.
 template <typename S, Epilogue kEpilogue>
 struct Work {
   int matrix, begin, count, first_feature;
@@ -69,8 +70,13 @@ struct Work {
       const int4 tile = p.tiles[blockIdx.y];
       matrix = tile.x, begin = tile.y, count = tile.z;
     } else {
-      matrix = 0, begin = blockIdx.y * S::kTokens, count = min(S::kTokens, p.num_positions - begin);
+      matrix = blockIdx.z, begin = blockIdx.y * S::kTokens, count = min(S::kTokens, p.num_positions - begin);
     }
+  }
+
+  // The row of y, and of x without a line, of a position.
+  __device__ __forceinline__ int64_t place_of(int position) const {
+    return int64_t(position) * gridDim.z + blockIdx.z;
   }
 
   // The row of the matrix that row `row` of the tile is, or -1.

@@ -62,7 +62,8 @@ __device__ void arrange(const uint32_t* from, uint32_t* to, int64_t count) {
             Format::arranged(words[(part * 4 + thread) * kPartWords + i]);
 }
 
-// Each thread widens 16 bytes of a row.
+// Each thread widens 16 bytes of a row. The next kernel may not begin before: it would read what is written here as a
+// weight, which waits for nobody.
 template <typename Format>
 __device__ void widen(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16* to, int k, int row_bytes,
                       int scale_rows, int scale_pitch) {
@@ -73,7 +74,6 @@ __device__ void widen(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16
   const uint8_t* from = scales + int64_t(row / scale_rows) * scale_pitch + first * Format::kScaleBytes;
   const typename Format::Scales scale = *reinterpret_cast<const typename Format::Scales*>(from);
   wait_for_previous_kernel();
-  allow_next_kernel();
 #pragma unroll
   for (int part = 0; part < Format::kParts; part++) {
     const int column = (first + part) * 32 + unit % 4 * 8;

@@ -2,7 +2,7 @@
 //
 //     y = x / sqrt(mean(x^2) + eps) * w        (y_2i, y_2i+1) turned by the token's position: Su et al. 2021, eq. 34
 //
-// A warp holds one vector, 8 values per access. Also here: [A, B, n] with its first axes swapped.
+// A warp holds one vector, 8 values per access.
 #include "sparse.cuh"
 
 namespace {
@@ -63,10 +63,3 @@ __device__ void run(const Arguments& a) {
 
 extern "C" __global__ void __launch_bounds__(kThreads) norm_rope_tail(const __grid_constant__ Arguments a) { run<true>(a); }
 extern "C" __global__ void __launch_bounds__(kThreads) rope_tail(const __grid_constant__ Arguments a) { run<false>(a); }
-
-// `to [B, A, n]` of `from [A, B, n]`; grid: (A, B), n a multiple of 8.
-extern "C" __global__ void __launch_bounds__(kThreads) swap_axes(const bf16* from, bf16* to, int n) {
-  const bf16* source = from + (int64_t(blockIdx.x) * gridDim.y + blockIdx.y) * n;
-  bf16* target = to + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * n;
-  for (int at = threadIdx.x * 8; at < n; at += kThreads * 8) store(target + at, load<8>(source + at));
-}

@@ -105,7 +105,8 @@ def sorted_items(choices: dict[Key, Algorithm]) -> list[tuple[Key, Algorithm]]:
 
 def _text_of(key: Key) -> str:
     tokens, shape = key
-    return f"{tokens} {shape.n} {shape.k} {shape.biased:d} {shape.aligned:d} {shape.is_float32:d}"
+    text = f"{tokens} {shape.n} {shape.k} {shape.biased:d} {shape.aligned:d} {shape.is_float32:d}"
+    return text if shape.groups == 1 else f"{text} {shape.groups}"
 
 
 def _read(path: Path) -> dict[Key, Algorithm]:
@@ -118,8 +119,8 @@ def _read(path: Path) -> dict[Key, Algorithm]:
 
 
 def _parsed(key: str, algorithm: str) -> tuple[Key, Algorithm]:
-    tokens, n, k, biased, aligned, is_float32 = map(int, key.split())
+    tokens, n, k, biased, aligned, is_float32, *groups = map(int, key.split())
     words = np.frombuffer(bytes.fromhex(algorithm), np.uint64)
     if words.shape != (8,):
         raise ValueError(f"{len(algorithm)} digits for {key}")
-    return (tokens, WeightShape(n, k, bool(biased), bool(aligned), bool(is_float32))), Algorithm(words)
+    return (tokens, WeightShape(n, k, bool(biased), bool(aligned), bool(is_float32), *groups)), Algorithm(words)

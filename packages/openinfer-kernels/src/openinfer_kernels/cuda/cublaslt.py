@@ -40,6 +40,8 @@ class MatrixLayoutAttribute(IntEnum):
     """`cublasLtMatrixLayoutAttribute_t`."""
 
     COLS = 3
+    BATCH_COUNT = 5
+    STRIDED_BATCH_OFFSET = 6
 
 
 class MatmulPreferenceAttribute(IntEnum):

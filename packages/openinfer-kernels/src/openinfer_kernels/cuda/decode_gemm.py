@@ -40,12 +40,13 @@ class DecodeGemm:
         whole = n % _ROWS == 0 and k % _CHUNK_COLUMNS == 0 and n > 0 and k > 0
         return whole and 0 < len(x) <= _MOST_TOKENS and bool(self._store) and fits_vectors(x, weight)
 
-    def linear(self, x: Array, weight: Array, out: Array) -> None:
+    def linear(self, x: Array, weight: Array, out: Array, *, weights_first: bool = True) -> None:
         """Writes `x [T, k] @ weight [n, k].T` into `out [T, n]`; contiguous BF16 arrays that it serves.
 
-        The weight may be read while operators ahead on the stream still run, so it must not be what they write.
+        With `weights_first` the weight may be read while operators ahead on the stream still run, so it must not be
+        what they write.
         """
-        self._multiply(self._store, x, _rows_cut(weight), out)
+        self._multiply(self._store, x, _rows_cut(weight), out, overlap=weights_first)
 
     def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
         """As `linear`, into float32 `out`: the sums, unrounded."""
@@ -58,7 +59,7 @@ class DecodeGemm:
         cut = _weight_cut(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
         self._multiply(self._swiglu, x, cut, out)
 
-    def _multiply(self, kernels: dict[int, Kernel], x: Array, weight: Cut, out: Array) -> None:
+    def _multiply(self, kernels: dict[int, Kernel], x: Array, weight: Cut, out: Array, *, overlap: bool = True) -> None:
         num_tokens, k = x.shape
         n = weight.sizes[1] * weight.sizes[2] * weight.sizes[3]
         tokens = next(most for most in kernels if num_tokens <= most)
@@ -66,7 +67,7 @@ class DecodeGemm:
         sizes = [ctypes.c_int(size) for size in (num_tokens, n, k)]
         blocks, cluster = self._division(n // _ROWS, k // _CHUNK_COLUMNS)
         arguments = [self._maps.of(weight), self._maps.of(x_cut), out, *sizes]
-        kernels[tokens]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=True, cluster=cluster)
+        kernels[tokens]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=overlap, cluster=cluster)
 
     def _division(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:
         """Blocks in all, and those that share a tile: several where there are too few tiles for the chip."""

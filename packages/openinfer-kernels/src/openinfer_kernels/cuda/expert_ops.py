@@ -1,10 +1,11 @@
-"""The operators of mixtures of experts and of quantised weights on a GPU, for `CudaOps`."""
+"""The operators of mixtures of experts, of quantised weights and of groups on a GPU, for `CudaOps`."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from openinfer_kernels.cuda.experts import Experts
 from openinfer_kernels.cuda.grouped_gemm import GroupedGemm
+from openinfer_kernels.cuda.grouped_linear import GroupedLinear
 from openinfer_kernels.cuda.quantised import Quantised
 from openinfer_kernels.cuda.routing import Router
 from openinfer_kernels.ops import Array, ExpertChoice, QuantisedWeight, Routing, Weight
@@ -41,6 +42,10 @@ class CudaExpertOps:
     @cached_property
     def _quantised(self) -> Quantised:
         return Quantised(self.device, self._grouped_gemm, self._memory, self._linear)
+
+    @cached_property
+    def _grouped_linear(self) -> GroupedLinear:
+        return GroupedLinear(self._grouped_gemm, self._quantised, self._linear)
 
     def top_experts(
         self, logits: Array, *, routing: Routing, cache_slots: Array | None = None, bias: Array | None = None
@@ -83,3 +88,7 @@ class CudaExpertOps:
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
         """See `openinfer_kernels.cuda.quantised`."""
         return self._quantised.quantised_linear(x, weight)
+
+    def grouped_linear(self, x: Array, weight: Weight) -> Array:
+        """See `openinfer_kernels.cuda.grouped_linear`."""
+        return self._grouped_linear.grouped_linear(x, weight)

@@ -34,12 +34,14 @@ class Gemm:
             return False
         return self._divide(epilogue, x, weight) is not None
 
-    def linear(self, x: Array, weight: Array, out: Array) -> None:
+    def linear(self, x: Array, weight: Array, out: Array, *, weights_first: bool = True) -> None:
         """Writes `x [T, k] @ weight [n, k].T` into `out [T, n]`; contiguous BF16 arrays that it serves.
 
-        The weight may be read while operators ahead on the stream still run, so it must not be what they write.
+        With `weights_first` the weight may be read while operators ahead on the stream still run, so it must not be
+        what they write.
         """
-        self.multiply(Epilogue.STORE, self._division(Epilogue.STORE, x, weight), x, weight, out)
+        division = self._division(Epilogue.STORE, x, weight)
+        self.multiply(Epilogue.STORE, division, x, weight, out, weights_first=weights_first)
 
     def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
         """As `linear`, into float32 `out`: the sums, unrounded."""
@@ -49,7 +51,16 @@ class Gemm:
         """Writes `silu(x @ gate.T) * (x @ up.T)` into `out [T, F]` for `gate_up [2 F, k]`; otherwise as `linear`."""
         self.multiply(Epilogue.SWIGLU, self._division(Epilogue.SWIGLU, x, gate_up), x, gate_up, out)
 
-    def multiply(self, epilogue: Epilogue, division: Division, x: Array, weight: Array, out: Array) -> None:
+    def multiply(
+        self,
+        epilogue: Epilogue,
+        division: Division,
+        x: Array,
+        weight: Array,
+        out: Array,
+        *,
+        weights_first: bool = True,
+    ) -> None:
         """Writes a product divided in a way of the caller's: K into no more parts than it has chunks."""
         tile, sharers, parts = division
         num_tokens, k = x.shape
@@ -65,7 +76,7 @@ class Gemm:
             *(ctypes.c_int(size) for size in (num_tokens, out.shape[1], k, sharers, _GROUP)),
         ]
         kernel = self._kernels[epilogue, tile]
-        kernel((clusters * cluster, 1, 1), (tile.threads, 1, 1), arguments, overlap=True, cluster=cluster)
+        kernel((clusters * cluster, 1, 1), (tile.threads, 1, 1), arguments, overlap=weights_first, cluster=cluster)
 
     def _divide(self, epilogue: Epilogue, x: Array, weight: Array) -> Division | None:
         n, k = weight.shape

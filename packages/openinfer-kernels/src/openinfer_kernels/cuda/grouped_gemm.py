@@ -1,4 +1,4 @@
-"""Products of several matrices, each with its own tokens: `csrc/grouped_gemm.cuh`, for weights of every format."""
+"""Products of several matrices, each with its own tokens or its piece of each: `csrc/grouped_gemm.cuh`, all formats."""
 
 import ctypes
 from dataclasses import dataclass
@@ -127,25 +127,36 @@ class GroupedGemm:
         epilogue: Epilogue,
         plan: Plan | None = None,
         line: Array | None = None,
+        tile_tokens: int | None = None,
         weights_first: bool = True,
         limit: float = float("inf"),
     ) -> None:
         """Writes the products of every position, `out [positions, out or out / 2]`.
 
+        Without a plan each matrix has its piece of every position: `x [positions, matrices in]` and
+        `out [positions, matrices out]`.
+
         Args:
             x: `[.., in]` BF16.
-            weight: `[matrices, out, in]`, or `[out, in]` without a plan.
+            weight: `[matrices, out, in]`, or one, `[out, in]`.
             out: BF16, contiguous; positions that the plan does not name stay as they are.
             epilogue: what is stored.
-            plan: which positions each matrix has; None: all of them the only one.
+            plan: which positions each matrix has.
             line: the row of `x` of each position; None: its own.
+            tile_tokens: of every tile without a plan, where this object chooses; None chooses by how many there are.
             weights_first: whether the plan is older than the operator ahead on the stream, so that weights may be
                 read while that still runs.
             limit: of the gate.
         """
         rows, k = weight.shape[-2:]
         name = NAMES[weight.format if isinstance(weight, QuantisedWeight) else None]
-        tokens = self.tile_tokens(len(out), 1) if plan is None else plan.tile_tokens
+        if plan is not None:
+            tokens = plan.tile_tokens
+        elif tile_tokens is None or not self.chooses:
+            tokens = self.tile_tokens(len(out), 1)
+        else:
+            tokens = tile_tokens
+        num_pieces = weight.shape[0] if plan is None and len(weight.shape) == 3 else 1
         quantised = isinstance(weight, QuantisedWeight)
         problem = _Problem(
             address(weight.codes if quantised else weight),
@@ -165,8 +176,8 @@ class GroupedGemm:
         )
         num_tiles = -(-len(out) // tokens) if plan is None else len(plan.tiles)
         expected_tiles = num_tiles if plan is None else plan.expected_tiles
-        size = self._size(name, tokens, rows * expected_tiles)
-        grid = (-(-rows // _SIZES[name][size].rows), num_tiles, 1)
+        size = self._size(name, tokens, rows * expected_tiles * num_pieces)
+        grid = (-(-rows // _SIZES[name][size].rows), num_tiles, num_pieces)
         self._kernel(name, epilogue, size)(grid, (_THREADS, 1, 1), [problem], overlap=True)
 
     def _size(self, name: str, tokens: int, num_rows: int) -> int | str:

@@ -24,7 +24,10 @@ class LibraryProducts:
         self._measures = False
 
     def multiply(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        """Writes `x [T, in] @ weight [out, in].T (+ bias [out])` into `out [T, out]`, BF16 or float32."""
+        """Writes `x [T, in] @ weight [out, in].T (+ bias [out])` into `out [T, out]`, BF16 or float32.
+
+        Or a product per group: `x [T, G in]`, `weight [G, out, in]`, `out [T, G out]`.
+        """
         shape = weight_shape(x, weight, bias, out)
         problem = self._problems.get(shape)
         if problem is None:
@@ -73,6 +76,6 @@ class LibraryProducts:
 
 def weight_shape(x: Array, weight: Array, bias: Array | None, out: Array) -> WeightShape:
     """What cuBLASLt is told about a product, but for the number of tokens."""
-    n, k = weight.shape
+    *groups, n, k = weight.shape
     aligned = n % 8 == 0 and k % 8 == 0 and fits_vectors(x, weight)
-    return WeightShape(n, k, bias is not None, aligned, out.dtype == np.float32)
+    return WeightShape(n, k, bias is not None, aligned, out.dtype == np.float32, *groups)

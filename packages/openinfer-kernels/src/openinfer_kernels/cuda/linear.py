@@ -25,8 +25,8 @@ _THREADS = 256
 class Linear:
     """The products on one device.
 
-    A weight is what was uploaded, never an operator's result: what multiplies few tokens reads it while the operators
-    ahead on the stream still run.
+    A weight is what was uploaded: the kernels of our own read it while the operators ahead on the stream still run,
+    unless `weights_first` says that one of them has made it.
     """
 
     def __init__(
@@ -39,8 +39,14 @@ class Linear:
         self._gate_singles = device.kernel("linear", "swiglu_singles")
         self._library = library
 
-    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
+    def linear(self, x: Array, weight: Array, bias: Array | None = None, *, weights_first: bool = True) -> Array:
         """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`, rounded once.
+
+        Args:
+            x: BF16.
+            weight: BF16.
+            bias: BF16.
+            weights_first: False for a weight that an operator ahead on the stream has made.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.
@@ -51,7 +57,25 @@ class Linear:
         if own is None:
             self._library.multiply(x, weight, bias, out)
         else:
-            own.linear(x, weight, out)
+            own.linear(x, weight, out, weights_first=weights_first)
+        return out
+
+    def grouped_linear(self, x: Array, weight: Array, *, weights_first: bool = True) -> Array:
+        """Piece `g` of each row of `x [T, G in]` times `weight[g]` of `[G, out, in]`: `[T, G out]`, in one launch.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or shape.
+        """
+        require(x, bfloat16, ndim=2, what="x")
+        require(weight, bfloat16, ndim=3, what="the weight")
+        groups, rows, columns = weight.shape
+        if groups == 1:
+            return self.linear(x, weight.reshape(rows, columns), weights_first=weights_first)
+        if x.shape[1] != groups * columns:
+            raise ArrayMismatchError(f"x {x.shape} has no {groups} pieces of {columns} values for {weight.shape}")
+        out = cupy.empty((len(x), groups * rows), bfloat16)
+        if out.size:
+            self._library.multiply(x, weight, None, out)
         return out
 
     def logits(self, hidden: Array, head: Array) -> Array:

@@ -42,6 +42,8 @@ class WeightShape(NamedTuple):
     """Whether all rows begin at multiples of 16 bytes."""
     is_float32: bool
     """Whether the result is float32, the sums as they are; else BF16."""
+    groups: int = 1
+    """So many matrices, each for its piece of every row of x and y."""
 
 
 class Problem:
@@ -54,20 +56,22 @@ class Problem:
         self._describe(cublaslt.MatmulDescAttribute.TRANSA, np.int32(1))
         if shape.biased:
             self._describe(cublaslt.MatmulDescAttribute.EPILOGUE, np.uint32(cublaslt.Epilogue.BIAS))
+        dtype, groups = _FLOAT32 if shape.is_float32 else _BFLOAT16, shape.groups
         self.weight: int = cublaslt.matrix_layout_create(_BFLOAT16, shape.k, shape.n, shape.k)
-        self.x: int = cublaslt.matrix_layout_create(_BFLOAT16, shape.k, 1, shape.k)
-        dtype = _FLOAT32 if shape.is_float32 else _BFLOAT16
-        self.y: int = cublaslt.matrix_layout_create(dtype, shape.n, 1, shape.n)
+        self.x: int = cublaslt.matrix_layout_create(_BFLOAT16, shape.k, 1, groups * shape.k)
+        self.y: int = cublaslt.matrix_layout_create(dtype, shape.n, 1, groups * shape.n)
+        if groups > 1:
+            for layout, stride in ((self.weight, shape.n * shape.k), (self.x, shape.k), (self.y, shape.n)):
+                _lay_out(layout, cublaslt.MatrixLayoutAttribute.BATCH_COUNT, np.int32(groups))
+                _lay_out(layout, cublaslt.MatrixLayoutAttribute.STRIDED_BATCH_OFFSET, np.int64(stride))
 
     def set_num_tokens(self, num_tokens: int) -> None:
         """The rows of x and y from now on."""
         if num_tokens == self._num_tokens:
             return
         self._num_tokens = num_tokens
-        stored = np.array(num_tokens, np.uint64)
         for layout in (self.x, self.y):
-            attribute = cublaslt.MatrixLayoutAttribute.COLS
-            cublaslt.matrix_layout_set_attribute(layout, attribute, stored.ctypes.data, stored.nbytes)
+            _lay_out(layout, cublaslt.MatrixLayoutAttribute.COLS, np.uint64(num_tokens))
 
     def set_bias(self, bias: Array) -> None:
         """The bias from now on."""
@@ -82,6 +86,11 @@ class Problem:
     def _describe(self, attribute: int, value: "np.generic[Any]") -> None:
         stored = np.array(value)
         cublaslt.matmul_desc_set_attribute(self.description, attribute, stored.ctypes.data, stored.nbytes)
+
+
+def _lay_out(layout: int, attribute: cublaslt.MatrixLayoutAttribute, value: "np.generic[Any]") -> None:
+    stored = np.array(value)
+    cublaslt.matrix_layout_set_attribute(layout, attribute, stored.ctypes.data, stored.nbytes)
 
 
 class Products:

@@ -1,6 +1,7 @@
 """Quantised weights on a GPU: uploaded in the order that `csrc/weight_formats.cuh` reads them in."""
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable
 from typing import TypeAlias
@@ -21,11 +22,10 @@ from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
 from openinfer_kernels.quantised_blocks import common_block, scales_of, stacked_shape, widened_scales
 from openinfer_kernels.quantised_parts import QuantisedPart, RandomCodes, WeightFormat
+from openinfer_kernels.quantised_ways import tile_of
 
 _THREADS = 128
 _UNIT_BYTES = 16
-_WIDENING_TOKENS = 512
-"""From here on a product in BF16 gains more than widening all of its weight takes."""
 _BLOCK_BYTES = 64
 """That are put in order together; a row has whole ones, zeros at its end."""
 _GROUP = 32
@@ -61,7 +61,7 @@ class Quantised:
 
     def upload_widened(self, parts: tuple[QuantisedPart, ...]) -> Array:
         """See `Ops.upload_widened`; otherwise as `upload_quantised`."""
-        return self._widened(self._upload(parts, None, self._memory.upload_codes_now))
+        return self.widened(self._upload(parts, None, self._memory.upload_codes_now))
 
     def _upload(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None, bring: _Bring) -> QuantisedWeight:
         shape = stacked_shape(parts, num_matrices)
@@ -83,7 +83,7 @@ class Quantised:
         return weight
 
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
-        """See `Ops.quantised_linear`. Many tokens multiply a copy of the weight in BF16, which is the faster way.
+        """See `Ops.quantised_linear`; `quantised_ways.py` says which tokens multiply a copy of the weight in BF16.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.
@@ -92,19 +92,21 @@ class Quantised:
         check_weight(weight, ndim=2, what="the weight")
         if x.shape[1] != weight.shape[1]:
             raise ArrayMismatchError(f"x {x.shape} and the weight {weight.shape} do not agree on the inner size")
-        if len(x) >= _WIDENING_TOKENS and self._gemm.chooses:
-            return self._linear.linear(x, self._widened(weight))
+        tile_tokens = tile_of(weight.format, len(x))
+        if self._gemm.chooses and tile_tokens is None:
+            return self._linear.linear(x, self.widened(weight), weights_first=False)
         out = cupy.empty((len(x), weight.shape[0]), bfloat16)
         if len(x):
-            self._gemm.multiply(x, weight, out, epilogue=Epilogue.STORE)
+            self._gemm.multiply(x, weight, out, epilogue=Epilogue.STORE, tile_tokens=tile_tokens)
         return out
 
-    def _widened(self, weight: QuantisedWeight) -> Array:
-        """`[out, in]` BF16."""
-        rows, k = weight.shape
-        out = cupy.empty((rows, k), bfloat16)
-        row_bytes = weight.codes.shape[1]
-        sizes = k, row_bytes, weight.block_rows, weight.scales.strides[0]
+    def widened(self, weight: QuantisedWeight) -> Array:
+        """The same in BF16."""
+        *matrices, height, k = weight.shape
+        rows = math.prod(matrices) * height
+        out = cupy.empty(weight.shape, bfloat16)
+        row_bytes = weight.codes.shape[-1]
+        sizes = k, row_bytes, weight.block_rows, weight.scales.strides[-2]
         grid = (-(-row_bytes // (_UNIT_BYTES * _THREADS)), rows, 1)
         arguments = [weight.codes, weight.scales, out, *map(ctypes.c_int, sizes)]
         self._widenings[weight.format](grid, (_THREADS, 1, 1), arguments, overlap=True)

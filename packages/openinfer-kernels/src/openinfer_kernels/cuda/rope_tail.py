@@ -32,7 +32,6 @@ class RopeTail:
     def __init__(self, device: Device) -> None:
         self._norm_rope = device.kernel("rope_tail", "norm_rope_tail")
         self._rope = device.kernel("rope_tail", "rope_tail")
-        self._swap = device.kernel("rope_tail", "swap_axes")
 
     def norm_rope_tail(
         self, x: Array, weight: Array | None, *, eps: float, rope: Array, batch: AttentionBatch
@@ -53,20 +52,6 @@ class RopeTail:
             ArrayMismatchError: another dtype, layout or size.
         """
         return self._run(self._rope, x, None, eps=0.0, rope=rope, batch=batch)
-
-    def swapped(self, x: Array) -> Array:
-        """`[B, A, n]` of `x [A, B, n]`.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
-        require(x, bfloat16, ndim=3, what="x")
-        first, second, size = x.shape
-        if size % 8:
-            raise ArrayMismatchError(f"pieces of {size} values are not supported: they must divide by 8")
-        out = empty((second, first, size), bfloat16)
-        self._swap((first, second, 1), (_THREADS, 1, 1), [x, out, ctypes.c_int(size)])
-        return out
 
     def _run(
         self, kernel: Kernel, x: Array, weight: Array | None, *, eps: float, rope: Array, batch: AttentionBatch

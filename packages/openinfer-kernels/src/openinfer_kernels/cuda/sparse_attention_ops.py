@@ -1,16 +1,12 @@
 """Windows, compressed entries and hyper-connections on a GPU; their kernels are loaded when the first one is called."""
 
-from collections.abc import Sequence
 from functools import cached_property
-from typing import cast
 
 from openinfer_kernels.cuda.compressor import Compressor
 from openinfer_kernels.cuda.device import Device
 from openinfer_kernels.cuda.hyper_connections import HyperConnections
 from openinfer_kernels.cuda.indexer import Indexer
-from openinfer_kernels.cuda.libraries import bfloat16
 from openinfer_kernels.cuda.rope_tail import RopeTail
-from openinfer_kernels.cuda.sparse_arrays import empty
 from openinfer_kernels.cuda.window_attention import WindowAttention
 from openinfer_kernels.ops import (
     Array,
@@ -18,10 +14,7 @@ from openinfer_kernels.ops import (
     CompressedEntries,
     HyperMix,
     HyperWeights,
-    Ops,
-    Weight,
 )
-from openinfer_kernels.projection import project
 
 
 class CudaSparseAttentionOps:
@@ -140,18 +133,6 @@ class CudaSparseAttentionOps:
         return self._window_attention.window_attention(
             q, kv, sinks=sinks, window=window, layer=layer, entries=entries, rope=rope, scale=scale, batch=batch
         )
-
-    def grouped_linear(self, x: Array, weights: Sequence[Weight]) -> Array:
-        """One product after the other, on pieces that are brought together first."""
-        ops = cast("Ops", self)
-        if len(weights) == 1:
-            return project(ops, x, weights[0])
-        groups = self._rope_tail.swapped(x.reshape(len(x), len(weights), -1))
-        found = [project(ops, piece, weight) for piece, weight in zip(groups, weights, strict=True)]
-        out = empty((len(weights), *found[0].shape), bfloat16)
-        for place, each in zip(out, found, strict=True):
-            place.data.copy_from_device_async(each.data, each.nbytes)
-        return self._rope_tail.swapped(out).reshape(len(x), -1)
 
     def hyper_streams(self, x: Array, num_streams: int) -> Array:
         """See `openinfer_kernels.cuda.hyper_connections`."""

@@ -7,7 +7,6 @@ ends at a block's token `t` is row `t // m` of the block (`KvLayout`, `tokens_pe
 RoPE here rotates the last `r` dimensions of each vector, in pairs `(2 i, 2 i + 1)`: Su et al. 2021, eq. 34.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -184,6 +183,6 @@ class SparseAttentionOps(Protocol):
         """
         ...
 
-    def grouped_linear(self, x: Array, weights: Sequence[Weight]) -> Array:
-        """A product per group: each of `G` equal pieces of `x [T, G in]` with a weight `[out, in]`: `[T, G out]`."""
+    def grouped_linear(self, x: Array, weight: Weight) -> Array:
+        """Piece `g` of each row of `x [T, G in]` times matrix `g` of `weight [G, out, in]`: `[T, G out]`."""
         ...

@@ -27,7 +27,7 @@ class HostQuantised:
         return ops.upload_quantised(*self.parts, num_matrices=self.num_matrices)
 
 
-def _random_part(rng: np.random.Generator, weight_format: WeightFormat, rows: int, columns: int) -> QuantisedPart:
+def random_part(rng: np.random.Generator, weight_format: WeightFormat, rows: int, columns: int) -> QuantisedPart:
     """Codes and scales as a checkpoint has them, of values that spread by about `columns ** -0.5`."""
     codes = rng.integers(0, 256, (rows, columns)).astype(np.uint8) & np.uint8(_CODE_MASKS[weight_format])
     blocks = (-(-rows // 128), -(-columns // 128))
@@ -85,7 +85,7 @@ def _quantised_linear(rng: np.random.Generator) -> Iterable[Case]:
     """Whole and partial blocks."""
     for weight_format in WeightFormat:
         for tokens, inner, outer in ((1, 256, 64), (7, 128, 192), (130, 64, 72)):
-            weight = HostQuantised(parts=(_random_part(rng, weight_format, outer, inner),))
+            weight = HostQuantised(parts=(random_part(rng, weight_format, outer, inner),))
             x = _with_nan(_floats(rng, tokens, inner))
             yield Case(name=f"{weight_format}, {tokens} x {inner} -> {outer}", positional=(x, weight), keywords={})
 
@@ -99,7 +99,7 @@ def _swiglu(rng: np.random.Generator) -> Iterable[Case]:
 
 
 def _stack(rng: np.random.Generator, weight_format: WeightFormat, count: int, rows: int, columns: int) -> HostQuantised:
-    parts = tuple(_random_part(rng, weight_format, rows, columns) for _ in range(count))
+    parts = tuple(random_part(rng, weight_format, rows, columns) for _ in range(count))
     return HostQuantised(parts=parts, num_matrices=count)
 
 

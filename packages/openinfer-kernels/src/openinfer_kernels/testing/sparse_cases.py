@@ -12,8 +12,10 @@ from openinfer_kernels.ops import (
     HyperMix,
     HyperWeights,
 )
+from openinfer_kernels.quantised_parts import WeightFormat
 from openinfer_kernels.rope import RopeParameters, rope_table
 from openinfer_kernels.testing.case import Case
+from openinfer_kernels.testing.expert_cases import HostQuantised, random_part
 from openinfer_kernels.testing.paged import make_paged_case
 
 _ROWS = ((1, 1), (37, 1), (50, 17), (16, 16), (90, 3), (160, 150))
@@ -179,8 +181,11 @@ def _selected(rng: np.random.Generator, batch: AttentionBatch, ratio: int, k: in
 
 def _grouped_linear(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, groups, inner, outer in ((1, 8, 128, 64), (9, 2, 256, 192), (70, 3, 64, 72)):
+        name = f"{tokens} x {groups} x {inner} -> {outer}"
         x, weight = _floats(rng, tokens, groups * inner), _floats(rng, groups, outer, inner)
-        yield Case(name=f"{tokens} x {groups} x {inner} -> {outer}", positional=(x, weight), keywords={})
+        yield Case(name=name, positional=(x, weight), keywords={})
+        part = random_part(rng, WeightFormat.FP8_BLOCKS, groups * outer, inner)
+        yield Case(name=f"{name}, FP8", positional=(x, HostQuantised(parts=(part,), num_matrices=groups)), keywords={})
 
 
 def _hyper_streams(rng: np.random.Generator) -> Iterable[Case]:
