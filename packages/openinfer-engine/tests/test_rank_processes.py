@@ -136,6 +136,37 @@ def test_the_death_of_a_rank_ends_the_step_and_the_loop_says_which_and_how(four_
     loop.close()
 
 
+def test_the_death_of_a_rank_ends_loads_and_saves_that_wait_for_it(tmp_path: Path) -> None:
+    setting = f"disk={tmp_path}/{{rank}},64MiB"
+    loop = make_loop(2, kv_tier=[setting], block_size_tokens=4)
+    (process_id,) = runner_of(loop).process_ids
+    loop.submit(make_request(3, max_tokens=1))
+    while loop.scheduler.unfinished:
+        loop.step()
+    os.kill(process_id, signal.SIGKILL)  # while it saves what the request left
+    with pytest.raises(GroupBroken, match="rank 1 has died"):
+        step_forever(loop)
+    loop.close()
+
+
+def test_what_ranks_in_processes_have_saved_is_found_by_the_next_ones(tmp_path: Path) -> None:
+    setting = f"disk={tmp_path}/{{rank}},64MiB"
+    answers: list[list[int]] = []
+    for tier_tokens in (0, 28):
+        loop = make_loop(2, kv_tier=[setting], block_size_tokens=4)
+        events = loop.submit(make_request(3, max_tokens=8))
+        while loop.busy:
+            events += loop.step()
+        stats = loop.stats()
+        loop.close()
+        answers.append([token for event in events if isinstance(event, Tokens) for token in event.token_ids])
+        assert stats.tier_tokens == tier_tokens
+        (tier,) = stats.kv_tiers
+        assert tier.loaded_blocks == 2 * tier_tokens // 4
+    assert answers[0] == answers[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_the_engine_ends_when_a_rank_dies_and_its_requests_get_a_terminal_event(is_idle: bool) -> None:
     loop = make_loop(2)

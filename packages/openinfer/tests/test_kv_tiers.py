@@ -192,16 +192,18 @@ def test_tokens_of_ranks_are_the_same_while_everything_goes_wrong(model: str) ->
 
 
 @pytest.mark.gpu
-def test_tokens_on_a_gpu_are_the_same_with_tiers(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_on_gpus_are_the_same_with_tiers(model: str, ranks: int, tmp_path: Path) -> None:
     """Also those that the next engine says behind prefixes from the disk."""
-    setting = f"disk={tmp_path / 'kv'},256MiB"
+    options: dict[str, Any] = {"model": model, "device": DeviceKind.CUDA, "tensor_parallel_size": ranks}
+    setting = f"disk={tmp_path / 'kv'}-{{rank}},256MiB"
     try:
-        with running(model=model, device=DeviceKind.CUDA) as loop:
+        with running(**options) as loop:
             said = serve(loop, traffic(0))
     except Refused as reason:
         pytest.skip(str(reason))
-    for tiers in (["host=64MiB"], ["host=1MiB", setting], [setting]):
-        with running(model=model, device=DeviceKind.CUDA, kv_tier=tiers) as loop:
+    for tiers in (["host=64MiB"], ["host=4MiB", setting], [setting]):
+        with running(**options, kv_tier=tiers) as loop:
             assert serve(loop, traffic(0)) == said, tiers
             stats = loop.stats()
         assert stats.tier_tokens > 0

@@ -89,8 +89,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     share a prefix only where a copy is kept."""
     kv_tier: list[str] = []
     """A place that keeps KV blocks which leave the cache, NAME=SETTING with a NAME of the group openinfer.kv_tiers:
-    host=64GiB, or disk=/var/cache/kv,500GiB. Repeat the flag for several, fastest first. Each rank opens its own, with its
-    number in the place of {rank}; see docs/kv-tiers.md."""
+    host=64GiB, or disk=/var/cache/kv,500GiB. Repeat the flag for several, fastest first. Each rank opens its own,
+    with its number in the place of {rank}; see docs/kv-tiers.md."""
     kv_key_file: str | None = None
     """File of 16 to 64 secret bytes that blocks in KV tiers are named with; the same for all engines that share a tier.
     By default a disk tier keeps one beside its blocks."""

@@ -200,6 +200,61 @@ class FakeTier:
         self.is_closed = True
 
 
+@dataclass(eq=False)
+class FakeShareMove:
+    """Of another rank: ends after so many polls, with as many blocks as it was told."""
+
+    num_blocks: int
+    landing: int
+    polls_left: int
+    begin_s: float = 0.0
+    landed_blocks: int = 0
+
+    def is_over(self) -> bool:
+        self.polls_left -= 1
+        if self.polls_left <= 0:
+            self.landed_blocks = self.landing
+        return self.polls_left <= 0
+
+    def cancel(self) -> None:
+        self.landing = 0
+
+    def wait(self, timeout_s: float) -> None:
+        assert timeout_s > 0
+
+
+class FakeShare:
+    """Another rank, whose tiers lack some of what rank 0's have."""
+
+    faults = 0
+
+    def __init__(self, seed: int, *, slowness: int = 1, fault_rate: float = 0.0, most_blocks: int = NEVER) -> None:
+        self.random = random.Random(seed)
+        self.slowness = slowness
+        self.most_blocks = most_blocks
+        self.fault_rate = fault_rate
+        self.loads: list[FakeShareMove] = []
+
+    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> FakeShareMove:
+        assert len(digests) <= len(places)
+        self.loads.append(self._begin(len(digests)))
+        return self.loads[-1]
+
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> FakeShareMove:
+        assert len(digests) == len(places)
+        return self._begin(len(digests))
+
+    def stats(self) -> tuple[()]:
+        return ()
+
+    def close(self) -> None: ...
+
+    def _begin(self, num_blocks: int) -> FakeShareMove:
+        is_short = self.random.random() < self.fault_rate
+        landing = min(self.most_blocks, self.random.randrange(num_blocks) if is_short else num_blocks)
+        return FakeShareMove(num_blocks, landing, self.random.randint(1, self.slowness))
+
+
 class Rig:
     """A driver whose scheduler uses a tier."""
 
@@ -211,6 +266,7 @@ class Rig:
         overlap: int = 2,
         has_states: bool = True,
         runs_at: RunsAt = RunsAt.PLAN,
+        shares: Sequence[FakeShare] = (),
         **limits: Any,
     ) -> None:
         chosen: dict[str, Any] = {
@@ -234,7 +290,13 @@ class Rig:
         blocks = [FakeBlock(device, block_id) for block_id in range(config.num_blocks)]
         num_slots = config.max_num_seqs + config.num_snapshots if config.num_snapshots and has_states else 0
         states = [[FakePiece(device, slot, half) for half in range(2)] for slot in range(num_slots)]
-        self.port = TierPort(cast("KvTier", tier), cast("Any", blocks), states=cast("Any", states), load_timeout_s=1.0)
+        self.port = TierPort(
+            cast("KvTier", tier),
+            cast("Any", blocks),
+            states=cast("Any", states),
+            shares=shares,
+            load_timeout_s=1.0,
+        )
         assert isinstance(self.driver.scheduler, TieredScheduler)
         self.driver.scheduler.use_tiers(self.port)
 
@@ -280,6 +342,20 @@ def test_what_did_not_land_is_computed(checked_scheduler: type[TokenBudgetSchedu
     tier.fault_rate = 1.0
     cached = rig.run(request_of(2, range(1, 14)))
     assert cached == 4 * tier.loads[-1].landed_blocks < 12
+
+
+@pytest.mark.parametrize(("num_snapshots", "cached_tokens"), [(0, 8), (1, 0)])
+def test_what_another_rank_has_not_landed_is_computed(
+    checked_scheduler: type[TokenBudgetScheduler], num_snapshots: int, cached_tokens: int
+) -> None:
+    """With recurrent states nothing of the prefix is of use then."""
+    share = FakeShare(0, most_blocks=2)
+    limits = {"prefix_cache": not num_snapshots, "num_snapshots": num_snapshots}
+    rig = Rig(checked_scheduler, FakeTier(block_tokens=4, slowness=3), shares=[share], **limits)
+    for request_id, prompt in enumerate((range(1, 14), [20] * 28, range(1, 14))):
+        cached = rig.run(request_of(request_id, prompt))
+    assert cached == cached_tokens
+    assert share.loads
 
 
 def test_others_are_planned_while_a_prefix_loads(checked_scheduler: type[TokenBudgetScheduler]) -> None:
@@ -517,6 +593,7 @@ def test_random_traffic_with_a_slow_and_faulty_tier_keeps_books_and_tokens_right
         tier,
         overlap=draw.choice((1, 2)),
         runs_at=draw.choice(tuple(RunsAt)),
+        shares=[FakeShare(seed, slowness=draw.choice((1, 6)), fault_rate=0.1)] * draw.choice((0, 0, 1)),
         num_blocks=20 // block_tokens + draw.randint(0, 3),
         max_num_seqs=draw.randint(2, 5),
         max_model_tokens=20,
