@@ -12,18 +12,30 @@ from openinfer_engine.testing.family import FamilyHarness, check_family, check_s
 from openinfer_engine.testing.golden import Golden
 from openinfer_engine.testing.launched import ask_launched, check_launched
 from openinfer_engine.testing.random_weights import bf16_exact, random_weights
+from openinfer_engine.testing.rounding import (
+    Distance,
+    QueriesOneOff,
+    RoundedOps,
+    answered_logprobs,
+    computed_logprobs,
+)
 from openinfer_engine.testing.traffic import Traffic, random_requests
 
 __all__ = [
     "Answer",
+    "Distance",
     "FamilyHarness",
     "Golden",
+    "QueriesOneOff",
+    "RoundedOps",
     "Traffic",
+    "answered_logprobs",
     "ask_launched",
     "bf16_exact",
     "check_family",
     "check_launched",
     "check_steps",
+    "computed_logprobs",
     "prompt_differences",
     "random_requests",
     "random_weights",
