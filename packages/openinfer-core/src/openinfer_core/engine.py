@@ -83,7 +83,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     loading: int = 0
     """Sequences whose prefix is on its way from a KV tier; part of `waiting`."""
     tier_tokens: int = 0
-    """Of `cached_tokens` and of what preempted sequences resumed with, those that came from KV tiers."""
+    """Of `cached_tokens` and of what preempted sequences resumed with, those that came from KV tiers; with recurrent
+    states, those that were not computed because tiers had their KV, or the states behind it."""
     unsaved_blocks: int = 0
     """Blocks, and pieces of recurrent states, that KV tiers were not given, because too many were on their way."""
     kv_tier_faults: int = 0

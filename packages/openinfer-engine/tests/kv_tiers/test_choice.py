@@ -86,6 +86,17 @@ def test_one_tier_is_opened_by_its_own_plugin_and_several_by_the_stack() -> None
     assert choose_tiers(EngineOptions()) is None
 
 
+def test_each_rank_opens_tiers_with_its_number_in_their_setting(tmp_path: Path) -> None:
+    setting = f"disk={tmp_path}/{{rank}},1MiB"
+    chosen = choose_tiers(EngineOptions(kv_tier=[setting], tensor_parallel_size=2))
+    assert chosen is not None
+    assert chosen.parts["kv tier 1"].startswith(f"{setting} on each of 2 ranks (openinfer-kv-offload ")
+    for rank in range(2):
+        spec = KvSpec(model_tag="m", paged=SPEC.paged, num_ranks=2, rank_index=rank)
+        chosen.open(KvLayout.from_spec(spec, block_size_tokens=4)).tier.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
