@@ -554,6 +554,29 @@ def test_snapshot_that_is_saved_is_not_evicted_and_what_is_beyond_a_share_is_not
     assert rig.run(request_of(3, range(9))) == 8
 
 
+def test_slow_saves_of_states_give_way_to_snapshots_that_find_no_room(
+    checked_scheduler: type[TokenBudgetScheduler],
+) -> None:
+    tier, now_s = FakeTier(block_tokens=4), [0.0]
+    tier.save_polls = NEVER
+    rig = Rig(checked_scheduler, tier, **STATES | {"num_snapshots": 1}, num_blocks=32)
+    rig.port.clock = lambda: now_s[0]
+    rig.driver.submit(request_of(0, range(9)))
+    for _ in range(6):
+        rig.driver.step()
+    states = [transfer for transfer in tier.saves if isinstance(transfer.blocks[0], FakePiece)]
+    assert states
+    assert not any(transfer.is_cancelled for transfer in states)
+    now_s[0] = 1.0
+    rig.driver.submit(request_of(1, range(20, 29)))
+    for _ in range(6):
+        rig.driver.step()
+    assert all(transfer.is_cancelled for transfer in states)
+    for transfer in tier.pending:
+        transfer.polls_left = 1
+    rig.driver.run()
+
+
 def test_only_a_share_of_the_pool_is_saved_at_a_time(checked_scheduler: type[TokenBudgetScheduler]) -> None:
     tier = FakeTier(block_tokens=1)
     tier.save_polls = NEVER

@@ -224,10 +224,11 @@ class Line:
 
     def begin_snapshot(self, sequence: Sequence) -> SlotCopy | None:
         """The copy of a running sequence's states behind the row planned last, if they are to be kept there."""
-        if self.snapshots is None or sequence.computed_tokens not in sequence.snapshot_places:
+        end_tokens = sequence.computed_tokens
+        if self.snapshots is None or end_tokens not in sequence.snapshot_places:
             return None
-        copy = self.snapshots.take(sequence.kv, sequence.computed_tokens, sequence.slot)
-        if copy is None and self._state_saves is not None:
+        copy = self.snapshots.take(sequence.kv, end_tokens, sequence.slot)
+        if copy is None and self._state_saves is not None and not self.snapshots.has_behind(sequence.kv, end_tokens):
             self._state_saves.hurry()
         return copy
 

@@ -59,6 +59,10 @@ class Snapshots:
         """Whether the states at the end of a prefix are kept."""
         return self._pool.find(digest) is not None
 
+    def has_behind(self, kv: BlockSequence, num_tokens: int) -> bool:
+        """As `has`, of the states behind `num_tokens`."""
+        return self.has(self._digest(kv, num_tokens))
+
     def places(self, *, matched_tokens: int, begin_tokens: int, known_tokens: int) -> tuple[int, ...]:
         """Where the states of a sequence are to be kept, ascending.
 
