@@ -1,8 +1,10 @@
 """DeepSeek-V4-Flash at its real widths with four layers and few experts: a GPU's logits against the CPU's, in float32.
 
-    python3 tools/device/deepseek_v4.py record FILE.npz              the CPU's logits, about a minute on two cores
+    python3 tools/device/deepseek_v4.py record FILE.npz              the CPU's logits, some minutes on two cores
     python3 tools/device/deepseek_v4.py compare FILE.npz [JSON]      the GPU's against them, however the prompt is cut
 
+Recorded are the truth, what rounding to BF16 alone makes of it, and what a mistake does, which must not pass; what
+passes is `logit_errors.py`'s.
 Weights are dummies in the published formats (FP8 and FP4 codes, BF16, float32), the same on both sides. All entries are
 selected: equal scores, of which rounding takes others, are the conformance kit's. The engine with its captured steps is
 `packages/openinfer-deepseek-v4/tests/test_gpu.py`'s.
@@ -14,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from logit_errors import MAX_RATIO, LogitErrors
 from published_configs import DEEPSEEK_V4_FLASH
 from source_packages import folders
 
@@ -26,6 +29,7 @@ from openinfer_engine.communicator import SoloCommunicator  # noqa: E402
 from openinfer_engine.dummy import DummyWeights  # noqa: E402
 from openinfer_engine.model import Cut  # noqa: E402
 from openinfer_engine.paged_tensors import make_pool, paged_tensors  # noqa: E402
+from openinfer_engine.testing import QueriesOneOff, RoundedOps  # noqa: E402
 from openinfer_kernels import AttentionBatch  # noqa: E402
 from openinfer_kv_cache import KvDtype, KvLayout  # noqa: E402
 
@@ -130,38 +134,47 @@ def prompt() -> list[int]:
 def record(path: Path) -> None:
     from openinfer_kernels.cpu import CpuOps
 
-    logits = Run(CpuOps(), KvDtype.FLOAT32).step({0: prompt()})[::EVERY]
-    print(f"logits of {len(logits)} tokens, spread {logits.std():.2f}")
-    np.savez_compressed(path, logits=logits)
+    made = {"logits": CpuOps(), "rounded": RoundedOps(), "mistaken": QueriesOneOff()}
+    found = {name: Run(ops, KvDtype.FLOAT32).step({0: prompt()})[::EVERY] for name, ops in made.items()}
+    print(f"logits of {len(found['logits'])} tokens, spread {found['logits'].std():.2f}")
+    bounds(found)
+    np.savez_compressed(path, **found)
 
 
-def compare(path: Path, report: Path | None) -> None:
+def bounds(recorded: Mapping[str, np.ndarray]) -> LogitErrors:
+    """What rounding costs.
+
+    Raises:
+        AssertionError: the mistake passes.
+    """
+    rounded, mistaken = (LogitErrors.between(recorded[name], recorded["logits"]) for name in ("rounded", "mistaken"))
+    rounded.show("CPU, results rounded")
+    mistaken.show("CPU, queries one off")
+    assert not mistaken.pass_beside(rounded), "the bound does not find a mistake"
+    return rounded
+
+
+def compare(path: Path, report: Path | None) -> bool:
     from openinfer_kernels.cuda import CudaOps
 
     ops, tokens = CudaOps(), prompt()
-    run, expected = Run(ops, KvDtype.BFLOAT16), np.load(path)["logits"]
-    found: dict[str, dict[str, float]] = {}
+    run, recorded = Run(ops, KvDtype.BFLOAT16), np.load(path)
+    expected, rounded = recorded["logits"], bounds(recorded)
+    found: dict[str, LogitErrors] = {}
     for slot, (name, cuts) in enumerate(CUTS.items()):
         pieces = [run.step({slot: tokens[first:end]}) for first, end in zip((0, *cuts), (*cuts, TOKENS), strict=True)]
-        found[name] = errors(np.concatenate(pieces)[::EVERY], expected)
+        found[name] = LogitErrors.between(np.concatenate(pieces)[::EVERY], expected)
     first = run.step({6: tokens[:128], 7: tokens[:200]})[:128]
     rest = run.step({6: tokens[128:], 7: tokens[200:201]})[: TOKENS - 128]
-    found["beside another sequence"] = errors(np.concatenate((first, rest))[::EVERY], expected)
+    found["beside another sequence"] = LogitErrors.between(np.concatenate((first, rest))[::EVERY], expected)
     for name, each in found.items():
-        print(f"{name:28}", ", ".join(f"{key} {value:.4f}" for key, value in each.items()))
+        each.show(name)
+    passes = all(each.pass_beside(rounded) for each in found.values())
     if report is not None:
-        report.write_text(json.dumps({"gpu": ops.device.name, "config": CONFIG, "runs": found}, indent=1) + "\n")
-
-
-def errors(got: np.ndarray, expected: np.ndarray) -> dict[str, float]:
-    """Of a token: length of the difference over length of the logits."""
-    relative = np.linalg.norm(got - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    same = got.argmax(axis=1) == expected.argmax(axis=1)
-    return {
-        "median_error": float(np.median(relative)),
-        "worst_error": float(relative.max()),
-        "same_best_token": float(same.mean()),
-    }
+        runs = {name: each._asdict() for name, each in found.items()}
+        facts = {"gpu": ops.device.name, "config": CONFIG, "max_ratio": MAX_RATIO, "passes": passes}
+        report.write_text(json.dumps(facts | {"cpu_rounded": rounded._asdict(), "runs": runs}, indent=1) + "\n")
+    return passes
 
 
 if __name__ == "__main__":
@@ -169,6 +182,6 @@ if __name__ == "__main__":
         case ["record", path]:
             record(Path(path))
         case ["compare", path, *report]:
-            compare(Path(path), Path(report[0]) if report else None)
+            sys.exit(0 if compare(Path(path), Path(report[0]) if report else None) else 1)
         case _:
             sys.exit(__doc__)
