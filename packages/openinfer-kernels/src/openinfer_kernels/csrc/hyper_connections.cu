@@ -5,29 +5,34 @@
 //     write: X_k = post_k y + sum_j M[j, k] X_j
 //
 // Four streams. Outputs are 24 (read, write, mixing) or 4 (the head's read).
+#include "overlap.cuh"
 #include "sparse.cuh"
 
 namespace {
 
 constexpr int kStreams = 4, kMixes = kStreams * (2 + kStreams);
 constexpr int kThreads = 256;
-constexpr int kTileTokens = 8, kTileColumns = 256;
+constexpr int kTileColumns = 256;
 
-// Grid: (tiles of tokens, parts of the columns). A warp has one token of the tile; a lane has columns lane * 8 + 256 j.
+// Grid: (tiles of tokens, parts of the columns). A lane has columns lane * 4 of each 128; a warp has kTokens tokens and an
+// equal share of the outputs. What bounds it is reading weights from shared memory, which kTokens tokens do together.
 // parts: [parts, T, kOutputs + 1].
-template <int kOutputs>
+template <int kOutputs, int kTokens, int kShares>
 __device__ void project(const bf16* x, const float* fn, float* parts, int num_tokens, int columns, int part_columns) {
+  constexpr int kOwn = kOutputs / kShares, kTileTokens = kThreads / 32 / kShares * kTokens;
   __shared__ float weights[kOutputs][kTileColumns];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int token = blockIdx.x * kTileTokens + warp, begin = blockIdx.y * part_columns;
-  float sums[kOutputs], squares = 0;
-#pragma unroll
-  for (int o = 0; o < kOutputs; o++) sums[o] = 0;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = warp % kShares;
+  const int token = blockIdx.x * kTileTokens + warp / kShares * kTokens, begin = blockIdx.y * part_columns;
+  float sums[kTokens][kOwn] = {}, squares[kTokens] = {};
   for (int column = begin; column < begin + part_columns; column += kTileColumns) {
     __syncthreads();
     for (int i = threadIdx.x; i < kOutputs * kTileColumns / 4; i += kThreads) {
       const int o = i / (kTileColumns / 4), at = i % (kTileColumns / 4) * 4;
       *reinterpret_cast<float4*>(&weights[o][at]) = *reinterpret_cast<const float4*>(fn + int64_t(o) * columns + column + at);
+    }
+    if (column == begin) {
+      wait_for_previous_kernel();
+      allow_next_kernel();
     }
     __syncthreads();
     if (token >= num_tokens) continue;
@@ -35,26 +40,37 @@ __device__ void project(const bf16* x, const float* fn, float* parts, int num_to
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int at = half * 128 + lane * 4;
-      const uint2 bits = *reinterpret_cast<const uint2*>(x + int64_t(token) * columns + column + at);
-      const float2 low = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.x));
-      const float2 high = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.y));
-      squares += low.x * low.x + low.y * low.y + high.x * high.x + high.y * high.y;
+      float4 values[kTokens];
 #pragma unroll
-      for (int o = 0; o < kOutputs; o++) {
-        const float4 w = *reinterpret_cast<const float4*>(&weights[o][at]);
-        sums[o] += w.x * low.x + w.y * low.y + w.z * high.x + w.w * high.y;
+      for (int t = 0; t < kTokens; t++) {
+        const int row = min(token + t, num_tokens - 1);
+        const uint2 bits = *reinterpret_cast<const uint2*>(x + int64_t(row) * columns + column + at);
+        const float2 low = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.x));
+        const float2 high = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.y));
+        squares[t] += low.x * low.x + low.y * low.y + high.x * high.x + high.y * high.y;
+        values[t] = {low.x, low.y, high.x, high.y};
+      }
+#pragma unroll
+      for (int o = 0; o < kOwn; o++) {
+        const float4 w = *reinterpret_cast<const float4*>(&weights[share * kOwn + o][at]);
+#pragma unroll
+        for (int t = 0; t < kTokens; t++)
+          sums[t][o] += w.x * values[t].x + w.y * values[t].y + w.z * values[t].z + w.w * values[t].w;
       }
     }
   }
-  if (token >= num_tokens) return;
-  float* out = parts + (int64_t(blockIdx.y) * num_tokens + token) * (kOutputs + 1);
 #pragma unroll
-  for (int o = 0; o < kOutputs; o++) {
-    const float sum = sparse::warp_sum(sums[o]);
-    if (lane == 0) out[o] = sum;
+  for (int t = 0; t < kTokens; t++) {
+    if (token + t >= num_tokens) return;
+    float* out = parts + (int64_t(blockIdx.y) * num_tokens + token + t) * (kOutputs + 1);
+#pragma unroll
+    for (int o = 0; o < kOwn; o++) {
+      const float sum = sparse::warp_sum(sums[t][o]);
+      if (lane == 0) out[share * kOwn + o] = sum;
+    }
+    const float sum = sparse::warp_sum(squares[t]);
+    if (lane == 0 && share == 0) out[kOutputs] = sum;
   }
-  squares = sparse::warp_sum(squares);
-  if (lane == 0) out[kOutputs] = squares;
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -100,6 +116,8 @@ __device__ void read(const Read& a) {
   __shared__ float projected[kOutputs + 1];
   __shared__ float weights[kStreams];
   const int token = blockIdx.x, thread = threadIdx.x;
+  wait_for_previous_kernel();
+  allow_next_kernel();
   if (thread <= kOutputs) {
     float sum = 0;
     for (int part = 0; part < a.num_parts; part++)
@@ -147,6 +165,8 @@ __device__ __forceinline__ void load8(const float* from, float (&values)[8]) {
 template <class Output>
 __device__ void write(const Output* y, bf16* residual, const float* post, const float* mixing, int size) {
   const int token = blockIdx.x, at = (blockIdx.y * kThreads + threadIdx.x) * 8;
+  wait_for_previous_kernel();
+  allow_next_kernel();
   if (at >= size) return;
   float values[8], streams[kStreams][8];
   load8(y + int64_t(token) * size + at, values);
@@ -171,17 +191,22 @@ __device__ void write(const Output* y, bf16* residual, const float* post, const 
 
 }  // namespace
 
-#define PROJECT(NAME, OUTPUTS)                                                                                       \
+// Tokens and shares of a warp; hyper_connections.py repeats the tokens of a block.
+#define PROJECT(NAME, OUTPUTS, TOKENS, SHARES)                                                                       \
   extern "C" __global__ void __launch_bounds__(kThreads) hyper_project_##NAME(                                       \
       const bf16* x, const float* fn, float* parts, int num_tokens, int columns, int part_columns) {                 \
-    project<OUTPUTS>(x, fn, parts, num_tokens, columns, part_columns);                                               \
-  }                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kThreads) hyper_read_##NAME(const __grid_constant__ Read a) {         \
-    read<OUTPUTS>(a);                                                                                                \
+    project<OUTPUTS, TOKENS, SHARES>(x, fn, parts, num_tokens, columns, part_columns);                               \
   }
 
-PROJECT(mix, kMixes)
-PROJECT(head, kStreams)
+PROJECT(mix, kMixes, 1, 1)
+PROJECT(mix_many, kMixes, 4, 2)
+PROJECT(head, kStreams, 1, 1)
+PROJECT(head_many, kStreams, 4, 1)
+
+extern "C" __global__ void __launch_bounds__(kThreads) hyper_read_mix(const __grid_constant__ Read a) { read<kMixes>(a); }
+extern "C" __global__ void __launch_bounds__(kThreads) hyper_read_head(const __grid_constant__ Read a) {
+  read<kStreams>(a);
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads) hyper_write_bf16(
     const bf16* y, bf16* residual, const float* post, const float* mixing, int size) {
@@ -196,5 +221,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) hyper_write_float(
 extern "C" __global__ void __launch_bounds__(kThreads) hyper_streams(const bf16* x, bf16* residual, int size) {
   const bf16* from = x + int64_t(blockIdx.x) * size;
   bf16* to = residual + (int64_t(blockIdx.x) * gridDim.y + blockIdx.y) * size;
+  wait_for_previous_kernel();
+  allow_next_kernel();
   for (int at = threadIdx.x * 8; at < size; at += kThreads * 8) store(to + at, load<8>(from + at));
 }

@@ -3,6 +3,7 @@
 //     y = x / sqrt(mean(x^2) + eps) * w        (y_2i, y_2i+1) turned by the token's position: Su et al. 2021, eq. 34
 //
 // A warp holds one vector, 8 values per access.
+#include "overlap.cuh"
 #include "sparse.cuh"
 
 namespace {
@@ -23,6 +24,8 @@ struct Arguments {
 template <bool kNorm>
 __device__ void run(const Arguments& a) {
   const int vector = (blockIdx.x * kThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
+  wait_for_previous_kernel();
+  allow_next_kernel();
   if (vector >= a.num_vectors) return;
   const int accesses = a.size / 8, tail = a.size - 2 * a.rope.pairs;
   const int position = a.positions[vector / a.per_token];

@@ -4,6 +4,7 @@ import ctypes
 
 from openinfer_kernels.cuda.arrays import address, require
 from openinfer_kernels.cuda.device import Device
+from openinfer_kernels.cuda.launch import Kernel
 from openinfer_kernels.cuda.libraries import bfloat16
 from openinfer_kernels.cuda.sparse_arrays import FLOAT32, empty
 from openinfer_kernels.errors import ArrayMismatchError
@@ -12,10 +13,13 @@ from openinfer_kernels.ops import Array, HyperMix, HyperWeights
 _STREAMS = 4
 _MIXES = _STREAMS * (2 + _STREAMS)
 _THREADS = 256
-_TILE_TOKENS = 8
+_FEW_TOKENS = 8
+"""Of a block of the kernel that has a token in each warp."""
+_MANY_TOKENS = {_MIXES: 16, _STREAMS: 32}
+"""Of a block of the other one, by outputs."""
 _TILE_COLUMNS = 256
-_MANY_TILES = 64
-"""Of tokens: from here on the columns of a projection need not be cut to keep the GPU busy."""
+_BLOCKS_PER_MULTIPROCESSOR = 2
+"""That the columns of a projection are cut for, where there are fewer tiles of tokens."""
 
 
 class _Read(ctypes.Structure):
@@ -39,10 +43,14 @@ class HyperConnections:
 
     def __init__(self, device: Device, *, chooses: bool = True) -> None:
         self._chooses = chooses
-        self._project = {
-            outputs: device.kernel("hyper_connections", f"hyper_project_{name}")
-            for outputs, name in ((_MIXES, "mix"), (_STREAMS, "head"))
-        }
+        self._most_blocks = _BLOCKS_PER_MULTIPROCESSOR * device.num_multiprocessors
+        self._few, self._many = (
+            {
+                outputs: device.kernel("hyper_connections", f"hyper_project_{name}{suffix}")
+                for outputs, name in ((_MIXES, "mix"), (_STREAMS, "head"))
+            }
+            for suffix in ("", "_many")
+        )
         self._read = {
             outputs: device.kernel("hyper_connections", f"hyper_read_{name}")
             for outputs, name in ((_MIXES, "mix"), (_STREAMS, "head"))
@@ -62,7 +70,8 @@ class HyperConnections:
         require(x, bfloat16, ndim=2, what="x")
         _require_vectors(x.shape[1], num_streams)
         out = empty((x.shape[0], num_streams, x.shape[1]), bfloat16)
-        self._streams((x.shape[0], num_streams, 1), (_THREADS, 1, 1), [x, out, ctypes.c_int(x.shape[1])])
+        grid = (x.shape[0], num_streams, 1)
+        self._streams(grid, (_THREADS, 1, 1), [x, out, ctypes.c_int(x.shape[1])], overlap=True)
         return out
 
     def read(
@@ -93,7 +102,8 @@ class HyperConnections:
         if residual.shape != (tokens, _STREAMS, size):
             raise ArrayMismatchError(f"y {y.shape} and streams {residual.shape} do not agree")
         grid = (tokens, -(-size // (8 * _THREADS)), 1)
-        self._write[y.dtype](grid, (_THREADS, 1, 1), [y, residual, mix.post, mix.mixing, ctypes.c_int(size)])
+        arguments = [y, residual, mix.post, mix.mixing, ctypes.c_int(size)]
+        self._write[y.dtype](grid, (_THREADS, 1, 1), arguments, overlap=True)
 
     def head(self, residual: Array, fn: Array, base: Array, scale: Array, *, eps: float, mix_eps: float) -> Array:
         """One vector of all streams.
@@ -124,11 +134,10 @@ class HyperConnections:
         outputs, columns = (_STREAMS if mix is None else _MIXES), streams * size
         if fn.shape != (outputs, columns) or base.shape != (outputs,) or scale.shape != (1 if mix is None else 3,):
             raise ArrayMismatchError(f"fn {fn.shape}, base {base.shape} and streams {residual.shape} do not agree")
-        tiles = -(-tokens // _TILE_TOKENS)
-        num_parts = 1 if self._chooses and tiles >= _MANY_TILES else columns // _TILE_COLUMNS
+        project, tiles, num_parts = self._division(tokens, outputs, columns // _TILE_COLUMNS)
         parts = empty((num_parts, tokens, outputs + 1), FLOAT32)
         sizes = [ctypes.c_int(tokens), ctypes.c_int(columns), ctypes.c_int(columns // num_parts)]
-        self._project[outputs]((tiles, num_parts, 1), (_THREADS, 1, 1), [residual, fn, parts, *sizes])
+        project((tiles, num_parts, 1), (_THREADS, 1, 1), [residual, fn, parts, *sizes], overlap=True)
         x = empty((tokens, size), bfloat16)
         arguments = _Read(
             address(residual),
@@ -144,8 +153,17 @@ class HyperConnections:
             eps,
             mix_eps,
         )
-        self._read[outputs]((tokens, 1, 1), (_THREADS, 1, 1), [arguments])
+        self._read[outputs]((tokens, 1, 1), (_THREADS, 1, 1), [arguments], overlap=True)
         return x
+
+    def _division(self, tokens: int, outputs: int, pieces: int) -> tuple[Kernel, int, int]:
+        """The kernel of a projection, its tiles of tokens, and the parts that its `pieces` of the columns make."""
+        if not self._chooses or tokens <= _FEW_TOKENS:
+            return self._few[outputs], -(-tokens // _FEW_TOKENS), pieces
+        tiles = -(-tokens // _MANY_TOKENS[outputs])
+        wanted = max(1, self._most_blocks // tiles)
+        parts = next(parts for parts in range(min(wanted, pieces), 0, -1) if pieces % parts == 0)
+        return self._many[outputs], tiles, parts
 
 
 def _require_vectors(size: int, streams: int) -> None:

@@ -75,5 +75,5 @@ class RopeTail:
             size,
             eps,
         )
-        kernel((-(-vectors // _VECTORS_OF_BLOCK), 1, 1), (_THREADS, 1, 1), [arguments])
+        kernel((-(-vectors // _VECTORS_OF_BLOCK), 1, 1), (_THREADS, 1, 1), [arguments], overlap=True)
         return out

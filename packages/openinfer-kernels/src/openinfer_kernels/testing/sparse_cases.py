@@ -199,7 +199,7 @@ def _hyper_weights(rng: np.random.Generator, streams: int, h: int) -> HyperWeigh
 
 
 def _hyper_read(rng: np.random.Generator) -> Iterable[Case]:
-    for tokens, h in ((1, 128), (37, 512)):
+    for tokens, h in ((1, 128), (37, 512), (700, 512)):
         residual = _floats(rng, tokens, 4, h)
         residual[2:3] = np.nan
         keywords = {"weights": _hyper_weights(rng, 4, h), "eps": _EPS, "mix_eps": 1e-6, "num_iterations": 20}
@@ -217,7 +217,7 @@ def _hyper_write(rng: np.random.Generator) -> Iterable[Case]:
 
 
 def _hyper_head(rng: np.random.Generator) -> Iterable[Case]:
-    for tokens, h in ((1, 128), (37, 512)):
+    for tokens, h in ((1, 128), (37, 512), (1100, 512)):
         residual = _floats(rng, tokens, 4, h)
         residual[2:3] = np.nan
         fn = _floats(rng, 4, 4 * h) / np.float32(np.sqrt(4 * h))
