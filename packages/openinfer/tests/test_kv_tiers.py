@@ -97,6 +97,11 @@ def traffic(seed: int) -> list[GenerateRequest]:
     return requests
 
 
+def requests_to(model: str) -> list[GenerateRequest]:
+    """Fewer where a step takes longer."""
+    return traffic(0)[: 24 if model in WITH_STATES else NUM_REQUESTS]
+
+
 def serve(
     loop: StepLoop, requests: Sequence[GenerateRequest], *, faults: Sequence[FaultKind] = (), fault_rate: float = 0.3
 ) -> dict[int, Any]:
@@ -127,7 +132,7 @@ def model(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def without_tiers(model: str) -> dict[int, Any]:
     with running(model=model) as loop:
-        said = serve(loop, traffic(0))
+        said = serve(loop, requests_to(model))
     assert all(tokens[-1] == -1 for tokens in said.values())
     return said
 
@@ -138,7 +143,7 @@ def test_tokens_are_the_same_with_a_host_tier_above_a_disk(
     layout = composed(model).layouts[0]
     small = f"host={32 * layout.block_bytes + 6 * layout.slot_bytes >> 10}KiB"
     with running(model=model, kv_tier=[small, f"disk={tmp_path / 'kv'},64MiB"]) as loop:
-        assert serve(loop, traffic(0)) == without_tiers
+        assert serve(loop, requests_to(model)) == without_tiers
         stats = loop.stats()
     assert stats.blocks_used == 0
     assert stats.tier_tokens > 0
@@ -149,7 +154,7 @@ def test_tokens_are_the_same_with_a_host_tier_above_a_disk(
 
 def test_tokens_are_the_same_while_everything_goes_wrong(model: str, without_tiers: dict[int, Any]) -> None:
     with running(model=model, kv_tier=["host=1MiB"], plugin=faulty_tier(16 << 20), kv_load_timeout_ms=50) as loop:
-        said = serve(loop, traffic(0), faults=tuple(FaultKind))
+        said = serve(loop, requests_to(model), faults=tuple(FaultKind))
         stats = loop.stats()
     FAULTS.clear()
     assert said == without_tiers
@@ -165,11 +170,11 @@ def test_tokens_of_ranks_are_the_same_with_tiers(model: str, rank_host: RankHost
     """Each rank has a share of every block and state, in tiers of its own; also behind what the last engine left."""
     ranks: dict[str, Any] = {"model": model, "tensor_parallel_size": 2, "rank_host": rank_host}
     with running(**ranks) as loop:
-        said = serve(loop, traffic(0))
+        said = serve(loop, traffic(0)[:20])
     setting = f"disk={tmp_path / 'kv'}-{{rank}},64MiB"
     for tiers in (["host=4MiB", setting], [setting]):
         with running(**ranks, kv_tier=tiers, kv_load_timeout_ms=5000) as loop:
-            assert serve(loop, traffic(0)) == said, tiers
+            assert serve(loop, traffic(0)[:20]) == said, tiers
             stats = loop.stats()
         assert stats.tier_tokens > 0
         assert stats.blocks_used == 0
@@ -180,9 +185,9 @@ def test_tokens_of_ranks_are_the_same_with_tiers(model: str, rank_host: RankHost
 def test_tokens_of_ranks_are_the_same_while_everything_goes_wrong(model: str) -> None:
     ranks: dict[str, Any] = {"model": model, "tensor_parallel_size": 2}
     with running(**ranks) as loop:
-        said = serve(loop, traffic(0))
+        said = serve(loop, traffic(0)[:20])
     with running(**ranks, plugin=faulty_tier(16 << 20), kv_tier=["host=1MiB"], kv_load_timeout_ms=200) as loop:
-        assert serve(loop, traffic(0), faults=tuple(FaultKind), fault_rate=0.03) == said
+        assert serve(loop, traffic(0)[:20], faults=tuple(FaultKind), fault_rate=0.03) == said
         stats = loop.stats()
     FAULTS.clear()
     (tier,) = stats.kv_tiers
