@@ -21,7 +21,7 @@ class Golden:
 
     def __init__(self, model_dir: Path) -> None:
         self.sequences: dict[str, tuple[list[int], NDArray[np.int64], Logits]] = {}
-        with np.load(model_dir / FILE, allow_pickle=False) as arrays:
+        with np.load(model_dir / FILE) as arrays:
             for name in map(str, range(_NUM_SEQUENCES)):
                 token_ids = arrays[f"token_ids_{name}"].tolist()
                 self.sequences[name] = token_ids, arrays[f"positions_{name}"], arrays[f"logits_{name}"]
