@@ -7,10 +7,9 @@ from openinfer_engine.dummy import DummyWeights
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.paged_tensors import make_pool, paged_tensors
-from openinfer_engine.rank import RankRunner, RunnerLimits
+from openinfer_engine.rank import RankRunner, RunnerLimits, make_states
 from openinfer_engine.runner import Rank
 from openinfer_engine.socket_communicator import SocketCommunicator
-from openinfer_engine.state_slots import StateSlots
 from openinfer_engine.stored_tensor import TensorSpec
 from openinfer_engine.trace import Tracer
 from openinfer_kernels import Ops
@@ -87,9 +86,7 @@ class CpuBackend:
     ) -> Rank:
         """Needs no warming."""
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
-        has_states = layout.slot_bytes > 0
-        num_slots = limits.max_num_seqs + limits.num_snapshots
-        states = StateSlots(layout, num_slots=num_slots, slot_bytes=limits.slot_bytes, ops=ops) if has_states else None
+        states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
         return RankRunner(
             model,

@@ -14,9 +14,8 @@ from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.nccl_communicator import NcclCommunicator
 from openinfer_engine.options import EngineOptions, RankHost
 from openinfer_engine.paged_tensors import make_pool, paged_regions, paged_tensors
-from openinfer_engine.rank import RunnerLimits
+from openinfer_engine.rank import RunnerLimits, make_states
 from openinfer_engine.runner import Rank
-from openinfer_engine.state_slots import StateSlots
 from openinfer_engine.stored_tensor import TensorSpec
 from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
@@ -165,12 +164,7 @@ class CudaBackend:
     ) -> Rank:
         """Warmed up, its decode steps captured."""
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
-        num_slots = limits.max_num_seqs + limits.num_snapshots
-        states = (
-            StateSlots(layout, num_slots=num_slots, slot_bytes=limits.slot_bytes, ops=ops)
-            if layout.slot_bytes
-            else None
-        )
+        states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
         if not isinstance(ops, CudaOps):
             raise TypeError("operators of another backend")

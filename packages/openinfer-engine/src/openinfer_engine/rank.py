@@ -18,6 +18,7 @@ from openinfer_engine.state_slots import StateSlots
 from openinfer_engine.step_logprobs import HostLogprobs
 from openinfer_engine.trace import DEVICE, NoTrace, Tracer
 from openinfer_kernels import Array, HostArray, Ops
+from openinfer_kv_cache import KvLayout
 
 PROMPT_LOGPROB_ROWS = 256
 """Positions whose whole-vocabulary logits exist at a time when prompt log-probabilities are computed."""
@@ -45,6 +46,14 @@ class RunnerLimits:
     def score_bytes_per_token(self) -> int:
         """Of one token of a step, behind the longest context."""
         return 0 if self.tokens_per_score is None else 4 * -(-self.max_model_tokens // self.tokens_per_score)
+
+
+def make_states(layout: KvLayout, limits: RunnerLimits, *, ops: Ops) -> StateSlots | None:
+    """Slots for the sequences that run and for copies; None for a model without recurrent states."""
+    if not layout.slot_bytes:
+        return None
+    num_slots = limits.max_num_seqs + limits.num_snapshots
+    return StateSlots(layout, num_slots=num_slots, slot_bytes=limits.slot_bytes, ops=ops)
 
 
 class RankRunner:
