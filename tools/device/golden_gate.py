@@ -45,7 +45,7 @@ from openinfer_core import (  # noqa: E402
     find_plugin,
 )
 from openinfer_core.provenance import provenance  # noqa: E402
-from openinfer_deepseek_v2_lite import model as deepseek_v2  # noqa: E402
+from openinfer_deepseek import model as deepseek_v2  # noqa: E402
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve  # noqa: E402
 from openinfer_engine.options import DeviceKind  # noqa: E402
 from openinfer_kernels import HostArray, RopeParameters  # noqa: E402

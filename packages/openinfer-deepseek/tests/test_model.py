@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from openinfer_core import InvalidCheckpoint, read_config
-from openinfer_deepseek_v2_lite.definition import DeepseekV2LiteDefinition
-from openinfer_deepseek_v2_lite.model import DeepseekV2LiteConfig, DeepseekV2LiteModel, ExpertWeights, load
+from openinfer_deepseek.definition import DeepseekV2LiteDefinition
+from openinfer_deepseek.model import DeepseekV2LiteConfig, DeepseekV2LiteModel, ExpertWeights, load
 from openinfer_engine.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.communicator import SoloCommunicator
 from openinfer_engine.dummy import DummyWeights

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from openinfer_core import InvalidCheckpoint, Refused
-from openinfer_deepseek_v2_lite.model import DeepseekV2LiteConfig, DeepseekV2LiteModel, load, tensors
-from openinfer_deepseek_v2_lite.refusals import MODEL_TYPE, refusal
+from openinfer_deepseek.model import DeepseekV2LiteConfig, DeepseekV2LiteModel, load, tensors
+from openinfer_deepseek.refusals import MODEL_TYPE, refusal
 from openinfer_engine.communicator import Communicator
 from openinfer_engine.model import ModelLimits, WeightSource
 from openinfer_kernels import Ops

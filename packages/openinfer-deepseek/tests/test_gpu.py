@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.errors import Refused
-from openinfer_deepseek_v2_lite.family import DeepseekV2Lite
+from openinfer_deepseek.family import DeepseekV2Lite
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing import Answer, prompt_differences, random_requests, random_weights, run_at_once

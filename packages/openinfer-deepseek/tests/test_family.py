@@ -7,7 +7,7 @@ import pytest
 
 from openinfer_core import InvalidCheckpoint, ModelFamily, Refused, find_plugin
 from openinfer_core.plugins import MODELS
-from openinfer_deepseek_v2_lite import DeepseekV2Lite
+from openinfer_deepseek import DeepseekV2Lite
 from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
 from openinfer_engine.testing import ask_launched, check_launched
 

@@ -8,9 +8,9 @@ import pytest
 from openinfer_core import InvalidCheckpoint, Refused, claim, read_config
 from openinfer_core.errors import ContractViolation, UnclaimedModel
 from openinfer_core.simulated import SimulatedOptions
-from openinfer_deepseek_v2_lite import DeepseekV2Lite
-from openinfer_deepseek_v2_lite.definition import DeepseekV2LiteDefinition
-from openinfer_deepseek_v2_lite.refusals import CHANGES_THE_MODEL
+from openinfer_deepseek import DeepseekV2Lite
+from openinfer_deepseek.definition import DeepseekV2LiteDefinition
+from openinfer_deepseek.refusals import CHANGES_THE_MODEL
 from openinfer_kernels import GroupScore, Scoring
 from openinfer_kv_cache import KvDtype, KvLayout
 
@@ -174,7 +174,7 @@ def test_family_refuses_options_of_another_family(fixtures: Path) -> None:
 
 
 def test_public_names_are_sorted_and_there() -> None:
-    import openinfer_deepseek_v2_lite
+    import openinfer_deepseek
 
-    assert openinfer_deepseek_v2_lite.__all__ == ["DeepseekV2Lite"]
-    assert openinfer_deepseek_v2_lite.DeepseekV2Lite is DeepseekV2Lite
+    assert openinfer_deepseek.__all__ == ["DeepseekV2Lite"]
+    assert openinfer_deepseek.DeepseekV2Lite is DeepseekV2Lite

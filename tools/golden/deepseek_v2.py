@@ -1,6 +1,6 @@
 """Records tiny DeepSeek-V2 models and the logits that transformers computes with them, in float32.
 
-Usage: python tools/golden/deepseek_v2_lite.py [FOLDER]
+Usage: python tools/golden/deepseek_v2.py [FOLDER]
 """
 
 import json
@@ -11,7 +11,7 @@ import torch
 from recording import begin, begin_model, record, write
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-FIXTURES = Path(__file__).parents[2] / "packages/openinfer-deepseek-v2-lite/tests/fixtures"
+FIXTURES = Path(__file__).parents[2] / "packages/openinfer-deepseek/tests/fixtures"
 SEQUENCE_TOKENS = (150, 41, 7)
 MOST_BYTES = 800_000
 

@@ -1,6 +1,6 @@
 """Logits against those that transformers' `DeepseekV2ForCausalLM` computed, however a sequence is cut into steps.
 
-`tools/golden/deepseek_v2_lite.py` recorded them in float32; the largest are about 7. The largest difference
+`tools/golden/deepseek_v2.py` recorded them in float32; the largest are about 7. The largest difference
 seen here was 5.1e-5.
 """
 

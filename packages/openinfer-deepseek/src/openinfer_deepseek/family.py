@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from openinfer_deepseek_v2_lite.definition import DeepseekV2LiteDefinition
-from openinfer_deepseek_v2_lite.refusals import refusal
+from openinfer_deepseek.definition import DeepseekV2LiteDefinition
+from openinfer_deepseek.refusals import refusal
 from openinfer_engine.family import EngineFamily
 
 

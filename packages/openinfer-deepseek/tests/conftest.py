@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from openinfer_deepseek_v2_lite.definition import DeepseekV2LiteDefinition
+from openinfer_deepseek.definition import DeepseekV2LiteDefinition
 from openinfer_engine.testing import FamilyHarness
 
 FIXTURES = Path(__file__).parent / "fixtures"

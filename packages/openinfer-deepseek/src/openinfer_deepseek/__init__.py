@@ -1,5 +1,5 @@
 """DeepSeek-V2-Lite: found by openinfer through the entry point `deepseek_v2` of the group `openinfer.models`."""
 
-from openinfer_deepseek_v2_lite.family import DeepseekV2Lite
+from openinfer_deepseek.family import DeepseekV2Lite
 
 __all__ = ["DeepseekV2Lite"]
