@@ -9,8 +9,8 @@ import pytest
 
 from openinfer_core.engine import EngineInfo, EngineStats, KvTierStats
 from openinfer_core.events import FailureKind, FinishReason
-from openinfer_server.metrics import ServerMetrics
-from openinfer_server.metrics_page import metrics_page
+from openinfer_server.observability.metrics import ServerMetrics
+from openinfer_server.observability.metrics_page import metrics_page
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/openinfer.json").read_text(encoding="utf-8"))

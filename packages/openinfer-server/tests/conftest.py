@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from openinfer_core.engine import EngineInfo
 from openinfer_server import ServerOptions
-from openinfer_server.http_protocol import bounded_protocol
+from openinfer_server.http.protocol import bounded_protocol
 from openinfer_server.testing import ParrotLoop, ThreadedServer
 
 CORPUS = [

@@ -7,14 +7,17 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from openinfer_server import api_types, generate_types, structured_types, tool_types
-from openinfer_server.messages import blocks
-from openinfer_server.messages import types as messages
-from openinfer_server.models import ModelQuery
-from openinfer_server.request_fields import RequestFields
+from openinfer_server.anthropic import blocks
+from openinfer_server.anthropic import types as messages
+from openinfer_server.openai import types as api_types
+from openinfer_server.openai.models import ModelQuery
+from openinfer_server.request import structured_types
+from openinfer_server.request.fields import RequestFields
 from openinfer_server.responses import items
 from openinfer_server.responses import types as responses
-from openinfer_server.tokens import DetokenizeRequest, TokenizeRequest
+from openinfer_server.tokens import types as generate_types
+from openinfer_server.tokens.tokenize import DetokenizeRequest, TokenizeRequest
+from openinfer_server.tools import types as tool_types
 
 FILE = Path(__file__).parents[1] / "FIELDS.md"
 SECTIONS: Sequence[tuple[str, Sequence[tuple[str, type]]]] = (

@@ -6,7 +6,7 @@ import pytest
 
 from openinfer_core.engine import EngineInfo
 from openinfer_server import ServerOptions
-from openinfer_server.api_types import ChatRequest, CompletionRequest
+from openinfer_server.openai.types import ChatRequest, CompletionRequest
 from openinfer_server.testing import ParrotLoop
 
 COMPLETIONS = "/v1/completions"

@@ -17,7 +17,7 @@ from openinfer_server.parsers.deepseek_v4 import DeepSeekV4Parser
 from openinfer_server.parsers.hermes import HermesParser
 from openinfer_server.parsers.kimi_k2 import KimiK2Parser
 from openinfer_server.parsers.qwen3_coder import Qwen3CoderParser
-from openinfer_server.tool_grammar import calls_grammar, strict_grammar
+from openinfer_server.tools.grammar import calls_grammar, strict_grammar
 
 STRICT: dict[str, Any] = {
     "type": "object",

@@ -7,10 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openinfer_server.api_errors import ApiError
-    from openinfer_server.api_types import GenerationFields
     from openinfer_server.app import App, build_app, load_app
-    from openinfer_server.chat_template import ChatTemplate, RenderingRefused
+    from openinfer_server.chat.template import ChatTemplate, RenderingRefused
     from openinfer_server.completing import Completed, complete
     from openinfer_server.errors import (
         CannotListen,
@@ -22,14 +20,16 @@ if TYPE_CHECKING:
         UnusableTemplate,
         UnusableTokenizer,
     )
-    from openinfer_server.exchange import Exchange
-    from openinfer_server.levels import Level
+    from openinfer_server.http.api_errors import ApiError
+    from openinfer_server.http.levels import Level
+    from openinfer_server.http.request import Exchange
+    from openinfer_server.http.routes import Endpoints, Route, RouteDoc
+    from openinfer_server.openai.types import GenerationFields
     from openinfer_server.options import EventLoop, ServerOptions
-    from openinfer_server.parts import frontend_parts
-    from openinfer_server.routes import Endpoints, Route, RouteDoc
+    from openinfer_server.plan_parts import frontend_parts
     from openinfer_server.server import run, run_starting, serve, serve_app
     from openinfer_server.service import Service
-    from openinfer_server.tokenizer import Tokenizer
+    from openinfer_server.text.tokenizer import Tokenizer
 
 __all__ = [
     "ApiError",
@@ -66,24 +66,24 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ApiError": "api_errors",
+    "ApiError": "http.api_errors",
     "App": "app",
     "CannotListen": "errors",
-    "ChatTemplate": "chat_template",
+    "ChatTemplate": "chat.template",
     "Completed": "completing",
     "ConflictingRoutes": "errors",
-    "Endpoints": "routes",
+    "Endpoints": "http.routes",
     "EventLoop": "options",
-    "Exchange": "exchange",
-    "GenerationFields": "api_types",
-    "Level": "levels",
-    "RenderingRefused": "chat_template",
-    "Route": "routes",
-    "RouteDoc": "routes",
+    "Exchange": "http.request",
+    "GenerationFields": "openai.types",
+    "Level": "http.levels",
+    "RenderingRefused": "chat.template",
+    "Route": "http.routes",
+    "RouteDoc": "http.routes",
     "ServerError": "errors",
     "ServerOptions": "options",
     "Service": "service",
-    "Tokenizer": "tokenizer",
+    "Tokenizer": "text.tokenizer",
     "UnusableCertificate": "errors",
     "UnusableKeys": "errors",
     "UnusableParser": "errors",
@@ -91,7 +91,7 @@ _MODULES = {
     "UnusableTokenizer": "errors",
     "build_app": "app",
     "complete": "completing",
-    "frontend_parts": "parts",
+    "frontend_parts": "plan_parts",
     "load_app": "app",
     "run": "server",
     "run_starting": "server",

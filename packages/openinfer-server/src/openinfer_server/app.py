@@ -10,26 +10,26 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from openinfer_core.engine import EngineHandle
-from openinfer_server.access import Access
-from openinfer_server.api_errors import ApiError, internal
 from openinfer_server.builtin import BUILTIN
-from openinfer_server.chat_template import ChatTemplate
-from openinfer_server.document import document_route
-from openinfer_server.engine_link import EngineLink
-from openinfer_server.exchange import Exchange
-from openinfer_server.intake import Intake
-from openinfer_server.metrics import ServerMetrics
-from openinfer_server.model_text import ModelText
+from openinfer_server.chat.template import ChatTemplate
+from openinfer_server.http.access import Access
+from openinfer_server.http.api_errors import ApiError, internal
+from openinfer_server.http.body_budget import Intake
+from openinfer_server.http.document import document_route
+from openinfer_server.http.origins import Headers, Origins
+from openinfer_server.http.request import Exchange
+from openinfer_server.http.router import Router
+from openinfer_server.http.routes import Endpoints, Route
+from openinfer_server.http.writers import ClientGone, Receive, Scope, Send
+from openinfer_server.limits.admission import WaitingRoom
+from openinfer_server.observability.metrics import ServerMetrics
+from openinfer_server.observability.tracing import Tracing
 from openinfer_server.options import ServerOptions
-from openinfer_server.origins import Headers, Origins
-from openinfer_server.parts import parsers_for
-from openinfer_server.router import Router
-from openinfer_server.routes import Endpoints, Route
+from openinfer_server.output.engine_link import EngineLink
+from openinfer_server.plan_parts import parsers_for
 from openinfer_server.service import Service
-from openinfer_server.tokenizer import Tokenizer
-from openinfer_server.tracing import Tracing
-from openinfer_server.waiting import WaitingRoom
-from openinfer_server.writers import ClientGone, Receive, Scope, Send
+from openinfer_server.text.model_text import ModelText
+from openinfer_server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("openinfer.server")
 

@@ -2,23 +2,23 @@
 
 from collections.abc import Sequence
 
-from openinfer_server.adapters import adapter_routes
-from openinfer_server.api_errors import ErrorResponse
-from openinfer_server.api_events import ChatEvent, CompletionEvent
-from openinfer_server.api_responses import ChatCompletion, Completion
-from openinfer_server.api_types import ChatRequest, CompletionRequest
-from openinfer_server.chat import ChatCompletions
-from openinfer_server.completions import Completions
-from openinfer_server.event_frames import DONE_DATA
-from openinfer_server.generate import token_generation_routes
-from openinfer_server.messages.handlers import message_routes
-from openinfer_server.models import model_routes
-from openinfer_server.operations import operation_routes
-from openinfer_server.page_routes import page_routes
+from openinfer_server.anthropic.handlers import message_routes
+from openinfer_server.http.api_errors import ErrorResponse
+from openinfer_server.http.page import page_routes
+from openinfer_server.http.routes import Endpoints, Route, RouteDoc
+from openinfer_server.observability.operations import operation_routes
+from openinfer_server.openai.adapters import adapter_routes
+from openinfer_server.openai.chat import ChatCompletions
+from openinfer_server.openai.completions import Completions
+from openinfer_server.openai.event_frames import DONE_DATA
+from openinfer_server.openai.events import ChatEvent, CompletionEvent
+from openinfer_server.openai.models import model_routes
+from openinfer_server.openai.objects import ChatCompletion, Completion
+from openinfer_server.openai.types import ChatRequest, CompletionRequest
 from openinfer_server.responses.routes import response_routes
-from openinfer_server.routes import Endpoints, Route, RouteDoc
 from openinfer_server.service import Service
-from openinfer_server.tokens import token_routes
+from openinfer_server.tokens.generate import token_generation_routes
+from openinfer_server.tokens.tokenize import token_routes
 
 GENERATION_ERRORS = (404, 408, 413, 415, 429, 503)
 """What a route that generates may answer beside 400 and 500."""

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from openinfer_server.answer import Answer
-from openinfer_server.api_errors import invalid
-from openinfer_server.api_types import GenerationFields
-from openinfer_server.delivery import await_whole
-from openinfer_server.exchange import Exchange
-from openinfer_server.requests import (
+from openinfer_server.http.api_errors import invalid
+from openinfer_server.http.request import Exchange
+from openinfer_server.openai.types import GenerationFields
+from openinfer_server.output.delivery import await_whole
+from openinfer_server.output.response import Answer
+from openinfer_server.output.text_choices import CollectedText, TextOptions
+from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
     Prompt,
     Scoring,
@@ -15,9 +16,8 @@ from openinfer_server.requests import (
     make_plan,
     too_long,
 )
+from openinfer_server.request.structured import asked_of, constrained, text_grammar
 from openinfer_server.service import Service
-from openinfer_server.structured import asked_of, constrained, text_grammar
-from openinfer_server.text_choices import CollectedText, TextOptions
 
 
 @dataclass(frozen=True, slots=True)

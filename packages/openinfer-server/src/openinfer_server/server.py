@@ -26,15 +26,15 @@ from openinfer_core.engine import EngineHandle
 from openinfer_core.events import FailureKind
 from openinfer_core.resident import settle_memory
 from openinfer_core.timeline import Timeline
-from openinfer_server.access import Access
 from openinfer_server.app import App, app_of, load_app
 from openinfer_server.errors import CannotListen, ServerError
-from openinfer_server.http_protocol import bounded_protocol
-from openinfer_server.model_text import ModelText
+from openinfer_server.http.access import Access
+from openinfer_server.http.origins import LOOPBACK
+from openinfer_server.http.protocol import bounded_protocol
+from openinfer_server.http.tls import tls_context
 from openinfer_server.options import EventLoop, ServerOptions
-from openinfer_server.origins import LOOPBACK
-from openinfer_server.tls import tls_context
-from openinfer_server.workers import WorkerGroup, can_share_ports
+from openinfer_server.text.model_text import ModelText
+from openinfer_server.workers.group import WorkerGroup, can_share_ports
 
 logger = logging.getLogger("openinfer.server")
 

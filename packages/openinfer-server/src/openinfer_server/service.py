@@ -4,16 +4,16 @@ import time
 from dataclasses import dataclass, field
 
 from openinfer_core.engine import EngineInfo
-from openinfer_server.access import Access
-from openinfer_server.api_errors import ApiError, shutting_down
-from openinfer_server.chat_template import ChatTemplate
-from openinfer_server.engine_link import EngineLink
-from openinfer_server.metrics import ServerMetrics
-from openinfer_server.metrics_snapshot import MetricsSnapshot
+from openinfer_server.chat.template import ChatTemplate
+from openinfer_server.http.access import Access
+from openinfer_server.http.api_errors import ApiError, shutting_down
+from openinfer_server.observability.metrics import ServerMetrics
+from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions
+from openinfer_server.output.engine_link import EngineLink
 from openinfer_server.parsers.choose import ModelParsers
-from openinfer_server.peers import NoPeers, Peers
-from openinfer_server.tokenizer import Tokenizer
+from openinfer_server.text.tokenizer import Tokenizer
+from openinfer_server.workers.peers import NoPeers, Peers
 
 
 @dataclass(slots=True)

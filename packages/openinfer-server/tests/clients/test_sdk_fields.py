@@ -27,13 +27,15 @@ from openai.types.responses import (
 )
 
 from openinfer_core.request import GenerateRequest
-from openinfer_server import api_types, structured_types, tool_types
-from openinfer_server.messages import blocks
-from openinfer_server.messages import types as messages
-from openinfer_server.models import ModelQuery
-from openinfer_server.request_fields import RequestFields
+from openinfer_server.anthropic import blocks
+from openinfer_server.anthropic import types as messages
+from openinfer_server.openai import types as api_types
+from openinfer_server.openai.models import ModelQuery
+from openinfer_server.request import structured_types
+from openinfer_server.request.fields import RequestFields
 from openinfer_server.responses import items
 from openinfer_server.responses import types as response_types
+from openinfer_server.tools import types as tool_types
 
 BODIES: Mapping[str, tuple[type, tuple[Any, ...], dict[str, Any]]] = {
     "/v1/completions": (

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openinfer_core import Finished, FinishReason, GenerateRequest, TokenLogprobs, Tokens
-from openinfer_server.stop_strings import StopScanner
-from openinfer_server.tokenizer import Tokenizer
+from openinfer_server.text.stop_strings import StopScanner
+from openinfer_server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

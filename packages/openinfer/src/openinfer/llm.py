@@ -34,8 +34,8 @@ from openinfer_core import (
     Tokens,
 )
 from openinfer_core.events import Failed
-from openinfer_server.chat_template import ChatTemplate, RenderingRefused
-from openinfer_server.tokenizer import Tokenizer
+from openinfer_server.chat.template import ChatTemplate, RenderingRefused
+from openinfer_server.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from openinfer_server.api_errors import ApiError, invalid
-from openinfer_server.api_types import GenerationFields, SamplingFields, SystemTurn, Turn, thinks
-from openinfer_server.chat_prompt import chat_prompt
-from openinfer_server.logprobs import ScoredToken, chat_format
-from openinfer_server.pieces import read_pieces
-from openinfer_server.requests import Plan, Prompt, Scoring, make_plan
+from openinfer_server.chat.prompt import chat_prompt
+from openinfer_server.http.api_errors import ApiError, invalid
+from openinfer_server.limits.conversation import read_pieces
+from openinfer_server.openai.types import GenerationFields, SamplingFields, SystemTurn, Turn, thinks
+from openinfer_server.output.logprobs import ScoredToken, chat_format
+from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
+from openinfer_server.request.structured import Asked, asked_of
 from openinfer_server.responses.checks import read_tools
 from openinfer_server.responses.items import (
     FunctionCallItem,
@@ -38,10 +39,9 @@ from openinfer_server.responses.store import ResponseRecord
 from openinfer_server.responses.turns import check_arguments, turns_of
 from openinfer_server.responses.types import LOGPROBS, Conversation, PlainFormat, ResponseRequest, ToolChoice
 from openinfer_server.service import Service
-from openinfer_server.structured import Asked, asked_of
-from openinfer_server.tokenizer import Tokenizer
-from openinfer_server.tool_offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
-from openinfer_server.tool_types import FunctionDefinition
+from openinfer_server.text.tokenizer import Tokenizer
+from openinfer_server.tools.offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
+from openinfer_server.tools.types import FunctionDefinition
 
 FIELD_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "logprobs": "top_logprobs"}
 """What errors of shared code call a field, and what this API calls it."""

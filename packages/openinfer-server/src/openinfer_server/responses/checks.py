@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openinfer_server.api_errors import convert_inside, invalid, refused
-from openinfer_server.api_types import check_refused
+from openinfer_server.http.api_errors import convert_inside, invalid, refused
+from openinfer_server.openai.types import check_refused
 from openinfer_server.responses.types import (
     ENCRYPTED,
     FUNCTIONS_ONLY,
@@ -16,7 +16,7 @@ from openinfer_server.responses.types import (
     FunctionTool,
     ResponseRequest,
 )
-from openinfer_server.tool_types import MAX_TOOLS
+from openinfer_server.tools.types import MAX_TOOLS
 
 
 def check_conversation(request: Conversation) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TypeAlias
 
-from openinfer_server.named_events import NamedEvent
+from openinfer_server.http.named_events import NamedEvent
 from openinfer_server.responses.objects import (
     OutputItem,
     OutputLogprob,

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from openinfer_server.api_errors import ApiError, invalid
-from openinfer_server.delivery import await_end, send_stream, send_whole
-from openinfer_server.exchange import Exchange
-from openinfer_server.read_answer import submit_read
-from openinfer_server.reader import Reader
+from openinfer_server.http.api_errors import ApiError, invalid
+from openinfer_server.http.request import Exchange
+from openinfer_server.http.writers import StreamWriter
+from openinfer_server.output.delivery import await_end, send_stream, send_whole
+from openinfer_server.output.read_answer import submit_read
+from openinfer_server.output.reader import Reader
+from openinfer_server.request.structured import chat_grammar, constrained
 from openinfer_server.responses.asking import (
     conversation_items,
     conversation_offer,
@@ -32,8 +34,6 @@ from openinfer_server.responses.types import (
     RetrieveQuery,
 )
 from openinfer_server.service import Service
-from openinfer_server.structured import chat_grammar, constrained
-from openinfer_server.writers import StreamWriter
 
 DEFAULT_ITEMS = 20
 """OpenAI's default of `limit`."""

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from openinfer_server.api_errors import convert_inside, refused
-from openinfer_server.api_types import (
+from openinfer_server.http.api_errors import convert_inside, refused
+from openinfer_server.openai.types import (
     CACHED_ANYWAY,
     TEXT_ONLY,
     check_refused,
 )
-from openinfer_server.request_fields import RequestFields
+from openinfer_server.request.fields import RequestFields
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 _NO_STATE = "it describes the item, not its text"

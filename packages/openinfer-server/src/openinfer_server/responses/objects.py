@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.api_responses import TopLogprob
+from openinfer_server.openai.objects import TopLogprob
 from openinfer_server.responses.types import ObjectFormat, PlainFormat, SchemaFormat
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]

@@ -1,5 +1,6 @@
 """The routes of `/v1/responses` and what the OpenAPI document says of them."""
 
+from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.responses.events import Event
 from openinfer_server.responses.handlers import ERRORS, ItemList, Responses
 from openinfer_server.responses.items import InputItem
@@ -11,7 +12,6 @@ from openinfer_server.responses.types import (
     ResponseRequest,
     RetrieveQuery,
 )
-from openinfer_server.routes import Route, RouteDoc
 from openinfer_server.service import Service
 
 

@@ -7,11 +7,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from openinfer_core.events import FinishReason
-from openinfer_server.answer import Answer
-from openinfer_server.api_errors import ApiError, from_failed
-from openinfer_server.delta_choice import DeltaChoice
-from openinfer_server.engine_link import EngineLink
-from openinfer_server.logprobs import ScoredToken
+from openinfer_server.http.api_errors import ApiError, from_failed
+from openinfer_server.http.writers import StreamWriter
+from openinfer_server.output.delta_choice import DeltaChoice
+from openinfer_server.output.engine_link import EngineLink
+from openinfer_server.output.logprobs import ScoredToken
+from openinfer_server.output.response import Answer
 from openinfer_server.parsers.deltas import Delta
 from openinfer_server.responses.builder import ResponseBuilder
 from openinfer_server.responses.events import ArgumentsDelta, ReasoningDeltaEvent, ResponseEvent, TextDelta
@@ -22,7 +23,6 @@ from openinfer_server.responses.objects import (
     ResponseObject,
     ResponseUsage,
 )
-from openinfer_server.writers import StreamWriter
 
 MAX_EVENT_BYTES = 8 * 2**20
 """Events of one background response that are kept for later readers; beyond that none are."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from openinfer_server.api_errors import ApiError, overloaded
+from openinfer_server.http.api_errors import ApiError, overloaded
 from openinfer_server.responses.items import InputItem
 from openinfer_server.responses.objects import ENDED, ResponseObject
 

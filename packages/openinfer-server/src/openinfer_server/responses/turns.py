@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from openinfer_server.api_errors import invalid
-from openinfer_server.api_types import (
+from openinfer_server.http.api_errors import invalid
+from openinfer_server.openai.types import (
     AssistantTurn,
     DeveloperTurn,
     FunctionCall,

@@ -5,16 +5,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.api_types import (
+from openinfer_server.openai.types import (
     CACHE_OPTIONS,
     CACHE_RETENTION,
     Effort,
     SamplingFields,
 )
-from openinfer_server.bounded_fields import Count, Logprobs, NonNegative
 from openinfer_server.parsers.call_syntax import JsonSchema
-from openinfer_server.request_fields import RequestFields
-from openinfer_server.structured_types import ANY_OBJECT, NamedSchema
+from openinfer_server.request.bounded_fields import Count, Logprobs, NonNegative
+from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.structured_types import ANY_OBJECT, NamedSchema
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"

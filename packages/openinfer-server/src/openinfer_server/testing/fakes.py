@@ -29,7 +29,7 @@ from openinfer_core.host import EngineLoop
 from openinfer_core.local import InProcessEngine
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_server.app import load_app
-from openinfer_server.http_protocol import bounded_protocol
+from openinfer_server.http.protocol import bounded_protocol
 from openinfer_server.options import ServerOptions
 from openinfer_server.server import listen, serve_app
 

@@ -73,7 +73,7 @@ def resolve(arguments: ModelArguments, server: ServerOptions) -> Composition:
 
 
 def _composition(arguments: ModelArguments, plan: FamilyPlan, server: ServerOptions) -> Composition:
-    from openinfer_server.parts import frontend_parts  # not before an engine that `serve` starts
+    from openinfer_server.plan_parts import frontend_parts  # not before an engine that `serve` starts
 
     parts = {
         "openinfer": f"openinfer {version('openinfer')}",

@@ -1,0 +1,176 @@
+"""Blocks of a request's messages, and the turns they stand for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import msgspec
+
+from openinfer_server.anthropic.types import MessageParam
+from openinfer_server.http.api_errors import convert_inside, invalid, refused
+from openinfer_server.limits.conversation import check_depth
+from openinfer_server.openai.types import (
+    CACHED_ANYWAY,
+    TEXT_ONLY,
+    AssistantTurn,
+    FunctionCall,
+    SystemTurn,
+    ToolCall,
+    ToolTurn,
+    Turn,
+    UserTurn,
+    check_refused,
+)
+from openinfer_server.request.fields import RequestFields
+
+_NO_TOOLSETS = "tools come one by one here"
+
+
+class TextBlock(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Text."""
+
+    text: str
+    cache_control: object = None
+    citations: list[dict[str, Any]] | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "cache_control": CACHED_ANYWAY,
+        "citations": "they say where text came from; the text is what the model reads",
+    }
+
+
+class ThinkingBlock(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="thinking"
+):
+    """What the model thought; templates may drop it."""
+
+    thinking: str
+    signature: str
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"signature": "thinking is not signed here"}
+
+
+class ToolUseBlock(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_use"
+):
+    """A call the model made."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: object = None
+    caller: dict[str, Any] | None = None
+    toolset_name: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"toolset_name": _NO_TOOLSETS}
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "cache_control": CACHED_ANYWAY,
+        "caller": "the model is the only one who calls",
+    }
+
+
+class ToolResultBlock(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_result"
+):
+    """What a call returned."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: object = None
+    toolset_name: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"toolset_name": _NO_TOOLSETS}
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "cache_control": CACHED_ANYWAY,
+        "is_error": "templates have no place for it; the content says what went wrong",
+    }
+
+
+Block: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+_BY_ROLE: Mapping[str, tuple[type, ...]] = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+
+
+def turns_of(messages: Sequence[MessageParam]) -> list[Turn]:
+    """The turns that messages stand for; results of tools are turns of their own, before the text beside them.
+
+    Raises:
+        ApiError: 400; a block is malformed, not possible in its message, or not to be honoured.
+    """
+    if not messages:
+        raise invalid("messages", "messages is empty")
+    if messages[-1].role == "assistant":
+        message = "the last message is the assistant's, which would be continued; this server begins answers anew"
+        raise refused("messages", message)
+    return [turn for index, message in enumerate(messages) for turn in _turns(message, f"messages[{index}]")]
+
+
+def system_text(system: str | Sequence[TextBlock]) -> str:
+    """The system prompt as one text."""
+    return system if isinstance(system, str) else "".join(block.text for block in system)
+
+
+def read_block(given: Mapping[str, Any], where: str) -> Block:
+    """A block by its type.
+
+    Raises:
+        ApiError: 400.
+    """
+    kind = given.get("type")
+    if kind not in BLOCK_TYPES:
+        known = ", ".join(BLOCK_TYPES)
+        raise refused(f"{where}.type", f"{TEXT_ONLY}, whose blocks are {known}; not {str(kind)[:100]!r}")
+    block: Block = convert_inside(given, Block, where)
+    check_refused(block, f"{where}.")
+    if isinstance(block, ToolUseBlock):
+        check_depth(block.input, f"{where}.input")
+    return block
+
+
+def _turns(message: MessageParam, where: str) -> list[Turn]:
+    content = message.content
+    if isinstance(content, str):
+        return [_plain(message.role, content)]
+    blocks = [read_block(block, f"{where}.content[{index}]") for index, block in enumerate(content)]
+    for index, block in enumerate(blocks):
+        if not isinstance(block, _BY_ROLE[message.role]):
+            field = f"{where}.content[{index}]"
+            raise invalid(field, f"{field} cannot stand in a message of the {message.role}")
+    if message.role == "assistant":
+        return [_assistant(blocks)]
+    results: list[Turn] = [_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    return [*results, *([_plain(message.role, "".join(texts))] if texts or not results else [])]
+
+
+def _plain(role: str, text: str) -> Turn:
+    match role:
+        case "user":
+            return UserTurn(content=text)
+        case "system":
+            return SystemTurn(content=text)
+        case _:
+            return AssistantTurn(content=text)
+
+
+def _assistant(blocks: Sequence[Block]) -> AssistantTurn:
+    return AssistantTurn(
+        content="".join(block.text for block in blocks if isinstance(block, TextBlock)),
+        reasoning_content="".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock)) or None,
+        tool_calls=[_call(block) for block in blocks if isinstance(block, ToolUseBlock)] or None,
+    )
+
+
+def _call(block: ToolUseBlock) -> ToolCall:
+    arguments = msgspec.json.encode(block.input).decode()
+    return ToolCall(id=block.id, type="function", function=FunctionCall(name=block.name, arguments=arguments))
+
+
+def _result(block: ToolResultBlock) -> ToolTurn:
+    content = block.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content or [])
+    return ToolTurn(content=text, tool_call_id=block.tool_use_id)

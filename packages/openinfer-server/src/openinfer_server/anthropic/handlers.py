@@ -1,0 +1,207 @@
+"""The routes of `/v1/messages`."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from openinfer_server.anthropic.blocks import TextBlock, system_text, turns_of
+from openinfer_server.anthropic.builder import MessageBuilder
+from openinfer_server.anthropic.checks import check_prompting, read_tools
+from openinfer_server.anthropic.objects import ErrorEvent, Event, MessageObject, TokenCount
+from openinfer_server.anthropic.types import (
+    ClientTool,
+    CountTokensRequest,
+    MessagesRequest,
+    Prompting,
+    System,
+    ThinkingAdaptive,
+    ThinkingDisabled,
+    ThinkingEnabled,
+    ToolChoiceAny,
+    ToolChoiceNone,
+    ToolChoiceTool,
+)
+from openinfer_server.chat.prompt import chat_prompt
+from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, convert_inside
+from openinfer_server.http.request import Exchange
+from openinfer_server.http.routes import Route, RouteDoc
+from openinfer_server.limits.conversation import read_pieces
+from openinfer_server.openai.types import GenerationFields, SamplingFields, SystemTurn, Turn, check_refused
+from openinfer_server.output.delivery import send_stream, send_whole
+from openinfer_server.output.read_answer import submit_read
+from openinfer_server.output.reader import Reader
+from openinfer_server.output.response import Answer
+from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
+from openinfer_server.request.structured import Asked, asked_of, chat_grammar, constrained
+from openinfer_server.service import Service
+from openinfer_server.tools.offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
+from openinfer_server.tools.types import FunctionDefinition
+
+FIELD_NAMES = {"stop": "stop_sequences"}
+"""What errors of shared code call a field, and what this API calls it."""
+BUDGET = "thinking.budget_tokens"
+ERRORS = (404, 408, 413, 415, 429, 503)
+
+_decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountTokensRequest)
+
+
+class Messages:
+    """The routes' handlers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, exchange: Exchange) -> None:
+        """Answers a conversation with a message."""
+        service = self._service
+        service.check_serving()
+        request = await exchange.read_json(_decoder)
+        check_prompting(request)
+        model = service.resolve_model(request.model)
+        prompt, offer = await self._prompt(request)
+        thinking = request.thinking
+        budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
+        reader = Reader.make(service, prompt, offer, budget_tokens=budget, budget_field=BUDGET)
+        plan, full_context = self._plan(request, reader.prompt, exchange.tenant)
+        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, _asked(request)))
+        shows_thinking = getattr(thinking, "display", None) != "omitted"
+        writer = exchange.stream(1) if request.stream else None
+        message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)
+        builder = MessageBuilder(message, writer, shows_thinking=shows_thinking, full_context=full_context)
+        answer = Answer(service.link)
+        submit_read(service, answer, plan, reader, builder)
+        if writer is None:
+            await send_whole(exchange, answer, lambda: msgspec.json.encode(message))
+            return
+        try:
+            await send_stream(exchange, answer, writer, _end)
+        finally:
+            service.metrics.slow_clients.value += writer.was_slow
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        """How many tokens a prompt has."""
+        request = await exchange.read_json(_count_decoder)
+        check_prompting(request)
+        self._service.resolve_model(request.model)
+        prompt, _ = await self._prompt(request)
+        await exchange.send(200, msgspec.json.encode(TokenCount(input_tokens=len(prompt.token_ids))))
+
+    async def _prompt(self, request: Prompting) -> tuple[Prompt, ToolOffer]:
+        offer = _offer(self._service, request)
+        turns: list[Turn] = [] if request.system is None else [SystemTurn(content=_system(request.system))]
+        turns += await read_pieces(request.messages, "messages", lambda: turns_of(request.messages))
+        variables: Mapping[str, object] = {**_thinking(request), **offer.variables}
+        return await chat_prompt(self._service, turns, variables), offer
+
+    def _plan(self, request: MessagesRequest, prompt: Prompt, tenant: str) -> tuple[Plan, bool]:
+        """What the engine is asked, and whether the context ends before `max_tokens`."""
+        given: dict[str, Any] = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+        given["stop"] = request.stop_sequences
+        fields = GenerationFields(**given)
+        room = max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
+        try:
+            plan = make_plan(
+                self._service,
+                fields,
+                [prompt],
+                tenant=tenant,
+                max_tokens=lambda _: min(request.max_tokens, room),
+                scoring=Scoring(),
+            )
+        except ApiError as error:
+            raise error.with_names(FIELD_NAMES) from error
+        return plan, request.max_tokens > room
+
+
+def _end(error: ApiError | None) -> bytes:
+    """The builder has written the last event, unless the message failed."""
+    return b"" if error is None else ErrorEvent(error=error.anthropic_body).frame()
+
+
+def _system(system: System) -> str:
+    if isinstance(system, str):
+        return system
+    blocks: list[TextBlock] = []
+    for index, block in enumerate(system):
+        given: Any = block
+        blocks.append(convert_inside(given, TextBlock, f"system[{index}]"))
+        check_refused(blocks[-1], f"system[{index}].")
+    return system_text(blocks)
+
+
+def _thinking(request: Prompting) -> Mapping[str, object]:
+    """What the template is told; without `thinking` there is none, as Anthropic's clients expect."""
+    match request.thinking:
+        case ThinkingEnabled():
+            return {"enable_thinking": True}
+        case ThinkingAdaptive():
+            return {}
+        case ThinkingDisabled() | None:
+            return {"enable_thinking": False}
+
+
+def _offer(service: Service, request: Prompting) -> ToolOffer:
+    tools = read_tools(request.tools)
+    functions = [
+        FunctionDefinition(
+            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+        )
+        for tool in tools
+    ]
+    choice = request.tool_choice
+    mode, only = ToolMode.AUTO, None
+    match choice:
+        case ToolChoiceAny():
+            mode = ToolMode.REQUIRED
+        case ToolChoiceTool():
+            mode, only = ToolMode.REQUIRED, [choice.name]
+        case ToolChoiceNone():
+            mode = ToolMode.NONE
+        case _:
+            pass
+    parallel = not getattr(choice, "disable_parallel_tool_use", None)
+    return offer_of(service, Wanted(functions, mode, only, parallel, Fields(function="", schema="input_schema")))
+
+
+def _asked(request: MessagesRequest) -> Asked:
+    wanted = None if request.output_config is None else request.output_config.format
+    return asked_of(request, schema=None if wanted is None else wanted.schema, schema_field="output_config.format")
+
+
+def message_routes(service: Service) -> list[Route]:
+    """Anthropic's messages."""
+    messages = Messages(service)
+    return [
+        Route(
+            method="POST",
+            path="/v1/messages",
+            handler=messages.create,
+            doc=RouteDoc(
+                summary="Answers a conversation with a message.",
+                tag="Anthropic",
+                body=MessagesRequest,
+                answer=MessageObject,
+                events=Event,
+                also=(ClientTool, TextBlock),
+                errors=ERRORS,
+                error_body=AnthropicErrorResponse,
+            ),
+        ),
+        Route(
+            method="POST",
+            path="/v1/messages/count_tokens",
+            handler=messages.count_tokens,
+            doc=RouteDoc(
+                summary="Counts the tokens of a prompt.",
+                tag="Anthropic",
+                body=CountTokensRequest,
+                answer=TokenCount,
+                also=(ClientTool, TextBlock),
+                errors=(404, 408, 413, 415),
+                error_body=AnthropicErrorResponse,
+            ),
+        ),
+    ]

@@ -1,0 +1,227 @@
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from openinfer_server.openai.types import CACHED_ANYWAY, SamplingFields
+from openinfer_server.request.bounded_fields import Count, Stops
+from openinfer_server.request.fields import RequestFields
+
+NO_THREADS = "messages are not kept; send the whole conversation"
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's code."""
+FUNCTIONS_ONLY = "the only tools are those that the client runs"
+_NO_CONTROL = "the model has no such control"
+_NO_ACCOUNTS = "this server has no accounts"
+
+_BLOCKS = {"items": {"type": "object", "description": "A block of text, thinking, tool_use or tool_result."}}
+Blocks = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_BLOCKS)]
+
+
+class MessageParam(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class ClientTool(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs."""
+
+    name: str
+    input_schema: dict[str, Any]
+    """JSON Schema of its input."""
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: object = None
+    eager_input_streaming: bool | None = None
+    allowed_callers: object = None
+    defer_loading: object = None
+    input_examples: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "allowed_callers": "tools are called by the model alone",
+        "defer_loading": "every tool is in the prompt",
+        "input_examples": "templates have no place for them; put them into the description",
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "cache_control": CACHED_ANYWAY,
+        "eager_input_streaming": "a tool's input is always streamed as it comes",
+    }
+
+
+class ThinkingEnabled(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"
+):
+    """Think, for so many tokens at most."""
+
+    budget_tokens: Count
+    display: Literal["omitted"] | None = None
+
+
+class ThinkingAdaptive(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="adaptive"
+):
+    """Think as the model's template has it."""
+
+    display: Literal["omitted"] | None = None
+
+
+class ThinkingDisabled(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="disabled"
+):
+    """Do not think."""
+
+
+Thinking: TypeAlias = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
+
+
+class ToolChoiceAuto(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="auto"
+):
+    """The model decides."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceAny(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="any"):
+    """Some tool must be called."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceTool(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool"
+):
+    """This tool must be called."""
+
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceNone(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="none"
+):
+    """No tool is called."""
+
+
+ToolChoice: TypeAlias = ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone
+
+
+class Metadata(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """About the request."""
+
+    user_id: str | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"user_id": "it says whom the request is for, and nobody is counted"}
+
+
+class JsonOutput(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
+    """JSON that follows a schema."""
+
+    schema: dict[str, Any]
+
+
+class OutputConfig(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the answer is to be."""
+
+    effort: Literal["high"] | None = None
+    format: JsonOutput | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"effort": "high is what the model does anyway"}
+
+
+_TOOL = {"items": {"$ref": "#/components/schemas/ClientTool"}}
+Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
+_SYSTEM = {"items": {"$ref": "#/components/schemas/TextBlock"}}
+System = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_SYSTEM)]
+
+_PROMPT_REFUSED = {
+    "billing_policy": _NO_ACCOUNTS,
+    "compaction": "nothing of a conversation is left out",
+    "context_management": "nothing of a conversation is left out",
+    "mcp_servers": FUNCTIONS_ONLY,
+    "user_profile_id": _NO_ACCOUNTS,
+    "workspace_id": _NO_ACCOUNTS,
+}
+_PROMPT_IGNORED = {"cache_control": CACHED_ANYWAY, "speed": "standard is what is always so; fast is refused"}
+
+
+class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/messages`."""
+
+    model: str | None = None
+    messages: list[MessageParam]
+    max_tokens: Count
+    """At most; less if the model's context ends before."""
+    system: System | None = None
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    thinking: Thinking | None = None
+    """Absent is disabled."""
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    metadata: Metadata | None = None
+    output_config: OutputConfig | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+    cache_control: object = None
+    container: object = None
+    diagnostics: object = None
+    fallback_credit_token: object = None
+    fallbacks: object = None
+    inference_geo: object = None
+    thread: object = None
+    billing_policy: object = None
+    compaction: object = None
+    context_management: object = None
+    mcp_servers: object = None
+    user_profile_id: object = None
+    workspace_id: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **_PROMPT_REFUSED,
+        "container": "this server runs no code",
+        "diagnostics": "the answer's usage says what was cached",
+        "fallback_credit_token": _NO_ACCOUNTS,
+        "fallbacks": "this server has one model",
+        "inference_geo": "the server is where it is",
+        "stop": "it is named stop_sequences here",
+        "thread": NO_THREADS,
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        **_PROMPT_IGNORED,
+        "service_tier": "there is one tier, which both name",
+    }
+
+
+class CountTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    model: str | None = None
+    messages: list[MessageParam]
+    system: System | None = None
+    thinking: Thinking | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    speed: Literal["standard"] | None = None
+    cache_control: object = None
+    billing_policy: object = None
+    compaction: object = None
+    context_management: object = None
+    mcp_servers: object = None
+    user_profile_id: object = None
+    workspace_id: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = _PROMPT_REFUSED
+    IGNORED: ClassVar[Mapping[str, str]] = _PROMPT_IGNORED
+
+
+Prompting: TypeAlias = MessagesRequest | CountTokensRequest
+"""What makes a prompt."""

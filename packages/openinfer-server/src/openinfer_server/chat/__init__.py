@@ -1,0 +1,1 @@
+"""Conversations as prompts: turns, the chat template, the encoded and checked prompt."""

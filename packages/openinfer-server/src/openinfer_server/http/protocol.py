@@ -1,0 +1,267 @@
+"""uvicorn's httptools protocol, with what it lacks: bounded heads, a deadline for them, and direct writes.
+
+    first byte ──► head ──(complete)──► request runs ──► keep-alive ──► first byte ...
+                     ├── longer than max_head_bytes: 431      URL alone longer than max_url_bytes: 414
+                     └── not complete within head_timeout_s: 408
+
+When all `max_connections` are taken, the one that has had no request for longest makes room: whoever holds connections
+open without asking anything can only drive out others that do so.
+
+The minor version of uvicorn is pinned, because this class relies on when `data_received`, `on_message_begin`, `on_url`,
+`on_header`, `on_headers_complete`, `send_400_response`, `connection_lost`, `pause_writing` and `resume_writing` are
+called; tests/http/test_http_protocol.py is the contract.
+"""
+
+import asyncio
+import socket
+from http import HTTPStatus
+from typing import Any, ClassVar, cast
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from openinfer_server.http.api_errors import ApiError, busy
+from openinfer_server.http.writers import DIRECT_WRITE, DirectWriter
+from openinfer_server.options import ServerOptions
+
+_LINGER_S = 1.0
+_LINGER_BYTES = 16 * 2**20
+"""For how long, and how much, a client may go on sending a request that was refused: it is thrown away."""
+
+
+class _HeadRefused(Exception):
+    pass
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Subclasses say with which options: uvicorn constructs protocols itself."""
+
+    options = ServerOptions()
+    unasked: ClassVar["dict[BoundedProtocol, None]"] = {}
+    """Connections without a running request, the one that has been so for longest first; each server has its own."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._writer: DirectWriter | None = None
+        self._refusal: ApiError | None = None
+        self._in_head = False
+        self._head_bytes = 0
+        self._unparsed_bytes = 0
+        self._discarded_bytes = 0
+        self._head_deadline: asyncio.TimerHandle | None = None
+        self._first_byte_deadline: asyncio.TimerHandle | None = None
+        self._unread_deadline: asyncio.TimerHandle | None = None
+        self._body_deadline: asyncio.TimerHandle | None = None
+        self._lingering: asyncio.TimerHandle | None = None
+
+    def attach(self, writer: DirectWriter) -> None:
+        """From here on the writer is told when it may write (`resume`), must wait (`pause`), or is alone (`lost`)."""
+        if self.transport.is_closing():
+            writer.lost()
+            return
+        self._writer = writer
+        if not self.flow.write_paused:
+            writer.resume()
+
+    def detach(self) -> None:
+        """The writer's response is complete."""
+        self._writer = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Begins a connection; one that never says anything is closed like an idle one."""
+        super().connection_made(transport)
+        _send_at_once(transport)
+        if len(self.connections) > self.options.max_connections and not self._make_room():
+            self._refusal = busy("too many connections")
+            self.send_400_response("")
+            return
+        self.unasked[self] = None
+        self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)
+
+    def _make_room(self) -> bool:
+        """Drops the connection that has been without a request for longest; returns whether there was one."""
+        oldest = next(iter(self.unasked), None)
+        if oldest is None:
+            return False
+        del self.unasked[oldest]
+        oldest.transport.abort()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends a connection."""
+        self._stop_timers()
+        self.unasked.pop(self, None)
+        for timer in (self._unread_deadline, self._body_deadline, self._lingering):
+            if timer is not None:
+                timer.cancel()
+        self._end_writer()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # after a reset uvicorn leaves it, and it would keep all this a minute
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is full."""
+        super().pause_writing()
+        if self._writer is not None:
+            self._writer.pause()
+
+    def resume_writing(self) -> None:
+        """The transport takes more."""
+        super().resume_writing()
+        if self._unread_deadline is not None:
+            self._unread_deadline.cancel()
+            self._unread_deadline = None
+        if self._writer is not None:
+            self._writer.resume()
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what came; a head that is not complete yet is measured, and gets a deadline."""
+        if self._refusal is not None:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > _LINGER_BYTES:
+                self.transport.abort()
+            return
+        if self._first_byte_deadline is not None:
+            self._first_byte_deadline.cancel()
+            self._first_byte_deadline = None
+        super().data_received(data)
+        if self._in_head:
+            self._unparsed_bytes += len(data)
+            self._measure_unfinished_head()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+        self._unparsed_bytes = 0
+        cast("dict[str, Any]", self.scope)["extensions"] = {DIRECT_WRITE: self}
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the URL."""
+        super().on_url(url)
+        if len(self.url) > self.options.max_url_bytes:
+            self._refuse(ApiError(414, f"the URL exceeds {self.options.max_url_bytes} bytes", code="url_too_long"))
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A whole header."""
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)
+
+    def on_headers_complete(self) -> None:
+        """The head is whole: its deadline is over, the request starts."""
+        self._in_head = False
+        self._stop_timers()
+        self.unasked.pop(self, None)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The body is whole."""
+        if self._body_deadline is not None:
+            self._body_deadline.cancel()
+            self._body_deadline = None
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """A response is whole; its client must read what is left of it, and end its body if it was answered before."""
+        answered = self.cycle
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self.unasked[self] = None
+        if answered.more_body and self._body_deadline is None:
+            self._body_deadline = self.loop.call_later(self.options.body_timeout_s, self.transport.abort)
+        if self.transport.get_write_buffer_size() and self._unread_deadline is None:
+            self._unread_deadline = self.loop.call_later(self.options.write_timeout_s, self._drop_if_unread)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers a request that cannot be parsed, or was refused while parsing, and closes."""
+        error = self._refusal or ApiError(400, msg, code="invalid_http")
+        self._refusal = error
+        self._stop_timers()
+        self._end_writer()
+        self.transport.write(_plain_response(error))
+        self._close_when_read()
+
+    def _close_when_read(self) -> None:
+        """Closes in a while, or when the client does: closing with bytes unread would take back what was written."""
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._lingering = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _count(self, length: int) -> None:
+        self._head_bytes += length
+        if self._head_bytes > self.options.max_head_bytes:
+            self._refuse(_head_too_large(self.options.max_head_bytes))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Stops the parser: uvicorn answers its error with `send_400_response`."""
+        self._refusal = error
+        raise _HeadRefused
+
+    def _measure_unfinished_head(self) -> None:
+        """The parser tells of whole headers only; half of a huge one is seen here."""
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        if self._unparsed_bytes > self.options.max_head_bytes:
+            self._refusal = _head_too_large(self.options.max_head_bytes)
+            self.send_400_response("")
+        elif self._head_deadline is None:
+            self._head_deadline = self.loop.call_later(self.options.head_timeout_s, self._head_timed_out)
+
+    def _head_timed_out(self) -> None:
+        self._head_deadline = None
+        if self._in_head and not self.transport.is_closing():
+            message = f"the request's headers did not arrive within {self.options.head_timeout_s:g} s"
+            self._refusal = ApiError(408, message, code="timeout")
+            self.send_400_response("")
+
+    def _drop_if_unread(self) -> None:
+        """Closing, or the next response of a pipeline, would wait for the client for ever."""
+        self._unread_deadline = None
+        idle = self.cycle.response_complete
+        if self.flow.write_paused or (idle and self.transport.get_write_buffer_size()):
+            self.transport.abort()
+
+    def _end_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.lost()
+            self._writer = None
+
+    def _stop_timers(self) -> None:
+        for timer in (self._head_deadline, self._first_byte_deadline):
+            if timer is not None:
+                timer.cancel()
+        self._head_deadline = self._first_byte_deadline = None
+
+
+def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
+    """The protocol class for some options."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"options": options, "unasked": {}})
+
+
+def _send_at_once(transport: asyncio.Transport) -> None:
+    """Turns Nagle's algorithm off, with which a token can wait 40 ms; asyncio does so for its own listeners only."""
+    connection = transport.get_extra_info("socket")
+    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _head_too_large(limit: int) -> ApiError:
+    return ApiError(431, f"the request's headers exceed {limit} bytes", code="headers_too_large")
+
+
+def _plain_response(error: ApiError) -> bytes:
+    body = error.to_json()
+    head = (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+    )
+    further = b"".join(b"%b: %b\r\n" % header for header in error.headers)
+    return head.encode() + further + b"\r\n" + body

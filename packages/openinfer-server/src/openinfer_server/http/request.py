@@ -1,0 +1,196 @@
+"""`Exchange`: one HTTP request and its response, over ASGI's three callables."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Mapping
+from typing import TypeVar, get_args
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from openinfer_server.http.api_errors import ApiError, from_decode_error, invalid
+from openinfer_server.http.bodies import check_elements, collector_paused
+from openinfer_server.http.body_budget import Intake
+from openinfer_server.http.writers import ClientGone, Message, Receive, Scope, Send, StreamWriter, stream_writer
+from openinfer_server.options import ServerOptions
+
+T = TypeVar("T")
+Q = TypeVar("Q", bound=msgspec.Struct)
+JSON = b"application/json"
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_HEADER = b"anthropic-version"
+TRACE_HEADERS = ("traceparent", "tracestate")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+"""What is taken from a client: nothing that could forge a line of the log."""
+
+
+class Exchange:
+    """One request.
+
+    Attributes:
+        status: status of the response that was begun; 0 before.
+        parameters: of the path, by name.
+        tenant: whose request it is; empty where everybody is one tenant.
+        response_headers: what every response to it has, whatever it is.
+        request_id: the client's own (`x-request-id`) or one made here; in the response's head and in the log.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, intake: Intake) -> None:
+        self.status = 0
+        self.parameters: Mapping[str, str] = {}
+        self.tenant = ""
+        self.options = options
+        self.response_headers: tuple[tuple[bytes, bytes], ...] = ()
+        self._intake = intake
+        self._held_bytes = 0
+        self._scope = scope
+        self._receive = receive
+        self._asgi_send = send
+        given = (self.header(b"x-request-id") or b"").decode("latin-1")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+    @property
+    def method(self) -> str:
+        """In capitals."""
+        return self._scope["method"]
+
+    @property
+    def path(self) -> str:
+        """Without the query, percent-decoded."""
+        return self._scope["path"]
+
+    @property
+    def for_anthropic(self) -> bool:
+        """Whether the client speaks Anthropic's API: by its header, or by the route it asks for."""
+        return self.path.startswith(ANTHROPIC_PATH) or self.header(ANTHROPIC_HEADER) is not None
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of this name, which is given in lower case."""
+        return next((value for key, value in self._scope["headers"] if key == name), None)
+
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """W3C's headers of a distributed trace, as far as the client sent them."""
+        pairs = ((name.decode(), value.decode("latin-1")) for name, value in self._scope["headers"])
+        return {name: value for name, value in pairs if name in TRACE_HEADERS}
+
+    def read_query(self, kind: "type[Q]") -> Q:
+        """The query as a Struct; fields of type `list[str] | None` may be repeated, with `[]` or without.
+
+        Raises:
+            ApiError: 400; a parameter is unknown, given twice or not of its type.
+        """
+        pairs = parse_qsl(self._scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        lists = {field.name for field in msgspec.structs.fields(kind) if list[str] in get_args(field.type)}
+        single: dict[str, str] = {}
+        several: dict[str, list[str]] = {}
+        for key, value in pairs:
+            name = key.removesuffix("[]")
+            if name in lists:
+                several.setdefault(name, []).append(value)
+            elif name in single:
+                raise invalid(name[:100], f"{name[:100]} is given twice")
+            else:
+                single[name] = value
+        try:
+            return msgspec.convert({**single, **several}, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise from_decode_error(error) from error
+
+    async def read_json(self, decoder: "msgspec.json.Decoder[T]") -> T:
+        """The body as the route's type.
+
+        Raises:
+            ApiError: 415, 413, 408 or 400.
+        """
+        self._check_content_type()
+        body = await self._read_body()
+        check_elements(body, self.options.max_body_elements)
+        try:
+            with collector_paused(len(body)):
+                return decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise from_decode_error(error) from error
+
+    def _check_content_type(self) -> None:
+        """Demands JSON: a page of another origin can post other types to a local server without being asked."""
+        content_type = self.header(b"content-type") or b""
+        if content_type.split(b";")[0].strip().lower() != JSON:
+            raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
+
+    async def _read_body(self) -> bytes:
+        limit = self.options.max_body_bytes
+        declared = self.header(b"content-length")
+        if declared is not None and int(declared) > limit:
+            raise _body_too_large(limit)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.options.body_timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    self._hold(part := message.get("body", b""))
+                    body += part
+                    if len(body) > limit:
+                        raise _body_too_large(limit)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError as error:
+            text = f"the body did not arrive within {self.options.body_timeout_s:g} s"
+            raise ApiError(408, text, code="timeout", headers=((b"connection", b"close"),)) from error
+
+    def _hold(self, part: bytes) -> None:
+        self._intake.take(len(part))
+        self._held_bytes += len(part)
+
+    def close(self) -> None:
+        """The request has been answered: its body no longer counts."""
+        self._intake.give_back(self._held_bytes)
+        self._held_bytes = 0
+
+    async def _send(self, message: Message) -> None:
+        """ASGI's `send`; servers may raise OSError when the client has left. The head gets the request's id."""
+        if message["type"] == "http.response.start":
+            request_id = self.request_id.encode()
+            names = (b"x-request-id", b"request-id") if self.for_anthropic else (b"x-request-id",)
+            added = (*self.response_headers, *((name, request_id) for name in names))
+            message = {**message, "headers": [*message["headers"], *added]}
+        try:
+            await self._asgi_send(message)
+        except OSError as error:
+            raise ClientGone from error
+
+    async def disconnected(self) -> None:
+        """Returns when the client is gone. The body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def send(
+        self, status: int, body: bytes, *, content_type: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        """A whole response."""
+        self.status = status
+        head = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def send_error(self, error: ApiError) -> None:
+        """An error response."""
+        body = error.to_anthropic_json() if self.for_anthropic else error.to_json()
+        await self.send(error.status, body, headers=error.headers)
+
+    def stream(self, num_choices: int) -> StreamWriter:
+        """The writer of a response that is a stream of the events of so many choices.
+
+        Raises:
+            ApiError: the client speaks HTTP/1.0, which has no chunks.
+        """
+        if self._scope.get("http_version") == "1.0":
+            raise ApiError(400, "streaming needs HTTP/1.1", param="stream", code="invalid_value")
+        return stream_writer(self._scope, self._send, max_buffered_bytes=num_choices * self.options.max_buffered_bytes)
+
+
+def _body_too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body exceeds {limit} bytes", code="body_too_large")

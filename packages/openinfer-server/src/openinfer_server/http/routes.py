@@ -1,0 +1,74 @@
+"""`Route`: a method and a path, who may ask, which handler answers, and what the OpenAPI document says of it.
+
+An API is a function from the `Service` to its routes (`Endpoints`). Ours and those of other packages (entry-point group
+`openinfer.endpoints`) are the same kind of thing; `endpoints.py` finds the latter.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from openinfer_server.http.api_errors import ErrorResponse
+from openinfer_server.http.levels import Level
+from openinfer_server.http.request import JSON, Exchange
+from openinfer_server.service import Service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteDoc:
+    """What a client can know of a route before asking.
+
+    Attributes:
+        summary: one line.
+        tag: the group it is shown in.
+        body: msgspec type of the request's JSON; None for a route without body.
+        query: Struct whose fields are the query's parameters.
+        answer: msgspec type of the JSON that comes with 200, or a tuple of several; None if it is not JSON.
+        unwell: msgspec type of the JSON that comes with 503, where that is an answer and not an error.
+        media_type: content type of the answer; empty if there is never one with 200.
+        events: msgspec type of the data of server-sent events, or a tuple of several, if the answer can be a stream.
+        last_data: data of the last event where that is no JSON.
+        also: further msgspec types that the schemas above refer to by name.
+        errors: statuses beside those that any route may give.
+        error_body: msgspec type of the JSON of an error.
+    """
+
+    summary: str
+    tag: str
+    body: Any = None
+    query: type | None = None
+    answer: Any = None
+    unwell: Any = None
+    media_type: bytes = JSON
+    events: Any = None
+    last_data: str = ""
+    also: tuple[Any, ...] = ()
+    errors: tuple[int, ...] = ()
+    error_body: Any = field(default=ErrorResponse)
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One thing the server answers.
+
+    Attributes:
+        method: in capitals; HEAD is served where GET is.
+        path: `/v1/models/{model}`; `{name}` takes one segment, `{name:path}` the rest with its slashes. Neither may be
+            empty.
+        handler: answers it; faults in it are this request's alone.
+        level: who may ask.
+        doc: see there.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    doc: RouteDoc
+    level: Level = Level.USER
+
+
+Endpoints = Callable[[Service], Iterable[Route]]
+"""An API: its routes on one server."""

@@ -1,0 +1,77 @@
+"""Bounds on what a conversation is made of: how many pieces, and how deep the JSON in one of them.
+
+Bodies are bounded in bytes, but eight megabytes can be a quarter of a million empty turns, or one schema a thousand
+brackets deep; either would cost far more than its bytes.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from openinfer_server.http.api_errors import invalid
+
+T = TypeVar("T")
+
+MAX_PIECES = 2**14
+"""Items or messages of a conversation, their parts counted too."""
+INLINE_PIECES = 256
+"""Longer conversations are read in a thread."""
+MAX_DEPTH = 64
+"""Of a tool's schema or input."""
+
+
+async def read_pieces(given: Sequence[Any], field: str, read: Callable[[], T]) -> T:
+    """Reads a conversation, in a thread if it is long.
+
+    Args:
+        given: items or messages; what each has under `content` or `output` counts, too.
+        field: what the API calls it.
+        read: reads it.
+
+    Raises:
+        ApiError: 400; there are too many pieces, or what `read` raises.
+    """
+    return read() if check_pieces(given, field) <= INLINE_PIECES else await asyncio.to_thread(read)
+
+
+def check_pieces(given: Sequence[Any], field: str) -> int:
+    """Counts the pieces of a conversation.
+
+    Raises:
+        ApiError: 400; there are too many.
+    """
+    num_pieces = len(given)
+    if num_pieces <= MAX_PIECES:
+        num_pieces += sum(map(_num_parts, given))
+    if num_pieces > MAX_PIECES:
+        raise invalid(field, f"{field} has {num_pieces} pieces or more; at most {MAX_PIECES} are possible")
+    return num_pieces
+
+
+def _num_parts(piece: Any) -> int:
+    if isinstance(piece, dict):
+        fields = cast("dict[str, Any]", piece)
+        parts = fields.get("content", fields.get("output"))
+    else:
+        parts = piece.content
+    return len(cast("list[Any]", parts)) if isinstance(parts, list) else 0
+
+
+def check_depth(value: object, field: str) -> None:
+    """Checks how deep JSON is nested: what is a little less deep than the decoder bears is too deep for the next one.
+
+    Raises:
+        ApiError: 400.
+    """
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise invalid(field, f"{field} is nested more than {MAX_DEPTH} deep")
+
+
+def _inside(value: object) -> Sequence[object]:
+    if isinstance(value, dict):
+        return list(cast("dict[str, object]", value).values())
+    return cast("list[object]", value) if isinstance(value, list) else ()

@@ -1,0 +1,73 @@
+"""`RequestCost`: what a request asks of the engine and of memory, known before anything is allocated for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openinfer_server.http.api_errors import invalid
+from openinfer_server.options import ServerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """What one prompt is, and how far it may be continued."""
+
+    prompt_tokens: int
+    max_tokens: int
+    output_logprobs: int | None
+    """Alternatives per generated token; None if nothing is scored."""
+    prompt_logprobs: int | None
+    """Alternatives per prompt token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCost:
+    """The budget of one request.
+
+    Attributes:
+        prompt_tokens: over all choices.
+        kv_tokens: room in the KV cache that all choices may come to need, in whole blocks.
+        logprob_entries: log-probabilities that come back, one per token and alternative.
+    """
+
+    prompt_tokens: int
+    kv_tokens: int
+    logprob_entries: int
+
+    @classmethod
+    def of(cls, prompts: Sequence[PromptCost], *, n: int, block_size_tokens: int) -> "RequestCost":
+        """The cost of continuing each prompt `n` times."""
+        blocks = sum(-(-(prompt.prompt_tokens + prompt.max_tokens) // block_size_tokens) for prompt in prompts)
+        return cls(
+            prompt_tokens=n * sum(prompt.prompt_tokens for prompt in prompts),
+            kv_tokens=n * blocks * block_size_tokens,
+            logprob_entries=n * sum(map(_logprob_entries, prompts)),
+        )
+
+    def check(self, options: ServerOptions, field: str) -> None:
+        """Compares it with what one request may ask for.
+
+        Args:
+            options: the bounds.
+            field: where the prompts came from.
+
+        Raises:
+            ApiError: 400; says what was asked and what is possible.
+        """
+        if self.prompt_tokens > options.max_request_tokens:
+            message = f"{self.prompt_tokens} prompt tokens over all choices exceed {options.max_request_tokens}"
+            raise invalid(field, message)
+        if self.kv_tokens > options.max_request_kv_tokens:
+            raise invalid(
+                "max_tokens",
+                f"all choices together may need room for {self.kv_tokens} tokens (prompt and max_tokens of each, in "
+                f"whole blocks); one request may ask for {options.max_request_kv_tokens}: lower max_tokens or n",
+            )
+        if self.logprob_entries > options.max_logprob_entries:
+            asked, most = self.logprob_entries, options.max_logprob_entries
+            raise invalid("logprobs", f"{asked} log-probabilities are asked for; at most {most} are possible")
+
+
+def _logprob_entries(prompt: PromptCost) -> int:
+    output = 0 if prompt.output_logprobs is None else prompt.max_tokens * (prompt.output_logprobs + 1)
+    given = 0 if prompt.prompt_logprobs is None else prompt.prompt_tokens * (prompt.prompt_logprobs + 1)
+    return output + given

@@ -1,0 +1,98 @@
+"""What the server counts: `metrics_page` shows it, `docs/metrics.md` promises its names."""
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+
+from openinfer_core.events import FailureKind, FinishReason
+from openinfer_server.observability.exposition import Counter, Histogram
+from openinfer_server.parsers.output import ParserFault
+
+TOKEN_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+"""Times between tokens, and before the first."""
+REQUEST_BOUNDS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""Parts of a request's life: vLLM's bounds from 0.3 s on, and shorter ones."""
+
+
+class ServerMetrics:
+    """Counters and histograms of one server.
+
+    Args:
+        max_model_tokens: the engine's context; the bounds of token counts go up to it.
+    """
+
+    def __init__(self, *, max_model_tokens: int) -> None:
+        self.responses: Tally[tuple[str, int]] = Tally()
+        """By route and status."""
+        self.ended: Tally[str] = Tally(dict.fromkeys(FinishReason, 0))
+        """Engine requests that ended well, by reason."""
+        self.failures: Tally[str] = Tally(dict.fromkeys(FailureKind, 0))
+        """Engine requests that failed, by kind."""
+        self.prompt_tokens = Counter()
+        self.cached_tokens = Counter()
+        self.generated_tokens = Counter()
+        self.slow_clients = Counter()
+        self.faults = Counter()
+        self.parser_faults: Tally[str] = Tally()
+        """Requests that failed because a parser raised, by the parser's kind."""
+        self.time_to_first_token_s = Histogram(TOKEN_BOUNDS_S)
+        self.inter_token_s = Histogram(TOKEN_BOUNDS_S)
+        self.time_per_output_token_s = Histogram(TOKEN_BOUNDS_S)
+        self.queue_s = Histogram(REQUEST_BOUNDS_S)
+        self.prefill_s = Histogram(REQUEST_BOUNDS_S)
+        self.decode_s = Histogram(REQUEST_BOUNDS_S)
+        self.inference_s = Histogram(REQUEST_BOUNDS_S)
+        self.request_s = Histogram(REQUEST_BOUNDS_S)
+        counts = tuple(one_two_five(max_model_tokens))
+        self.request_prompt_tokens = Histogram(counts)
+        self.request_generation_tokens = Histogram(counts)
+        self.request_max_tokens = Histogram(counts)
+
+    def count_fault(self, error: Exception) -> None:
+        """Counts a fault of this server, or of a parser, inside one request."""
+        self.faults.value += 1
+        if isinstance(error, ParserFault):
+            self.parser_faults[error.kind] += 1
+
+    def count_scheduled(self, *, prompt_tokens: int, cached_tokens: int, queued_s: float) -> None:
+        """Counts a request that left the queue."""
+        self.prompt_tokens.value += prompt_tokens
+        self.cached_tokens.value += cached_tokens
+        self.queue_s.observe(queued_s)
+
+    def count_first_token(self, *, since_submission_s: float, queued_s: float) -> None:
+        """Counts a request's first token."""
+        self.time_to_first_token_s.observe(since_submission_s)
+        self.prefill_s.observe(max(0.0, since_submission_s - queued_s))
+
+    def count_complete(self, *, prompt_tokens: int, generated_tokens: int, total_s: float) -> None:
+        """Counts a request that ended well, and not by an abort."""
+        self.request_prompt_tokens.observe(prompt_tokens)
+        self.request_generation_tokens.observe(generated_tokens)
+        self.request_s.observe(total_s)
+
+    def count_generated(self, *, generated_tokens: int, decode_s: float, inference_s: float) -> None:
+        """Counts the generation of such a request, if it had a token.
+
+        Args:
+            generated_tokens: how many it had.
+            decode_s: from the first to the last.
+            inference_s: from leaving the queue to the last.
+        """
+        self.decode_s.observe(decode_s)
+        self.inference_s.observe(inference_s)
+        if generated_tokens > 1:
+            self.time_per_output_token_s.observe(decode_s / (generated_tokens - 1))
+
+
+def one_two_five(limit: int) -> Iterable[int]:
+    """1, 2, 5, 10, 20, 50, … up to a limit."""
+    scale = 1
+    while scale <= limit:
+        yield from (scale * step for step in (1, 2, 5) if scale * step <= limit)
+        scale *= 10

@@ -1,0 +1,124 @@
+"""`/metrics`: what the server counted and what the engine says, in Prometheus' text format.
+
+Every name begins with `openinfer_`; where vLLM has a metric of the same meaning the rest of the name, the labels
+`model_name` and `finished_reason`, and the unit are vLLM's. `docs/metrics.md` promises them.
+"""
+
+from collections import Counter as Tally
+from collections.abc import Iterator, Sequence
+
+from openinfer_core.engine import EngineInfo, EngineStats
+from openinfer_server.observability.exposition import Sample, render_family, render_histogram
+from openinfer_server.observability.metrics import ServerMetrics
+from openinfer_server.observability.tier_metrics import tier_lines
+
+Labels = Sequence[tuple[str, str]]
+PARSER_KINDS = ("reasoning", "tool")
+
+
+def metrics_page(
+    metrics: ServerMetrics, info: EngineInfo, stats: EngineStats | None, *, model_name: str, open_requests: int
+) -> bytes:
+    """Everything there is.
+
+    Args:
+        metrics: the server's own.
+        info: the engine's constants.
+        stats: the engine's own numbers; None if it has ended, and then there are none of its metrics.
+        model_name: as answers show it; the label of what concerns the model.
+        open_requests: engine requests that have not ended.
+    """
+    model = (("model_name", model_name),)
+    lines = [*_of_server(metrics, info, model, open_requests)]
+    lines += render_family("openinfer_engine_up", "gauge", "1 while the engine lives.", [((), int(stats is not None))])
+    if stats is not None:
+        lines += _of_engine(stats, model)
+    return "\n".join([*lines, ""]).encode()
+
+
+def _of_server(metrics: ServerMetrics, info: EngineInfo, model: Labels, open_requests: int) -> Iterator[str]:
+    yield from _constants(info)
+    responses: list[Sample] = [
+        ((("route", route), ("status", str(status))), count)
+        for (route, status), count in sorted(metrics.responses.items())
+    ]
+    yield from render_family("openinfer_http_responses_total", "counter", "Responses by route and status.", responses)
+    yield from _by_label(
+        "openinfer_request_success_total", "Requests that ended well.", metrics.ended, "finished_reason", model
+    )
+    yield from _by_label("openinfer_request_failures_total", "Requests that failed.", metrics.failures, "kind", model)
+    parser_faults = Tally({kind: metrics.parser_faults[kind] for kind in PARSER_KINDS})
+    yield from _by_label(
+        "openinfer_parser_faults_total", "Requests failed by a parser that raised.", parser_faults, "kind", ()
+    )
+    yield from render_family("openinfer_requests_open", "gauge", "Requests that have not ended.", [((), open_requests)])
+    for name, text, counter in (
+        ("openinfer_slow_clients_dropped_total", "Connections dropped for not reading.", metrics.slow_clients),
+        ("openinfer_request_faults_total", "Faults of this server inside one request.", metrics.faults),
+    ):
+        yield from render_family(name, "counter", text, [((), counter.value)])
+    for name, text, counter in (
+        ("openinfer_prompt_tokens_total", "Prompt tokens of scheduled requests.", metrics.prompt_tokens),
+        ("openinfer_generation_tokens_total", "Tokens received from the engine.", metrics.generated_tokens),
+        ("openinfer_prefix_cache_queries_total", "Prompt tokens looked for in the cache.", metrics.prompt_tokens),
+        ("openinfer_prefix_cache_hits_total", "Prompt tokens found there.", metrics.cached_tokens),
+    ):
+        yield from render_family(name, "counter", text, [(model, counter.value)])
+    for name, text, histogram in (
+        ("openinfer_time_to_first_token_seconds", "Submission to first token.", metrics.time_to_first_token_s),
+        ("openinfer_inter_token_latency_seconds", "Between tokens of a request.", metrics.inter_token_s),
+        ("openinfer_request_time_per_output_token_seconds", "Their mean.", metrics.time_per_output_token_s),
+        ("openinfer_request_queue_time_seconds", "Submission to the first step.", metrics.queue_s),
+        ("openinfer_request_prefill_time_seconds", "First step to first token.", metrics.prefill_s),
+        ("openinfer_request_decode_time_seconds", "First to last token.", metrics.decode_s),
+        ("openinfer_request_inference_time_seconds", "First step to last token.", metrics.inference_s),
+        ("openinfer_e2e_request_latency_seconds", "Submission to the end.", metrics.request_s),
+        ("openinfer_request_prompt_tokens", "Prompt tokens of a request.", metrics.request_prompt_tokens),
+        ("openinfer_request_generation_tokens", "Generated tokens.", metrics.request_generation_tokens),
+        ("openinfer_request_params_max_tokens", "What max_tokens was.", metrics.request_max_tokens),
+    ):
+        yield from render_histogram(name, text, histogram, model)
+
+
+def _constants(info: EngineInfo) -> Iterator[str]:
+    labels = (("model", info.model), ("family", info.family))
+    yield from render_family("openinfer_info", "gauge", "What is served.", [(labels, 1)])
+    cache = (("block_size", str(info.block_size_tokens)), ("num_gpu_blocks", str(info.num_blocks)))
+    yield from render_family("openinfer_cache_config_info", "gauge", "How KV memory is cut.", [(cache, 1)])
+
+
+def _by_label(name: str, text: str, tally: "Tally[str]", label: str, labels: Labels) -> Iterator[str]:
+    samples: list[Sample] = [((*labels, (label, str(key))), count) for key, count in sorted(tally.items())]
+    yield from render_family(name, "counter", text, samples)
+
+
+def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
+    usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+    for name, kind, text, value in (
+        ("openinfer_num_requests_running", "gauge", "Sequences in the current batch.", stats.running),
+        ("openinfer_num_requests_waiting", "gauge", "Requests in the queue.", stats.waiting),
+        ("openinfer_kv_cache_usage_perc", "gauge", "Used share of the KV blocks; 1 is all.", usage),
+        ("openinfer_num_preemptions_total", "counter", "Sequences preempted.", stats.preemptions),
+    ):
+        yield from render_family(name, kind, text, [(model, value)])
+    for name, kind, text, value in (
+        ("openinfer_kv_blocks_used", "gauge", "KV blocks of running sequences.", stats.blocks_used),
+        ("openinfer_kv_blocks", "gauge", "KV blocks there are.", stats.blocks_total),
+        ("openinfer_engine_step_age_seconds", "gauge", "Since the last step, while there is work.", stats.step_age_s),
+        ("openinfer_engine_steps_total", "counter", "Steps of the engine.", stats.steps),
+        ("openinfer_engine_prompt_tokens_total", "counter", "Prompt tokens computed.", stats.prompt_tokens),
+        ("openinfer_engine_cached_tokens_total", "counter", "Prompt tokens found in a cache.", stats.cached_tokens),
+        ("openinfer_engine_generated_tokens_total", "counter", "Tokens sampled.", stats.generated_tokens),
+        ("openinfer_engine_state_snapshots", "gauge", "Copies of recurrent states.", stats.state_snapshots),
+        (
+            "openinfer_engine_evicted_state_snapshots_total",
+            "counter",
+            "Copies of recurrent states given up for others.",
+            stats.evicted_state_snapshots,
+        ),
+        ("openinfer_engine_wasted_rows_total", "counter", "Rows computed for nothing.", stats.wasted_rows),
+        ("openinfer_engine_policy_faults_total", "counter", "Faults of the queue policy.", stats.policy_faults),
+        ("openinfer_engine_failed_requests_total", "counter", "Requests that failed.", stats.failed_requests),
+    ):
+        yield from render_family(name, kind, text, [((), value)])
+    yield from tier_lines(stats)

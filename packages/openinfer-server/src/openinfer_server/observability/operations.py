@@ -1,0 +1,111 @@
+"""Routes for operators: health, readiness, metrics, version."""
+
+import asyncio
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from openinfer_core.engine import EngineStats
+from openinfer_server.http.api_errors import busy
+from openinfer_server.http.levels import Level
+from openinfer_server.http.request import Exchange
+from openinfer_server.http.routes import Handler, Route, RouteDoc
+from openinfer_server.observability.exposition import CONTENT_TYPE
+from openinfer_server.observability.metrics_page import metrics_page
+from openinfer_server.observability.metrics_snapshot import summed
+from openinfer_server.service import Service
+
+DISTRIBUTION = "openinfer-server"
+STATS_TIMEOUT_S = 5.0
+"""An engine process that does not answer for so long is not well."""
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Answer of `/health`."""
+
+    status: str
+    step_age_s: float | None
+    """Seconds since the last step, while there is work; None if the engine did not say."""
+
+
+class VersionAnswer(msgspec.Struct, frozen=True):
+    """Answer of `/version`."""
+
+    version: str
+    """Of the distribution openinfer-server."""
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """Answer of `/ready`."""
+
+    status: str
+
+
+class Operations:
+    """The routes' handlers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, exchange: Exchange) -> None:
+        """200 while the step loop turns; 503 when it hangs, is dead or does not answer."""
+        stats, lost = await self._stats(), self._service.peers.lost
+        if lost is not None:
+            await exchange.send(503, msgspec.json.encode(Health(lost, None)))
+        elif stats is None:
+            await exchange.send(503, msgspec.json.encode(Health("the engine does not answer", None)))
+        elif stats.step_age_s > self._service.options.health_max_step_age_s:
+            await exchange.send(503, msgspec.json.encode(Health("the engine's loop hangs", stats.step_age_s)))
+        else:
+            await exchange.send(200, msgspec.json.encode(Health("ok", stats.step_age_s)))
+
+    async def ready(self, exchange: Exchange) -> None:
+        """200 while new requests are taken."""
+        if self._service.draining or self._service.link.dead:
+            await exchange.send(503, msgspec.json.encode(Readiness("ending")))
+        else:
+            await exchange.send(200, msgspec.json.encode(Readiness("ready")))
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """Prometheus' text format; of all workers, whichever is asked."""
+        service = self._service
+        try:
+            snapshots = [service.snapshot(), *await service.peers.snapshots()]
+        except TimeoutError as error:
+            raise busy("a worker does not say what it counted") from error
+        body = metrics_page(
+            summed(snapshots, max_model_tokens=service.info.max_model_tokens),
+            service.info,
+            await self._stats(),
+            model_name=service.model_names[0],
+            open_requests=sum(snapshot.open_requests for snapshot in snapshots),
+        )
+        await exchange.send(200, body, content_type=CONTENT_TYPE)
+
+    async def version(self, exchange: Exchange) -> None:
+        """The server's version."""
+        await exchange.send(200, msgspec.json.encode(VersionAnswer(version(DISTRIBUTION))))
+
+    async def _stats(self) -> EngineStats | None:
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                return await self._service.link.stats()
+        except TimeoutError:
+            return None
+
+
+def operation_routes(service: Service) -> list[Route]:
+    """What probes and scrapers ask."""
+    operations = Operations(service)
+
+    def get(path: str, handler: Handler, summary: str, **doc: Any) -> Route:
+        about = RouteDoc(summary=summary, tag="Operation", **doc)
+        return Route(method="GET", path=path, handler=handler, level=Level.PUBLIC, doc=about)
+
+    return [
+        get("/health", operations.health, "Whether the engine lives.", answer=Health, unwell=Health),
+        get("/ready", operations.ready, "Whether requests are taken.", answer=Readiness, unwell=Readiness),
+        get("/metrics", operations.metrics, "Numbers for Prometheus.", media_type=CONTENT_TYPE, errors=(503,)),
+        get("/version", operations.version, "The server's version.", answer=VersionAnswer),
+    ]

@@ -1,0 +1,1 @@
+"""OpenAI's two older APIs, completions and chat completions, and the routes about models."""

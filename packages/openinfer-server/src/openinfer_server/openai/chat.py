@@ -1,0 +1,125 @@
+"""`POST /v1/chat/completions`."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import cast
+
+import msgspec
+
+from openinfer_server.chat.prompt import chat_prompt
+from openinfer_server.http.api_errors import invalid, refused
+from openinfer_server.http.request import Exchange
+from openinfer_server.limits.conversation import check_pieces
+from openinfer_server.openai.chat_answers import ChatAnswer, ChatGeneration
+from openinfer_server.openai.event_frames import ResponseHead, chat_frame
+from openinfer_server.openai.generation import AnswerShape, Generation
+from openinfer_server.openai.objects import ChatChoice, ChatCompletion, ChatMessage, Usage
+from openinfer_server.openai.types import AssistantTurn, ChatRequest, check_refused, thinks
+from openinfer_server.output.delta_choice import DeltaChoice
+from openinfer_server.output.logprobs import chat_format
+from openinfer_server.output.reader import Reader
+from openinfer_server.output.text_choices import CollectedText
+from openinfer_server.request.plan import Prompt, Scoring, check_num_choices, check_stream_options, make_plan
+from openinfer_server.request.structured import asked_of, chat_grammar, constrained
+from openinfer_server.service import Service
+from openinfer_server.tools.offer import chat_offer
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+
+
+class ChatCompletions:
+    """The route's handler."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._logprobs = chat_format(service.tokenizer)
+        self._shape = AnswerShape(
+            id_prefix="chatcmpl",
+            event_object="chat.completion.chunk",
+            frame=chat_frame,
+            logprob_format=self._logprobs,
+            body=self._body,
+        )
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Answers a chat `n` times."""
+        service = self._service
+        service.check_serving()
+        request = await exchange.read_json(_decoder)
+        _check(request)
+        model = service.resolve_model(request.model)
+        include_usage = check_stream_options(request)
+        check_num_choices(request, 1, service.options)
+        offer = chat_offer(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        variables = {**_template_options(request), **offer.variables}
+        prompt = await chat_prompt(service, request.messages, variables)
+        reader = Reader.make(service, prompt, offer, budget_tokens=request.thinking_token_budget)
+        plan = make_plan(
+            service,
+            request,
+            [reader.prompt],
+            tenant=exchange.tenant,
+            max_tokens=lambda prompt: self._max_tokens(request, prompt),
+            scoring=Scoring(output=(request.top_logprobs or 0) if request.logprobs else None),
+        )
+        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, asked_of(request)))
+        make = Generation if reader.is_plain else partial(ChatGeneration, reader=reader)
+        generation = make(
+            service=service,
+            shape=self._shape,
+            plan=plan,
+            model=model,
+            stream=bool(request.stream),
+            include_usage=include_usage,
+            echo=False,
+        )
+        await generation.deliver(exchange)
+
+    def _max_tokens(self, request: ChatRequest, prompt: Prompt) -> int:
+        """`max_completion_tokens` is the newer name and wins; without either the rest of the context."""
+        for given in (request.max_completion_tokens, request.max_tokens):
+            if given is not None:
+                return given
+        return max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
+
+    def _body(self, head: ResponseHead, choices: Sequence[CollectedText | DeltaChoice], usage: Usage) -> ChatCompletion:
+        return ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[self._choice(choice) for choice in choices],
+            usage=usage,
+        )
+
+    def _choice(self, choice: CollectedText | DeltaChoice) -> ChatChoice:
+        if isinstance(choice, CollectedText):
+            message, scores, reason = ChatMessage(content=choice.text), choice.scores, str(choice.finish_reason)
+        else:
+            kept = cast("ChatAnswer", choice.sink)  # `ChatGeneration` makes no other choices for whole answers
+            message, scores, reason = kept.message, kept.scores, kept.finish_reason
+        return ChatChoice(choice.index, message, self._logprobs(scores) if scores else None, reason)
+
+
+def _check(request: ChatRequest) -> None:
+    check_refused(request)
+    if request.store:
+        raise refused("store", "this server stores no completions")
+    check_pieces(request.messages, "messages")
+    if not request.messages:
+        raise invalid("messages", "messages is empty")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
+    for index, turn in enumerate(request.messages):
+        if isinstance(turn, AssistantTurn):
+            check_refused(turn, f"messages[{index}].")
+
+
+def _template_options(request: ChatRequest) -> Mapping[str, object]:
+    given, thinking = request.chat_template_kwargs, thinks(request.reasoning_effort)
+    variables = {} if given is None else msgspec.structs.asdict(given)
+    chosen = {name: value for name, value in variables.items() if value is not None}
+    if thinking is None:
+        return chosen
+    if any(chosen.get(name, thinking) is not thinking for name in ("enable_thinking", "thinking")):
+        raise invalid("reasoning_effort", "reasoning_effort and chat_template_kwargs contradict each other")
+    return {**chosen, "enable_thinking": thinking}

@@ -1,0 +1,228 @@
+"""Answers of `/v1/chat/completions` that are read by parsers: as events, and as a message."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+
+from openinfer_core.events import FinishReason
+from openinfer_server.http.writers import StreamWriter
+from openinfer_server.openai.event_frames import EventFrame, ResponseHead, chat_delta_frame
+from openinfer_server.openai.generation import Generation
+from openinfer_server.openai.objects import AnswerCall, AnswerFunction, ChatMessage
+from openinfer_server.output.delta_choice import DeltaChoice, DeltaSink
+from openinfer_server.output.logprobs import LogprobFormat, ScoredToken
+from openinfer_server.output.reader import Reader
+from openinfer_server.output.response import Answer, Choice
+from openinfer_server.parsers.deltas import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+)
+from openinfer_server.text.byte_table import escape_json
+
+TOOL_CALLS = "tool_calls"
+"""Why an answer ended that calls tools."""
+_AFTER_ARGUMENTS = b'"}}]'
+
+
+def finish_reason(choice: DeltaChoice, reason: FinishReason) -> str:
+    """OpenAI's word for why an answer ended; one that was cut short says so, calls or not."""
+    return TOOL_CALLS if choice.called and reason is FinishReason.STOP else str(reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatGeneration(Generation):
+    """A chat whose answers are parsed."""
+
+    reader: Reader
+
+    def stream_choice(self, answer: Answer, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
+        """A choice that is written as it comes."""
+        frame = chat_delta_frame(head, index)
+        return self._choice(answer, index, ChatStream(frame, writer, answer.link.dirty, self.shape.logprob_format))
+
+    def whole_choice(self, answer: Answer, index: int) -> Choice:
+        """A choice that is kept for one body."""
+        return self._choice(answer, index, ChatAnswer())
+
+    def _choice(self, answer: Answer, index: int, sink: DeltaSink) -> DeltaChoice:
+        return DeltaChoice(
+            answer,
+            index,
+            prompt=self.plan.prompt_of(index),
+            options=self.text_options(self.service.parsers.visible_tokens),
+            reading=self.reader.reading(self.plan.requests[index]),
+            sink=sink,
+        )
+
+
+class ChatStream:
+    """A sink that writes an event per token, also when nothing came of it yet."""
+
+    __slots__ = (
+        "_after_arguments",
+        "_after_text",
+        "_before_content",
+        "_before_reasoning",
+        "_dirty",
+        "_format",
+        "_frame",
+        "_writer",
+    )
+
+    def __init__(
+        self, frame: EventFrame, writer: StreamWriter, dirty: list[StreamWriter], logprob_format: LogprobFormat
+    ) -> None:
+        self._after_arguments = _AFTER_ARGUMENTS + frame.after
+        self._after_text = b'"' + frame.after
+        self._before_content = frame.before + b'"content":"'
+        self._before_reasoning = frame.before + b'"reasoning_content":"'
+        self._dirty = dirty
+        self._format = logprob_format
+        self._frame = frame
+        self._writer = writer
+        writer.parts.append(frame.first)
+
+    def begin(self, choice: DeltaChoice) -> None:
+        """The first event is written already."""
+
+    def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
+        """Writes an event."""
+        if scores:
+            self._write(self._frame.text_event(delta_json(deltas), msgspec.json.encode(self._format(scores))))
+            return
+        if len(deltas) == 1:
+            delta = deltas[0]
+            if type(delta) is ContentDelta:
+                self._write(self._before_content + escape_json(delta.text) + self._after_text)
+                return
+            if type(delta) is ReasoningDelta:
+                self._write(self._before_reasoning + escape_json(delta.text) + self._after_text)
+                return
+            if type(delta) is CallArguments:
+                before = self._frame.before + _before_arguments(delta.index)
+                self._write(before + escape_json(delta.text) + self._after_arguments)
+                return
+        self._write(self._frame.before + delta_json(deltas) + self._frame.after)
+
+    def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
+        """Writes the last event."""
+        self._write(self._frame.finish_event(finish_reason(choice, reason)))
+
+    def _write(self, event: bytes) -> None:
+        self._writer.parts.append(event)
+        self._writer.put_on(self._dirty)
+
+
+class ChatAnswer:
+    """A sink that keeps a message.
+
+    Attributes:
+        finish_reason: OpenAI's word; empty until the end.
+        scores: of all tokens, if they were asked for.
+    """
+
+    def __init__(self) -> None:
+        self.finish_reason = ""
+        self.scores: list[ScoredToken] = []
+        self._arguments: list[list[str]] = []
+        self._calls: list[CallStart] = []
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+
+    def begin(self, choice: DeltaChoice) -> None:
+        """Nothing to keep."""
+
+    def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
+        """Keeps what came of a token."""
+        self.scores += scores
+        for delta in deltas:
+            match delta:
+                case ContentDelta(text):
+                    self._content.append(text)
+                case ReasoningDelta(text):
+                    self._reasoning.append(text)
+                case CallStart():
+                    self._calls.append(delta)
+                    self._arguments.append([])
+                case CallArguments(index, text):
+                    self._arguments[index].append(text)
+                case CallEnd():
+                    pass
+
+    def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
+        """Keeps why it ended."""
+        self.finish_reason = finish_reason(choice, reason)
+
+    @property
+    def message(self) -> ChatMessage:
+        """What has been kept."""
+        content = "".join(self._content)
+        calls = [
+            AnswerCall(call.call_id, AnswerFunction(call.name, "".join(arguments)))
+            for call, arguments in zip(self._calls, self._arguments, strict=True)
+        ]
+        return ChatMessage(
+            content=None if calls and not content else content,
+            reasoning_content="".join(self._reasoning) or msgspec.UNSET,
+            tool_calls=calls or msgspec.UNSET,
+        )
+
+
+def delta_json(deltas: Sequence[Delta]) -> bytes:
+    """Inside of the `delta` object of one event. Nearly every token makes one delta, or none."""
+    if len(deltas) != 1:
+        return _several(deltas) if deltas else b""
+    delta = deltas[0]
+    if isinstance(delta, ContentDelta):
+        return b'"content":"' + escape_json(delta.text) + b'"'
+    if isinstance(delta, ReasoningDelta):
+        return b'"reasoning_content":"' + escape_json(delta.text) + b'"'
+    if isinstance(delta, CallArguments):
+        return _before_arguments(delta.index) + escape_json(delta.text) + _AFTER_ARGUMENTS
+    return _several(deltas)
+
+
+@lru_cache(maxsize=64)
+def _before_arguments(index: int) -> bytes:
+    return b'"tool_calls":[{"index":%d,"function":{"arguments":"' % index
+
+
+def _several(deltas: Sequence[Delta]) -> bytes:
+    """Several deltas in one event: each kind of text as one, each call once."""
+    texts = {"reasoning_content": "", "content": ""}
+    calls: dict[int, _CallDelta] = {}
+    for delta in deltas:
+        match delta:
+            case ContentDelta(text):
+                texts["content"] += text
+            case ReasoningDelta(text):
+                texts["reasoning_content"] += text
+            case CallStart(index, call_id, name):
+                calls[index] = _CallDelta(index, _FunctionDelta("", name), call_id, "function")
+            case CallArguments(index, text):
+                call = calls.setdefault(index, _CallDelta(index, _FunctionDelta("")))
+                call.function.arguments += text
+            case CallEnd():
+                pass
+    parts = [b'"%b":"%b"' % (name.encode(), escape_json(text)) for name, text in texts.items() if text]
+    if calls:
+        parts.append(b'"tool_calls":' + msgspec.json.encode(list(calls.values())))
+    return b",".join(parts)
+
+
+class _FunctionDelta(msgspec.Struct):
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class _CallDelta(msgspec.Struct):
+    index: int
+    function: _FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET

@@ -1,0 +1,110 @@
+"""Server-sent events as bytes: what surrounds the text of one choice is made once, not per token.
+
+data: {"id":…,"object":…,"created":…,"model":…,"choices":[{"index":0,"text":"  TEXT  ","logprobs":…,"finish_reason":…}]}
+└─────────────────────────── before ─────────────────────────────────────────┘      └────────── after ──────────┘
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from openinfer_server.http.api_errors import ApiError
+from openinfer_server.openai.objects import Usage
+
+DONE_DATA = "[DONE]"
+"""Data of the last event of a stream."""
+DONE = f"data: {DONE_DATA}\n\n".encode()
+_END = b"}\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What all events of one response share."""
+
+    id: str
+    object: str
+    """Of its events."""
+    created: int
+    model: str
+    include_usage: bool
+    """Whether a stream ends with its usage; its other events then say that theirs is null."""
+
+    def begin(self) -> bytes:
+        """An event up to its choices."""
+        fields = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return b"data: " + msgspec.json.encode(fields)[:-1] + b',"choices":['
+
+    def end(self) -> bytes:
+        """An event from the end of its choices on."""
+        return b"]" + (b',"usage":null' if self.include_usage else b"") + _END
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event after the last choice."""
+        return self.begin() + b'],"usage":' + msgspec.json.encode(usage) + _END
+
+
+@dataclass(frozen=True, slots=True)
+class EventFrame:
+    """Bytes around the text of one choice's events. Texts are given JSON-escaped, without quotes."""
+
+    before: bytes
+    after: bytes
+    """Of an event with text alone."""
+    _between: bytes
+    """From the text to the log-probabilities."""
+    _end: bytes
+    _finish: bytes
+    """Event without text, up to the log-probabilities."""
+    first: bytes
+    """Event that begins the choice; may be empty."""
+
+    def text_event(self, escaped: bytes, logprobs: bytes) -> bytes:
+        """An event with text and log-probabilities (JSON)."""
+        return b"".join((self.before, escaped, self._between, logprobs, b',"finish_reason":null}', self._end))
+
+    def finish_event(self, reason: str) -> bytes:
+        """The last event of the choice."""
+        return b"".join((self._finish, b'null,"finish_reason":"', reason.encode(), b'"}', self._end))
+
+
+FrameMaker: TypeAlias = Callable[[ResponseHead, int], EventFrame]
+
+
+def completion_frame(head: ResponseHead, index: int) -> EventFrame:
+    """Events of `/v1/completions`."""
+    return _frame(head, index, opening=b'"text":"', closing=b'"', empty=b'"text":""')
+
+
+def chat_frame(head: ResponseHead, index: int) -> EventFrame:
+    """Events of `/v1/chat/completions`; the first one names the role."""
+    role = b'"delta":{"role":"assistant","content":""}'
+    return _frame(head, index, opening=b'"delta":{"content":"', closing=b'"}', empty=b'"delta":{}', first=role)
+
+
+def chat_delta_frame(head: ResponseHead, index: int) -> EventFrame:
+    """Events of `/v1/chat/completions` whose text is the inside of the whole `delta` object."""
+    role = b'"delta":{"role":"assistant","content":""}'
+    return _frame(head, index, opening=b'"delta":{', closing=b"}", empty=b'"delta":{}', first=role)
+
+
+def _frame(
+    head: ResponseHead, index: int, *, opening: bytes, closing: bytes, empty: bytes, first: bytes | None = None
+) -> EventFrame:
+    begin = head.begin() + b'{"index":%d,' % index
+    end = head.end()
+    plain = b',"logprobs":null,"finish_reason":null}' + end
+    return EventFrame(
+        before=begin + opening,
+        after=closing + plain,
+        _between=closing + b',"logprobs":',
+        _end=end,
+        _finish=begin + empty + b',"logprobs":',
+        first=b"" if first is None else begin + first + plain,
+    )
+
+
+def error_event(error: ApiError) -> bytes:
+    """What a stream that failed after its head ends with; the SDK raises it."""
+    return b"data: " + error.to_json() + b"\n\n"

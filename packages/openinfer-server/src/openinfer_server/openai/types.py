@@ -1,0 +1,266 @@
+"""Request bodies as msgspec types: every field the OpenAI SDK can send is here, honoured or refused by name.
+
+`null` means absent. Fields in a type's `REFUSED` are known and refused; fields that are not here are refused by the
+decoder.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import msgspec
+
+from openinfer_server.http.api_errors import refused
+from openinfer_server.request.bounded_fields import (
+    Count,
+    LogitBias,
+    Logprobs,
+    MinP,
+    NonNegative,
+    Penalty,
+    Priority,
+    RepetitionPenalty,
+    Salt,
+    Seed,
+    Stop,
+    Stops,
+    StopTokenIds,
+    Temperature,
+    TopK,
+    TopP,
+)
+from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.structured_types import AnswerFormat, GuidedFields
+from openinfer_server.tools.types import Tool, ToolChoice
+
+TEXT_ONLY = "this server serves text only"
+CACHE_OPTIONS = "the prefix cache has no options; cache_salt separates its users"
+CACHED_ANYWAY = "the prefix cache keeps every block that fits, asked or not"
+CACHE_RETENTION = "the prefix cache keeps what fits"
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much to think. Models here think or do not: `none` and `minimal` turn it off, every other effort on."""
+
+
+def thinks(effort: Effort | None) -> bool | None:
+    """Whether the template is told to think; None leaves it the choice."""
+    return None if effort is None else effort not in ("none", "minimal")
+
+
+class StreamOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stream says beside its text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"include_obfuscation": "false asks for what is always so; true is refused"}
+
+
+class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every route takes that generates text."""
+
+    seed: Seed | None = None
+    stop: Stop | Stops | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    # ours and vLLM's
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: NonNegative | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: StopTokenIds | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+
+
+class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that OpenAI's two older routes take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
+    response_format: AnswerFormat | None = None
+    """OpenAI's for chats, vLLM's for completions, too."""
+    user: str | None = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"user": "it says whom the request is for, and nobody is counted"}
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+    best_of: int | None = None
+    suffix: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"suffix": "the model does not fill in the middle"}
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        **GenerationFields.IGNORED,
+        "best_of": "as many as n is what is always so; more is refused",
+    }
+
+
+class TextPart(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A piece of a turn's content."""
+
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: object = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"prompt_cache_breakpoint": CACHED_ANYWAY}
+
+
+Content = str | list[TextPart]
+
+
+class SystemTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="system"):
+    """What the operator says."""
+
+    content: Content
+    name: str | None = None
+
+
+class DeveloperTurn(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="developer"
+):
+    """What the application says; a system turn for templates that do not know developers."""
+
+    content: Content
+    name: str | None = None
+
+
+class UserTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
+    """What the user says."""
+
+    content: Content
+    name: str | None = None
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call the model made."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool call of an earlier assistant turn."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AssistantTurn(
+    RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"
+):
+    """What the model said."""
+
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    refusal: object = None
+    audio: object = None
+    function_call: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "audio": TEXT_ONLY,
+        "function_call": "tool_calls has taken its place",
+        "refusal": "a refusal is given as content here",
+    }
+
+
+class ToolTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"):
+    """What a tool returned."""
+
+    content: Content
+    tool_call_id: str
+
+
+Turn = SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn
+
+
+class ChatTemplateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The template's variables that a request may set; the list is closed on purpose."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    """The same under DeepSeek's name; either sets both."""
+
+
+class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[Turn]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    chat_template_kwargs: ChatTemplateOptions | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: NonNegative | None = None
+    """Tokens of reasoning at most; vLLM's name."""
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    audio: object = None
+    function_call: object = None
+    functions: object = None
+    moderation: object = None
+    prediction: object = None
+    prompt_cache_options: object = None
+    prompt_cache_retention: object = None
+    verbosity: object = None
+    web_search_options: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "audio": TEXT_ONLY,
+        "function_call": "tool_choice has taken its place",
+        "functions": "tools has taken its place",
+        "moderation": "this server does not moderate",
+        "prediction": "this server does not decode against predicted outputs",
+        "prompt_cache_options": CACHE_OPTIONS,
+        "prompt_cache_retention": CACHE_RETENTION,
+        "verbosity": "the model has no such control",
+        "web_search_options": "this server does not search the web",
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        **GenerationFields.IGNORED,
+        "metadata": "it labels completions that are stored, and none are",
+        "modalities": "text is the only one",
+        "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
+        "safety_identifier": "it says whom the request is for, and nobody is counted",
+        "service_tier": "there is one tier, which auto and default name",
+        "store": "false asks for what is always so; true is refused",
+    }
+
+
+def check_refused(request: RequestFields, where: str = "") -> None:
+    """Refuses fields that cannot be honoured.
+
+    Raises:
+        ApiError: 400; its `param` names the field.
+    """
+    for name, why in request.REFUSED.items():
+        if getattr(request, name) is not None:
+            raise refused(where + sent_name(type(request), name), why)
+
+
+def sent_name(kind: type[msgspec.Struct], name: str) -> str:
+    """A field as JSON has it: some names are words of Python."""
+    return kind.__struct_encode_fields__[kind.__struct_fields__.index(name)]

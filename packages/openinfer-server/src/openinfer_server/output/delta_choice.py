@@ -1,0 +1,194 @@
+"""`DeltaChoice`: a choice whose text is read by parsers, for every API that tells reasoning, answer and calls apart.
+
+    token ─► detokenizer ─► stop scanner ─► OutputParser ─► DeltaSink
+
+    Scheduled ─► sink.begin      each token ─► sink.take(deltas, scores)      the end ─► sink.take, sink.conclude
+
+When the reasoning has used up its budget, the engine's request is replaced: what was generated so far and the text
+that closes the reasoning become part of the prompt (the prefix cache has nearly all of it), and the answer goes on from
+there. To the sink it is one answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from openinfer_core.events import Finished, FinishReason, Scheduled
+from openinfer_core.request import GenerateRequest
+from openinfer_core.sampling import Grammar
+from openinfer_server.output.logprobs import ScoredToken
+from openinfer_server.output.response import Answer
+from openinfer_server.output.text_choices import TextChoice, TextOptions
+from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
+from openinfer_server.parsers.output import OutputParser
+from openinfer_server.request.plan import Prompt
+
+_TEXTS = frozenset((ContentDelta, ReasoningDelta, CallArguments))
+"""Deltas that neither begin nor end a call."""
+
+
+class DeltaSink(Protocol):
+    """Where the deltas of one choice go."""
+
+    def begin(self, choice: "DeltaChoice") -> None:
+        """The engine works on it."""
+        ...
+
+    def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
+        """Takes what came of one token, which may be nothing, or of text that no token brought."""
+        ...
+
+    def conclude(self, choice: "DeltaChoice", reason: FinishReason) -> None:
+        """The answer has ended well; its counts are known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How one answer is read."""
+
+    parser: OutputParser
+    request: GenerateRequest
+    """What the engine is asked."""
+    parallel_calls: bool = True
+    """Whether there may be more than one call; otherwise the answer ends with the first."""
+    reasoning_budget_tokens: int | None = None
+    """Tokens of reasoning after which it is closed."""
+    max_model_tokens: int
+    """The engine's context."""
+
+
+class DeltaChoice(TextChoice):
+    """Feeds a parser and hands on what it says.
+
+    Attributes:
+        called: whether a call has begun.
+        sink: where its deltas go.
+    """
+
+    __slots__ = (
+        "_budget_tokens",
+        "_call_ended",
+        "_num_before",
+        "_options",
+        "_out_of_budget",
+        "_parser",
+        "_reading",
+        "called",
+        "sink",
+    )
+
+    def __init__(
+        self,
+        answer: Answer,
+        index: int,
+        *,
+        prompt: Prompt,
+        options: TextOptions,
+        reading: Reading,
+        sink: DeltaSink,
+    ) -> None:
+        super().__init__(answer, index, prompt=prompt, options=options)
+        self.called = False
+        self._budget_tokens = reading.reasoning_budget_tokens
+        self._call_ended = False
+        self._num_before: int | None = None
+        """Tokens that were generated before the engine's request was replaced."""
+        self._options = options
+        self._out_of_budget = False
+        self._parser = reading.parser
+        self._reading = reading
+        self._said_ids = None if reading.reasoning_budget_tokens is None else []
+        self.sink = sink
+
+    def scheduled(self, event: Scheduled) -> None:
+        """The engine works on it; what it found cached of its own earlier tokens is no news."""
+        if self._num_before is None:
+            super().scheduled(event)
+            self.sink.begin(self)
+
+    def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Reads a token's text."""
+        deltas = self._parser.feed(text)
+        if self._parser.reasoning:
+            self.reasoning_tokens = self._num_tokens
+            if self._budget_tokens is not None and self._num_tokens >= self._budget_tokens:
+                self.is_complete = self._out_of_budget = True
+        if len(deltas) > 1 or (deltas and type(deltas[0]) not in _TEXTS):
+            deltas = self._with_calls_noted(deltas)
+        self.sink.take(deltas, scores)
+
+    def complete(self) -> None:
+        """Ends the engine's request: for good, or to go on after the reasoning."""
+        if self._out_of_budget and self.stop_string is None:
+            self.is_complete = self._out_of_budget = False
+            self._close_reasoning()
+        else:
+            super().complete()
+
+    def finished(self, event: Finished) -> None:
+        """The engine ended it well; its counts are of its last request alone."""
+        if self._num_before is not None:
+            completion_tokens = self._num_before + event.completion_tokens
+            event = msgspec.structs.replace(
+                event, completion_tokens=completion_tokens, cached_tokens=self.cached_tokens
+            )
+        super().finished(event)
+
+    def conclude(self, reason: FinishReason) -> None:
+        """Hands on what the parser held, then the end."""
+        if not self._call_ended:
+            rest = self._with_calls_noted(self._parser.finish())
+            if rest:
+                self.sink.take(rest, ())
+        self.sink.conclude(self, reason)
+        super().conclude(reason)
+
+    def _with_calls_noted(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas up to where the answer ends if there may be one call only."""
+        for place, delta in enumerate(deltas):
+            if isinstance(delta, CallStart):
+                self.called = True
+            elif isinstance(delta, CallEnd) and not self._reading.parallel_calls:
+                self.is_complete = self._call_ended = True
+                return deltas[: place + 1]
+        return deltas
+
+    def _close_reasoning(self) -> None:
+        """Shows the text that closes the reasoning, and lets the engine go on after it."""
+        self._num_before, self._budget_tokens = self._num_tokens, None
+        closing = self._parser.closing_text
+        rest = self.take_held()
+        self.sink.take(self._with_calls_noted(self._parser.feed(rest + closing)), ())
+        closing_ids = self._options.tokenizer.encode_short(closing)
+        said = (*self._reading.request.prompt_token_ids, *(self._said_ids or ())[: self._num_tokens], *closing_ids)
+        self._said_ids = None
+        request = self._continuation(said)
+        if request is None:
+            self.end_early(FinishReason.LENGTH)
+        else:
+            self.go_on_after(said, visible=self._options.visible_tokens)
+            self.answer.link.replace(self, request)
+
+    def _continuation(self, token_ids: tuple[int, ...]) -> GenerateRequest | None:
+        """What the engine is asked instead; None if there is no room for a single token."""
+        request, sampling = self._reading.request, self._reading.request.sampling
+        max_tokens = min(sampling.max_tokens - self._num_tokens, self._reading.max_model_tokens - len(token_ids))
+        if max_tokens < 1:
+            return None
+        min_tokens = max(0, min(sampling.min_tokens - self._num_tokens, max_tokens))
+        return msgspec.structs.replace(
+            request,
+            request_id=self.answer.link.new_id(),
+            prompt_token_ids=token_ids,
+            sampling=msgspec.structs.replace(
+                sampling, max_tokens=max_tokens, min_tokens=min_tokens, grammar=_without_preamble(sampling.grammar)
+            ),
+        )
+
+
+def _without_preamble(grammar: Grammar | None) -> Grammar | None:
+    """What is left of a grammar after the reasoning."""
+    return None if grammar is None else msgspec.structs.replace(grammar, preamble=None)

@@ -1,0 +1,248 @@
+"""`EngineLink`: the one task that hands the engine's events to the choices they belong to.
+
+    for each wake-up:
+        for each event:     choices[event.request_id].tokens(event)      bytes appended to a writer's parts
+        for each dirty writer:  flush                                    one write, however many tokens came
+
+No task, queue, event or future per token. Aborted requests are forgotten at once; what the engine still says of them
+finds no choice and is dropped. A fault in one choice (a template of bytes, a stop scanner) fails that request alone.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+from openinfer_core.engine import EngineHandle, EngineStats
+from openinfer_core.errors import EngineClosed
+from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, TokenEvent, Tokens
+from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_server.http.writers import StreamWriter
+from openinfer_server.limits.admission import WaitingRoom
+from openinfer_server.observability.metrics import ServerMetrics
+from openinfer_server.observability.tracing import Tracing
+from openinfer_server.output.response import Choice, faulty
+
+logger = logging.getLogger("openinfer.server")
+
+ENGINE_ENDED = "the engine has ended"
+_DRAIN_POLL_S = 0.02
+
+
+class EngineLink:
+    """Requests to the engine and events from it.
+
+    Attributes:
+        waiting: what the engine has not begun.
+        tracing: makes spans of requests; None makes none.
+        dirty: writers with something to flush at the end of this wake-up.
+        dead: whether the engine has ended.
+        died: whether it did so by itself.
+    """
+
+    def __init__(
+        self,
+        handle: EngineHandle,
+        metrics: ServerMetrics,
+        *,
+        waiting: WaitingRoom | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.handle = handle
+        self.metrics = metrics
+        self.waiting = WaitingRoom() if waiting is None else waiting
+        self.tracing: Tracing | None = None
+        self.dirty: list[StreamWriter] = []
+        self.dead = False
+        self.died = False
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._choices: dict[RequestId, Choice] = {}
+        self._previous_s = -1.0
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return len(self._choices)
+
+    async def run(self) -> None:
+        """Hands out events until the engine ends."""
+        try:
+            async for events in self.handle.events():
+                self.dispatch(events)
+        except EngineClosed as error:
+            self.died = True
+            logger.critical("the engine died: %s", error)
+        except Exception:
+            self.died = True
+            logger.exception("the link to the engine failed")
+        finally:
+            self.dead = True
+            self.fail_all(FailureKind.SHUTDOWN, ENGINE_ENDED)
+
+    def new_id(self) -> RequestId:
+        """An id that no other request of this link has."""
+        return RequestId(next(self._ids))
+
+    def submit(self, choice: Choice, request: GenerateRequest) -> None:
+        """Hands a request to the engine; its events go to the choice. A dead engine fails it."""
+        choice.submitted_s = self._clock()
+        self.metrics.request_max_tokens.observe(request.sampling.max_tokens)
+        if self.tracing is not None:
+            request = self.tracing.submit(choice, request)
+        self._hand_over(choice, request)
+
+    def _hand_over(self, choice: Choice, request: GenerateRequest) -> None:
+        choice.request_id = request.request_id
+        self._choices[request.request_id] = choice
+        self.waiting.enter(request.request_id, len(request.prompt_token_ids))
+        try:
+            self.handle.submit(request)
+        except EngineClosed:
+            self._failed(choice, Failed(request.request_id, FailureKind.SHUTDOWN, ENGINE_ENDED))
+
+    def replace(self, choice: Choice, request: GenerateRequest) -> None:
+        """Goes on with another request in place of the choice's own; for the counters it is one. Not if it ended."""
+        if self._forget(choice) is not None:
+            self.handle.abort(choice.request_id)
+            self._hand_over(choice, request)
+
+    def abort(self, choice: Choice) -> None:
+        """Ends a choice whose answer nobody waits for; does nothing if it has ended."""
+        if self._forget(choice) is not None:
+            self._count(choice, FinishReason.ABORT)
+            self.handle.abort(choice.request_id)
+
+    def stopped(self, choice: Choice) -> None:
+        """Ends a choice whose text reached a stop string: the engine need not go on."""
+        if self._forget(choice) is not None:
+            self._count(choice, FinishReason.STOP)
+            self.handle.abort(choice.request_id)
+
+    def fail_all(self, kind: FailureKind, message: str) -> None:
+        """Fails every open answer; a living engine is told to stop."""
+        for choice in list(self._choices.values()):
+            if choice.request_id in self._choices:
+                self._failed(choice, Failed(choice.request_id, kind, message))
+                self.handle.abort(choice.request_id)
+        self._flush()
+
+    async def drained(self) -> None:
+        """Returns when no choice is open: of those that go on without a connection, too."""
+        while self._choices:  # noqa: ASYNC110 - once, at the end; an event would cost every request
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def stats(self) -> EngineStats | None:
+        """The engine's numbers; None if it has ended."""
+        try:
+            return None if self.dead else await self.handle.stats()
+        except EngineClosed:
+            return None
+
+    def dispatch(self, events: list[TokenEvent]) -> None:
+        """Hands out the events of one wake-up."""
+        choices = self._choices
+        now_s, previous_s = self._clock(), self._previous_s
+        tokens = same_gap = 0
+        for event in events:
+            choice = choices.get(event.request_id)
+            if choice is None:
+                continue
+            try:
+                if type(event) is Tokens:
+                    if event.token_ids:
+                        tokens += len(event.token_ids)
+                        if choice.last_token_s == previous_s:
+                            same_gap += 1
+                        else:
+                            self._observe(choice, now_s)
+                        choice.last_token_s = now_s
+                    choice.tokens(event)
+                else:
+                    self._dispatch_rare(choice, event)
+            except Exception as error:  # noqa: BLE001 - the fence; `_fault` logs it
+                self._fault(choice, error)
+        self.metrics.generated_tokens.value += tokens
+        if same_gap:
+            self.metrics.inter_token_s.observe(now_s - previous_s, same_gap)
+        self._previous_s = now_s
+        self._flush()
+
+    def _dispatch_rare(self, choice: Choice, event: TokenEvent) -> None:
+        if isinstance(event, Finished):
+            self._forget(choice)
+            choice.finished(event)
+            self._count(choice, event.reason)
+        elif isinstance(event, Failed):
+            self._failed(choice, event)
+        elif isinstance(event, Scheduled):
+            self.waiting.leave(choice.request_id)
+            self._scheduled(choice, event)
+            choice.scheduled(event)
+
+    def _failed(self, choice: Choice, event: Failed) -> None:
+        self._forget(choice)
+        self.metrics.failures[event.kind] += 1
+        if self.tracing is not None:
+            self.tracing.ended(choice, event.kind, now_s=self._clock())
+        choice.answer.fail(event)
+
+    def _forget(self, choice: Choice) -> Choice | None:
+        """Its events are nobody's from now on; returns it if it was open."""
+        self.waiting.leave(choice.request_id)
+        return self._choices.pop(choice.request_id, None)
+
+    def _fault(self, choice: Choice, error: Exception) -> None:
+        """The fence: whatever went wrong inside one request ends that request."""
+        logger.error("request %d failed inside the server", choice.request_id, exc_info=error)
+        self.metrics.count_fault(error)
+        if choice.request_id in self._choices:
+            self.handle.abort(choice.request_id)
+        self._failed(choice, faulty(choice.request_id))
+
+    def _scheduled(self, choice: Choice, event: Scheduled) -> None:
+        """Counts it once: a request that replaces another is no new one."""
+        if choice.queued_s is None:
+            choice.queued_s = event.queued_s
+            self.metrics.count_scheduled(
+                prompt_tokens=choice.prompt_tokens, cached_tokens=event.cached_tokens, queued_s=event.queued_s
+            )
+
+    def _observe(self, choice: Choice, now_s: float) -> None:
+        """A token whose gap is not this wake-up's: the first of its request, or one after a pause."""
+        if choice.last_token_s:
+            self.metrics.inter_token_s.observe(now_s - choice.last_token_s)
+        else:
+            choice.first_token_s = now_s
+            self.metrics.count_first_token(
+                since_submission_s=now_s - choice.submitted_s, queued_s=choice.queued_s or 0.0
+            )
+
+    def _count(self, choice: Choice, outcome: FinishReason) -> None:
+        metrics = self.metrics
+        now_s = self._clock()
+        metrics.ended[outcome] += 1
+        if self.tracing is not None:
+            self.tracing.ended(choice, outcome, now_s=now_s)
+        if outcome is FinishReason.ABORT:
+            return
+        total_s = now_s - choice.submitted_s
+        metrics.count_complete(
+            prompt_tokens=choice.prompt_tokens, generated_tokens=choice.completion_tokens, total_s=total_s
+        )
+        if choice.first_token_s:  # the last token, which may be a stop token, came in this wake-up
+            metrics.count_generated(
+                generated_tokens=choice.completion_tokens,
+                decode_s=now_s - choice.first_token_s,
+                inference_s=total_s - (choice.queued_s or 0.0),
+            )
+
+    def _flush(self) -> None:
+        for writer in self.dirty:
+            try:
+                writer.flush()
+            except Exception:
+                logger.exception("a stream's connection failed; it is dropped")
+                writer.drop()
+        self.dirty.clear()

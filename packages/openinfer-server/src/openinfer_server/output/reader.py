@@ -1,0 +1,85 @@
+"""`Reader`: how the answers to one prompt are read, for every API that tells reasoning, answer and calls apart."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from openinfer_core.request import GenerateRequest
+from openinfer_server.http.api_errors import invalid, refused
+from openinfer_server.output.delta_choice import Reading
+from openinfer_server.parsers.output import OutputParser
+from openinfer_server.request.plan import Prompt
+from openinfer_server.service import Service
+from openinfer_server.tools.offer import ToolOffer
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Makes a parser for each answer to a prompt.
+
+    Attributes:
+        prompt: what the engine is asked; reasoning that has no budget at all is closed in it.
+        is_plain: whether there is nothing to parse: all text is content.
+    """
+
+    prompt: Prompt
+    is_plain: bool
+    _service: Service
+    _schemas: Mapping[str, Mapping[str, Any]]
+    _parallel: bool
+    _budget_tokens: int | None
+
+    @classmethod
+    def make(
+        cls,
+        service: Service,
+        prompt: Prompt,
+        offer: ToolOffer,
+        *,
+        budget_tokens: int | None,
+        budget_field: str = "thinking_token_budget",
+    ) -> "Reader":
+        """The reader of the answers to a prompt.
+
+        Args:
+            service: whose parsers.
+            prompt: with the rendered chat as its text.
+            offer: functions on offer.
+            budget_tokens: tokens of reasoning at most; None for as many as the model likes.
+            budget_field: what the API calls that.
+
+        Raises:
+            ApiError: 400; the budget cannot be kept.
+            ParserFault: a parser cannot be made.
+        """
+        first = service.parsers.open(prompt.text, offer.schemas)
+        if budget_tokens is not None:
+            if budget_tokens < 0:
+                raise invalid(budget_field, f"{budget_field} is {budget_tokens}; it must be at least 0")
+            if not first.closing_text:
+                raise refused(
+                    budget_field, "no reasoning parser is chosen; start the server with --reasoning-parser NAME"
+                )
+            if budget_tokens == 0 and first.reasoning:
+                prompt = _with_closed_reasoning(service, prompt, first)
+        return cls(prompt, first.is_plain, service, offer.schemas, offer.parallel, budget_tokens)
+
+    def reading(self, request: GenerateRequest) -> Reading:
+        """How one answer is read.
+
+        Raises:
+            ParserFault: a parser cannot be made.
+        """
+        return Reading(
+            parser=self._service.parsers.open(self.prompt.text, self._schemas),
+            request=request,
+            parallel_calls=self._parallel,
+            reasoning_budget_tokens=self._budget_tokens,
+            max_model_tokens=self._service.info.max_model_tokens,
+        )
+
+
+def _with_closed_reasoning(service: Service, prompt: Prompt, parser: OutputParser) -> Prompt:
+    closing = parser.closing_text
+    token_ids = (*prompt.token_ids, *service.tokenizer.encode_short(closing))
+    return Prompt(token_ids, prompt.text + closing, prompt.field)

@@ -1,0 +1,150 @@
+"""`Choice`: one engine request of a client's request; `Answer`: all of them together.
+
+    Answer.submit(choice, request) ─► EngineLink ─► engine
+    engine ─► EngineLink ─► Choice.tokens / finished / failed ─► Answer ─► `began`, `done` ─► the request's coroutine
+
+Prompts x `n` make the choices. The first failure ends the whole answer: the other choices are aborted. Everything here
+runs in the event loop's thread.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, Tokens
+from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_server.observability.tracing import ChoiceTrace
+
+if TYPE_CHECKING:
+    from openinfer_server.output.engine_link import EngineLink
+
+
+class Choice:
+    """One engine request.
+
+    Attributes:
+        index: its place among the choices of the answer.
+        request_id: known from `Answer.submit` on.
+        submitted_s: clock of the submission.
+        queued_s: how long it waited in the engine's queue; None while it does.
+        first_token_s: clock of the first token; 0 before it.
+        last_token_s: clock of the last token; 0 before the first.
+        completion_tokens: sampled tokens, the stop token included; known at the end.
+        trace: its span, if spans are made.
+        reasoning_tokens: those of them that were spent on reasoning, as far as a parser told.
+        finish_reason: None until it has ended well.
+    """
+
+    __slots__ = (
+        "answer",
+        "cached_tokens",
+        "completion_tokens",
+        "finish_reason",
+        "first_token_s",
+        "index",
+        "last_token_s",
+        "prompt_tokens",
+        "queued_s",
+        "reasoning_tokens",
+        "request_id",
+        "submitted_s",
+        "trace",
+    )
+
+    def __init__(self, answer: "Answer", index: int, *, prompt_tokens: int) -> None:
+        self.answer = answer
+        self.index = index
+        self.prompt_tokens = prompt_tokens
+        self.request_id = RequestId(-1)
+        self.submitted_s = 0.0
+        self.queued_s: float | None = None
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.trace: ChoiceTrace | None = None
+
+    def scheduled(self, event: Scheduled) -> None:
+        """The engine works on it."""
+        self.cached_tokens = event.cached_tokens
+        self.answer.begin()
+
+    def tokens(self, event: Tokens) -> None:
+        """Takes new tokens."""
+        raise NotImplementedError
+
+    def finished(self, event: Finished) -> None:
+        """The engine ended it well."""
+        self.completion_tokens = event.completion_tokens
+        self.cached_tokens = event.cached_tokens
+        if event.reason is FinishReason.ABORT:  # not by us: then the link would have forgotten the choice
+            self.answer.fail(Failed(self.request_id, FailureKind.SHUTDOWN, "the engine aborted the request"))
+        else:
+            self.conclude(event.reason)
+
+    def conclude(self, reason: FinishReason) -> None:
+        """Ends it well; subclasses say so to the client first."""
+        self.finish_reason = reason
+        self.answer.choice_ended()
+
+
+class Answer:
+    """All choices of one client's request.
+
+    Attributes:
+        began: resolved when the engine works on any choice, or with `done`.
+        done: resolved when every choice has ended, or one failed.
+        failure: why, if one failed.
+    """
+
+    def __init__(self, link: "EngineLink") -> None:
+        loop = asyncio.get_running_loop()
+        self.began: asyncio.Future[None] = loop.create_future()
+        self.done: asyncio.Future[None] = loop.create_future()
+        self.failure: Failed | None = None
+        self.choices: list[Choice] = []
+        self.link = link
+        self._open = 0
+
+    def submit(self, choices: Sequence[Choice], requests: Sequence[GenerateRequest]) -> None:
+        """Hands all choices to the engine, each with its request."""
+        self.choices = list(choices)
+        self._open = len(self.choices)
+        for choice, request in zip(self.choices, requests, strict=True):
+            if not self.done.done():
+                self.link.submit(choice, request)
+
+    def begin(self) -> None:
+        """The engine works on it."""
+        if not self.began.done():
+            self.began.set_result(None)
+
+    def choice_ended(self) -> None:
+        """A choice ended well."""
+        self._open -= 1
+        if self._open == 0:
+            self._end()
+
+    def fail(self, failure: Failed) -> None:
+        """A choice failed: ends all of them."""
+        if self.failure is None and not self.done.done():
+            self.failure = failure
+            self.abort()
+            self._end()
+
+    def abort(self) -> None:
+        """Aborts every choice that has not ended."""
+        for choice in self.choices:
+            self.link.abort(choice)
+
+    def _end(self) -> None:
+        self.begin()
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+def faulty(request_id: RequestId) -> Failed:
+    """A fault of this server inside one request."""
+    return Failed(request_id, FailureKind.INTERNAL, "the server failed on this request; its log says why")

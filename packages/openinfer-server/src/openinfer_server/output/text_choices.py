@@ -1,0 +1,222 @@
+"""Choices that know their text: stop strings, log-probabilities, echo, and whole answers.
+
+    token ─► detokenizer ─► stop scanner ─► show(text, scores)     StreamedText: an event; CollectedText: kept
+
+Only requests that ask for any of it take this path; both classes show the same text and scores in the same order,
+so that a streamed answer equals the whole one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
+from openinfer_server.http.writers import StreamWriter
+from openinfer_server.openai.event_frames import EventFrame
+from openinfer_server.output.logprobs import LogprobFormat, ScoredToken, score_prompt
+from openinfer_server.output.response import Answer, Choice
+from openinfer_server.request.plan import Prompt
+from openinfer_server.text.byte_table import escape_json
+from openinfer_server.text.stop_strings import StopScanner
+from openinfer_server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What is wanted of a choice's text."""
+
+    tokenizer: Tokenizer
+    stops: tuple[str, ...]
+    min_tokens: int
+    """Stop strings are not looked for in the text of so many first tokens."""
+    echo: bool
+    visible_tokens: frozenset[str] = frozenset()
+    """Special tokens that show by name, for parsers that know them."""
+
+
+class TextChoice(Choice):
+    """Turns tokens into pieces of text; subclasses say where they go.
+
+    Attributes:
+        is_complete: whether the text ends here, whatever the engine would still say.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_echo",
+        "_min_tokens",
+        "_num_tokens",
+        "_offset",
+        "_prompt",
+        "_prompt_logprobs",
+        "_said_ids",
+        "_scanner",
+        "_tokenizer",
+        "is_complete",
+    )
+
+    def __init__(self, answer: Answer, index: int, *, prompt: Prompt, options: TextOptions) -> None:
+        super().__init__(answer, index, prompt_tokens=len(prompt.token_ids))
+        self.is_complete = False
+        self._detokenizer = options.tokenizer.detokenizer(prompt.token_ids, visible=options.visible_tokens)
+        self._echo = options.echo
+        self._min_tokens = options.min_tokens
+        self._num_tokens = 0
+        self._offset = 0
+        self._prompt = prompt
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._said_ids: list[int] | None = None
+        """All tokens so far, if a subclass wants them kept."""
+        self._scanner = StopScanner(options.stops) if options.stops else None
+        self._tokenizer = options.tokenizer
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self._scanner is None else self._scanner.matched
+
+    def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Takes the next piece of text and the tokens it goes with; either may be empty."""
+        raise NotImplementedError
+
+    def show_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Takes the prompt, which may be large."""
+        self.show(text, scores)
+
+    def tokens(self, event: Tokens) -> None:
+        """Shows each token's text, up to the beginning of the first stop string."""
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs += event.prompt_logprobs
+        if self._echo and event.token_ids:
+            self._show_prompt()
+        if self._said_ids is not None:
+            self._said_ids += event.token_ids
+        logprobs = event.logprobs
+        for place, token_id in enumerate(event.token_ids):
+            scores = () if logprobs is None else (ScoredToken(token_id, logprobs[place], self._offset),)
+            text = self._detokenizer.feed(token_id)
+            self._offset += len(text)
+            self._num_tokens += 1
+            self.show(text if self._scanner is None else self._scan(text), scores)
+            if self.is_complete:
+                self.complete()
+                return
+
+    def finished(self, event: Finished) -> None:
+        """The engine ended it well: shows what was held."""
+        if self._echo:
+            self._show_prompt()
+        rest = self.take_held()
+        if rest:
+            self.show(rest, ())
+        super().finished(event)
+
+    def complete(self) -> None:
+        """Ends a text that is complete."""
+        self.end_early(FinishReason.STOP)
+
+    def end_early(self, reason: FinishReason) -> None:
+        """Ends it well and tells the engine to stop."""
+        self.completion_tokens = self._num_tokens
+        self.answer.link.stopped(self)
+        self.conclude(reason)
+
+    def go_on_after(self, token_ids: Sequence[int], *, visible: frozenset[str]) -> None:
+        """The next token follows these, whatever came before."""
+        self._detokenizer = self._tokenizer.detokenizer(token_ids, visible=visible)
+
+    def take_held(self) -> str:
+        """Text that is held back for what may follow it, as if nothing followed."""
+        rest = self._detokenizer.finish()
+        return rest if self._scanner is None else self._scanner.feed(rest) + self._scanner.finish()
+
+    def _scan(self, text: str) -> str:
+        """What can be shown of a piece before stop strings; looks for none in the first `min_tokens` tokens."""
+        if self._scanner is None or self._num_tokens <= self._min_tokens:
+            return text
+        text = self._scanner.feed(text)
+        self.is_complete = self._scanner.found
+        return text
+
+    def _show_prompt(self) -> None:
+        """Shows the prompt before the first token; by then all of its log-probabilities have come."""
+        self._echo = False
+        self._offset = len(self._prompt.text)
+        scores = score_prompt(self._tokenizer, self._prompt, self._prompt_logprobs) if self._prompt_logprobs else ()
+        self.show_prompt(self._prompt.text, scores)
+
+
+class StreamedText(TextChoice):
+    """Writes an event per token, also when its text is still held back."""
+
+    __slots__ = ("_dirty", "_format", "_frame", "_writer")
+
+    def __init__(
+        self,
+        answer: Answer,
+        index: int,
+        *,
+        prompt: Prompt,
+        options: TextOptions,
+        frame: EventFrame,
+        writer: StreamWriter,
+        logprob_format: LogprobFormat,
+    ) -> None:
+        super().__init__(answer, index, prompt=prompt, options=options)
+        self._dirty = answer.link.dirty
+        self._format = logprob_format
+        self._frame = frame
+        self._writer = writer
+        if frame.first:
+            writer.parts.append(frame.first)
+
+    def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Writes an event."""
+        self._write(self._event(text, scores))
+
+    def show_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Writes an event that the client need not read faster than any other."""
+        event = self._event(text, scores)
+        self._writer.max_buffered_bytes += len(event)
+        self._write(event)
+
+    def conclude(self, reason: FinishReason) -> None:
+        """Writes the last event."""
+        self._write(self._frame.finish_event(reason))
+        super().conclude(reason)
+
+    def _event(self, text: str, scores: Sequence[ScoredToken]) -> bytes:
+        frame = self._frame
+        if not scores:
+            return frame.before + escape_json(text) + frame.after
+        return frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores)))
+
+    def _write(self, event: bytes) -> None:
+        self._writer.parts.append(event)
+        self._writer.put_on(self._dirty)
+
+
+class CollectedText(TextChoice):
+    """Keeps text and scores for one body.
+
+    Attributes:
+        scores: of the tokens shown, if they were asked for.
+    """
+
+    __slots__ = ("_pieces", "scores")
+
+    def __init__(self, answer: Answer, index: int, *, prompt: Prompt, options: TextOptions) -> None:
+        super().__init__(answer, index, prompt=prompt, options=options)
+        self._pieces: list[str] = []
+        self.scores: list[ScoredToken] = []
+
+    @property
+    def text(self) -> str:
+        """What has been shown."""
+        return "".join(self._pieces)
+
+    def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Keeps a piece."""
+        self._pieces.append(text)
+        self.scores += scores

@@ -1,0 +1,21 @@
+"""Tokens of an answer, counted over its choices."""
+
+from collections.abc import Sequence
+
+from openinfer_server.openai.objects import CompletionTokensDetails, PromptTokensDetails, Usage
+from openinfer_server.output.response import Choice
+
+
+def usage_of(choices: Sequence[Choice], n: int) -> Usage:
+    """Tokens of an answer; choices of one prompt share its tokens, and the first one says what was cached.
+
+    Args:
+        choices: all of them, prompt by prompt.
+        n: how many each prompt has.
+    """
+    firsts = choices[::n]
+    prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
+    completion_tokens = sum(choice.completion_tokens for choice in choices)
+    cached = PromptTokensDetails(sum(choice.cached_tokens for choice in firsts))
+    reasoning = CompletionTokensDetails(sum(choice.reasoning_tokens for choice in choices))
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, reasoning)

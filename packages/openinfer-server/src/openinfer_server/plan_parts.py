@@ -1,0 +1,36 @@
+"""What the frontend adds to a model's composition, before anything is loaded: for `openinfer plan` and its locks."""
+
+from pathlib import Path
+
+from openinfer_core.plugins import find_plugin
+from openinfer_server.chat.template import template_source
+from openinfer_server.http.endpoints import ENDPOINTS
+from openinfer_server.options import ServerOptions
+from openinfer_server.parsers import ModelParsers, ModelTraits, choose_parsers
+
+
+def parsers_for(template: str | None, family: str, options: ServerOptions) -> ModelParsers:
+    """The parsers of a model.
+
+    Args:
+        template: source of its chat template.
+        family: as the engine names it.
+        options: may name parsers.
+
+    Raises:
+        UnusableParser, PluginError: see `choose_parsers`.
+    """
+    traits = ModelTraits(family, template or "")
+    return choose_parsers(traits, tool_parser=options.tool_parser, reasoning_parser=options.reasoning_parser)
+
+
+def frontend_parts(model_dir: Path, family: str, options: ServerOptions) -> dict[str, str]:
+    """What supplies each part: `tool_parser` -> `hermes (openinfer-server 0.1.0)`.
+
+    Raises:
+        UnusableTemplate: the folder's chat template cannot be read.
+        UnusableParser, PluginError: see `choose_parsers`.
+    """
+    endpoints = [find_plugin(ENDPOINTS, name) for name in options.endpoints]
+    brought = {f"endpoint {plugin.name}": plugin.origin for plugin in endpoints}
+    return {**parsers_for(template_source(model_dir), family, options).parts, **brought}

@@ -1,0 +1,277 @@
+"""From a request's fields to what the engine is asked: prompts, sampling parameters, bounds.
+
+Everything is checked before anything is submitted; the contract's own types check the ranges of single values.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from openinfer_core.engine import EngineInfo
+from openinfer_core.errors import InvalidRequest
+from openinfer_core.request import MAX_NAME_LENGTH, GenerateRequest, RequestId
+from openinfer_core.sampling import SamplingParams
+from openinfer_server.http.api_errors import ApiError, from_invalid_request, invalid, refused
+from openinfer_server.limits.request_cost import PromptCost, RequestCost
+from openinfer_server.openai.types import GenerationFields
+from openinfer_server.options import ServerOptions
+from openinfer_server.request.bounded_fields import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOPS
+from openinfer_server.service import Service
+
+T = TypeVar("T")
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for `/v1/completions`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    """As `echo` shows it; of a chat as it was rendered; may be empty where nobody asks."""
+    field: str
+    """Where it came from, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Which log-probabilities are asked of the engine."""
+
+    output: int | None = None
+    """Alternatives per generated token."""
+    prompt: int | None = None
+    """Alternatives per prompt token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request asks for, checked. Choice `i` continues prompt `i // n`."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    requests: Sequence[GenerateRequest]
+    """One per choice."""
+    stops: tuple[str, ...]
+    min_tokens: int
+    scoring: Scoring
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of a choice."""
+        return self.prompts[index // self.n]
+
+
+def make_plan(
+    service: Service,
+    fields: GenerationFields,
+    prompts: Sequence[Prompt],
+    *,
+    tenant: str,
+    max_tokens: Callable[[Prompt], int],
+    scoring: Scoring,
+) -> Plan:
+    """Checks a request as a whole, its cost first; it must be submitted before anything is awaited.
+
+    Args:
+        service: whose engine, bounds and queue.
+        fields: the body.
+        prompts: already encoded and checked by `check_prompt_token_ids`.
+        tenant: whose request it is (`Exchange.tenant`).
+        max_tokens: tokens to generate at most for a prompt.
+        scoring: log-probabilities asked for.
+
+    Raises:
+        ApiError: 400, or 429 if the prompts do not fit into the queue.
+    """
+    info = service.info
+    n = check_num_choices(fields, len(prompts), service.options)
+    stops = _stops(fields)
+    limits = [max_tokens(prompt) for prompt in prompts]
+    for prompt, limit in zip(prompts, limits, strict=True):
+        _check_context(prompt, limit, info)
+    cost = RequestCost.of(
+        [
+            PromptCost(len(prompt.token_ids), max(0, limit), scoring.output, scoring.prompt)
+            for prompt, limit in zip(prompts, limits, strict=True)
+        ],
+        n=n,
+        block_size_tokens=info.block_size_tokens,
+    )
+    cost.check(service.options, prompts[0].field)
+    service.link.waiting.check_room(cost.prompt_tokens)
+    salt = salt_of(tenant, fields.cache_salt)
+    requests = [
+        _request(
+            prompt,
+            _sampling(fields, limit, scoring, info, choice),
+            request_id=service.link.new_id(),
+            tenant=tenant,
+            salt=salt,
+            priority=fields.priority or 0,
+        )
+        for prompt, limit in zip(prompts, limits, strict=True)
+        for choice in range(n)
+    ]
+    return Plan(prompts, n, requests, stops, fields.min_tokens or 0, scoring)
+
+
+def salt_of(tenant: str, given: str | None) -> str | None:
+    """What separates the cached prefixes of a request from others': its tenant, and what it gave itself.
+
+    A tenant's salt is a digest of both, so that no salt that a request can give is another tenant's.
+
+    Raises:
+        ApiError: 400; the given one is too long.
+    """
+    if given is not None and len(given) > MAX_NAME_LENGTH:
+        raise invalid("cache_salt", f"cache_salt has {len(given)} characters; at most {MAX_NAME_LENGTH} fit")
+    if not tenant:
+        return given
+    return hashlib.sha256(msgspec.json.encode((tenant, given))).hexdigest()
+
+
+def check_stream_options(fields: GenerationFields) -> bool:
+    """Returns whether a stream ends with its usage.
+
+    Raises:
+        ApiError: 400.
+    """
+    stream_options = fields.stream_options
+    if stream_options is None:
+        return False
+    if not fields.stream:
+        raise invalid("stream_options", "stream_options is only for stream=true")
+    if stream_options.include_obfuscation:
+        raise refused("stream_options.include_obfuscation", "events are as long as their text")
+    return bool(stream_options.include_usage)
+
+
+def check_prompt_token_ids(token_ids: Sequence[int], info: EngineInfo, field: str) -> None:
+    """Checks a prompt's ids.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not token_ids:
+        raise invalid(field, "the prompt is empty; it must have at least one token")
+    if min(token_ids) < 0 or max(token_ids) >= info.num_token_ids:
+        raise invalid(field, f"a token id is outside 0 .. {info.num_token_ids - 1}")
+
+
+def too_long(num_tokens: str, info: EngineInfo, field: str) -> ApiError:
+    """The prompt exceeds the context."""
+    message = f"the prompt has {num_tokens} tokens; the model's context holds {info.max_model_tokens}"
+    return ApiError(400, message, param=field, code="context_length_exceeded")
+
+
+def check_num_choices(fields: GenerationFields, num_prompts: int, options: ServerOptions) -> int:
+    """Returns `n`; known before any prompt is encoded.
+
+    Raises:
+        ApiError: 400.
+    """
+    n = 1 if fields.n is None else fields.n
+    if n < 1:
+        raise invalid("n", f"n is {n}; it must be at least 1")
+    if n * num_prompts > options.max_choices:
+        raise invalid("n", f"{num_prompts} prompts x n={n} exceed {options.max_choices} choices")
+    return n
+
+
+def _stops(fields: GenerationFields) -> tuple[str, ...]:
+    if fields.stop is None:
+        return ()
+    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are possible")
+    if not all(1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise invalid("stop", f"each stop string must have 1 to {MAX_STOP_CHARACTERS} characters")
+    return stops
+
+
+def _check_context(prompt: Prompt, max_tokens: int, info: EngineInfo) -> None:
+    length = len(prompt.token_ids)
+    if length > info.max_model_tokens - min(1, max_tokens):
+        raise too_long(str(length), info, prompt.field)
+    if length + max_tokens > info.max_model_tokens:
+        message = (
+            f"the prompt has {length} tokens and max_tokens is {max_tokens}; "
+            f"together they exceed the model's context of {info.max_model_tokens}"
+        )
+        raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
+
+
+def _sampling(
+    fields: GenerationFields, max_tokens: int, scoring: Scoring, info: EngineInfo, choice: int
+) -> SamplingParams:
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=_or(fields.temperature, 1.0),
+            top_k=_or(fields.top_k, 0),
+            top_p=_or(fields.top_p, 1.0),
+            min_p=_or(fields.min_p, 0.0),
+            presence_penalty=_or(fields.presence_penalty, 0.0),
+            frequency_penalty=_or(fields.frequency_penalty, 0.0),
+            repetition_penalty=_or(fields.repetition_penalty, 1.0),
+            seed=_seed(fields, choice),
+            logit_bias=_logit_bias(fields, info),
+            stop_token_ids=_stop_token_ids(fields, info),
+            min_tokens=_or(fields.min_tokens, 0),
+            logprobs=scoring.output,
+            prompt_logprobs=scoring.prompt,
+        )
+    except InvalidRequest as error:
+        raise from_invalid_request(error) from error
+
+
+def _or(given: T | None, default: T) -> T:
+    """`null` means absent."""
+    return default if given is None else given
+
+
+def _seed(fields: GenerationFields, choice: int) -> int | None:
+    """Choices of one prompt get successive seeds, or they would all be the same. Signed seeds wrap."""
+    if fields.seed is None:
+        return None
+    if not -(2**63) <= fields.seed < 2**64:
+        raise invalid("seed", "seed must fit in 64 bits")
+    return (fields.seed + choice) % 2**64
+
+
+def _logit_bias(fields: GenerationFields, info: EngineInfo) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in (fields.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) < info.num_token_ids):
+            raise invalid("logit_bias", f"{key[:32]!r} is not a token id in 0 .. {info.num_token_ids - 1}")
+        if not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
+            raise invalid("logit_bias", f"logit_bias of token {key} must be between -100 and 100")
+        bias[int(key)] = value
+    return bias
+
+
+def _stop_token_ids(fields: GenerationFields, info: EngineInfo) -> tuple[int, ...]:
+    given = fields.stop_token_ids or []
+    if any(not 0 <= token_id < info.num_token_ids for token_id in given):
+        raise invalid("stop_token_ids", f"a stop token id is outside 0 .. {info.num_token_ids - 1}")
+    return (*given, *(() if fields.ignore_eos else info.eos_token_ids))
+
+
+def _request(
+    prompt: Prompt, sampling: SamplingParams, *, request_id: RequestId, tenant: str, salt: str | None, priority: int
+) -> GenerateRequest:
+    try:
+        return GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            cache_salt=salt,
+            tenant=tenant,
+            priority=priority,
+        )
+    except InvalidRequest as error:
+        raise from_invalid_request(error) from error

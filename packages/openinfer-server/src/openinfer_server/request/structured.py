@@ -1,0 +1,201 @@
+"""Structured output: which grammar a request asks for, and the plan that has it.
+
+The grammar goes to the engine as text; whether it can be used, its compiler says before the first token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import msgspec
+
+from openinfer_core.errors import InvalidRequest
+from openinfer_core.sampling import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind, Preamble
+from openinfer_server.http.api_errors import from_invalid_request, invalid, refused
+from openinfer_server.limits.conversation import check_depth
+from openinfer_server.openai.types import GenerationFields, SamplingFields, check_refused
+from openinfer_server.parsers.call_syntax import JsonSchema
+from openinfer_server.request.plan import Plan, Prompt
+from openinfer_server.request.structured_types import ANY_OBJECT, AnswerFormat, JsonObjectFormat, JsonSchemaFormat
+from openinfer_server.service import Service
+from openinfer_server.tools.grammar import calls_or_json, required_calls, strict_calls
+from openinfer_server.tools.offer import ToolOffer
+
+MAX_CHOICES = 4096
+"""Strings of a `choice`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the text of an answer must be; at most one of the two is there."""
+
+    grammar: Grammar | None = None
+    schema: JsonSchema | None = None
+    """Of an answer in JSON, which may call tools instead."""
+    field: str = ""
+    """Which field asks for it."""
+
+
+def asked_of(
+    fields: SamplingFields, *, schema: JsonSchema | None = None, schema_field: str = "response_format"
+) -> Asked:
+    """What a request asks for.
+
+    Args:
+        fields: the body.
+        schema: of the API's own field for it, if it is there.
+        schema_field: what the API calls that.
+
+    Raises:
+        ApiError: 400; it is malformed, or asked for twice.
+    """
+    asked = list(_asked(fields))
+    if schema is not None:
+        asked.append(Asked(schema=schema, field=schema_field))
+    if len(asked) > 1:
+        names = " and ".join(each.field for each in asked)
+        raise invalid(asked[1].field, f"{names} both say what the answer must be; give one")
+    if not asked:
+        return Asked()
+    if asked[0].schema is not None:
+        check_depth(asked[0].schema, asked[0].field)
+    return asked[0]
+
+
+def schema_of(answer_format: AnswerFormat | None) -> JsonSchema | None:
+    """The schema that OpenAI's `response_format` stands for; None for text."""
+    match answer_format:
+        case JsonObjectFormat():
+            return ANY_OBJECT
+        case JsonSchemaFormat():
+            return answer_format.json_schema.schema
+        case _:
+            return None
+
+
+def text_grammar(asked: Asked) -> Grammar | None:
+    """The grammar of an answer that is text and nothing else."""
+    return asked.grammar if asked.schema is None else _schema_grammar(asked.schema, asked.field)
+
+
+def chat_grammar(service: Service, prompt: Prompt, offer: ToolOffer, asked: Asked) -> Grammar | None:
+    """The grammar of an answer that may begin with reasoning and may have tool calls.
+
+    Args:
+        service: whose parsers say how those are written.
+        prompt: with the rendered chat as its text.
+        offer: functions on offer.
+        asked: what the text must be.
+
+    Raises:
+        ApiError: 400; the parsers do not say, or what is asked goes without tools.
+        ParserFault: a parser cannot be made.
+    """
+    grammar = _answer_grammar(service, offer, asked)
+    if grammar is None:
+        return None
+    return msgspec.structs.replace(grammar, preamble=_preamble(service, prompt, asked.field or "tools"))
+
+
+def constrained(plan: Plan, grammar: Grammar | None) -> Plan:
+    """The plan with a grammar for each of its requests.
+
+    Raises:
+        ApiError: 400; all of them together are too long.
+    """
+    if grammar is None:
+        return plan
+    total = len(grammar.text) * len(plan.requests)
+    if total > 4 * MAX_GRAMMAR_LENGTH:
+        message = f"the grammar has {len(grammar.text)} characters for each of {len(plan.requests)} choices; "
+        raise invalid("n", message + f"at most {4 * MAX_GRAMMAR_LENGTH} are possible")
+    requests = [
+        msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
+        for request in plan.requests
+    ]
+    return replace(plan, requests=requests)
+
+
+def _answer_grammar(service: Service, offer: ToolOffer, asked: Asked) -> Grammar | None:
+    if not offer.functions:
+        return text_grammar(asked)
+    if asked.grammar is not None:
+        raise refused(asked.field, "it goes with tool_choice none, or without tools")
+    if offer.required:
+        return required_calls(service, offer, offer.choice_field)
+    if asked.schema is not None:
+        return calls_or_json(service, offer, asked.schema, asked.field)
+    return strict_calls(service, offer) if any(function.strict for function in offer.functions) else None
+
+
+def _preamble(service: Service, prompt: Prompt, field: str) -> Preamble | None:
+    """Reasoning is not constrained: what the prompt shows of it, and what may come of it."""
+    chosen = service.parsers.reasoning
+    if chosen is None:
+        return None
+    is_inside = service.parsers.open(prompt.text, {}).reasoning
+    tags: tuple[str, str] | None = getattr(chosen.parser, "tags", None)
+    if tags is None:
+        if is_inside:
+            why = f"the reasoning parser {chosen.plugin.name} does not say where reasoning ends"
+            raise refused(field, why)
+        return None
+    opening, closing = tags
+    if is_inside:
+        return Preamble(closing=closing)
+    return None if prompt.text.rstrip().endswith(closing) else Preamble(opening=opening, closing=closing)
+
+
+def _asked(fields: SamplingFields) -> Iterator[Asked]:
+    given = fields.structured_outputs
+    if given is not None:
+        check_refused(given, "structured_outputs.")
+        if given.json_object:
+            yield Asked(schema=ANY_OBJECT, field="structured_outputs.json_object")
+    for name in ("json", "regex", "choice", "grammar"):
+        for field, value in (
+            (f"structured_outputs.{name}", None if given is None else getattr(given, name)),
+            (f"guided_{name}", getattr(fields, f"guided_{name}")),
+        ):
+            if value is not None:
+                yield _read(name, value, field)
+    response_format = fields.response_format if isinstance(fields, GenerationFields) else None
+    if response_format is not None:
+        schema = schema_of(response_format)
+        if schema is not None:
+            yield Asked(schema=schema, field="response_format")
+
+
+def _read(name: str, value: Any, field: str) -> Asked:
+    match name:
+        case "json":
+            return Asked(schema=_decoded(value, field) if isinstance(value, str) else value, field=field)
+        case "regex":
+            return Asked(_grammar(GrammarKind.REGEX, value, field), field=field)
+        case "grammar":
+            return Asked(_grammar(GrammarKind.LARK, value, field), field=field)
+        case _:
+            if not 1 <= len(value) <= MAX_CHOICES:
+                raise invalid(field, f"{field} has {len(value)} strings; 1 to {MAX_CHOICES} are possible")
+            return Asked(_grammar(GrammarKind.CHOICE, msgspec.json.encode(value).decode(), field), field=field)
+
+
+def _decoded(text: str, field: str) -> JsonSchema:
+    try:
+        schema: object = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise invalid(field, f"{field} is text that is not JSON") from error
+    if not isinstance(schema, dict | bool):
+        raise invalid(field, f"{field} is no JSON Schema; one is an object")
+    return cast("JsonSchema", schema)
+
+
+def _schema_grammar(schema: JsonSchema, field: str) -> Grammar:
+    return _grammar(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode(), field)
+
+
+def _grammar(kind: GrammarKind, text: str, field: str) -> Grammar:
+    try:
+        return Grammar(kind=kind, text=text)
+    except InvalidRequest as error:
+        raise from_invalid_request(error).with_names({"grammar": field}) from error

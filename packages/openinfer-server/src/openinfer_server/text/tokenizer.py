@@ -1,0 +1,176 @@
+"""`Tokenizer`: a model folder's tokenizer as the server needs it.
+
+Long texts are encoded in a thread with `encode_batch_fast`, which releases the interpreter lock; `encode` would hold
+it for the whole text and stall every stream (FRONTEND-CHOICES.md: 37-68 ms for 16k tokens).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, normalizers
+
+from openinfer_core.errors import BrokenPlugin, InvalidCheckpoint
+from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
+from openinfer_server.errors import UnusableTokenizer
+from openinfer_server.http.api_errors import busy
+from openinfer_server.text.byte_table import ByteTable, build_byte_table
+from openinfer_server.text.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+INLINE_CHARACTERS = 512
+"""Shorter texts take less than a thread's round trip, about 0.3 ms."""
+LONG_CHARACTERS = 2**16
+"""Longer texts, some 16k tokens of prose, have a thread of their own: shorter ones need not wait behind them."""
+MAX_PENDING_CHARACTERS = 2**26
+"""Of all texts that wait for a thread or are in one: less than a minute's work."""
+_CONTEXT_TOKENS = 4
+"""Prompt tokens that a window detokenizer begins with."""
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        byte_table: bytes of each token if the vocabulary is byte-level, else None.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, num_token_ids: int) -> None:
+        self._tokenizer = tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special_ids = {
+            token_id: added.content for token_id, added in tokenizer.get_added_tokens_decoder().items() if added.special
+        }
+        byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self.byte_table: ByteTable | None = build_byte_table(tokenizer, num_token_ids) if byte_level else None
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="openinfer-encode")
+        self._long_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="openinfer-encode-long")
+        self._pending_characters = 0
+        self._detokenizers: dict[frozenset[str], Callable[[Sequence[int]], Detokenizer]] = {}
+        self._characters_per_token = _most_characters_per_token(tokenizer)
+
+    @classmethod
+    def load(cls, model_dir: Path, *, num_token_ids: int = 0) -> "Tokenizer":
+        """Reads the tokenizer of a model folder.
+
+        Raises:
+            UnusableTokenizer: there is none, or not one that `tokenizers` reads.
+        """
+        try:
+            content = read_tokenizer(model_dir)
+        except (InvalidCheckpoint, BrokenPlugin) as error:
+            raise UnusableTokenizer(str(error)) from error
+        if content is None:
+            raise UnusableTokenizer(
+                f"{model_dir} has no {TOKENIZER_FILE}, and no installed package reads another format of it there"
+            )
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UnusableTokenizer(f"the tokenizer of {model_dir} cannot be read: {error}") from error
+        return cls(tokenizer, num_token_ids=num_token_ids)
+
+    def cover(self, num_token_ids: int) -> None:
+        """Any id below `num_token_ids` may be sampled: for an engine that was not there when this was loaded."""
+        if self.byte_table is not None:
+            self.byte_table.cover(num_token_ids)
+
+    def close(self) -> None:
+        """Ends the encoding threads."""
+        for threads in (self._threads, self._long_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, without encoding it; 0 where none is known."""
+        return 0 if self._characters_per_token is None else len(text) // self._characters_per_token
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: what to encode.
+            add_special_tokens: whether the tokenizer's own template (a BOS, say) is applied.
+
+        Raises:
+            ApiError: 503; too much text waits to be encoded.
+        """
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        if self._pending_characters + len(text) > MAX_PENDING_CHARACTERS:
+            raise busy("too much text waits to be encoded; try again later")
+        threads = self._threads if len(text) <= LONG_CHARACTERS else self._long_thread
+        self._pending_characters += len(text)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, self._encode, text, add_special_tokens)
+        finally:
+            self._pending_characters -= len(text)
+
+    def encode_short(self, text: str) -> list[int]:
+        """Token ids of a few words, at once, without special tokens of the tokenizer's own."""
+        return self._encode(text, False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:  # noqa: FBT001 - run_in_executor passes no keywords
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """Text of a prompt with its special tokens, as `echo` shows it."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, visible: frozenset[str] = frozenset()) -> Detokenizer:
+        """A detokenizer for the completion of a prompt.
+
+        Args:
+            prompt_token_ids: what comes before.
+            visible: special tokens that show, by name; others do not.
+        """
+        make = self._detokenizers.get(visible)
+        if make is None:
+            make = self._detokenizers[visible] = self._detokenizer_maker(visible)
+        return make(prompt_token_ids)
+
+    def _detokenizer_maker(self, visible: frozenset[str]) -> Callable[[Sequence[int]], Detokenizer]:
+        """Made once for each set of names; they are the parsers', of which a server has one pair."""
+        shown = {token_id: name for token_id, name in self._special_ids.items() if name in visible}
+        if self.byte_table is not None:
+            raw = self.byte_table.raw
+            if shown:
+                raw = [shown[i].encode() if i in shown else data for i, data in enumerate(raw)]
+            return lambda _: ByteDetokenizer(raw)
+        hidden = self._special_ids.keys() - shown.keys()
+
+        def decode(token_ids: list[int]) -> str:
+            seen = [token_id for token_id in token_ids if token_id not in hidden]
+            return self._tokenizer.decode(seen, skip_special_tokens=False)
+
+        return lambda context: WindowDetokenizer(decode, context[-_CONTEXT_TOKENS:])
+
+    def token_id(self, text: str) -> int | None:
+        """The token of the vocabulary that is this text, special or not."""
+        return self._tokenizer.token_to_id(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token by itself, special tokens by their name; for log-probabilities."""
+        special = self._special_ids.get(token_id)
+        if special is not None:
+            return special.encode()
+        if self.byte_table is not None:
+            return self.byte_table.raw[token_id]
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _most_characters_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """How many characters of a text one token can stand for, if there is a bound.
+
+    A byte-level token stands for as many bytes as its name has characters, and NFC makes at most four characters out of
+    two bytes or more (alpha with three marks becomes one character of three). Other normalisers, and added tokens
+    that swallow the space around them, have no bound.
+    """
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    if not isinstance(tokenizer.normalizer, normalizers.NFC | None):
+        return None
+    if any(added.lstrip or added.rstrip for added in tokenizer.get_added_tokens_decoder().values()):
+        return None
+    return 2 * max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1)

@@ -1,0 +1,1 @@
+"""Routes that speak in token ids, with vLLM's names."""

@@ -1,0 +1,233 @@
+"""`POST /inference/v1/generate`: tokens in, tokens out; the tokenizer is not asked."""
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
+from openinfer_core.sampling import Grammar
+from openinfer_server.http.api_errors import ApiError, ErrorResponse, invalid, refused
+from openinfer_server.http.request import Exchange
+from openinfer_server.http.routes import Route, RouteDoc
+from openinfer_server.http.writers import StreamWriter
+from openinfer_server.openai.event_frames import DONE, DONE_DATA, error_event
+from openinfer_server.openai.types import GenerationFields, check_refused
+from openinfer_server.output.delivery import send_stream, send_whole
+from openinfer_server.output.logprobs import LEAST_LOGPROB
+from openinfer_server.output.response import Answer, Choice
+from openinfer_server.output.usage import usage_of
+from openinfer_server.request.plan import (
+    Plan,
+    Prompt,
+    Scoring,
+    check_prompt_token_ids,
+    check_stream_options,
+    make_plan,
+    too_long,
+)
+from openinfer_server.request.structured import asked_of, constrained, text_grammar
+from openinfer_server.service import Service
+from openinfer_server.tokens.types import (
+    ScoredTokenId,
+    TokenAlternative,
+    TokenAnswer,
+    TokenChoice,
+    TokenRequest,
+    TokenSampling,
+)
+
+DEFAULT_TOKENS = 16
+"""vLLM's default of `max_tokens`."""
+MAX_REQUEST_ID = 128
+ERRORS = (404, 408, 413, 415, 429, 503)
+
+_decoder = msgspec.json.Decoder(TokenRequest)
+
+
+class TokenGeneration:
+    """The route's handler."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Continues a list of token ids."""
+        service = self._service
+        service.check_serving()
+        request = await exchange.read_json(_decoder)
+        _check(request)
+        model = service.resolve_model(request.model)
+        plan = self._plan(request, exchange.tenant)
+        plan = constrained(plan, _grammar(request))
+        head = TokenAnswer(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
+        answer = Answer(service.link)
+        writer = exchange.stream(plan.n) if request.stream else None
+        choices = [_TokenIds(answer, index, plan, head=head, writer=writer) for index in range(plan.n)]
+        answer.submit(choices, plan.requests)
+        if writer is None:
+            await send_whole(exchange, answer, lambda: msgspec.json.encode(_whole(head, choices, plan)))
+            return
+        include_usage = bool(request.stream_options and request.stream_options.include_usage)
+
+        def end(error: ApiError | None) -> bytes:
+            if error is not None:
+                return error_event(error) + DONE
+            last = msgspec.structs.replace(head, usage=usage_of(choices, plan.n))
+            return (_event(last) if include_usage else b"") + DONE
+
+        try:
+            await send_stream(exchange, answer, writer, end)
+        finally:
+            service.metrics.slow_clients.value += writer.was_slow
+
+    def _plan(self, request: TokenRequest, tenant: str) -> Plan:
+        info, sampling = self._service.info, request.sampling_params
+        check_prompt_token_ids(request.token_ids, info, "token_ids")
+        if len(request.token_ids) > info.max_model_tokens:
+            raise too_long(str(len(request.token_ids)), info, "token_ids")
+        fields = _fields(request)
+        check_stream_options(fields)
+
+        def max_tokens(prompt: Prompt) -> int:
+            room = max(1, info.max_model_tokens - len(prompt.token_ids))
+            return min(DEFAULT_TOKENS, room) if sampling.max_tokens is None else sampling.max_tokens
+
+        return make_plan(
+            self._service,
+            fields,
+            [Prompt(tuple(request.token_ids), "", "token_ids")],
+            tenant=tenant,
+            max_tokens=max_tokens,
+            scoring=Scoring(output=sampling.logprobs, prompt=sampling.prompt_logprobs),
+        )
+
+
+def _check(request: TokenRequest) -> None:
+    check_refused(request)
+    check_refused(request.sampling_params, "sampling_params.")
+    if request.sampling_params.detokenize:
+        raise refused("sampling_params.detokenize", "no text is made here; /v1/completions makes some")
+    if request.request_id is not None and not 1 <= len(request.request_id) <= MAX_REQUEST_ID:
+        raise invalid("request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
+    if request.stream and request.sampling_params.prompt_logprobs is not None:
+        raise invalid("sampling_params.prompt_logprobs", "prompt_logprobs goes with stream=false")
+
+
+def _grammar(request: TokenRequest) -> Grammar | None:
+    try:
+        return text_grammar(asked_of(_fields(request)))
+    except ApiError as error:
+        raise error.with_names({error.body.param or "": f"sampling_params.{error.body.param}"}) from error
+
+
+def _fields(request: TokenRequest) -> GenerationFields:
+    """The fields that the other routes have too."""
+    given = request.sampling_params
+    shared = set(TokenSampling.__struct_fields__) & set(GenerationFields.__struct_fields__)
+    return GenerationFields(
+        **{name: getattr(given, name) for name in shared},
+        stream=request.stream,
+        stream_options=request.stream_options,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )
+
+
+class _TokenIds(Choice):
+    """Keeps ids for one body, or writes an event per step."""
+
+    __slots__ = ("_head", "_writer", "prompt_scores", "scores", "stop_token_id", "token_ids")
+
+    def __init__(
+        self, answer: Answer, index: int, plan: Plan, *, head: TokenAnswer, writer: StreamWriter | None
+    ) -> None:
+        super().__init__(answer, index, prompt_tokens=len(plan.prompt_of(index).token_ids))
+        self._head = head
+        self._writer = writer
+        self.token_ids: list[int] = []
+        self.scores: list[ScoredTokenId] | None = None if plan.scoring.output is None else []
+        self.prompt_scores: list[TokenLogprobs] = []
+        self.stop_token_id: int | None = None
+
+    def tokens(self, event: Tokens) -> None:
+        """Takes new ids."""
+        self.prompt_scores += event.prompt_logprobs or ()
+        if not event.token_ids:
+            return
+        scores = None if event.logprobs is None else list(map(_scored, event.token_ids, event.logprobs))
+        if self._writer is None:
+            self.token_ids += event.token_ids
+            if self.scores is not None:
+                self.scores += scores or ()
+            return
+        self._write(TokenChoice(index=self.index, token_ids=[*event.token_ids], logprobs=scores, finish_reason=None))
+
+    def finished(self, event: Finished) -> None:
+        """The engine ended it well."""
+        self.stop_token_id = event.stop_token_id
+        super().finished(event)
+
+    def conclude(self, reason: FinishReason) -> None:
+        """Writes the last event."""
+        if self._writer is not None:
+            self._write(self.choice(reason))
+        super().conclude(reason)
+
+    def choice(self, reason: FinishReason | None) -> TokenChoice:
+        """What has been kept."""
+        return TokenChoice(
+            index=self.index,
+            token_ids=self.token_ids,
+            logprobs=self.scores,
+            finish_reason=None if reason is None else str(reason),
+            stop_token_id=self.stop_token_id,
+        )
+
+    def _write(self, choice: TokenChoice) -> None:
+        writer = self._writer
+        if writer is None:
+            return
+        writer.parts.append(_event(msgspec.structs.replace(self._head, choices=[choice])))
+        writer.put_on(self.answer.link.dirty)
+
+
+def _event(answer: TokenAnswer) -> bytes:
+    return b"data: " + msgspec.json.encode(answer) + b"\n\n"
+
+
+def _whole(head: TokenAnswer, choices: Sequence[_TokenIds], plan: Plan) -> TokenAnswer:
+    first, prompt = choices[0], plan.prompts[0]
+    prompt_logprobs: list[ScoredTokenId | None] | None = None
+    if plan.scoring.prompt is not None:
+        prompt_logprobs = [None, *map(_scored, prompt.token_ids[1:], first.prompt_scores)]
+    return msgspec.structs.replace(
+        head,
+        choices=[choice.choice(choice.finish_reason) for choice in choices],
+        prompt_logprobs=prompt_logprobs,
+        usage=usage_of(choices, plan.n),
+    )
+
+
+def _scored(token_id: int, logprobs: TokenLogprobs) -> ScoredTokenId:
+    top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+    return ScoredTokenId(
+        token_id=token_id,
+        logprob=max(logprobs.logprob, LEAST_LOGPROB),
+        rank=logprobs.rank,
+        top=[TokenAlternative(other, max(logprob, LEAST_LOGPROB)) for other, logprob in top],
+    )
+
+
+def token_generation_routes(service: Service) -> list[Route]:
+    """Tokens in, tokens out."""
+    doc = RouteDoc(
+        summary="Continues token ids with token ids.",
+        tag="Tokens",
+        body=TokenRequest,
+        answer=TokenAnswer,
+        events=(TokenAnswer, ErrorResponse),
+        last_data=DONE_DATA,
+        errors=ERRORS,
+    )
+    return [Route(method="POST", path="/inference/v1/generate", handler=TokenGeneration(service), doc=doc)]

@@ -1,0 +1,126 @@
+"""Bodies and answers of `/inference/v1/generate`: tokens in, tokens out. Names are vLLM's."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import msgspec
+
+from openinfer_server.openai.objects import Usage
+from openinfer_server.openai.types import StreamOptions
+from openinfer_server.request.bounded_fields import (
+    Count,
+    LogitBias,
+    Logprobs,
+    MinP,
+    NonNegative,
+    Penalty,
+    Priority,
+    RepetitionPenalty,
+    Salt,
+    Seed,
+    StopTokenIds,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+)
+from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.structured_types import StructuredOutputs
+
+NO_TEXT = "no text is made here; /v1/completions makes some"
+
+
+class TokenSampling(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The object under `sampling_params`."""
+
+    max_tokens: NonNegative | None = None
+    min_tokens: NonNegative | None = None
+    n: Count | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    logprobs: Logprobs | None = None
+    """Alternatives per generated token."""
+    prompt_logprobs: Logprobs | None = None
+    """Alternatives per prompt token."""
+    structured_outputs: StructuredOutputs | None = None
+    detokenize: bool | None = None
+    stop: list[str] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "stop": NO_TEXT,
+        "bad_words": NO_TEXT,
+        "skip_special_tokens": NO_TEXT,
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {"detokenize": "false asks for what is always so; true is refused"}
+
+
+class TokenRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /inference/v1/generate`."""
+
+    token_ids: list[TokenId]
+    sampling_params: TokenSampling = TokenSampling()
+    model: str | None = None
+    request_id: str | None = None
+    """Comes back in the answer; made here if absent."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    features: object = None
+    kv_transfer_params: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "features": "this server serves text only",
+        "kv_transfer_params": "this server does not hand KV to others",
+    }
+
+
+class TokenAlternative(msgspec.Struct, frozen=True):
+    """A token and its log-probability."""
+
+    token_id: int
+    logprob: float
+
+
+class ScoredTokenId(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that is there, its log-probability, and likelier or less likely ones."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 + the number of likelier tokens in the vocabulary."""
+    top: list[TokenAlternative]
+
+
+class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One continuation, or a piece of one in a stream."""
+
+    index: int
+    token_ids: list[int]
+    """Without the stop token that ended it."""
+    logprobs: list[ScoredTokenId] | None
+    finish_reason: str | None
+    stop_token_id: int | None = None
+    """The stop token that ended it."""
+
+
+class TokenAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/inference/v1/generate`, or one event of its stream."""
+
+    request_id: str
+    model: str
+    choices: list[TokenChoice]
+    prompt_logprobs: list[ScoredTokenId | None] | None = None
+    """One per prompt token; nothing predicts the first."""
+    usage: Usage | None = None

@@ -1,0 +1,173 @@
+"""`ToolOffer`: which functions a request puts before the model, checked. The same for every API.
+
+That the model calls at all (`required`, or a function by name), and that its arguments follow their schema (`strict`),
+no parser can guarantee: `request/structured.py` has the output constrained while it is sampled.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from openinfer_server.http.api_errors import invalid, refused
+from openinfer_server.limits.conversation import check_depth
+from openinfer_server.openai.types import check_refused
+from openinfer_server.service import Service
+from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition, Tool, ToolChoice
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+"""OpenAI's and Anthropic's, and dots. A name stands unquoted in prompts and tags."""
+
+
+class ToolMode(StrEnum):
+    """Whether the model calls."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOffer:
+    """Functions on offer."""
+
+    functions: Sequence[FunctionDefinition] = ()
+    parallel: bool = True
+    """Whether one answer may have several calls."""
+    required: bool = False
+    """Whether the answer must be a call."""
+    choice_field: str = "tool_choice"
+    """What the API calls the field that says so."""
+
+    @property
+    def schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Name -> JSON Schema of its parameters, as parsers take them."""
+        return {function.name: function.parameters or {} for function in self.functions}
+
+    @property
+    def variables(self) -> Mapping[str, object]:
+        """What the chat template gets: nothing, or `tools`."""
+        return {"tools": [_for_template(function) for function in self.functions]} if self.functions else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What an API calls its fields, for messages."""
+
+    tools: str = "tools"
+    choice: str = "tool_choice"
+    function: str = ".function"
+    """Between a tool and the function's own fields."""
+    schema: str = "parameters"
+
+    def of(self, index: int, name: str) -> str:
+        """A field of a function."""
+        return f"{self.tools}[{index}]{self.function}.{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request says about its tools, whatever its API."""
+
+    functions: Sequence[FunctionDefinition]
+    mode: ToolMode = ToolMode.AUTO
+    only: Sequence[str] | None = None
+    """The functions that may be called; None for all."""
+    parallel: bool = True
+    fields: Fields = field(default_factory=Fields)
+
+
+def offer_of(service: Service, wanted: Wanted) -> ToolOffer:
+    """Checks what is wanted.
+
+    Functions that may not be called are not offered: the model does not see them.
+
+    Raises:
+        ApiError: 400; the field is named.
+    """
+    fields = wanted.fields
+    if len(wanted.functions) > MAX_TOOLS:
+        raise invalid(fields.tools, f"{len(wanted.functions)} tools are given; at most {MAX_TOOLS} are possible")
+    names: set[str] = set()
+    for index, function in enumerate(wanted.functions):
+        _check_function(function, index, names, fields)
+    unknown = sorted(set(wanted.only or ()) - names)
+    if unknown:
+        raise invalid(fields.choice, f"no tool is named {unknown[0][:64]!r}")
+    if wanted.mode is ToolMode.NONE or not wanted.functions:
+        return ToolOffer(parallel=wanted.parallel)
+    _check_model(service, fields)
+    only = names if wanted.only is None else set(wanted.only)
+    functions = [function for function in wanted.functions if function.name in only]
+    required = wanted.mode is ToolMode.REQUIRED
+    if required and not functions:
+        raise invalid(fields.choice, f"{fields.choice} asks for a call and allows no tool")
+    return ToolOffer(functions, wanted.parallel, required, fields.choice)
+
+
+def chat_offer(
+    service: Service, tools: Sequence[Tool] | None, choice: str | ToolChoice | None, *, parallel: bool | None
+) -> ToolOffer:
+    """The offer of a chat completion.
+
+    Raises:
+        ApiError: 400; the field is named.
+    """
+    functions = [_function_of(tool, index) for index, tool in enumerate(tools or ())]
+    if not functions and parallel is not None:
+        raise invalid("parallel_tool_calls", "parallel_tool_calls is only for requests with tools")
+    mode, only = _chat_choice(choice)
+    if not functions and (only is not None or mode is ToolMode.REQUIRED):
+        raise invalid("tool_choice", "tool_choice asks for a call and there are no tools")
+    return offer_of(service, Wanted(functions, mode, only, parallel is not False))
+
+
+def _check_function(function: FunctionDefinition, index: int, names: set[str], fields: Fields) -> None:
+    if not _NAME.fullmatch(function.name):
+        message = "a function's name has 1 to 128 letters, digits, dots, dashes and underscores"
+        raise invalid(fields.of(index, "name"), message)
+    if function.name in names:
+        raise invalid(fields.of(index, "name"), f"two functions are named {function.name!r}")
+    check_depth(function.parameters, fields.of(index, fields.schema))
+    names.add(function.name)
+
+
+def _check_model(service: Service, fields: Fields) -> None:
+    if service.template is not None and not service.template.knows_tools:
+        raise refused(fields.tools, "the model's chat template does not take tools")
+    if service.parsers.tools is None:
+        why = "no tool parser is chosen for this model; start the server with --tool-parser NAME"
+        raise refused(fields.tools, why)
+
+
+def _function_of(tool: Tool, index: int) -> FunctionDefinition:
+    check_refused(tool, f"tools[{index}].")
+    if tool.type != "function" or tool.function is None:
+        raise invalid(f"tools[{index}].function", "a tool is an object with type function and a function")
+    return tool.function
+
+
+def _chat_choice(choice: str | ToolChoice | None) -> tuple[ToolMode, Sequence[str] | None]:
+    """Mode, and the functions it is limited to."""
+    if choice is None:
+        return ToolMode.AUTO, None
+    if isinstance(choice, str):
+        return ToolMode(choice), None
+    check_refused(choice, "tool_choice.")
+    if choice.type == "function" and choice.function is not None:
+        return ToolMode.REQUIRED, [choice.function.name]
+    if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        allowed = choice.allowed_tools
+        return ToolMode(allowed.mode), [tool.function.name for tool in allowed.tools]
+    raise invalid("tool_choice", f"a tool_choice of type {choice.type} has an object {choice.type} with its details")
+
+
+def _for_template(function: FunctionDefinition) -> dict[str, object]:
+    """A function as chat templates read it: transformers' form, without what is absent."""
+    given: dict[str, object] = {"name": function.name}
+    if function.description is not None:
+        given["description"] = function.description
+    if function.parameters is not None:
+        given["parameters"] = function.parameters
+    return {"type": "function", "function": given}

@@ -1,0 +1,62 @@
+"""Tools as requests name them, in OpenAI's shape."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from openinfer_server.request.fields import RequestFields
+
+MAX_TOOLS = 128
+"""OpenAI's bound."""
+
+
+class FunctionDefinition(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function on offer."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON Schema of its arguments; absent for none."""
+    strict: bool | None = None
+
+
+class Tool(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something the model may call."""
+
+    type: Literal["function", "custom"]
+    function: FunctionDefinition | None = None
+    custom: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"custom": "the only tools are functions"}
+
+
+class FunctionName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function that is on offer."""
+
+    name: str
+
+
+class ToolReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that is on offer."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ToolReference]
+
+
+class ToolChoice(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which tools the model may or must call."""
+
+    type: Literal["function", "allowed_tools", "custom"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+    custom: object = None
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"custom": "the only tools are functions"}

@@ -1,0 +1,126 @@
+"""A further worker: the process that `workers.WorkerGroup` starts.
+
+It joins the engine, serves the port that the first worker listens on, and drains and ends when its standard input does:
+the first worker drains, or has died.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from openinfer_core.errors import OpenInferError
+from openinfer_core.remote import join_engine
+from openinfer_server.app import load_app
+from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
+from openinfer_server.server import event_loop_factory, listen, serve_app, yield_interpreter
+from openinfer_server.workers.peers import PEERS_TIMEOUT_S
+from openinfer_server.workers.wire import (
+    MAX_LINE_BYTES,
+    AskOthers,
+    Counts,
+    FromWorker,
+    Others,
+    Ready,
+    WorkerLaunch,
+    line_of,
+    to_worker_decoder,
+)
+
+logger = logging.getLogger("openinfer.server")
+
+
+class FirstWorker:
+    """Implements `Peers` for a further worker.
+
+    Args:
+        say: sends a line to the first worker.
+        own: what this worker has counted.
+    """
+
+    lost: str | None = None
+    """The first worker's death ends this one at once."""
+
+    def __init__(self, say: Callable[[FromWorker], None], own: Callable[[], MetricsSnapshot]) -> None:
+        self._say = say
+        self._own = own
+        self._asked: deque[asyncio.Future[Sequence[MetricsSnapshot]]] = deque()
+
+    async def snapshots(self) -> Sequence[MetricsSnapshot]:
+        """What each other worker has counted.
+
+        Raises:
+            TimeoutError: one does not answer.
+        """
+        answer: asyncio.Future[Sequence[MetricsSnapshot]] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        self._say(AskOthers())
+        async with asyncio.timeout(2 * PEERS_TIMEOUT_S):
+            return await answer
+
+    def take(self, line: bytes) -> None:
+        """The first worker said something."""
+        message = to_worker_decoder.decode(line)
+        if not isinstance(message, Others):
+            self._say(Counts(self._own()))
+        elif self._asked and not (answer := self._asked.popleft()).done():
+            if message.snapshots is None:
+                answer.set_exception(TimeoutError("another worker does not answer"))
+            else:
+                answer.set_result(message.snapshots)
+
+
+async def _serve(launch: WorkerLaunch, lines: FileIO, out: BinaryIO) -> int:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), lines)
+    yield_interpreter()
+
+    def say(message: FromWorker) -> None:
+        out.write(line_of(message))
+        out.flush()
+
+    handle = join_engine(launch.engine)
+    try:
+        with listen(launch.options) as listener:
+            app = load_app(handle, Path(launch.model_dir), launch.options)
+            app.service.peers = first = FirstWorker(say, app.service.snapshot)
+            stop = asyncio.Event()
+            listening = asyncio.create_task(_listen(reader, first, stop))
+            code = await serve_app(app, listener, launch.options, on_ready=lambda url: say(Ready()), stop=stop)
+            listening.cancel()
+            return code
+    finally:
+        await handle.close()
+
+
+async def _listen(reader: asyncio.StreamReader, first: FirstWorker, stop: asyncio.Event) -> None:
+    while line := await reader.readline():
+        first.take(line)
+    stop.set()
+
+
+def main() -> int:
+    """Serves until standard input ends."""
+    logging.basicConfig(level=os.environ.get("OPENINFER_LOG_LEVEL", "INFO"), format="%(name)s: %(message)s")
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing printed can break the protocol
+    lines = FileIO(sys.stdin.fileno(), closefd=False)  # nothing beyond the first line is read ahead
+    try:
+        launch = msgspec.json.decode(lines.readline(), type=WorkerLaunch)
+        with asyncio.Runner(loop_factory=event_loop_factory(launch.options.event_loop)) as runner:
+            return runner.run(_serve(launch, lines, out))
+    except OpenInferError as error:
+        logger.critical("the worker cannot serve: %s", error)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,183 @@
+"""Bounds on what requests may ask for, on the queue, and on what is held at once; each is told by name and in time."""
+
+import gc
+import json
+import socket
+import time
+
+import msgspec
+import pytest
+
+from openinfer_core.request import RequestId
+from openinfer_server import ServerOptions
+from openinfer_server.chat.template import ChatTemplate, RenderingRefused
+from openinfer_server.http.api_errors import ApiError
+from openinfer_server.http.bodies import check_elements, collector_paused
+from openinfer_server.http.body_budget import Intake
+from openinfer_server.limits.admission import WaitingRoom
+from openinfer_server.limits.request_cost import PromptCost, RequestCost
+from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
+
+COMPLETIONS = "/v1/completions"
+
+
+def test_cost_counts_whole_blocks_and_every_choice():
+    prompts = [PromptCost(17, 15, 2, None), PromptCost(1, 16, None, 0)]
+    cost = RequestCost.of(prompts, n=3, block_size_tokens=16)
+    assert cost == RequestCost(prompt_tokens=54, kv_tokens=3 * (2 + 2) * 16, logprob_entries=3 * (15 * 3 + 1))
+
+
+@pytest.mark.parametrize(
+    ("cost", "param", "word"),
+    [
+        (RequestCost(101, 0, 0), "prompt", "101 prompt tokens"),
+        (RequestCost(0, 201, 0), "max_tokens", "room for 201 tokens"),
+        (RequestCost(0, 0, 301), "logprobs", "301 log-probabilities"),
+    ],
+)
+def test_cost_beyond_a_bound_is_told_by_name(cost, param, word):
+    options = ServerOptions(max_request_tokens=100, max_request_kv_tokens=200, max_logprob_entries=300)
+    with pytest.raises(ApiError, match=word) as error:
+        cost.check(options, "prompt")
+    assert (error.value.status, error.value.body.param) == (400, param)
+    RequestCost(100, 200, 300).check(options, "prompt")
+
+
+def test_cost_is_checked_before_anything_is_asked_of_the_engine(start, call, info):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_request_kv_tokens=1024))
+    status, _, answer = call(server, "POST", COMPLETIONS, {"prompt": "a", "n": 100, "max_tokens": 100})
+    assert status == 400
+    assert b"lower max_tokens or n" in answer
+    assert server.engine.submitted == []
+    assert call(server, "POST", COMPLETIONS, {"prompt": "a", "n": 9, "max_tokens": 100})[0] == 200
+
+
+def test_waiting_room_knows_who_is_in_it():
+    room = WaitingRoom(max_requests=3, max_tokens=100)
+    room.check_room(500)  # whoever comes alone may bring more
+    room.enter(RequestId(1), 60)
+    room.check_room(40)
+    with pytest.raises(ApiError, match="41 more do not fit") as error:
+        room.check_room(41)
+    assert error.value.status == 429
+    room.enter(RequestId(2), 40)
+    with pytest.raises(ApiError, match="100 prompt tokens are waiting"):
+        room.check_open()
+    room.leave(RequestId(1))
+    room.leave(RequestId(1))
+    assert (len(room), room.num_tokens) == (1, 40)
+    room.enter(RequestId(3), 1)
+    room.enter(RequestId(4), 1)
+    with pytest.raises(ApiError, match="3 requests are waiting"):
+        room.check_open()
+
+
+class QueueingParrot(ParrotLoop):
+    """Begins nothing before `go`."""
+
+    def submit(self, request):
+        super().submit(request)
+        return []
+
+
+def test_full_queue_is_told_before_the_body_is_read(start, call, info):
+    parrot = QueueingParrot(msgspec.structs.replace(info, max_waiting=2))
+    server = start(parrot)
+    parrot.hold()
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    open_connections = [socket.create_connection(server.address, timeout=DEADLINE_S) for _ in range(2)]
+    for connection in open_connections:
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    wait_until(lambda: len(server.engine.submitted) == 2, "two requests")
+    with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
+        connection.sendall(head + b"content-length: 1000000\r\n\r\n")  # and nothing of it comes
+        assert connection.recv(65536).startswith(b"HTTP/1.1 429")
+    parrot.go()
+    for connection in open_connections:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.close()
+    wait_until(lambda: call(server, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200, "room again")
+
+
+def test_queue_is_bounded_by_tokens(start, call, info):
+    parrot = QueueingParrot(info)
+    server = start(parrot, ServerOptions(port=0, max_queued_tokens=1000))
+    parrot.hold()
+    with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
+        body = json.dumps({"prompt": [1] * 900, "max_tokens": 1}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: len(server.engine.submitted) == 1, "a request")
+        status, headers, answer = call(server, "POST", COMPLETIONS, {"prompt": [1] * 101, "max_tokens": 1})
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert b"101 more do not fit" in answer
+        assert len(server.engine.submitted) == 1
+    wait_until(lambda: server.engine.aborted, "an abort")  # its client left
+    parrot.go()
+    assert call(server, "POST", COMPLETIONS, {"prompt": [1] * 101, "max_tokens": 1})[0] == 200
+
+
+def test_bodies_are_bounded_in_all_and_given_back(start, call, info):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_open_body_bytes=2000))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(server.address, timeout=DEADLINE_S) as connection:
+        connection.sendall(head + b"content-length: 1900\r\n\r\n" + b" " * 1800)
+
+        def refused() -> bool:
+            status, headers, _ = call(server, "POST", COMPLETIONS, {"prompt": "stone " * 50, "max_tokens": 1})
+            assert status in (200, 503)
+            return status == 503 and headers["retry-after"] == "1"
+
+        wait_until(refused, "a refusal")
+    wait_until(lambda: not refused(), "room again")
+
+
+def test_intake_counts_what_is_held():
+    intake = Intake(10)
+    intake.take(6)
+    with pytest.raises(ApiError, match="as many bytes"):
+        intake.take(5)
+    intake.take(4)
+    intake.give_back(10)
+    assert intake.held_bytes == 0
+
+
+def test_body_of_too_many_values_is_refused_before_it_is_decoded(start, call, info):
+    server = start(ParrotLoop(info), ServerOptions(port=0, max_body_elements=1000))
+    for prompt in ([1] * 1002, [[]] * 600, "," * 1001):
+        status, _, answer = call(server, "POST", COMPLETIONS, {"prompt": prompt})
+        assert (status, json.loads(answer)["error"]["code"]) == (400, "too_many_elements")
+    assert call(server, "POST", COMPLETIONS, {"prompt": "stone " * 300, "max_tokens": 1})[0] == 200
+
+
+def test_collector_pauses_for_large_bodies_alone_and_goes_on():
+    check_elements(b"[" * 100, 100)
+    with collector_paused(10):
+        assert gc.isenabled()
+    with collector_paused(10**6):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ 'x' * 1000000000 }}",
+    ],
+)
+def test_template_cannot_make_a_large_value(source):
+    begin_s = time.process_time()
+    with pytest.raises(RenderingRefused):
+        ChatTemplate(source, {}, timeout_s=60, max_characters=10_000).render([], {})
+    assert time.process_time() - begin_s < 5  # each would take minutes or all memory
+
+
+def test_template_may_put_texts_together():
+    source = "{{ 'a' ~ 1 ~ none ~ missing ~ 'b' + 'c' }}{{ '%s %03d %%' % ('x', 7) }}{{ [1] + [2] }}"
+    assert ChatTemplate(source, {}, timeout_s=1, max_characters=100).render([], {}) == "a1Nonebcx 007 %[1, 2]"

@@ -1,0 +1,130 @@
+"""Health, readiness, metrics, models."""
+
+import json
+import re
+
+import anthropic
+import msgspec
+
+from openinfer_core.engine import EngineStats, KvTierStats
+from openinfer_server import ServerOptions
+from openinfer_server.observability.metrics import ServerMetrics
+from openinfer_server.observability.metrics_page import metrics_page
+from openinfer_server.testing import ParrotLoop, wait_until
+
+
+def test_health_is_ok_while_idle(shared, call):
+    status, _, body = call(shared, "GET", "/health")
+    assert (status, json.loads(body)) == (200, {"status": "ok", "step_age_s": 0.0})
+
+
+class Stuck(ParrotLoop):
+    """Its loop does not come back from a step."""
+
+    def step(self):
+        self._going.wait()
+        return super().step()
+
+
+def test_health_is_503_when_a_step_takes_too_long(start, info, call):
+    loop = Stuck(info)
+    server = start(loop, ServerOptions(port=0, health_max_step_age_s=0.2))
+    loop.hold()
+    import threading
+
+    asking = threading.Thread(target=call, args=(server, "POST", "/v1/completions", {"prompt": "a"}), daemon=True)
+    asking.start()
+    wait_until(lambda: call(server, "GET", "/health")[0] == 503, "bad health")
+    status, _, body = call(server, "GET", "/health")
+    assert (status, json.loads(body)["status"]) == (503, "the engine's loop hangs")
+    assert json.loads(body)["step_age_s"] > 0.2
+    loop.go()
+    asking.join()
+    assert call(server, "GET", "/health")[0] == 200
+
+
+def test_models_are_listed_and_retrieved(start, info, connect, call):
+    server = start(ParrotLoop(info), ServerOptions(port=0, model_names=("birds/parrot", "bird")))
+    client = connect(server)
+    assert [model.id for model in client.models.list()] == ["birds/parrot", "bird"]
+    assert client.models.retrieve("birds/parrot").owned_by == "openinfer"
+    assert call(server, "GET", "/v1/models/eagle")[0] == 404
+    assert call(server, "GET", "/v1/models/")[0] == 404
+    assert client.completions.create(model="bird", prompt="a", max_tokens=1).model == "bird"
+
+
+def test_openais_clients_get_every_name_and_anthropics_get_pages(start, info, connect):
+    names = tuple(f"bird-{number}" for number in range(25))
+    server = start(ParrotLoop(info), ServerOptions(port=0, model_names=names))
+    assert [model.id for model in connect(server).models.list()] == list(names)
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=20) as client:
+        page = client.models.list()
+        assert (len(page.data), page.has_more, page.last_id) == (20, True, "bird-19")
+        assert [model.id for model in page] == list(names)
+        assert [model.id for model in client.models.list(before_id="bird-9", limit=3).data] == list(names[6:9])
+
+
+def value(metrics: bytes, name: str) -> float:
+    return float(re.search(rf"^{re.escape(name)} (\S+)$", metrics.decode(), re.M).group(1))
+
+
+def test_metrics_count_what_happened(start, info, call):
+    server = start(ParrotLoop(info))
+    ids = [1, 2, 3, 4]
+    for body in (
+        {"prompt": ids, "max_tokens": 5, "stream": True},
+        {"prompt": ids, "max_tokens": 6},
+        {"prompt": ids, "n": 0},
+    ):
+        call(server, "POST", "/v1/completions", body)
+    call(server, "GET", "/nowhere")
+    status, headers, metrics = call(server, "GET", "/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert value(metrics, 'openinfer_http_responses_total{route="/v1/completions",status="200"}') == 2
+    assert value(metrics, 'openinfer_http_responses_total{route="/v1/completions",status="400"}') == 1
+    assert value(metrics, 'openinfer_http_responses_total{route="(none)",status="404"}') == 1
+    assert value(metrics, 'openinfer_request_success_total{model_name="parrot",finished_reason="length"}') == 2
+    assert value(metrics, 'openinfer_request_success_total{model_name="parrot",finished_reason="stop"}') == 0
+    assert value(metrics, 'openinfer_request_failures_total{model_name="parrot",kind="internal"}') == 0
+    for name, expected in (
+        ("openinfer_generation_tokens_total", 11),
+        ("openinfer_prompt_tokens_total", 8),
+        ("openinfer_prefix_cache_queries_total", 8),
+        ("openinfer_prefix_cache_hits_total", 4),
+        ("openinfer_time_to_first_token_seconds_count", 2),
+        ("openinfer_inter_token_latency_seconds_count", 9),
+        ("openinfer_e2e_request_latency_seconds_count", 2),
+        ("openinfer_request_queue_time_seconds_count", 2),
+        ("openinfer_request_prefill_time_seconds_count", 2),
+        ("openinfer_request_decode_time_seconds_count", 2),
+        ("openinfer_request_generation_tokens_sum", 11.0),
+        ("openinfer_request_params_max_tokens_sum", 11.0),
+    ):
+        assert value(metrics, f'{name}{{model_name="parrot"}}') == expected, name
+    assert value(metrics, "openinfer_requests_open") == 0
+    assert value(metrics, "openinfer_engine_up") == 1
+    assert value(metrics, "openinfer_kv_blocks") == info.num_blocks
+    assert value(metrics, 'openinfer_info{model="parrot",family="birds"}') == 1
+
+
+def test_metrics_show_every_number_of_the_engine(info):
+    """A number the engine offers is on the page under some name."""
+    names = [name for name in EngineStats.__struct_fields__ if name != "kv_tiers"]
+    of_tier = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures")]
+    numbers = {name: 1000 + i for i, name in enumerate(names)}
+    tier_numbers = {name: 2000 + i for i, name in enumerate(of_tier)}
+    tier = msgspec.convert(tier_numbers | {"tier": "host", "failures": {"timeout": 3000}}, KvTierStats)
+    stats = msgspec.structs.replace(msgspec.convert(numbers, EngineStats), kv_tiers=(tier,))
+    metrics = ServerMetrics(max_model_tokens=info.max_model_tokens)
+    page = metrics_page(metrics, info, stats, model_name="parrot", open_requests=0).decode()
+    for number in (*numbers.values(), *tier_numbers.values(), 3000):
+        assert re.search(rf" {number}(\.0)?$", page, re.M), number
+
+
+def test_metrics_are_in_prometheus_format(shared, call):
+    metrics = call(shared, "GET", "/metrics")[2].decode()
+    pattern = re.compile(r'(# (HELP|TYPE) \w+ .+|\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? -?[\d.e+-]+|)')
+    assert all(pattern.fullmatch(text) for text in metrics.split("\n"))
+    names = re.findall(r"^# TYPE (\w+) ", metrics, re.M)
+    assert len(names) == len(set(names))
+    assert all(name.startswith("openinfer_") for name in names)

@@ -1,0 +1,159 @@
+"""Several processes on one port, before one engine: what they count together, and how they end together."""
+
+import contextlib
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from openinfer_server import ServerError, ServerOptions
+from openinfer_server.observability.metrics import ServerMetrics
+from openinfer_server.observability.metrics_snapshot import MetricsSnapshot, summed
+from openinfer_server.testing import DEADLINE_S
+from openinfer_server.workers.group import can_share_ports
+
+needs_shared_ports = pytest.mark.skipif(not can_share_ports(), reason="only Linux spreads connections over processes")
+CHILD = """
+import logging, sys
+from pathlib import Path
+from openinfer_core.simulated import SimulatedOptions, spawn_simulated
+from openinfer_server import EventLoop, ServerOptions, run
+
+logging.basicConfig(level="INFO")
+engine = spawn_simulated(SimulatedOptions(num_token_ids=400, tpot_s=0.005))
+server = ServerOptions(port=0, workers=3, drain_deadline_s=20, event_loop=EventLoop(sys.argv[2]))
+sys.exit(run(engine, Path(sys.argv[1]), server, on_ready=lambda url: print(url, flush=True)))
+"""
+
+
+@pytest.fixture
+def serving(model_dir):
+    """Starts three workers: the first one's process, its children (engine last), host and port."""
+    started = []
+
+    def start(event_loop="asyncio"):
+        command = [sys.executable, "-c", CHILD, str(model_dir), event_loop]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        host, port = process.stdout.readline().strip().removeprefix("http://").split(":")
+        children = psutil.Process(process.pid).children()
+        workers = [child for child in children if "openinfer_server.workers.worker" in child.cmdline()]
+        (engine,) = [child for child in children if child not in workers]
+        assert len(workers) == 2
+        started.extend(children)
+        return process, workers, engine, (host, int(port))
+
+    yield start
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for process in started:
+        if isinstance(process, subprocess.Popen):
+            process.communicate()
+
+
+def ask(address, method, path, body=None):
+    with contextlib.closing(http.client.HTTPConnection(*address, timeout=DEADLINE_S)) as connection:
+        headers = {} if body is None else {"content-type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def number(page, name):
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE))
+
+
+@needs_shared_ports
+@pytest.mark.parametrize("event_loop", ["asyncio", "uvloop"])
+def test_workers_share_port_and_engine_count_together_and_drain(serving, event_loop):
+    process, workers, engine, address = serving(event_loop)
+    for _ in range(24):
+        status, answer = ask(
+            address, "POST", "/v1/completions", {"prompt": "stone", "max_tokens": 3, "ignore_eos": True}
+        )
+        assert status == 200, answer
+    assert all(any(link.status == "LISTEN" for link in each.net_connections()) for each in workers)
+    for _ in range(12):  # whichever worker answers
+        status, page = ask(address, "GET", "/metrics")
+        assert status == 200
+        assert number(page, "openinfer_request_success_total") == 24
+        assert number(page, "openinfer_generation_tokens_total") == 72
+        assert number(page, "openinfer_requests_open") == 0
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+    psutil.wait_procs([*workers, engine], timeout=DEADLINE_S)
+    assert not any(each.is_running() for each in (*workers, engine))
+
+
+@needs_shared_ports
+@pytest.mark.parametrize("victim", ["worker", "engine"])
+def test_death_of_a_worker_or_of_the_engine_ends_all_with_1(serving, victim):
+    process, workers, engine, _ = serving()
+    (workers[0] if victim == "worker" else engine).kill()
+    _, log = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1, log
+    assert (f"worker {workers[0].pid} ended with code -9" if victim == "worker" else "the engine died") in log
+    psutil.wait_procs([*workers, engine], timeout=DEADLINE_S)
+    assert not any(each.is_running() for each in (*workers, engine))
+
+
+@needs_shared_ports
+def test_death_of_the_first_worker_ends_the_others(serving):
+    process, workers, engine, _ = serving()
+    process.kill()
+    gone, alive = psutil.wait_procs([*workers, engine], timeout=DEADLINE_S)
+    assert (len(gone), alive) == (3, [])
+
+
+def test_lost_worker_is_said_in_health(shared, call):
+    class Lost:
+        lost = "worker 7 ended with code -9"
+
+        async def snapshots(self):
+            raise TimeoutError
+
+    service = shared.service
+    peers, service.peers = service.peers, Lost()
+    try:
+        status, _, answer = call(shared, "GET", "/health")
+        assert (status, json.loads(answer)["status"]) == (503, "worker 7 ended with code -9")
+        assert call(shared, "GET", "/metrics")[0] == 503
+    finally:
+        service.peers = peers
+
+
+def test_snapshots_add_up_and_survive_the_wire():
+    import msgspec
+
+    one, other = (ServerMetrics(max_model_tokens=100) for _ in range(2))
+    for metrics, times in ((one, 1), (other, 2)):
+        metrics.responses["/v1/models", 200] += times
+        metrics.generated_tokens.value += times
+        metrics.time_to_first_token_s.observe(0.02, times)
+        metrics.request_prompt_tokens.observe(7, times)
+    parts = [MetricsSnapshot.of(metrics, open_requests=3) for metrics in (one, other)]
+    parts = [msgspec.json.decode(msgspec.json.encode(part), type=MetricsSnapshot) for part in parts]
+    both = summed(parts, max_model_tokens=100)
+    assert both.responses == {("/v1/models", 200): 3}
+    assert both.generated_tokens.value == 3
+    assert both.time_to_first_token_s.total == pytest.approx(0.06)
+    assert sum(both.request_prompt_tokens.counts) == 3
+    assert MetricsSnapshot.of(both, open_requests=0).histograms.keys() == parts[0].histograms.keys()
+    assert both.ended == dict.fromkeys(both.ended, 0)
+
+
+def test_workers_need_an_engine_that_can_be_joined(info, model_dir):
+    from openinfer_core.local import InProcessEngine
+    from openinfer_server import run
+    from openinfer_server.testing import ParrotLoop
+
+    with pytest.raises(ServerError, match="process of its own" if can_share_ports() else "Linux"):
+        run(InProcessEngine(ParrotLoop(info)), model_dir, ServerOptions(port=0, workers=2))
