@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from openinfer_core.provenance import provenance
-from openinfer_kv_offload.record import record_bytes
+from openinfer_kv_offload.format.record import record_bytes
 
 RECORD_BYTES = record_bytes(36 * 2 * 8 * 16 * 128 * 2)
 

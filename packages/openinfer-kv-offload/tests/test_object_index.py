@@ -3,7 +3,7 @@
 import pytest
 
 from openinfer_kv_cache.testing.tier_cases import chain
-from openinfer_kv_offload.object_index import ObjectIndex
+from openinfer_kv_offload.remote.object_index import ObjectIndex
 
 A, B, C, D = chain(0, 4)
 

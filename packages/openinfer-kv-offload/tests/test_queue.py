@@ -8,9 +8,9 @@ import pytest
 from openinfer_kv_cache import TierFailure, TransferState
 from openinfer_kv_cache.testing.tier_cases import ended
 from openinfer_kv_offload import QueueOptions, TierConfigError
-from openinfer_kv_offload.breaker import CircuitBreaker
-from openinfer_kv_offload.queue import TransferQueue, Urgency
-from openinfer_kv_offload.tally import Tally
+from openinfer_kv_offload.transfer.breaker import CircuitBreaker
+from openinfer_kv_offload.transfer.counters import Tally
+from openinfer_kv_offload.transfer.queue import TransferQueue, Urgency
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from openinfer_kv_offload import (
     TierConfigError,
     open_tiers,
 )
-from openinfer_kv_offload.s3_store import S3Store
+from openinfer_kv_offload.remote.s3_store import S3Store
+from openinfer_kv_offload.remote.valkey_store import ValkeyStore
 from openinfer_kv_offload.testing.cases import RemoteCase
 from openinfer_kv_offload.testing.servers import S3_BUCKET, S3_ENVIRONMENT, S3Server, ValkeyServer, free_ports
 from openinfer_kv_offload.testing.soak import remote_case, run_machine
-from openinfer_kv_offload.valkey_store import ValkeyStore
 
 LAYOUT = kit_layout()
 OBJECT_BYTES = LAYOUT.block_bytes + 128
@@ -316,8 +316,8 @@ def test_settings_that_mean_nothing_are_refused(setting, message):
 @pytest.mark.parametrize(
     ("setting", "module", "library"),
     [
-        ("valkey=valkey://127.0.0.1,1MiB", "openinfer_kv_offload.valkey_store", "valkey"),
-        ("s3=s3://bucket,1MiB", "openinfer_kv_offload.s3_store", "obstore"),
+        ("valkey=valkey://127.0.0.1,1MiB", "openinfer_kv_offload.remote.valkey_store", "valkey"),
+        ("s3=s3://bucket,1MiB", "openinfer_kv_offload.remote.s3_store", "obstore"),
     ],
 )
 def test_a_tier_whose_library_is_not_installed_says_which_extra_brings_it(setting, module, library, monkeypatch):

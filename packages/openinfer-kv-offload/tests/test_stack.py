@@ -16,7 +16,7 @@ from openinfer_kv_offload import (
     WriteMode,
     settings,
 )
-from openinfer_kv_offload.behind import Follower
+from openinfer_kv_offload.stack.write_behind import Follower
 
 LAYOUT = kit_layout()
 

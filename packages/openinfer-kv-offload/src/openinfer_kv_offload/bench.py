@@ -15,13 +15,13 @@ import numpy as np
 from openinfer_core.provenance import provenance
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, KvTier, PagedGroup, PagedTensor, TransferState
 from openinfer_kv_cache.testing.tier_cases import chain
-from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
-from openinfer_kv_offload.host import HostTier
-from openinfer_kv_offload.host_options import HostTierOptions
-from openinfer_kv_offload.memory import block_views
-from openinfer_kv_offload.object_store import ObjectStore
-from openinfer_kv_offload.queue import QueueOptions
-from openinfer_kv_offload.remote import RemoteTier, RemoteTierOptions
+from openinfer_kv_offload.disk.tier import DiskTier, DiskTierOptions
+from openinfer_kv_offload.host.options import HostTierOptions
+from openinfer_kv_offload.host.tier import HostTier
+from openinfer_kv_offload.remote.object_store import ObjectStore
+from openinfer_kv_offload.remote.tier import RemoteTier, RemoteTierOptions
+from openinfer_kv_offload.transfer.memory import block_views
+from openinfer_kv_offload.transfer.queue import QueueOptions
 
 _ROUNDS = 20
 _QUEUE = QueueOptions(num_threads=1)
@@ -127,9 +127,9 @@ def _open_disk(layout: KvLayout, capacity_bytes: int, scratch: Path) -> KvTier:
 @contextlib.contextmanager
 def _servers(scratch: Path) -> Generator[dict[str, Callable[[KvLayout, int], KvTier]]]:
     """Starts them, and says how to open a tier on each."""
-    from openinfer_kv_offload.s3_store import S3Store
+    from openinfer_kv_offload.remote.s3_store import S3Store
+    from openinfer_kv_offload.remote.valkey_store import ValkeyStore
     from openinfer_kv_offload.testing.servers import S3_BUCKET, S3_ENVIRONMENT, S3Server, ValkeyServer
-    from openinfer_kv_offload.valkey_store import ValkeyStore
 
     folders = {name: scratch / name for name in ("valkey", "s3")}
     for folder in folders.values():

@@ -6,12 +6,12 @@ from typing import cast
 from openinfer_core.plugins import find_plugin
 from openinfer_kv_cache import CopyingTier, KvLayout, KvTier, KvTierFactory
 from openinfer_kv_cache.tiers import KV_TIERS
-from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
+from openinfer_kv_offload.disk.tier import DiskTier, DiskTierOptions
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.host import HostTier
-from openinfer_kv_offload.host_options import HostTierOptions
+from openinfer_kv_offload.host.options import HostTierOptions
+from openinfer_kv_offload.host.tier import HostTier
 from openinfer_kv_offload.setting_fields import convert, parse_fields, parse_size
-from openinfer_kv_offload.stack import StackOptions, TierStack, WriteMode
+from openinfer_kv_offload.stack.tier import StackOptions, TierStack, WriteMode
 
 
 def open_tiers(settings: Sequence[str], layout: KvLayout, *, options: StackOptions | None = None) -> KvTier:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from openinfer_kv_cache import KvLayout
 from openinfer_kv_cache.testing.tier_contract import FaultInjector
-from openinfer_kv_offload.arena import WrapMedium, as_it_is
-from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
-from openinfer_kv_offload.host import HostTier
-from openinfer_kv_offload.host_options import HostPolicy, HostTierOptions
-from openinfer_kv_offload.object_store import ObjectStore
-from openinfer_kv_offload.queue import QueueOptions
-from openinfer_kv_offload.record import HEADER_BYTES, record_bytes
-from openinfer_kv_offload.remote import RemoteTier, RemoteTierOptions
-from openinfer_kv_offload.stack import StackOptions, TierStack, WriteMode
+from openinfer_kv_offload.disk.tier import DiskTier, DiskTierOptions
+from openinfer_kv_offload.format.record import HEADER_BYTES, record_bytes
+from openinfer_kv_offload.host.arena import WrapMedium, as_it_is
+from openinfer_kv_offload.host.options import HostPolicy, HostTierOptions
+from openinfer_kv_offload.host.tier import HostTier
+from openinfer_kv_offload.remote.object_store import ObjectStore
+from openinfer_kv_offload.remote.tier import RemoteTier, RemoteTierOptions
+from openinfer_kv_offload.stack.tier import StackOptions, TierStack, WriteMode
+from openinfer_kv_offload.transfer.queue import QueueOptions
 
 CAPACITY_BLOCKS = 12
 _SEGMENT_RECORDS = 4

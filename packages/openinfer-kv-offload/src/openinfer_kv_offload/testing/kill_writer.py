@@ -15,8 +15,8 @@ import msgspec
 
 from openinfer_kv_cache import KvLayout
 from openinfer_kv_cache.testing.tier_cases import chain, content, empty, ended, filled, kit_layout
-from openinfer_kv_offload.disk import DiskTier, DiskTierOptions
-from openinfer_kv_offload.record import record_bytes
+from openinfer_kv_offload.disk.tier import DiskTier, DiskTierOptions
+from openinfer_kv_offload.format.record import record_bytes
 
 _BLOCK_BYTES = 2**20
 _IN_FLIGHT = 16

@@ -19,15 +19,15 @@ from hypothesis.stateful import run_state_machine_as_test
 from openinfer_core.provenance import provenance
 from openinfer_kv_cache.testing.tier_cases import TierCase
 from openinfer_kv_cache.testing.tier_machine import tier_machine
-from openinfer_kv_offload.host_options import HostPolicy
-from openinfer_kv_offload.object_store import ObjectStore
-from openinfer_kv_offload.queue import QueueOptions
-from openinfer_kv_offload.s3_store import S3Store
-from openinfer_kv_offload.stack import WriteMode
+from openinfer_kv_offload.host.options import HostPolicy
+from openinfer_kv_offload.remote.object_store import ObjectStore
+from openinfer_kv_offload.remote.s3_store import S3Store
+from openinfer_kv_offload.remote.valkey_store import ValkeyStore
+from openinfer_kv_offload.stack.tier import WriteMode
 from openinfer_kv_offload.testing.cases import DiskCase, HostCase, RemoteCase, StackCase
 from openinfer_kv_offload.testing.kill_writer import KillReport, kill_writers
 from openinfer_kv_offload.testing.servers import S3_BUCKET, S3_ENVIRONMENT, S3Server, ValkeyServer
-from openinfer_kv_offload.valkey_store import ValkeyStore
+from openinfer_kv_offload.transfer.queue import QueueOptions
 
 _STEPS_PER_EXAMPLE = 50
 

@@ -23,9 +23,9 @@ from openinfer_kv_cache import (
     check_same_layout,
 )
 from openinfer_kv_cache.tier_traits import BlockMemory
-from openinfer_kv_offload.behind import Follower
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.stack_transfer import StackTransfer
+from openinfer_kv_offload.stack.transfer import StackTransfer
+from openinfer_kv_offload.stack.write_behind import Follower
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class WriteMode(StrEnum):
     THROUGH = "through"
     """Into every tier at once that accepts saves."""
     BEHIND = "behind"
-    """Into the first, which is all that a save waits for; from there into the others (`behind.py`)."""
+    """Into the first, which is all that a save waits for; from there into the others (`write_behind.py`)."""
     BACK = "back"
     """Into the first; a tier hands to the next what it evicts (demotion)."""
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from openinfer_kv_cache import TierFailure
-from openinfer_kv_offload.failures import BlockFault
-from openinfer_kv_offload.memory import copy_bytes
+from openinfer_kv_offload.transfer.failures import BlockFault
+from openinfer_kv_offload.transfer.memory import copy_bytes
 
 
 class ObjectStore(Protocol):

@@ -10,20 +10,20 @@ import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, TierFailure
 from openinfer_kv_cache.tier_traits import BlockMemory
-from openinfer_kv_offload.arena import WrapMedium, as_it_is
+from openinfer_kv_offload.disk.store import Access
 from openinfer_kv_offload.errors import StoreError, TierConfigError
-from openinfer_kv_offload.failures import BlockFault
-from openinfer_kv_offload.in_order import run_in_order
-from openinfer_kv_offload.memory import read_block, write_block
-from openinfer_kv_offload.namespace import Namespace
-from openinfer_kv_offload.object_index import KnownObject, ObjectIndex
-from openinfer_kv_offload.object_store import ObjectStore
-from openinfer_kv_offload.queue import QueueOptions
-from openinfer_kv_offload.queued_tier import QueuedTier
-from openinfer_kv_offload.record import HEADER_BYTES, decode_header, encode_header
-from openinfer_kv_offload.stamp import Stamper
-from openinfer_kv_offload.store import Access
-from openinfer_kv_offload.transfer import BlockTransfer
+from openinfer_kv_offload.format.checksum import Stamper
+from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, encode_header
+from openinfer_kv_offload.host.arena import WrapMedium, as_it_is
+from openinfer_kv_offload.remote.in_order import run_in_order
+from openinfer_kv_offload.remote.namespace import Namespace
+from openinfer_kv_offload.remote.object_index import KnownObject, ObjectIndex
+from openinfer_kv_offload.remote.object_store import ObjectStore
+from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
+from openinfer_kv_offload.transfer.failures import BlockFault
+from openinfer_kv_offload.transfer.memory import read_block, write_block
+from openinfer_kv_offload.transfer.queue import QueueOptions
+from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
 
 class RemoteTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,11 +8,11 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierHit, Transfer
 from openinfer_kv_cache.tier_traits import BlockMemory
-from openinfer_kv_offload.hit import HeldBlock, HeldHit
-from openinfer_kv_offload.memory import check_blocks
-from openinfer_kv_offload.queue import QueueOptions, TransferQueue, Urgency
-from openinfer_kv_offload.tally import Tally
-from openinfer_kv_offload.transfer import BlockTransfer
+from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
+from openinfer_kv_offload.transfer.counters import Tally
+from openinfer_kv_offload.transfer.hit import HeldBlock, HeldHit
+from openinfer_kv_offload.transfer.memory import check_blocks
+from openinfer_kv_offload.transfer.queue import QueueOptions, TransferQueue, Urgency
 
 
 class BlockIndex(Protocol[HeldBlock]):

@@ -1,7 +1,7 @@
 """`BlockStamps`: what a place in memory is compared with when it is read, wherever its block came from.
 
-    from this machine's memory    XXH3-128 of layout, digest and bytes (`stamp.py`)
-    from a device                 a mark, and the sum that the device made of its bytes (`block_sum.py`)
+    from this machine's memory    XXH3-128 of layout, digest and bytes (`format/checksum.py`)
+    from a device                 a mark, and the sum that the device made of its bytes (`device_checksum.py`)
 
 A place and its digest are bound by the tier's index, which lives as long as the memory does.
 """
@@ -9,9 +9,9 @@ A place and its digest are bound by the tier's index, which lives as long as the
 from collections.abc import Sequence
 
 from openinfer_kv_cache import DeviceBlock, Digest, KvLayout
-from openinfer_kv_offload.block_sum import block_sum
-from openinfer_kv_offload.places import Stored
-from openinfer_kv_offload.stamp import Stamper
+from openinfer_kv_offload.format.checksum import Stamper
+from openinfer_kv_offload.host.block_index import Stored
+from openinfer_kv_offload.host.device_checksum import block_sum
 
 _DEVICE_MARK = b"device "
 

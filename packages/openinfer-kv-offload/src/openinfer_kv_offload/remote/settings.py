@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from openinfer_kv_cache import KvLayout
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.object_store import ObjectStore
-from openinfer_kv_offload.remote import RemoteTier, RemoteTierOptions
+from openinfer_kv_offload.remote.object_store import ObjectStore
+from openinfer_kv_offload.remote.tier import RemoteTier, RemoteTierOptions
 from openinfer_kv_offload.setting_fields import convert, parse_fields, parse_size
 
 _VALKEY = "valkey=valkey://10.0.0.7:6379/0,64GiB"
@@ -57,7 +57,7 @@ def open_valkey(layout: KvLayout, setting: str) -> RemoteTier:
     password = None if options.password_file is None else _read_secret(options.password_file)
 
     def connect() -> ObjectStore:
-        from openinfer_kv_offload.valkey_store import ValkeyStore
+        from openinfer_kv_offload.remote.valkey_store import ValkeyStore
 
         return ValkeyStore(url, timeout_s=options.timeout_s, ttl_s=options.ttl_s, password=password)
 
@@ -86,7 +86,7 @@ def open_s3(layout: KvLayout, setting: str) -> RemoteTier:
     options = convert(fields, _S3Fields)
 
     def connect() -> ObjectStore:
-        from openinfer_kv_offload.s3_store import S3Store
+        from openinfer_kv_offload.remote.s3_store import S3Store
 
         return S3Store(bucket, endpoint=options.endpoint, region=options.region, timeout_s=options.timeout_s)
 

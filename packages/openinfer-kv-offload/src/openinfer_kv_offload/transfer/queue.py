@@ -13,11 +13,11 @@ from enum import IntEnum
 import msgspec
 
 from openinfer_kv_cache import TierFailure, TransferState
-from openinfer_kv_offload.breaker import CircuitBreaker
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.failures import NOT_THE_MEDIUM, classify
-from openinfer_kv_offload.tally import Tally
-from openinfer_kv_offload.transfer import BlockTransfer, TransferEnded
+from openinfer_kv_offload.transfer.block_transfer import BlockTransfer, TransferEnded
+from openinfer_kv_offload.transfer.breaker import CircuitBreaker
+from openinfer_kv_offload.transfer.counters import Tally
+from openinfer_kv_offload.transfer.failures import NOT_THE_MEDIUM, classify
 
 _log = logging.getLogger(__name__)
 _JOIN_S = 5.0

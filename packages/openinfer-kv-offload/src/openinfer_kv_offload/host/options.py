@@ -6,7 +6,7 @@ from enum import StrEnum
 import msgspec
 
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.queue import QueueOptions
+from openinfer_kv_offload.transfer.queue import QueueOptions
 
 _NUM_THREADS = min(3, max(2, (os.cpu_count() or 1) // 2))
 """By default: so many keep a GPU's bus busy, and more take the interpreter from others."""

@@ -11,17 +11,17 @@ import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, TierFailure
 from openinfer_kv_cache.tier_traits import BlockMemory
-from openinfer_kv_offload.arena import Arena, WrapMedium, as_it_is
+from openinfer_kv_offload.disk.segments import Recorded, SegmentIndex
+from openinfer_kv_offload.disk.store import Access, StoreFolder
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.failures import BlockFault
-from openinfer_kv_offload.memory import read_block, write_block
-from openinfer_kv_offload.queue import QueueOptions
-from openinfer_kv_offload.queued_tier import QueuedTier
-from openinfer_kv_offload.record import HEADER_BYTES, decode_header, encode_header, record_bytes
-from openinfer_kv_offload.segments import Recorded, SegmentIndex
-from openinfer_kv_offload.stamp import Stamper
-from openinfer_kv_offload.store import Access, StoreFolder
-from openinfer_kv_offload.transfer import BlockTransfer
+from openinfer_kv_offload.format.checksum import Stamper
+from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, encode_header, record_bytes
+from openinfer_kv_offload.host.arena import Arena, WrapMedium, as_it_is
+from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
+from openinfer_kv_offload.transfer.failures import BlockFault
+from openinfer_kv_offload.transfer.memory import read_block, write_block
+from openinfer_kv_offload.transfer.queue import QueueOptions
+from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
 _SEGMENTS = 64
 

@@ -10,7 +10,7 @@ It reads memory many times faster than BLAKE2b does, and without the interpreter
 import xxhash
 
 from openinfer_kv_cache import Digest, KvLayout
-from openinfer_kv_offload.record import RecordHeader
+from openinfer_kv_offload.format.record import RecordHeader
 
 STAMP_BYTES = 16
 

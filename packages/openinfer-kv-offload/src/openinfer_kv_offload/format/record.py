@@ -4,7 +4,7 @@
     8   16   layout digest
     24  16   block digest
     40   8   payload bytes, little-endian
-    48  16   stamp of the payload (`stamp.py`)
+    48  16   stamp of the payload (`checksum.py`)
     64   8   XXH3-64 of the 64 bytes before
     72  56   zero
     128      payload, then zeros to a multiple of 4096

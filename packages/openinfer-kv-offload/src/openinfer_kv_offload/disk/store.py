@@ -3,7 +3,7 @@
 store.json            format version and layout; written once, moved into place whole
 digest.key            the secret that blocks are named with (see `openinfer_kv_cache.PrefixHasher`), for its owner only
 writer.lock           locked by the one process that writes (flock: the kernel frees it with the process)
-segment-00000001.kv   records (`record.py`), appended; higher numbers are younger
+segment-00000001.kv   records (`format/record.py`), appended; higher numbers are younger
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from openinfer_kv_cache import KvLayout
 from openinfer_kv_offload.errors import StoreError
-from openinfer_kv_offload.manifest import check_manifest, encode_manifest
+from openinfer_kv_offload.format.manifest import check_manifest, encode_manifest
 
 _KEY_BYTES = 32
 _SEGMENT = re.compile(r"segment-(\d{8})\.kv")

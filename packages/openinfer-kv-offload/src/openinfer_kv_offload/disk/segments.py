@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openinfer_kv_cache import Digest, IntegrityError
-from openinfer_kv_offload.arena import WrapMedium
-from openinfer_kv_offload.segment import Segment
-from openinfer_kv_offload.store import Access, StoreFolder
+from openinfer_kv_offload.disk.segment import Segment
+from openinfer_kv_offload.disk.store import Access, StoreFolder
+from openinfer_kv_offload.host.arena import WrapMedium
 
 
 class Recorded(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from openinfer_kv_cache import Digest
-from openinfer_kv_offload.arena import Medium, WrapMedium
-from openinfer_kv_offload.record import HEADER_BYTES, RecordHeader, decode_header
+from openinfer_kv_offload.format.record import HEADER_BYTES, RecordHeader, decode_header
+from openinfer_kv_offload.host.arena import Medium, WrapMedium
 
 
 class SegmentFile:

@@ -4,7 +4,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from openinfer_kv_offload.memory import copy_bytes
+from openinfer_kv_offload.transfer.memory import copy_bytes
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 

@@ -6,7 +6,7 @@ from openinfer_kv_cache import EvictionPolicyError, LeastRecentlyUsed
 from openinfer_kv_cache.testing import check_eviction_policy
 from openinfer_kv_cache.testing.tier_cases import chain
 from openinfer_kv_offload import LeastFrequentlyUsed
-from openinfer_kv_offload.places import PlaceIndex
+from openinfer_kv_offload.host.block_index import PlaceIndex
 
 STAMP = b"s" * 16
 

@@ -1,16 +1,16 @@
 """`Namespace`: one layout's blocks under a prefix of an object store.
 
-PREFIX/layout         format and layout (`manifest.py`)
-PREFIX/block/DIGEST   a record (`record.py`), its digest in hexadecimal
+PREFIX/layout         format and layout (`format/manifest.py`)
+PREFIX/block/DIGEST   a record (`format/record.py`), its digest in hexadecimal
 """
 
 from collections.abc import Sequence
 
 from openinfer_kv_cache import Digest, KvLayout
-from openinfer_kv_offload.arena import Medium, WrapMedium
 from openinfer_kv_offload.errors import StoreError
-from openinfer_kv_offload.manifest import check_manifest, encode_manifest
-from openinfer_kv_offload.object_store import ObjectMedium, ObjectStore
+from openinfer_kv_offload.format.manifest import check_manifest, encode_manifest
+from openinfer_kv_offload.host.arena import Medium, WrapMedium
+from openinfer_kv_offload.remote.object_store import ObjectMedium, ObjectStore
 
 _DIGEST_CHARACTERS = 32
 

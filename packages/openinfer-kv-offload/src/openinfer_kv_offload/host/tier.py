@@ -13,16 +13,16 @@ from openinfer_kv_cache import (
     TierFailure,
 )
 from openinfer_kv_cache.tier_traits import BlockMemory
-from openinfer_kv_offload.arena import Arena, WrapMedium, as_it_is
-from openinfer_kv_offload.block_stamps import BlockStamps
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.failures import BlockFault
-from openinfer_kv_offload.frequency import LeastFrequentlyUsed
-from openinfer_kv_offload.host_options import HostPolicy, HostTierOptions
-from openinfer_kv_offload.memory import in_memory, on_a_device
-from openinfer_kv_offload.places import PlaceIndex, Stored
-from openinfer_kv_offload.queued_tier import QueuedTier
-from openinfer_kv_offload.transfer import BlockTransfer
+from openinfer_kv_offload.host.arena import Arena, WrapMedium, as_it_is
+from openinfer_kv_offload.host.block_index import PlaceIndex, Stored
+from openinfer_kv_offload.host.checksums import BlockStamps
+from openinfer_kv_offload.host.frequency import LeastFrequentlyUsed
+from openinfer_kv_offload.host.options import HostPolicy, HostTierOptions
+from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
+from openinfer_kv_offload.transfer.failures import BlockFault
+from openinfer_kv_offload.transfer.memory import in_memory, on_a_device
+from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
 _ALIGN_BYTES = 64
 _MOST_BATCH_BLOCKS, _LEAST_BATCHES = 32, 32

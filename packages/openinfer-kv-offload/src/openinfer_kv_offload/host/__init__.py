@@ -1,0 +1,1 @@
+"""The tier in this process's memory."""

@@ -1,0 +1,1 @@
+"""Tiers on servers: blocks as objects of Valkey, Redis or S3."""

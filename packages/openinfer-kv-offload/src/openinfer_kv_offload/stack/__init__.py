@@ -1,0 +1,1 @@
+"""Several tiers as one, fastest first."""
