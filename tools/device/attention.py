@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from openinfer_kernels import AttentionBatch
-from openinfer_kernels.cuda.attention import Attention
-from openinfer_kernels.cuda.launch import Module
-from openinfer_kernels.cuda.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.attention.paged import Attention
+from openinfer_kernels.cuda.common.launch import Module
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 
 PEAK_BYTES_PER_S = 4.3e12
 PEAK_FLOPS_PER_S = 790e12

@@ -17,7 +17,7 @@ import numpy as np
 
 from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cuda import CudaOps
-from openinfer_kernels.cuda.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 
 HIDDEN, HEADS = 2560, alone.KV_HEADS * alone.GROUP
 WIDTH = HEADS * alone.HEAD_DIM

@@ -35,9 +35,9 @@ from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
 from openinfer_engine import StepLoop, build_loop, resolve
 from openinfer_engine.kv_tiers import PageTaking, TierPort
-from openinfer_kernels.cuda.block_copies import DevicePool
-from openinfer_kernels.cuda.device import Device
-from openinfer_kernels.cuda.libraries import cupy
+from openinfer_kernels.cuda.common.block_copies import DevicePool
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kv_cache import Digest
 from openinfer_kv_offload import open_tiers
 

@@ -24,9 +24,9 @@ import numpy as np  # noqa: E402
 
 from openinfer_core.provenance import provenance  # noqa: E402
 from openinfer_kernels import Array, AttentionBatch  # noqa: E402
-from openinfer_kernels.cuda import latent_expanded  # noqa: E402
-from openinfer_kernels.cuda.graphs import Stream  # noqa: E402
-from openinfer_kernels.cuda.libraries import bfloat16, cupy  # noqa: E402
+from openinfer_kernels.cuda.common.graphs import Stream  # noqa: E402
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy  # noqa: E402
+from openinfer_kernels.cuda.mla import expanded as latent_expanded  # noqa: E402
 from openinfer_kernels.cuda.ops import CudaOps  # noqa: E402
 
 LAYERS, BLOCK_TOKENS, ENTRY, HEAD = 27, 16, 576, 192

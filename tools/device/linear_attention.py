@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 from openinfer_core.provenance import provenance  # noqa: E402
 from openinfer_kernels import AttentionBatch  # noqa: E402
 from openinfer_kernels.cuda import BatchInvariantCudaOps, CudaOps  # noqa: E402
-from openinfer_kernels.cuda.libraries import bfloat16  # noqa: E402
+from openinfer_kernels.cuda.common.libraries import bfloat16  # noqa: E402
 
 KEY_HEADS, HEADS, DIM, TAPS = 16, 32, 128, 4
 VALUES = HEADS * DIM

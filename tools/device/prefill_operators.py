@@ -20,7 +20,7 @@ import numpy as np
 
 from openinfer_kernels import AttentionBatch, RopeParameters, rope_table
 from openinfer_kernels.cuda import CudaOps
-from openinfer_kernels.cuda.libraries import bfloat16
+from openinfer_kernels.cuda.common.libraries import bfloat16
 
 LAYERS, H, QKV, ATTENDED, F, V = 36, 2560, 6144, 4096, 9728, 151936
 KV_HEADS, HEAD_DIM, BLOCK = 8, 128, 16

@@ -22,13 +22,13 @@ sys.path[:0] = folders()
 import cupy  # noqa: E402
 import numpy as np  # noqa: E402
 
-from openinfer_kernels.cuda.decode_gemm import DecodeGemm  # noqa: E402
-from openinfer_kernels.cuda.device import Device  # noqa: E402
-from openinfer_kernels.cuda.gemm import Gemm  # noqa: E402
-from openinfer_kernels.cuda.libraries import bfloat16  # noqa: E402
-from openinfer_kernels.cuda.library_products import LibraryProducts  # noqa: E402
-from openinfer_kernels.cuda.linear import Linear  # noqa: E402
-from openinfer_kernels.cuda.norm import Norm  # noqa: E402
+from openinfer_kernels.cuda.common.device import Device  # noqa: E402
+from openinfer_kernels.cuda.common.libraries import bfloat16  # noqa: E402
+from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.gemm import Gemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.library_products import LibraryProducts  # noqa: E402
+from openinfer_kernels.cuda.gemm.linear import Linear  # noqa: E402
+from openinfer_kernels.cuda.norm.rms_norm import Norm  # noqa: E402
 
 NUM_LAYERS = 36
 H = 2560

@@ -28,14 +28,14 @@ from openinfer_kernels.bench.cases import Case  # noqa: E402
 from openinfer_kernels.bench.expert_cases import random_matrices  # noqa: E402
 from openinfer_kernels.bench.timing import Timer  # noqa: E402
 from openinfer_kernels.cuda import CudaOps  # noqa: E402
-from openinfer_kernels.cuda.decode_gemm import DecodeGemm  # noqa: E402
-from openinfer_kernels.cuda.gemm import Gemm  # noqa: E402
-from openinfer_kernels.cuda.grouped_gemm import Epilogue, GroupedGemm  # noqa: E402
-from openinfer_kernels.cuda.libraries import bfloat16, cupy  # noqa: E402
-from openinfer_kernels.cuda.library_products import LibraryProducts  # noqa: E402
-from openinfer_kernels.cuda.linear import Linear  # noqa: E402
-from openinfer_kernels.cuda.memory import Memory  # noqa: E402
-from openinfer_kernels.cuda.quantised import Quantised  # noqa: E402
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy  # noqa: E402
+from openinfer_kernels.cuda.common.memory import Memory  # noqa: E402
+from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.gemm import Gemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, GroupedGemm  # noqa: E402
+from openinfer_kernels.cuda.gemm.library_products import LibraryProducts  # noqa: E402
+from openinfer_kernels.cuda.gemm.linear import Linear  # noqa: E402
+from openinfer_kernels.cuda.gemm.quantised import Quantised  # noqa: E402
 
 TOKENS = (8, 16, 32, 64, 128, 256, 512)
 MOST_TILES = 16

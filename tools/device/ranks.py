@@ -22,13 +22,13 @@ from openinfer_core.provenance import provenance
 from openinfer_engine.host_collectives import rank_sum
 from openinfer_engine.nccl_communicator import NcclCommunicator
 from openinfer_engine.nccl_sums import ExactSums, open_one_shot
-from openinfer_kernels.cuda.device import Device
-from openinfer_kernels.cuda.graphs import Stream
-from openinfer_kernels.cuda.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.nccl import NcclGroup, unique_id, version
-from openinfer_kernels.cuda.one_shot import OneShot
+from openinfer_kernels.cuda.comm.nccl import NcclGroup, unique_id, version
+from openinfer_kernels.cuda.comm.one_shot import OneShot
+from openinfer_kernels.cuda.comm.rank_arrays import RankArrays
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.graphs import Stream
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.ops import CudaOps
-from openinfer_kernels.cuda.rank_arrays import RankArrays
 
 WIDTH = 4096
 TOKENS = (1, 8, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from openinfer_kernels import Bias, Penalties, SamplingBatch, TokenMask
-from openinfer_kernels.cpu.logit_changes import changed_logits
-from openinfer_kernels.cpu.logprobs import logprobs as cpu_logprobs
-from openinfer_kernels.cpu.philox import uniforms
-from openinfer_kernels.cpu.sampling import sample as cpu_sample
-from openinfer_kernels.cuda.launch import Module
-from openinfer_kernels.cuda.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.logprobs import LogprobsKernels
-from openinfer_kernels.cuda.sampling import Sampling
+from openinfer_kernels.cpu.sampling.logit_changes import changed_logits
+from openinfer_kernels.cpu.sampling.logprobs import logprobs as cpu_logprobs
+from openinfer_kernels.cpu.sampling.philox import uniforms
+from openinfer_kernels.cpu.sampling.sampling import sample as cpu_sample
+from openinfer_kernels.cuda.common.launch import Module
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.sampling.logprobs import LogprobsKernels
+from openinfer_kernels.cuda.sampling.sampling import Sampling
 
 PEAK_BYTES_PER_S = 4.3e12
 VOCABULARY, NUM_TOKEN_IDS = 151936, 151669

@@ -90,7 +90,7 @@ class OddCompiler:
 def make_loop(make_model: Callable[[Any], SumModel], *, capture: bool, num_blocks: int = NUM_BLOCKS) -> StepLoop:
     try:
         from openinfer_engine.cuda_rank import CudaRank
-        from openinfer_kernels.cuda.libraries import cupy
+        from openinfer_kernels.cuda.common.libraries import cupy
         from openinfer_kernels.cuda.ops import CudaOps
 
         ops = CudaOps()

@@ -21,12 +21,12 @@ from openinfer_engine.trace import Tracer
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.catalogue import kernels_by_part, measured_by_part
 from openinfer_kernels.cuda.batch_invariant import BatchInvariantCudaOps
-from openinfer_kernels.cuda.device import Device, gpu_count
-from openinfer_kernels.cuda.nccl import library as nccl_library
-from openinfer_kernels.cuda.nccl import unique_id
-from openinfer_kernels.cuda.nccl import version as nccl_version
+from openinfer_kernels.cuda.comm.nccl import library as nccl_library
+from openinfer_kernels.cuda.comm.nccl import unique_id
+from openinfer_kernels.cuda.comm.nccl import version as nccl_version
+from openinfer_kernels.cuda.common.device import Device, gpu_count
 from openinfer_kernels.cuda.ops import CudaOps
-from openinfer_kernels.cuda.steps import state_bytes
+from openinfer_kernels.cuda.sampling.steps import state_bytes
 from openinfer_kernels.gpu_requirements import require_attention, require_entries, require_latents
 from openinfer_kv_cache import KvDtype, KvLayout
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from openinfer_engine.rank import RunnerLimits
 from openinfer_kernels import Array, Logprobs
-from openinfer_kernels.cuda.graphs import Graph, Stream
-from openinfer_kernels.cuda.step_inputs import DecodeInputs, PieceInputs
+from openinfer_kernels.cuda.common.graphs import Graph, Stream
+from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, PieceInputs
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of captured decode steps; a step is padded to the next one."""

@@ -41,11 +41,11 @@ from openinfer_engine.step_logprobs import HostLogprobs
 from openinfer_engine.trace import NoTrace, Tracer
 from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
 from openinfer_kernels import Array, HostArray, Logprobs
-from openinfer_kernels.cuda.block_copies import DevicePool
-from openinfer_kernels.cuda.graphs import Fence, Stream
+from openinfer_kernels.cuda.common.block_copies import DevicePool
+from openinfer_kernels.cuda.common.graphs import Fence, Stream
+from openinfer_kernels.cuda.common.pinned import PinnedTurn, PinnedTurns
 from openinfer_kernels.cuda.ops import CudaOps
-from openinfer_kernels.cuda.pinned import PinnedTurn, PinnedTurns
-from openinfer_kernels.cuda.step_inputs import (
+from openinfer_kernels.cuda.sampling.step_inputs import (
     DECODE_LINES,
     BatchMemory,
     DecodeInputs,

@@ -10,7 +10,7 @@ from openinfer_core.scheduling import StepResult
 from openinfer_engine.rank import NOT_FINITE
 from openinfer_engine.step_logprobs import HostLogprobs
 from openinfer_kernels import HostArray
-from openinfer_kernels.cuda.graphs import Event
+from openinfer_kernels.cuda.common.graphs import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

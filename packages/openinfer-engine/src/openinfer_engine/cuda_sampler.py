@@ -10,9 +10,9 @@ from openinfer_engine.communicator import Communicator
 from openinfer_engine.cuda_slots import CudaSlots
 from openinfer_engine.rank import RunnerLimits
 from openinfer_kernels import Array, HostArray, Logprobs, TokenMask
+from openinfer_kernels.cuda.common.pinned import PinnedTurn
 from openinfer_kernels.cuda.ops import CudaOps
-from openinfer_kernels.cuda.pinned import PinnedTurn
-from openinfer_kernels.cuda.step_inputs import DECODE_LINES, DecodeInputs, SampledRows
+from openinfer_kernels.cuda.sampling.step_inputs import DECODE_LINES, DecodeInputs, SampledRows
 
 
 class CudaSampler:

@@ -9,9 +9,9 @@ from openinfer_core.scheduling import SlotStart, StepPlan
 from openinfer_engine.rank import RunnerLimits
 from openinfer_engine.slot_sampling import LogitChanges, has_penalties
 from openinfer_kernels import HostArray
-from openinfer_kernels.cuda.device import Device
-from openinfer_kernels.cuda.pinned import PinnedTurn
-from openinfer_kernels.cuda.steps import SLOT_RECORD, SlotSizes, SlotState, make_record
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.pinned import PinnedTurn
+from openinfer_kernels.cuda.sampling.steps import SLOT_RECORD, SlotSizes, SlotState, make_record
 
 _NEVER = np.iinfo(np.int64).max
 

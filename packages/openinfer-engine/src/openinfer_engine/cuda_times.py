@@ -5,7 +5,7 @@ from typing import Any
 
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.trace import DEVICE, Span, Tracer
-from openinfer_kernels.cuda.graphs import Stream, Timer
+from openinfer_kernels.cuda.common.graphs import Stream, Timer
 
 
 class StepTimes:

@@ -17,11 +17,11 @@ from openinfer_engine.communicator import check_axis, check_pieces, check_root
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.nccl_sums import ExactSums, open_one_shot
 from openinfer_kernels import Array, KernelsError
-from openinfer_kernels.cuda.device import Device
-from openinfer_kernels.cuda.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.nccl import NcclGroup
-from openinfer_kernels.cuda.one_shot import OneShot
-from openinfer_kernels.cuda.rank_arrays import RankArrays
+from openinfer_kernels.cuda.comm.nccl import NcclGroup
+from openinfer_kernels.cuda.comm.one_shot import OneShot
+from openinfer_kernels.cuda.comm.rank_arrays import RankArrays
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 
 logger = logging.getLogger("openinfer.engine")
 

@@ -13,12 +13,12 @@ import logging
 import numpy as np
 
 from openinfer_kernels import Array, KernelsError
-from openinfer_kernels.cuda.arrays import VECTOR_BYTES
-from openinfer_kernels.cuda.device import Device
-from openinfer_kernels.cuda.libraries import cupy
-from openinfer_kernels.cuda.nccl import NcclGroup
-from openinfer_kernels.cuda.one_shot import HANDLE_BYTES, MAX_RANKS, OneShot
-from openinfer_kernels.cuda.rank_arrays import RankArrays
+from openinfer_kernels.cuda.comm.nccl import NcclGroup
+from openinfer_kernels.cuda.comm.one_shot import HANDLE_BYTES, MAX_RANKS, OneShot
+from openinfer_kernels.cuda.comm.rank_arrays import RankArrays
+from openinfer_kernels.cuda.common.arrays import VECTOR_BYTES
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import cupy
 
 logger = logging.getLogger("openinfer.engine")
 

@@ -17,7 +17,7 @@ from openinfer_engine.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_engine.stored_tensor import RandomBytes, Repeated, StoredTensor
 from openinfer_kernels import HostArray, QuantisedPart, WeightFormat
-from openinfer_kernels.quantised_parts import BLOCKS, CODES_PER_ENTRY
+from openinfer_kernels.weights.quantised import BLOCKS, CODES_PER_ENTRY
 
 _CODE_DTYPES = {
     WeightFormat.FP8_BLOCKS: ("F8_E4M3",),

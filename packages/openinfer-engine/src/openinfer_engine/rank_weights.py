@@ -19,8 +19,8 @@ from openinfer_engine.model import Cut, ModelDefinition
 from openinfer_engine.safetensors_file import NUMPY_DTYPES
 from openinfer_engine.stored_tensor import Repeated, StoredTensor, TensorSpec, spec_bytes
 from openinfer_kernels import HostArray, Ops, QuantisedPart, QuantisedWeight, WeightPart
-from openinfer_kernels.quantised_parts import BLOCKS
-from openinfer_kernels.weights import stacked_shape
+from openinfer_kernels.weights.plain import stacked_shape
+from openinfer_kernels.weights.quantised import BLOCKS
 
 logger = logging.getLogger("openinfer.engine")
 

@@ -36,9 +36,9 @@ from openinfer_kernels.ops import (
     Weight,
 )
 from openinfer_kernels.projection import project
-from openinfer_kernels.quantised_parts import QuantisedPart, RandomCodes, WeightFormat
 from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor, rope_table, softmax_factor
-from openinfer_kernels.weights import RandomWeight, WeightPart
+from openinfer_kernels.weights.plain import RandomWeight, WeightPart
+from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
 
 __all__ = [
     "Array",

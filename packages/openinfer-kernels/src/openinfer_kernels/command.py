@@ -60,7 +60,7 @@ def _this_gpu() -> str:
     DeviceUnavailableError: this machine has no GPU that can run them; the message says how to name another.
     """
     try:
-        from openinfer_kernels.cuda.device import gpu_architecture
+        from openinfer_kernels.cuda.common.device import gpu_architecture
 
         return gpu_architecture()
     except DeviceUnavailableError as reason:

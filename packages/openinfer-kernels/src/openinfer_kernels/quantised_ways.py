@@ -9,7 +9,7 @@ the sizes of published models.
 
 from collections.abc import Mapping
 
-from openinfer_kernels.quantised_parts import WeightFormat
+from openinfer_kernels.weights.quantised import WeightFormat
 
 MOST_TOKENS: Mapping[WeightFormat | None, Mapping[int, int]] = {
     WeightFormat.FP8_BLOCKS: {8: 32},

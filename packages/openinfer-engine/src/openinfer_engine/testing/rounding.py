@@ -17,8 +17,8 @@ from openinfer_engine.testing.answers import Answer
 from openinfer_engine.testing.family import FamilyHarness
 from openinfer_kernels import Array, AttentionBatch, ExpertChoice, Weight
 from openinfer_kernels.cpu import CpuOps
-from openinfer_kernels.cpu.experts import experts
-from openinfer_kernels.cpu.linear import linear
+from openinfer_kernels.cpu.gemm.linear import linear
+from openinfer_kernels.cpu.moe.experts import experts
 from openinfer_kernels.providers import PROVIDABLE
 
 PromptLogprobs: TypeAlias = NDArray[np.float64]

@@ -12,8 +12,8 @@ import numpy as np
 
 from openinfer_kernels.bench.cases import Call, Case, Filler
 from openinfer_kernels.ops import ExpertChoice, HostArray, Ops, Routing, Scoring, Weight
-from openinfer_kernels.quantised_parts import BLOCKS, CODES_PER_ENTRY, QuantisedPart, RandomCodes, WeightFormat
-from openinfer_kernels.weights import RandomWeight
+from openinfer_kernels.weights.plain import RandomWeight
+from openinfer_kernels.weights.quantised import BLOCKS, CODES_PER_ENTRY, QuantisedPart, RandomCodes, WeightFormat
 
 _CHOICES = 6
 _BF16_BYTES, _FLOAT32_BYTES = 2, 4

@@ -5,7 +5,7 @@ from typing import Any
 
 from openinfer_kernels.bench.cases import Call, Case, Filler
 from openinfer_kernels.cuda import CudaOps
-from openinfer_kernels.cuda.libraries import cupy
+from openinfer_kernels.cuda.common.libraries import cupy
 
 _L2_TIMES = 2
 """All copies of a case together are at least so many times the L2 cache, where `_MOST_COPIES` allows."""

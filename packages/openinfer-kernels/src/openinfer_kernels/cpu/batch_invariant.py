@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from openinfer_kernels.cpu.experts import experts
-from openinfer_kernels.cpu.gated_delta_rule import gated_delta_rule
-from openinfer_kernels.cpu.indexer import index_scores
-from openinfer_kernels.cpu.latent_attention import latent_queries, latent_values
-from openinfer_kernels.cpu.linear import linear, swiglu
+from openinfer_kernels.cpu.attention.indexer import index_scores
+from openinfer_kernels.cpu.attention.window import window_attention
+from openinfer_kernels.cpu.gemm.linear import linear, swiglu
+from openinfer_kernels.cpu.gemm.quantised import widened
+from openinfer_kernels.cpu.linear_attention.gated_delta_rule import gated_delta_rule
+from openinfer_kernels.cpu.mla.latent_attention import latent_queries, latent_values
+from openinfer_kernels.cpu.moe.experts import experts
 from openinfer_kernels.cpu.ops import CpuOps
-from openinfer_kernels.cpu.quantised import widened
-from openinfer_kernels.cpu.window_attention import window_attention
 from openinfer_kernels.latent_forms import LatentShape
 from openinfer_kernels.ops import Array, AttentionBatch, CompressedEntries, ExpertChoice, QuantisedWeight, Weight
 
@@ -30,14 +30,14 @@ class BatchInvariantCpuOps(CpuOps):
     """`CpuOps` with results that are the same, bit for bit, in any batch; a product of one token is one of eight."""
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """See `openinfer_kernels.cpu.linear`."""
+        """See `openinfer_kernels.cpu.gemm.linear`."""
         out = _sliced_linear(x, weight)
         if bias is not None:
             out += bias
         return out
 
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
-        """See `openinfer_kernels.cpu.linear`."""
+        """See `openinfer_kernels.cpu.gemm.linear`."""
         return swiglu(_sliced_linear(x, gate_up))
 
     def experts(
@@ -51,24 +51,24 @@ class BatchInvariantCpuOps(CpuOps):
         limit: float | None = None,
         shared: Array | None = None,
     ) -> Array:
-        """See `openinfer_kernels.cpu.experts`."""
+        """See `openinfer_kernels.cpu.moe.experts`."""
         multiply = _sliced_linear
         return experts(
             x, choice, gate_up, down, first_expert=first_expert, limit=limit, shared=shared, multiply=multiply
         )
 
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
-        """See `openinfer_kernels.cpu.quantised`."""
+        """See `openinfer_kernels.cpu.gemm.quantised`."""
         return _sliced_linear(x, widened(weight))
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
-        """See `openinfer_kernels.cpu.attention`."""
+        """See `openinfer_kernels.cpu.attention.paged`."""
         return _paged_attention(q, kv_cache[:, layer], batch=batch, scale=scale)
 
     def latent_attention(
         self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
     ) -> Array:
-        """Absorbed, however long a row is. See `openinfer_kernels.cpu.latent_attention`."""
+        """Absorbed, however long a row is. See `openinfer_kernels.cpu.mla.latent_attention`."""
         return _latent_attention(q, kv_cache, kv_b_proj=kv_b_proj, layer=layer, batch=batch, scale=scale)
 
     def gated_delta_rule(
@@ -82,7 +82,7 @@ class BatchInvariantCpuOps(CpuOps):
         layer: int,
         batch: AttentionBatch,
     ) -> Array:
-        """Token by token: chunks begin where a row does. See `openinfer_kernels.cpu.gated_delta_rule`."""
+        """Token by token: chunks begin where a row does."""
         return gated_delta_rule(
             qkv, gates, a_log=a_log, dt_bias=dt_bias, state=state, layer=layer, batch=batch, chunk_tokens=1
         )
@@ -98,7 +98,7 @@ class BatchInvariantCpuOps(CpuOps):
         scale: float,
         batch: AttentionBatch,
     ) -> Array:
-        """Token by token. See `openinfer_kernels.cpu.indexer`."""
+        """Token by token. See `openinfer_kernels.cpu.attention.indexer`."""
         return index_scores(
             queries, weights, cache=cache, layer=layer, ratio=ratio, scale=scale, batch=batch, tokens_at_once=1
         )
@@ -116,7 +116,7 @@ class BatchInvariantCpuOps(CpuOps):
         scale: float,
         batch: AttentionBatch,
     ) -> Array:
-        """Token by token. See `openinfer_kernels.cpu.window_attention`."""
+        """Token by token. See `openinfer_kernels.cpu.attention.window`."""
         return window_attention(
             q,
             kv,

@@ -4,12 +4,12 @@ from typing import Protocol
 
 import numpy as np
 
-from openinfer_kernels.cpu.compressor import compress_overlapping_windows, compress_windows
-from openinfer_kernels.cpu.indexer import index_scores, select_entries
-from openinfer_kernels.cpu.norm import inverse_rms
-from openinfer_kernels.cpu.quantised import matrix_of
-from openinfer_kernels.cpu.rope_tail import rotate_tail
-from openinfer_kernels.cpu.window_attention import window_attention
+from openinfer_kernels.cpu.attention.compressor import compress_overlapping_windows, compress_windows
+from openinfer_kernels.cpu.attention.indexer import index_scores, select_entries
+from openinfer_kernels.cpu.attention.rope_tail import rotate_tail
+from openinfer_kernels.cpu.attention.window import window_attention
+from openinfer_kernels.cpu.gemm.quantised import matrix_of
+from openinfer_kernels.cpu.norm.rms_norm import inverse_rms
 from openinfer_kernels.ops import Array, AttentionBatch, Weight
 from openinfer_kernels.ops.sparse_attention import CompressedEntries
 
@@ -25,14 +25,14 @@ class CpuSparseAttentionOps:
     def norm_rope_tail(
         self, x: Array, weight: Array | None, *, eps: float, rope: Array, batch: AttentionBatch
     ) -> Array:
-        """See `openinfer_kernels.cpu.rope_tail`."""
+        """See `openinfer_kernels.cpu.attention.rope_tail`."""
         normed = x * inverse_rms(x, eps=eps)
         if weight is not None:
             normed *= weight
         return rotate_tail(normed, batch.positions, rope)
 
     def rope_tail(self, x: Array, *, rope: Array, batch: AttentionBatch) -> Array:
-        """See `openinfer_kernels.cpu.rope_tail`."""
+        """See `openinfer_kernels.cpu.attention.rope_tail`."""
         return rotate_tail(x, batch.positions, rope)
 
     def compress_windows(
@@ -48,7 +48,7 @@ class CpuSparseAttentionOps:
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        """See `openinfer_kernels.cpu.compressor`."""
+        """See `openinfer_kernels.cpu.attention.compressor`."""
         compress_windows(
             projected, ape=ape, norm=norm, eps=eps, rope=rope, state=state, cache=cache, layer=layer, batch=batch
         )
@@ -66,7 +66,7 @@ class CpuSparseAttentionOps:
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        """See `openinfer_kernels.cpu.compressor`."""
+        """See `openinfer_kernels.cpu.attention.compressor`."""
         compress_overlapping_windows(
             projected, ape=ape, norm=norm, eps=eps, rope=rope, state=state, cache=cache, layer=layer, batch=batch
         )
@@ -82,11 +82,11 @@ class CpuSparseAttentionOps:
         scale: float,
         batch: AttentionBatch,
     ) -> Array:
-        """See `openinfer_kernels.cpu.indexer`."""
+        """See `openinfer_kernels.cpu.attention.indexer`."""
         return index_scores(queries, weights, cache=cache, layer=layer, ratio=ratio, scale=scale, batch=batch)
 
     def select_entries(self, scores: Array, k: int) -> Array:
-        """See `openinfer_kernels.cpu.indexer`."""
+        """See `openinfer_kernels.cpu.attention.indexer`."""
         return select_entries(scores, k)
 
     def window_attention(
@@ -102,7 +102,7 @@ class CpuSparseAttentionOps:
         scale: float,
         batch: AttentionBatch,
     ) -> Array:
-        """See `openinfer_kernels.cpu.window_attention`."""
+        """See `openinfer_kernels.cpu.attention.window`."""
         return window_attention(
             q, kv, sinks=sinks, window=window, layer=layer, entries=entries, rope=rope, scale=scale, batch=batch
         )

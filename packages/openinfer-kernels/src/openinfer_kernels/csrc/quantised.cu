@@ -86,7 +86,7 @@ __device__ void widen(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16
 }  // namespace
 
 // `to [size / columns, columns]` bytes, the piece of a tensor with rows of `row_bytes` that begins at byte `origin`.
-// `openinfer_kernels.quantised_parts.RandomCodes` says which byte stands where.
+// `openinfer_kernels.weights.quantised.RandomCodes` says which byte stands where.
 extern "C" __global__ void random_codes(uint8_t* to, int64_t size, int64_t columns, int64_t row_bytes, int64_t origin,
                                         uint64_t seed, uint32_t mask) {
   const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-// Random weights, made where they are used. `openinfer_kernels.weights.RandomWeight` says which number stands where.
+// Random weights, made where they are used. `openinfer_kernels.weights.plain.RandomWeight` says which number stands where.
 #include "philox.cuh"
 #include "vectors.cuh"
 

@@ -12,15 +12,15 @@ So a token's result depends on its own sequence alone: not on other rows, nor on
 what of it was cached.
 """
 
-from openinfer_kernels.cuda.attention import OneKernelAttention
-from openinfer_kernels.cuda.decode_gemm import DecodeGemm
-from openinfer_kernels.cuda.gated_delta_rule import GatedDeltaRule
-from openinfer_kernels.cuda.grouped_gemm import GroupedGemm
-from openinfer_kernels.cuda.hyper_connections import HyperConnections
-from openinfer_kernels.cuda.invariant_products import InvariantProducts
-from openinfer_kernels.cuda.linear import Linear
+from openinfer_kernels.cuda.attention.paged import OneKernelAttention
+from openinfer_kernels.cuda.attention.window import WindowAttention
+from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
+from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
+from openinfer_kernels.cuda.gemm.invariant_products import InvariantProducts
+from openinfer_kernels.cuda.gemm.linear import Linear
+from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
+from openinfer_kernels.cuda.norm.hyper_connections import HyperConnections
 from openinfer_kernels.cuda.ops import CudaOps
-from openinfer_kernels.cuda.window_attention import WindowAttention
 from openinfer_kernels.errors import OperatorMissingError
 from openinfer_kernels.ops import Array, AttentionBatch
 

@@ -3,18 +3,18 @@
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from openinfer_kernels.cuda.experts import Experts
-from openinfer_kernels.cuda.grouped_gemm import GroupedGemm
-from openinfer_kernels.cuda.grouped_linear import GroupedLinear
-from openinfer_kernels.cuda.quantised import Quantised
-from openinfer_kernels.cuda.routing import Router
+from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
+from openinfer_kernels.cuda.gemm.grouped_linear import GroupedLinear
+from openinfer_kernels.cuda.gemm.quantised import Quantised
+from openinfer_kernels.cuda.moe.experts import Experts
+from openinfer_kernels.cuda.moe.routing import Router
 from openinfer_kernels.ops import Array, ExpertChoice, QuantisedWeight, Routing, Weight
-from openinfer_kernels.quantised_parts import QuantisedPart
+from openinfer_kernels.weights.quantised import QuantisedPart
 
 if TYPE_CHECKING:
-    from openinfer_kernels.cuda.device import Device
-    from openinfer_kernels.cuda.linear import Linear
-    from openinfer_kernels.cuda.memory import Memory
+    from openinfer_kernels.cuda.common.device import Device
+    from openinfer_kernels.cuda.common.memory import Memory
+    from openinfer_kernels.cuda.gemm.linear import Linear
 
 
 class CudaExpertOps:
@@ -50,13 +50,13 @@ class CudaExpertOps:
     def top_experts(
         self, logits: Array, *, routing: Routing, cache_slots: Array | None = None, bias: Array | None = None
     ) -> ExpertChoice:
-        """See `openinfer_kernels.cuda.routing`."""
+        """See `openinfer_kernels.cuda.moe.routing`."""
         return self._router.top_experts(logits, routing=routing, cache_slots=cache_slots, bias=bias)
 
     def table_experts(
         self, logits: Array, token_ids: Array, table: Array, *, routing: Routing, cache_slots: Array | None = None
     ) -> ExpertChoice:
-        """See `openinfer_kernels.cuda.routing`."""
+        """See `openinfer_kernels.cuda.moe.routing`."""
         return self._router.table_experts(logits, token_ids, table, routing=routing, cache_slots=cache_slots)
 
     def experts(
@@ -70,25 +70,25 @@ class CudaExpertOps:
         limit: float | None = None,
         shared: Array | None = None,
     ) -> Array:
-        """See `openinfer_kernels.cuda.experts`."""
+        """See `openinfer_kernels.cuda.moe.experts`."""
         return self._experts.experts(x, choice, gate_up, down, first_expert=first_expert, limit=limit, shared=shared)
 
     def swiglu(self, gate_up: Array, *, limit: float | None = None) -> Array:
-        """See `openinfer_kernels.cuda.experts`."""
+        """See `openinfer_kernels.cuda.moe.experts`."""
         return self._experts.swiglu(gate_up, limit=limit)
 
     def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
-        """See `openinfer_kernels.cuda.quantised`."""
+        """See `openinfer_kernels.cuda.gemm.quantised`."""
         return self._quantised.upload_quantised(parts, num_matrices)
 
     def upload_widened(self, *parts: QuantisedPart) -> Array:
-        """See `openinfer_kernels.cuda.quantised`."""
+        """See `openinfer_kernels.cuda.gemm.quantised`."""
         return self._quantised.upload_widened(parts)
 
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
-        """See `openinfer_kernels.cuda.quantised`."""
+        """See `openinfer_kernels.cuda.gemm.quantised`."""
         return self._quantised.quantised_linear(x, weight)
 
     def grouped_linear(self, x: Array, weight: Weight) -> Array:
-        """See `openinfer_kernels.cuda.grouped_linear`."""
+        """See `openinfer_kernels.cuda.gemm.grouped_linear`."""
         return self._grouped_linear.grouped_linear(x, weight)

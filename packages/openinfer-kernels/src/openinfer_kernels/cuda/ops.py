@@ -6,24 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.cuda.attention import Attention, OneKernelAttention
-from openinfer_kernels.cuda.decode_gemm import DecodeGemm
-from openinfer_kernels.cuda.device import Device
-from openinfer_kernels.cuda.embedding import Embedding
+from openinfer_kernels.cuda.attention.paged import Attention, OneKernelAttention
+from openinfer_kernels.cuda.attention.qk_norm_rope_append import QkNormRopeAppend
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.embedding import Embedding
+from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.cuda.expert_ops import CudaExpertOps
-from openinfer_kernels.cuda.gemm import Gemm
-from openinfer_kernels.cuda.latent_attention import CudaLatentAttentionOps
-from openinfer_kernels.cuda.library_products import LibraryProducts
-from openinfer_kernels.cuda.linear import Linear
-from openinfer_kernels.cuda.linear_attention import CudaLinearAttentionOps
-from openinfer_kernels.cuda.logprobs import LogprobsKernels
-from openinfer_kernels.cuda.memory import Memory
-from openinfer_kernels.cuda.norm import Norm
-from openinfer_kernels.cuda.qk_norm_rope_append import QkNormRopeAppend
-from openinfer_kernels.cuda.sampling import Sampling
+from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
+from openinfer_kernels.cuda.gemm.gemm import Gemm
+from openinfer_kernels.cuda.gemm.library_products import LibraryProducts
+from openinfer_kernels.cuda.gemm.linear import Linear
+from openinfer_kernels.cuda.linear_attention_ops import CudaLinearAttentionOps
+from openinfer_kernels.cuda.mla.latent_attention import CudaLatentAttentionOps
+from openinfer_kernels.cuda.norm.rms_norm import Norm
+from openinfer_kernels.cuda.sampling.logprobs import LogprobsKernels
+from openinfer_kernels.cuda.sampling.sampling import Sampling
 from openinfer_kernels.cuda.sparse_attention_ops import CudaSparseAttentionOps
 from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
-from openinfer_kernels.weights import WeightPart
+from openinfer_kernels.weights.plain import WeightPart
 
 
 class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentionOps, CudaExpertOps):
@@ -73,71 +73,71 @@ class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentio
     # --- memory -----------------------------------------------------------------------------------------
 
     def upload(self, host: HostArray) -> Array:
-        """See `openinfer_kernels.cuda.memory`."""
+        """See `openinfer_kernels.cuda.common.memory`."""
         return self._memory.upload(host)
 
     def upload_weight(self, *parts: WeightPart) -> Array:
-        """See `openinfer_kernels.cuda.memory`."""
+        """See `openinfer_kernels.cuda.common.memory`."""
         return self._memory.upload_weight(*parts)
 
     def upload_float32(self, *parts: WeightPart) -> Array:
-        """See `openinfer_kernels.cuda.memory`."""
+        """See `openinfer_kernels.cuda.common.memory`."""
         return self._memory.upload_float32(*parts)
 
     def loading(self, progress: Callable[[int], None] = lambda num_bytes: None) -> AbstractContextManager[None]:
-        """See `openinfer_kernels.cuda.memory`."""
+        """See `openinfer_kernels.cuda.common.memory`."""
         return self._memory.loading(progress)
 
     def download(self, array: Array) -> HostArray:
-        """See `openinfer_kernels.cuda.memory`."""
+        """See `openinfer_kernels.cuda.common.memory`."""
         return self._memory.download(array)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
-        """See `openinfer_kernels.cuda.memory`."""
+        """See `openinfer_kernels.cuda.common.memory`."""
         return self._memory.zeros(shape, dtype)
 
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `openinfer_kernels.cuda.memory`."""
+        """See `openinfer_kernels.cuda.common.memory`."""
         self._memory.copy_rows(array, sources=sources, targets=targets)
 
     # --- dense ------------------------------------------------------------------------------------------
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
-        """See `openinfer_kernels.cuda.embedding`."""
+        """See `openinfer_kernels.cuda.common.embedding`."""
         return self._embedding.embedding(token_ids, table)
 
     def residual_embedding(self, token_ids: Array, table: Array) -> Array:
-        """See `openinfer_kernels.cuda.embedding`."""
+        """See `openinfer_kernels.cuda.common.embedding`."""
         return self._embedding.residual_embedding(token_ids, table)
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """See `openinfer_kernels.cuda.linear`."""
+        """See `openinfer_kernels.cuda.gemm.linear`."""
         return self._linear.linear(x, weight, bias)
 
     def logits(self, hidden: Array, head: Array) -> Array:
-        """See `openinfer_kernels.cuda.linear`."""
+        """See `openinfer_kernels.cuda.gemm.linear`."""
         return self._linear.logits(hidden, head)
 
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
-        """See `openinfer_kernels.cuda.linear`."""
+        """See `openinfer_kernels.cuda.gemm.linear`."""
         return self._linear.linear_swiglu(x, gate_up)
 
     # --- norms ------------------------------------------------------------------------------------------
 
     def rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cuda.norm`."""
+        """See `openinfer_kernels.cuda.norm.rms_norm`."""
         return self._norm.rms_norm(x, weight, eps=eps)
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cuda.norm`."""
+        """See `openinfer_kernels.cuda.norm.rms_norm`."""
         return self._norm.add_rms_norm(x, residual, weight, eps=eps)
 
     def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cuda.norm`."""
+        """See `openinfer_kernels.cuda.norm.rms_norm`."""
         return self._norm.zero_centred_rms_norm(x, weight, eps=eps)
 
     def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cuda.norm`."""
+        """See `openinfer_kernels.cuda.norm.rms_norm`."""
         return self._norm.add_zero_centred_rms_norm(x, residual, weight, eps=eps)
 
     # --- attention --------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentio
         layer: int,
         batch: AttentionBatch,
     ) -> Array:
-        """See `openinfer_kernels.cuda.qk_norm_rope_append`."""
+        """See `openinfer_kernels.cuda.attention.qk_norm_rope_append`."""
         return self._qk_norm_rope_append.qk_norm_rope_append(
             qkv,
             q_norm=q_norm,
@@ -167,19 +167,19 @@ class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentio
         )
 
     def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
-        """See `openinfer_kernels.cuda.qk_norm_rope_append`."""
+        """See `openinfer_kernels.cuda.attention.qk_norm_rope_append`."""
         return self._qk_norm_rope_append.rope_append(qkv, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
-        """See `openinfer_kernels.cuda.attention`."""
+        """See `openinfer_kernels.cuda.attention.paged`."""
         return self._attention.paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
 
     # --- sampling ---------------------------------------------------------------------------------------
 
     def sample(self, logits: Array, sampling: SamplingBatch) -> Array:
-        """See `openinfer_kernels.cuda.sampling`."""
+        """See `openinfer_kernels.cuda.sampling.sampling`."""
         return self._sampling.sample(logits, sampling)
 
     def logprobs(self, logits: Array, token_ids: Array, *, top: int) -> Logprobs:
-        """See `openinfer_kernels.cuda.logprobs`."""
+        """See `openinfer_kernels.cuda.sampling.logprobs`."""
         return self._logprobs.logprobs(logits, token_ids, top=top)

@@ -2,12 +2,12 @@
 
 from functools import cached_property
 
-from openinfer_kernels.cuda.compressor import Compressor
-from openinfer_kernels.cuda.device import Device
-from openinfer_kernels.cuda.hyper_connections import HyperConnections
-from openinfer_kernels.cuda.indexer import Indexer
-from openinfer_kernels.cuda.rope_tail import RopeTail
-from openinfer_kernels.cuda.window_attention import WindowAttention
+from openinfer_kernels.cuda.attention.compressor import Compressor
+from openinfer_kernels.cuda.attention.indexer import Indexer
+from openinfer_kernels.cuda.attention.rope_tail import RopeTail
+from openinfer_kernels.cuda.attention.window import WindowAttention
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.norm.hyper_connections import HyperConnections
 from openinfer_kernels.ops import (
     Array,
     AttentionBatch,
@@ -55,11 +55,11 @@ class CudaSparseAttentionOps:
     def norm_rope_tail(
         self, x: Array, weight: Array | None, *, eps: float, rope: Array, batch: AttentionBatch
     ) -> Array:
-        """See `openinfer_kernels.cuda.rope_tail`."""
+        """See `openinfer_kernels.cuda.attention.rope_tail`."""
         return self._rope_tail.norm_rope_tail(x, weight, eps=eps, rope=rope, batch=batch)
 
     def rope_tail(self, x: Array, *, rope: Array, batch: AttentionBatch) -> Array:
-        """See `openinfer_kernels.cuda.rope_tail`."""
+        """See `openinfer_kernels.cuda.attention.rope_tail`."""
         return self._rope_tail.rope_tail(x, rope=rope, batch=batch)
 
     def compress_windows(
@@ -75,7 +75,7 @@ class CudaSparseAttentionOps:
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        """See `openinfer_kernels.cuda.compressor`."""
+        """See `openinfer_kernels.cuda.attention.compressor`."""
         self._compressor.compress(
             projected, ape=ape, norm=norm, eps=eps, rope=rope, state=state, cache=cache, layer=layer, batch=batch
         )
@@ -93,7 +93,7 @@ class CudaSparseAttentionOps:
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        """See `openinfer_kernels.cuda.compressor`."""
+        """See `openinfer_kernels.cuda.attention.compressor`."""
         self._overlapping_compressor.compress(
             projected, ape=ape, norm=norm, eps=eps, rope=rope, state=state, cache=cache, layer=layer, batch=batch
         )
@@ -109,11 +109,11 @@ class CudaSparseAttentionOps:
         scale: float,
         batch: AttentionBatch,
     ) -> Array:
-        """See `openinfer_kernels.cuda.indexer`."""
+        """See `openinfer_kernels.cuda.attention.indexer`."""
         return self._indexer.scores(queries, weights, cache=cache, layer=layer, ratio=ratio, scale=scale, batch=batch)
 
     def select_entries(self, scores: Array, k: int) -> Array:
-        """See `openinfer_kernels.cuda.indexer`."""
+        """See `openinfer_kernels.cuda.attention.indexer`."""
         return self._indexer.select(scores, k)
 
     def window_attention(
@@ -129,25 +129,25 @@ class CudaSparseAttentionOps:
         scale: float,
         batch: AttentionBatch,
     ) -> Array:
-        """See `openinfer_kernels.cuda.window_attention`."""
+        """See `openinfer_kernels.cuda.attention.window`."""
         return self._window_attention.window_attention(
             q, kv, sinks=sinks, window=window, layer=layer, entries=entries, rope=rope, scale=scale, batch=batch
         )
 
     def hyper_streams(self, x: Array, num_streams: int) -> Array:
-        """See `openinfer_kernels.cuda.hyper_connections`."""
+        """See `openinfer_kernels.cuda.norm.hyper_connections`."""
         return self._hyper_connections.streams(x, num_streams)
 
     def hyper_read(
         self, residual: Array, weights: HyperWeights, *, eps: float, mix_eps: float, num_iterations: int
     ) -> tuple[Array, HyperMix]:
-        """See `openinfer_kernels.cuda.hyper_connections`."""
+        """See `openinfer_kernels.cuda.norm.hyper_connections`."""
         return self._hyper_connections.read(residual, weights, eps=eps, mix_eps=mix_eps, num_iterations=num_iterations)
 
     def hyper_write(self, y: Array, residual: Array, mix: HyperMix) -> None:
-        """See `openinfer_kernels.cuda.hyper_connections`."""
+        """See `openinfer_kernels.cuda.norm.hyper_connections`."""
         self._hyper_connections.write(y, residual, mix)
 
     def hyper_head(self, residual: Array, fn: Array, base: Array, scale: Array, *, eps: float, mix_eps: float) -> Array:
-        """See `openinfer_kernels.cuda.hyper_connections`."""
+        """See `openinfer_kernels.cuda.norm.hyper_connections`."""
         return self._hyper_connections.head(residual, fn, base, scale, eps=eps, mix_eps=mix_eps)

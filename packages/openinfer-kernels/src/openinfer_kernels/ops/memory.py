@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from openinfer_kernels.ops.arrays import Array, HostArray
-from openinfer_kernels.weights import WeightPart
+from openinfer_kernels.weights.plain import WeightPart
 
 
 class MemoryOps(Protocol):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from openinfer_kernels.ops.arrays import Array
-from openinfer_kernels.quantised_parts import QuantisedPart, WeightFormat
+from openinfer_kernels.weights.quantised import QuantisedPart, WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

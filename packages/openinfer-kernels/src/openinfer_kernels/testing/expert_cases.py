@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from openinfer_kernels.ops import ExpertChoice, HostArray, Ops, QuantisedWeight
-from openinfer_kernels.quantised_parts import QuantisedPart, WeightFormat
 from openinfer_kernels.testing.case import Case
+from openinfer_kernels.weights.quantised import QuantisedPart, WeightFormat
 
 _CODE_MASKS = {WeightFormat.FP8_BLOCKS: 0xBF, WeightFormat.INT4_GROUPS: 0xFF, WeightFormat.FP4_GROUPS: 0xFF}
 """Codes that are numbers, and none too large."""

@@ -12,11 +12,11 @@ from openinfer_kernels.ops import (
     HyperMix,
     HyperWeights,
 )
-from openinfer_kernels.quantised_parts import WeightFormat
 from openinfer_kernels.rope import RopeParameters, rope_table
 from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.expert_cases import HostQuantised, random_part
 from openinfer_kernels.testing.paged import make_paged_case
+from openinfer_kernels.weights.quantised import WeightFormat
 
 _ROWS = ((1, 1), (37, 1), (50, 17), (16, 16), (90, 3), (160, 150))
 """Context and query tokens: the first token of all, decoding, chunks, a whole prompt, many windows in one step."""

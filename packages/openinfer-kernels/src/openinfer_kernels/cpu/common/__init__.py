@@ -1,0 +1,1 @@
+"""Embedding and weights in host memory."""

@@ -1,0 +1,1 @@
+"""Matrix products with plain and low-bit weights."""

@@ -1,0 +1,79 @@
+"""Quantised weights in NumPy: codes stay as they are and are widened by table where they are multiplied."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_kernels.cpu.common.random_weight import random_codes
+from openinfer_kernels.ops.quantised import QuantisedWeight, Weight
+from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
+from openinfer_kernels.weights.scale_blocks import common_block, scales_of, stacked_shape, widened_scales
+
+_E4M3_NAN = 0x7F
+_E4M3_BIAS = 7
+_INT4_ZERO = 8
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def upload_quantised(parts: tuple[QuantisedPart, ...], num_matrices: int | None) -> QuantisedWeight:
+    """The bytes of the codes `[..., out, bytes of a row]` and float32 scales; see `Ops.upload_quantised`."""
+    shape = stacked_shape(parts, num_matrices)
+    block_rows, block_columns = common_block(parts, shape)
+    scales = np.concatenate([widened_scales(scales_of(part, (block_rows, block_columns))) for part in parts])
+    codes = np.concatenate([_bytes_of(part) for part in parts])
+    return QuantisedWeight(
+        format=parts[0].format,
+        shape=shape,
+        codes=codes.reshape(*shape[:-1], -1),
+        scales=scales.reshape(*shape[:-2], shape[-2] // block_rows, -1),
+        block_rows=block_rows,
+        block_columns=block_columns,
+    )
+
+
+def widened(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[np.float32]:
+    """The values of a weight `[out, in]`, or of one matrix of several."""
+    codes = weight.codes if matrix is None else weight.codes[matrix]
+    scales = weight.scales if matrix is None else weight.scales[matrix]
+    values = _TABLES[weight.format][codes].reshape(*weight.shape[-2:])
+    blocks = values.reshape(scales.shape[0], weight.block_rows, scales.shape[1], weight.block_columns)
+    return (blocks * scales[:, None, :, None]).reshape(values.shape)
+
+
+def matrix_of(weight: Weight, index: int) -> NDArray[Any]:
+    """One matrix `[out, in]` of several, of either kind."""
+    return widened(weight, index) if isinstance(weight, QuantisedWeight) else weight[index]
+
+
+def _bytes_of(part: QuantisedPart) -> NDArray[np.uint8]:
+    """The codes of a part, `[out, bytes of a row]`; a word's lowest byte first."""
+    if isinstance(part.codes, RandomCodes):
+        return random_codes(part.codes)
+    codes = np.ascontiguousarray(part.codes)
+    return codes.astype(codes.dtype.newbyteorder("<"), copy=False).view(np.uint8)
+
+
+def _e4m3_values() -> NDArray[np.float32]:
+    """All 256 values: sign, 4 bits of exponent, 3 of fraction; no infinities (Micikevicius et al. 2022, table 1)."""
+    codes = np.arange(256)
+    exponents, fractions = codes >> 3 & 15, (codes & 7) / 8
+    sizes = np.where(
+        exponents == 0, np.ldexp(fractions, 1 - _E4M3_BIAS), np.ldexp(1 + fractions, exponents - _E4M3_BIAS)
+    )
+    sizes[codes & 0x7F == _E4M3_NAN] = np.nan
+    return np.where(codes & 0x80, -sizes, sizes).astype(np.float32)
+
+
+def _pairs(values: NDArray[Any]) -> NDArray[np.float32]:
+    """The two values of each byte `[256, 2]`, the low nibble first."""
+    codes = np.arange(256)
+    return values[np.stack([codes & 15, codes >> 4], axis=1)].astype(np.float32)
+
+
+_TABLES = {
+    WeightFormat.FP8_BLOCKS: _e4m3_values(),
+    WeightFormat.INT4_GROUPS: _pairs(np.arange(16) - _INT4_ZERO),
+    WeightFormat.FP4_GROUPS: _pairs(np.concatenate([_E2M1, -_E2M1])),
+}
+"""What each byte of codes stands for."""

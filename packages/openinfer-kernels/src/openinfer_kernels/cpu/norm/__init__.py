@@ -1,0 +1,1 @@
+"""RMSNorm, alone and around hyper-connections."""

@@ -1,0 +1,1 @@
+"""Sampling: changes of logits, the draw, and log-probabilities."""

@@ -1,0 +1,117 @@
+"""Attention of the rows of a step that have one query token: the keys and values of their contexts, streamed once.
+
+The work is divided on the device from `context_lens`, so that a captured launch serves any contexts.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+
+from openinfer_kernels.cuda.attention.layer_cache import LayerCache, layer_cache
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
+from openinfer_kernels.cuda.common.libraries import cupy
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array, AttentionBatch
+
+MAX_ROWS = 1024
+_STEM, _HOPPER_STEM = "attention_decode", "attention_decode_hopper"
+_MAX_ITEMS = 1 << 17
+"""Rows times KV heads times tiles of query heads."""
+_WARPS, _TURN_TOKENS = 4, 16
+_PADDING = 8
+_HEADS_OF_TILE = 8
+_LOG2_E = 1.4426950408889634
+
+
+class _Variant(NamedTuple):
+    """How a compiled kernel uses a multiprocessor."""
+
+    blocks: int
+    """That fit at once."""
+    turns: int
+    """Of keys and values in shared memory for each warp; 0 where they go straight to registers."""
+
+
+_Variants = dict[tuple[int, int], _Variant]
+"""By head dimension and tiles of query heads."""
+_ANY_GPU: _Variants = {
+    (64, 1): _Variant(3, 0),
+    (64, 2): _Variant(3, 0),
+    (128, 1): _Variant(2, 0),
+    (128, 2): _Variant(2, 0),
+    (256, 1): _Variant(2, 0),
+}
+_HOPPER: _Variants = {
+    (64, 1): _Variant(2, 4),
+    (64, 2): _Variant(2, 4),
+    (128, 1): _Variant(2, 2),
+    (128, 2): _Variant(2, 2),
+    (256, 1): _Variant(1, 2),
+}
+
+
+class _Arguments(ctypes.Structure):
+    """`struct Arguments` of the source."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("cache", LayerCache),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens", "parts", "arrivals")),
+        *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "group", "early")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class AttentionDecode:
+    """The decode kernels of one device and their workspace: one stream at a time."""
+
+    def __init__(self, device: Device) -> None:
+        stem, self._variants = (_HOPPER_STEM, _HOPPER) if device.has(_HOPPER_STEM) else (_STEM, _ANY_GPU)
+        self._kernels = {key: _kernel(device, stem, *key, variant) for key, variant in self._variants.items()}
+        self._num_multiprocessors = device.num_multiprocessors
+        self._arrivals = cupy.zeros(_MAX_ITEMS, np.int32)
+
+    def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
+        """Writes the rows of `out [T, H D]` that belong to rows with one query token; arrays as in the contract.
+
+        From the second layer on it is launched to overlap with the previous kernel, and reads `batch` and all tokens
+        but each row's newest before that one has ended: the step's inputs have long been written by then.
+
+        Raises:
+            ArrayMismatchError: more rows and heads than the workspace is for.
+        """
+        num_rows, (num_kv_heads, _, head_dim) = len(batch.context_lens), kv_cache.shape[3:]
+        group = q.shape[1] // num_kv_heads
+        tiles = 1 if group <= _HEADS_OF_TILE or (head_dim, 2) not in self._kernels else 2
+        passes = -(-group // (_HEADS_OF_TILE * tiles))
+        if num_rows * num_kv_heads * passes > _MAX_ITEMS:
+            raise ArrayMismatchError(
+                f"attention over {num_rows} rows of {num_kv_heads} KV heads: at most {_MAX_ITEMS} of both multiplied"
+            )
+        blocks = self._num_multiprocessors * self._variants[head_dim, tiles].blocks
+        parts = cupy.empty(blocks * 2 * _HEADS_OF_TILE * tiles * (head_dim + 2), np.float32)
+        arguments = _Arguments(
+            address(q),
+            address(out),
+            layer_cache(kv_cache, layer),
+            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens, parts, self._arrivals)),
+            num_rows,
+            batch.block_tables.shape[1],
+            group,
+            int(layer > 0),
+            scale * _LOG2_E,
+        )
+        self._kernels[head_dim, tiles]((blocks, 1, 1), (_WARPS * 32, 1, 1), [arguments], overlap=True)
+
+
+def _kernel(device: Device, stem: str, head_dim: int, tiles: int, variant: _Variant) -> Kernel:
+    heads = _HEADS_OF_TILE * tiles
+    sums = _WARPS * heads * (head_dim + _PADDING)
+    ends = 4 * (2 * _WARPS * heads + 2 * _WARPS + 8 + sums)
+    ring = _WARPS * variant.turns * 2 * (_TURN_TOKENS * head_dim * 2 + 8)  # keys, values, and a barrier for each
+    shared_bytes = ring + ends + 4 * (3 * MAX_ROWS + 1)
+    return device.kernel(stem, f"{stem}_{head_dim}_{tiles}", shared_bytes=shared_bytes)

@@ -1,0 +1,131 @@
+"""What gated attention does around the attention itself, in two kernels. `csrc/gated_attention.cu`."""
+
+import ctypes
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array, AttentionBatch
+
+_STEM = "gated_attention"
+_THREADS = 256
+_VECTOR_HEAD_DIMS = (64, 128, 256)
+"""With a kernel of their own, where a multiple of 16 dimensions is rotated; any other has a slower one."""
+_MAX_HEAD_DIM = 512
+_INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
+
+
+class _Arguments(ctypes.Structure):
+    """`struct Arguments` of the source."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("projected", "q_norm", "k_norm", "rope", "positions", "slots", "q", "cache")
+        ),
+        ("block_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("num_heads", "num_kv_heads", "block_tokens", "rope_positions", "rotated")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class GatedAttention:
+    """The operators on one device."""
+
+    def __init__(self, device: Device) -> None:
+        self._vectors = {
+            head_dim: device.kernel(_STEM, f"gated_qk_norm_rope_append_{head_dim}") for head_dim in _VECTOR_HEAD_DIMS
+        }
+        self._singles = device.kernel(_STEM, "gated_qk_norm_rope_append_singles")
+        self._gate_vectors = device.kernel(_STEM, "output_gate_vectors")
+        self._gate_singles = device.kernel(_STEM, "output_gate_singles")
+
+    def gated_qk_norm_rope_append(
+        self,
+        projected: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Writes K and V of `projected [T, (2 H + 2 K) D]` into `kv_cache` and returns Q, `[T, H, D]`.
+
+        K and V of a token whose cache slot is negative are written nowhere: it is padding of a captured step.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or shape.
+        """
+        _check(projected, q_norm=q_norm, k_norm=k_norm, rope=rope, kv_cache=kv_cache, batch=batch)
+        num_tokens, head_dim, rotated = projected.shape[0], q_norm.shape[0], 2 * rope.shape[2]
+        num_kv_heads, block_tokens = kv_cache.shape[3], kv_cache.shape[4]
+        num_heads = projected.shape[1] // head_dim // 2 - num_kv_heads
+        out = cupy.empty((num_tokens, num_heads, head_dim), bfloat16)
+        layer_values = 2 * num_kv_heads * block_tokens * head_dim
+        arguments = _Arguments(
+            *map(address, (projected, q_norm, k_norm, rope, batch.positions, batch.cache_slots, out)),
+            address(kv_cache) + layer * layer_values * bfloat16.itemsize,
+            kv_cache.shape[1] * layer_values,
+            num_heads,
+            num_kv_heads,
+            block_tokens,
+            rope.shape[1],
+            rotated,
+            eps,
+        )
+        heads = num_heads + 2 * num_kv_heads
+        fits = rotated % 16 == 0 and fits_vectors(projected, q_norm, k_norm, kv_cache)
+        if head_dim in self._vectors and fits:
+            threads = heads * head_dim // 8
+            block = min(_THREADS, -(-threads // 32) * 32)
+            self._vectors[head_dim]((num_tokens, -(-threads // block), 1), (block, 1, 1), [arguments], overlap=True)
+        else:
+            self._singles((num_tokens, heads, 1), (32, 1, 1), [arguments, ctypes.c_int(head_dim)], overlap=True)
+        return out
+
+    def output_gate(self, attended: Array, projected: Array, *, head_dim: int) -> Array:
+        """`attended [T, H D] * sigmoid(gate)`, the gates from `projected [T, (2 H + 2 K) D]`.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or shape.
+        """
+        require(attended, bfloat16, ndim=2, what="attended")
+        require(projected, bfloat16, ndim=2, what="projected")
+        (num_tokens, values), row_values = attended.shape, projected.shape[1]
+        if len(projected) != num_tokens or values % head_dim or row_values < 2 * values:
+            raise ArrayMismatchError(
+                f"attended {attended.shape} and projected {projected.shape} do not agree on heads of {head_dim}"
+            )
+        out = cupy.empty(attended.shape, bfloat16)
+        is_wide = head_dim % 8 == 0 and row_values % 8 == 0 and fits_vectors(attended, projected)
+        kernel, width = (self._gate_vectors, 8) if is_wide else (self._gate_singles, 1)
+        arguments = [attended, projected, out, *(ctypes.c_int(size) for size in (values, row_values, head_dim))]
+        kernel((num_tokens, -(-values // (width * _THREADS)), 1), (_THREADS, 1, 1), arguments, overlap=True)
+        return out
+
+
+def _check(
+    projected: Array, *, q_norm: Array, k_norm: Array, rope: Array, kv_cache: Array, batch: AttentionBatch
+) -> None:
+    require(projected, bfloat16, ndim=2, what="projected")
+    require(q_norm, bfloat16, ndim=1, what="q_norm")
+    require(k_norm, bfloat16, ndim=1, what="k_norm")
+    require(rope, _FLOAT32, ndim=3, what="rope")
+    require(kv_cache, bfloat16, ndim=6, what="kv_cache")
+    require(batch.positions, _INT32, ndim=1, what="batch.positions")
+    require(batch.cache_slots, _INT64, ndim=1, what="batch.cache_slots")
+    head_dim = q_norm.shape[0]
+    if head_dim > _MAX_HEAD_DIM:
+        raise ArrayMismatchError(f"head dimension {head_dim} is not supported: at most {_MAX_HEAD_DIM}")
+    agrees = kv_cache.shape[5] == head_dim and projected.shape[1] % (2 * head_dim) == 0
+    if not agrees or rope.shape[2] * 2 > head_dim:
+        raise ArrayMismatchError(
+            f"shapes do not agree on the head dimension {head_dim} of q_norm: "
+            f"projected {projected.shape}, rope {rope.shape}, kv_cache {kv_cache.shape}"
+        )

@@ -1,0 +1,67 @@
+"""Attention of the rows of a step that have several query tokens: prompts and chunks of prompts."""
+
+import ctypes
+
+from openinfer_kernels.cuda.attention.layer_cache import LayerCache, layer_cache
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.ops import Array, AttentionBatch
+
+_LOG2_E = 1.4426950408889634
+_WARPS_AND_KEYS = {32: (8, 64), 64: (8, 64), 128: (8, 64), 256: (4, 32)}
+"""By head dimension: warps of a block, each with 16 lines (pairs of token and query head), and keys of a tile."""
+_LINES_OF_WARP = 16
+_SCRATCH_BYTES = 64
+
+
+class _Arguments(ctypes.Structure):
+    """`struct Arguments` of the source."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("cache", LayerCache),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens")),
+        *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "group", "least_tokens")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class AttentionPrefill:
+    """The prefill kernels of one device, for any GPU."""
+
+    def __init__(self, device: Device, *, least_tokens: int = 2) -> None:
+        """Rows of a step with fewer query tokens than `least_tokens` are left alone."""
+        self._least_tokens = least_tokens
+        self._kernels = {
+            head_dim: device.kernel(
+                "attention_prefill",
+                f"attention_prefill_{head_dim}",
+                shared_bytes=2 * head_dim * (warps * _LINES_OF_WARP + 4 * keys) + _SCRATCH_BYTES,
+            )
+            for head_dim, (warps, keys) in _WARPS_AND_KEYS.items()
+        }
+
+    def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
+        """Writes what belongs to its rows into `out [T, H D]`; arrays as in the contract."""
+        num_rows, num_kv_heads, head_dim = len(batch.context_lens), kv_cache.shape[3], kv_cache.shape[5]
+        group = q.shape[1] // num_kv_heads
+        warps = _WARPS_AND_KEYS[head_dim][0]
+        arguments = _Arguments(
+            address(q),
+            address(out),
+            layer_cache(kv_cache, layer),
+            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens)),
+            num_rows,
+            batch.block_tables.shape[1],
+            group,
+            self._least_tokens,
+            scale * _LOG2_E,
+        )
+        blocks = most_tiles(len(q), num_rows, group, lines=warps * _LINES_OF_WARP) * num_kv_heads
+        self._kernels[head_dim]((blocks, 1, 1), (warps * 32, 1, 1), [arguments], overlap=True)
+
+
+def most_tiles(num_tokens: int, num_rows: int, group: int, *, lines: int) -> int:
+    """Tiles of `lines` pairs of token and query head that any division of the tokens into rows can need."""
+    return num_tokens * group // lines + min(num_rows, num_tokens)

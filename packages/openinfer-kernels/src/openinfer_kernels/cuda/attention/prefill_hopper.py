@@ -1,0 +1,102 @@
+"""Attention of the rows of a step that have several query tokens, with Hopper's warpgroup products."""
+
+import ctypes
+
+import numpy as np
+
+from openinfer_kernels.cuda.attention.decode import MAX_ROWS
+from openinfer_kernels.cuda.attention.prefill import most_tiles
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.tensor_maps import Cut, TensorMaps
+from openinfer_kernels.ops import Array, AttentionBatch
+
+STEM = "attention_prefill_hopper"
+_LOG2_E = 1.4426950408889634
+_KEYS = {64: 128, 128: 128, 256: 64}
+"""By head dimension: tokens of a tile of keys."""
+_LINES, _THREADS, _STAGES = 128, 384, 2
+_CHUNK_TOKENS = 16
+_BOX_VALUES = 64
+_OTHER_SHARED_BYTES = 1024 + 256 + 16 * MAX_ROWS
+"""To align the tiles, for barriers, and for what is known of rows."""
+_CONSUMERS = 256
+"""Threads that hold sums, of a block."""
+
+
+class _Arguments(ctypes.Structure):
+    """`struct Arguments` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "out", "block_tables", "query_starts", "context_lens", "counters")),
+        *((name, ctypes.c_void_p) for name in ("parts", "arrivals")),
+        *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "group", "num_kv_heads", "block_shift")),
+        ("least_tokens", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("block_lines", "layer_line")),
+        ("group_reciprocal", ctypes.c_uint),
+        ("scale", ctypes.c_float),
+    )
+
+
+class AttentionPrefillHopper:
+    """The prefill kernels of one Hopper device."""
+
+    def __init__(self, device: Device, *, least_tokens: int = 2, divides_contexts: bool = True) -> None:
+        """Rows of a step with fewer query tokens than `least_tokens` are left alone.
+
+        Args:
+            device: whose kernels.
+            least_tokens: see above.
+            divides_contexts: whether several blocks may share a tile's context where tiles are few, and add up their
+                parts. It then depends on the other rows of the step in what order a token's sums are made.
+        """
+        self._least_tokens = least_tokens
+        self._divides_contexts = divides_contexts
+        self._kernels = {
+            head_dim: device.kernel(
+                STEM,
+                f"{STEM}_{head_dim}",
+                shared_bytes=2 * head_dim * (_LINES + 2 * _STAGES * keys) + _OTHER_SHARED_BYTES,
+            )
+            for head_dim, keys in _KEYS.items()
+        }
+        self._counters = cupy.zeros(2, np.int32)
+        self._num_multiprocessors = device.num_multiprocessors
+        self._arrivals = cupy.zeros(2 * self._most_units, np.int32)
+        self._maps = TensorMaps()
+
+    @property
+    def _most_units(self) -> int:
+        """Where tiles are divided: there are fewer of them than blocks, and at most one more part for each block."""
+        return 2 * self._num_multiprocessors
+
+    def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
+        """Writes what belongs to its rows into `out [T, H D]`; arrays as in the contract."""
+        num_layers, _, num_kv_heads, block_tokens, head_dim = kv_cache.shape[1:]
+        num_rows, group = len(batch.context_lens), q.shape[1] // num_kv_heads
+        layer_lines = 2 * num_kv_heads * block_tokens
+        fewest_tiles = len(q) * group // _LINES * num_kv_heads
+        divides = self._divides_contexts and fewest_tiles < self._num_multiprocessors
+        parts = cupy.empty((self._most_units, head_dim // 8 + 1, _CONSUMERS, 4), np.float32) if divides else None
+        arguments = _Arguments(
+            *map(address, (q, out, batch.block_tables, batch.query_starts, batch.context_lens, self._counters)),
+            address(parts) if divides else None,
+            address(self._arrivals),
+            num_rows,
+            batch.block_tables.shape[1],
+            group,
+            num_kv_heads,
+            block_tokens.bit_length() - 1,
+            self._least_tokens,
+            num_layers * layer_lines,
+            layer * layer_lines,
+            -(-(1 << 32) // group) & 0xFFFFFFFF,
+            scale * _LOG2_E,
+        )
+        lines_of = (head_dim, kv_cache.size // head_dim)
+        row_bytes = head_dim * bfloat16.itemsize
+        cache_map = self._maps.of(Cut(address(kv_cache), lines_of, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
+        tiles = most_tiles(len(q), num_rows, group, lines=_LINES) * num_kv_heads
+        blocks = self._num_multiprocessors if divides else min(tiles, self._num_multiprocessors)
+        self._kernels[head_dim]((blocks, 1, 1), (_THREADS, 1, 1), [cache_map, arguments], overlap=True)

@@ -1,0 +1,140 @@
+"""What happens to Q, K and V between their projection and attention, in one kernel: norms, RoPE, write to the cache."""
+
+import ctypes
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array, AttentionBatch
+
+_THREADS = 256
+_MANY_TOKENS = 512
+"""From so many on there is work for every multiprocessor, and a thread takes `_HEADS_AT_ONCE` heads; before, one."""
+_HEADS_AT_ONCE = 3
+_VECTOR_HEAD_DIMS = (32, 64, 128, 256)
+"""With a kernel of their own; any other even one up to `_MAX_HEAD_DIM` has a slower one."""
+_MAX_HEAD_DIM = 512
+_INT32, _INT64, _FLOAT32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
+
+
+class _Arguments(ctypes.Structure):
+    """`struct Arguments` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "rope", "positions", "slots", "q", "cache")),
+        ("block_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("num_heads", "num_kv_heads", "block_tokens", "rope_positions")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class QkNormRopeAppend:
+    """The fused operator on one device, with norms and without."""
+
+    def __init__(self, device: Device) -> None:
+        self._normed = _Kernels(device, "qk_norm_rope_append")
+        self._plain = _Kernels(device, "rope_append")
+
+    def qk_norm_rope_append(
+        self,
+        qkv: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """Writes K and V of `qkv [T, (H + 2 K) D]` into `kv_cache` and returns Q after norm and RoPE, `[T, H, D]`.
+
+        K and V of a token whose cache slot is negative are written nowhere: it is padding of a captured step.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or shape.
+        """
+        require(q_norm, bfloat16, ndim=1, what="q_norm")
+        require(k_norm, bfloat16, ndim=1, what="k_norm")
+        return self._normed.launch(
+            qkv, norms=(q_norm, k_norm), eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch
+        )
+
+    def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
+        """The same without the norms."""
+        return self._plain.launch(qkv, norms=(), eps=0.0, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
+
+
+class _Kernels:
+    """The kernels of one of the two."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._few, self._many = (
+            {
+                head_dim: device.kernel("qk_norm_rope_append", f"{name}_{tokens}_{head_dim}")
+                for head_dim in _VECTOR_HEAD_DIMS
+            }
+            for tokens in ("few", "many")
+        )
+        self._pairs = device.kernel("qk_norm_rope_append", f"{name}_pairs")
+
+    def launch(
+        self,
+        qkv: Array,
+        *,
+        norms: tuple[Array, ...],
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """See above; `norms` are of Q and K, or none."""
+        _check(qkv, norms=norms, rope=rope, kv_cache=kv_cache, batch=batch)
+        num_kv_heads, block_tokens, head_dim = kv_cache.shape[3:]
+        num_tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim
+        num_heads = heads - 2 * num_kv_heads
+        out = cupy.empty((num_tokens, num_heads, head_dim), bfloat16)
+        layer_values = 2 * num_kv_heads * block_tokens * head_dim
+        q_norm, k_norm = map(address, norms) if norms else (None, None)
+        arguments = _Arguments(
+            address(qkv),
+            q_norm,
+            k_norm,
+            *map(address, (rope, batch.positions, batch.cache_slots, out)),
+            address(kv_cache) + layer * layer_values * bfloat16.itemsize,
+            kv_cache.shape[1] * layer_values,
+            num_heads,
+            num_kv_heads,
+            block_tokens,
+            rope.shape[1],
+            eps,
+        )
+        if head_dim in self._few and fits_vectors(qkv, *norms, rope, kv_cache):
+            threads = heads * head_dim // 8
+            block = min(_THREADS, -(-threads // 32) * 32)
+            kernels, heads_at_once = (self._few, 1) if num_tokens < _MANY_TOKENS else (self._many, _HEADS_AT_ONCE)
+            grid = (num_tokens, -(-threads // (block * heads_at_once)), 1)
+            kernels[head_dim](grid, (block, 1, 1), [arguments], overlap=True)
+        else:
+            self._pairs((num_tokens, heads, 1), (32, 1, 1), [arguments, ctypes.c_int(head_dim)], overlap=True)
+        return out
+
+
+def _check(qkv: Array, *, norms: tuple[Array, ...], rope: Array, kv_cache: Array, batch: AttentionBatch) -> None:
+    require(qkv, bfloat16, ndim=2, what="qkv")
+    require(rope, _FLOAT32, ndim=3, what="rope")
+    require(kv_cache, bfloat16, ndim=6, what="kv_cache")
+    require(batch.positions, _INT32, ndim=1, what="batch.positions")
+    require(batch.cache_slots, _INT64, ndim=1, what="batch.cache_slots")
+    head_dim = kv_cache.shape[5]
+    if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+        raise ArrayMismatchError(f"head dimension {head_dim} is not supported: an even one, at most {_MAX_HEAD_DIM}")
+    if any(len(norm) != head_dim for norm in norms) or qkv.shape[1] % head_dim or rope.shape[2] * 2 != head_dim:
+        raise ArrayMismatchError(
+            f"shapes do not agree on the head dimension {head_dim} of kv_cache: norms "
+            f"{[norm.shape for norm in norms]}, qkv {qkv.shape}, rope {rope.shape}"
+        )

@@ -1,0 +1,139 @@
+"""Attention to windows and compressed entries. `csrc/window_attention.cu`."""
+
+import ctypes
+
+from openinfer_kernels.cuda.attention.sparse_arrays import FLOAT32, INT32, Entries, Rope, empty, entries_of, rope_of
+from openinfer_kernels.cuda.common.arrays import address, require
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16
+from openinfer_kernels.cuda.linear_attention.state_rows import StateRows, layer_of_states, require_states, state_rows
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array, AttentionBatch, CompressedEntries
+
+_SIZE = 512
+_THREADS = 256
+_TILE_KEYS = 16
+_ROW_BYTES = 2 * _SIZE
+_HEADS = (16, 32, 64)
+"""Of a block, at most; 64 need more shared memory than some GPUs have, which take them in two groups."""
+_LEAST_PART_KEYS = 64
+_MOST_PARTS = 16
+
+
+class _Arguments(ctypes.Structure):
+    """`struct Arguments` of the source."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("q", "kv", "sinks", "window", "selected", "out", "part_values", "part_sums")
+        ),
+        ("rows", StateRows),
+        ("entries", Entries),
+        ("rope", Rope),
+        ("slot_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("window_tokens", "num_selected", "heads", "part_keys")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class WindowAttention:
+    """The operator on one device.
+
+    Args:
+        device: the GPU.
+        divides: whether the keys of a token may be divided by what else there is to do.
+    """
+
+    def __init__(self, device: Device, *, divides: bool = True) -> None:
+        self._most_parts = _MOST_PARTS if divides else 1
+        self._multiprocessors = device.num_multiprocessors
+        self._attend = {
+            heads: device.kernel("window_attention", f"window_attention_{heads}", shared_bytes=_shared_bytes(heads))
+            for heads in _HEADS
+            if _shared_bytes(heads) <= device.max_shared_bytes
+        }
+        self._merge = device.kernel("window_attention", "merge_window_attention")
+        self._keep = device.kernel("window_attention", "keep_window")
+
+    def window_attention(
+        self,
+        q: Array,
+        kv: Array,
+        *,
+        sinks: Array,
+        window: Array,
+        layer: int,
+        entries: CompressedEntries | None,
+        rope: Array,
+        scale: float,
+        batch: AttentionBatch,
+    ) -> Array:
+        """`[T, H * 512]` for keys of 512.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or size.
+        """
+        require(q, bfloat16, ndim=3, what="the queries")
+        require(kv, bfloat16, ndim=2, what="kv")
+        require(sinks, FLOAT32, ndim=1, what="the sinks")
+        require_states(window, bfloat16, ndim=4, what="the window")
+        tokens, heads, size = q.shape
+        if size != _SIZE or kv.shape != (tokens, size) or sinks.shape != (heads,) or window.shape[3] != size:
+            raise ArrayMismatchError(
+                f"queries {q.shape}, kv {kv.shape} and window {window.shape} are not supported: keys have 512 values"
+            )
+        begin, slot_stride = layer_of_states(window, layer)
+        selected = None if entries is None else entries.selected
+        if selected is not None:
+            require(selected, INT32, ndim=2, what="the selected entries")
+        parts, part_keys = self._parts(tokens, window.shape[2], entries, batch)
+        out = empty((tokens, heads * size), bfloat16)
+        several = parts > 1
+        values = empty((tokens, parts, heads, size), FLOAT32) if several else None
+        sums = empty((tokens, parts, heads, 2), FLOAT32) if several else None
+        arguments = _Arguments(
+            address(q),
+            address(kv),
+            address(sinks),
+            begin,
+            None if selected is None else address(selected),
+            address(out),
+            None if values is None else address(values),
+            None if sums is None else address(sums),
+            state_rows(batch),
+            Entries()
+            if entries is None
+            else entries_of(entries.cache, entries.layer, ratio=entries.ratio, batch=batch),
+            rope_of(rope),
+            slot_stride,
+            window.shape[2],
+            0 if selected is None else selected.shape[1],
+            heads,
+            part_keys,
+            scale,
+        )
+        most = next((each for each in self._attend if heads <= each), max(self._attend))
+        self._attend[most]((tokens, parts, -(-heads // most)), (_THREADS, 1, 1), [arguments])
+        if several:
+            self._merge((tokens, heads, 1), (_THREADS, 1, 1), [arguments, ctypes.c_int(parts)])
+        self._keep((len(batch.context_lens), window.shape[2], 1), (64, 1, 1), [arguments])
+        return out
+
+    def _parts(
+        self, tokens: int, window: int, entries: CompressedEntries | None, batch: AttentionBatch
+    ) -> tuple[int, int]:
+        """Into how many parts the keys of each token are cut, and keys of one, so that the GPU is busy."""
+        most = window
+        if entries is not None:
+            seen = batch.max_context_tokens // entries.ratio
+            most += seen if entries.selected is None else min(seen, entries.selected.shape[1])
+        wanted = min(self._multiprocessors // max(tokens, 1), self._most_parts, -(-most // _LEAST_PART_KEYS))
+        parts = max(1, wanted)
+        keys = -(-most // parts)
+        return parts, -(-keys // _TILE_KEYS) * _TILE_KEYS
+
+
+def _shared_bytes(heads: int) -> int:
+    """Queries, two tiles of keys, scores and factors."""
+    return (heads + 2 * _TILE_KEYS) * _ROW_BYTES + heads * _TILE_KEYS * 4 + heads * 4

@@ -1,0 +1,1 @@
+"""Collectives across the GPUs of one machine."""

@@ -1,0 +1,176 @@
+"""`DevicePool`: a KV pool on a GPU, block by block, for whoever copies blocks to and from this machine's memory.
+
+Each thread that copies has a stream of its own, so that copies run beside steps and beside each other; it sleeps while
+it waits for its batch. The GPU sums up what its blocks hold on the way (`csrc/block_sums.cu`): reading gigabytes once
+more on the host would take longer than to copy them. Memory that is locked in place (`lock`) is copied at the speed of
+the bus; other memory passes through a buffer of the driver's.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import cupy
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array, HostArray
+
+_TO_DEVICE, _TO_HOST = 1, 2
+"""`cudaMemcpyKind`."""
+_BATCH_BLOCKS = 64
+_SUM_BYTES = 16
+_PIECES, _THREADS = 32, 256
+"""What a block is cut into for its sum, and the threads of each; a step's kernels wait for pieces that run long."""
+
+
+class DevicePool:
+    """The blocks of a C-contiguous array `[num_blocks, ...]` on a GPU, and the pieces of slots of recurrent states.
+
+    Args:
+        pool: stays where it is while anybody copies.
+        device: that it is on.
+        slots: C-contiguous `[slots, bytes]`, each slot a whole number of a block's size; None without.
+
+    Raises:
+        ArrayMismatchError: a block is no whole number of 16-byte pieces, or a slot no whole number of blocks.
+    """
+
+    is_on_device = True
+
+    def __init__(self, pool: Array, device: Device, *, slots: Array | None = None) -> None:
+        num_blocks: int = pool.shape[0]
+        block_bytes: int = pool.nbytes // num_blocks
+        slot_bytes: int = 0 if slots is None else slots.shape[1] * slots.dtype.itemsize
+        if block_bytes % _SUM_BYTES or address(pool) % _SUM_BYTES:
+            raise ArrayMismatchError(f"KV blocks of {block_bytes} bytes; they must be whole pieces of {_SUM_BYTES}")
+        if slot_bytes % block_bytes:
+            raise ArrayMismatchError(f"slots of {slot_bytes} bytes; they must be whole blocks of {block_bytes}")
+        device.use()
+        device.kernel("block_sums", "block_sums")  # loads the module now, on this thread
+        mover = DeviceBlockMover(device, block_bytes)
+        self._device = device
+        self._locked: list[int] = []
+        self.blocks: Sequence[DevicePoolBlock] = _cut(address(pool), num_blocks, block_bytes, mover)
+        self.states: Sequence[Sequence[DevicePoolBlock]] = [
+            _cut(address(slots) + slot * slot_bytes, slot_bytes // block_bytes, block_bytes, mover)
+            for slot in range(0 if slots is None else len(slots))
+        ]
+
+    def lock(self, memory: Sequence[memoryview]) -> None:
+        """Locks memory in place for fast copies; pages that nobody has written to yet are taken now, one by one.
+
+        Args:
+            memory: writable, of whole pages.
+        """
+        self._device.use()
+        for piece in memory:
+            begin = _address_of(piece)
+            cupy.cuda.runtime.hostRegister(begin, piece.nbytes, 0)
+            self._locked.append(begin)
+
+    def unlock(self) -> None:
+        """Unlocks what was locked. Idempotent."""
+        locked, self._locked = self._locked, []
+        if locked:
+            self._device.use()
+        for begin in locked:
+            cupy.cuda.runtime.hostUnregister(begin)
+
+
+class DevicePoolBlock:
+    """One block, and what moves it."""
+
+    __slots__ = ("address", "mover", "nbytes")
+
+    def __init__(self, address: int, nbytes: int, mover: "DeviceBlockMover") -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.mover = mover
+
+
+def _cut(begin: int, count: int, nbytes: int, mover: "DeviceBlockMover") -> list[DevicePoolBlock]:
+    return [DevicePoolBlock(begin + index * nbytes, nbytes, mover) for index in range(count)]
+
+
+class DeviceBlockMover:
+    """Copies blocks of one pool; any thread may call it. What wrote the blocks has to be over."""
+
+    def __init__(self, device: Device, block_bytes: int) -> None:
+        self._own = _OfThread(device, block_bytes)
+
+    def copy_out(self, blocks: Sequence[DevicePoolBlock], into: Sequence[memoryview]) -> list[bytes]:
+        """Copies blocks into this machine's memory; returns the sum of what each holds, 16 bytes."""
+        return self._copy(blocks, into, _TO_HOST)
+
+    def copy_in(self, blocks: Sequence[DevicePoolBlock], content: Sequence[memoryview]) -> list[bytes]:
+        """Copies this machine's memory into blocks; returns the sum of what each holds then, 16 bytes."""
+        return self._copy(blocks, content, _TO_DEVICE)
+
+    def _copy(self, blocks: Sequence[DevicePoolBlock], hosts: Sequence[memoryview], kind: int) -> list[bytes]:
+        sums: list[bytes] = []
+        for begin in range(0, len(blocks), _BATCH_BLOCKS):
+            batch = slice(begin, begin + _BATCH_BLOCKS)
+            addresses = [block.address for block in blocks[batch]]
+            sums += self._own.copy(addresses, [_address_of(host) for host in hosts[batch]], kind)
+        return sums
+
+
+class _OfThread(threading.local):
+    """What each thread that copies has: a stream, an event to wait for, and places for addresses and sums."""
+
+    def __init__(self, device: Device, block_bytes: int) -> None:
+        device.use()
+        self._bytes = block_bytes
+        self._kernel = device.kernel("block_sums", "block_sums")
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._done = cupy.cuda.Event(block=True, disable_timing=True)
+        self._addresses, self._sums = _pinned(_BATCH_BLOCKS, 1), _pinned(_BATCH_BLOCKS, 2)
+        with self._stream:
+            self._device_addresses: Any = cupy.zeros(_BATCH_BLOCKS, np.uint64)
+            self._device_sums: Any = cupy.zeros((_BATCH_BLOCKS, 2), np.uint64)
+        self._stream.synchronize()
+
+    def copy(self, blocks: Sequence[int], hosts: Sequence[int], kind: int) -> list[bytes]:
+        num_blocks = len(blocks)
+        copy, stream = cupy.cuda.runtime.memcpyAsync, self._stream.ptr
+        self._addresses[:num_blocks, 0] = blocks
+        copy(address(self._device_addresses), self._addresses.ctypes.data, 8 * num_blocks, _TO_DEVICE, stream)
+        cupy.cuda.runtime.memsetAsync(address(self._device_sums), 0, _SUM_BYTES * num_blocks, stream)
+        for block, host, nbytes in _runs(blocks, hosts, self._bytes):
+            target, source = (block, host) if kind == _TO_DEVICE else (host, block)
+            copy(target, source, nbytes, kind, stream)
+        with self._stream:
+            arguments = (self._device_addresses, self._device_sums, ctypes.c_int(self._bytes // _SUM_BYTES))
+            self._kernel((_PIECES, num_blocks, 1), (_THREADS, 1, 1), arguments)
+        copy(self._sums.ctypes.data, address(self._device_sums), _SUM_BYTES * num_blocks, _TO_HOST, stream)
+        self._done.record(self._stream)
+        self._done.synchronize()
+        sums = self._sums[:num_blocks].tobytes()
+        return [sums[begin : begin + _SUM_BYTES] for begin in range(0, len(sums), _SUM_BYTES)]
+
+
+def _runs(blocks: Sequence[int], hosts: Sequence[int], nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Neighbours on both sides as one copy: begin of each, and bytes."""
+    first = 0
+    for index in range(1, len(blocks) + 1):
+        steps = (index - first) * nbytes
+        is_run = index < len(blocks) and blocks[index] == blocks[first] + steps and hosts[index] == hosts[first] + steps
+        if not is_run:
+            yield blocks[first], hosts[first], steps
+            first = index
+
+
+def _pinned(rows: int, columns: int) -> HostArray:
+    memory: Any = cupy.cuda.alloc_pinned_memory(8 * rows * columns)
+    return np.frombuffer(memory, np.uint64, rows * columns).reshape(rows, columns)
+
+
+def _address_of(memory: memoryview) -> int:
+    if memory.readonly:
+        begin: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+        return begin
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,0 +1,190 @@
+"""Copies between host and device, and weights in BF16.
+
+All copies go in order with the kernels of CuPy's current stream. A host array may be reused as soon as a call returns:
+the driver stages pageable memory before it does. Within `loading`, weights take the fast way of `uploads.py` instead.
+"""
+
+import ctypes
+import math
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from openinfer_kernels.cpu.common.weights import upload_weight as widened
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.uploads import Convert, Progress, Uploads
+from openinfer_kernels.errors import WeightDtypeError
+from openinfer_kernels.ops import Array, HostArray
+from openinfer_kernels.weights.plain import RandomWeight, WeightPart, stacked_shape
+
+_THREADS = 256
+_RANDOM_PER_THREAD = 8
+_PIECE_VALUES = 1 << 24
+"""Values that are converted at once: bounds the memory beside the weight."""
+_TO_DEVICE = 1
+"""`cudaMemcpyHostToDevice`."""
+_ON_DEVICE = 3
+"""`cudaMemcpyDeviceToDevice`."""
+
+
+class Memory:
+    """The memory of one device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._uploads: Uploads | None = None
+        self._progress: Progress = _tell_nobody
+        self._random = device.kernel("random_weights", "random_weights")
+        self._conversions = {
+            np.dtype(dtype): device.kernel("weights", f"weights_from_{np.dtype(dtype).name}")
+            for dtype in (np.float32, np.float16)
+        }
+
+    def upload(self, host: HostArray) -> Array:
+        """A copy of `host`, dtype unchanged."""
+        contiguous = np.ascontiguousarray(host).reshape(host.shape)
+        out = cupy.empty(host.shape, host.dtype)
+        _copy(contiguous, out)
+        return out
+
+    def upload_weight(self, *parts: WeightPart) -> Array:
+        """A BF16 array of the parts below each other: BF16 bits as they are, others rounded, recipes computed.
+
+        Raises:
+            WeightDtypeError: an array is not float32, float16, or uint16 for BF16 bits.
+            ValueError: the parts' rows differ in shape.
+        """
+        for part in parts:
+            self._require_readable(part)
+        out = cupy.empty(stacked_shape(parts), bfloat16)
+        begin = 0
+        for part in parts:
+            piece = out[begin : begin + len(part)]
+            begin += len(part)
+            if isinstance(part, RandomWeight):
+                self._fill(part, piece)
+            elif self._uploads is not None:
+                self._uploads.add(part, piece)
+            else:
+                self._write(part, piece)
+        return out
+
+    def upload_float32(self, *parts: WeightPart) -> Array:
+        """A float32 array of the parts below each other, made on the host: they are short.
+
+        Raises:
+            WeightDtypeError: an array is not float32, float16, or uint16 for BF16 bits.
+            ValueError: the parts' rows differ in shape.
+        """
+        out = self.upload(widened(parts))
+        self._progress(out.nbytes)
+        return out
+
+    def upload_codes(self, host: HostArray, out: Array, convert: Convert) -> None:
+        """Brings codes of quantised weights into `out`, also by threads within `loading`.
+
+        Args:
+            host: of any strides.
+            out: of the same shape and dtype, contiguous.
+            convert: writes what has come to the device into its place.
+        """
+        if self._uploads is not None:
+            self._uploads.add(host, out, convert)
+        else:
+            self.upload_codes_now(host, out, convert)
+
+    def upload_codes_now(self, host: HostArray, out: Array, convert: Convert) -> None:
+        """As `upload_codes`, on the current stream also within `loading`."""
+        convert(self.upload(host), out)
+        self._progress(out.nbytes)
+
+    def tell(self, num_bytes: int) -> None:
+        """Tells whoever follows the loading that bytes came another way than through `upload_codes`."""
+        self._progress(num_bytes)
+
+    @contextmanager
+    def loading(self, progress: Progress) -> Generator[None]:
+        """Within it `upload_weight` returns before its array is filled; leaving waits for all of them.
+
+        Args:
+            progress: told what arrives.
+        """
+        if self._uploads is not None:
+            raise RuntimeError("weights are being loaded already")
+        cupy.cuda.get_current_stream().synchronize()  # the copies have streams of their own
+        self._uploads = uploads = Uploads(self._device, convert=self._convert, progress=progress)
+        self._progress = progress
+        try:
+            yield
+            uploads.finish()
+        finally:
+            self._uploads, self._progress = None, _tell_nobody
+            threading.Thread(target=uploads.close, name="openinfer-unpin").start()  # 0.05 s that nobody waits for
+        cupy.cuda.get_current_stream().synchronize()
+
+    def download(self, array: Array) -> HostArray:
+        """A copy in host memory, after everything before it on the stream; BF16 arrives as `ml_dtypes.bfloat16`."""
+        return cupy.asnumpy(array)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
+        """Zeros, BF16 unless said otherwise."""
+        return cupy.zeros(shape, bfloat16 if dtype is None else dtype)
+
+    def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies `array[source]` over `array[target]` for each pair, on the current stream."""
+        row_bytes, stream = array[0].nbytes, cupy.cuda.get_current_stream().ptr
+        for source, target in zip(sources, targets, strict=True):
+            places = (address(array) + row * row_bytes for row in (target, source))
+            cupy.cuda.runtime.memcpyAsync(*places, row_bytes, _ON_DEVICE, stream)
+
+    def _require_readable(self, part: WeightPart) -> None:
+        if not isinstance(part, RandomWeight) and part.dtype != np.uint16 and part.dtype not in self._conversions:
+            raise WeightDtypeError(
+                f"a weight of dtype {part.dtype} was uploaded; possible are float32, float16, and uint16 for BF16 bits"
+            )
+
+    def _write(self, host: HostArray, out: Array) -> None:
+        """Fills `out` before it returns."""
+        values, written = np.ascontiguousarray(host).reshape(-1), out.reshape(-1)
+        if host.dtype == np.uint16:
+            _copy(values, written)
+            return
+        for start in range(0, values.size, _PIECE_VALUES):
+            piece = slice(start, start + _PIECE_VALUES)
+            self._convert(self.upload(values[piece]), written[piece])
+
+    def _convert(self, values: Array, out: Array) -> None:
+        """Rounds float32 or float16 `values` into `out`, on the current stream."""
+        grid = (-(-values.size // _THREADS), 1, 1)
+        self._conversions[values.dtype](grid, (_THREADS, 1, 1), [values, out, ctypes.c_int64(values.size)])
+
+    def _fill(self, weight: RandomWeight, out: Array) -> None:
+        """Computes a recipe into `out`, on the current stream."""
+        arguments = [
+            out,
+            ctypes.c_int64(out.size),
+            ctypes.c_int64(math.prod(weight.shape[1:])),
+            ctypes.c_int64(weight.row_length),
+            ctypes.c_int64(weight.origin),
+            ctypes.c_uint64(weight.seed),
+            ctypes.c_float(weight.mean),
+            ctypes.c_float(weight.spread),
+        ]
+        if out.size:
+            self._random(((-(-out.size // (_THREADS * _RANDOM_PER_THREAD))), 1, 1), (_THREADS, 1, 1), arguments)
+            self._progress(out.nbytes)
+
+
+def _tell_nobody(num_bytes: int) -> None:
+    del num_bytes
+
+
+def _copy(host: HostArray, out: Array) -> None:
+    if host.nbytes:
+        stream = cupy.cuda.get_current_stream().ptr
+        cupy.cuda.runtime.memcpyAsync(address(out), host.ctypes.data, host.nbytes, _TO_DEVICE, stream)

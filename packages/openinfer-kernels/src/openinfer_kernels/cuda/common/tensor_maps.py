@@ -1,0 +1,61 @@
+"""Tensor maps: how the copy engine of Hopper is told where an array lies and how to cut boxes out of it."""
+
+import ctypes
+from typing import Any, NamedTuple
+
+from openinfer_kernels.cuda.common.launch import check
+from openinfer_kernels.cuda.common.libraries import driver
+
+_MOST_KEPT = 4096
+
+
+class Cut(NamedTuple):
+    """Boxes of a BF16 array; axes from the fastest, in values; swizzled by 128 bytes, zeros beyond the array."""
+
+    address: int
+    """A multiple of 16."""
+    sizes: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    """Of all axes but the first; multiples of 16."""
+    box: tuple[int, ...]
+
+
+class TensorMap(ctypes.Structure):
+    """`CUtensorMap`, an argument of a kernel."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+class TensorMaps:
+    """Maps by what they say: one holds an address and no reference, so it serves whatever array is there."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Cut, TensorMap] = {}
+
+    def of(self, cut: Cut) -> TensorMap:
+        """The map of a cut; making one takes some microseconds, so they are kept, up to a number of them."""
+        found = self._maps.get(cut)
+        if found is None:
+            if len(self._maps) >= _MOST_KEPT:
+                self._maps.clear()
+            found = self._maps[cut] = _encoded(cut)
+        return found
+
+
+def _encoded(cut: Cut) -> TensorMap:
+    result: Any = check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(cut.sizes),
+            cut.address,
+            [driver.cuuint64_t(size) for size in cut.sizes],
+            [driver.cuuint64_t(stride) for stride in cut.strides_bytes],
+            [driver.cuuint32_t(size) for size in cut.box],
+            [driver.cuuint32_t(1)] * len(cut.sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return TensorMap.from_buffer_copy(ctypes.string_at(int(result.getPtr()), ctypes.sizeof(TensorMap)))

@@ -1,0 +1,101 @@
+"""Products for few tokens: `csrc/decode_gemm.cu` streams each weight once, at the speed of memory. Hopper only."""
+
+import ctypes
+
+from openinfer_kernels.cuda.common.arrays import address, fits_vectors
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
+from openinfer_kernels.cuda.common.tensor_maps import Cut, TensorMaps
+from openinfer_kernels.ops import Array
+
+_STEM = "decode_gemm"
+_BF16_BYTES = 2
+_ROWS = 64
+_BOX_COLUMNS = 64
+_CHUNK_COLUMNS = 128
+_THREADS = 160
+_MOST_BLOCKS_PER_TILE = 3
+_BLOCKS_PER_MULTIPROCESSOR = 2
+_SHARED_KIB = {8: 113, 16: 89, 32: 89}
+"""Of a block, by the most tokens of a kernel."""
+_MOST_TOKENS = max(_SHARED_KIB)
+"""Beyond it, cuBLASLt is faster: see docs/kernels.md."""
+
+
+class DecodeGemm:
+    """The products on one device; on GPUs other than Hopper it serves none."""
+
+    def __init__(self, device: Device, *, most_blocks_per_tile: int = _MOST_BLOCKS_PER_TILE) -> None:
+        """`most_blocks_per_tile`: blocks that may share a tile by dividing K."""
+        self._num_multiprocessors = device.num_multiprocessors
+        self._most_blocks_per_tile = most_blocks_per_tile
+        self._store = _kernels(device, "store")
+        self._swiglu = _kernels(device, "swiglu")
+        self._float32 = _kernels(device, "float32")
+        self._maps = TensorMaps()
+
+    def serves(self, x: Array, weight: Array) -> bool:
+        """Whether it multiplies `x [T, k]` and `weight [n, k]`: few tokens, whole tiles, aligned arrays."""
+        n, k = weight.shape
+        whole = n % _ROWS == 0 and k % _CHUNK_COLUMNS == 0 and n > 0 and k > 0
+        return whole and 0 < len(x) <= _MOST_TOKENS and bool(self._store) and fits_vectors(x, weight)
+
+    def linear(self, x: Array, weight: Array, out: Array, *, weights_first: bool = True) -> None:
+        """Writes `x [T, k] @ weight [n, k].T` into `out [T, n]`; contiguous BF16 arrays that it serves.
+
+        With `weights_first` the weight may be read while operators ahead on the stream still run, so it must not be
+        what they write.
+        """
+        self._multiply(self._store, x, _rows_cut(weight), out, overlap=weights_first)
+
+    def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
+        """As `linear`, into float32 `out`: the sums, unrounded."""
+        self._multiply(self._float32, x, _rows_cut(weight), out)
+
+    def linear_swiglu(self, x: Array, gate_up: Array, out: Array) -> None:
+        """Writes `silu(x @ gate.T) * (x @ up.T)` into `out [T, F]` for `gate_up [2 F, k]`; otherwise as `linear`."""
+        n, k = gate_up.shape
+        row_bytes = k * _BF16_BYTES
+        cut = _weight_cut(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
+        self._multiply(self._swiglu, x, cut, out)
+
+    def _multiply(self, kernels: dict[int, Kernel], x: Array, weight: Cut, out: Array, *, overlap: bool = True) -> None:
+        num_tokens, k = x.shape
+        n = weight.sizes[1] * weight.sizes[2] * weight.sizes[3]
+        tokens = next(most for most in kernels if num_tokens <= most)
+        x_cut = Cut(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
+        sizes = [ctypes.c_int(size) for size in (num_tokens, n, k)]
+        blocks, cluster = self._division(n // _ROWS, k // _CHUNK_COLUMNS)
+        arguments = [self._maps.of(weight), self._maps.of(x_cut), out, *sizes]
+        kernels[tokens]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=overlap, cluster=cluster)
+
+    def _division(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:
+        """Blocks in all, and those that share a tile: several where there are too few tiles for the chip."""
+        cluster = min(self._most_blocks_per_tile, max(1, self._num_multiprocessors // tiles), chunks_per_tile)
+        if cluster > 1:
+            return tiles * cluster, cluster
+        tiles_per_block = -(-tiles // (_BLOCKS_PER_MULTIPROCESSOR * self._num_multiprocessors))
+        return -(-tiles // tiles_per_block), 1
+
+
+def _kernels(device: Device, epilogue: str) -> dict[int, Kernel]:
+    """By the most tokens, ascending."""
+    if not device.has(_STEM):
+        return {}
+    return {
+        tokens: device.kernel(_STEM, f"decode_gemm_{epilogue}_{tokens}", shared_bytes=kib << 10)
+        for tokens, kib in _SHARED_KIB.items()
+    }
+
+
+def _rows_cut(weight: Array) -> Cut:
+    """Tiles of 64 rows one after the other."""
+    row_bytes = weight.shape[1] * _BF16_BYTES
+    return _weight_cut(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
+
+
+def _weight_cut(weight: Array, *, second_bytes: int, third_bytes: int) -> Cut:
+    """Tiles of 64 rows: 8 rows, twice with `second_bytes` between, and that four times with `third_bytes` between."""
+    n, k = weight.shape
+    strides_bytes = (k * _BF16_BYTES, second_bytes, third_bytes)
+    return Cut(address(weight), (k, 8, 2, n // 16), strides_bytes, (_BOX_COLUMNS, 8, 2, _ROWS // 16))

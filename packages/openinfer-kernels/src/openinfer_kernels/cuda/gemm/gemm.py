@@ -1,0 +1,122 @@
+"""Products of more tokens than `decode_gemm` serves: `csrc/gemm.cu` and its epilogues. Hopper only."""
+
+import ctypes
+
+from openinfer_kernels.cuda.common.arrays import address, fits_vectors
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
+from openinfer_kernels.cuda.common.tensor_maps import Cut, TensorMaps
+from openinfer_kernels.gemm_tiles import CHUNK, SHARED_BYTES, TILES, Division, Epilogue, Room, Tile, divide
+from openinfer_kernels.ops import Array
+
+_STEM = "gemm"
+_BF16_BYTES = 2
+_MOST_KEPT = 4096
+_GROUP = 8
+"""Token tiles that are multiplied before the next columns: what they read stays in the L2 cache."""
+
+
+class Gemm:
+    """The products on one device; on GPUs other than Hopper it serves none."""
+
+    def __init__(self, device: Device) -> None:
+        self._room = Room(device.num_multiprocessors, self._clusters_of)
+        self._kernels = _kernels(device)
+        self._most_clusters = {1: device.num_multiprocessors}
+        self._divisions: dict[tuple[Epilogue, int, int, int], Division | None] = {}
+        self._maps = TensorMaps()
+
+    def serves(self, epilogue: Epilogue, x: Array, weight: Array) -> bool:
+        """Whether it multiplies `x [T, k]` and `weight [n, k]`, and is the faster one for that."""
+        n, k = weight.shape
+        whole = n % 16 == 0 and k % 8 == 0 and n > 0 and k > 0 and len(x) > 0
+        if not whole or not self._kernels or not fits_vectors(x, weight):
+            return False
+        return self._divide(epilogue, x, weight) is not None
+
+    def linear(self, x: Array, weight: Array, out: Array, *, weights_first: bool = True) -> None:
+        """Writes `x [T, k] @ weight [n, k].T` into `out [T, n]`; contiguous BF16 arrays that it serves.
+
+        With `weights_first` the weight may be read while operators ahead on the stream still run, so it must not be
+        what they write.
+        """
+        division = self._division(Epilogue.STORE, x, weight)
+        self.multiply(Epilogue.STORE, division, x, weight, out, weights_first=weights_first)
+
+    def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
+        """As `linear`, into float32 `out`: the sums, unrounded."""
+        self.multiply(Epilogue.FLOAT32, self._division(Epilogue.FLOAT32, x, weight), x, weight, out)
+
+    def linear_swiglu(self, x: Array, gate_up: Array, out: Array) -> None:
+        """Writes `silu(x @ gate.T) * (x @ up.T)` into `out [T, F]` for `gate_up [2 F, k]`; otherwise as `linear`."""
+        self.multiply(Epilogue.SWIGLU, self._division(Epilogue.SWIGLU, x, gate_up), x, gate_up, out)
+
+    def multiply(
+        self,
+        epilogue: Epilogue,
+        division: Division,
+        x: Array,
+        weight: Array,
+        out: Array,
+        *,
+        weights_first: bool = True,
+    ) -> None:
+        """Writes a product divided in a way of the caller's: K into no more parts than it has chunks."""
+        tile, sharers, parts = division
+        num_tokens, k = x.shape
+        cluster = sharers * parts
+        clusters = -(-num_tokens // tile.tokens) * -(-len(weight) // (tile.columns * sharers))
+        if parts == 1:  # a block takes tile after tile
+            clusters = min(clusters, self._clusters_of(cluster))
+        x_cut = Cut(address(x), (k, num_tokens), (k * _BF16_BYTES,), (CHUNK, tile.tokens // sharers))
+        arguments = [
+            self._maps.of(_weight_cut(epilogue, tile, weight)),
+            self._maps.of(x_cut),
+            out,
+            *(ctypes.c_int(size) for size in (num_tokens, out.shape[1], k, sharers, _GROUP)),
+        ]
+        kernel = self._kernels[epilogue, tile]
+        kernel((clusters * cluster, 1, 1), (tile.threads, 1, 1), arguments, overlap=weights_first, cluster=cluster)
+
+    def _divide(self, epilogue: Epilogue, x: Array, weight: Array) -> Division | None:
+        n, k = weight.shape
+        key = epilogue, len(x), n, k
+        if key not in self._divisions:
+            if len(self._divisions) >= _MOST_KEPT:
+                self._divisions.clear()
+            self._divisions[key] = divide(epilogue, len(x), n, k, self._room)
+        return self._divisions[key]
+
+    def _division(self, epilogue: Epilogue, x: Array, weight: Array) -> Division:
+        division = self._divide(epilogue, x, weight)
+        assert division is not None  # noqa: S101 - `serves` has said so
+        return division
+
+    def _clusters_of(self, blocks: int) -> int:
+        """Clusters that run at a time, which is alike for all tiles: a block has a multiprocessor to itself."""
+        if blocks not in self._most_clusters:
+            tile = TILES[Epilogue.STORE][0]
+            kernel = self._kernels[Epilogue.STORE, tile]
+            self._most_clusters[blocks] = kernel.most_clusters(blocks, threads=tile.threads)
+        return self._most_clusters[blocks]
+
+
+def _kernels(device: Device) -> dict[tuple[Epilogue, Tile], Kernel]:
+    if not device.has(_STEM):
+        return {}
+    return {
+        (epilogue, tile): device.kernel(
+            _STEM, f"gemm_{epilogue}_{tile.tokens}x{tile.columns}", shared_bytes=SHARED_BYTES
+        )
+        for epilogue, tiles in TILES.items()
+        for tile in tiles
+    }
+
+
+def _weight_cut(epilogue: Epilogue, tile: Tile, weight: Array) -> Cut:
+    """Tiles of 8 rows twice, again and again: the next 8 rows, or for the gate those of up that belong to 8 of gate."""
+    n, k = weight.shape
+    row_bytes = k * _BF16_BYTES
+    second, third = (n // 2, 8) if epilogue is Epilogue.SWIGLU else (8, 16)
+    strides_bytes = (row_bytes, second * row_bytes, third * row_bytes)
+    return Cut(address(weight), (k, 8, 2, n // 16), strides_bytes, (CHUNK, 8, 2, tile.columns // 16))

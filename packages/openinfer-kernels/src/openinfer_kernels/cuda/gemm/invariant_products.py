@@ -1,0 +1,135 @@
+"""Products whose rows have the same bits whatever the number of tokens.
+
+An element of a product is one sum over K. Kernels that add it up in one accumulator, K ascending, 16 at a time, as
+the tensor core takes it, agree in every bit, whatever their tiles are. What differs are those that divide K among
+blocks, or take another instruction. So no algorithm here may divide K, and none is used before its result for random
+tokens, in all places of its tiles, has been compared with a reference, bit for bit: `csrc/decode_gemm.cu` without
+clusters where it serves, else cuBLASLt's first choice for few tokens.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
+from openinfer_kernels.cuda.gemm.library_products import weight_shape
+from openinfer_kernels.cuda.gemm.products import Algorithm, Problem, Products, WeightShape
+from openinfer_kernels.errors import ArrayMismatchError, CudaCallError
+from openinfer_kernels.ops import Array
+
+_CLASSES = (64, 256, 1024, 8192)
+"""Up to so many tokens an algorithm is used; the last for all that are more."""
+_CANDIDATES = 8
+_PROBE_TOKENS = 32
+_MOST_PROBED = 512
+_SEED = 2
+
+
+class InvariantProducts:
+    """The products on one device, which share a workspace: one stream at a time."""
+
+    def __init__(self, decode_gemm: DecodeGemm) -> None:
+        """`decode_gemm` makes the reference; it divides no K."""
+        self._decode_gemm = decode_gemm
+        self._products = Products()
+        self._problems: dict[WeightShape, Problem] = {}
+        self._chosen: dict[tuple[int, WeightShape], Algorithm] = {}
+        self._chooses_all = False
+
+    def multiply(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
+        """Writes `x [T, in] @ weight [out, in].T (+ bias [out])` into `out [T, out]`, BF16 or float32.
+
+        Raises:
+            ArrayMismatchError: no algorithm for this shape agrees with the reference.
+        """
+        shape = weight_shape(x, weight, bias, out)
+        problem = self._problems.get(shape)
+        if problem is None:
+            problem = self._problems[shape] = Problem(shape)
+        if bias is not None:
+            problem.set_bias(bias)
+        most_tokens = next((most for most in _CLASSES if len(x) <= most), _CLASSES[-1])
+        for most in _CLASSES if self._chooses_all else (most_tokens,):
+            if (most, shape) not in self._chosen:
+                self._chosen[most, shape] = self._choose(
+                    most, problem, weight, biased=bias is not None, dtype=out.dtype
+                )
+        problem.set_num_tokens(len(x))
+        self._products.run(problem, self._chosen[most_tokens, shape], x, weight, out)
+
+    @contextmanager
+    def tuning(self) -> Generator[None]:
+        """Within it, a shape's algorithms are chosen for any number of tokens as soon as it is met.
+
+        Nothing is measured: two runs multiply alike, and so do two machines with one cuBLASLt.
+        """
+        self._chooses_all = True
+        try:
+            yield
+        finally:
+            self._chooses_all = False
+
+    def close(self) -> None:
+        """Gives back what cuBLASLt holds."""
+        for problem in self._problems.values():
+            problem.close()
+        self._problems.clear()
+        self._products.close()
+
+    def _choose(
+        self, most_tokens: int, problem: Problem, weight: Array, *, biased: bool, dtype: "np.dtype[np.generic]"
+    ) -> Algorithm:
+        """The first of cuBLASLt's that agrees with the reference; never while a stream captures."""
+        few = _random_tokens(problem.shape.k)
+        many = cupy.tile(few, (-(-min(most_tokens, _MOST_PROBED) // _PROBE_TOKENS), 1))
+
+        def result_of(algorithm: Algorithm, x: Array) -> Array:
+            out = cupy.empty((len(x), problem.shape.n), dtype)
+            problem.set_num_tokens(len(x))
+            self._products.run(problem, algorithm, x, weight, out)
+            return out
+
+        expected = self._reference(few, problem, weight, result_of, biased=biased, dtype=dtype)
+        problem.set_num_tokens(most_tokens)
+        candidates = self._products.candidates(problem, most=_CANDIDATES, may_divide_k=False)
+        for algorithm in candidates:
+            try:
+                found = result_of(algorithm, many)
+            except CudaCallError:  # it cannot multiply fewer tokens than it was recommended for
+                continue
+            if _equal_bits(found.reshape(-1, *expected.shape), expected):
+                return algorithm
+        raise ArrayMismatchError(
+            f"none of cuBLASLt's {len(candidates)} algorithms for {problem.shape} and {most_tokens} tokens agrees bit "
+            "for bit with that for fewer; this model cannot be served with batch invariance on this GPU"
+        )
+
+    def _reference(
+        self,
+        x: Array,
+        problem: Problem,
+        weight: Array,
+        result_of: Callable[[Algorithm, Array], Array],
+        *,
+        biased: bool,
+        dtype: "np.dtype[np.generic]",
+    ) -> Array:
+        if biased or not self._decode_gemm.serves(x, weight):
+            problem.set_num_tokens(_CLASSES[0])
+            return result_of(self._products.candidates(problem, most=1, may_divide_k=False)[0], x)
+        out = cupy.empty((len(x), problem.shape.n), dtype)
+        multiply = self._decode_gemm.linear if dtype == bfloat16 else self._decode_gemm.linear_float32
+        multiply(x, weight, out)
+        return out
+
+
+def _random_tokens(width: int) -> Array:
+    values = np.random.default_rng(_SEED).standard_normal((_PROBE_TOKENS, width), np.float32)
+    return cupy.asarray(values.astype(bfloat16))
+
+
+def _equal_bits(found: Array, expected: Array) -> bool:
+    bits = np.uint32 if expected.dtype == np.float32 else np.uint16
+    return bool((found.view(bits) == expected.view(bits)).all())

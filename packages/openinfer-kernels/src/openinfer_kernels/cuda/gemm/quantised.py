@@ -1,0 +1,176 @@
+"""Quantised weights on a GPU: uploaded in the order that `csrc/weight_formats.cuh` reads them in."""
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from openinfer_kernels.cpu.common.random_weight import random_codes
+from openinfer_kernels.cuda.common.arrays import require
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.memory import Memory
+from openinfer_kernels.cuda.common.uploads import Convert
+from openinfer_kernels.cuda.gemm.grouped_gemm import NAMES, Epilogue, GroupedGemm
+from openinfer_kernels.cuda.gemm.linear import Linear
+from openinfer_kernels.cuda.moe.experts import check_weight
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
+from openinfer_kernels.quantised_ways import tile_of
+from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
+from openinfer_kernels.weights.scale_blocks import common_block, scales_of, stacked_shape, widened_scales
+
+_THREADS = 128
+_UNIT_BYTES = 16
+_BLOCK_BYTES = 64
+"""That are put in order together; a row has whole ones, zeros at its end."""
+_GROUP = 32
+"""Columns of a scale on the device, whatever shares it in the checkpoint."""
+_PITCH = 16
+"""Scales in a row are a multiple of this, zeros behind the last, so that a chunk of them is always there."""
+_CODES_PER_BYTE = {WeightFormat.FP8_BLOCKS: 1, WeightFormat.INT4_GROUPS: 2, WeightFormat.FP4_GROUPS: 2}
+
+_Bring: TypeAlias = Callable[[HostArray, Array, Convert], None]
+"""Copies codes to the device and converts them into their place."""
+
+
+class Quantised:
+    """Quantised weights and their products on one device."""
+
+    def __init__(self, device: Device, gemm: GroupedGemm, memory: Memory, linear: Linear) -> None:
+        self._gemm = gemm
+        self._memory = memory
+        self._linear = linear
+        self._widenings = {each: device.kernel("quantised", f"widen_{NAMES[each]}") for each in WeightFormat}
+        self._random = device.kernel("quantised", "random_codes")
+        self._arrangements = {each: device.kernel("quantised", f"arrange_{NAMES[each]}") for each in WeightFormat}
+
+    def upload_quantised(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None) -> QuantisedWeight:
+        """See `Ops.upload_quantised`. A code of NaN (E4M3 0x7F, 0xFF) is taken for 480.
+
+        Raises:
+            ArrayMismatchError: scales change inside 32 columns, or no kernel takes the shape.
+            WeightDtypeError: codes or scales in a dtype that the format does not have.
+            ValueError: parts that do not fit each other, or scales that do not cover their codes.
+        """
+        return self._upload(parts, num_matrices, self._memory.upload_codes)
+
+    def upload_widened(self, parts: tuple[QuantisedPart, ...]) -> Array:
+        """See `Ops.upload_widened`; otherwise as `upload_quantised`."""
+        return self.widened(self._upload(parts, None, self._memory.upload_codes_now))
+
+    def _upload(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None, bring: _Bring) -> QuantisedWeight:
+        shape = stacked_shape(parts, num_matrices)
+        block = common_block(parts, shape)
+        if block[1] % _GROUP:
+            raise ArrayMismatchError(
+                f"{parts[0].format} scales that change inside of {_GROUP} columns have no kernel on a GPU: this piece "
+                f"has blocks of {block[1]} columns; cut it elsewhere, or run with --device cpu"
+            )
+        weight = QuantisedWeight(
+            format=parts[0].format,
+            shape=shape,
+            codes=self._upload_codes(parts, shape, bring),
+            scales=self._upload_scales(parts, shape, block),
+            block_rows=block[0],
+            block_columns=block[1],
+        )
+        check_weight(weight, ndim=len(shape), what=f"a weight of {parts[0].format}")
+        return weight
+
+    def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
+        """See `Ops.quantised_linear`; `quantised_ways.py` says which tokens multiply a copy of the weight in BF16.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or shape.
+        """
+        require(x, bfloat16, ndim=2, what="x")
+        check_weight(weight, ndim=2, what="the weight")
+        if x.shape[1] != weight.shape[1]:
+            raise ArrayMismatchError(f"x {x.shape} and the weight {weight.shape} do not agree on the inner size")
+        tile_tokens = tile_of(weight.format, len(x))
+        if self._gemm.chooses and tile_tokens is None:
+            return self._linear.linear(x, self.widened(weight), weights_first=False)
+        out = cupy.empty((len(x), weight.shape[0]), bfloat16)
+        if len(x):
+            self._gemm.multiply(x, weight, out, epilogue=Epilogue.STORE, tile_tokens=tile_tokens)
+        return out
+
+    def widened(self, weight: QuantisedWeight) -> Array:
+        """The same in BF16."""
+        *matrices, height, k = weight.shape
+        rows = math.prod(matrices) * height
+        out = cupy.empty(weight.shape, bfloat16)
+        row_bytes = weight.codes.shape[-1]
+        sizes = k, row_bytes, weight.block_rows, weight.scales.strides[-2]
+        grid = (-(-row_bytes // (_UNIT_BYTES * _THREADS)), rows, 1)
+        arguments = [weight.codes, weight.scales, out, *map(ctypes.c_int, sizes)]
+        self._widenings[weight.format](grid, (_THREADS, 1, 1), arguments, overlap=True)
+        return out
+
+    def _upload_codes(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], bring: _Bring) -> Array:
+        """`[matrices.., out, bytes of a row]`, in the kernels' order."""
+        row_bytes = shape[-1] // _CODES_PER_BYTE[parts[0].format]
+        padded_bytes = -(-row_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        out = cupy.empty((sum(part.shape[0] for part in parts), padded_bytes), np.uint8)
+        begin = 0
+        for part in parts:
+            piece = out[begin : begin + part.shape[0]].view(np.uint32)
+            begin += part.shape[0]
+            if isinstance(part.codes, RandomCodes) and padded_bytes == row_bytes:
+                self._fill(part.codes, piece, self._arrangements[part.format])
+            else:
+                words = _words_of(part, padding_bytes=padded_bytes - row_bytes)
+                bring(words, piece, _Arrange(self._arrangements[part.format]))
+        return out.reshape(*shape[:-1], padded_bytes)
+
+    def _upload_scales(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], block: tuple[int, int]) -> Array:
+        """`[matrices.., out / block rows, 32 columns each]`: as they are stored, but float32 for FP8."""
+        scales = np.concatenate([scales_of(part, block) for part in parts])
+        if parts[0].format is WeightFormat.FP8_BLOCKS:
+            scales = widened_scales(scales)
+        if block[1] > _GROUP:
+            scales = np.repeat(scales, block[1] // _GROUP, axis=1)
+        if scales.shape[1] % _PITCH:
+            scales = np.pad(scales, ((0, 0), (0, -scales.shape[1] % _PITCH)))
+        self._memory.tell(scales.nbytes)
+        return self._memory.upload(scales.reshape(*shape[:-2], -1, scales.shape[1]))
+
+    def _fill(self, codes: RandomCodes, words: Array, arrangement: Kernel) -> None:
+        """Computes a recipe into `words [rows, words of a row]`."""
+        row_bytes = words.shape[1] * words.itemsize
+        sizes = words.nbytes, row_bytes, codes.row_length * codes.itemsize, codes.origin * codes.itemsize
+        arguments = [words, *map(ctypes.c_int64, sizes), ctypes.c_uint64(codes.seed), ctypes.c_uint32(codes.mask)]
+        if words.size:
+            self._random((-(-words.nbytes // _THREADS), 1, 1), (_THREADS, 1, 1), arguments)
+            _Arrange(arrangement)(words, words)
+            self._memory.tell(words.nbytes)
+
+
+class _Arrange:
+    """Puts codes that have come to the device into the kernels' order; in place as well; from any thread."""
+
+    _launching = threading.Lock()  # threads that load and the one that made them have the same kernels
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __call__(self, words: Array, out: Array) -> None:
+        """From `words` uint32 into `out`, contiguous, on the current stream."""
+        blocks = words.nbytes // _BLOCK_BYTES
+        if blocks:
+            grid = (-(-blocks // _THREADS), 1, 1)
+            with self._launching:
+                self._kernel(grid, (_THREADS, 1, 1), [words, out, ctypes.c_int64(words.size)])
+
+
+def _words_of(part: QuantisedPart, *, padding_bytes: int) -> HostArray:
+    """Codes as words `[out, words of a row]`, zeros at their end; a view where nothing is missing."""
+    codes = random_codes(part.codes) if isinstance(part.codes, RandomCodes) else part.codes
+    if codes.strides[1] != codes.itemsize or padding_bytes:
+        codes = np.pad(np.ascontiguousarray(codes).view(np.uint8), ((0, 0), (0, padding_bytes)))
+    return codes.view(np.uint32)

@@ -1,0 +1,1 @@
+"""Recurrent states: the causal convolution and the gated delta rule."""

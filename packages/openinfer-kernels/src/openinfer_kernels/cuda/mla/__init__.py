@@ -1,0 +1,1 @@
+"""Multi-head latent attention: absorbed for few query tokens, expanded for many."""

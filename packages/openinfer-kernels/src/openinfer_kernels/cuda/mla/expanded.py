@@ -1,0 +1,134 @@
+"""Attention over latents in the expanded form, for Hopper: the contexts' latents, their keys and values, attention."""
+
+import ctypes
+
+import numpy as np
+
+from openinfer_kernels.cuda.attention.prefill import most_tiles
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.common.tensor_maps import Cut, TensorMaps
+from openinfer_kernels.cuda.gemm.linear import Linear
+from openinfer_kernels.ops import Array, AttentionBatch
+
+STEM = "latent_prefill_hopper"
+_LATENT, _ENTRY, _ROPE, _OWN = 512, 576, 64, 256
+_GATHER_LINES, _GATHER_THREADS = 64, 256
+_LINES, _KEYS, _THREADS, _STAGES = 128, 128, 384, 2
+_BOX_VALUES = 64
+_SHARED_BYTES = 2 * 192 * _LINES + _STAGES * 2 * _KEYS * (192 + 128) + 2 * 1024
+"""`Shared` of the source: queries, keys and values; barriers; and what aligns it."""
+_MOST_SCRATCH_BYTES = 1 << 28
+"""Of keys and values: where all heads' take more, some heads' are made at a time."""
+_LOG2_E = 1.4426950408889634
+
+
+class _GatherArguments(ctypes.Structure):
+    """`struct Arguments` of `latent_gather.cu`."""
+
+    _fields_ = (
+        ("cache", ctypes.c_void_p),
+        ("block_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens")),
+        *((name, ctypes.c_void_p) for name in ("latents", "keys", "starts")),
+        *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "block_shift", "least_tokens")),
+    )
+
+
+class _Arguments(ctypes.Structure):
+    """`struct Arguments` of `latent_prefill_hopper.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "out", "query_starts", "context_lens", "starts")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "least_tokens", "first_head")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class LatentExpanded:
+    """The kernels of one Hopper device, and the product between them."""
+
+    def __init__(self, device: Device, linear: Linear) -> None:
+        self._linear = linear
+        self._gather = device.kernel("latent_gather", "latent_gather")
+        self._attend = device.kernel(STEM, STEM, shared_bytes=_SHARED_BYTES)
+        self._maps = TensorMaps()
+
+    def has_room(self, lines: int) -> bool:
+        """Whether contexts of so many tokens in all may be expanded: at least one head at a time."""
+        return lines * _OWN * bfloat16.itemsize <= _MOST_SCRATCH_BYTES
+
+    def launch(
+        self,
+        q: Array,
+        kv_cache: Array,
+        kv_b_proj: Array,
+        out: Array,
+        *,
+        layer: int,
+        batch: AttentionBatch,
+        scale: float,
+        least_tokens: int,
+        lines: int,
+    ) -> None:
+        """Writes what belongs to rows of at least `least_tokens` tokens into `out [T, H, 128]`.
+
+        Args:
+            q: `[T, H, 192]`.
+            kv_cache: as in the contract.
+            kv_b_proj: as in the contract.
+            out: the result.
+            layer: as in the contract.
+            batch: as in the contract.
+            scale: of scores.
+            least_tokens: of a row.
+            lines: tokens of all contexts of such rows, at least.
+        """
+        num_rows, (num_tokens, num_heads) = len(batch.context_lens), q.shape[:2]
+        latents = cupy.empty((lines, _LATENT), bfloat16)
+        keys = cupy.empty((lines, _ROPE), bfloat16)
+        starts = cupy.empty(num_rows, np.int32)
+        block_tokens = kv_cache.shape[4]
+        rows = tuple(map(address, (batch.query_starts, batch.context_lens)))
+        gather = _GatherArguments(
+            address(kv_cache) + layer * block_tokens * _ENTRY * bfloat16.itemsize,
+            kv_cache.shape[1] * block_tokens * _ENTRY,
+            address(batch.block_tables),
+            *rows,
+            *map(address, (latents, keys, starts)),
+            num_rows,
+            batch.block_tables.shape[1],
+            block_tokens.bit_length() - 1,
+            least_tokens,
+        )
+        self._gather((-(-lines // _GATHER_LINES), 1, 1), (_GATHER_THREADS, 1, 1), [gather], overlap=True)
+        tiles, at_once = most_tiles(num_tokens, num_rows, 1, lines=_LINES), _heads_at_once(lines, num_heads)
+        for first_head in range(0, num_heads, at_once):
+            weight = kv_b_proj[first_head * _OWN : (first_head + at_once) * _OWN]
+            own = self._linear.linear(latents, weight)  # [lines, heads 256]
+            arguments = _Arguments(
+                address(q),
+                address(out),
+                *rows,
+                address(starts),
+                num_rows,
+                num_heads,
+                least_tokens,
+                first_head,
+                scale * _LOG2_E,
+            )
+            grid = (tiles, len(weight) // _OWN, 1)
+            self._attend(grid, (_THREADS, 1, 1), [self._map(own), self._map(keys), arguments], overlap=True)
+
+    def _map(self, array: Array) -> ctypes.Structure:
+        """Boxes of 128 lines and 64 columns of `array [lines, columns]`."""
+        lines, columns = array.shape
+        row_bytes = columns * bfloat16.itemsize
+        return self._maps.of(Cut(address(array), (columns, lines), (row_bytes,), (_BOX_VALUES, _KEYS)))
+
+
+def _heads_at_once(lines: int, num_heads: int) -> int:
+    """As many as their keys and values find room for, in equal shares."""
+    most = max(1, _MOST_SCRATCH_BYTES // (lines * _OWN * bfloat16.itemsize))
+    return -(-num_heads // -(-num_heads // most))

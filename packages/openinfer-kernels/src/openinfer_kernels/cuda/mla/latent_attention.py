@@ -1,0 +1,126 @@
+"""Attention over a paged cache of latents: the forms that its kernels have, and which rows go to which."""
+
+import math
+from functools import cached_property, partial
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.arrays import fits_vectors, require
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.gemm.linear import Linear
+from openinfer_kernels.cuda.mla.absorbed import MAX_ROWS, LatentAbsorbed
+from openinfer_kernels.cuda.mla.append import LatentAppend
+from openinfer_kernels.cuda.mla.expanded import STEM as EXPANDED_STEM
+from openinfer_kernels.cuda.mla.expanded import LatentExpanded
+from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.gpu_requirements import require_latents
+from openinfer_kernels.latent_forms import LatentShape
+from openinfer_kernels.ops import Array, AttentionBatch
+
+_INT32 = np.dtype(np.int32)
+_ANY_NUMBER = (1 << 31) - 1
+_DIMS = (128, 64, 128)
+"""`dn`, `dr` and `dv`, for which kernels are compiled."""
+
+
+class LatentAttention:
+    """The operator on one device."""
+
+    def __init__(self, device: Device, linear: Linear) -> None:
+        self._absorbed = LatentAbsorbed(device)
+        self._expanded = LatentExpanded(device, linear) if device.has(EXPANDED_STEM) else None
+
+    def latent_attention(
+        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
+    ) -> Array:
+        """Attention of `q [T, H, dn + dr]` over `kv_cache [blocks, layers, 1, 1, B, r + dr]`: `[T, H dv]`.
+
+        Rows long enough for the expanded form get it where the host knows their contexts and there is room for it.
+        Sizes are those of every published model (`require_latents`). A row whose context is empty, which is padding of
+        a captured step, gets no result.
+
+        Raises:
+            ArrayMismatchError: another dtype, layout or shape.
+        """
+        shape = _check(q, kv_cache, kv_b_proj, batch)
+        out = cupy.empty((len(q), shape.num_heads * shape.value_dim), bfloat16)
+        absorbed = partial(self._absorbed.launch, q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale)
+        least, lines = math.ceil(shape.least_expanded_tokens), batch.chunk_context_tokens
+        expanded = self._expanded if batch.max_query_tokens >= least else None
+        if expanded is None or lines is None or not expanded.has_room(lines):
+            absorbed(most_tokens=_ANY_NUMBER)
+            return out
+        if len(q) < len(batch.context_lens) * batch.max_query_tokens:  # else every row is as long as the longest
+            absorbed(most_tokens=least - 1)
+        expanded.launch(
+            q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale, least_tokens=least, lines=lines
+        )
+        return out
+
+
+class CudaLatentAttentionOps:
+    """`openinfer_kernels.ops.LatentAttentionOps` on one GPU; kernels are loaded when they are first called."""
+
+    device: Device
+    _linear: Linear
+
+    @cached_property
+    def _latent_append(self) -> LatentAppend:
+        return LatentAppend(self.device)
+
+    @cached_property
+    def _latent_attention(self) -> LatentAttention:
+        return LatentAttention(self.device, self._linear)
+
+    def latent_norm_rope_append(
+        self,
+        q: Array,
+        latent: Array,
+        *,
+        head_dim: int,
+        norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """See `openinfer_kernels.cuda.mla.append`."""
+        return self._latent_append.latent_norm_rope_append(
+            q, latent, head_dim=head_dim, norm=norm, eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch
+        )
+
+    def latent_attention(
+        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
+    ) -> Array:
+        """See `openinfer_kernels.cuda.mla.latent_attention`."""
+        return self._latent_attention.latent_attention(
+            q, kv_cache, kv_b_proj=kv_b_proj, layer=layer, batch=batch, scale=scale
+        )
+
+
+def _check(q: Array, kv_cache: Array, kv_b_proj: Array, batch: AttentionBatch) -> LatentShape:
+    require(q, bfloat16, ndim=3, what="q")
+    require(kv_cache, bfloat16, ndim=6, what="kv_cache")
+    require(kv_b_proj, bfloat16, ndim=2, what="kv_b_proj")
+    require(batch.query_starts, _INT32, ndim=1, what="batch.query_starts")
+    require(batch.context_lens, _INT32, ndim=1, what="batch.context_lens")
+    require(batch.block_tables, _INT32, ndim=2, what="batch.block_tables")
+    shape = LatentShape.of(q.shape, kv_cache.shape, kv_b_proj.shape)
+    require_latents(entry_dim=kv_cache.shape[5], block_tokens=kv_cache.shape[4])
+    if (shape.nope_dim, shape.rope_dim, shape.value_dim) != _DIMS:
+        raise ArrayMismatchError(
+            f"latent attention with dn, dr, dv of {shape.nope_dim}, {shape.rope_dim}, {shape.value_dim} is not "
+            f"possible: {_DIMS}"
+        )
+    if not fits_vectors(q, kv_cache, kv_b_proj):
+        raise ArrayMismatchError("q, kv_cache and kv_b_proj must begin at multiples of 16 bytes")
+    if len(batch.context_lens) > MAX_ROWS:
+        raise ArrayMismatchError(f"attention over {len(batch.context_lens)} rows: at most {MAX_ROWS}")
+    if not len(batch.query_starts) - 1 == len(batch.context_lens) == len(batch.block_tables):
+        raise ArrayMismatchError(
+            f"the batch names {len(batch.query_starts) - 1} rows by query_starts, {len(batch.context_lens)} by "
+            f"context_lens, {len(batch.block_tables)} by block_tables"
+        )
+    return shape

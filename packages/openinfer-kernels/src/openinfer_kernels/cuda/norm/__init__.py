@@ -1,0 +1,1 @@
+"""RMSNorm alone, gated, and around hyper-connections."""

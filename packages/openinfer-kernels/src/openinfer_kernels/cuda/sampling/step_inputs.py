@@ -1,0 +1,250 @@
+"""The arrays that a step's model and sampler read, filled on the device by `steps.SlotState`.
+
+TokenInputs    one token per row, sizes fixed: what a captured step reads and writes
+PieceInputs    pieces of any length, made for one step
+"""
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.libraries import cupy
+from openinfer_kernels.ops import Array, AttentionBatch, Bias, HostArray, Penalties, SamplingBatch, TokenMask
+
+DECODE_LINES = 4
+"""Of `DecodeInputs.rows`."""
+PIECE_LINES = 6
+"""Of `PieceInputs.record`: slots, first positions, tokens, given ids of them, first token in the step, first given."""
+
+
+class _ModelInputs(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("token_ids", "positions", "context_lens", "block_tables", "cache_slots")
+        ),
+        ("table_columns", ctypes.c_int),
+    )
+
+
+class _SampledRows(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seeds", "positions")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMemory:
+    """What the batches of all steps of a rank have in common: fields of `AttentionBatch`."""
+
+    block_tokens: int = 0
+    caches: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    states: Mapping[str, Array] | None = None
+    """None for a model that has none."""
+
+    def fields(self, slots: Array) -> dict[str, Any]:
+        """As a batch takes them, with `slots [R]` of its rows, which the host writes as they are."""
+        states = {} if self.states is None else {"states": self.states, "state_slots": slots}
+        return {"block_tokens": self.block_tokens, "caches": self.caches, **states}
+
+
+_NOTHING = BatchMemory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRows:
+    """How rows are sampled, `[R]` each."""
+
+    slots: Array
+    """int32; -1 where a row is not sampled."""
+    temperature: Array
+    top_p: Array
+    min_p: Array
+    top_k: Array
+    seeds: Array
+    positions: Array
+
+    @classmethod
+    def make(cls, num_rows: int, *, slots: Array | None = None) -> "SampledRows":
+        """Arrays without contents, but for `slots` if given."""
+        temperature, top_p, min_p = (cupy.empty(num_rows, np.float32) for _ in range(3))
+        return cls(
+            slots=cupy.empty(num_rows, np.int32) if slots is None else slots,
+            temperature=temperature,
+            top_p=top_p,
+            min_p=min_p,
+            top_k=cupy.empty(num_rows, np.int32),
+            seeds=cupy.empty(num_rows, np.uint64),
+            positions=cupy.empty(num_rows, np.int64),
+        )
+
+    def batch(
+        self,
+        num_token_ids: int,
+        *,
+        changes: tuple[Bias, Penalties] | None = None,
+        token_mask: TokenMask | None = None,
+    ) -> SamplingBatch:
+        """As `Ops.sample` takes it."""
+        bias, penalties = (None, None) if changes is None else changes
+        return SamplingBatch(
+            num_token_ids=num_token_ids,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seeds=self.seeds,
+            positions=self.positions,
+            bias=bias,
+            penalties=penalties,
+            token_mask=token_mask,
+        )
+
+    def pointers(self) -> _SampledRows:
+        """As the kernels take it."""
+        arrays = (self.temperature, self.top_p, self.min_p, self.top_k, self.seeds, self.positions)
+        return _SampledRows(*map(address, arrays))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeInputs:
+    """A step of one token per row, which its slot sampled last."""
+
+    rows: Array
+    """`[DECODE_LINES, R]` int32, the only thing the host writes: slots (-1 for padding), positions, whether the row
+    samples, and the row that the token mask of that number is for."""
+    token_ids: Array
+    batch: AttentionBatch
+    sampled: SampledRows
+
+    @classmethod
+    def make(
+        cls, num_rows: int, *, max_blocks: int, max_context_tokens: int, memory: BatchMemory = _NOTHING
+    ) -> "DecodeInputs":
+        """Arrays for steps of so many rows.
+
+        Args:
+            num_rows: R.
+            max_blocks: of the longest context.
+            max_context_tokens: of the longest context.
+            memory: of the rank.
+        """
+        rows: Any = cupy.asarray(np.full((DECODE_LINES, num_rows), -1, np.int32))
+        batch = AttentionBatch(
+            positions=cupy.zeros(num_rows, np.int32),
+            query_starts=cupy.asarray(np.arange(num_rows + 1, dtype=np.int32)),
+            context_lens=cupy.zeros(num_rows, np.int32),
+            block_tables=cupy.zeros((num_rows, max_blocks), np.int32),
+            cache_slots=cupy.zeros(num_rows, np.int64),
+            max_query_tokens=1,
+            max_context_tokens=max_context_tokens,
+            **memory.fields(rows[0]),
+        )
+        return cls(
+            rows=rows,
+            token_ids=cupy.zeros(num_rows, np.int32),
+            batch=batch,
+            sampled=SampledRows.make(num_rows),
+        )
+
+    def model_inputs(self) -> _ModelInputs:
+        """As the kernels take it."""
+        return _model_inputs(self.token_ids, self.batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceInputs:
+    """A step of pieces of any length; rows and tokens behind the last piece are padding."""
+
+    record: Array
+    """`[PIECE_LINES * R + T]` int32, the only thing the host writes: see `piece_record`."""
+    token_ids: Array
+    batch: AttentionBatch
+
+    @classmethod
+    def make(
+        cls,
+        num_rows: int,
+        num_tokens: int,
+        *,
+        max_blocks: int,
+        longest: tuple[int, int],
+        chunk_context_tokens: int | None = None,
+        record: Array | None = None,
+        memory: BatchMemory = _NOTHING,
+    ) -> "PieceInputs":
+        """Arrays for steps of so many rows and tokens.
+
+        Args:
+            num_rows: R.
+            num_tokens: T.
+            max_blocks: of the longest context.
+            longest: tokens of the longest piece and of the longest context, at most.
+            chunk_context_tokens: as in `AttentionBatch`.
+            record: where it is already.
+            memory: of the rank.
+        """
+        place: Any = cupy.asarray(padding_record(num_rows, num_tokens)) if record is None else record
+        batch = AttentionBatch(
+            positions=cupy.empty(num_tokens, np.int32),
+            query_starts=cupy.empty(num_rows + 1, np.int32),
+            context_lens=cupy.empty(num_rows, np.int32),
+            block_tables=cupy.zeros((num_rows, max_blocks), np.int32),  # what no row uses is a block, too
+            cache_slots=cupy.empty(num_tokens, np.int64),
+            max_query_tokens=longest[0],
+            max_context_tokens=longest[1],
+            chunk_context_tokens=chunk_context_tokens,
+            **memory.fields(place[:num_rows]),
+        )
+        return cls(record=place, token_ids=cupy.empty(num_tokens, np.int32), batch=batch)
+
+    def model_inputs(self) -> _ModelInputs:
+        """As the kernels take it."""
+        return _model_inputs(self.token_ids, self.batch)
+
+
+def padding_record(num_rows: int, num_tokens: int) -> HostArray:
+    """`PieceInputs.record` of a step in which all is padding."""
+    record = np.zeros(PIECE_LINES * num_rows + num_tokens, np.int32)
+    record[:num_rows] = -1
+    return record
+
+
+def piece_record(
+    slots: HostArray,
+    starts: HostArray,
+    counts: HostArray,
+    given_counts: HostArray,
+    given_ids: HostArray,
+    *,
+    sizes: tuple[int, int],
+) -> HostArray:
+    """`PieceInputs.record` of pieces: columns of a step's plan, padded.
+
+    Args:
+        slots: `[r]`.
+        starts: `[r]` first positions.
+        counts: `[r]` tokens.
+        given_counts: `[r]` tokens whose ids are given: all, or all but the first, which is the slot's last id.
+        given_ids: `[sum(given_counts)]`.
+        sizes: R and T of the record.
+    """
+    num_rows, (padded_rows, padded_tokens) = len(slots), sizes
+    record = padding_record(padded_rows, padded_tokens)
+    lines = record[: PIECE_LINES * padded_rows].reshape(PIECE_LINES, padded_rows)
+    ends = np.cumsum(counts)
+    lines[4, num_rows:] = ends[-1]
+    firsts = (ends - counts, np.cumsum(given_counts) - given_counts)
+    for line, column in zip(lines, (slots, starts, counts, given_counts, *firsts), strict=True):
+        line[:num_rows] = column
+    record[PIECE_LINES * padded_rows :][: len(given_ids)] = given_ids
+    return record
+
+
+def _model_inputs(token_ids: Array, batch: AttentionBatch) -> _ModelInputs:
+    arrays = (token_ids, batch.positions, batch.context_lens, batch.block_tables, batch.cache_slots)
+    return _ModelInputs(*map(address, arrays), batch.block_tables.shape[1])

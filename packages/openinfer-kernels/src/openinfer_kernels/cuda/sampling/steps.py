@@ -1,0 +1,238 @@
+"""`SlotState`: what the device knows of each slot, from which steps make their inputs. `csrc/steps.cu`."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.arrays import address
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import cupy
+from openinfer_kernels.cuda.sampling.step_inputs import PIECE_LINES, DecodeInputs, PieceInputs, SampledRows
+from openinfer_kernels.ops import Array, Bias, HostArray, Penalties
+
+_THREADS = 128
+_ONE_BLOCK_THREADS = 1024
+SLOT_RECORD: np.dtype[Any] = np.dtype(
+    [
+        ("temperature", "f4"),
+        ("top_p", "f4"),
+        ("min_p", "f4"),
+        ("top_k", "i4"),
+        ("seed", "u8"),
+        ("presence", "f4"),
+        ("frequency", "f4"),
+        ("repetition", "f4"),
+        ("num_biased", "i4"),
+        ("slot", "i4"),
+        ("unused", "i4"),
+    ]
+)
+"""`SlotRecord` of the kernels: how the sequence that begins in a slot is sampled."""
+_PARAMS_BYTES = 24
+"""Of one slot's `SlotParams`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSizes:
+    """Sizes of the state."""
+
+    max_num_seqs: int
+    max_blocks: int
+    """KV blocks of the longest context."""
+    block_tokens: int
+    num_columns: int
+    """Of the logits."""
+    max_biased: int
+    """Tokens of one sequence whose logits are changed by a bias."""
+
+
+class _SlotArrays(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("last_ids", "params", "presence", "frequency", "repetition", "num_biased")
+    )
+
+
+class _Tables(ctypes.Structure):
+    _fields_ = (("blocks", ctypes.c_void_p), ("max_blocks", ctypes.c_int), ("block_tokens", ctypes.c_int))
+
+
+class SlotState:
+    """What the device knows of each slot. Its methods queue kernels on CuPy's current stream."""
+
+    def __init__(self, device: Device, sizes: SlotSizes) -> None:
+        names = (
+            "append_blocks",
+            "start_slots",
+            "count_tokens",
+            "prepare_decode",
+            "prepare_pieces",
+            "prepare_sampling",
+            "name_rows",
+            "keep_sampled",
+        )
+        self._kernels = {name: device.kernel("steps", f"steps_{name}") for name in names}
+        self._sizes = sizes
+        slots = sizes.max_num_seqs
+        self._tables = cupy.zeros((slots, sizes.max_blocks), np.int32)
+        self._last_ids = cupy.zeros(slots, np.int32)
+        self._params = cupy.zeros(slots * _PARAMS_BYTES, np.uint8)
+        self._presence, self._frequency = cupy.zeros(slots, np.float32), cupy.zeros(slots, np.float32)
+        self._repetition = cupy.asarray(np.ones(slots, np.float32))
+        self._num_biased = cupy.zeros(slots, np.int32)
+        self._bias_ids = cupy.zeros((slots, sizes.max_biased), np.int32)
+        self._bias_values = cupy.zeros((slots, sizes.max_biased), np.float32)
+        self._counts = cupy.zeros((slots, sizes.num_columns), np.int32)
+        self._seen = cupy.zeros((slots, sizes.num_columns), np.bool_)
+        self._penalised_rows = cupy.asarray(np.full(slots, -1, np.int32))
+        self._biased_rows = cupy.asarray(np.full(slots, -1, np.int32))
+
+    # --- what begins ------------------------------------------------------------------------------------
+
+    def append_blocks(self, entries: Array) -> None:
+        """Writes entries `[n, 3]` int32 (slot, column, block) into the block tables."""
+        count = entries.shape[0]
+        self._launch("append_blocks", count, [self._tables, entries, _int(count), _int(self._sizes.max_blocks)])
+
+    def start(self, records: Array) -> None:
+        """Takes over `[n]` slot records, each `SLOT_RECORD.itemsize` bytes: uint8."""
+        count = records.size // SLOT_RECORD.itemsize
+        self._launch("start_slots", count, [self._slot_arrays(), records, _int(count)])
+
+    def set_bias(self, slot: int, token_ids: Array, values: Array) -> None:
+        """Sets the changes of single logits, `[n]` each, of which a slot's record says the number."""
+        _copy(token_ids, self._bias_ids[slot])
+        _copy(values, self._bias_values[slot])
+
+    def count_tokens(self, slot: int, prompt: Array, output: Array) -> None:
+        """Sets what the penalties of a slot look at: int32 ids of the prompt, and of the output so far."""
+        seen, counts = self._seen[slot], self._counts[slot]
+        for array in (seen, counts):
+            cupy.cuda.runtime.memsetAsync(address(array), 0, array.nbytes, _stream())
+        longest = max(prompt.size, output.size)
+        arguments = [seen, counts, prompt, _int(prompt.size), output, _int(output.size)]
+        self._launch("count_tokens", longest, arguments)
+
+    # --- a step -----------------------------------------------------------------------------------------
+
+    def prepare_decode(self, inputs: DecodeInputs) -> None:
+        """Fills the arrays of a decode step from its `rows`."""
+        arguments = [
+            inputs.rows,
+            self._table_arrays(),
+            self._slot_arrays(),
+            inputs.model_inputs(),
+            inputs.sampled.pointers(),
+            inputs.sampled.slots,
+        ]
+        self._kernels["prepare_decode"]((inputs.rows.shape[1], 1, 1), (_THREADS, 1, 1), arguments)
+
+    def prepare_pieces(self, inputs: PieceInputs) -> None:
+        """Fills the arrays of a step of pieces of any length from its `record`."""
+        num_rows, num_tokens = len(inputs.batch.context_lens), len(inputs.token_ids)
+        arguments = [
+            inputs.record,
+            inputs.record[PIECE_LINES * num_rows :],
+            self._table_arrays(),
+            self._slot_arrays(),
+            inputs.model_inputs(),
+            inputs.batch.query_starts,
+            _int(num_tokens),
+        ]
+        self._kernels["prepare_pieces"]((num_rows + 1, 1, 1), (_THREADS, 1, 1), arguments)
+
+    def prepare_sampling(self, sampled: SampledRows, positions: Array) -> None:
+        """Fills how rows are sampled from their slots and `positions [R]` int32 of their tokens."""
+        count = sampled.slots.shape[0]
+        arguments = [sampled.slots, positions, self._slot_arrays(), sampled.pointers(), _int(count)]
+        self._launch("prepare_sampling", count, arguments)
+
+    def changes(self, sampled_slots: Array) -> tuple[Bias, Penalties]:
+        """The bias and penalties of rows `[R]` by slot, -1 for none; views of this state."""
+        arguments = [
+            sampled_slots,
+            _int(sampled_slots.shape[0]),
+            self._slot_arrays(),
+            _int(self._sizes.max_num_seqs),
+            self._penalised_rows,
+            self._biased_rows,
+        ]
+        self._kernels["name_rows"]((1, 1, 1), (_ONE_BLOCK_THREADS, 1, 1), arguments)
+        bias = Bias(rows=self._biased_rows, counts=self._num_biased, token_ids=self._bias_ids, values=self._bias_values)
+        penalties = Penalties(
+            rows=self._penalised_rows,
+            presence=self._presence,
+            frequency=self._frequency,
+            repetition=self._repetition,
+            output_counts=self._counts,
+            prompt_seen=self._seen,
+        )
+        return bias, penalties
+
+    def keep_sampled(self, sampled_slots: Array, token_ids: Array, *, counts: bool) -> None:
+        """Notes what rows sampled; slots and ids below 0 are passed over.
+
+        Args:
+            sampled_slots: `[R]`.
+            token_ids: `[R]`.
+            counts: whether any of the slots may have penalties.
+        """
+        count = sampled_slots.shape[0]
+        arguments = [
+            self._slot_arrays(),
+            self._counts if counts else None,
+            ctypes.c_int64(self._sizes.num_columns),
+            sampled_slots,
+            token_ids,
+            _int(count),
+        ]
+        self._launch("keep_sampled", count, arguments)
+
+    # --- arguments --------------------------------------------------------------------------------------
+
+    def _launch(self, name: str, count: int, arguments: list[Any]) -> None:
+        if count:
+            self._kernels[name]((-(-count // _THREADS), 1, 1), (_THREADS, 1, 1), arguments)
+
+    def _slot_arrays(self) -> _SlotArrays:
+        arrays = (
+            self._last_ids,
+            self._params,
+            self._presence,
+            self._frequency,
+            self._repetition,
+            self._num_biased,
+        )
+        return _SlotArrays(*map(address, arrays))
+
+    def _table_arrays(self) -> _Tables:
+        return _Tables(address(self._tables), self._sizes.max_blocks, self._sizes.block_tokens)
+
+
+def state_bytes(sizes: SlotSizes) -> int:
+    """Device memory that a `SlotState` takes."""
+    per_slot = 4 * sizes.max_blocks + 5 * sizes.num_columns + 8 * sizes.max_biased + _PARAMS_BYTES + 32
+    return sizes.max_num_seqs * per_slot
+
+
+def make_record(slot: int, **fields: Any) -> HostArray:
+    """One `SLOT_RECORD`; fields left out are 0."""
+    record = np.zeros(1, SLOT_RECORD)
+    for name, value in {"slot": slot, **fields}.items():
+        record[name] = value
+    return record
+
+
+def _int(value: int) -> ctypes.c_int:
+    return ctypes.c_int(value)
+
+
+def _stream() -> int:
+    return cupy.cuda.get_current_stream().ptr
+
+
+def _copy(source: Array, target: Array) -> None:
+    if source.nbytes:
+        on_device = 3
+        cupy.cuda.runtime.memcpyAsync(address(target), address(source), source.nbytes, on_device, _stream())

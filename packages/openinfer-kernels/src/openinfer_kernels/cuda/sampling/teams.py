@@ -1,0 +1,36 @@
+"""The blocks that share one row of logits: `csrc/team.cuh`."""
+
+import numpy as np
+
+from openinfer_kernels.cuda.common.arrays import require
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16
+from openinfer_kernels.ops import Array
+
+THREADS = 256
+"""Of each block: `kThreads` in `csrc/block.cuh`."""
+_BLOCKS = 8
+"""`kTeam` in `csrc/team.cuh`, on GPUs with thread block clusters."""
+_CLUSTER_CAPABILITY = (9, 0)
+"""Hopper, the first with thread block clusters."""
+_MULTIPLE = 128
+
+
+def team_blocks(device: Device) -> int:
+    """Blocks per row."""
+    return _BLOCKS if device.capability >= _CLUSTER_CAPABILITY else 1
+
+
+def slice_columns(num_columns: int, num_blocks: int) -> int:
+    """Columns that one block looks at: a multiple of what its warps read at once."""
+    return -(-num_columns // (num_blocks * _MULTIPLE)) * _MULTIPLE
+
+
+def require_logits(logits: Array) -> None:
+    """Refuses what is no contiguous `[R, V]` of BF16 or float32 on the device.
+
+    Raises:
+        ArrayMismatchError: says what it is.
+    """
+    is_single = getattr(logits, "dtype", None) == np.float32
+    require(logits, np.dtype(np.float32) if is_single else bfloat16, ndim=2, what="the logits")

@@ -1,0 +1,274 @@
+"""Quantised weights: bit layouts against packers of another make, cuts at every place, and what is refused."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from openinfer_kernels import QuantisedPart, RandomCodes, WeightDtypeError, WeightFormat, project
+from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.cpu.gemm.quantised import widened
+
+FP8, INT4, FP4 = WeightFormat.FP8_BLOCKS, WeightFormat.INT4_GROUPS, WeightFormat.FP4_GROUPS
+
+
+def expand(scales: np.ndarray, rows: int, columns: int, block: tuple[int, int]) -> np.ndarray:
+    """The scale of every value, looked up one by one."""
+    return np.array([[scales[o // block[0], i // block[1]] for i in range(columns)] for o in range(rows)])
+
+
+def pack_nibbles(nibbles: np.ndarray) -> np.ndarray:
+    """int32 `[out, in / 8]` by arithmetic over Python integers, column 8 j + n times 16^n."""
+    words = [[sum(int(row[8 * j + n]) * 16**n for n in range(8)) for j in range(len(row) // 8)] for row in nibbles]
+    return np.array(words, np.uint32).view(np.int32)
+
+
+def pack_pairs(nibbles: np.ndarray) -> np.ndarray:
+    return (nibbles[:, 0::2] + 16 * nibbles[:, 1::2]).astype(np.uint8)
+
+
+def make_part(weight_format: WeightFormat, rows: int, columns: int) -> tuple[QuantisedPart, np.ndarray]:
+    """A part and its values, by ml_dtypes and loops."""
+    rng = np.random.default_rng(rows * columns)
+    if weight_format is FP8:
+        codes = rng.normal(0, 50, (rows, columns)).astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.uniform(0.1, 2, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+        part = QuantisedPart(format=FP8, codes=codes.view(np.uint8), scales=scales)
+        return part, codes.astype(np.float32) * expand(scales, rows, columns, (128, 128))
+    nibbles = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
+    if weight_format is INT4:
+        scales = rng.normal(size=(rows, columns // 32)).astype(ml_dtypes.bfloat16)
+        part = QuantisedPart(format=INT4, codes=pack_nibbles(nibbles), scales=scales.view(np.uint16))
+        values = nibbles.astype(np.float32) - 8
+    else:
+        scales = rng.uniform(0.01, 3, (rows, columns // 32)).astype(ml_dtypes.float8_e8m0fnu)
+        part = QuantisedPart(format=FP4, codes=pack_pairs(nibbles), scales=scales.view(np.uint8))
+        values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    return part, values * expand(scales.astype(np.float32), rows, columns, (1, 32))
+
+
+def cut(part: QuantisedPart, rows: slice, columns: slice, *, keep_scales: bool = True) -> QuantisedPart:
+    per_entry = {FP8: 1, INT4: 8, FP4: 2}[part.format]
+    entries = slice(columns.start // per_entry, columns.stop // per_entry)
+    block = {FP8: (128, 128)}.get(part.format, (1, 32))
+    first = [place if keep_scales else place % size for place, size in zip((rows.start, columns.start), block,
+                                                                          strict=True)]  # fmt: skip
+    scales = part.scales if keep_scales else part.scales[rows.start // block[0] :, columns.start // block[1] :]
+    return QuantisedPart(
+        format=part.format,
+        codes=part.codes[rows, entries],
+        scales=scales,
+        first_row=first[0],
+        first_column=first[1],
+    )
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (64, 96), (576, 256), (130, 160)])
+def test_values_equal_those_of_other_packers(weight_format, rows, columns):
+    part, values = make_part(weight_format, rows, columns)
+    weight = CpuOps().upload_quantised(part)
+    assert weight.shape == (rows, columns)
+    np.testing.assert_array_equal(widened(weight), values.astype(np.float32))
+
+
+def test_every_code_has_its_value():
+    codes = np.arange(256, dtype=np.uint8)
+    one = np.ones((1, 2), np.float32)
+    fp8 = CpuOps().upload_quantised(QuantisedPart(format=FP8, codes=codes[None], scales=one))
+    np.testing.assert_array_equal(widened(fp8)[0], codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    powers = QuantisedPart(format=FP8, codes=np.full((256 * 128, 1), 0x38, np.uint8), scales=codes[:, None])
+    found = widened(CpuOps().upload_quantised(powers))[::128, 0]
+    np.testing.assert_array_equal(found, codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+    low_first = QuantisedPart(format=FP4, codes=np.repeat(np.array([[0x21]], np.uint8), 16, axis=1),
+                              scales=np.array([[127]], np.uint8))  # fmt: skip
+    assert widened(CpuOps().upload_quantised(low_first))[0, :2].tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("keep_scales", [True, False])
+def test_pieces_equal_the_same_piece_of_the_whole(ops, activation, host, weight_format, keep_scales):
+    """Rows and columns as ranks cut them, also inside a block."""
+    part, values = make_part(weight_format, 320, 256)
+    corner = slice(160, 320), slice(160, 256)
+    for rows, columns in ((slice(64, 128), slice(0, 256)), (slice(0, 320), slice(64, 192)), corner):
+        weight = ops.upload_quantised(cut(part, rows, columns, keep_scales=keep_scales))
+        x = activation(np.random.default_rng(2).normal(size=(5, columns.stop - columns.start)).astype(np.float32))
+        expected = host(x).astype(np.float64) @ values[rows, columns].astype(np.float64).T
+        got = host(ops.quantised_linear(x, weight))
+        error = np.abs(got - expected).max() / np.sqrt((expected**2).mean())
+        assert error < (1e-5 if ops.name == "cpu" else 2.0**-5), (rows, columns)
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("tokens", [1, 9, 70, 200])
+def test_product_equals_float64(ops, activation, host, weight_format, tokens):
+    part, values = make_part(weight_format, 192, 512)
+    x = activation(np.random.default_rng(tokens).normal(size=(tokens, 512)).astype(np.float32))
+    expected = host(x).astype(np.float64) @ values.astype(np.float64).T
+    got = host(project(ops, x, ops.upload_quantised(part)))
+    error = np.abs(got - expected).max() / np.sqrt((expected**2).mean())
+    assert error < (1e-5 if ops.name == "cpu" else 2.0**-5)
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def test_parts_lie_below_each_other_and_make_matrices(weight_format):
+    (one, first), (other, second) = make_part(weight_format, 64, 96), make_part(weight_format, 32, 96)
+    stacked = np.concatenate([first, second, first, second]).astype(np.float32)
+    weight = CpuOps().upload_quantised(one, other, one, other)
+    np.testing.assert_array_equal(widened(weight), stacked)
+    matrices = CpuOps().upload_quantised(one, other, one, other, num_matrices=2)
+    assert matrices.shape == (2, 96, 96)
+    np.testing.assert_array_equal(widened(matrices, 1), stacked[96:])
+
+
+def test_random_codes_of_a_piece_are_those_of_the_whole_in_its_place():
+    for itemsize, weight_format in ((1, FP8), (4, INT4)):
+        whole = RandomCodes.whole((16, 24), seed=5, mask=0xBF, itemsize=itemsize)
+        scales = np.ones((1, 1), np.float32) if weight_format is FP8 else np.full((16, 6), 0x3F80, np.uint16)
+        weight = CpuOps().upload_quantised(QuantisedPart(format=weight_format, codes=whole, scales=scales))
+        piece = whole.rows(4, 12).columns(8, 16)
+        scales = scales if weight_format is FP8 else scales[4:12, 2:4]
+        some = CpuOps().upload_quantised(QuantisedPart(format=weight_format, codes=piece, scales=scales))
+        np.testing.assert_array_equal(some.codes, weight.codes[4:12, 8 * itemsize : 16 * itemsize])
+        assert len(np.unique(weight.codes)) > 64
+        assert (weight.codes & 0x40 == 0).all()
+
+
+def test_parts_that_do_not_fit_are_refused(ops):
+    part, _ = make_part(FP8, 64, 96)
+    other, _ = make_part(FP8, 64, 128)
+    with pytest.raises(WeightDtypeError, match=r"codes of dtype int32 .* possible are codes in uint8"):
+        ops.upload_quantised(QuantisedPart(format=FP8, codes=np.zeros((4, 4), np.int32), scales=part.scales))
+    with pytest.raises(WeightDtypeError, match="scales of dtype float64"):
+        ops.upload_quantised(QuantisedPart(format=FP8, codes=part.codes, scales=part.scales.astype(np.float64)))
+    with pytest.raises(ValueError, match=r"given was fp8_blocks \[64, 96\], fp8_blocks \[64, 128\]"):
+        ops.upload_quantised(part, other)
+    with pytest.raises(ValueError, match="given was nothing"):
+        ops.upload_quantised()
+    with pytest.raises(ValueError, match="64 rows cannot be 3 matrices"):
+        ops.upload_quantised(part, num_matrices=3)
+    with pytest.raises(ValueError, match=r"scales \[1, 1\] do not cover .* \[2, 1\] are needed"):
+        ops.upload_quantised(QuantisedPart(format=FP8, codes=part.codes, scales=part.scales, first_row=128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("tile_tokens", [8, 32, 128])
+def test_every_tile_multiplies_alike(ops, activation, host, weight_format, tile_tokens):
+    """Tiles of any size for any number of tokens, which the operators choose by what is faster."""
+    if ops.name == "cpu":
+        pytest.skip("tiles are the GPU's")
+    from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, GroupedGemm
+
+    part, values = make_part(weight_format, 200, 640)
+    x = activation(np.random.default_rng(tile_tokens).normal(size=(45, 640)).astype(np.float32))
+    out = activation(np.zeros((45, 200), np.float32))
+    gemm = GroupedGemm(ops.device, tile_tokens=tile_tokens)
+    gemm.multiply(x, ops.upload_quantised(part), out, epilogue=Epilogue.STORE)
+    expected = host(x).astype(np.float64) @ values.astype(np.float64).T
+    assert np.abs(host(out) - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5
+
+
+@pytest.mark.parametrize("weight_format", [None, *WeightFormat])
+@pytest.mark.parametrize(("tokens", "groups"), [(1, 3), (9, 2), (32, 8), (70, 3), (5, 1), (70, 1)])
+def test_products_of_groups_equal_float64(ops, activation, host, weight_format, tokens, groups):
+    rng = np.random.default_rng(tokens)
+    x = activation(rng.normal(size=(tokens, groups * 160)).astype(np.float32))
+    if weight_format is None:
+        weight = activation(rng.normal(size=(groups, 72, 160)).astype(np.float32))
+        values = host(weight)
+    else:
+        part, values = make_part(weight_format, groups * 72, 160)
+        weight = ops.upload_quantised(part, num_matrices=groups)
+    values = values.astype(np.float64).reshape(groups, 72, 160)
+    expected = np.einsum("tgi,goi->tgo", host(x).astype(np.float64).reshape(tokens, groups, 160), values)
+    got = host(ops.grouped_linear(x, weight))
+    assert got.shape == (tokens, groups * 72)
+    error = np.abs(got - expected.reshape(got.shape)).max() / np.sqrt((expected**2).mean())
+    assert error < (1e-5 if ops.name == "cpu" else 2.0**-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "rows"), [(20, 1024), (64, 4096), (1024, 16384)])
+def test_products_wait_for_the_widened_copies_that_they_multiply(ops, activation, tokens, rows):
+    """In one place in memory, one after the other, without a gap: kernels of our own read weights before they wait."""
+    if ops.name == "cpu":
+        pytest.skip("kernels overlap on a GPU")
+    from openinfer_kernels.cuda.common.libraries import cupy
+    from openinfer_kernels.cuda.common.memory import Memory
+    from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
+    from openinfer_kernels.cuda.gemm.gemm import Gemm
+    from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
+    from openinfer_kernels.cuda.gemm.library_products import LibraryProducts
+    from openinfer_kernels.cuda.gemm.linear import Linear
+    from openinfer_kernels.cuda.gemm.quantised import Quantised
+
+    device, columns, count = ops.device, 1024, 3
+    linear = Linear(device, DecodeGemm(device), Gemm(device), LibraryProducts(device))
+    quantised = Quantised(device, GroupedGemm(device), Memory(device), linear)
+    scales = np.full((rows // 128, columns // 128), 0.01, np.float32)
+    codes = [RandomCodes.whole((rows, columns), seed=seed, mask=0xBF, itemsize=1) for seed in range(count)]
+    weights = [
+        quantised.upload_quantised((QuantisedPart(format=FP8, codes=each, scales=scales),), None) for each in codes
+    ]
+    x = activation(np.random.default_rng(0).normal(size=(tokens, columns)).astype(np.float32))
+    expected = []
+    for weight in weights:
+        dense = quantised.widened(weight)
+        device.synchronize()
+        expected.append(ops.download(linear.linear(x, dense)).view(np.uint16))
+
+    def run():
+        return [linear.linear(x, quantised.widened(each), weights_first=False) for _ in range(5) for each in weights]
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        run()
+        stream.begin_capture()
+        results = run()
+        graph = stream.end_capture()
+        for _ in range(5):
+            graph.launch(stream)
+        stream.synchronize()
+    for index, result in enumerate(results):
+        np.testing.assert_array_equal(ops.download(result).view(np.uint16), expected[index % count])
+    linear.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+@pytest.mark.parametrize("tokens", [33, 600])
+def test_many_tokens_multiply_a_widened_copy(ops, activation, host, weight_format, tokens):
+    part, values = make_part(weight_format, 72, 96)
+    x = activation(np.random.default_rng(1).normal(size=(tokens, 96)).astype(np.float32))
+    expected = host(x).astype(np.float64) @ values.astype(np.float64).T
+    got = host(ops.quantised_linear(x, ops.upload_quantised(part)))
+    assert np.abs(got - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def test_codes_that_are_loaded_beside_each_other_are_those_loaded_alone(ops, activation, host, weight_format):
+    """By threads on a GPU; a matrix and a piece of it that is not contiguous."""
+    part, _ = make_part(weight_format, 256, 256)
+    piece = cut(part, slice(0, 256), slice(128, 256))
+    x = activation(np.random.default_rng(3).normal(size=(4, 256)).astype(np.float32))
+    told: list[int] = []
+    with ops.loading(told.append):
+        weights = [ops.upload_quantised(each) for each in (part, piece)]
+    for weight, given in zip(weights, (part, piece), strict=True):
+        tokens = activation(host(x)[:, : weight.shape[1]].copy())
+        alone = ops.quantised_linear(tokens, ops.upload_quantised(given))
+        np.testing.assert_array_equal(host(ops.quantised_linear(tokens, weight)), host(alone))
+    if ops.name == "cuda":
+        assert sum(told) >= sum(weight.codes.nbytes for weight in weights)
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def test_widened_weight_may_be_read_while_others_are_loaded(ops, rounded, host, weight_format):
+    (part, values), (other, _) = make_part(weight_format, 40, 96), make_part(weight_format, 24, 96)
+    with ops.loading():
+        ops.upload_quantised(part)
+        weight = ops.upload_widened(part, other)
+        found = host(weight)
+    assert weight.shape == (64, 96)
+    np.testing.assert_array_equal(found[:40], rounded(values.astype(np.float32)))

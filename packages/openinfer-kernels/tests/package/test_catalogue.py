@@ -1,0 +1,69 @@
+"""What is said of kernels is true of the sources, the contract and the repository's measurements."""
+
+from pathlib import Path
+
+import pytest
+
+from openinfer_kernels import Ops
+from openinfer_kernels.catalogue import (
+    CUBLASLT,
+    SERVINGS,
+    WITHOUT_GPU_KERNEL,
+    kernels_by_part,
+    measured_by_part,
+    servings,
+)
+from openinfer_kernels.cubins import ARCHITECTURES, sources
+from openinfer_kernels.errors import OperatorMissingError
+from openinfer_kernels.missing import missing_on_gpu
+
+ROOT = Path(__file__).parents[4]
+OF_MEMORY = {"upload", "upload_float32", "download", "zeros", "copy_rows", "name", "loading", "random_weight"}
+"""Methods of the contract that launch no kernel of ours, or copy."""
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_source_is_named_and_every_name_is_a_source(architecture):
+    """A new kernel is added to `openinfer_kernels.catalogue.SERVINGS`, with what was measured of it."""
+    named = {each.kernel for each in servings(architecture)} - {CUBLASLT}
+    compiled = {source.stem for source in sources(architecture)}
+    assert named <= compiled
+    everywhere = {each.kernel for each in SERVINGS}
+    assert compiled <= everywhere
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_operator_is_served_on_every_architecture_but_for_those_named(architecture):
+    served = {operator for each in servings(architecture) for operator in each.operators}
+    contract = {name for name in dir(Ops) if not name.startswith("_")}
+    assert contract - OF_MEMORY - served == {*WITHOUT_GPU_KERNEL}
+    assert served <= contract
+
+
+def test_operators_without_a_kernel_are_refused_by_name():
+    for operator in WITHOUT_GPU_KERNEL:
+        with pytest.raises(OperatorMissingError, match=f"^{operator} has no CUDA kernel yet; .* --device cpu"):
+            missing_on_gpu(operator)(1, eps=1e-6)
+
+
+def test_what_was_measured_names_its_file():
+    for each in SERVINGS:
+        assert bool(each.measured) == bool(each.source), each
+        if each.source and (ROOT / "benchmarks").is_dir():  # not where only the wheel is installed
+            assert (ROOT / each.source).is_file(), f"{each.kernel}: {each.source} is gone; say where its figures are"
+
+
+def test_parts_are_named_by_phase_with_the_preferred_kernel_first():
+    hopper, ampere = kernels_by_part("sm_90a"), kernels_by_part("sm_80")
+    assert hopper["prefill attention"].startswith("attention_prefill_hopper")
+    assert ampere["prefill attention"].startswith("attention_prefill (")
+    assert hopper["decode products"].startswith("decode_gemm")
+    assert "decode products" not in ampere
+    assert ampere["products"].startswith("cuBLASLt")
+    assert "FlashInfer's FA3 613 TFLOP/s (docs/kernels.md)" in measured_by_part("sm_90a")["prefill attention"]
+
+
+def test_operators_of_other_packages_are_not_said_to_be_ours():
+    assert "norms" in kernels_by_part("sm_90a", skip=["rms_norm"])
+    norms = ["rms_norm", "add_rms_norm", "zero_centred_rms_norm", "add_zero_centred_rms_norm"]
+    assert "norms" not in kernels_by_part("sm_90a", skip=norms)
