@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         UnusableTemplate,
         UnusableTokenizer,
     )
+    from openinfer_server.http.access import Level
     from openinfer_server.http.api_errors import ApiError
-    from openinfer_server.http.levels import Level
     from openinfer_server.http.request import Exchange
     from openinfer_server.http.routes import Endpoints, Route, RouteDoc
     from openinfer_server.openai.types import GenerationFields
@@ -76,7 +76,7 @@ _MODULES = {
     "EventLoop": "options",
     "Exchange": "http.request",
     "GenerationFields": "openai.types",
-    "Level": "http.levels",
+    "Level": "http.access",
     "RenderingRefused": "chat.template",
     "Route": "http.routes",
     "RouteDoc": "http.routes",

@@ -15,7 +15,7 @@ from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.http.access import Access
 from openinfer_server.http.api_errors import ApiError, internal
 from openinfer_server.http.body_budget import Intake
-from openinfer_server.http.document import document_route
+from openinfer_server.http.openapi import document_route
 from openinfer_server.http.origins import Headers, Origins
 from openinfer_server.http.request import Exchange
 from openinfer_server.http.router import Router

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from openinfer_core.plugins import find_plugin
 from openinfer_server.chat.template import template_source
-from openinfer_server.http.endpoints import ENDPOINTS
+from openinfer_server.http.routes import ENDPOINTS
 from openinfer_server.options import ServerOptions
 from openinfer_server.parsers import ModelParsers, ModelTraits, choose_parsers
 

@@ -12,8 +12,7 @@ from openinfer_core.request import RequestId
 from openinfer_server import ServerOptions
 from openinfer_server.chat.template import ChatTemplate, RenderingRefused
 from openinfer_server.http.api_errors import ApiError
-from openinfer_server.http.bodies import check_elements, collector_paused
-from openinfer_server.http.body_budget import Intake
+from openinfer_server.http.body_budget import Intake, check_elements, collector_paused
 from openinfer_server.limits.admission import WaitingRoom
 from openinfer_server.limits.request_cost import PromptCost, RequestCost
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until

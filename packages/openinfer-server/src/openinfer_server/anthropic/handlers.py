@@ -1,16 +1,18 @@
 """The routes of `/v1/messages`."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from openinfer_server.anthropic.blocks import TextBlock, system_text, turns_of
 from openinfer_server.anthropic.builder import MessageBuilder
-from openinfer_server.anthropic.checks import check_prompting, read_tools
 from openinfer_server.anthropic.objects import ErrorEvent, Event, MessageObject, TokenCount
 from openinfer_server.anthropic.types import (
+    FUNCTIONS_ONLY,
+    NO_THREADS,
+    THREAD_UNSUPPORTED,
     ClientTool,
     CountTokensRequest,
     MessagesRequest,
@@ -24,20 +26,19 @@ from openinfer_server.anthropic.types import (
     ToolChoiceTool,
 )
 from openinfer_server.chat.prompt import chat_prompt
-from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, convert_inside
+from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, convert_inside, invalid, refused
 from openinfer_server.http.request import Exchange
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.limits.conversation import read_pieces
 from openinfer_server.openai.types import GenerationFields, SamplingFields, SystemTurn, Turn, check_refused
 from openinfer_server.output.delivery import send_stream, send_whole
-from openinfer_server.output.read_answer import submit_read
-from openinfer_server.output.reader import Reader
+from openinfer_server.output.reader import Reader, submit_read
 from openinfer_server.output.response import Answer
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
 from openinfer_server.request.structured import Asked, asked_of, chat_grammar, constrained
 from openinfer_server.service import Service
 from openinfer_server.tools.offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
-from openinfer_server.tools.types import FunctionDefinition
+from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition
 
 FIELD_NAMES = {"stop": "stop_sequences"}
 """What errors of shared code call a field, and what this API calls it."""
@@ -205,3 +206,37 @@ def message_routes(service: Service) -> list[Route]:
             ),
         ),
     ]
+
+
+def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
+    """The tools on offer.
+
+    Raises:
+        ApiError: 400; a tool is malformed, or the server would have to run it.
+    """
+    if len(given or ()) > MAX_TOOLS:
+        raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
+    tools: list[ClientTool] = []
+    for index, tool in enumerate(given or []):
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            raise refused(f"tools[{index}].type", f"{FUNCTIONS_ONLY}, whose type is custom; not {str(kind)[:100]!r}")
+        tools.append(convert_inside(tool, ClientTool, f"tools[{index}]"))
+        check_refused(tools[-1], f"tools[{index}].")
+    return tools
+
+
+def check_prompting(request: Prompting) -> None:
+    """Refuses what cannot be honoured of a prompt's fields.
+
+    Raises:
+        ApiError: 400.
+    """
+    if getattr(request, "thread", None) is not None:  # with the code at which the SDK goes on without a thread
+        raise ApiError(400, f"thread is not supported: {NO_THREADS}", param="thread", code=THREAD_UNSUPPORTED)
+    check_refused(request)
+    if request.output_config is not None:
+        check_refused(request.output_config, "output_config.")
+    thinking = request.thinking
+    if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens < 1:
+        raise invalid("thinking.budget_tokens", "thinking.budget_tokens must be at least 1")

@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from openinfer_server.openai.types import CACHED_ANYWAY, SamplingFields
-from openinfer_server.request.bounded_fields import Count, Stops
-from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.fields import Count, RequestFields, Stops
 
 NO_THREADS = "messages are not kept; send the whole conversation"
 THREAD_UNSUPPORTED = "thread_unsupported_request"

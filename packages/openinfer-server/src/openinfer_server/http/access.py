@@ -18,6 +18,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,18 @@ import msgspec
 from openinfer_core.request import MAX_NAME_LENGTH
 from openinfer_server.errors import UnusableKeys
 from openinfer_server.http.api_errors import ApiError
-from openinfer_server.http.levels import Level
+
+
+class Level(StrEnum):
+    """Who may use a route."""
+
+    PUBLIC = "public"
+    """Anybody who reaches the port: probes and the document."""
+    USER = "user"
+    """Whoever may use the model."""
+    ADMIN = "admin"
+    """Whoever runs the server."""
+
 
 logger = logging.getLogger("openinfer.server")
 

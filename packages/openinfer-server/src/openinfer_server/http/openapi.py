@@ -3,14 +3,16 @@
 import http
 import re
 from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from typing import Any, cast
 
 import msgspec
 
+from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import AnthropicErrorResponse, ErrorResponse
-from openinfer_server.http.levels import Level
-from openinfer_server.http.request import JSON
+from openinfer_server.http.request import JSON, Exchange
 from openinfer_server.http.routes import Route, RouteDoc
+from openinfer_server.observability.operations import DISTRIBUTION
 from openinfer_server.openai.types import sent_name
 
 OPENAPI_VERSION = "3.1.0"
@@ -208,3 +210,19 @@ def _structs(types: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:
             for name in info.__struct_fields__:
                 value = getattr(info, name)
                 pending += value if isinstance(value, tuple) else [value]
+
+
+def document_route(routes: Iterable[Route], *, asks_for_keys: bool) -> Route:
+    """The route of the document, which describes these routes and itself. It is made at the first request."""
+    made: list[bytes] = []
+
+    async def document(exchange: Exchange) -> None:
+        if not made:
+            content = openapi_document([*described, route], version=version(DISTRIBUTION), asks_for_keys=asks_for_keys)
+            made.append(msgspec.json.encode(content))
+        await exchange.send(200, made[0])
+
+    described = list(routes)
+    doc = RouteDoc(summary="This document.", tag="Operation", answer=dict[str, object])
+    route = Route(method="GET", path="/openapi.json", handler=document, level=Level.PUBLIC, doc=doc)
+    return route

@@ -7,7 +7,7 @@ scripts and styles from this server alone, no inline ones, and no text that beco
 from importlib.resources import files
 from urllib.parse import quote
 
-from openinfer_server.http.levels import Level
+from openinfer_server.http.access import Level
 from openinfer_server.http.request import Exchange
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.service import Service

@@ -10,8 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from openinfer_server.http.api_errors import ApiError, from_decode_error, invalid
-from openinfer_server.http.bodies import check_elements, collector_paused
-from openinfer_server.http.body_budget import Intake
+from openinfer_server.http.body_budget import Intake, check_elements, collector_paused
 from openinfer_server.http.writers import ClientGone, Message, Receive, Scope, Send, StreamWriter, stream_writer
 from openinfer_server.options import ServerOptions
 

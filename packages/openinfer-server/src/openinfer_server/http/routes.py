@@ -1,15 +1,17 @@
 """`Route`: a method and a path, who may ask, which handler answers, and what the OpenAPI document says of it.
 
 An API is a function from the `Service` to its routes (`Endpoints`). Ours and those of other packages (entry-point group
-`openinfer.endpoints`) are the same kind of thing; `endpoints.py` finds the latter.
+`openinfer.endpoints`) are the same kind of thing; `load_endpoints` finds the latter:
+installing a package opens no route, `--endpoints` names those that do.
 """
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from openinfer_core.plugins import Lister, find_plugin, installed
+from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import ErrorResponse
-from openinfer_server.http.levels import Level
 from openinfer_server.http.request import JSON, Exchange
 from openinfer_server.service import Service
 
@@ -72,3 +74,17 @@ class Route:
 
 Endpoints = Callable[[Service], Iterable[Route]]
 """An API: its routes on one server."""
+
+
+ENDPOINTS = "openinfer.endpoints"
+
+
+def load_endpoints(names: Iterable[str], *, lister: Lister = installed) -> Sequence[Endpoints]:
+    """The plug-ins of these names.
+
+    Raises:
+        UnknownPlugin: none has a name; the message lists those that are there.
+        AmbiguousPlugin: two packages offer one name.
+        BrokenPlugin: its import failed.
+    """
+    return [find_plugin(ENDPOINTS, name, lister=lister).load() for name in names]

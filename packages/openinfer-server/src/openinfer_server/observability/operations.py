@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from openinfer_core.engine import EngineStats
+from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import busy
-from openinfer_server.http.levels import Level
 from openinfer_server.http.request import Exchange
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.observability.exposition import CONTENT_TYPE

@@ -2,8 +2,8 @@
 
 import msgspec
 
+from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import ApiError, invalid
-from openinfer_server.http.levels import Level
 from openinfer_server.http.request import Exchange
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.service import Service

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from openinfer_server.http.api_errors import refused
-from openinfer_server.request.bounded_fields import (
+from openinfer_server.request.fields import (
     Count,
     LogitBias,
     Logprobs,
@@ -19,6 +19,7 @@ from openinfer_server.request.bounded_fields import (
     Penalty,
     Priority,
     RepetitionPenalty,
+    RequestFields,
     Salt,
     Seed,
     Stop,
@@ -28,7 +29,6 @@ from openinfer_server.request.bounded_fields import (
     TopK,
     TopP,
 )
-from openinfer_server.request.fields import RequestFields
 from openinfer_server.request.structured_types import AnswerFormat, GuidedFields
 from openinfer_server.tools.types import Tool, ToolChoice
 

@@ -9,8 +9,7 @@ from openinfer_server.http.api_errors import ApiError, invalid
 from openinfer_server.http.request import Exchange
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.output.delivery import await_end, send_stream, send_whole
-from openinfer_server.output.read_answer import submit_read
-from openinfer_server.output.reader import Reader
+from openinfer_server.output.reader import Reader, submit_read
 from openinfer_server.request.structured import chat_grammar, constrained
 from openinfer_server.responses.asking import (
     conversation_items,

@@ -12,8 +12,7 @@ from openinfer_server.openai.types import (
     SamplingFields,
 )
 from openinfer_server.parsers.call_syntax import JsonSchema
-from openinfer_server.request.bounded_fields import Count, Logprobs, NonNegative
-from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.fields import Count, Logprobs, NonNegative, RequestFields
 from openinfer_server.request.structured_types import ANY_OBJECT, NamedSchema
 
 LOGPROBS = "message.output_text.logprobs"

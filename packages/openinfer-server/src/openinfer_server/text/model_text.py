@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openinfer_server.chat.template import ChatTemplate
-from openinfer_server.http.endpoints import load_endpoints
-from openinfer_server.http.routes import Endpoints
+from openinfer_server.http.routes import Endpoints, load_endpoints
 from openinfer_server.options import ServerOptions
 from openinfer_server.text.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ import msgspec
 
 from openinfer_server.openai.objects import Usage
 from openinfer_server.openai.types import StreamOptions
-from openinfer_server.request.bounded_fields import (
+from openinfer_server.request.fields import (
     Count,
     LogitBias,
     Logprobs,
@@ -16,6 +16,7 @@ from openinfer_server.request.bounded_fields import (
     Penalty,
     Priority,
     RepetitionPenalty,
+    RequestFields,
     Salt,
     Seed,
     StopTokenIds,
@@ -24,7 +25,6 @@ from openinfer_server.request.bounded_fields import (
     TopK,
     TopP,
 )
-from openinfer_server.request.fields import RequestFields
 from openinfer_server.request.structured_types import StructuredOutputs
 
 NO_TEXT = "no text is made here; /v1/completions makes some"
