@@ -42,7 +42,7 @@ def test_import_loads_neither_numpy_nor_a_network_stack() -> None:
 
 
 def test_hosts_of_an_engine_load_no_numpy() -> None:
-    code = "import sys, openinfer_core.remote, openinfer_core.simulated; print('numpy' in sys.modules)"
+    code = "import sys, openinfer_core.process.remote, openinfer_core.simulated; print('numpy' in sys.modules)"
     assert run_python(code).strip() == "False"
 
 

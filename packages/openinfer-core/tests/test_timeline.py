@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from openinfer_core.resident import resident_bytes, settle_memory
+from openinfer_core.process.resident import resident_bytes, settle_memory
 from openinfer_core.timeline import Timeline, process_age_s
 
 

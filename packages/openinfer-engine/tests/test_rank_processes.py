@@ -29,7 +29,7 @@ from openinfer_core import (
     find_plugin,
 )
 from openinfer_core.errors import ContractViolation
-from openinfer_core.local import InProcessEngine
+from openinfer_core.process.local import InProcessEngine
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine import EngineOptions, GroupBroken, StepLoop, build_loop, resolve
 from openinfer_engine.communicator import Communicator

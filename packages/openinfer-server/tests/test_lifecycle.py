@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from openinfer_core import EngineClosed
-from openinfer_core.local import InProcessEngine
+from openinfer_core.process.local import InProcessEngine
 from openinfer_core.timeline import Timeline
 from openinfer_server import CannotListen, ServerOptions, UnusableTokenizer, load_app, run, run_starting
 from openinfer_server.server import listen
@@ -146,7 +146,7 @@ def test_address_in_use_is_an_error_of_ours():
 CHILD = """
 import logging, sys
 from pathlib import Path
-from openinfer_core.local import InProcessEngine
+from openinfer_core.process.local import InProcessEngine
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, spawn_simulated
 from openinfer_server import EventLoop, ServerOptions, run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openinfer_core
 import openinfer_server
-from openinfer_core.local import InProcessEngine
+from openinfer_core.process.local import InProcessEngine
 from openinfer_server import Route, RouteDoc, ServerOptions, Tokenizer, build_app
 from openinfer_server.testing import ParrotLoop
 

@@ -16,8 +16,8 @@ import httpx
 
 from openinfer.models import find_family, find_model_dir
 from openinfer_core import Failed, Finished, GenerateRequest, RequestId, TokenEvent
-from openinfer_core.local import InProcessEngine
 from openinfer_core.plugins import SCHEDULERS, find_plugin
+from openinfer_core.process.local import InProcessEngine
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.scheduler import TokenBudgetScheduler
 from openinfer_server import ServerOptions, serve

@@ -1,7 +1,7 @@
 """The contract of openinfer: what flows between a frontend, an engine, a scheduler and a model family.
 
 Importing this package loads neither NumPy nor a network stack. Submodules hold the rest: `scheduling` (the
-scheduler's contract, NumPy columns), `queue_policies`, `host`/`local`/`remote` (running an engine), `simulated`
+scheduler's contract, NumPy columns), `queue_policies`, `process` (running an engine), `simulated`
 (an engine without a model) and `testing` (conformance kits).
 """
 

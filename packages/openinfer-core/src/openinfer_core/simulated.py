@@ -18,7 +18,6 @@ from itertools import islice
 import msgspec
 
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.engine_process import LinkKind, run_engine_process
 from openinfer_core.errors import InvalidRequest
 from openinfer_core.events import (
     Failed,
@@ -30,7 +29,8 @@ from openinfer_core.events import (
     TokenLogprobs,
     Tokens,
 )
-from openinfer_core.remote import RemoteEngine, spawn_engine
+from openinfer_core.process.engine_process import LinkKind, run_engine_process
+from openinfer_core.process.remote import RemoteEngine, spawn_engine
 from openinfer_core.request import GenerateRequest, RequestId
 
 _NAP_S = 0.02

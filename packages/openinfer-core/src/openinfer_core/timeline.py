@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer_core.resident import resident_bytes
+from openinfer_core.process.resident import resident_bytes
 
 _MIB = 2**20
 

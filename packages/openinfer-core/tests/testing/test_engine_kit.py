@@ -27,7 +27,7 @@ from openinfer_core import (
     TokenLogprobs,
     Tokens,
 )
-from openinfer_core.local import InProcessEngine
+from openinfer_core.process.local import InProcessEngine
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, spawn_simulated
 from openinfer_core.testing import ConformanceError
 from openinfer_core.testing import engine as kit

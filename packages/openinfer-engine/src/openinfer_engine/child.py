@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer_core.engine_process import run_engine_process
+from openinfer_core.process.engine_process import run_engine_process
 from openinfer_core.timeline import Timeline
 from openinfer_engine.composition import resolve
 from openinfer_engine.engine_spec import EngineSpec

@@ -55,11 +55,11 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
     `openinfer.models`, because the child finds it there.
     """
     if options.engine_host is EngineHost.THREAD:
-        from openinfer_core.local import InProcessEngine
+        from openinfer_core.process.local import InProcessEngine
 
         timeline = Timeline(begin_s=time.time())
         return InProcessEngine(build_loop(resolve(definition, model_dir, options, timeline=timeline)))
-    from openinfer_core.remote import spawn_engine
+    from openinfer_core.process.remote import spawn_engine
 
     return spawn_engine(CHILD_MODULE, EngineSpec.of(definition, model_dir, options))
 

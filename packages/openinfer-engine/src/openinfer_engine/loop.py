@@ -42,7 +42,7 @@ class _InFlight:
 
 
 class StepLoop:
-    """Implements `openinfer_core.host.EngineLoop` with a scheduler and a runner.
+    """Implements `openinfer_core.process.host.EngineLoop` with a scheduler and a runner.
 
     Args:
         info: what a frontend is told.

@@ -21,9 +21,9 @@ from typing import TypeVar
 import msgspec
 
 from openinfer_core import OpenInferError, Refused
-from openinfer_core.engine_process import set_log_level
 from openinfer_core.errors import ContractViolation
-from openinfer_core.resident import settle_memory
+from openinfer_core.process.engine_process import set_log_level
+from openinfer_core.process.resident import settle_memory
 from openinfer_engine.child import SWITCH_INTERVAL_S
 from openinfer_engine.composition import resolve
 from openinfer_engine.engine_spec import EngineSpec

@@ -5,8 +5,8 @@
     rank   ─► Resolved · Ready · Fault                   (its standard output)
               MoveEnded, once for each load and save
 
-Frames are those of `openinfer_core.wire`. End of file means that the other side is gone. Only the two ends have the
-pipes, so no token is needed.
+Frames are those of `openinfer_core.process.wire`. End of file means that the other side is gone. Only the two ends
+have the pipes, so no token is needed.
 """
 
 import os
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from openinfer_core import GenerateRequest
 from openinfer_core.engine import KvTierStats
 from openinfer_core.errors import ContractViolation
+from openinfer_core.process.wire import FrameBuffer, encode_frame
 from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
-from openinfer_core.wire import FrameBuffer, encode_frame
 
 _READ_BYTES = 1 << 18
 Column = TypeVar("Column", bound=np.generic)

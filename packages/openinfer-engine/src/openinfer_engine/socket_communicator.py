@@ -18,10 +18,10 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from openinfer_core.child import connect_to
-from openinfer_core.engine_process import Address, default_link, listening
 from openinfer_core.errors import OpenInferError
-from openinfer_core.wire import FrameBuffer, encode_frame
+from openinfer_core.process.child import connect_to
+from openinfer_core.process.engine_process import Address, default_link, listening
+from openinfer_core.process.wire import FrameBuffer, encode_frame
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.host_collectives import HostCollective, Offer, check_alike
 from openinfer_engine.host_communicator import HostCommunicator

@@ -21,10 +21,10 @@ from types import FrameType
 
 import uvicorn
 
-from openinfer_core.early_launch import EarlyLaunch
 from openinfer_core.engine import EngineHandle
 from openinfer_core.events import FailureKind
-from openinfer_core.resident import settle_memory
+from openinfer_core.process.early_launch import EarlyLaunch
+from openinfer_core.process.resident import settle_memory
 from openinfer_core.timeline import Timeline
 from openinfer_server.app import App, app_of, load_app
 from openinfer_server.errors import CannotListen, ServerError

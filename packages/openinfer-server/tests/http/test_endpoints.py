@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from openinfer_core.errors import BrokenPlugin, UnknownPlugin
-from openinfer_core.local import InProcessEngine
+from openinfer_core.process.local import InProcessEngine
 from openinfer_server import ConflictingRoutes, ServerOptions, frontend_parts, load_app
 from openinfer_server.http.routes import ENDPOINTS, load_endpoints
 from openinfer_server.testing import ParrotLoop

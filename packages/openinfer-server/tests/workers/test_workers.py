@@ -151,7 +151,7 @@ def test_snapshots_add_up_and_survive_the_wire():
 
 
 def test_workers_need_an_engine_that_can_be_joined(info, model_dir):
-    from openinfer_core.local import InProcessEngine
+    from openinfer_core.process.local import InProcessEngine
     from openinfer_server import run
     from openinfer_server.testing import ParrotLoop
 

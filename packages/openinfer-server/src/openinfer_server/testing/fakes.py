@@ -25,8 +25,8 @@ from openinfer_core.events import (
     TokenLogprobs,
     Tokens,
 )
-from openinfer_core.host import EngineLoop
-from openinfer_core.local import InProcessEngine
+from openinfer_core.process.host import EngineLoop
+from openinfer_core.process.local import InProcessEngine
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_server.app import load_app
 from openinfer_server.http.protocol import bounded_protocol

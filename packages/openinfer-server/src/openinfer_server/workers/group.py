@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from openinfer_core.engine import EngineHandle
-from openinfer_core.remote import RemoteEngine
+from openinfer_core.process.remote import RemoteEngine
 from openinfer_server.errors import ServerError
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions

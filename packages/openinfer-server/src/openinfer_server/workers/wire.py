@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from openinfer_core.remote import EngineAccess
+from openinfer_core.process.remote import EngineAccess
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.options import ServerOptions
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from openinfer_core.errors import OpenInferError
-from openinfer_core.remote import join_engine
+from openinfer_core.process.remote import join_engine
 from openinfer_server.app import load_app
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 from openinfer_server.server import event_loop_factory, listen, serve_app, yield_interpreter

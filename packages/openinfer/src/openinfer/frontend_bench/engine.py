@@ -6,7 +6,7 @@ import msgspec
 
 from openinfer.frontend_bench.stamps import STAMPS, StampedOptions
 from openinfer_core import GenerateRequest, RequestId, TokenEvent, Tokens
-from openinfer_core.engine_process import run_engine_process
+from openinfer_core.process.engine_process import run_engine_process
 from openinfer_core.simulated import SimulatedLoop
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from openinfer.frontend_bench.stamps import StampedOptions
-from openinfer_core.remote import spawn_engine
+from openinfer_core.process.remote import spawn_engine
 from openinfer_server import ServerOptions, run
 
 

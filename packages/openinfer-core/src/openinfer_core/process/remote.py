@@ -10,14 +10,13 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from openinfer_core.child import EngineChild, connect_to
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.engine_process import Address, LinkKind, default_link
 from openinfer_core.errors import ContractViolation, EngineClosed, OpenInferError, Refused
 from openinfer_core.events import TokenEvent
-from openinfer_core.mailbox import Mailbox
-from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.wire import (
+from openinfer_core.process.child import EngineChild, connect_to
+from openinfer_core.process.engine_process import Address, LinkKind, default_link
+from openinfer_core.process.mailbox import Mailbox
+from openinfer_core.process.wire import (
     Abort,
     AskStats,
     Close,
@@ -32,6 +31,7 @@ from openinfer_core.wire import (
     encode_frame,
     to_client_decoder,
 )
+from openinfer_core.request import GenerateRequest, RequestId
 
 logger = logging.getLogger("openinfer.engine")
 

@@ -1,4 +1,4 @@
-"""The engine process: what runs in the child that `openinfer_core.remote.spawn_engine` starts.
+"""The engine process: what runs in the child that `openinfer_core.process.remote.spawn_engine` starts.
 
     parent                                   child (python -P -m MODULE)
     Launch as one JSON line ──stdin──►       listens on a Unix socket (or loopback TCP)
@@ -28,10 +28,10 @@ from pathlib import Path
 import msgspec
 
 from openinfer_core.errors import OpenInferError, Refused
-from openinfer_core.host import EngineHost, EngineLoop
-from openinfer_core.links import LinkServer, shows_token
-from openinfer_core.resident import settle_memory
-from openinfer_core.wire import Close, FrameBuffer, Hello, Refusal, Welcome, encode_frame, to_engine_decoder
+from openinfer_core.process.host import EngineHost, EngineLoop
+from openinfer_core.process.links import LinkServer, shows_token
+from openinfer_core.process.resident import settle_memory
+from openinfer_core.process.wire import Close, FrameBuffer, Hello, Refusal, Welcome, encode_frame, to_engine_decoder
 
 logger = logging.getLogger("openinfer.engine")
 

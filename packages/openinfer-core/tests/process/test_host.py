@@ -20,9 +20,9 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.host import EngineHost
+from openinfer_core.process.host import EngineHost
+from openinfer_core.process.wire import Abort, Close, Submit
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
-from openinfer_core.wire import Abort, Close, Submit
 
 MakeRequest = Callable[..., GenerateRequest]
 

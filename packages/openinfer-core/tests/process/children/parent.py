@@ -10,9 +10,9 @@ import time
 import faulty_engine
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
-from openinfer_core.child import EngineChild
-from openinfer_core.engine_process import default_link
-from openinfer_core.wire import FrameBuffer, Hello, Submit, encode_frame
+from openinfer_core.process.child import EngineChild
+from openinfer_core.process.engine_process import default_link
+from openinfer_core.process.wire import FrameBuffer, Hello, Submit, encode_frame
 
 spec = faulty_engine.Spec(sys.argv[1])
 child = EngineChild("faulty_engine", spec, token="t", link=default_link())

@@ -13,7 +13,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.routes import Routes
+from openinfer_core.process.routes import Routes
 
 
 def tokens(request_id: int) -> Tokens:

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.events import TokenEvent
-from openinfer_core.host import EngineHost, EngineLoop
-from openinfer_core.mailbox import Mailbox
+from openinfer_core.process.host import EngineHost, EngineLoop
+from openinfer_core.process.mailbox import Mailbox
+from openinfer_core.process.wire import Abort, Close, Submit
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.wire import Abort, Close, Submit
 
 DIED = "the engine loop failed; its traceback is in the log"
 

@@ -22,11 +22,10 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.engine_process import LinkKind, listening
-from openinfer_core.host import EngineHost
-from openinfer_core.links import HELLO_DEADLINE_S, MAX_HELLO_BYTES, LinkServer
-from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, simulated_token
-from openinfer_core.wire import (
+from openinfer_core.process.engine_process import LinkKind, listening
+from openinfer_core.process.host import EngineHost
+from openinfer_core.process.links import HELLO_DEADLINE_S, MAX_HELLO_BYTES, LinkServer
+from openinfer_core.process.wire import (
     MAX_FRAME_BYTES,
     Abort,
     AskStats,
@@ -42,6 +41,7 @@ from openinfer_core.wire import (
     encode_frame,
     to_client_decoder,
 )
+from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, simulated_token
 
 TOKEN = "the right token"
 FOREVER = 10**6

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from openinfer_core import EngineClosed, Finished, GenerateRequest, RequestId, SamplingParams
-from openinfer_core.engine_process import Address, LinkKind, default_link
-from openinfer_core.remote import EngineAccess, RemoteEngine, join_engine
+from openinfer_core.process.engine_process import Address, LinkKind, default_link
+from openinfer_core.process.remote import EngineAccess, RemoteEngine, join_engine
 from openinfer_core.simulated import SimulatedOptions, spawn_simulated
 
 LINKS = sorted({default_link(), LinkKind.TCP})

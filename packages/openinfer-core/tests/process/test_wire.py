@@ -19,7 +19,7 @@ from openinfer_core import (
     SamplingParams,
     Tokens,
 )
-from openinfer_core.wire import (
+from openinfer_core.process.wire import (
     MAX_FRAME_BYTES,
     Abort,
     AskStats,

@@ -9,8 +9,8 @@ from collections.abc import Generator
 
 import msgspec
 
-from openinfer_core.engine_process import Address, Launch, LinkKind, remove_socket_file
 from openinfer_core.errors import ContractViolation, EngineClosed
+from openinfer_core.process.engine_process import Address, Launch, LinkKind, remove_socket_file
 
 
 class EngineChild:

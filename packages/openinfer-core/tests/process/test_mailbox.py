@@ -17,7 +17,7 @@ from openinfer_core import (
     RequestId,
     Tokens,
 )
-from openinfer_core.mailbox import Mailbox
+from openinfer_core.process.mailbox import Mailbox
 
 RunAsync = Callable[..., Any]
 

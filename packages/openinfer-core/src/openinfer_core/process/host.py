@@ -17,8 +17,8 @@ import msgspec
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.events import Failed, FailureKind, TokenEvent
 from openinfer_core.ledger import Ledger
+from openinfer_core.process.wire import Abort, Close, Submit
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.wire import Abort, Close, Submit
 
 logger = logging.getLogger("openinfer.engine")
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from openinfer_core import GenerateRequest
-from openinfer_core.child import EngineChild
-from openinfer_core.engine_process import LinkKind
-from openinfer_core.wire import (
+from openinfer_core.process.child import EngineChild
+from openinfer_core.process.engine_process import LinkKind
+from openinfer_core.process.wire import (
     Close,
     FrameBuffer,
     Hello,

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from openinfer_core import Refused, TokenEvent
-from openinfer_core.engine_process import run_engine_process
+from openinfer_core.process.engine_process import run_engine_process
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
 
 

@@ -22,9 +22,9 @@ import msgspec
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.events import TokenEvent
-from openinfer_core.host import EngineHost
-from openinfer_core.routes import Routes
-from openinfer_core.wire import (
+from openinfer_core.process.host import EngineHost
+from openinfer_core.process.routes import Routes
+from openinfer_core.process.wire import (
     Abort,
     AskStats,
     Close,

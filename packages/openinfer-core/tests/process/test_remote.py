@@ -29,10 +29,9 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.engine_process import LinkKind
-from openinfer_core.remote import BROKE_PROTOCOL, DIED, RemoteEngine, spawn_engine
-from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, simulated_token, spawn_simulated
-from openinfer_core.wire import (
+from openinfer_core.process.engine_process import LinkKind
+from openinfer_core.process.remote import BROKE_PROTOCOL, DIED, RemoteEngine, spawn_engine
+from openinfer_core.process.wire import (
     MAX_FRAME_BYTES,
     AskStats,
     Events,
@@ -42,6 +41,7 @@ from openinfer_core.wire import (
     encode_frame,
     to_engine_decoder,
 )
+from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, simulated_token, spawn_simulated
 
 CHILDREN = Path(__file__).parent / "children"
 FOREVER = 10**6

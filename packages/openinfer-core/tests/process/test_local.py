@@ -21,7 +21,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.local import DIED, InProcessEngine
+from openinfer_core.process.local import DIED, InProcessEngine
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, simulated_token
 
 MakeRequest = Callable[..., GenerateRequest]

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from openinfer_core import Refused
-from openinfer_core.early_launch import EarlyLaunch
+from openinfer_core.process.early_launch import EarlyLaunch
 
 DEADLINE_S = 30.0
 
