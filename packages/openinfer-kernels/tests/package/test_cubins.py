@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,16 @@ from openinfer_kernels.cubins import (
     require_cubins,
     sources,
 )
+
+HOPPERS = {
+    "attention_decode_hopper",
+    "attention_prefill_hopper",
+    "decode_gemm",
+    "gemm",
+    "grouped_gemm_hopper",
+    "latent_prefill_hopper",
+}
+"""Stems of the sources that use Hopper's own instructions."""
 
 
 class Recorder:
@@ -45,21 +56,85 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def source(folder: Path, stem: str, text: str = "") -> Source:
+    """A source with the headers of the package."""
     path = folder / f"{stem}.cu"
     path.write_text(text)
     return Source(path)
+
+
+@pytest.fixture
+def tree(tmp_path) -> dict[str, Source]:
+    """Three sources: `needy` reads `hopper.cuh` through `b/wide.cuh`, `plain` reads `a/one.cuh`, `alone` nothing."""
+    texts = {
+        "a/one.cuh": "#include <cstdint>\n",
+        "b/wide.cuh": '#pragma once\n  #  include "a/one.cuh"\n#include "common/hopper.cuh"\n',
+        "common/hopper.cuh": '// see #include "nowhere.cuh"\n#include "b/wide.cuh"\n',
+        "a/plain.cu": '#include "a/one.cuh"\n',
+        "b/needy.cu": '#include "b/wide.cuh"\n',
+        "alone.cu": "#include <cuda_bf16.h>\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return {path.stem: Source(path, tmp_path) for path in tmp_path.rglob("*.cu")}
 
 
 def test_architecture_of_hopper_has_its_own_instructions():
     assert [architecture_of(8, 6), architecture_of(9, 0), architecture_of(12, 0)] == ["sm_86", "sm_90a", "sm_120"]
 
 
-def test_sources_that_need_hopper_are_for_hopper_alone(tmp_path):
-    needy = source(tmp_path, "needy", '#include "vectors.cuh"\n#include "hopper.cuh"\n')
-    plain = source(tmp_path, "plain", '#include "vectors.cuh"\n')
-    assert [needy.is_for(each) for each in ARCHITECTURES] == [each == "sm_90a" for each in ARCHITECTURES]
-    assert all(plain.is_for(each) for each in ARCHITECTURES)
-    assert {each.stem for each in sources("sm_80")} < {each.stem for each in sources("sm_90a")}
+def test_headers_are_those_that_are_read_directly_or_through_others(tree):
+    assert list(tree["needy"].headers()) == ["a/one.cuh", "b/wide.cuh", "common/hopper.cuh"]
+    assert list(tree["plain"].headers()) == ["a/one.cuh"]
+    assert tree["alone"].headers() == {}
+
+
+def test_missing_header_is_named_with_who_includes_it(tree):
+    tree["plain"].path.write_text('#include "a/other.cuh"\n')
+    with pytest.raises(KernelBuildError, match=r"plain\.cu includes a/other\.cuh"):
+        tree["plain"].headers()
+
+
+def test_changed_header_changes_the_keys_of_the_sources_that_read_it_alone(tree):
+    def moved(header: str) -> set[str]:
+        before = {stem: each.cubin_name("sm_90a") for stem, each in tree.items()}
+        path = tree["alone"].root / header
+        path.write_text(path.read_text() + "\n")
+        return {stem for stem, each in tree.items() if each.cubin_name("sm_90a") != before[stem]}
+
+    assert moved("a/one.cuh") == {"needy", "plain"}
+    assert moved("common/hopper.cuh") == {"needy"}
+
+
+def test_sources_that_read_hoppers_header_are_for_hopper_alone(tree):
+    needy = [tree["needy"].is_for(each) for each in ARCHITECTURES]
+    assert needy == [each == "sm_90a" for each in ARCHITECTURES]
+    assert all(tree["plain"].is_for(each) for each in ARCHITECTURES)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_has_all_sources_but_hoppers(architecture):
+    stems = [each.stem for each in sources("sm_90a")]
+    assert len(stems) == len(set(stems))
+    hoppers = set() if architecture == "sm_90a" else HOPPERS
+    assert {each.stem for each in sources(architecture)} == set(stems) - hoppers
+
+
+def test_headers_are_those_that_nvcc_reads():
+    nvcc = shutil.which("nvcc")
+    if Nvcc.find() is None or nvcc is None:
+        pytest.skip("nvcc is not on this machine")
+
+    def read(each: Source) -> set[Path]:
+        command = [nvcc, "-MM", "-std=c++17", "-I", str(each.root), str(each.path)]
+        rule = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return {Path(name).resolve() for name in rule.replace("\\\n", " ").split()[2:]}
+
+    found = sources("sm_90a")
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for each, theirs in zip(found, threads.map(read, found), strict=True):
+            ours = {path for path in theirs if each.root in path.parents}
+            assert ours - {each.path} == set(each.headers().values()), each.stem
 
 
 def test_cubin_name_changes_with_text_and_architecture_alone(tmp_path):
@@ -116,7 +191,6 @@ def test_compiler_makes_a_cubin_or_says_what_it_refuses(tmp_path, compiler):
     if found is None:
         pytest.skip(f"{compiler.__name__} is not on this machine")
     text = '#include <cstdint>\n#include "vectors.cuh"\nextern "C" __global__ void twice(bf16* x) { x[0] += x[0]; }\n'
-    shutil.copy(sources("sm_80")[0].path.with_name("vectors.cuh"), tmp_path)
     assert found.compile(source(tmp_path, "good", text), "sm_80").startswith(b"\x7fELF")
     with pytest.raises(KernelBuildError, match=r"failed on bad\.cu for sm_80:(.|\n)*undefined_thing"):
         found.compile(source(tmp_path, "bad", "__global__ void f() { undefined_thing(); }"), "sm_80")

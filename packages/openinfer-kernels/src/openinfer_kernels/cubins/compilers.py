@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from openinfer_kernels.cubins.sources import FLAGS, Source, headers
+from openinfer_kernels.cubins.sources import FLAGS, Source
 from openinfer_kernels.errors import KernelBuildError
 
 _LONGEST_MESSAGE = 4000
@@ -72,7 +72,7 @@ class Nvcc:
         with tempfile.TemporaryDirectory(prefix="openinfer-nvcc-") as scratch:
             target = Path(scratch, "cubin")
             command = [str(self._path), "-cubin", "-O3", f"-gencode=arch={virtual},code={architecture}", *FLAGS]
-            command += ["-o", str(target), str(source.path)]
+            command += ["-I", str(source.root), "-o", str(target), str(source.path)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - a fixed program
             if done.returncode:
                 raise _refused(self.name, source, architecture, done.stderr)
@@ -104,7 +104,7 @@ class Nvrtc:
 
     def compile(self, source: Source, architecture: str) -> bytes:
         """See `Compiler`."""
-        given = _HOST_HEADERS | {path.name: path.read_text("utf-8") for path in headers()}
+        given = _HOST_HEADERS | {name: path.read_text("utf-8") for name, path in source.headers().items()}
         names, texts = [name.encode() for name in given], [text.encode() for text in given.values()]
         program = self._call(
             "nvrtcCreateProgram", source.path.read_bytes(), source.path.name.encode(), len(names), texts, names

@@ -1,8 +1,11 @@
 """Our CUDA sources: which there are, for which architectures each is, and the key of what is made from them."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from openinfer_kernels.errors import KernelBuildError
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FLAGS = ("-std=c++17", "-lineinfo")
@@ -10,41 +13,59 @@ FLAGS = ("-std=c++17", "-lineinfo")
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 """Those that a wheel carries."""
 HOPPER = "sm_90a"
+_HOPPER_HEADER = "hopper.cuh"
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One `.cu` file: the kernels of one operator family."""
+    """One `.cu` file: the kernels of one operator family. Includes in quotes are paths below `root`."""
 
     path: Path
+    root: Path = CSRC
 
     @property
     def stem(self) -> str:
         """Its name without suffix, as `Device.kernel` asks for it."""
         return self.path.stem
 
+    def headers(self) -> dict[str, Path]:
+        """The headers of ours that a compiler reads for it, directly or through others, by the name that includes say.
+
+        Raises:
+            KernelBuildError: one is not below `root`.
+        """
+        found: dict[str, Path] = {}
+        unread = [self.path]
+        while unread:
+            including = unread.pop()
+            for name in _INCLUDE.findall(including.read_text("utf-8")):
+                if name in found:
+                    continue
+                found[name] = self.root / name
+                if not found[name].is_file():
+                    raise KernelBuildError(f"{including} includes {name}, which is not in {self.root}")
+                unread.append(found[name])
+        return dict(sorted(found.items()))
+
     def is_for(self, architecture: str) -> bool:
-        """Whether it can be compiled for `architecture`: what includes `hopper.cuh` is for Hopper alone."""
-        return architecture == HOPPER or b'#include "hopper.cuh"' not in self.path.read_bytes()
+        """Whether it can be compiled for `architecture`: what reads `hopper.cuh` is for Hopper alone."""
+        return architecture == HOPPER or all(path.name != _HOPPER_HEADER for path in self.headers().values())
 
     def cubin_name(self, architecture: str) -> str:
         """`STEM.ARCHITECTURE.KEY.cubin`, with the digest of everything that the cubin depends on."""
         digest = hashlib.blake2b(digest_size=12)
-        for path in (self.path, *headers()):
+        for name, path in {self.path.name: self.path, **self.headers()}.items():
             text = path.read_bytes()
-            digest.update(b"%s\0%d\0%s" % (path.name.encode(), len(text), text))
+            digest.update(b"%s\0%d\0%s" % (name.encode(), len(text), text))
         digest.update("\0".join((*FLAGS, architecture)).encode())
         return f"{self.stem}.{architecture}.{digest.hexdigest()}.cubin"
 
 
 def sources(architecture: str) -> list[Source]:
-    """The sources that are compiled for `architecture`, by name."""
-    return [source for path in sorted(CSRC.glob("*.cu")) if (source := Source(path)).is_for(architecture)]
-
-
-def headers() -> list[Path]:
-    """The headers of all sources, by name."""
-    return sorted(CSRC.glob("*.cuh"))
+    """The sources that are compiled for `architecture`, by stem."""
+    paths = sorted(CSRC.rglob("*.cu"), key=lambda path: path.stem)
+    return [source for path in paths if (source := Source(path)).is_for(architecture)]
 
 
 def architecture_of(major: int, minor: int) -> str:
