@@ -190,7 +190,7 @@ def test_compiler_makes_a_cubin_or_says_what_it_refuses(tmp_path, compiler):
     found = compiler.find()
     if found is None:
         pytest.skip(f"{compiler.__name__} is not on this machine")
-    text = '#include <cstdint>\n#include "vectors.cuh"\nextern "C" __global__ void twice(bf16* x) { x[0] += x[0]; }\n'
+    text = '#include "common/vectors.cuh"\nextern "C" __global__ void twice(bf16* x) { x[0] += x[0]; }\n'
     assert found.compile(source(tmp_path, "good", text), "sm_80").startswith(b"\x7fELF")
     with pytest.raises(KernelBuildError, match=r"failed on bad\.cu for sm_80:(.|\n)*undefined_thing"):
         found.compile(source(tmp_path, "bad", "__global__ void f() { undefined_thing(); }"), "sm_80")

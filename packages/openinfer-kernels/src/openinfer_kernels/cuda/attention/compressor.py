@@ -1,4 +1,4 @@
-"""Compressed entries of windows of tokens. `csrc/compressor.cu`."""
+"""Compressed entries of windows of tokens. `csrc/attention/compressor.cu`."""
 
 import ctypes
 

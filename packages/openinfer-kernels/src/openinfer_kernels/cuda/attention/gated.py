@@ -1,4 +1,4 @@
-"""What gated attention does around the attention itself, in two kernels. `csrc/gated_attention.cu`."""
+"""What gated attention does around the attention itself, in two kernels. `csrc/attention/gated_attention.cu`."""
 
 import ctypes
 

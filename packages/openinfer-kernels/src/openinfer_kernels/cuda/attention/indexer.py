@@ -1,4 +1,4 @@
-"""Scores of compressed entries, and the best of them. `csrc/indexer.cu`."""
+"""Scores of compressed entries, and the best of them. `csrc/attention/indexer.cu`."""
 
 import ctypes
 

@@ -8,7 +8,7 @@ from openinfer_kernels.ops import Array
 
 
 class LayerCache(ctypes.Structure):
-    """`attention::LayerCache` of `csrc/attention.cuh`."""
+    """`attention::LayerCache` of `csrc/attention/attention.cuh`."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE of the last dimensions of vectors. `csrc/rope_tail.cu` has the formula."""
+"""RMSNorm and RoPE of the last dimensions of vectors. `csrc/attention/rope_tail.cu` has the formula."""
 
 import ctypes
 

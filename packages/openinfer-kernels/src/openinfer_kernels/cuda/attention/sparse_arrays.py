@@ -1,4 +1,4 @@
-"""Arguments that the kernels over windows and compressed entries share: the structures of `csrc/sparse.cuh`."""
+"""Arguments shared by the kernels over windows and compressed entries: structures of `csrc/attention/sparse.cuh`."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""Attention to windows and compressed entries. `csrc/window_attention.cu`."""
+"""Attention to windows and compressed entries. `csrc/attention/window_attention.cu`."""
 
 import ctypes
 

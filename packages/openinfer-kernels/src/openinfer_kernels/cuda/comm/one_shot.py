@@ -1,4 +1,4 @@
-"""Sums over ranks of one machine in one kernel, for arrays of decode steps: `csrc/one_shot.cu` says how.
+"""Sums over ranks of one machine in one kernel, for arrays of decode steps: `csrc/comm/one_shot.cu` says how.
 
 Each rank makes its end, tells the others its `handle`, and connects to theirs; CUDA's inter-process memory handles do
 the rest, over NVLink or PCIe, without multicast.

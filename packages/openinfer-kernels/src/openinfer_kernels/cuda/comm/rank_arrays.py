@@ -1,4 +1,4 @@
-"""Sums over ranks and exchanged axes: what collectives need beside NCCL. `csrc/rank_arrays.cu` has the formulas."""
+"""Sums over ranks and exchanged axes: what NCCL does not do. `csrc/comm/rank_arrays.cu` has the formulas."""
 
 import ctypes
 

@@ -1,9 +1,9 @@
 """`DevicePool`: a KV pool on a GPU, block by block, for whoever copies blocks to and from this machine's memory.
 
 Each thread that copies has a stream of its own, so that copies run beside steps and beside each other; it sleeps while
-it waits for its batch. The GPU sums up what its blocks hold on the way (`csrc/block_sums.cu`): reading gigabytes once
-more on the host would take longer than to copy them. Memory that is locked in place (`lock`) is copied at the speed of
-the bus; other memory passes through a buffer of the driver's.
+it waits for its batch. The GPU sums up what its blocks hold on the way (`csrc/common/block_sums.cu`): reading
+gigabytes once more on the host would take longer than to copy them. Memory that is locked in place (`lock`) is copied
+at the speed of the bus; other memory passes through a buffer of the driver's.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Pinned host memory of steps in flight: copies to and from the device that nobody waits for.
 
-Small ones are made by a kernel (`csrc/steps.cu`), so that a step does not wait for the copy engines, which may be
-busy with KV blocks; the device reaches pinned memory by its address on the host.
+Small ones are made by a kernel (`csrc/sampling/steps.cu`), so that a step does not wait for the copy engines, which may
+be busy with KV blocks; the device reaches pinned memory by its address on the host.
 """
 
 import ctypes

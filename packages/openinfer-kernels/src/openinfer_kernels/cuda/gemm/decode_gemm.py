@@ -1,4 +1,4 @@
-"""Products for few tokens: `csrc/decode_gemm.cu` streams each weight once, at the speed of memory. Hopper only."""
+"""Products for few tokens: `csrc/gemm/decode_gemm.cu` streams each weight once, at the speed of memory. Hopper only."""
 
 import ctypes
 

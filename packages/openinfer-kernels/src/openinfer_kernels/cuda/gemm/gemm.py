@@ -1,4 +1,4 @@
-"""Products of more tokens than `decode_gemm` serves: `csrc/gemm.cu` and its epilogues. Hopper only."""
+"""Products of more tokens than `decode_gemm` serves: `csrc/gemm/gemm.cu` and its epilogues. Hopper only."""
 
 import ctypes
 

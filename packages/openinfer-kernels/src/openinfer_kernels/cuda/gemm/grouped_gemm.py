@@ -1,4 +1,4 @@
-"""Products of several matrices, each with its own tokens or its piece of each: `csrc/grouped_gemm.cuh`, all formats."""
+"""Products of several matrices, each with its own tokens or its part of each: `csrc/gemm/grouped_gemm.cuh`."""
 
 import ctypes
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Products of several BF16 matrices with many tokens each: `csrc/grouped_gemm_hopper.cu`. Hopper only."""
+"""Products of several BF16 matrices with many tokens each: `csrc/gemm/grouped_gemm_hopper.cu`. Hopper only."""
 
 import ctypes
 

@@ -12,7 +12,7 @@ from openinfer_kernels.quantised_ways import tile_of
 
 
 class GroupedLinear:
-    """The products on one device: few tokens by `csrc/grouped_gemm.cuh`, more by cuBLASLt with a batch of matrices."""
+    """Products on one device: few tokens by `csrc/gemm/grouped_gemm.cuh`, more by cuBLASLt with a batch of matrices."""
 
     def __init__(self, gemm: GroupedGemm, quantised: Quantised, linear: Linear) -> None:
         self._gemm = gemm

@@ -3,7 +3,7 @@
 An element of a product is one sum over K. Kernels that add it up in one accumulator, K ascending, 16 at a time, as
 the tensor core takes it, agree in every bit, whatever their tiles are. What differs are those that divide K among
 blocks, or take another instruction. So no algorithm here may divide K, and none is used before its result for random
-tokens, in all places of its tiles, has been compared with a reference, bit for bit: `csrc/decode_gemm.cu` without
+tokens, in all places of its tiles, has been compared with a reference, bit for bit: `csrc/gemm/decode_gemm.cu` without
 clusters where it serves, else cuBLASLt's first choice for few tokens.
 """
 

@@ -1,4 +1,4 @@
-"""Quantised weights on a GPU: uploaded in the order that `csrc/weight_formats.cuh` reads them in."""
+"""Quantised weights on a GPU: uploaded in the order that `csrc/gemm/weight_formats.cuh` reads them in."""
 
 import ctypes
 import math

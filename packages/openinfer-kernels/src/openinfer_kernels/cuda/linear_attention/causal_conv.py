@@ -1,4 +1,4 @@
-"""The convolution in front of linear attention, with its state. `csrc/causal_conv.cu`."""
+"""The convolution in front of linear attention, with its state. `csrc/linear_attention/causal_conv.cu`."""
 
 import ctypes
 

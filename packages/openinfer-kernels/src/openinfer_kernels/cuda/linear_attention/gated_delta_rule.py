@@ -1,7 +1,8 @@
 """The gated delta rule: rows of few tokens step by step, pieces of prompts 64 tokens at a time.
 
-`csrc/gated_delta_steps.cu`, `csrc/gated_delta_prepare.cu` and `csrc/gated_delta_walk.cu` have the equations. Heads of
-128 x 128 are what published models have; others take the steps' slower kernel, whatever a row's number of tokens.
+`gated_delta_steps.cu`, `gated_delta_prepare.cu` and `gated_delta_walk.cu` in `csrc/linear_attention/` have the
+equations. Heads of 128 x 128 are what published models have; others take the steps' slower kernel, whatever a row's
+number of tokens.
 """
 
 import ctypes
@@ -45,7 +46,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 class _Arguments(ctypes.Structure):
-    """`gated_delta::Arguments` of `csrc/gated_delta.cuh`."""
+    """`gated_delta::Arguments` of `csrc/linear_attention/gated_delta.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "gates", "a_log", "dt_bias", "dt_bias32", "state", "out")),
@@ -59,7 +60,7 @@ class _Arguments(ctypes.Structure):
 
 
 class _Scratch(ctypes.Structure):
-    """`gated_delta::Scratch` of `csrc/gated_delta_tiles.cuh`."""
+    """`gated_delta::Scratch` of `csrc/linear_attention/gated_delta_tiles.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("u", "w", "p", "of_query", "until_end", "of_chunk")),

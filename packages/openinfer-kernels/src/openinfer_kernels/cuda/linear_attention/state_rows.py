@@ -14,7 +14,7 @@ _INT32 = np.dtype(np.int32)
 
 
 class StateRows(ctypes.Structure):
-    """`struct StateRows` of `csrc/state_rows.cuh`."""
+    """`struct StateRows` of `csrc/common/state_rows.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "slots")),

@@ -1,4 +1,4 @@
-"""Mixtures of experts: `csrc/experts.cu` plans and combines, `grouped_gemm.py` multiplies. No host ever counts."""
+"""Mixtures of experts: `csrc/moe/experts.cu` plans and combines, `grouped_gemm.py` multiplies. No host ever counts."""
 
 import ctypes
 

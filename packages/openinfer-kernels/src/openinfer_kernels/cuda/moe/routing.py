@@ -1,4 +1,4 @@
-"""Routers: `csrc/routing.cu` chooses experts and weighs them, one warp per token."""
+"""Routers: `csrc/moe/routing.cu` chooses experts and weighs them, one warp per token."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""RMSNorm of each head, times a gate. `csrc/gated_norm.cu` has the formula and its rounding."""
+"""RMSNorm of each head, times a gate. `csrc/norm/gated_norm.cu` has the formula and its rounding."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""Hyper-connections of four streams. `csrc/hyper_connections.cu` has the formulas."""
+"""Hyper-connections of four streams. `csrc/norm/hyper_connections.cu` has the formulas."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after adding into the residual. `csrc/norm.cu` has the formula and its rounding."""
+"""RMSNorm, alone or after adding into the residual. `csrc/norm/norm.cu` has the formula and its rounding."""
 
 import ctypes
 

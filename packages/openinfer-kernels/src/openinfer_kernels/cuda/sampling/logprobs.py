@@ -1,4 +1,4 @@
-"""Log-probabilities and ranks of tokens under rows of logits. `csrc/logprobs.cu` says how."""
+"""Log-probabilities and ranks of tokens under rows of logits. `csrc/sampling/logprobs.cu` says how."""
 
 import ctypes
 

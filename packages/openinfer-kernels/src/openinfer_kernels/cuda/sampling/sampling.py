@@ -1,4 +1,4 @@
-"""Drawing one token per row on the device. `csrc/sampling.cu` says how."""
+"""Drawing one token per row on the device. `csrc/sampling/sampling.cu` says how."""
 
 import ctypes
 from typing import Any

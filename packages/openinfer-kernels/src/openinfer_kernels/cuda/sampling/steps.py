@@ -1,4 +1,4 @@
-"""`SlotState`: what the device knows of each slot, from which steps make their inputs. `csrc/steps.cu`."""
+"""`SlotState`: what the device knows of each slot, from which steps make their inputs. `csrc/sampling/steps.cu`."""
 
 import ctypes
 from dataclasses import dataclass

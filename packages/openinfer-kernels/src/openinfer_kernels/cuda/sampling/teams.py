@@ -1,4 +1,4 @@
-"""The blocks that share one row of logits: `csrc/team.cuh`."""
+"""The blocks that share one row of logits: `csrc/sampling/team.cuh`."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from openinfer_kernels.cuda.common.libraries import bfloat16
 from openinfer_kernels.ops import Array
 
 THREADS = 256
-"""Of each block: `kThreads` in `csrc/block.cuh`."""
+"""Of each block: `kThreads` in `csrc/common/block.cuh`."""
 _BLOCKS = 8
-"""`kTeam` in `csrc/team.cuh`, on GPUs with thread block clusters."""
+"""`kTeam` in `csrc/sampling/team.cuh`, on GPUs with thread block clusters."""
 _CLUSTER_CAPABILITY = (9, 0)
 """Hopper, the first with thread block clusters."""
 _MULTIPLE = 128

@@ -1,0 +1,132 @@
+// Attention of rows with one query token over their paged context, for any GPU: every key and value is read once.
+//
+// A warp reads the keys and values of its turns (attention_turn.cuh) straight into registers, without shared memory. The
+// next turn's keys are asked for when this turn's have been multiplied, and so for values: each warp has a turn or more in
+// flight. Work is divided as attention_line.cuh says, and put together again as attention_parts.cuh says.
+#include "attention/attention_parts.cuh"
+#include "common/overlap.cuh"
+
+using namespace attention;
+
+namespace {
+
+template <int D, int kTiles>
+__device__ void run(const Arguments& a) {
+  using W = Warp<D, kTiles>;
+  constexpr int kHeads = Shape<D, kTiles>::kHeads;
+  extern __shared__ __align__(16) uint8_t raw[];
+  auto& s = *reinterpret_cast<Shared<D, kTiles>*>(raw);
+  const Rows rows(reinterpret_cast<int*>(raw + sizeof(s)), a.num_rows);
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int tiles = (a.group + kHeads - 1) / kHeads, heads = a.cache.num_heads * tiles;
+  const int64_t value_offset = a.cache.value_offset(D);
+  const int block_mask = (1 << a.cache.block_shift) - 1;
+
+  allow_next_kernel();
+  if (!a.early) wait_for_previous_kernel();
+  const int units = count_units(a, heads, rows, s.counts);
+  const Division division = {units, min(units, int(gridDim.x))};
+  if (int(blockIdx.x) >= division.workers) {
+    if (a.early) wait_for_previous_kernel();
+    return;
+  }
+  const int first = division.first_of(blockIdx.x), last = division.first_of(blockIdx.x + 1);
+
+  auto block_at = [&](const Place& place) {
+    const int token = place.unit * kUnit + warp * kTurn;
+    return token < place.context
+               ? __ldcg(a.block_tables + int64_t(place.row) * a.table_stride + (token >> a.cache.block_shift))
+               : 0;
+  };
+  auto key_at = [&](const Place& place, int block) {
+    const int token = place.unit * kUnit + warp * kTurn;
+    return a.cache.key(block, place.head / tiles, token & block_mask, D);
+  };
+
+  Place here;
+  here.find(first, a.num_rows, rows);
+  Place ahead = here;
+  typename W::Buffer buffers[2];
+  const bf16* keys = key_at(here, block_at(here));
+  // What is read before the previous kernel has ended does not include the newest token.
+  const bool prefetched = a.early && here.left(warp) > kTurn;
+  if (prefetched) {
+    W::template load_k<FromMemory>(buffers[0], keys, 0, g, t);
+    if constexpr (D <= 128) W::template load_v<FromMemory>(buffers[1], keys + value_offset, 0, g, t);
+    else W::template load_k<FromMemory>(buffers[1], keys, 1, g, t);
+  }
+  if (a.early) wait_for_previous_kernel();
+  if (!prefetched && here.left(warp) > 0) {
+    W::template load_k<FromMemory>(buffers[0], keys, 0, g, t);
+    if constexpr (D <= 128) W::template load_v<FromMemory>(buffers[1], keys + value_offset, 0, g, t);
+    else W::template load_k<FromMemory>(buffers[1], keys, 1, g, t);
+  }
+  int next_block = 0;
+  if (first + 1 < last) {
+    ahead.advance(heads, a.num_rows, rows);
+    next_block = block_at(ahead);
+  }
+
+  W w;
+  bool is_new = true;
+  Item item;
+  for (int unit = first; unit < last; unit++) {
+    if (is_new) {
+      item.enter(a, rows, here, tiles, kHeads);
+      w.load_q(a.q + item.query * D, item.heads, g, t);
+      w.clear();
+    }
+    const int left = here.left(warp);
+    const bool has_next = unit + 1 < last && ahead.left(warp) > 0;
+    float scores[kTiles][4];
+    uint32_t p[kTiles][2];
+#pragma unroll
+    for (int n = 0; n < kTiles; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[n][i] = 0;
+    if constexpr (D <= 128) {
+      if (left > 0) w.multiply_k(scores, buffers[0], 0);
+      const bf16* next = key_at(ahead, next_block);
+      if (has_next) W::template load_k<FromMemory>(buffers[0], next, 0, g, t);
+      if (left > 0) {
+        w.exponentials(p, scores, left, a.scale, g);
+        w.multiply_v(p, buffers[1], 0, left, t);
+      }
+      if (has_next) W::template load_v<FromMemory>(buffers[1], next + value_offset, 0, g, t);
+    } else {
+      if (left > 0) {
+        w.multiply_k(scores, buffers[0], 0);
+        W::template load_v<FromMemory>(buffers[0], keys + value_offset, 0, g, t);
+        w.multiply_k(scores, buffers[1], 1);
+        W::template load_v<FromMemory>(buffers[1], keys + value_offset, 1, g, t);
+        w.exponentials(p, scores, left, a.scale, g);
+        w.multiply_v(p, buffers[0], 0, left, t);
+      }
+      keys = key_at(ahead, next_block);
+      if (has_next) W::template load_k<FromMemory>(buffers[0], keys, 0, g, t);
+      if (left > 0) w.multiply_v(p, buffers[1], 1, left, t);
+      if (has_next) W::template load_k<FromMemory>(buffers[1], keys, 1, g, t);
+    }
+
+    is_new = here.unit + 1 == here.units || unit + 1 == last;
+    if (is_new) finish_item(s, w, a, division, here, item, unit);
+    here = ahead;
+    if (unit + 2 < last) {
+      ahead.advance(heads, a.num_rows, rows);
+      next_block = block_at(ahead);
+    }
+  }
+}
+
+}  // namespace
+
+#define ATTENTION_DECODE(D, TILES, BLOCKS)                                                                \
+  extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_decode_##D##_##TILES(Arguments arguments) { \
+    run<D, TILES>(arguments);                                                                             \
+  }
+
+ATTENTION_DECODE(64, 1, 3)
+ATTENTION_DECODE(64, 2, 3)
+ATTENTION_DECODE(128, 1, 2)
+ATTENTION_DECODE(128, 2, 2)
+ATTENTION_DECODE(256, 1, 2)

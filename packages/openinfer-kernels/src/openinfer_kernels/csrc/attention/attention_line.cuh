@@ -1,0 +1,147 @@
+// How attention of rows with one query token is divided: all units of all items stand in one line, cut into equal pieces.
+//
+// A unit is 64 tokens (a turn of 16 for each warp of a block) of one item, a (row, KV head, tile of query heads). The line
+// is made on the device, from the rows' contexts.
+#pragma once
+#include "attention/attention.cuh"
+
+namespace attention {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kTurn = 16;               // tokens
+constexpr int kUnit = kTurn * kWarps;   // tokens
+constexpr int kRowsAtOnce = 2;          // rows that a thread reads together
+constexpr unsigned kAll = ~0u;
+
+struct Arguments {
+  const bf16* q;            // [T, H, D]
+  bf16* out;                // [T, H D]
+  LayerCache cache;
+  const int* block_tables;  // [R, table_stride]
+  const int* query_starts;  // [R + 1]
+  const int* context_lens;  // [R]
+  float* parts;             // [blocks, 2, part size]
+  int* arrivals;            // [items], zero before and after
+  int num_rows, table_stride, group;
+  int early;                // nonzero: batch and older tokens may be read before the previous kernel has ended
+  float scale;              // of scores, times log2(e)
+};
+
+struct Rows {
+  int* starts;    // [R + 1] first unit of each row
+  int* contexts;  // [R] 0 for rows of several tokens: those are not ours
+  int* queries;   // [R] first token of each row
+
+  __device__ __forceinline__ Rows(int* memory, int num_rows)
+      : starts(memory), contexts(memory + num_rows + 1), queries(memory + 2 * num_rows + 1) {}
+};
+
+__device__ __forceinline__ int units_of(int context) { return (context + kUnit - 1) / kUnit; }
+
+// Sums up the units of all rows; every thread takes consecutive rows. Returns the number of units.
+__device__ int count_units(const Arguments& a, int heads, const Rows& rows, int* sums) {
+  const int thread = threadIdx.x, each = (a.num_rows + kThreads - 1) / kThreads;
+  const int first = min(thread * each, a.num_rows), last = min(first + each, a.num_rows);
+  int mine = 0;
+  for (int base = first; base < last; base += kRowsAtOnce) {
+    int queries[kRowsAtOnce + 1], contexts[kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i <= kRowsAtOnce; i++) queries[i] = __ldcg(a.query_starts + min(base + i, a.num_rows));
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; i++) contexts[i] = __ldcg(a.context_lens + min(base + i, a.num_rows - 1));
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; i++) {
+      if (base + i >= last) continue;
+      const int context = queries[i + 1] - queries[i] == 1 ? contexts[i] : 0;
+      rows.queries[base + i] = queries[i];
+      rows.contexts[base + i] = context;
+      mine += units_of(context) * heads;
+    }
+  }
+  int sum = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAll, sum, step);
+    if (thread % 32 >= step) sum += other;
+  }
+  if (thread % 32 == 31) sums[thread / 32] = sum;
+  __syncthreads();
+  int before = sum - mine, total = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; warp++) {
+    if (warp < thread / 32) before += sums[warp];
+    total += sums[warp];
+  }
+  for (int row = first; row < last; row++) {
+    rows.starts[row] = before;
+    before += units_of(rows.contexts[row]) * heads;
+  }
+  if (thread == 0) rows.starts[a.num_rows] = total;
+  __syncthreads();
+  return total;
+}
+
+// The first `units % workers` workers have one unit more.
+struct Division {
+  int units, workers;
+
+  __device__ __forceinline__ int first_of(int worker) const {
+    return worker * (units / workers) + min(worker, units % workers);
+  }
+  __device__ __forceinline__ int worker_of(int unit) const {
+    const int each = units / workers, more = units % workers;
+    return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each;
+  }
+};
+
+// A place in the line.
+struct Place {
+  int row, head, unit, units, context;  // `unit` of the `units` of this item; `head`: KV head and tile of query heads
+
+  __device__ __forceinline__ void enter(int new_row, const Rows& rows) {
+    row = new_row;
+    context = rows.contexts[row];
+    units = units_of(context);
+  }
+  __device__ __forceinline__ void find(int in_line, int num_rows, const Rows& rows) {
+    int low = 0, high = num_rows;  // starts[low] <= in_line < starts[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (rows.starts[middle] <= in_line) low = middle;
+      else high = middle;
+    }
+    enter(low, rows);
+    head = (in_line - rows.starts[low]) / units;
+    unit = (in_line - rows.starts[low]) % units;
+  }
+  __device__ __forceinline__ void advance(int heads, int num_rows, const Rows& rows) {
+    if (++unit < units) return;
+    unit = 0;
+    if (++head < heads) return;
+    head = 0;
+    do row++;
+    while (row < num_rows && rows.contexts[row] == 0);
+    if (row < num_rows) enter(row, rows);
+  }
+  // Tokens of the context from this warp's turn on; nothing to do where it is not positive.
+  __device__ __forceinline__ int left(int warp) const { return context - (unit * kUnit + warp * kTurn); }
+};
+
+// What a block has of the item at hand.
+struct Item {
+  int begin;          // its first unit
+  int heads;          // query heads, at most 8 or 16
+  int heads_per_row;  // items of each row
+  int64_t query;      // first query head, in q and out
+
+  __device__ __forceinline__ void enter(const Arguments& a, const Rows& rows, const Place& here, int tiles, int most_heads) {
+    const int head_begin = here.head % tiles * most_heads;
+    begin = here.unit;
+    heads = min(a.group - head_begin, most_heads);
+    heads_per_row = a.cache.num_heads * tiles;
+    query = rows.queries[here.row] * int64_t(a.cache.num_heads * a.group) + here.head / tiles * a.group + head_begin;
+  }
+};
+
+}  // namespace attention

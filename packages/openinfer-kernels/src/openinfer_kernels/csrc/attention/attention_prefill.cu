@@ -1,0 +1,241 @@
+// Causal attention of rows with several query tokens over their paged context, for any GPU from Ampere on.
+//
+// FlashAttention-2 (Dao 2023, algorithm 1): a block holds a tile of queries and walks over the keys, 16 lines of the tile
+// per warp, with a running maximum and sum. Lines are (token, query head) pairs that share a KV head. Keys and values
+// come by `cp.async`, two tiles in turn, from pages that the block table names; what lies beyond the context is filled with
+// zeros, never read.
+#include "attention/attention.cuh"
+#include "attention/attention_tiles.cuh"
+#include "common/overlap.cuh"
+
+using namespace attention;
+
+namespace {
+
+struct Arguments {
+  const bf16* q;            // [T, H, D]
+  bf16* out;                // [T, H D]
+  LayerCache cache;
+  const int* block_tables;  // [R, table_stride]
+  const int* query_starts;  // [R + 1]
+  const int* context_lens;  // [R]
+  int num_rows, table_stride, group;
+  int least_tokens;         // of a row, for it to be ours
+  float scale;              // of scores, times log2(e)
+};
+
+template <int D, int kWarps_, int kKeys_>
+struct Shape {
+  static constexpr int kWarps = kWarps_, kThreads = kWarps * 32;
+  static constexpr int kLines = kWarps * 16;
+  static constexpr int kKeys = kKeys_;         // tokens of a tile of keys
+  static constexpr int kChunks = D / 8;        // 16-byte pieces of a token
+  static constexpr int kTile = kKeys * D;      // values
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Where 16 bytes lie in a tile: pieces are exchanged within 128 bytes by the token's last three bits, so that 8 tokens'
+// pieces fall into different banks (within 64 bytes by the last two, where a token has no more).
+template <int D>
+__device__ __forceinline__ int place(int token, int chunk) {
+  constexpr int kExchanged = D < 64 ? D / 8 - 1 : 7;
+  return token * D + ((chunk ^ (token & kExchanged)) * 8);
+}
+
+__device__ __forceinline__ void copy16(bf16* to, const bf16* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(from))
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const bf16* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(from))
+               : "memory");
+}
+
+template <int D, class S>
+struct Prefill {
+  const Arguments& a;
+  QueryTile tile;
+  int kv_head;
+
+  __device__ __forceinline__ int64_t line_offset(int line) const {
+    const int64_t token = tile.first_query + line / a.group;
+    return (token * a.cache.num_heads * a.group + kv_head * a.group + line % a.group) * D;
+  }
+
+  __device__ __forceinline__ void load_queries(bf16* to) const {
+    for (int i = threadIdx.x; i < S::kLines * S::kChunks; i += S::kThreads) {
+      const int m = i / S::kChunks, chunk = i % S::kChunks, line = tile.first_line + m;
+      const bool is_there = line < tile.num_lines;
+      copy16(to + place<D>(m, chunk), a.q + (is_there ? line_offset(line) + chunk * 8 : 0), is_there);
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(bf16* keys, bf16* values, int first) const {
+    const int* table = a.block_tables + int64_t(tile.row) * a.table_stride;
+    const int64_t value_offset = a.cache.value_offset(D);
+#pragma unroll
+    for (int i = 0; i < S::kKeys * S::kChunks / S::kThreads; i++) {
+      const int n = (i * S::kThreads + threadIdx.x) / S::kChunks, chunk = threadIdx.x % S::kChunks, token = first + n;
+      const bool is_there = token < tile.context;
+      const int block = is_there ? __ldcg(table + (token >> a.cache.block_shift)) : 0;
+      const bf16* from = a.cache.key(block, kv_head, token & ((1 << a.cache.block_shift) - 1), D) + chunk * 8;
+      copy16(keys + place<D>(n, chunk), from, is_there);
+      copy16(values + place<D>(n, chunk), from + value_offset, is_there);
+    }
+  }
+};
+
+template <int D, class S>
+__device__ void run(const Arguments& a) {
+  extern __shared__ __align__(128) uint8_t raw[];
+  bf16* queries = reinterpret_cast<bf16*>(raw);
+  bf16* tiles = queries + S::kLines * D;  // keys, values; keys, values
+  int* scratch = reinterpret_cast<int*>(tiles + 4 * S::kTile);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const int kv_head = blockIdx.x % a.cache.num_heads;
+  const QueryTile tile = find_tile<S::kWarps>(blockIdx.x / a.cache.num_heads, a.query_starts, a.context_lens, a.num_rows,
+                                              a.least_tokens, a.group, S::kLines, scratch);
+  if (tile.row < 0) return;
+  const Prefill<D, S> self = {a, tile, kv_head};
+
+  const int last_line = min(tile.first_line + S::kLines, tile.num_lines) - 1;
+  const int seen = tile.past + last_line / a.group + 1;             // by the last line of the tile
+  const int seen_by_all = tile.past + tile.first_line / a.group + 1;
+  const int num_tiles = (seen + S::kKeys - 1) / S::kKeys;
+  const int line = tile.first_line + warp * 16 + g;                 // of this thread, and line + 8
+  const int limits[2] = {tile.past + line / a.group, tile.past + (line + 8) / a.group};  // last position seen
+
+  self.load_queries(queries);
+  self.load_keys(tiles, tiles + S::kTile, 0);
+  commit();
+
+  float o[D / 8][4];
+#pragma unroll
+  for (int d = 0; d < D / 8; d++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) o[d][i] = 0;
+  float top[2] = {kMinusInfinity, kMinusInfinity}, weight[2] = {0, 0};
+
+  for (int n = 0; n < num_tiles; n++) {
+    const bf16* keys = tiles + (n & 1) * 2 * S::kTile;
+    const bf16* values = keys + S::kTile;
+    if (n + 1 < num_tiles) {
+      bf16* next = tiles + ((n + 1) & 1) * 2 * S::kTile;
+      self.load_keys(next, next + S::kTile, (n + 1) * S::kKeys);
+    }
+    commit();
+    wait<1>();
+    __syncthreads();
+
+    float s[S::kKeys / 8][4];
+#pragma unroll
+    for (int j = 0; j < S::kKeys / 8; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[j][i] = 0;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      uint32_t q[4];
+      load_matrices(q, queries + place<D>(warp * 16 + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+      for (int j = 0; j < S::kKeys / 16; j++) {
+        uint32_t b[4];
+        load_matrices(b, keys + place<D>(j * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        mma(s[2 * j], q[0], q[1], q[2], q[3], b[0], b[1]);
+        mma(s[2 * j + 1], q[0], q[1], q[2], q[3], b[2], b[3]);
+      }
+    }
+
+    const bool all_seen = (n + 1) * S::kKeys <= seen_by_all;
+#pragma unroll
+    for (int j = 0; j < S::kKeys / 8; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        s[j][i] *= a.scale;
+        if (!all_seen && n * S::kKeys + j * 8 + 2 * t + (i & 1) > limits[i >> 1]) s[j][i] = kMinusInfinity;
+      }
+    float shift[2];  // the maximum, or 0 where nothing has been seen yet
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float highest = top[r];
+#pragma unroll
+      for (int j = 0; j < S::kKeys / 8; j++) highest = fmaxf(highest, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+      const float factor = highest == top[r] ? 1.0f : exp2_fast(top[r] - highest);
+      top[r] = highest;
+      shift[r] = highest == kMinusInfinity ? 0.0f : highest;
+      weight[r] *= factor;
+#pragma unroll
+      for (int d = 0; d < D / 8; d++) {
+        o[d][2 * r] *= factor;
+        o[d][2 * r + 1] *= factor;
+      }
+    }
+    uint32_t p[S::kKeys / 16][4];
+#pragma unroll
+    for (int j = 0; j < S::kKeys / 8; j++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        s[j][i] = exp2_fast(s[j][i] - shift[i >> 1]);
+        weight[i >> 1] += s[j][i];
+      }
+      p[j / 2][j % 2 * 2] = packed(s[j][0], s[j][1]);
+      p[j / 2][j % 2 * 2 + 1] = packed(s[j][2], s[j][3]);
+    }
+#pragma unroll
+    for (int j = 0; j < S::kKeys / 16; j++) {
+#pragma unroll
+      for (int d = 0; d < D / 16; d++) {
+        uint32_t b[4];
+        load_transposed(b, values + place<D>(j * 16 + lane % 16, 2 * d + lane / 16));
+        mma(o[2 * d], p[j][0], p[j][1], p[j][2], p[j][3], b[0], b[1]);
+        mma(o[2 * d + 1], p[j][0], p[j][1], p[j][2], p[j][3], b[2], b[3]);
+      }
+    }
+    __syncthreads();
+  }
+
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    weight[r] += __shfl_xor_sync(~0u, weight[r], 1);
+    weight[r] += __shfl_xor_sync(~0u, weight[r], 2);
+    if (line + 8 * r >= tile.num_lines) continue;
+    const float factor = 1.0f / weight[r];
+    bf16* out = a.out + self.line_offset(line + 8 * r) + 2 * t;
+#pragma unroll
+    for (int d = 0; d < D / 8; d++)
+      *reinterpret_cast<uint32_t*>(out + d * 8) = packed(o[d][2 * r] * factor, o[d][2 * r + 1] * factor);
+  }
+}
+
+}  // namespace
+
+#define ATTENTION_PREFILL(D, WARPS, KEYS, BLOCKS)                                                              \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attention_prefill_##D(Arguments arguments) { \
+    run<D, Shape<D, WARPS, KEYS>>(arguments);                                                                  \
+  }
+
+ATTENTION_PREFILL(32, 8, 64, 2)
+ATTENTION_PREFILL(64, 8, 64, 2)
+ATTENTION_PREFILL(128, 8, 64, 1)
+ATTENTION_PREFILL(256, 4, 32, 1)

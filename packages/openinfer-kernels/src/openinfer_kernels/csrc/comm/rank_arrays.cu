@@ -1,0 +1,69 @@
+// What collectives do to arrays beside moving them: sums over ranks, and two axes exchanged.
+//
+//     sum_over_ranks_T   out[i] = T(((x[0][i] + x[1][i]) + x[2][i]) + ...)     in float32, rounded once, in order of ranks
+//     exchange_axes      out[b][a] = in[a][b], of pieces of so many 16-byte, 4-byte or single units
+#include "common/overlap.cuh"
+#include "common/vectors.cuh"
+
+namespace {
+
+template <int kWidth>
+__device__ void sum_bfloat16(const bf16* ranks, bf16* out, int64_t count, int size) {
+  const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (at >= count) return;
+  float total[kWidth];
+  unpack(load<kWidth>(ranks + at), total);
+  for (int rank = 1; rank < size; rank++) {
+    float values[kWidth];
+    unpack(load<kWidth>(ranks + rank * count + at), values);
+#pragma unroll
+    for (int i = 0; i < kWidth; i++) total[i] += values[i];
+  }
+  store(out + at, pack(total));
+}
+
+template <typename Unit>
+__device__ void exchange(const Unit* in, Unit* out, int first, int second, int units) {
+  const int unit = blockIdx.y * blockDim.x + threadIdx.x;
+  const int64_t piece = blockIdx.x;  // of the result
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (unit >= units) return;
+  const int64_t b = piece / first, a = piece % first;
+  out[piece * units + unit] = in[(a * second + b) * units + unit];
+}
+
+}  // namespace
+
+extern "C" __global__ void sum_over_ranks_bfloat16_vectors(const bf16* ranks, bf16* out, int64_t count, int size) {
+  sum_bfloat16<8>(ranks, out, count, size);
+}
+
+extern "C" __global__ void sum_over_ranks_bfloat16_singles(const bf16* ranks, bf16* out, int64_t count, int size) {
+  sum_bfloat16<1>(ranks, out, count, size);
+}
+
+extern "C" __global__ void sum_over_ranks_float32(const float* ranks, float* out, int64_t count, int size) {
+  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (at >= count) return;
+  float total = ranks[at];
+  for (int rank = 1; rank < size; rank++) total += ranks[rank * count + at];
+  out[at] = total;
+}
+
+extern "C" __global__ void exchange_axes_16(const uint4* in, uint4* out, int first, int second, int units) {
+  exchange(in, out, first, second, units);
+}
+
+extern "C" __global__ void exchange_axes_4(const unsigned* in, unsigned* out, int first, int second, int units) {
+  exchange(in, out, first, second, units);
+}
+
+extern "C" __global__ void exchange_axes_1(const unsigned char* in, unsigned char* out, int first, int second,
+                                           int units) {
+  exchange(in, out, first, second, units);
+}

@@ -1,0 +1,111 @@
+// What both kernels for chunks of the gated delta rule share: sizes, copies to shared memory, operands of `mma`.
+#pragma once
+#include "attention/attention.cuh"
+#include "linear_attention/gated_delta.cuh"
+
+namespace gated_delta {
+
+using attention::mma;
+using attention::packed;
+
+constexpr int kDim = 128, kChunk = 64;
+constexpr int kThreads = 256, kWarps = 8;
+constexpr int kWide = kDim + 8, kNarrow = kChunk + 8;  // rows in shared memory, in values, against bank conflicts
+
+// What the walk over the chunks is left by `gated_delta_prepare.cu`.
+struct Scratch {
+  bf16 *u, *w;            // [T, N, 128]
+  bf16* p;                // [T, N, 64]
+  float *of_query;        // [N, T]: e^{G_i} / (|q_i| sqrt(128))
+  float *until_end;       // [N, T]: e^{G_C - G_i} / |k_i|
+  float *of_chunk;        // [N, T], at a chunk's first token: e^{G_C}
+  int num_tokens;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes; zeros where there is nothing.
+__device__ __forceinline__ void copy16(bf16* to, const bf16* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(is_there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void copy4(float* to, const float* from, bool is_there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(is_there ? 4 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all groups but the last `kPending` have come.
+template <int kPending = 0>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// `count` of 64 rows of kValues values, `stride` apart, to rows of kRow values; the others become zeros.
+template <int kValues, int kRow>
+__device__ __forceinline__ void copy_rows(bf16* to, const bf16* from, int64_t stride, int count) {
+  constexpr int kPieces = kValues / 8;
+#pragma unroll
+  for (int i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
+    const int row = i / kPieces, piece = i % kPieces;
+    copy16(to + row * kRow + piece * 8, from + (row < count ? row * stride : 0) + piece * 8, row < count);
+  }
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(from))
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const bf16* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(from))
+               : "memory");
+}
+
+// Operands of `mma` from matrices in shared memory, in the thread's lane: 16 x 16 values from (row, column) on.
+//   a        of a matrix [m, k]              a_turned   of a matrix [k, m]
+//   b        of a matrix [n, k]              b_turned   of a matrix [k, n]     both for two products, 8 columns each
+template <int kRow>
+struct Matrix {
+  const bf16* data;
+  int lane;
+
+  __device__ __forceinline__ void a(uint32_t (&r)[4], int row, int column) const {
+    load_matrices(r, data + (row + lane % 16) * kRow + column + lane / 16 * 8);
+  }
+  __device__ __forceinline__ void a_turned(uint32_t (&r)[4], int k, int m) const {
+    load_transposed(r, data + (k + lane % 8 + lane / 16 * 8) * kRow + m + lane / 8 % 2 * 8);
+  }
+  __device__ __forceinline__ void b(uint32_t (&r)[4], int n, int k) const {
+    load_matrices(r, data + (n + lane % 8 + lane / 16 * 8) * kRow + k + lane / 8 % 2 * 8);
+  }
+  __device__ __forceinline__ void b_turned(uint32_t (&r)[4], int k, int n) const {
+    load_transposed(r, data + (k + lane % 16) * kRow + n + lane / 16 * 8);
+  }
+};
+
+template <int kTiles>
+__device__ __forceinline__ void clear(float (&sums)[kTiles][4]) {
+#pragma unroll
+  for (int j = 0; j < kTiles; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[j][i] = 0;
+}
+
+__device__ __forceinline__ void multiply(float (&left)[4], float (&right)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[4]) {
+  mma(left, a[0], a[1], a[2], a[3], b[0], b[1]);
+  mma(right, a[0], a[1], a[2], a[3], b[2], b[3]);
+}
+
+__device__ __forceinline__ void store2(bf16* to, float low, float high) {
+  *reinterpret_cast<uint32_t*>(to) = packed(low, high);
+}
+
+}  // namespace gated_delta

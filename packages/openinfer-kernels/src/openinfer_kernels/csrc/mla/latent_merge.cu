@@ -1,0 +1,88 @@
+// Adds the parts of items that several workers had: mixed latents of one head of one token per block. Four values per
+// thread; where tokens are few, 128 threads have every so-many-th part.
+//
+// A part is an unnormalised sum under its own maximum, so parts are added as in Milakov and Gimelshein 2018, "Online
+// normalizer calculation for softmax", always in the same order: results do not depend on timing.
+#include "mla/latent.cuh"
+#include "common/overlap.cuh"
+
+using namespace latent;
+using attention::exp2_fast;
+using attention::kMinusInfinity;
+using attention::packed;
+
+namespace {
+
+constexpr int kFours = kLatent / 4;
+constexpr int kMostWays = 8;
+constexpr int kPartsAtOnce = 4;
+
+struct Arguments {
+  const float* parts;  // [workers, 2, kPart]
+  const Item* items;   // [T, head tiles]
+  bf16* whole;         // [T, H, 512]
+  int num_heads;
+};
+
+// A thread's share of what was added so far, under its maximum.
+struct Running {
+  float4 sum = make_float4(0, 0, 0, 0);
+  float top = kMinusInfinity, total = 0;
+
+  // How much something under the maximum `other` counts here; a part may have seen no key at all.
+  __device__ __forceinline__ float share(float other) const { return other == top ? 1.0f : exp2_fast(other - top); }
+  __device__ __forceinline__ void raise(float highest) {
+    const float factor = highest == top ? 1.0f : exp2_fast(top - highest);
+    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+    total *= factor;
+    top = highest;
+  }
+  __device__ __forceinline__ void add(const float4& values, float factor, float more) {
+    sum.x += values.x * factor, sum.y += values.y * factor, sum.z += values.z * factor, sum.w += values.w * factor;
+    total += more * factor;
+  }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kMostWays * kFours) latent_merge(Arguments a) {
+  __shared__ Running shared[(kMostWays - 1) * kFours];
+  const int head = blockIdx.x, token = blockIdx.y, four = threadIdx.x % kFours;
+  const int way = threadIdx.x / kFours, ways = blockDim.x / kFours, tiles = (a.num_heads + kHeads - 1) / kHeads;
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const Item item = a.items[token * tiles + head / kHeads];
+  if (item.count <= 1) return;
+  // The first worker's part lies in its second slot, as it begins the item; the others' in their first.
+  const float* begin = a.parts + int64_t(item.first_worker) * 2 * kPart;
+  Running all;
+  for (int c = way; c < item.count; c += ways * kPartsAtOnce) {
+    float4 values[kPartsAtOnce];
+    float tops[kPartsAtOnce], totals[kPartsAtOnce], highest = all.top;
+#pragma unroll
+    for (int j = 0; j < kPartsAtOnce; j++) {
+      const int index = min(c + j * ways, item.count - 1);
+      const float* part = begin + (int64_t(index) * 2 + (index == 0)) * kPart;
+      values[j] = __ldcg(reinterpret_cast<const float4*>(part + head % kHeads * kLatent) + four);
+      tops[j] = __ldcg(part + kHeads * kLatent + head % kHeads);
+      totals[j] = __ldcg(part + kHeads * (kLatent + 1) + head % kHeads);
+    }
+#pragma unroll
+    for (int j = 0; j < kPartsAtOnce; j++) highest = fmaxf(highest, tops[j]);
+    all.raise(highest);
+#pragma unroll
+    for (int j = 0; j < kPartsAtOnce; j++)
+      if (c + j * ways < item.count) all.add(values[j], all.share(tops[j]), totals[j]);
+  }
+  if (way > 0) shared[(way - 1) * kFours + four] = all;
+  if (ways > 1) __syncthreads();
+  if (way > 0) return;
+  for (int w = 1; w < min(ways, item.count); w++) {
+    const Running other = shared[(w - 1) * kFours + four];
+    all.raise(fmaxf(all.top, other.top));
+    all.add(other.sum, all.share(other.top), other.total);
+  }
+  const float inverse = 1.0f / all.total;
+  *reinterpret_cast<uint2*>(a.whole + (int64_t(token) * a.num_heads + head) * kLatent + four * 4) =
+      make_uint2(packed(all.sum.x * inverse, all.sum.y * inverse), packed(all.sum.z * inverse, all.sum.w * inverse));
+}

@@ -1,0 +1,53 @@
+// Weights of tokens in fixed point, shares of their sums, and where a draw falls.
+#pragma once
+#include "sampling/ordered.cuh"
+
+namespace {
+
+constexpr float kOctaves = 46;  // so far below the likeliest token none weighs anything
+
+// Weights relative to the likeliest token, which has 2^44.
+struct Weighing {
+  float largest, min_p, scale, scale_rest;
+
+  __device__ Weighing(float largest, float temperature, float min_p) : largest(largest), min_p(min_p) {
+    const double exact = 1.4426950408889634 / double(temperature);
+    scale = exact > 1e38 ? 1e38f : float(exact);
+    scale_rest = exact > 1e30 ? 0.0f : float(exact - double(scale));
+  }
+
+  // A distance beyond which nothing weighs anything.
+  __device__ __forceinline__ uint32_t range(const Distances& distances) const {
+    const float lowest = fmaxf(largest - kOctaves / scale, -3.4e38f);
+    return distances.of(lowest);
+  }
+
+  __device__ __forceinline__ uint64_t operator()(float score) const {
+    const float below = score - largest;
+    float weight;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(weight) : "f"(fmaf(below, scale, below * scale_rest)));
+    return weight >= min_p ? __float2ull_rn(weight * 0x1p44f) : 0;  // a NaN, of an infinite distance, weighs nothing
+  }
+};
+
+// What is kept of a row: distances below `end`, and of those equal to it the `num_ties` with the lowest ids.
+struct Cut {
+  uint32_t end, num_ties;
+};
+
+// `share` of `sum`, rounded up, and at least 1: what a running sum must reach.
+__device__ __forceinline__ uint64_t share_of(uint64_t sum, float share) {
+  return max(uint64_t(1), min(sum, uint64_t(ceil(double(share) * double(sum)))));
+}
+
+// What is kept of candidates, and the draw.
+struct Draw {
+  int top_k;  // 0 if it cuts nothing
+  float top_p;
+  uint32_t word;
+
+  // Where in running sums up to `sum` the draw falls.
+  __device__ __forceinline__ uint64_t target(uint64_t sum) const { return __umul64hi(sum, uint64_t(word) << 32); }
+};
+
+}  // namespace
