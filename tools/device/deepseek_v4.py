@@ -25,11 +25,11 @@ sys.path[:0] = folders()
 import numpy as np  # noqa: E402
 
 from openinfer_deepseek_v4.definition import DeepseekV4Definition  # noqa: E402
-from openinfer_engine.communicator import SoloCommunicator  # noqa: E402
-from openinfer_engine.dummy import DummyWeights  # noqa: E402
+from openinfer_engine.distributed.communicator import SoloCommunicator  # noqa: E402
 from openinfer_engine.model import Cut  # noqa: E402
-from openinfer_engine.paged_tensors import make_pool, paged_tensors  # noqa: E402
 from openinfer_engine.testing import QueriesOneOff, RoundedOps  # noqa: E402
+from openinfer_engine.weights.dummy import DummyWeights  # noqa: E402
+from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors  # noqa: E402
 from openinfer_kernels import AttentionBatch  # noqa: E402
 from openinfer_kv_cache import KvDtype, KvLayout  # noqa: E402
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from openinfer_core.provenance import provenance
-from openinfer_engine.host_collectives import rank_sum
-from openinfer_engine.nccl_communicator import NcclCommunicator
-from openinfer_engine.nccl_sums import ExactSums, open_one_shot
+from openinfer_engine.distributed.host_collectives import rank_sum
+from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
+from openinfer_engine.distributed.nccl_sums import ExactSums, open_one_shot
 from openinfer_kernels.cuda.comm.nccl import NcclGroup, unique_id, version
 from openinfer_kernels.cuda.comm.one_shot import OneShot
 from openinfer_kernels.cuda.comm.rank_arrays import RankArrays

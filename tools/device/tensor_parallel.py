@@ -33,8 +33,8 @@ from openinfer_core.provenance import provenance
 from openinfer_engine import GroupBroken, StepLoop, build_loop, resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.offline_bench import measure_offline
-from openinfer_engine.process_runner import ProcessRunner
-from openinfer_engine.rank_processes import start_ranks
+from openinfer_engine.worker.process_group import start_ranks
+from openinfer_engine.worker.process_runner import ProcessRunner
 
 SIZES = ((1, 1024), (8, 1024), (64, 1024))
 PROMPTS = (1, 17, 100, 333, 700, 1024)

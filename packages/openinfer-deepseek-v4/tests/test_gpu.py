@@ -17,9 +17,7 @@ from openinfer_core import GenerateRequest
 from openinfer_core.errors import Refused
 from openinfer_deepseek_v4 import DeepseekV4
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
-from openinfer_engine.dummy_stored import dummy_array
 from openinfer_engine.options import DeviceKind, LoadFormat
-from openinfer_engine.stored_tensor import StoredTensor
 from openinfer_engine.testing import (
     Answer,
     Distance,
@@ -34,6 +32,8 @@ from openinfer_engine.testing import (
     run_at_once,
     top_differences,
 )
+from openinfer_engine.weights.dummy_stored import dummy_array
+from openinfer_engine.weights.stored_tensor import StoredTensor
 
 gpu = pytest.mark.gpu
 VOCAB = 1024

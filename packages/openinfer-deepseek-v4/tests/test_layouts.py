@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_deepseek_v4.definition import DeepseekV4Definition
 from openinfer_deepseek_v4.tensors import mtp_tensors
-from openinfer_engine.checkpoint import Checkpoint
-from openinfer_engine.dummy import DummyWeights
-from openinfer_engine.local_group import LocalGroup
+from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Cut
-from openinfer_engine.stored_config import check_stored
-from openinfer_engine.stored_tensor import StoredTensor, spec_bytes
+from openinfer_engine.weights.checkpoint import Checkpoint
+from openinfer_engine.weights.dummy import DummyWeights
+from openinfer_engine.weights.stored_config import check_stored
+from openinfer_engine.weights.stored_tensor import StoredTensor, spec_bytes
 from openinfer_kernels.cpu import CpuOps
 
 Stored: TypeAlias = tuple[str, tuple[int, ...], bytes]

@@ -13,10 +13,10 @@ from openinfer_deepseek_v4.config import DeepseekV4Config
 from openinfer_deepseek_v4.definition import DeepseekV4Definition
 from openinfer_deepseek_v4.mtp import load_mtp, window_group
 from openinfer_deepseek_v4.tensors import mtp_tensors
-from openinfer_engine.checkpoint import cut_for_rank
-from openinfer_engine.communicator import Communicator
-from openinfer_engine.local_group import LocalGroup
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Cut
+from openinfer_engine.weights.checkpoint import cut_for_rank
 from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kv_cache import KvDtype

@@ -11,12 +11,12 @@ from safetensors.numpy import save_file
 from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_deepseek.definition import DeepseekV2LiteDefinition
 from openinfer_deepseek.model import DeepseekV2LiteConfig, DeepseekV2LiteModel, ExpertWeights, load
-from openinfer_engine.checkpoint import Checkpoint, RankWeights
-from openinfer_engine.communicator import SoloCommunicator
-from openinfer_engine.dummy import DummyWeights
-from openinfer_engine.local_group import LocalGroup
+from openinfer_engine.distributed.communicator import SoloCommunicator
+from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_engine.wanted_tokens import SelectiveModel
+from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
+from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels.cpu import CpuOps
 
 PUBLISHED: dict[str, Any] = {

@@ -26,11 +26,11 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
-from openinfer_engine.communicator import SoloCommunicator
+from openinfer_engine.cpu.worker import RankRunner, RunnerLimits
+from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
-from openinfer_engine.rank import RankRunner, RunnerLimits
-from openinfer_engine.runner import ThreadRunner
 from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.worker.runner import ThreadRunner
 from openinfer_kernels import Array, AttentionBatch
 from openinfer_kernels.cpu import CpuOps
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from openinfer_core import InvalidCheckpoint, Refused
-from openinfer_engine.stored_tensor import StoredTensor
+from openinfer_engine.weights.stored_tensor import StoredTensor
 from openinfer_kernels import WeightFormat, rope_table
 from openinfer_kimi_k2 import KimiK2
 from openinfer_kimi_k2.model import KimiK2Config, tensors

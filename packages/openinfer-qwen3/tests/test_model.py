@@ -8,11 +8,11 @@ import pytest
 from numpy.typing import NDArray
 
 from openinfer_core import InvalidCheckpoint, read_config
-from openinfer_engine.checkpoint import Checkpoint, RankWeights
-from openinfer_engine.communicator import SoloCommunicator
-from openinfer_engine.dummy import DummyWeights
-from openinfer_engine.local_group import LocalGroup
+from openinfer_engine.distributed.communicator import SoloCommunicator
+from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Cut
+from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
+from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels import WeightPart
 from openinfer_kernels.cpu import CpuOps
 from openinfer_qwen3.definition import Qwen3Definition

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from openinfer_core import read_config
-from openinfer_engine.communicator import SoloCommunicator
-from openinfer_engine.dummy import DummyWeights
+from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
+from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cpu import CpuOps
 from openinfer_qwen3.definition import Qwen3Definition

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from openinfer_engine.composition import resolve
+from openinfer_engine.engine_plan import resolve
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.testing import Traffic
 from openinfer_qwen35.definition import Qwen35Definition

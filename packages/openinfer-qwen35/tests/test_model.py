@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from openinfer_core import InvalidCheckpoint, read_config
-from openinfer_engine.checkpoint import Checkpoint
-from openinfer_engine.dummy import DummyWeights
-from openinfer_engine.local_group import LocalGroup
+from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Cut
+from openinfer_engine.weights.checkpoint import Checkpoint
+from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels.cpu import CpuOps
 from openinfer_qwen35.definition import Qwen35Definition
 from openinfer_qwen35.model import Qwen35Config, load

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from openinfer_core import InvalidCheckpoint, Refused
-from openinfer_engine.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.model import ModelLimits, WeightSource
 from openinfer_kernels import Ops

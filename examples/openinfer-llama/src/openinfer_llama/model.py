@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from openinfer_engine.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_kernels import Array, AttentionBatch, Ops
 from openinfer_llama.rope import Llama3Scaling, rope_table

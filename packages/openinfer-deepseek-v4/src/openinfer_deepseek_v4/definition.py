@@ -11,10 +11,10 @@ from openinfer_deepseek_v4.model import ENTRIES, INDEX, DeepseekV4Model, load
 from openinfer_deepseek_v4.published import MODEL_TYPE, normalised
 from openinfer_deepseek_v4.refusals import refusal
 from openinfer_deepseek_v4.tensors import MTP_PREFIX, as_stored, stored_name, tensors
-from openinfer_engine.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import ModelLimits, WeightSource
-from openinfer_engine.safetensors_file import TensorInfo
-from openinfer_engine.stored_tensor import TensorSpec
+from openinfer_engine.weights.safetensors_file import TensorInfo
+from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Ops
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
 

@@ -39,9 +39,9 @@ from openinfer_deepseek_v4.weights import (
     MixtureWeights,
     WeightReader,
 )
-from openinfer_engine.communicator import Communicator
-from openinfer_engine.fused_weights import pad_rows, rows_of_rank
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import WeightSource
+from openinfer_engine.weights.fused import pad_rows, rows_of_rank
 from openinfer_kernels import Array, AttentionBatch, CompressedEntries, Ops, project, rope_table
 
 # --- weights ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from openinfer_deepseek_v4.config import DeepseekV4Config
 from openinfer_deepseek_v4.model import DeepseekV4Model
 from openinfer_deepseek_v4.tensors import MTP_LAYER, MTP_PREFIX
 from openinfer_deepseek_v4.weights import HyperHead, LayerWeights, WeightReader
-from openinfer_engine.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import WeightSource
 from openinfer_kernels import Array, AttentionBatch, Ops, Weight, project
 from openinfer_kv_cache import KvDtype, SlotGroup, SlotTensor

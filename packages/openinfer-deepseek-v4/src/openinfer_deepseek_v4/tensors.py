@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import msgspec
 
 from openinfer_deepseek_v4.config import DeepseekV4Config, LayerKind, RouterKind, Storage, TensorNames
-from openinfer_engine.quantised_weights import QuantisedMatrix
-from openinfer_engine.safetensors_file import TensorInfo
-from openinfer_engine.stored_tensor import RandomIds, StoredTensor, TensorSpec
+from openinfer_engine.weights.quantised import QuantisedMatrix
+from openinfer_engine.weights.safetensors_file import TensorInfo
+from openinfer_engine.weights.stored_tensor import RandomIds, StoredTensor, TensorSpec
 from openinfer_kernels import WeightFormat
 
 MTP_PREFIX = "mtp.0"

@@ -13,9 +13,9 @@ import numpy as np
 
 from openinfer_deepseek_v4.config import DeepseekV4Config, LayerKind, RouterKind
 from openinfer_deepseek_v4.tensors import LayerTensors, stored_name
-from openinfer_engine.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
-from openinfer_engine.quantised_weights import QuantisedMatrix, read_quantised
+from openinfer_engine.weights.quantised import QuantisedMatrix, read_quantised
 from openinfer_kernels import Array, HyperWeights, Ops, QuantisedPart, Weight, WeightFormat, WeightPart
 
 

@@ -8,7 +8,7 @@ import msgspec
 from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_deepseek.model import DeepseekV2LiteConfig, DeepseekV2LiteModel, load, tensors
 from openinfer_deepseek.refusals import MODEL_TYPE, refusal
-from openinfer_engine.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import ModelLimits, WeightSource
 from openinfer_kernels import Ops
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor

@@ -4,18 +4,18 @@
 without a host; `TokenBudgetScheduler` is the default scheduler, found through the group `openinfer.schedulers`.
 """
 
-from openinfer_engine.checkpoint import Checkpoint, RankWeights
-from openinfer_engine.communicator import Communicator, SoloCommunicator
-from openinfer_engine.composition import Composition, resolve
-from openinfer_engine.dummy import DummyWeights
+from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
+from openinfer_engine.distributed.local_group import LocalGroup
+from openinfer_engine.engine_plan import Composition, resolve
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.launch import build_loop, launch, plan
-from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import Cut, Model, ModelDefinition, ModelLimits, WeightSource
 from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
 from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
+from openinfer_engine.weights.dummy import DummyWeights
 
 __all__ = [
     "Checkpoint",

@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from openinfer_core import Refused
-from openinfer_engine.communicator import Communicator
+from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
-from openinfer_engine.rank import RunnerLimits
-from openinfer_engine.runner import Rank
-from openinfer_engine.stored_tensor import TensorSpec
-from openinfer_engine.trace import Tracer
+from openinfer_engine.tracing.trace import Tracer
+from openinfer_engine.weights.stored_tensor import TensorSpec
+from openinfer_engine.worker.runner import Rank
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.driver import wake_driver
 from openinfer_kv_cache import KvDtype, KvLayout
@@ -109,12 +109,12 @@ def open_backend(options: EngineOptions, *, rank: int = 0) -> Backend:
         Refused: its device or packages are not there.
     """
     if options.device is DeviceKind.CPU:
-        from openinfer_engine.cpu_backend import CpuBackend
+        from openinfer_engine.cpu.backend import CpuBackend
 
         return CpuBackend(options)
     waking = wake_driver(rank)
     try:
-        from openinfer_engine.cuda_backend import CudaBackend
+        from openinfer_engine.cuda.backend import CudaBackend
     except KernelsError as error:  # the packages of the CUDA extras are missing; the message says which
         raise Refused(f"--device cuda: {error}") from error
 

@@ -7,11 +7,11 @@ import msgspec
 
 from openinfer_core.process.engine_process import run_engine_process
 from openinfer_core.timeline import Timeline
-from openinfer_engine.composition import resolve
+from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
-from openinfer_engine.rank_processes import start_ranks
+from openinfer_engine.worker.process_group import start_ranks
 
 SWITCH_INTERVAL_S = 2e-5
 """How long a thread of this process keeps the interpreter from another one that wants it.

@@ -22,7 +22,7 @@ from openinfer_core.grammars import GrammarCompiler, TokenMatcher, Vocabulary, m
 from openinfer_core.plugins import CHECKPOINTS
 from openinfer_core.provenance import provenance
 from openinfer_core.sampling import Grammar, GrammarKind
-from openinfer_engine.grammar_compilers import LLGUIDANCE, choose_grammar_compiler, make_grammar_compiler
+from openinfer_engine.grammars.choice import LLGUIDANCE, choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 
 _PERSON = {

@@ -15,8 +15,9 @@ import msgspec
 from openinfer_core import EngineHandle, FamilyPlan, Refused
 from openinfer_core.scheduling import Scheduler
 from openinfer_core.timeline import Timeline
-from openinfer_engine.communicator import Communicator, SoloCommunicator
-from openinfer_engine.composition import Composition, resolve
+from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
+from openinfer_engine.distributed.local_group import LocalGroup
+from openinfer_engine.engine_plan import Composition, resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.kv_tiers import (
     LocalShare,
@@ -28,15 +29,14 @@ from openinfer_engine.kv_tiers import (
     require_tiered,
     take_pages,
 )
-from openinfer_engine.loading import load_ranks
-from openinfer_engine.local_group import LocalGroup
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DeviceKind, EngineHost, EngineOptions
-from openinfer_engine.process_runner import ProcessRunner, load_with_processes
-from openinfer_engine.rank_processes import RankProcesses, start_ranks
-from openinfer_engine.runner import ThreadRunner
-from openinfer_engine.trace import NoTrace, Trace, Tracer
+from openinfer_engine.tracing.trace import NoTrace, Trace, Tracer
+from openinfer_engine.weights.loading import load_ranks
+from openinfer_engine.worker.process_group import RankProcesses, start_ranks
+from openinfer_engine.worker.process_runner import ProcessRunner, load_with_processes
+from openinfer_engine.worker.runner import ThreadRunner
 
 logger = logging.getLogger("openinfer.engine")
 

@@ -4,7 +4,8 @@
 
 While the device runs step N, the host plans N + 1 and queues it behind N, so the device never waits for Python.
 A stop that step N brings to light leaves one row of N + 1 wasted, never a wrong token. A request with a grammar has no
-row in N + 1 while N samples it: its mask is made when the row is planned (`masking.py`), the others keep their overlap.
+row in N + 1 while N samples it: its mask is made when the row is planned (`grammars/masking.py`), others keep their
+overlap.
 """
 
 import time
@@ -25,11 +26,11 @@ from openinfer_core import (
 from openinfer_core.errors import ContractViolation
 from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import Scheduler, StepPlan
+from openinfer_engine.grammars.masking import MaskedRequests
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.masking import MaskedRequests
-from openinfer_engine.runner import PendingStep, Runner
-from openinfer_engine.trace import LOOP, NoTrace, Tracer
+from openinfer_engine.tracing.trace import LOOP, NoTrace, Tracer
+from openinfer_engine.worker.runner import PendingStep, Runner
 
 _COMPILER_WAIT_S, _TIER_WAIT_S = 0.005, 0.001
 """Of a step that has nothing to run and a grammar or a KV tier to wait for; commands are heard after it."""

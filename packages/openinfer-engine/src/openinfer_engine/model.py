@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
-from openinfer_engine.communicator import Communicator
-from openinfer_engine.stored_tensor import TensorSpec
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Array, AttentionBatch, Ops, WeightPart
 from openinfer_kv_cache import KvDtype, KvSpec
 

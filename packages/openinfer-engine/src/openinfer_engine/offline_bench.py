@@ -33,10 +33,10 @@ from openinfer_core import (
 )
 from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
-from openinfer_engine.composition import resolve
+from openinfer_engine.engine_plan import resolve
 from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
-from openinfer_engine.trace_summary import summarise_file
+from openinfer_engine.tracing.summary import summarise_file
 
 _STEPS_IN_FLIGHT = 2
 

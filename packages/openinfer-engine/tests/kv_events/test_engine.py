@@ -20,7 +20,7 @@ from openinfer_core import (
 )
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
-from openinfer_engine.composition import resolve
+from openinfer_engine.engine_plan import resolve
 from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.launch import build_loop
 from openinfer_engine.options import EngineOptions

@@ -13,7 +13,7 @@ from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.kv_tiers.remote_share import RemoteShare
 from openinfer_engine.kv_tiers.share_service import ShareService
 from openinfer_engine.kv_tiers.stats import total_of_ranks
-from openinfer_engine.rank_wire import CancelMove, LoadShare, MoveEnded, SaveShare
+from openinfer_engine.worker.messages import CancelMove, LoadShare, MoveEnded, SaveShare
 from openinfer_kv_cache import Digest
 
 DIGESTS = [Digest(bytes([number]) * 16) for number in range(3)]

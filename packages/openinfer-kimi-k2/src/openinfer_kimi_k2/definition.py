@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from openinfer_core import InvalidCheckpoint, Refused
-from openinfer_engine.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import ModelLimits, WeightSource
-from openinfer_engine.stored_tensor import TensorSpec
+from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Ops
 from openinfer_kimi_k2.model import KimiK2Config, KimiK2Model, load, tensors
 from openinfer_kimi_k2.published import TEXT, VISION_PARTS, text_config

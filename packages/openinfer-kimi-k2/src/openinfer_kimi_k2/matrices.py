@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from openinfer_engine.communicator import Communicator
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
-from openinfer_engine.quantised_weights import QuantisedMatrix, read_quantised
-from openinfer_engine.stored_tensor import TensorSpec
+from openinfer_engine.weights.quantised import QuantisedMatrix, read_quantised
+from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Array, Ops, QuantisedPart, Weight, WeightFormat
 
 

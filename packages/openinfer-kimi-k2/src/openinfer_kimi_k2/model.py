@@ -28,11 +28,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from openinfer_engine.communicator import Communicator
-from openinfer_engine.fused_weights import pad_rows, rows_of_rank
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
-from openinfer_engine.stored_tensor import Repeated, StoredTensor, TensorSpec
 from openinfer_engine.wanted_tokens import WantedTokens
+from openinfer_engine.weights.fused import pad_rows, rows_of_rank
+from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec
 from openinfer_kernels import (
     Array,
     AttentionBatch,

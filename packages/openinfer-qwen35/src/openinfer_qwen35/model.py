@@ -33,9 +33,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from openinfer_engine.communicator import Communicator
-from openinfer_engine.fused_weights import pad_rows, rows_of_rank, stacked_rows_of_rank
+from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.weights.fused import pad_rows, rows_of_rank, stacked_rows_of_rank
 from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, WeightPart, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from openinfer_core.engine import KvTierStats
 from openinfer_engine.kv_tiers.move import Move
-from openinfer_engine.rank_wire import CancelMove, LoadShare, MoveEnded, SaveShare, ToRank
+from openinfer_engine.worker.messages import CancelMove, LoadShare, MoveEnded, SaveShare, ToRank
 from openinfer_kv_cache import Digest
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from openinfer_engine.kv_tiers.move import Move
 from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.rank_wire import CancelMove, LoadShare, MoveEnded, SaveShare
+from openinfer_engine.worker.messages import CancelMove, LoadShare, MoveEnded, SaveShare
 from openinfer_kv_cache import Digest
 from openinfer_kv_cache.digest import DIGEST_BYTES
 

@@ -1,6 +1,6 @@
 """`TokenBudgetScheduler`: every step has a budget of tokens, and everything that runs is a row of it.
 
-A plan is made by walking along the line of sequences (`line.py`) until the budget is spent:
+A plan is made by walking along the line of sequences (`run_queue.py`) until the budget is spent:
 
     running, next id on the device    one token each; where blocks run short, the youngest of all is preempted;
                                       with a grammar every other step, once the last token is known
@@ -25,13 +25,13 @@ from openinfer_core.events import Failed, FailureKind, FinishReason, TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.scheduler.books import check_books
 from openinfer_engine.scheduler.counters import Counters
-from openinfer_engine.scheduler.draft import StepDraft, StepInFlight
-from openinfer_engine.scheduler.harvest import Harvest, finished
-from openinfer_engine.scheduler.line import Line
-from openinfer_engine.scheduler.pace import StepPace
+from openinfer_engine.scheduler.integrity import check_books
+from openinfer_engine.scheduler.itl_limit import StepPace
+from openinfer_engine.scheduler.outputs import Harvest, finished
+from openinfer_engine.scheduler.run_queue import Line
 from openinfer_engine.scheduler.sequence import Sequence, count_final_tokens
+from openinfer_engine.scheduler.step_builder import StepDraft, StepInFlight
 from openinfer_kv_cache import BlockListener
 
 _POLICY_FAULT = "the queue policy failed on this request"

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_core import read_config
-from openinfer_engine.checkpoint import Checkpoint, RankWeights
-from openinfer_engine.communicator import Communicator
-from openinfer_engine.dummy import DummyWeights
-from openinfer_engine.local_group import LocalGroup
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Model, ModelDefinition, WeightSource
-from openinfer_engine.paged_tensors import make_pool, paged_tensors
-from openinfer_engine.stored_config import check_stored
 from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
+from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
+from openinfer_engine.weights.dummy import DummyWeights
+from openinfer_engine.weights.stored_config import check_stored
+from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors
 from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.stored_tensor import StoredTensor
+from openinfer_engine.weights.stored_tensor import StoredTensor
 
 
 def random_weights(definition: ModelDefinition[Any], config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:

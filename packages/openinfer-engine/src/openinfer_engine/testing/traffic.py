@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from openinfer_core import EngineStats, GenerateRequest, RequestId, SamplingParams, TokenLogprobs
-from openinfer_engine.composition import resolve
+from openinfer_engine.engine_plan import resolve
 from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition

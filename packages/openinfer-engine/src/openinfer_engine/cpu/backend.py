@@ -1,0 +1,100 @@
+"""`CpuBackend`: engines on a CPU."""
+
+from collections.abc import Callable, Collection, Mapping
+
+from openinfer_engine.cpu.worker import RankRunner, RunnerLimits, make_states
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.distributed.socket_communicator import SocketCommunicator
+from openinfer_engine.model import Model, WeightSource
+from openinfer_engine.options import EngineOptions
+from openinfer_engine.tracing.trace import Tracer
+from openinfer_engine.weights.dummy import DummyWeights
+from openinfer_engine.weights.stored_tensor import TensorSpec
+from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors
+from openinfer_engine.worker.runner import Rank
+from openinfer_kernels import Ops
+from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
+from openinfer_kv_cache import KvDtype, KvLayout
+
+_CPU_KV_CACHE_BYTES = 1 << 30
+
+
+class CpuBackend:
+    """NumPy in float32."""
+
+    dtype = KvDtype.FLOAT32
+    architecture = "cpu"
+    measured: dict[str, str] = {}  # noqa: RUF012
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._batch_invariant = options.batch_invariant
+
+    def enter_thread(self) -> None:
+        """All threads are alike."""
+
+    def open_group(self, size: int) -> tuple[bytes, Communicator]:
+        """Over sockets."""
+        return SocketCommunicator.open(size)
+
+    def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
+        """Over sockets."""
+        return SocketCommunicator.join(ticket, rank=rank, size=size)
+
+    def check_layout(self, layout: KvLayout) -> None:
+        """All are served."""
+        del layout
+
+    def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
+        """NumPy alone, but for what is provided."""
+        operators = "cpu NumPy, float32" + (", batch-invariant" if self._batch_invariant else "")
+        operators += f", but {', '.join(sorted(provided))}" if provided else ""
+        return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
+
+    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
+        """Not bounded: the system's allocator gives and takes."""
+        del limits, max_step_tokens, num_ranks
+        return {}
+
+    def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
+        """1 GiB."""
+        del weights_bytes, workspace_bytes
+        return _CPU_KV_CACHE_BYTES
+
+    def used_bytes(self) -> int:
+        """None of its own."""
+        return 0
+
+    def make_ops(self) -> Ops:
+        """Stateless."""
+        return BatchInvariantCpuOps() if self._batch_invariant else CpuOps()
+
+    def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
+        """Pieces of one sequence."""
+        return DummyWeights(shapes, rank=rank, size=size)
+
+    def make_rank(
+        self,
+        model: Model,
+        *,
+        ops: Ops,
+        num_blocks: int,
+        layout: KvLayout,
+        communicator: Communicator,
+        limits: RunnerLimits,
+        mark: Callable[[str], None],
+        tracer: Tracer,
+    ) -> Rank:
+        """Needs no warming."""
+        kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
+        states = make_states(layout, limits, ops=ops)
+        mark("kv_cache")
+        return RankRunner(
+            model,
+            kv_cache=kv_cache,
+            ops=ops,
+            communicator=communicator,
+            limits=limits,
+            states=states,
+            caches=paged_tensors(layout, kv_cache),
+            tracer=tracer,
+        )

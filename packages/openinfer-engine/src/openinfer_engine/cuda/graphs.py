@@ -1,0 +1,92 @@
+"""Steps that a GPU rank captures, so that replaying one costs the host next to nothing.
+
+decode steps    one graph for the forward pass, one for each way of sampling: plain, or full with penalties, biases,
+                masks and log-probabilities
+short pieces    prompts' pieces and decode rows together, up to a number of tokens below which the device would wait
+                for launches: the forward pass alone
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_kernels import Array, Logprobs
+from openinfer_kernels.cuda.common.graphs import Graph, Stream
+from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, PieceInputs
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Rows of captured decode steps; a step is padded to the next one."""
+TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens of captured steps of pieces. Of more tokens the device has work for longer than it takes to launch them."""
+_CAPTURED_SCORE_BYTES = 1 << 26
+"""Of scores of a captured step of pieces, at most: to write and read more takes longer than to launch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSampling:
+    """A way of sampling."""
+
+    graph: Graph
+    token_ids: Array
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedDecode:
+    """Decode steps of so many rows."""
+
+    inputs: DecodeInputs
+    forward: Graph
+    plain: CapturedSampling
+    full: CapturedSampling
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPieces:
+    """Steps of pieces of so many tokens; `hidden` is what the forward pass leaves."""
+
+    inputs: PieceInputs
+    forward: Graph
+    hidden: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What there is to capture; each queues kernels and returns where their results will be."""
+
+    decode_logits: Callable[[DecodeInputs], Array]
+    sample: Callable[[Array, DecodeInputs], Array]
+    sample_fully: Callable[[Array, DecodeInputs], tuple[Array, Logprobs]]
+    pieces_hidden: Callable[[PieceInputs], Array]
+
+
+def capture_decode(stream: Stream, inputs: DecodeInputs, work: StepWork) -> CapturedDecode:
+    """Captures decode steps that read and write `inputs`."""
+    forward, logits = stream.capture(lambda: work.decode_logits(inputs))
+    plain, token_ids = stream.capture(lambda: work.sample(logits, inputs))
+    full, (full_ids, logprobs) = stream.capture(lambda: work.sample_fully(logits, inputs))
+    return CapturedDecode(
+        inputs, forward, CapturedSampling(plain, token_ids, None), CapturedSampling(full, full_ids, logprobs)
+    )
+
+
+def capture_pieces(stream: Stream, inputs: PieceInputs, work: StepWork) -> CapturedPieces:
+    """Captures steps of pieces that read and write `inputs`."""
+    forward, hidden = stream.capture(lambda: work.pieces_hidden(inputs))
+    return CapturedPieces(inputs, forward, hidden)
+
+
+def token_buckets(limits: RunnerLimits) -> tuple[int, ...]:
+    """The buckets of steps of pieces: a captured step computes scores of the longest context, whatever its own is."""
+    return tuple(each for each in TOKEN_BUCKETS if each * limits.score_bytes_per_token <= _CAPTURED_SCORE_BYTES)
+
+
+def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """The buckets that decode steps of so many sequences need."""
+    largest = bucket_of(ROW_BUCKETS, max_num_seqs) or ROW_BUCKETS[-1]
+    return tuple(bucket for bucket in ROW_BUCKETS if bucket <= largest)
+
+
+def bucket_of(buckets: tuple[int, ...], count: int) -> int | None:
+    """The smallest bucket that holds so many; None if none does."""
+    return next((bucket for bucket in buckets if bucket >= count), None)

@@ -1,0 +1,103 @@
+"""What an engine takes of a GPU beside weights and KV cache, by purpose: bounds, from sizes known before loading.
+
+The bounds are checked against the device: `openinfer bench startup` prints memory in use beside the ledger, and
+`benchmarks/results/h200/*-startup.json` has both after every phase.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from openinfer_core import Refused
+from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, RunnerLimits
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+_CONTEXT_BYTES = 640 * _MIB
+"""The CUDA context with our kernels, cuBLASLt's, and its workspace."""
+_ROPE_BYTES_PER_POSITION = 512
+"""Of tables of RoPE: cosines and sines of 128 rotated dimensions, or of 64 at two frequencies."""
+_GRAPH_BYTES = 10 * _MIB
+"""Of one captured forward pass and what samples behind it: nodes, and the places where their results stay."""
+_ACTIVATION_BYTES_PER_TOKEN = 1 << 18
+"""Of one token of a step, at most: a few vectors of the widest layer of any model served."""
+_COMMUNICATOR_BYTES = 1408 * _MIB
+"""Of one rank's end of a group, by far the most of it NCCL's channels; measured with two ranks, 1352 MiB."""
+_GATHERED_LOGIT_BYTES = 8
+"""Of one logit of a sampled row, where each rank computes some: as they arrive, and in order."""
+_LOGIT_BYTES = 12
+"""Of one logit of a sampled row: float32, float32 scratch of sampling, and what a copy of some rows takes."""
+
+
+def workspaces(
+    limits: RunnerLimits,
+    *,
+    max_step_tokens: int,
+    slot_state_bytes: int,
+    decode_rows: Sequence[int],
+    piece_tokens: Sequence[int],
+    num_ranks: int = 1,
+) -> Mapping[str, int]:
+    """Purpose -> bytes on one GPU.
+
+    Args:
+        limits: sizes of the rank's state.
+        max_step_tokens: tokens of the largest step.
+        slot_state_bytes: of what the device keeps per slot.
+        decode_rows: of each decode step that is captured.
+        piece_tokens: of each captured step of pieces.
+        num_ranks: that share each layer.
+    """
+    rows = limits.max_num_seqs + PROMPT_LOGPROB_ROWS
+    gathered_bytes = rows * limits.vocab_size * _GATHERED_LOGIT_BYTES
+    scored_tokens = max_step_tokens + max((*decode_rows, *piece_tokens), default=0)  # graphs have memory of their own
+    score_bytes = scored_tokens * limits.score_bytes_per_token * (1 if num_ranks == 1 else 2)
+    table_bytes = 4 * -(-limits.max_model_tokens // limits.block_size_tokens)
+    captured_rows = sum(decode_rows) + sum(min(each, limits.max_num_seqs) for each in piece_tokens)
+    graph_bytes = (len(decode_rows) + len(piece_tokens)) * _GRAPH_BYTES + captured_rows * table_bytes
+    shared = {"communicator": _COMMUNICATOR_BYTES + gathered_bytes} if num_ranks > 1 else {}
+    return {
+        **shared,
+        "context": _CONTEXT_BYTES + limits.max_model_tokens * _ROPE_BYTES_PER_POSITION,
+        "activations": max_step_tokens * _ACTIVATION_BYTES_PER_TOKEN,
+        **({} if limits.tokens_per_score is None else {"scores": score_bytes}),
+        "logits": rows * limits.vocab_size * _LOGIT_BYTES,
+        "slots": slot_state_bytes,
+        "graphs": graph_bytes,
+    }
+
+
+def kv_cache_share(
+    gpu: str, *, memory_bytes: int, used_bytes: int, fraction: float, weights_bytes: int, workspace_bytes: int
+) -> int:
+    """What is left for the KV cache of the share of a GPU's memory that was granted.
+
+    Args:
+        gpu: its name.
+        memory_bytes: all of its memory.
+        used_bytes: what is in use before anything is loaded, by everyone; our own context is part of it.
+        fraction: of its memory, granted.
+        weights_bytes: of the model.
+        workspace_bytes: the sum of `workspaces`.
+
+    Raises:
+        Refused: other processes hold what was granted, or the model does not fit.
+    """
+    granted = int(memory_bytes * fraction)
+    held = max(0, used_bytes - _CONTEXT_BYTES)
+    if held > memory_bytes - granted:
+        raise Refused(
+            f"other processes hold {_gib(held)} of the {_gib(memory_bytes)} of {gpu}, and {_gib(granted)} were granted "
+            f"(gpu_memory_fraction {fraction}); stop them, or lower it below {1 - held / memory_bytes:.2f}"
+        )
+    rest = granted - weights_bytes - workspace_bytes
+    if rest <= 0:
+        raise Refused(
+            f"the model does not fit into {gpu}: weights take {_gib(weights_bytes)} and workspaces "
+            f"{_gib(workspace_bytes)} of the {_gib(granted)} that were granted (gpu_memory_fraction {fraction} of "
+            f"{_gib(memory_bytes)}), and nothing is left for the KV cache; a larger GPU or a smaller model is needed, "
+            "or lower max_num_seqs and max_step_tokens for smaller workspaces"
+        )
+    return rest
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"

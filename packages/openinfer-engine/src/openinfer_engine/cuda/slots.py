@@ -1,0 +1,135 @@
+"""`CudaSlots`: a GPU rank's slots: sampling state on the device, and on the host what decides how a step runs."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from openinfer_core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from openinfer_core.scheduling import SlotStart, StepPlan
+from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.worker.sampling_state import LogitChanges, has_penalties
+from openinfer_kernels import HostArray
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.pinned import PinnedTurn
+from openinfer_kernels.cuda.sampling.steps import SLOT_RECORD, SlotSizes, SlotState, make_record
+
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class UnscoredRow:
+    """A row whose positions predict prompt tokens that are to be scored."""
+
+    row: int
+    targets: tuple[int, ...]
+    top: int
+    """Alternatives that were asked for."""
+
+
+class CudaSlots:
+    """One slot per running sequence. Copies and kernels are queued; nothing is waited for."""
+
+    def __init__(self, device: Device, limits: RunnerLimits) -> None:
+        self.state = SlotState(device, slot_sizes(limits))
+        self._vocab_size = limits.vocab_size
+        slots = limits.max_num_seqs
+        self.logprobs: HostArray = np.full(slots, -1, np.int32)
+        """Alternatives per sampled token that each slot's request asked for; -1 for no log-probabilities."""
+        self._changes_logits: HostArray = np.zeros(slots, np.bool_)
+        self._unscored_before: HostArray = np.zeros(slots, np.int64)
+        """Positions below this one predict prompt tokens whose log-probabilities were asked for."""
+        self._stop_allowed_from: HostArray = np.full(slots, _NEVER, np.int64)
+        """Position from which on the bias of a slot with `min_tokens` no longer forbids its stop tokens."""
+        self._starts: dict[int, SlotStart] = {}
+
+    def update(self, plan: StepPlan, entries: HostArray, turn: PinnedTurn) -> None:
+        """Brings the device up to date before a step.
+
+        Args:
+            plan: the step.
+            entries: of the block tables, see `BlockTables.advance`.
+            turn: the step's host memory.
+        """
+        begun = [self._begin(start, turn) for start in plan.started]
+        ends = plan.starts + plan.counts
+        late = plan.slots[ends >= self._stop_allowed_from[plan.slots]].tolist()
+        begun += [self._allow_stop(slot, turn) for slot in late]
+        if begun or len(entries):
+            records = np.concatenate(begun) if begun else np.zeros(0, SLOT_RECORD)
+            table_entries, slot_records = turn.upload(entries, records.view(np.uint8))
+            self.state.append_blocks(table_entries)
+            self.state.start(slot_records)
+
+    def is_plain(self, plan: StepPlan) -> bool:
+        """Whether no row of a step needs more than a token drawn from unchanged logits."""
+        slots = plan.slots
+        return not (plan.token_masks or self._changes_logits[slots].any() or (self.logprobs[slots] >= 0).any())
+
+    def changes_logits(self, plan: StepPlan) -> bool:
+        """Whether a row of a step has penalties or a bias."""
+        return bool(self._changes_logits[plan.slots].any())
+
+    def unscored(self, plan: StepPlan) -> "list[UnscoredRow]":
+        """Rows of a step that owe log-probabilities of the prompt."""
+        found: list[UnscoredRow] = []
+        for row in np.flatnonzero(plan.starts < self._unscored_before[plan.slots]).tolist():
+            request = self._starts[int(plan.slots[row])].request
+            first = int(plan.starts[row]) + 1
+            targets = request.prompt_token_ids[first : first + int(plan.counts[row])]
+            found.append(UnscoredRow(row, targets, request.sampling.prompt_logprobs or 0))
+        return found
+
+    def _begin(self, start: SlotStart, turn: PinnedTurn) -> HostArray:
+        """Takes over a slot; everything of its last owner is void. Returns its record."""
+        slot, request = start.slot, start.request
+        params, prompt_tokens = request.sampling, len(request.prompt_token_ids)
+        self._starts[slot] = start
+        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._unscored_before[slot] = prompt_tokens - 1 if params.prompt_logprobs is not None else 0
+        changes = LogitChanges.of(params)
+        is_early = params.min_tokens > len(start.output_token_ids)
+        self._stop_allowed_from[slot] = prompt_tokens + params.min_tokens if changes and is_early else _NEVER
+        is_penalised = has_penalties(params)
+        self._changes_logits[slot] = is_penalised or changes is not None
+        if is_penalised:
+            ids = [np.asarray(each, np.int32) for each in (request.prompt_token_ids, start.output_token_ids)]
+            self.state.count_tokens(slot, *turn.upload(*ids))
+        return self._record(start, changes, turn, forbid_stop=is_early)
+
+    def _allow_stop(self, slot: int, turn: PinnedTurn) -> HostArray:
+        """Enough tokens are there: lifts the ban of the stop tokens. Returns the slot's new record."""
+        start = self._starts[slot]
+        self._stop_allowed_from[slot] = _NEVER
+        return self._record(start, LogitChanges.of(start.request.sampling), turn, forbid_stop=False)
+
+    def _record(
+        self, start: SlotStart, changes: LogitChanges | None, turn: PinnedTurn, *, forbid_stop: bool
+    ) -> HostArray:
+        params, num_biased = start.request.sampling, 0
+        if changes is not None:
+            token_ids, values = changes.at(forbid_stop=forbid_stop)
+            num_biased = len(token_ids)
+            self.state.set_bias(start.slot, *turn.upload(token_ids, values))
+        return make_record(
+            start.slot,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            top_k=min(params.top_k, self._vocab_size),
+            seed=start.seed,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            repetition=params.repetition_penalty,
+            num_biased=num_biased,
+        )
+
+
+def slot_sizes(limits: RunnerLimits) -> SlotSizes:
+    """What the state on the device is made for."""
+    return SlotSizes(
+        max_num_seqs=limits.max_num_seqs,
+        max_blocks=-(-limits.max_model_tokens // limits.block_size_tokens),
+        block_tokens=limits.block_size_tokens,
+        num_columns=limits.vocab_size,
+        max_biased=MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS,
+    )

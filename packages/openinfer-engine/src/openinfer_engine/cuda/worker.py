@@ -1,0 +1,346 @@
+"""`CudaRank`: a rank on a GPU. No step is waited for: it is queued, and its result is read when the loop asks.
+
+    plan ─► block tables, slots that begin ─► one small copy to the device
+       ├─ decode rows alone ─► replay: forward ─► replay: sampling, plain or full ──────────► ids to the host
+       └─ pieces of prompts ─► replay, or launch one by one: forward ─► sampling launched ──► ids to the host
+
+What the host must know of a slot is known when it begins (`CudaSlots`), so nothing that a request may ask for makes a
+step wait, and what few rows ask for costs the others little.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from openinfer_core.scheduling import StepPlan
+from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, RunnerLimits
+from openinfer_engine.cuda.graphs import (
+    ROW_BUCKETS,
+    TOKEN_BUCKETS,
+    CapturedDecode,
+    CapturedPieces,
+    StepWork,
+    bucket_of,
+    capture_decode,
+    capture_pieces,
+    row_buckets,
+    token_buckets,
+)
+from openinfer_engine.cuda.results import QueuedStep, SampledTokens, ScoredPrompt
+from openinfer_engine.cuda.sampler import CudaSampler
+from openinfer_engine.cuda.slots import CudaSlots, UnscoredRow, slot_sizes
+from openinfer_engine.cuda.times import StepTimes
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.model import Model
+from openinfer_engine.tracing.trace import NoTrace, Tracer
+from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
+from openinfer_engine.worker.block_tables import BlockTables
+from openinfer_engine.worker.logprobs import HostLogprobs
+from openinfer_engine.worker.runner import PendingStep
+from openinfer_engine.worker.state_slots import StateSlots
+from openinfer_kernels import Array, HostArray, Logprobs
+from openinfer_kernels.cuda.common.block_copies import DevicePool
+from openinfer_kernels.cuda.common.graphs import Fence, Stream
+from openinfer_kernels.cuda.common.pinned import PinnedTurn, PinnedTurns
+from openinfer_kernels.cuda.ops import CudaOps
+from openinfer_kernels.cuda.sampling.step_inputs import (
+    DECODE_LINES,
+    BatchMemory,
+    DecodeInputs,
+    PieceInputs,
+    SampledRows,
+    piece_record,
+)
+
+_Columns = tuple[HostArray, HostArray, HostArray, HostArray, HostArray]
+"""Slots, starts, counts, given counts and given ids of rows, as in a plan."""
+_TURNS = 3
+"""Steps whose host memory is in use at a time, at most: one running, one queued, one being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a step samples, on the device."""
+
+    sampled: HostArray
+    """Rows of the plan."""
+    places: HostArray
+    """Where each is in the next two."""
+    token_ids: Array
+    logprobs: Logprobs | None
+    prompts: list[ScoredPrompt]
+
+
+class CudaRank:
+    """Steps of one GPU, in order, on one stream."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        kv_cache: Array,
+        ops: CudaOps,
+        communicator: Communicator,
+        limits: RunnerLimits,
+        states: StateSlots | None = None,
+        caches: Mapping[str, Array] = MappingProxyType({}),
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._model = model
+        self._states = states
+        self._memory = BatchMemory(
+            block_tokens=limits.block_size_tokens,
+            caches=caches,
+            states=None if states is None else states.tensors,
+        )
+        self._kv_cache = kv_cache
+        self._ops = ops
+        self._communicator = communicator
+        self._limits = limits
+        self._stream = Stream(ops.device)
+        self._times = StepTimes(self._stream, tracer or NoTrace())
+        self._tables = BlockTables(
+            max_num_seqs=limits.max_num_seqs,
+            max_model_tokens=limits.max_model_tokens,
+            block_size_tokens=limits.block_size_tokens,
+        )
+        self._slots = CudaSlots(ops.device, limits)
+        max_rows = max(limits.max_num_seqs, ROW_BUCKETS[-1])
+        self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
+        self._decode: dict[int, CapturedDecode] = {}
+        self._pieces: dict[int, CapturedPieces] = {}
+        self._turns = PinnedTurns(ops.device, _TURNS)
+
+    # --- start ------------------------------------------------------------------------------------------
+
+    def warm_up(self, *, capture: bool, mark: Callable[[str], None]) -> None:
+        """Runs each captured size once, so that nothing is compiled or measured later, and captures it.
+
+        Args:
+            capture: whether to capture.
+            mark: told the phases of the start: `tuning` and `capture`.
+        """
+        work = StepWork(
+            decode_logits=self._decode_logits,
+            sample=lambda logits, inputs: self._sampler.sample(logits, inputs.sampled),
+            sample_fully=self._sampler.sample_fully,
+            pieces_hidden=self._pieces_hidden,
+        )
+        self._ops.device.synchronize()  # state and cache are filled on other streams, which this one does not wait for
+        with self._stream:
+            decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
+            pieces = [self._piece_inputs(tokens) for tokens in token_buckets(self._limits)]
+            with self._ops.tuning():
+                for inputs in decode:
+                    self._sampler.sample_fully(self._decode_logits(inputs), inputs)
+                for inputs in pieces:
+                    self._pieces_hidden(inputs)
+                self._stream.synchronize()
+            mark("tuning")
+            if capture:
+                with self._stream.private_pool():  # every graph's scratch; inputs lie elsewhere
+                    for inputs in reversed(pieces):
+                        self._pieces[len(inputs.token_ids)] = capture_pieces(self._stream, inputs, work)
+                    for inputs in reversed(decode):
+                        self._decode[inputs.rows.shape[1]] = capture_decode(self._stream, inputs, work)
+                self._stream.synchronize()
+                mark("capture")
+
+    def _decode_inputs(self, num_rows: int) -> DecodeInputs:
+        max_blocks = slot_sizes(self._limits).max_blocks
+        return DecodeInputs.make(
+            num_rows,
+            max_blocks=max_blocks,
+            max_context_tokens=self._limits.max_model_tokens,
+            memory=self._memory,
+        )
+
+    def _piece_inputs(self, num_tokens: int) -> PieceInputs:
+        """For as many rows as so many tokens can have; two at least, since attention is told of no shorter row else."""
+        return PieceInputs.make(
+            max(2, min(num_tokens, self._limits.max_num_seqs)),
+            num_tokens,
+            max_blocks=slot_sizes(self._limits).max_blocks,
+            longest=(num_tokens, self._limits.max_model_tokens),
+            memory=self._memory,
+        )
+
+    # --- what is captured, beside sampling --------------------------------------------------------------
+
+    def _decode_logits(self, inputs: DecodeInputs) -> Array:
+        """`[R, V]` logits of a decode step."""
+        self._slots.state.prepare_decode(inputs)
+        return self._model.logits(self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache))
+
+    def _pieces_hidden(self, inputs: PieceInputs) -> Array:
+        """`[T, h]` hidden states of a step of pieces."""
+        self._slots.state.prepare_pieces(inputs)
+        return self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
+
+    # --- steps ------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Queues a step. If that fails, the other ranks are told, so that none waits for this one."""
+        try:
+            with self._stream:
+                return self._queue(plan)
+        except BaseException as error:
+            self._communicator.abort(error)
+            raise
+
+    def pool_memory(self) -> DevicePool:
+        """Its blocks and slots."""
+        slots = None if self._states is None else self._states.memory
+        return DevicePool(self._kv_cache, self._ops.device, slots=slots)
+
+    def fence(self) -> Callable[[], None]:
+        """Sleeps until the stream has passed its present end."""
+        with self._stream:
+            return Fence().wait
+
+    def close(self) -> None:
+        """Waits for what was queued, frees what was captured, and leaves the group."""
+        self._stream.synchronize()
+        self._decode.clear()
+        self._pieces.clear()
+        self._communicator.close()
+
+    def _queue(self, plan: StepPlan) -> QueuedStep:
+        entries = self._tables.advance(plan)
+        turn = self._turns.take()
+        note_times = self._times.begin(plan)
+        self._slots.update(plan, entries, turn)
+        if self._states is not None:
+            self._states.advance(plan)
+        captured = self._captured_decode(plan)
+        rows = self._run_pieces(plan, turn) if captured is None else self._replay_decode(plan, captured, turn)
+        if self._states is not None:
+            self._states.keep(plan)
+        sampled = SampledTokens(
+            rows=rows.sampled,
+            places=rows.places,
+            token_ids=turn.download(rows.token_ids),
+            logprobs=None if rows.logprobs is None else _download(rows.logprobs, turn),
+            tops=self._slots.logprobs[plan.slots[rows.sampled]],
+        )
+        after = note_times()
+        turn.done.record()
+        return QueuedStep(turn.done, plan.num_rows, sampled, rows.prompts, after)
+
+    def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
+        """The captured decode step that can hold a plan, if it is one."""
+        is_decode = not len(plan.token_ids) and plan.num_tokens == plan.num_rows
+        bucket = bucket_of(ROW_BUCKETS, plan.num_rows) if is_decode else None
+        return None if bucket is None else self._decode.get(bucket)
+
+    def _replay_decode(self, plan: StepPlan, captured: CapturedDecode, turn: PinnedTurn) -> _Rows:
+        num_rows = plan.num_rows
+        rows = np.full((DECODE_LINES, captured.inputs.rows.shape[1]), -1, np.int32)
+        rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = plan.slots, plan.starts, plan.sample
+        if plan.token_masks:
+            rows[DECODE_LINES - 1] = self._sampler.send_masks(plan.token_masks.items(), rows.shape[1], turn)
+        turn.upload_into(rows, captured.inputs.rows)
+        captured.forward.launch()
+        sampling = captured.plain if self._slots.is_plain(plan) else captured.full
+        sampling.graph.launch()
+        sampled = np.flatnonzero(plan.sample)
+        return _Rows(sampled, sampled, sampling.token_ids, sampling.logprobs, [])
+
+    def _run_pieces(self, plan: StepPlan, turn: PinnedTurn) -> _Rows:
+        ends = np.cumsum(plan.counts)
+        sampled = np.flatnonzero(plan.sample)
+        places = np.arange(len(sampled))
+        last_tokens, slots, positions = turn.upload(
+            (ends[sampled] - 1).astype(np.int32), plan.slots[sampled], (plan.starts + plan.counts)[sampled]
+        )
+        captured, unscored = self._captured_pieces(plan), self._slots.unscored(plan)
+        prompts: list[ScoredPrompt] = []
+        if captured is None and not unscored and isinstance(self._model, SelectiveModel):
+            last = self._forward_wanted(self._model, plan, last_tokens, turn)
+        else:
+            hidden = self._launch_pieces(plan, turn) if captured is None else self._replay_pieces(plan, captured, turn)
+            prompts = [
+                self._score(each, hidden[int(ends[each.row] - plan.counts[each.row]) :], turn) for each in unscored
+            ]
+            last = self._ops.embedding(last_tokens, hidden) if len(sampled) else hidden[:0]
+        if not len(sampled):
+            return _Rows(sampled, places, slots, None, prompts)
+        logits = self._model.logits(last)
+        rows = SampledRows.make(len(sampled), slots=slots)
+        self._slots.state.prepare_sampling(rows, positions)
+        masks = [
+            (place, plan.token_masks[row]) for place, row in enumerate(sampled.tolist()) if row in plan.token_masks
+        ]
+        mask = self._sampler.token_mask(masks, len(sampled), turn) if masks else None
+        token_ids = self._sampler.sample(logits, rows, changes=self._slots.changes_logits(plan), mask=mask)
+        top = int(self._slots.logprobs[plan.slots[sampled]].max())
+        logprobs = self._ops.logprobs(logits, token_ids, top=top) if top >= 0 else None
+        return _Rows(sampled, places, token_ids, logprobs, prompts)
+
+    def _captured_pieces(self, plan: StepPlan) -> CapturedPieces | None:
+        """The captured step of pieces that can hold a plan."""
+        bucket = bucket_of(TOKEN_BUCKETS, plan.num_tokens)
+        return None if bucket is None else self._pieces.get(bucket)
+
+    def _replay_pieces(self, plan: StepPlan, captured: CapturedPieces, turn: PinnedTurn) -> Array:
+        """`[T or more, h]` hidden states of a step."""
+        inputs = captured.inputs
+        sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
+        turn.upload_into(piece_record(*_columns(plan), sizes=sizes), inputs.record)
+        captured.forward.launch()
+        return captured.hidden
+
+    def _launch_pieces(self, plan: StepPlan, turn: PinnedTurn) -> Array:
+        """`[T, h]` hidden states of a step of any shape."""
+        return self._pieces_hidden(self._inputs_of(_columns(plan), turn))
+
+    def _forward_wanted(self, model: SelectiveModel, plan: StepPlan, last_tokens: Array, turn: PinnedTurn) -> Array:
+        """`[n, h]` hidden states of the last tokens of rows that sample."""
+        inputs = self._inputs_of(_columns(plan), turn)
+        self._slots.state.prepare_pieces(inputs)
+        batch, sampled = inputs.batch, plan.sample
+        if len(last_tokens):
+            ends, ones = (plan.starts + plan.counts)[sampled], np.ones(len(last_tokens), np.int32)
+            columns = plan.slots[sampled], ends - 1, ones, np.zeros_like(ones), plan.token_ids[:0]
+            last = self._inputs_of(columns, turn)
+            self._slots.state.prepare_pieces(last)
+            batch = last.batch
+        wanted = WantedTokens(tokens=last_tokens, batch=batch)
+        return model.forward_wanted(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache, wanted=wanted)
+
+    def _inputs_of(self, columns: _Columns, turn: PinnedTurn) -> PieceInputs:
+        """Inputs of a step that is not captured, on their way to the device."""
+        _, starts, counts, _, _ = columns
+        num_rows, num_tokens, longest = len(counts), int(counts.sum()), int((starts + counts).max())
+        (record,) = turn.upload(piece_record(*columns, sizes=(num_rows, num_tokens)))
+        return PieceInputs.make(
+            num_rows,
+            num_tokens,
+            max_blocks=-(-longest // self._limits.block_size_tokens),
+            longest=(int(counts.max()), longest),
+            chunk_context_tokens=int((starts + counts)[counts > 1].sum()),
+            record=record,
+            memory=self._memory,
+        )
+
+    def _score(self, unscored: UnscoredRow, hidden: Array, turn: PinnedTurn) -> ScoredPrompt:
+        """Log-probabilities of a row's `targets`, which the first of `hidden` predict, piece by piece."""
+        targets: Sequence[int] = unscored.targets
+        (token_ids,) = turn.upload(np.asarray(targets, np.int32))
+        pieces: list[HostLogprobs] = []
+        for begin in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            piece = slice(begin, min(begin + PROMPT_LOGPROB_ROWS, len(targets)))
+            logits = self._model.logits(hidden[piece])
+            pieces.append(_download(self._ops.logprobs(logits, token_ids[piece], top=unscored.top), turn))
+        return ScoredPrompt(unscored.row, pieces, unscored.top)
+
+
+def _columns(plan: StepPlan) -> _Columns:
+    return plan.slots, plan.starts, plan.counts, plan.given_counts, plan.token_ids
+
+
+def _download(logprobs: Logprobs, turn: PinnedTurn) -> HostLogprobs:
+    columns = (logprobs.chosen, logprobs.ranks, logprobs.top_ids, logprobs.top)
+    return HostLogprobs(*map(turn.download, columns))

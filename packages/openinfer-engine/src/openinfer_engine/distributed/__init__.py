@@ -1,0 +1,1 @@
+"""Collectives of the ranks of one engine: threads, processes with sockets, GPUs with NCCL."""

@@ -1,0 +1,71 @@
+"""`HostCommunicator`: the collectives over NumPy arrays, each as one exchange; how the arrays meet is a subclass's."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from openinfer_engine.distributed import host_collectives
+from openinfer_engine.distributed.communicator import check_axis, check_pieces, check_root
+from openinfer_engine.distributed.host_collectives import HostCollective
+from openinfer_kernels import HostArray
+
+
+class HostCommunicator(ABC):
+    """One rank of a group on the host: a `Communicator` but for `abort` and `close`.
+
+    Sums of float16 are accumulated in float32, those of integers in their own dtype.
+
+    Args:
+        rank: this rank.
+        size: ranks of the group.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self._size
+
+    def all_reduce(self, array: HostArray) -> HostArray:
+        """The sum over all ranks, a new array."""
+        return self._exchange(host_collectives.ALL_REDUCE, array)
+
+    def all_gather(self, array: HostArray, *, axis: int) -> HostArray:
+        """All ranks' arrays joined along `axis`, a new array."""
+        check_axis(array, axis)
+        return self._exchange(host_collectives.all_gather(axis), array)
+
+    def reduce_scatter(self, array: HostArray, *, axis: int) -> HostArray:
+        """This rank's piece of the sum, a new array."""
+        check_axis(array, axis, pieces=self._size)
+        return self._exchange(host_collectives.reduce_scatter(axis), array)
+
+    def all_to_all(self, array: HostArray) -> HostArray:
+        """Element `i` came from rank `i`, a new array."""
+        check_pieces(array, self._size)
+        return self._exchange(host_collectives.ALL_TO_ALL, array)
+
+    def broadcast(self, array: HostArray, *, root: int) -> HostArray:
+        """A copy of the array of rank `root`."""
+        check_root(root, self._size)
+        return self._exchange(host_collectives.broadcast(root), array)
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        self._exchange(host_collectives.BARRIER, np.empty(0, np.uint8))
+
+    @abstractmethod
+    def _exchange(self, collective: HostCollective, array: HostArray) -> HostArray:
+        """This rank's result of a collective to which it brings `array`, a new array.
+
+        Raises:
+            GroupBroken: another rank failed, left, or called something else; the group is broken then.
+        """

@@ -1,0 +1,225 @@
+"""`NcclCommunicator`: one GPU's end of a group of processes, over NCCL.
+
+Everything runs on CuPy's current stream, in the order in which it is called, and may be captured; a group is joined
+beside what follows its making, and its first collective waits for that. `abort` may be called while another thread
+waits for the device: what runs there is ended. Sums: `nccl_sums.py`.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+
+from openinfer_engine.distributed.communicator import check_axis, check_pieces, check_root
+from openinfer_engine.distributed.nccl_sums import ExactSums, open_one_shot
+from openinfer_engine.errors import GroupBroken
+from openinfer_kernels import Array, KernelsError
+from openinfer_kernels.cuda.comm.nccl import NcclGroup
+from openinfer_kernels.cuda.comm.one_shot import OneShot
+from openinfer_kernels.cuda.comm.rank_arrays import RankArrays
+from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+
+logger = logging.getLogger("openinfer.engine")
+
+_WARM_VALUES = (1 << 11, 1 << 16, 1 << 20, 1 << 23)
+"""Of the first collectives: NCCL connects ranks when it first uses a way between them, which depends on the size."""
+_CALL_DEADLINE_S = 1.0
+"""What a call that is being made may take until it is aborted all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """A group that was formed."""
+
+    group: NcclGroup
+    sums: ExactSums
+    one_shot: OneShot | None
+    """What sums small arrays."""
+
+
+class NcclCommunicator:
+    """One rank of a group.
+
+    Args:
+        group_id: of `unique_id`, the same for all ranks.
+        rank: this rank.
+        size: ranks of the group, at least two.
+        device: this rank's own.
+    """
+
+    def __init__(self, group_id: bytes, *, rank: int, size: int, device: Device) -> None:
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._arrays = RankArrays(device)
+        self._changed = threading.Condition()
+        self._calling = threading.Lock()
+        self._joined: _Joined | None = None
+        self._broken: GroupBroken | None = None
+        threading.Thread(target=self._join, args=(group_id,), name="openinfer-join", daemon=True).start()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self._size
+
+    def all_reduce(self, array: Array) -> Array:
+        """The sum over all ranks, in the array's memory; BF16, float32, or integers."""
+        with self._collective() as joined:
+            if joined.one_shot is not None and joined.one_shot.fits(array):
+                joined.one_shot.all_reduce(array)
+            else:
+                joined.sums.all_reduce(array)
+        return array
+
+    def all_gather(self, array: Array, *, axis: int) -> Array:
+        """All ranks' arrays joined along `axis`, a new array."""
+        check_axis(array, axis)
+        axis %= array.ndim
+        before, after = array.shape[:axis], array.shape[axis:]
+        gathered = cupy.empty((self._size, *array.shape), array.dtype)
+        with self._collective() as joined:
+            joined.group.all_gather(array, gathered)
+        if int(np.prod(before)) > 1:
+            gathered = self._arrays.exchange_axes(gathered.reshape(self._size, int(np.prod(before)), *after))
+        return gathered.reshape(*before, self._size * after[0], *after[1:])
+
+    def reduce_scatter(self, array: Array, *, axis: int) -> Array:
+        """This rank's piece of the sum, a new array; BF16 or float32."""
+        check_axis(array, axis, pieces=self._size)
+        axis %= array.ndim
+        before, after = array.shape[:axis], (array.shape[axis] // self._size, *array.shape[axis + 1 :])
+        rows = int(np.prod(before))
+        pieces = array.reshape(rows, self._size, *after)
+        if rows > 1:
+            pieces = self._arrays.exchange_axes(pieces)
+        pieces = pieces.reshape(self._size, *before, *after)
+        received = cupy.empty_like(pieces)
+        out = cupy.empty((*before, *after), array.dtype)
+        with self._collective() as joined:
+            joined.group.exchange(pieces, received)
+            self._arrays.sum(received, out)
+        return out
+
+    def all_to_all(self, array: Array) -> Array:
+        """Element `i` came from rank `i`, a new array."""
+        check_pieces(array, self._size)
+        received = cupy.empty_like(array)
+        with self._collective() as joined:
+            joined.group.exchange(array, received)
+        return received
+
+    def broadcast(self, array: Array, *, root: int) -> Array:
+        """The array of rank `root`, in this array's memory."""
+        check_root(root, self._size)
+        with self._collective() as joined:
+            joined.group.broadcast(array, root=root)
+        return array
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it and all work queued before on each rank's stream is done."""
+        self.all_reduce(cupy.zeros(1, np.int32))
+        cupy.cuda.get_current_stream().synchronize()
+        self._check()
+
+    def abort(self, error: BaseException) -> None:
+        """Breaks the group; collectives that run on the device end, with no result."""
+        self._break(GroupBroken(f"the group of {self._size} ranks is broken: {error}"))
+
+    def close(self) -> None:
+        """Frees the group, once no graph with its collectives is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._joined is not None or self._broken is not None)
+            joined, is_whole = self._joined, self._broken is None
+            self._broken = self._broken or GroupBroken(f"rank {self._rank} has closed its end")
+        if joined is not None and is_whole:
+            if joined.one_shot is not None:
+                joined.one_shot.close()
+            joined.group.close()
+
+    # --- the group --------------------------------------------------------------------------------------
+
+    def _join(self, group_id: bytes) -> None:
+        """Forms the group and connects its ranks."""
+        try:
+            self._device.use()
+            group = NcclGroup(group_id, rank=self._rank, size=self._size)
+            self._warm_up(group)
+            one_shot = open_one_shot(group, self._device, rank=self._rank, size=self._size)
+        except Exception as error:  # whoever waits for this thread must hear of it, whatever it is
+            logger.exception("rank %d cannot join", self._rank)
+            self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))
+            return
+        sums = ExactSums(group, self._arrays, rank=self._rank, size=self._size)
+        with self._changed:
+            self._joined = _Joined(group, sums, one_shot)
+            is_broken = self._broken is not None
+            self._changed.notify_all()
+        if is_broken:
+            group.take_abort()()
+
+    def _warm_up(self, group: NcclGroup) -> None:
+        """Calls each of NCCL's functions in each range of sizes."""
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for values in _WARM_VALUES:
+                array = cupy.empty((self._size, values // self._size), bfloat16)
+                received = cupy.empty_like(array)
+                group.all_reduce(array, array)
+                group.broadcast(array, root=0)
+                group.exchange(array, received)
+                group.all_gather(array[self._rank], received)
+            stream.synchronize()
+
+    @contextlib.contextmanager
+    def _collective(self) -> Generator[_Joined]:
+        """The group, for one collective.
+
+        Raises:
+            GroupBroken: it is broken.
+        """
+        if self._joined is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._joined is not None or self._broken is not None)
+        with self._calling:
+            self._check()
+            if self._joined is None:
+                raise GroupBroken("the group was never joined")
+            try:
+                yield self._joined
+            except KernelsError:
+                self._check()
+                raise
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise GroupBroken(str(self._broken)) from self._broken
+
+    def _break(self, error: GroupBroken) -> None:
+        with self._changed:
+            if self._broken is not None:
+                return
+            self._broken = error
+            joined = self._joined
+            self._changed.notify_all()
+        if joined is not None:
+            if joined.one_shot is not None:
+                joined.one_shot.abort()
+            threading.Thread(target=self._end, args=(joined.group,), name="openinfer-abort", daemon=True).start()
+
+    def _end(self, group: NcclGroup) -> None:
+        has_lock = self._calling.acquire(timeout=_CALL_DEADLINE_S)
+        try:
+            abort = group.take_abort()
+        finally:
+            if has_lock:
+                self._calling.release()
+        abort()

@@ -1,0 +1,364 @@
+"""Resolving a model folder and options into everything an engine is made of, before a weight is read."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from openinfer_core import EngineInfo, FamilyPlan, InvalidRequest, Plugin, Refused, find_plugin, read_config
+from openinfer_core.grammars import GrammarCompiler, Vocabulary
+from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
+from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig
+from openinfer_core.timeline import Timeline
+from openinfer_engine.backends import Backend, open_backend
+from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler
+from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
+from openinfer_engine.kv_events.opening import open_kv_events
+from openinfer_engine.kv_events.recorder import KvEventRecorder
+from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers, require_snapshots
+from openinfer_engine.memory_plan import (
+    most_snapshots,
+    plan_ranks,
+    slot_bytes_of_rank,
+    states_bytes_of_rank,
+    weights_bytes_of_rank,
+)
+from openinfer_engine.model import ModelDefinition, ModelLimits
+from openinfer_engine.options import EngineOptions, LoadFormat
+from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
+from openinfer_engine.weights.checkpoint import Checkpoint
+from openinfer_engine.weights.fingerprint import fingerprint
+from openinfer_engine.weights.stored_config import check_stored
+from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """Everything that is known before loading."""
+
+    definition: ModelDefinition[Any]
+    config: Any
+    """The definition's typed config."""
+    model_type: str
+    model_dir: Path
+    options: EngineOptions
+    backend: Backend
+    runner_limits: RunnerLimits
+    """The sizes of each rank's state."""
+    eos_token_ids: tuple[int, ...]
+    layouts: tuple[KvLayout, ...]
+    """One per rank."""
+    num_blocks: int
+    weights_bytes: int
+    """Of one rank."""
+    scheduler: Plugin
+    queue_policy: Plugin
+    grammar_compiler: Plugin | None
+    kernel_providers: tuple[ChosenProvider, ...]
+    tiers: ChosenTiers | None
+    """Where KV blocks go beside the pool."""
+    timeline: Timeline
+    """Of the start that this is part of."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model keeps recurrent states beside its KV; then prefixes are shared where copies are kept."""
+        return self.layouts[0].slot_bytes > 0
+
+    def with_num_blocks(self, num_blocks: int) -> "Composition":
+        """The same with a pool of so many blocks, which is no larger: the smallest that a rank has."""
+        copies = min(self.runner_limits.num_snapshots, num_blocks)
+        return replace(self, num_blocks=num_blocks, runner_limits=replace(self.runner_limits, num_snapshots=copies))
+
+    def mark(self, phase: str) -> None:
+        """The phase of the start ends now."""
+        self.timeline.mark(phase, device_bytes=self.backend.used_bytes())
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits the scheduler works within."""
+        options = self.options
+        return SchedulerConfig(
+            num_blocks=self.num_blocks,
+            block_size_tokens=options.block_size_tokens,
+            max_num_seqs=options.max_num_seqs,
+            max_step_tokens=options.max_step_tokens,
+            max_model_tokens=self.runner_limits.max_model_tokens,
+            max_waiting=options.max_waiting,
+            prefix_cache=options.prefix_cache and not self.has_states,
+            num_snapshots=self.runner_limits.num_snapshots,
+            layout_digest=self.layouts[0].digest,
+            max_itl_ms=options.max_itl_ms,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """What a frontend is told."""
+        return EngineInfo(
+            model=self.model_dir.name,
+            family=self.definition.name,
+            max_model_tokens=self.runner_limits.max_model_tokens,
+            num_token_ids=self.runner_limits.num_token_ids,
+            eos_token_ids=self.eos_token_ids,
+            block_size_tokens=self.options.block_size_tokens,
+            num_blocks=self.num_blocks,
+            max_num_seqs=self.options.max_num_seqs,
+            max_waiting=self.options.max_waiting,
+            composition=self.parts,
+            memory_bytes=self.memory_bytes,
+        )
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What supplies each part of the engine."""
+        return {
+            "engine": f"openinfer-engine {version('openinfer-engine')}",
+            "scheduler": _origin(self.scheduler),
+            "queue_policy": _origin(self.queue_policy),
+            "grammar_compiler": "none" if self.grammar_compiler is None else _origin(self.grammar_compiler),
+            "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
+            "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
+            **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
+            "weights": str(self.options.load_format),
+            **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
+            **({} if self.tiers is None else self.tiers.parts),
+            **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
+        }
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """The ledger: what all ranks take of their devices' memory, by purpose."""
+        ranks, options = self.options.tensor_parallel_size, self.options
+        steps = {"max_step_tokens": options.max_step_tokens, "num_ranks": ranks}
+        workspaces = self.backend.workspaces(self.runner_limits, **steps)
+        return {
+            "weights": ranks * self.weights_bytes,
+            "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
+            **self._states_bytes,
+            **{purpose: ranks * num_bytes for purpose, num_bytes in workspaces.items()},
+        }
+
+    @property
+    def _states_bytes(self) -> dict[str, int]:
+        """Of all ranks: states of running sequences, and copies."""
+        if not self.has_states:
+            return {}
+        slot_bytes = self.options.tensor_parallel_size * self.runner_limits.slot_bytes
+        copies = self.runner_limits.num_snapshots
+        return {"states": slot_bytes * self.options.max_num_seqs, "state_snapshots": slot_bytes * copies}
+
+    @property
+    def _prefix_cache(self) -> str:
+        """Where a model with recurrent states shares prefixes."""
+        copies = self.runner_limits.num_snapshots
+        return f"where one of {copies} copies of recurrent states is kept" if copies else "off"
+
+    def make_grammar_compiler(self) -> GrammarCompiler | None:
+        """The chosen grammar compiler; it reads the tokenizer beside what follows.
+
+        Raises:
+            BrokenPlugin: it failed to load.
+            Refused: it cannot serve this model.
+        """
+        vocabulary = Vocabulary(
+            model_dir=self.model_dir,
+            num_token_ids=self.runner_limits.num_token_ids,
+            eos_token_ids=self.eos_token_ids,
+        )
+        return make_grammar_compiler(self.grammar_compiler, vocabulary)
+
+    def open_tiers(self, *, rank: int = 0) -> OpenTiers | None:
+        """The chosen KV tiers of a rank, or None; see `ChosenTiers.open` for what it raises."""
+        return None if self.tiers is None else self.tiers.open(self.layouts[rank])
+
+    def make_scheduler(self, *, digest_key: bytes | None = None) -> Scheduler:
+        """The chosen scheduler with the chosen queue policy.
+
+        Args:
+            digest_key: that blocks are named with; None draws one.
+
+        Raises:
+            BrokenPlugin: one of them failed to load.
+        """
+        policy = self.queue_policy.load()(QueuePolicyConfig(tenant_weights=self.options.tenant_weights))
+        make: Callable[..., Scheduler] = self.scheduler.load()
+        return make(msgspec.structs.replace(self.scheduler_config, digest_key=digest_key), policy)
+
+    def open_kv_events(self, scheduler: Scheduler) -> KvEventRecorder | None:
+        """What tells routers of the scheduler's blocks, or None.
+
+        Raises:
+            Refused: the scheduler does not tell, pyzmq is not installed, or an endpoint cannot be had.
+        """
+        if self.options.kv_events is None:
+            return None
+        return open_kv_events(self.options.kv_events, scheduler, block_size_tokens=self.options.block_size_tokens)
+
+    def plan(self) -> FamilyPlan:
+        """What `openinfer plan` prints."""
+        ranks = self.options.tensor_parallel_size
+        config = self.scheduler_config
+        return FamilyPlan(
+            model_type=self.model_type,
+            parts=self.parts,
+            kernels=self.backend.kernels(provided=[each.operator for each in self.kernel_providers]),
+            measured=self.backend.measured,
+            memory_bytes=self.memory_bytes,
+            limits={
+                "max_model_tokens": self.runner_limits.max_model_tokens,
+                "num_blocks": self.num_blocks,
+                "block_size_tokens": config.block_size_tokens,
+                "kv_cache_tokens": self.num_blocks * config.block_size_tokens,
+                "max_num_seqs": config.max_num_seqs,
+                "max_step_tokens": config.max_step_tokens,
+                **({} if config.max_itl_ms is None else {"max_itl_ms": config.max_itl_ms}),
+                "tensor_parallel_size": ranks,
+            },
+            by_ranks=tuple(plan_ranks(self.definition, self.config, self.options, self.backend, self.runner_limits)),
+        )
+
+
+def resolve(
+    definition: ModelDefinition[Any],
+    model_dir: Path,
+    options: EngineOptions,
+    *,
+    timeline: Timeline | None = None,
+    rank: int = 0,
+) -> Composition:
+    """Checks a model folder and options against each other; reads no weights.
+
+    Args:
+        definition: the family's.
+        model_dir: with its `config.json`.
+        options: the user's.
+        timeline: of the start that this is part of; None begins one.
+        rank: whose device is looked at.
+
+    Raises:
+        InvalidCheckpoint: the folder is incomplete or contradicts its config.
+        InvalidRequest: an option is out of the model's range.
+        Refused: the options cannot be served.
+        PluginError: the scheduler, queue policy, grammar compiler or a KV tier is not there.
+    """
+    if timeline is None:
+        timeline = Timeline(begin_s=time.time())
+    published = read_config(model_dir)
+    config = definition.parse(published)
+    limits = definition.limits(config)
+    definition.check_ranks(config, options.tensor_parallel_size)
+    if options.load_format is LoadFormat.SAFETENSORS:
+        with Checkpoint.open(model_dir) as checkpoint:
+            config = check_stored(definition, config, checkpoint)
+    timeline.mark("config")
+    tiers = choose_tiers(options)
+    tag = _model_tag(model_dir, options)
+    backend = open_backend(options, rank=rank)
+    timeline.mark("device", device_bytes=backend.used_bytes())
+    specs = _specs(definition, config, tag, options, backend.dtype)
+    layouts = tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)
+    backend.check_layout(layouts[0])
+    sizes = RunnerLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_model_tokens=_max_model_tokens(options, limits),
+        block_size_tokens=options.block_size_tokens,
+        num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
+        vocab_size=limits.vocab_size,
+        tokens_per_score=limits.tokens_per_score,
+        slot_bytes=slot_bytes_of_rank(options, layouts[0]),
+    )
+    weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=options.tensor_parallel_size)
+    try:
+        num_blocks = _num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes)
+    except Refused as error:
+        possible = [each.ranks for each in plan_ranks(definition, config, options, backend, sizes) if not each.refusal]
+        raise Refused(f"{error}; {_possible(possible)}") from error
+    num_snapshots = _num_snapshots(options, layouts[0], num_blocks)
+    if tiers is not None:
+        require_snapshots(specs[0], num_snapshots)
+    return Composition(
+        definition=definition,
+        config=config,
+        model_type=str(published.get("model_type")),
+        model_dir=model_dir,
+        options=options,
+        backend=backend,
+        runner_limits=replace(sizes, num_snapshots=num_snapshots),
+        eos_token_ids=read_eos_token_ids(model_dir, published),
+        layouts=layouts,
+        num_blocks=num_blocks,
+        weights_bytes=weights_bytes,
+        scheduler=find_plugin(SCHEDULERS, options.scheduler),
+        queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
+        grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
+        kernel_providers=choose_providers(options.kernel_providers, architecture=backend.architecture),
+        tiers=tiers,
+        timeline=timeline,
+    )
+
+
+def _model_tag(model_dir: Path, options: EngineOptions) -> str:
+    """Names the weights: no KV of random ones may ever be found beside a checkpoint's."""
+    tag = fingerprint(model_dir)
+    return f"dummy-{tag}" if options.load_format is LoadFormat.DUMMY else tag
+
+
+def _origin(plugin: Plugin) -> str:
+    return f"{plugin.name} ({plugin.origin})"
+
+
+def _possible(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "more devices of this kind would not help"
+    return f"by the same ledger it fits on {', '.join(map(str, ranks))} such devices (tensor_parallel_size)"
+
+
+def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:
+    asked = options.max_model_tokens
+    if asked is not None and asked > limits.max_model_tokens:
+        raise InvalidRequest(
+            f"max_model_tokens is {asked}; the model's position encoding reaches {limits.max_model_tokens}",
+            field="max_model_tokens",
+        )
+    return limits.max_model_tokens if asked is None else asked
+
+
+def _specs(
+    definition: ModelDefinition[Any], config: Any, tag: str, options: EngineOptions, dtype: KvDtype
+) -> list[KvSpec]:
+    """One per rank."""
+    ranks = options.tensor_parallel_size
+    return [
+        definition.kv_spec(config, model_tag=tag, dtype=dtype, num_ranks=ranks, rank_index=rank)
+        for rank in range(ranks)
+    ]
+
+
+def _num_snapshots(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
+    """Copies of states that are kept: one per block at most."""
+    return min(most_snapshots(options, layout, ranks=options.tensor_parallel_size), num_blocks)
+
+
+def _num_blocks(
+    options: EngineOptions, layout: KvLayout, backend: Backend, sizes: RunnerLimits, *, weights_bytes: int
+) -> int:
+    """Blocks of the pool: as asked, or what the budget holds, at most what all slots can use."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    ranks = options.tensor_parallel_size
+    budget_bytes = options.kv_cache_bytes
+    if budget_bytes is None:
+        workspaces = backend.workspaces(sizes, max_step_tokens=options.max_step_tokens, num_ranks=ranks)
+        workspace_bytes = sum(workspaces.values()) + states_bytes_of_rank(options, layout, ranks=ranks)
+        budget_bytes = ranks * backend.kv_cache_bytes(weights_bytes=weights_bytes, workspace_bytes=workspace_bytes)
+    try:
+        fitting = layout.num_blocks_for(budget_bytes // ranks)
+    except KvConfigError as error:
+        raise Refused(f"kv_cache_bytes: {error}") from error
+    usable = options.max_num_seqs * -(-sizes.max_model_tokens // options.block_size_tokens)
+    return fitting if options.kv_cache_bytes is not None else min(fitting, usable)

@@ -1,0 +1,64 @@
+"""`StepPace`: how many prompt tokens a step may compute beside decode rows, so that these do not wait too long.
+
+    predicted ms of a step  =  ms of the last steps without prompt tokens  +  tokens x ms per token
+
+Both follow what steps took: from the result before to their own, since a step is planned while the one before runs.
+They rise quickly and fall slowly, so that they are near the dearer steps: the limit is meant for most steps, not for
+the mean. Prompts go on however little time there is, by `LEAST_TOKENS` in a step.
+"""
+
+from openinfer_engine.scheduler.step_builder import StepInFlight
+
+LEAST_TOKENS = 16
+FIRST_TOKENS = 256
+"""Of a step before any with prompt tokens was timed."""
+_RISE, _FALL = 0.5, 0.05
+"""Share of the way to the newest step's cost."""
+_MOST_GROWTH = 2.0
+"""A step counts as at most so many times what is known: the host was busy with something else."""
+
+
+class StepPace:
+    """Keeps the cost of steps and the budget that follows from it.
+
+    Args:
+        max_itl_ms: what a step with decode rows may take; None leaves budgets as they are.
+    """
+
+    __slots__ = ("_applied_s", "_decode_ms", "_max_ms", "_token_ms")
+
+    def __init__(self, max_itl_ms: int | None) -> None:
+        self._max_ms = max_itl_ms
+        self._decode_ms: float | None = None
+        self._token_ms: float | None = None
+        self._applied_s = float("-inf")
+
+    def budget_tokens(self, budget_tokens: int, *, decode_rows: int) -> int:
+        """Prompt tokens that a step with so many decode rows may compute, at most `budget_tokens`."""
+        if self._max_ms is None or decode_rows == 0:
+            return budget_tokens
+        if self._token_ms is None:
+            return min(budget_tokens, FIRST_TOKENS)
+        room_ms = self._max_ms - (self._decode_ms or 0.0)
+        return min(budget_tokens, max(LEAST_TOKENS, int(room_ms / self._token_ms)))
+
+    def note(self, step: StepInFlight, *, applied_s: float) -> None:
+        """Learns from a step whose result has come."""
+        took_ms = (applied_s - max(self._applied_s, step.planned_s)) * 1e3
+        self._applied_s = applied_s
+        if self._max_ms is None or took_ms <= 0:
+            return
+        tokens = sum(end - start for start, end in zip(step.starts, step.ends, strict=True))
+        prompt_tokens = tokens - step.decode_rows
+        if prompt_tokens == 0:
+            self._decode_ms = _follow(self._decode_ms, took_ms)
+        else:
+            decode_ms = (self._decode_ms or 0.0) if step.decode_rows else 0.0
+            self._token_ms = _follow(self._token_ms, max(took_ms - decode_ms, 0.1 * took_ms) / prompt_tokens)
+
+
+def _follow(known: float | None, newest: float) -> float:
+    if known is None:
+        return newest
+    way = min(newest, _MOST_GROWTH * known) - known
+    return known + (_RISE if way > 0 else _FALL) * way

@@ -1,0 +1,151 @@
+"""`Harvest`: what the result of one step means for its sequences."""
+
+from openinfer_core.events import (
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    Scheduled,
+    TokenEvent,
+    TokenLogprobs,
+    Tokens,
+)
+from openinfer_core.request import RequestId
+from openinfer_core.scheduling import StepResult
+from openinfer_engine.scheduler.counters import Counters
+from openinfer_engine.scheduler.run_queue import Line
+from openinfer_engine.scheduler.sequence import Sequence, SequenceState
+from openinfer_engine.scheduler.step_builder import StepInFlight
+
+_NOTHING_SAMPLED = "the step gave no token"
+_FINISHED = SequenceState.FINISHED
+_RUNNING = SequenceState.RUNNING
+
+
+class Harvest:
+    """Takes in the rows of one step; `events` (in row order) and `ended` fill up.
+
+    Args:
+        line: sequences that end are taken out of it.
+        counters: are counted up.
+        seals_blocks: whether blocks that are full now may be found by later requests.
+    """
+
+    __slots__ = ("_counters", "_line", "_record", "_result", "_seals_blocks", "ended", "events")
+
+    def __init__(
+        self, record: StepInFlight, result: StepResult, *, line: Line, counters: Counters, seals_blocks: bool
+    ) -> None:
+        self.events: list[TokenEvent] = []
+        self.ended: list[RequestId] = []
+        self._record = record
+        self._result = result
+        self._line = line
+        self._counters = counters
+        self._seals_blocks = seals_blocks
+
+    def take_rows(self) -> None:
+        """Takes all rows. What a sequence holds is given back with its last row in flight, if it runs no longer."""
+        failures = {**self._result.failed_rows, **self._record.faults}
+        computed: set[int] = set()
+        token_ids: list[int] = self._result.token_ids.tolist()
+        for row, sequence in enumerate(self._record.rows):
+            if sequence.state is _FINISHED:
+                self._counters.wasted_rows += 1
+            elif row in failures:
+                self._fail(sequence, failures[row])
+            else:
+                self._take_row(row, sequence, token_ids[row])
+                computed.add(row)
+            sequence.rows_in_flight -= 1
+            if sequence.state is not _RUNNING and not sequence.rows_in_flight:
+                self._line.give_back(sequence)
+        for row, copy in self._record.snapshots.items():
+            self._line.end_snapshot(copy, good=row in computed)
+        for hold in self._record.holds:
+            self._line.end_hold(hold)
+
+    def _take_row(self, row: int, sequence: Sequence, token_id: int) -> None:
+        record, result = self._record, self._result
+        end = record.ends[row]
+        if self._seals_blocks and (sealed := sequence.kv.seal(end)) and self._line.saves is not None:
+            self._line.saves.note(sequence.kv, sealed)
+        if not sequence.is_announced:
+            self._announce(sequence)
+        prompt_logprobs = result.prompt_logprobs.get(row)
+        if prompt_logprobs is not None:
+            prompt_logprobs = _take_unsent(sequence, record.starts[row], prompt_logprobs)
+        if record.samples[row]:
+            self._take_token(sequence, token_id, result.logprobs.get(row), prompt_logprobs)
+            return
+        if prompt_logprobs:
+            self.events.append(Tokens(sequence.request_id, (), None, prompt_logprobs))
+        if end == sequence.final_tokens:
+            self._finish(sequence, FinishReason.LENGTH)
+
+    def _take_token(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> None:
+        if token_id < 0:
+            self._fail(sequence, _NOTHING_SAMPLED)
+            return
+        self._counters.generated_tokens += 1
+        if token_id in sequence.stop_token_ids and sequence.may_stop:
+            if prompt_logprobs:
+                self.events.append(Tokens(sequence.request_id, (), None, prompt_logprobs))
+            self._finish(sequence, FinishReason.STOP, stop_token_id=token_id)
+            return
+        sequence.kv.append(token_id)
+        sequence.known_tokens += 1
+        self.events.append(
+            Tokens(sequence.request_id, (token_id,), None if logprobs is None else (logprobs,), prompt_logprobs or None)
+        )
+        if sequence.known_tokens == sequence.limit_tokens:
+            self._finish(sequence, FinishReason.LENGTH)
+
+    def _announce(self, sequence: Sequence) -> None:
+        sequence.is_announced = True
+        queued_s = self._record.planned_s - sequence.arrived_s
+        self.events.append(Scheduled(sequence.request_id, sequence.cached_tokens, queued_s))
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, *, stop_token_id: int | None = None) -> None:
+        self._end(sequence)
+        self.events.append(finished(sequence, reason, stop_token_id=stop_token_id))
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        self._end(sequence)
+        self._counters.failed_requests += 1
+        self.events.append(Failed(sequence.request_id, FailureKind.INTERNAL, message))
+
+    def _end(self, sequence: Sequence) -> None:
+        self._line.finish(sequence)
+        self.ended.append(sequence.request_id)
+
+
+def finished(sequence: Sequence, reason: FinishReason, *, stop_token_id: int | None = None) -> Finished:
+    """The terminal event of a sequence that ended well."""
+    return Finished(
+        sequence.request_id,
+        reason,
+        prompt_tokens=sequence.prompt_tokens,
+        completion_tokens=sequence.completion_tokens + (stop_token_id is not None),
+        cached_tokens=sequence.cached_tokens,
+        stop_token_id=stop_token_id,
+    )
+
+
+def _take_unsent(sequence: Sequence, start: int, logprobs: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
+    """Those of a row's prompt log-probabilities that were not sent before a preemption.
+
+    Args:
+        sequence: counts them as sent.
+        start: first position of the row; its first entry is of the prompt token behind that.
+        logprobs: of the row.
+    """
+    unsent = logprobs[max(0, sequence.prompt_logprobs_sent - start) :]
+    sequence.prompt_logprobs_sent += len(unsent)
+    return unsent

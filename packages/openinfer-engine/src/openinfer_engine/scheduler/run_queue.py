@@ -1,0 +1,348 @@
+"""`Line`: everybody who is not finished, in the order in which they are served, with the slots and KV blocks they hold.
+
+    running  oldest … youngest │ preempted  oldest … youngest │ waiting  in policy order
+             slot and blocks   │            nothing           │          nothing
+
+The order within the first two is that of first admission, and it keeps itself: only the youngest that runs is
+preempted, the oldest preempted is resumed first, and nobody is admitted from the queue before all have resumed. So
+the oldest never gives way, and as `Line.can_ever_hold` was asked before it entered, it can run to its end.
+
+With KV tiers (`use_tiers`) somebody admitted whose prefix is on its way stands beside the line (`loads.py`), with slot
+and blocks, and takes his place in it when the load has ended; others may have been admitted behind him meanwhile. Where
+blocks run short, the youngest load is given up before anybody is preempted.
+"""
+
+import bisect
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StateCopy
+from openinfer_core.waiting_queue import WaitingQueue
+from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_engine.scheduler.admission import Reserved, Reserving
+from openinfer_engine.scheduler.counters import Counters
+from openinfer_engine.scheduler.loads import Loads
+from openinfer_engine.scheduler.saves import Saves
+from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
+from openinfer_engine.scheduler.snapshots import Snapshots
+from openinfer_engine.scheduler.state_prefixes import StatePrefixes
+from openinfer_engine.scheduler.state_saves import StateSaves
+from openinfer_engine.scheduler.step_builder import StepInFlight
+from openinfer_kv_cache import KvCache, KvCacheOptions, SlotCopy
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """A sequence begins to run, or resumes."""
+
+    sequence: Sequence
+    start: SlotStart
+    is_spoilt: bool
+    """Whether the queue policy raised on it."""
+    restore: StateCopy | None = None
+    """Brings the recurrent states of the prefix that it begins on."""
+    hold: SlotCopy | None = None
+    """Of what is restored, until the step was applied; only with KV tiers."""
+
+
+class Line:
+    """See the module. Its methods keep the order; the lists are for reading."""
+
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy, counters: Counters) -> None:
+        self.kv = KvCache(
+            KvCacheOptions(
+                num_blocks=config.num_blocks,
+                block_size_tokens=config.block_size_tokens,
+                layout_digest=config.layout_digest,
+                num_slots=config.max_num_seqs + config.num_snapshots if config.num_snapshots else 0,
+                max_snapshots=config.num_snapshots,
+            ),
+            digest_key=config.digest_key,
+        )
+        self.loads: Loads | None = None
+        self.saves: Saves | None = None
+        """Both None without KV tiers."""
+        self._state_saves: StateSaves | None = None
+        """With KV tiers, for a model with recurrent states."""
+        self.snapshots = None
+        """None for a model without recurrent states, or where none are kept."""
+        if self.kv.slots is not None:
+            self.snapshots = Snapshots(
+                self.kv.slots, num_running_slots=config.max_num_seqs, block_size_tokens=config.block_size_tokens
+            )
+        self.waiting = WaitingQueue[Sequence](policy)
+        self.running: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        """Youngest first, so that the end is next."""
+        self.num_slots = config.max_num_seqs
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.matches_prefixes = config.prefix_cache or self.snapshots is not None
+        self._reserving = Reserving(
+            self.kv.pool,
+            matches_prefixes=self.matches_prefixes,
+            snapshots=self.snapshots,
+            hurry=self._hurry_saves,
+        )
+        self._counters = counters
+        self._num_admitted = 0
+
+    def use_tiers(self, port: TierPort) -> None:
+        """From now on prefixes come from tiers, too, and sealed blocks go there.
+
+        Raises:
+            ContractViolation: prefixes are not shared, or the port has no recurrent states of a model with such.
+        """
+        if not self.matches_prefixes:
+            raise ContractViolation("KV tiers need a prefix cache")
+        snapshots, block_tokens = self.snapshots, self.kv.pool.block_size_tokens
+        self.loads = Loads(port, block_size_tokens=block_tokens, snapshots=snapshots)
+        self.saves = Saves(self.kv.pool, port)
+        if snapshots is None:
+            return
+        if not port.pieces_per_slot:
+            raise ContractViolation("KV tiers of a model with recurrent states need the states' memory")
+        self._reserving.prefixes = StatePrefixes(snapshots, port, self.kv.hasher, block_size_tokens=block_tokens)
+        self._state_saves = StateSaves(snapshots, port, self.kv.hasher)
+
+    @property
+    def unsaved_blocks(self) -> int:
+        """Blocks, and pieces of states, that were not given to tiers because too many were on their way."""
+        return sum(saves.unsaved_blocks for saves in (self.saves, self._state_saves) if saves is not None)
+
+    def begin_saves(self) -> None:
+        """Begins to save what was sealed and kept since the last time."""
+        for saves in (self.saves, self._state_saves):
+            if saves is not None:
+                saves.begin()
+
+    def settle(self) -> None:
+        """Takes back the blocks and snapshots of copies from and to tiers that have ended."""
+        for saves in (self.saves, self._state_saves):
+            if saves is not None:
+                saves.settle()
+        if self.loads is not None:
+            for sequence in self.loads.settle():
+                self.give_back(sequence)
+
+    @property
+    def _loading(self) -> ListLike[Sequence]:
+        return () if self.loads is None else self.loads.sequences
+
+    @property
+    def given_up(self) -> ListLike[Sequence]:
+        """Sequences whose load was given up and whose blocks a copy may still touch."""
+        return () if self.loads is None else self.loads.given_up
+
+    # --- in ---------------------------------------------------------------------------------------------
+
+    def admit(self) -> Admission | None:
+        """Lets the next in line run if there is a slot, and blocks for every id it knows; nobody is passed over.
+
+        One block per running sequence has to stay spare, lest the newcomer is preempted at their next block. Who has a
+        prefix in common with a prompt that is being computed waits for it, and computes it not a second time.
+        """
+        while (ready := self._take_ready()) is None:
+            sequence = self._next()
+            if sequence is None or not self.free_slots:
+                return None
+            reserved = self._reserving.reserve(sequence, running=self.running, loading=self._loading)
+            if reserved is None:
+                return None
+            self._leave(sequence)
+            if not self._begin_load(sequence, reserved):
+                return self._start(sequence, reserved.cached_tokens)
+        return self._start(*ready)
+
+    def _take_ready(self) -> tuple[Sequence, int] | None:
+        """The first sequence whose load is over and that can begin, and behind which tokens."""
+        while self.loads is not None and (ready := self.loads.take_ready()) is not None:
+            sequence, tokens = ready
+            if tokens is not None:
+                return sequence, tokens
+            self._step_back(sequence)
+            self.give_back(sequence)
+        return None
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes the next in line out of the preempted or the queue, and gives it a slot."""
+        if sequence.state is SequenceState.PREEMPTED:
+            self.preempted.pop()
+        else:
+            sequence.is_spoilt = not self.waiting.admit_head()
+            sequence.admission, self._num_admitted = self._num_admitted, self._num_admitted + 1
+        sequence.slot = self.free_slots.pop()
+
+    def _begin_load(self, sequence: Sequence, reserved: Reserved) -> bool:
+        """Whether the tiers have more of the sequence's prefix, which is on its way then."""
+        if self.loads is None:
+            return False
+        if self._reserving.prefixes is not None:
+            is_loading = self._begin_state_load(sequence, reserved, self._reserving.prefixes, self.loads)
+        elif sequence.asked_tiers or sequence.is_spoilt or not sequence.may_match:
+            return False
+        else:
+            sequence.asked_tiers = True
+            is_loading = self.loads.begin(sequence, reserved.cached_tokens)
+        if is_loading:
+            sequence.move(SequenceState.LOADING)
+        return is_loading
+
+    def _begin_state_load(self, sequence: Sequence, reserved: Reserved, prefixes: StatePrefixes, loads: Loads) -> bool:
+        if reserved.found is None:
+            return False
+        load = prefixes.begin(sequence.kv, reserved.found, cached_tokens=reserved.cached_tokens)
+        if load is not None:
+            loads.add(sequence, load)
+        return load is not None
+
+    def _start(self, sequence: Sequence, cached_tokens: int) -> Admission:
+        """The sequence runs from now on, behind the tokens whose KV is there."""
+        if not sequence.has_run:
+            sequence.has_run = True
+            sequence.cached_tokens = cached_tokens
+            self._counters.cached_tokens += cached_tokens
+        sequence.move(SequenceState.RUNNING)
+        bisect.insort(self.running, sequence, key=_age)
+        start = sequence.take_slot(cached_tokens=cached_tokens)
+        admission = Admission(sequence, start, sequence.is_spoilt)
+        if self.snapshots is not None and cached_tokens:
+            admission.restore = self.snapshots.restore(sequence.kv, cached_tokens, start.slot)
+            if self._reserving.prefixes is not None:
+                admission.hold = self.snapshots.hold_behind(sequence.kv, cached_tokens)
+        return admission
+
+    def _next(self) -> Sequence | None:
+        """None, too, while a result of the one to resume is outstanding, or a copy uses its blocks."""
+        if not self.preempted:
+            return self.waiting.head
+        sequence = self.preempted[-1]
+        return None if sequence.is_held else sequence
+
+    # --- states -----------------------------------------------------------------------------------------
+
+    def begin_snapshot(self, sequence: Sequence) -> SlotCopy | None:
+        """The copy of a running sequence's states behind the row planned last, if they are to be kept there."""
+        end_tokens = sequence.computed_tokens
+        if self.snapshots is None or end_tokens not in sequence.snapshot_places:
+            return None
+        copy = self.snapshots.take(sequence.kv, end_tokens, sequence.slot)
+        if copy is None and self._state_saves is not None and not self.snapshots.has_behind(sequence.kv, end_tokens):
+            self._state_saves.hurry()
+        return copy
+
+    def end_snapshot(self, copy: SlotCopy, *, good: bool) -> None:
+        """The step behind which the copy ran was applied; `good` if its row was computed for a sequence that lives."""
+        if self.snapshots is None:
+            raise ContractViolation("a copy of states ended, and none are kept")
+        self.snapshots.end(copy, good=good)
+        if good and self._state_saves is not None:
+            self._state_saves.note(copy.digest)
+
+    def end_hold(self, hold: SlotCopy) -> None:
+        """The step that restored states from a snapshot was applied."""
+        if self.snapshots is None:
+            raise ContractViolation("a hold of states ended, and none are kept")
+        self.snapshots.end(hold, good=True)
+
+    # --- growth -----------------------------------------------------------------------------------------
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` computed positions fits, with everybody else preempted."""
+        return self.kv.can_ever_fit(num_tokens)
+
+    def grow(self, sequence: Sequence, in_flight: Iterable[StepInFlight]) -> ListLike[int] | None:
+        """Makes room for one more position of a running sequence, preempting the youngest as needed.
+
+        Returns:
+            The blocks added; None if it has to sit this step out, because blocks that a step in flight still uses are
+            about to come back, or because it was the youngest itself.
+        """
+        while (new_blocks := sequence.kv.reserve(sequence.computed_tokens + 1)) is None:
+            if self._are_blocks_coming(in_flight):
+                return None
+            if self._give_up_load():
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        sequence.capacity_tokens = sequence.kv.capacity_tokens
+        return new_blocks
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Sends the youngest running sequence back; what it has generated will be given when it resumes."""
+        self.running.pop()
+        self.preempted.append(sequence)
+        sequence.move(SequenceState.PREEMPTED)
+        sequence.asked_tiers = False
+        self._counters.preemptions += 1
+        if not sequence.rows_in_flight:
+            self.give_back(sequence)
+
+    def _are_blocks_coming(self, in_flight: Iterable[StepInFlight]) -> bool:
+        """Whether steps or copies that were begun give blocks back when they end."""
+        if self.saves is not None and self.saves.are_blocks_coming():
+            return True
+        return (self.loads is not None and self.loads.is_ending) or _are_blocks_in_flight(in_flight)
+
+    def _hurry_saves(self) -> None:
+        """Blocks are short: slow copies are cancelled."""
+        if self.saves is not None:
+            self.saves.are_blocks_coming()
+
+    def _give_up_load(self) -> bool:
+        """Gives up the youngest load, if there is one: its blocks come back, and its prefix is computed later."""
+        if self.loads is None or not self.loads.sequences:
+            return False
+        sequence = max(self.loads.sequences, key=_age)
+        self.loads.give_up(sequence)
+        self._step_back(sequence)
+        self.settle()  # it may be over already
+        return True
+
+    def _step_back(self, sequence: Sequence) -> None:
+        """One that loads no more resumes in its turn."""
+        sequence.move(SequenceState.PREEMPTED)
+        bisect.insort(self.preempted, sequence, key=lambda each: -each.admission)
+
+    # --- out --------------------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it stands."""
+        match sequence.state:
+            case SequenceState.WAITING:
+                self.waiting.withdraw(sequence)
+            case SequenceState.PREEMPTED:
+                self.preempted.remove(sequence)
+            case SequenceState.LOADING if self.loads is not None:
+                self.loads.give_up(sequence)
+            case _:
+                self.running.remove(sequence)
+        sequence.move(SequenceState.FINISHED)
+        if not sequence.is_held:
+            self.give_back(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Frees what a sequence holds that runs no longer and that no step in flight and no copy uses."""
+        if sequence.slot != NO_SLOT:
+            self.free_slots.append(sequence.slot)
+            sequence.slot = NO_SLOT
+        if sequence.state is SequenceState.FINISHED:
+            sequence.kv.release()
+        else:
+            sequence.kv.shrink(0)
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.admission
+
+
+def _are_blocks_in_flight(in_flight: Iterable[StepInFlight]) -> bool:
+    """Whether a sequence with a row in flight holds blocks that it gives back when the step is applied."""
+    return any(
+        sequence.state is not SequenceState.RUNNING or sequence.computed_tokens == sequence.target_tokens
+        for record in in_flight
+        for sequence in record.rows
+    )

@@ -1,0 +1,262 @@
+"""Checkpoints: the tensors of a Hugging Face model folder, checked as a whole before any is read.
+
+    Checkpoint.open(folder) ─► validate(names and shapes) ─► RankWeights(checkpoint, rank=…, size=…).read(name, cut)
+
+A folder has one `model.safetensors`, or shards named by `model.safetensors.index.json`, or one `modelR-mpN.safetensors`
+for each rank `R` of `N`, which have pieces of tensors under the same names (`rank_files.py`). Nothing is ever read from
+outside it, and nothing but safetensors is read at all.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
+from typing import Self
+
+import msgspec
+
+from openinfer_core import InvalidCheckpoint
+from openinfer_engine.model import Cut
+from openinfer_engine.weights.rank_files import Pieces, rank_files
+from openinfer_engine.weights.safetensors_file import SafetensorsFile, TensorInfo
+from openinfer_engine.weights.stored_tensor import StoredTensor, TensorSpec
+from openinfer_engine.weights.unique_json import decode_unique_json
+from openinfer_kernels import HostArray
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+WEIGHT_DTYPES = frozenset({"BF16", "F16", "F32"})
+"""The dtypes that `Ops.upload_weight` reads."""
+
+_PROBLEMS_SHOWN = 5
+
+
+class _Index(msgspec.Struct):
+    """`model.safetensors.index.json`; it also has a `metadata`, which says nothing that the files do not."""
+
+    weight_map: dict[str, str]
+
+
+class Checkpoint:
+    """All tensors of a model folder. A context manager; arrays that were read stay valid after it is closed.
+
+    Args:
+        files: open files; no two may have a tensor of the same name.
+
+    Raises:
+        InvalidCheckpoint: they have.
+    """
+
+    def __init__(self, files: Collection[SafetensorsFile]) -> None:
+        self._pieces_of: dict[str, Pieces] = {}
+        for file in files:
+            for name in file.tensors:
+                first = self._pieces_of.setdefault(name, Pieces([file], name)).files[0]
+                if first is not file:
+                    raise InvalidCheckpoint(f"tensor {name!r} is in {first.path.name} and in {file.path.name}")
+
+    @classmethod
+    def open(cls, model_dir: Path) -> "Checkpoint":
+        """Opens a folder's files and checks that they are whole.
+
+        Raises:
+            InvalidCheckpoint: files are missing or damaged, or the index contradicts them.
+        """
+        single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
+        of_ranks = rank_files(model_dir)
+        found = [path.name for path in (single, index) if path.exists()] + [path.name for path in of_ranks[:1]]
+        if len(found) > 1:
+            raise InvalidCheckpoint(f"{model_dir} has both {found[0]} and {found[1]}; remove the one that is stale")
+        if single.exists():
+            return cls([SafetensorsFile(single)])
+        if index.exists():
+            return _open_shards(index)
+        if of_ranks:
+            return cls._of_ranks([SafetensorsFile(path) for path in of_ranks])
+        raise InvalidCheckpoint(_no_weights(model_dir))
+
+    @classmethod
+    def _of_ranks(cls, files: Sequence[SafetensorsFile]) -> "Checkpoint":
+        """Files in order of ranks, that have pieces under the same names."""
+        checkpoint = cls([])
+        for name in dict.fromkeys(name for file in files for name in file.tensors):
+            checkpoint._pieces_of[name] = Pieces([file for file in files if name in file.tensors], name)
+        return checkpoint
+
+    def join_pieces(self, expected: Mapping[str, TensorSpec]) -> None:
+        """Tells a checkpoint of one file per rank what whole tensors are; nothing to do for others, and once validated.
+
+        Args:
+            expected: as of `validate`.
+        """
+        for name, spec in expected.items():
+            if name in self._pieces_of:
+                self._pieces_of[name].join(spec.shape if isinstance(spec, StoredTensor) else spec)
+
+    def close(self) -> None:
+        """Lets go of the files: no further tensor can be read. A map goes with the last array over it. Idempotent."""
+        self._pieces_of.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name -> dtype, shape and place of every tensor of all files."""
+        return MappingProxyType({name: pieces.info for name, pieces in self._pieces_of.items()})
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(pieces.num_bytes for pieces in self._pieces_of.values())
+
+    def validate(
+        self,
+        expected: Mapping[str, TensorSpec],
+        *,
+        ignorable: Collection[str] = (),
+        dtypes: Collection[str] = WEIGHT_DTYPES,
+    ) -> None:
+        """Checks every tensor against what a model reads, before any is read.
+
+        Args:
+            expected: name -> shape of every tensor that the model reads; a `StoredTensor` has its own dtypes.
+            ignorable: names that the model does not read and that may be there; one that ends with a dot stands for
+                all that begin with it.
+            dtypes: those of plain weights that the model reads.
+
+        Raises:
+            InvalidCheckpoint: tensors are missing, unknown, or of another shape or dtype; names the first few.
+        """
+        self.join_pieces(expected)
+        problems = list(_problems(self.tensors, expected, ignorable, dtypes))
+        if problems:
+            shown = "; ".join(problems[:_PROBLEMS_SHOWN])
+            more = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+            raise InvalidCheckpoint(f"the checkpoint does not fit its config.json: {shown}{more}")
+
+    def read(self, name: str) -> HostArray:
+        """A whole tensor, read-only and not copied unless it is in pieces; BF16 as its bits in uint16.
+
+        Raises:
+            InvalidCheckpoint: there is none of that name.
+        """
+        pieces = self._pieces_of.get(name)
+        if pieces is None:
+            raise InvalidCheckpoint(f"the checkpoint has no tensor {name!r}, or is closed")
+        return pieces.read()
+
+
+class RankWeights:
+    """A checkpoint as one rank sees it: the `WeightSource` of real weights.
+
+    Args:
+        checkpoint: validated.
+        rank: this rank.
+        size: ranks that the model is cut into.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, rank: int, size: int) -> None:
+        self._checkpoint = checkpoint
+        self._rank = rank
+        self._size = size
+
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+        """This rank's piece, a view of the file's memory map.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        return cut_for_rank(self._checkpoint.read(name), name, cut, rank=self._rank, size=self._size)
+
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+        """The same, whatever the dtype."""
+        return self.read(name, cut)
+
+
+def cut_for_rank(whole: HostArray, name: str, cut: Cut, *, rank: int, size: int) -> HostArray:
+    """One rank's piece of a whole tensor, a view.
+
+    Raises:
+        InvalidCheckpoint: the tensor's size does not divide by the ranks.
+    """
+    if cut is Cut.WHOLE:
+        return whole
+    begin, end = share_of_rank(whole.shape, name, cut, rank=rank, size=size)
+    return whole[begin:end] if cut is Cut.ROWS else whole[:, begin:end]
+
+
+def share_of_rank(shape: tuple[int, ...], name: str, cut: Cut, *, rank: int, size: int) -> tuple[int, int]:
+    """Where one rank's piece begins and ends along the axis of the cut.
+
+    Raises:
+        InvalidCheckpoint: the tensor's size does not divide by the ranks.
+    """
+    if cut is Cut.WHOLE:
+        return 0, shape[0]
+    if cut >= len(shape) or shape[cut] % size:
+        raise InvalidCheckpoint(f"tensor {name!r} of shape {list(shape)} cannot be cut by {cut.name} for {size} ranks")
+    piece = shape[cut] // size
+    return rank * piece, (rank + 1) * piece
+
+
+def _open_shards(index: Path) -> Checkpoint:
+    try:
+        decoded = decode_unique_json(index.read_bytes(), what=str(index))
+        weight_map = msgspec.convert(decoded, _Index).weight_map
+    except msgspec.ValidationError as error:
+        raise InvalidCheckpoint(f"{index} is invalid: {error}") from error
+    except OSError as error:
+        raise InvalidCheckpoint(f"{index} cannot be read: {error.strerror}") from error
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        _check_shard_name(name, index)
+    missing = [name for name in names if not (index.parent / name).exists()]
+    if missing:
+        listed = ", ".join(missing[:3])
+        raise InvalidCheckpoint(f"{index.parent} lacks {len(missing)} of the {len(names)} files of its index: {listed}")
+    files = {name: SafetensorsFile(index.parent / name) for name in names}
+    for tensor, name in weight_map.items():
+        if tensor not in files[name].tensors:
+            raise InvalidCheckpoint(f"{index.name} places tensor {tensor!r} in {name}, which does not have it")
+    return Checkpoint(files.values())
+
+
+def _check_shard_name(name: str, index: Path) -> None:
+    """Raises unless `name` is a plain name of a safetensors file: an index comes from strangers."""
+    plain = PurePosixPath(name).name == name == PureWindowsPath(name).name and "\0" not in name
+    if not plain or not name.endswith(".safetensors"):
+        raise InvalidCheckpoint(f"{index} names the file {name!r}; only .safetensors files of the same folder are read")
+
+
+def _no_weights(model_dir: Path) -> str:
+    found = sorted(
+        path.name for path in model_dir.glob("*") if path.suffix in {".bin", ".pt", ".pth", ".safetensors", ".gguf"}
+    )
+    hint = f"; it has {', '.join(found[:3])}" if found else ""
+    return f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}; weights are read from safetensors only"
+
+
+def _problems(
+    tensors: Mapping[str, TensorInfo],
+    expected: Mapping[str, TensorSpec],
+    ignorable: Collection[str],
+    dtypes: Collection[str],
+) -> Iterator[str]:
+    for name, spec in expected.items():
+        info = tensors.get(name)
+        stored = isinstance(spec, StoredTensor)
+        shape, possible = (spec.shape, spec.dtypes) if stored else (spec, sorted(dtypes))
+        if info is None:
+            yield f"{name} is missing"
+        elif info.array_shape != shape:
+            yield f"{name} has shape {list(info.shape)}, not {list(shape)}"
+        elif info.dtype not in possible:
+            yield f"{name} has dtype {info.dtype}, not one of {', '.join(possible)}"
+    parts = tuple(name for name in ignorable if name.endswith("."))
+    for name in tensors:
+        if name not in expected and name not in ignorable and not name.startswith(parts):
+            yield f"{name} is not a tensor of this model"

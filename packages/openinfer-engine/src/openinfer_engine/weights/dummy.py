@@ -1,0 +1,160 @@
+"""Random numbers in the shapes of a model, for sizing and speed without a checkpoint.
+
+`DeviceDummyWeights` gives recipes, which a GPU computes at the speed of its memory. `DummyWeights` gives arrays: a
+tensor is a piece of one long periodic sequence of normal numbers, cut at a place that its name and the seed
+decide. That fills memory as fast as it can be written, and any rank can compute its piece of any tensor. The period
+is prime, so that no two rows of a matrix are equal.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from openinfer_core import InvalidCheckpoint
+from openinfer_engine.model import Cut
+from openinfer_engine.weights.checkpoint import cut_for_rank, share_of_rank
+from openinfer_engine.weights.dummy_stored import dummy_array
+from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
+from openinfer_engine.weights.stored_tensor import RandomBytes, StoredTensor, TensorSpec
+from openinfer_kernels import HostArray, RandomCodes, RandomWeight
+
+_PERIOD = 1_048_573
+"""The largest prime below 2^20."""
+
+_MATRIX_GAIN = 2.0
+"""Logits are products of a normed vector with rows of this length: their spread, far from flat."""
+_NORM_SPREAD = 0.1
+_BIAS_SPREAD = 0.02
+
+
+class DeviceDummyWeights:
+    """A `WeightSource` of recipes for BF16 numbers: matrices and biases around 0, norms around 1.
+
+    Args:
+        shapes: name -> whole shape of every tensor, or what else is said of it.
+        rank: this rank.
+        size: ranks that the model is cut into.
+        seed: other seeds give other numbers.
+    """
+
+    def __init__(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int, seed: int = 0) -> None:
+        self._shapes = shapes
+        self._seed = seed
+        self._rank = rank
+        self._size = size
+
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> RandomWeight:
+        """This rank's piece: equal to the same piece of the whole tensor.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        shape = _shape_of(name, self._shapes)
+        spread = _spread_of(name, shape)
+        whole = RandomWeight.whole(shape, seed=_place(name, self._seed), mean=spread.mean, spread=spread.deviation)
+        begin, end = share_of_rank(shape, name, cut, rank=self._rank, size=self._size)
+        if cut is Cut.WHOLE:
+            return whole
+        return whole.rows(begin, end) if cut is Cut.ROWS else whole.columns(begin, end)
+
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray | RandomCodes:
+        """This rank's piece; codes are a recipe, what else there is comes as an array.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        spec = _stored_of(name, self._shapes)
+        if not isinstance(spec.dummy, RandomBytes):
+            whole = dummy_array(spec, seed=_place(name, self._seed))
+            return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
+        rows, columns = spec.shape
+        codes = RandomCodes.whole(
+            (rows, columns),
+            seed=_place(name, self._seed),
+            mask=spec.dummy.mask,
+            itemsize=NUMPY_DTYPES[spec.dtypes[0]].itemsize,
+        )
+        begin, end = share_of_rank(spec.shape, name, cut, rank=self._rank, size=self._size)
+        if cut is Cut.WHOLE:
+            return codes
+        return codes.rows(begin, end) if cut is Cut.ROWS else codes.columns(begin, end)
+
+
+class DummyWeights:
+    """A `WeightSource` of BF16 numbers: matrices and biases around 0, norms around 1.
+
+    Args:
+        shapes: name -> whole shape of every tensor, or what else is said of it.
+        rank: this rank.
+        size: ranks that the model is cut into.
+        seed: other seeds give other numbers.
+    """
+
+    def __init__(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int, seed: int = 0) -> None:
+        self._shapes = shapes
+        self._seed = seed
+        self._rank = rank
+        self._size = size
+        self._normal = np.random.default_rng(seed).standard_normal(_PERIOD, np.float32)
+
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+        """This rank's piece, in uint16 as BF16 bits: equal to the same piece of the whole tensor.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        shape = _shape_of(name, self._shapes)
+        mean, deviation = _spread_of(name, shape)
+        period = _bfloat16_bits(self._normal * np.float32(deviation) + np.float32(mean))
+        start = _place(name, self._seed) % _PERIOD
+        whole = np.resize(np.roll(period, -start), math.prod(shape)).reshape(shape)
+        return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
+
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+        """This rank's piece, in the first dtype that the tensor may have.
+
+        Raises:
+            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
+        """
+        whole = dummy_array(_stored_of(name, self._shapes), seed=_place(name, self._seed))
+        return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
+
+
+class _Spread(NamedTuple):
+    mean: float
+    deviation: float
+
+
+def _spread_of(name: str, shape: tuple[int, ...]) -> _Spread:
+    """What suits a tensor of this name and shape."""
+    if len(shape) > 1:
+        return _Spread(0.0, _MATRIX_GAIN / math.sqrt(shape[-1]))
+    return _Spread(1.0, _NORM_SPREAD) if name.endswith("norm.weight") else _Spread(0.0, _BIAS_SPREAD)
+
+
+def _shape_of(name: str, shapes: Mapping[str, TensorSpec]) -> tuple[int, ...]:
+    shape = shapes.get(name)
+    if shape is None or isinstance(shape, StoredTensor):
+        raise InvalidCheckpoint(f"the model has no tensor {name!r}" + ("" if shape is None else " that is a weight"))
+    return shape
+
+
+def _stored_of(name: str, shapes: Mapping[str, TensorSpec]) -> StoredTensor:
+    spec = shapes.get(name)
+    if not isinstance(spec, StoredTensor):
+        raise InvalidCheckpoint(f"the model has no tensor {name!r}" + ("" if spec is None else " of codes or ids"))
+    return spec
+
+
+def _place(name: str, seed: int) -> int:
+    """64 bits that tell tensors and seeds apart."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
+
+
+def _bfloat16_bits(values: HostArray) -> HostArray:
+    """Finite float32 numbers rounded to BF16, to the nearest, ties to even; as uint16."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

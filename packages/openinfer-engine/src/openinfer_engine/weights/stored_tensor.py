@@ -1,0 +1,53 @@
+"""Tensors of a checkpoint that are no plain weights: codes and scales of quantised ones, tables of ids."""
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomBytes:
+    """Dummy codes: random bytes, each `& mask`."""
+
+    mask: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomIds:
+    """Dummy rows of ids below `bound`; no id is twice in a row of at most `bound`."""
+
+    bound: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Dummy numbers: these, again and again."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor that `WeightSource.read_stored` reads, where a plain shape stands for one that `read` reads."""
+
+    shape: tuple[int, ...]
+    """Of the array that is read: in bytes along the last axis, where two codes are in one."""
+    dtypes: tuple[str, ...]
+    """Of the safetensors format, that it may have; the first is what a dummy has."""
+    dummy: RandomBytes | RandomIds | Repeated
+
+    @property
+    def num_bytes(self) -> int:
+        """In the first dtype."""
+        return math.prod(self.shape) * NUMPY_DTYPES[self.dtypes[0]].itemsize
+
+
+TensorSpec: TypeAlias = tuple[int, ...] | StoredTensor
+"""What a model says of a tensor that it reads: the shape of a weight in BF16, float16 or float32, or anything else."""
+
+
+def spec_bytes(spec: TensorSpec, *, itemsize_bytes: int) -> int:
+    """On a device whose compute dtype has so many bytes."""
+    return spec.num_bytes if isinstance(spec, StoredTensor) else math.prod(spec) * itemsize_bytes

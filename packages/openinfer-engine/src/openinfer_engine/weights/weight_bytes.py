@@ -1,0 +1,152 @@
+"""`rank_weights_bytes`: what a model's weights take on one rank, before any is read.
+
+The definition's own `load` is run with arrays that have a shape and no memory, so that whatever it cuts, copies to
+every rank or pads is counted as it is.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.model import Cut, ModelDefinition
+from openinfer_engine.weights.checkpoint import share_of_rank
+from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
+from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec, spec_bytes
+from openinfer_kernels import HostArray, Ops, QuantisedPart, QuantisedWeight, WeightPart
+from openinfer_kernels.weights.plain import stacked_shape
+from openinfer_kernels.weights.quantised import BLOCKS
+
+logger = logging.getLogger("openinfer.engine")
+
+_POSITIONS = 16
+"""Of tables that a model makes for its positions; these are no weights."""
+_SMALL = 64
+"""Numbers of a tensor whose values a model may look at: a repeated shape, a scale."""
+
+
+def rank_weights_bytes(definition: ModelDefinition[Any], config: Any, *, size: int, itemsize_bytes: int) -> int:
+    """Bytes of rank 0's weights.
+
+    Args:
+        definition: of the model.
+        config: its own.
+        size: ranks that the model is cut into, which it can be.
+        itemsize_bytes: of the compute dtype.
+    """
+    specs = definition.tensors(config)
+    counting = _CountingOps(itemsize_bytes)
+    weights, communicator = _Shapes(specs, size), cast("Communicator", _Rank0(size))
+    try:
+        definition.load(
+            config, weights, ops=cast("Ops", counting), communicator=communicator, max_model_tokens=_POSITIONS
+        )
+    except _NotCounted as reason:
+        logger.warning("%s: weights are counted as if they were cut evenly over %d ranks", reason, size)
+        return sum(spec_bytes(spec, itemsize_bytes=itemsize_bytes) for spec in specs.values()) // size
+    return counting.num_bytes
+
+
+class _NotCounted(Exception):
+    """A model's loading asks for more than this knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank0:
+    """As much of a communicator as loading asks for."""
+
+    size: int
+    rank: int = 0
+
+
+class _Shapes:
+    """A `WeightSource` of shapes."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], size: int) -> None:
+        self._specs = specs
+        self._size = size
+
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
+        """A recipe that nobody computes."""
+        spec = self._specs[name]
+        shape = spec.shape if isinstance(spec, StoredTensor) else spec
+        return _without_memory(self._piece(name, shape, cut), np.dtype(np.uint16))
+
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+        """Small ones with the values of a dummy."""
+        spec = self._specs[name]
+        if not isinstance(spec, StoredTensor):
+            raise _NotCounted(f"{name} is no stored tensor")
+        dtype, shape = np.dtype(NUMPY_DTYPES[spec.dtypes[0]]), self._piece(name, spec.shape, cut)
+        if isinstance(spec.dummy, Repeated) and math.prod(shape) <= _SMALL and dtype.kind in "iuf":
+            return np.resize(np.asarray(spec.dummy.values), shape).astype(dtype)
+        return _without_memory(shape, dtype)
+
+    def _piece(self, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+        begin, end = share_of_rank(shape, name, cut, rank=0, size=self._size)
+        if cut is Cut.WHOLE:
+            return shape
+        return (end - begin, *shape[1:]) if cut is Cut.ROWS else (shape[0], end - begin)
+
+
+@dataclass(slots=True)
+class _CountingOps:
+    """As much of `Ops` as loading asks for."""
+
+    itemsize_bytes: int
+    num_bytes: int = 0
+    name: str = field(default="counting", init=False)
+
+    def upload_weight(self, *parts: WeightPart) -> HostArray:
+        return self._counted(stacked_shape(parts), self.itemsize_bytes)
+
+    def upload_float32(self, *parts: WeightPart) -> HostArray:
+        return self._counted(stacked_shape(parts), 4)
+
+    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
+        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        block_rows, block_columns = BLOCKS[parts[0].format]
+        scales = -(-rows // block_rows) * -(-columns // block_columns)
+        code_bytes = sum(math.prod(part.codes.shape) * part.codes.itemsize for part in parts)
+        self.num_bytes += code_bytes + scales * parts[0].scales.itemsize
+        shape = (rows, columns) if num_matrices is None else (num_matrices, rows // num_matrices, columns)
+        nothing = np.empty(0, np.uint8)
+        return QuantisedWeight(
+            format=parts[0].format,
+            shape=shape,
+            codes=nothing,
+            scales=nothing,
+            block_rows=block_rows,
+            block_columns=block_columns,
+        )
+
+    def upload_widened(self, *parts: QuantisedPart) -> HostArray:
+        return self._counted((sum(part.shape[0] for part in parts), parts[0].shape[1]), self.itemsize_bytes)
+
+    def upload(self, host: HostArray) -> HostArray:
+        """A table, which is no weight."""
+        return host
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> HostArray:
+        return _without_memory(shape, np.dtype(np.float32 if dtype is None else dtype))
+
+    @contextmanager
+    def loading(self, progress: Callable[[int], None] = lambda num_bytes: None) -> Generator[None]:
+        del progress
+        yield
+
+    def __getattr__(self, operator: str) -> Any:
+        raise _NotCounted(f"the model's loading calls the operator {operator}")
+
+    def _counted(self, shape: tuple[int, ...], itemsize: int) -> HostArray:
+        self.num_bytes += math.prod(shape) * itemsize
+        return _without_memory(shape, np.dtype(np.float32))
+
+
+def _without_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
+    return np.broadcast_to(np.zeros((), dtype), shape)

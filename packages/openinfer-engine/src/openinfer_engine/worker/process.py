@@ -1,0 +1,211 @@
+"""The process of one rank beside the first: what `RankProcesses` starts and tells what to run.
+
+It takes its orders from standard input and answers on standard output; whatever it prints goes to standard error. When
+its input ends without a `Leave`, the engine is gone, and so is the process, whatever it was waiting for; on Linux also
+if it cannot notice, because it is stopped. As the engine process does, it ignores SIGINT and SIGTERM.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from openinfer_core import OpenInferError, Refused
+from openinfer_core.errors import ContractViolation
+from openinfer_core.process.engine_process import set_log_level
+from openinfer_core.process.resident import settle_memory
+from openinfer_engine.child import SWITCH_INTERVAL_S
+from openinfer_engine.engine_plan import resolve
+from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.errors import GroupBroken
+from openinfer_engine.kv_tiers import PageTaking, open_port, take_pages
+from openinfer_engine.kv_tiers.share_service import ShareOrder, ShareService
+from openinfer_engine.options import DeviceKind
+from openinfer_engine.tracing.trace import NoTrace
+from openinfer_engine.weights.loading import load_ranks
+from openinfer_engine.worker.messages import (
+    Agree,
+    Build,
+    Fault,
+    FaultKind,
+    FromRank,
+    Leave,
+    Ready,
+    Resolved,
+    RunStep,
+    ToRank,
+    bodies,
+    send,
+    to_rank_decoder,
+)
+from openinfer_engine.worker.runner import Rank
+
+logger = logging.getLogger("openinfer.engine")
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+Message = TypeVar("Message", bound=ToRank)
+
+
+def main() -> int:
+    """Serves one engine; returns the exit code."""
+    faulthandler.enable()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_engine()
+    answers = _Answers(os.dup(1))
+    os.dup2(2, 1)
+    orders = _Orders(0)
+    try:
+        set_log_level(os.environ)
+        rank, share = _load(orders, answers)
+        settle_memory()
+        _serve(rank, share, orders)
+        if share is not None:
+            share.close()
+        rank.close()
+    except BaseException as error:
+        if not isinstance(error, OpenInferError):
+            logger.exception("this rank failed")
+        with contextlib.suppress(OSError):  # the engine may be gone too
+            answers.send(Fault(_kind_of(error), _said(error)))
+        return 1
+    return 0
+
+
+def _end_with_engine() -> None:
+    """Linux kills this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Rank, ShareService | None]":
+    build = orders.take(Build)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(f"%(name)s, rank {build.rank}: %(message)s"))
+    spec = msgspec.json.decode(build.spec, type=EngineSpec)
+    definition, options = spec.read()
+    composition = resolve(definition, Path(spec.model_dir), options, rank=build.rank)
+    answers.send(Resolved(composition.num_blocks))
+    agreed = orders.take(Agree)
+    composition = composition.with_num_blocks(agreed.num_blocks)
+    size = composition.options.tensor_parallel_size
+    tiers = composition.open_tiers(rank=build.rank)
+    is_on_device = composition.options.device is DeviceKind.CUDA
+    pages = take_pages(tiers, num_ranks=size) if tiers is not None and is_on_device else PageTaking([])
+    communicator = composition.backend.join_group(agreed.ticket, rank=build.rank, size=size)
+    try:
+        (rank,) = load_ranks(composition, [communicator], NoTrace(), stream=io.StringIO())
+    except BaseException as error:
+        communicator.abort(error)
+        raise
+    share = None
+    if tiers is not None:
+        pages.finish()
+        load_timeout_s = composition.options.kv_load_timeout_ms / 1000
+        share = ShareService(
+            open_port(tiers, pool=rank.pool_memory(), load_timeout_s=load_timeout_s),
+            answer=answers.send,
+            fail=orders.fail,
+            enter_thread=composition.backend.enter_thread,
+        )
+    answers.send(Ready())
+    return rank, share
+
+
+def _serve(rank: Rank, share: ShareService | None, orders: "_Orders") -> None:
+    while not isinstance(order := orders.next(), Leave):
+        if isinstance(order, RunStep):
+            rank.launch(order.plan())
+        elif share is not None and isinstance(order, ShareOrder):
+            share.take(order, rank.fence())
+        else:
+            raise ContractViolation(f"{type(order).__name__} came where a step was due")
+
+
+def _kind_of(error: BaseException) -> FaultKind:
+    if isinstance(error, GroupBroken):
+        return FaultKind.BROKEN
+    return FaultKind.REFUSED if isinstance(error, Refused) else FaultKind.FAILED
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, OpenInferError) else f"{type(error).__name__}: {error}"
+
+
+class _Answers:
+    """What goes through the other pipe, from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def send(self, message: FromRank) -> None:
+        """Writes a message.
+
+        Raises:
+            BrokenPipeError: the engine is gone.
+        """
+        with self._lock:
+            send(self._descriptor, message)
+
+
+class _Orders:
+    """What comes through the pipe, read by a thread of its own, so that the engine's end is noticed at any time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._received: queue.SimpleQueue[ToRank | BaseException] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(descriptor,), name="openinfer-orders", daemon=True).start()
+
+    def next(self) -> ToRank:
+        """Waits for the next one.
+
+        Raises:
+            BaseException: what another thread has failed with.
+        """
+        order = self._received.get()
+        if isinstance(order, BaseException):
+            raise order
+        return order
+
+    def fail(self, error: BaseException) -> None:
+        """Another thread of the rank cannot go on."""
+        self._received.put(error)
+
+    def take(self, kind: type[Message]) -> Message:
+        """Waits for the next one, which is of a kind.
+
+        Raises:
+            ContractViolation: it is not.
+        """
+        order = self.next()
+        if not isinstance(order, kind):
+            raise ContractViolation(f"{type(order).__name__} came where {kind.__name__} was due")
+        return order
+
+    def _read(self, descriptor: int) -> None:
+        has_left = False
+        try:
+            for body in bodies(descriptor):
+                order = to_rank_decoder.decode(body)
+                self._received.put(order)
+                has_left = has_left or isinstance(order, Leave)
+        finally:
+            if not has_left:
+                os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    exit_code = main()
+    logging.shutdown()
+    os._exit(exit_code)  # a rank that failed may hold threads that wait for ranks that are gone

@@ -1,0 +1,144 @@
+"""`ProcessRunner`: rank 0 in a thread of the engine's process, the others in processes of their own."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from openinfer_core.scheduling import StepPlan, StepResult
+from openinfer_engine.engine_plan import Composition
+from openinfer_engine.errors import GroupBroken
+from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.tracing.trace import NoTrace, Tracer
+from openinfer_engine.weights.loading import load_ranks
+from openinfer_engine.worker.process_group import CLOSE_DEADLINE_S, RankProcesses
+from openinfer_engine.worker.runner import PendingStep, Rank
+
+
+def load_with_processes(composition: Composition, processes: RankProcesses, tracer: Tracer) -> "ProcessRunner":
+    """Loads rank 0 while the other ranks load, and returns the runner of all.
+
+    Args:
+        composition: of rank 0, with the pool that all ranks use.
+        processes: that have resolved; the runner closes them.
+        tracer: of rank 0.
+
+    Raises:
+        Refused: a rank cannot be had.
+        GroupBroken: the process of a rank died.
+    """
+    size = composition.options.tensor_parallel_size
+    ticket, communicator = composition.backend.open_group(size)
+    try:
+        processes.agree(composition.num_blocks, ticket, communicator)
+        (rank,) = load_ranks(composition, [communicator], tracer)
+        processes.wait_ready()
+    except BaseException as error:
+        communicator.abort(error)
+        communicator.close()
+        cause = processes.cause_of(error)
+        if cause is error:
+            raise
+        raise cause from error
+    return ProcessRunner(rank, processes, tracer=tracer)
+
+
+class ProcessRunner:
+    """A step's result is rank 0's.
+
+    Args:
+        rank: 0.
+        processes: of the others; closed with this.
+        tracer: of rank 0.
+        close_deadline_s: what all ranks together may take to leave.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        processes: RankProcesses,
+        *,
+        tracer: Tracer | None = None,
+        close_deadline_s: float = CLOSE_DEADLINE_S,
+    ) -> None:
+        self._rank: Rank | None = rank
+        self._processes = processes
+        self._tracer = tracer or NoTrace()
+        self._close_deadline_s = close_deadline_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="openinfer-rank-0")
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why a rank is gone."""
+        return self._processes.failure
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of rank 1 and those that follow."""
+        return self._processes.process_ids
+
+    def pool_memories(self) -> list[PoolMemory]:
+        """Of the ranks of this process: rank 0's.
+
+        Raises:
+            RuntimeError: the runner is closed.
+        """
+        if self._rank is None:
+            raise RuntimeError("the runner is closed")
+        return [self._rank.pool_memory()]
+
+    def launch(self, plan: StepPlan) -> "_PendingStep":
+        """Queues a step on every rank: first on the others, which it takes longer to reach."""
+        self._processes.run(plan)
+        return _PendingStep(self._thread.submit(self._launch, plan), self._processes)
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        if self._rank is None:
+            raise RuntimeError("the runner is closed")
+        with self._tracer.span("rank 0", "launch", step=plan.step):
+            return self._rank.launch(plan)
+
+    def close(self) -> None:
+        """Waits for what was launched, if all ranks live, and lets all of them leave; a process that hangs is killed.
+
+        Raises:
+            GroupBroken: rank 0 hangs.
+        """
+        rank, self._rank = self._rank, None
+        if rank is None:
+            return
+        self._processes.leave()
+        closing, end_s = self._thread.submit(rank.close), time.monotonic() + self._close_deadline_s
+        try:
+            closing.result(self._close_deadline_s)
+        except TimeoutError as late:
+            error = GroupBroken(
+                f"rank 0 has not left within {self._close_deadline_s:g} s: it, or who it waits for, hangs"
+            )
+            self._processes.end_group(error)
+            raise error from late
+        finally:
+            self._thread.shutdown(wait=closing.done(), cancel_futures=True)
+            self._processes.close(deadline_s=max(0.0, end_s - time.monotonic()))
+
+
+class _PendingStep:
+    def __init__(self, future: "Future[PendingStep]", processes: RankProcesses) -> None:
+        self._future = future
+        self._processes = processes
+
+    def result(self) -> StepResult:
+        """Rank 0's.
+
+        Raises:
+            GroupBroken: a rank is gone; what rank 0 has computed since may be wrong.
+        """
+        try:
+            result = self._future.result().result()
+        except BaseException as error:
+            cause = self._processes.cause_of(error)
+            if cause is error:
+                self._processes.fail(error)
+                raise
+            raise cause from error
+        if self._processes.failure is not None:
+            raise self._processes.failure
+        return result

@@ -1,0 +1,114 @@
+"""`Runner`: executes steps in order, asynchronously; `ThreadRunner` runs each rank in a thread of its own."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from openinfer_core.scheduling import StepPlan, StepResult
+from openinfer_engine.errors import GroupBroken
+from openinfer_engine.kv_tiers.pool import PoolMemory
+from openinfer_engine.tracing.trace import NoTrace, Tracer
+
+
+class Rank(Protocol):
+    """One rank, which executes steps one after the other on one thread."""
+
+    def launch(self, plan: StepPlan) -> "PendingStep":
+        """Begins a step; may return before it is computed."""
+        ...
+
+    def pool_memory(self) -> PoolMemory:
+        """Its blocks and slots, for KV tiers."""
+        ...
+
+    def fence(self) -> Callable[[], None]:
+        """What returns, on any thread, once the steps launched so far have run."""
+        ...
+
+    def close(self) -> None:
+        """Frees what it holds, its end of the group last, when no step is running. Idempotent."""
+        ...
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Waits for the step and returns what it produced."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes steps one after the other; `launch` does not wait for them."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why no step can be run any more, also if that came to light between two steps."""
+        ...
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Queues a step behind those launched before."""
+        ...
+
+    def close(self) -> None:
+        """Waits for what was launched and frees everything. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that was computed when it was launched."""
+
+    step_result: StepResult
+
+    def result(self) -> StepResult:
+        """What it produced."""
+        return self.step_result
+
+
+class ThreadRunner:
+    """One thread per rank; a step's result is rank 0's."""
+
+    def __init__(self, ranks: Sequence[Rank], *, tracer: Tracer | None = None) -> None:
+        self._ranks = list(ranks)
+        self._tracer = tracer or NoTrace()
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"openinfer-rank-{rank}") for rank in range(len(self._ranks))
+        ]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What fails is a step, which says so itself."""
+        return None
+
+    def pool_memories(self) -> list[PoolMemory]:
+        """Of each rank."""
+        return [rank.pool_memory() for rank in self._ranks]
+
+    def launch(self, plan: StepPlan) -> "_PendingStep":
+        """Queues a step on every rank."""
+        return _PendingStep([thread.submit(self._launch, index, plan) for index, thread in enumerate(self._threads)])
+
+    def _launch(self, index: int, plan: StepPlan) -> PendingStep:
+        with self._tracer.span(f"rank {index}", "launch", step=plan.step):
+            return self._ranks[index].launch(plan)
+
+    def close(self) -> None:
+        """Waits for the threads and closes the ranks."""
+        for thread in self._threads:
+            thread.shutdown()
+        for rank in self._ranks:
+            rank.close()
+        self._ranks.clear()
+
+
+class _PendingStep:
+    def __init__(self, futures: "list[Future[PendingStep]]") -> None:
+        self._futures = futures
+
+    def result(self) -> StepResult:
+        errors = [error for error in (future.exception() for future in self._futures) if error is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, GroupBroken)):  # the cause before what it broke
+            raise error
+        return self._futures[0].result().result()

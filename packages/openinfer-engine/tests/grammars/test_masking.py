@@ -1,0 +1,292 @@
+"""Requests with a grammar in the step loop: compiled, masked, failed alone."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer_core import (
+    EngineInfo,
+    Failed,
+    FailureKind,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    InvalidRequest,
+    Ledger,
+    RequestId,
+    SamplingParams,
+    Scheduled,
+    TokenEvent,
+    Tokens,
+)
+from openinfer_core.grammars import MaskWords, TokenMatcher, mask_words
+from openinfer_core.queue_policies import FirstComeFirstServed
+from openinfer_core.sampling import Grammar, GrammarKind
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_engine.cpu.worker import RankRunner, RunnerLimits
+from openinfer_engine.distributed.communicator import SoloCommunicator
+from openinfer_engine.loop import StepLoop
+from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.worker.runner import ThreadRunner
+from openinfer_kernels import Array, AttentionBatch
+from openinfer_kernels.cpu import CpuOps
+
+VOCAB = 40
+STOP = 39
+BLOCK = 4
+
+
+class FlatModel:
+    """Every token is as likely as the next, so that a mask alone decides: greedy rows take the lowest allowed id."""
+
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        del batch, kv_cache
+        return np.zeros((len(token_ids), 1), np.float32)
+
+    def logits(self, hidden: Array) -> Array:
+        return np.zeros((len(hidden), VOCAB), np.float32)
+
+
+class WordMatcher:
+    """Allows the tokens of a word one after the other, then the stop token."""
+
+    def __init__(self, word: Sequence[int]) -> None:
+        self.word = list(word)
+        self.accepted: list[int] = []
+
+    def fill(self, words: MaskWords) -> None:
+        done = len(self.accepted) == len(self.word)
+        allowed = STOP if done else self.word[len(self.accepted)]
+        words[:] = 0
+        if allowed >= 0:
+            words[allowed // 32] = 1 << (allowed % 32)
+
+    def accept(self, token_id: int) -> None:
+        if token_id == 13:
+            raise RuntimeError("an unlucky number")
+        self.accepted.append(token_id)
+
+
+class FillFails(WordMatcher):
+    def fill(self, words: MaskWords) -> None:
+        if self.accepted:
+            raise RuntimeError("no mask")
+        super().fill(words)
+
+
+class WordCompiler:
+    """The grammar's text is the word, `7,8,9`; futures are done at once unless held."""
+
+    def __init__(self, *, held: bool = False, make: Callable[[Sequence[int]], TokenMatcher] = WordMatcher) -> None:
+        self.held = held
+        self.make = make
+        self.futures: list[Future[TokenMatcher]] = []
+        self.closed = False
+
+    def compile(self, request: GenerateRequest) -> Future[TokenMatcher]:
+        future: Future[TokenMatcher] = Future()
+        self.futures.append(future)
+        assert request.sampling.grammar is not None
+        if not self.held:
+            self.resolve(future, request.sampling.grammar.text)
+        return future
+
+    def resolve(self, future: Future[TokenMatcher], text: str) -> None:
+        if text == "refused":
+            future.set_exception(InvalidRequest("this is no word", field="grammar"))
+        elif text == "fault":
+            future.set_exception(OSError("the compiler broke"))
+        else:
+            future.set_result(self.make([int(part) for part in text.split(",")]))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make_loop(compiler: WordCompiler, *, num_blocks: int = 64, max_waiting: int = 1000) -> StepLoop:
+    limits: dict[str, Any] = {"max_num_seqs": 8, "max_model_tokens": 48, "block_size_tokens": BLOCK}
+    config = SchedulerConfig(num_blocks=num_blocks, max_step_tokens=16, **limits)
+    ops = CpuOps()
+    rank = RankRunner(
+        FlatModel(),
+        kv_cache=ops.zeros((num_blocks, 1, 1, 1, BLOCK, 1)),
+        ops=ops,
+        communicator=SoloCommunicator(),
+        limits=RunnerLimits(num_token_ids=VOCAB, vocab_size=VOCAB, **limits),
+    )
+    info = EngineInfo(
+        model="flat",
+        family="flat",
+        max_model_tokens=48,
+        num_token_ids=VOCAB,
+        eos_token_ids=(STOP,),
+        block_size_tokens=BLOCK,
+        num_blocks=num_blocks,
+        max_num_seqs=8,
+        max_waiting=max_waiting,
+    )
+    scheduler = TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig()))
+    return StepLoop(info=info, scheduler=scheduler, runner=ThreadRunner([rank]), grammar_compiler=compiler)
+
+
+def make_request(request_id: int, word: str | None, **sampling: Any) -> GenerateRequest:
+    grammar = None if word is None else Grammar(kind=GrammarKind.REGEX, text=word)
+    fields = {"max_tokens": 8, "temperature": 0.0, "stop_token_ids": (STOP,), **sampling}
+    params = SamplingParams(**fields, grammar=grammar)
+    return GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=(1, 2, 3), sampling=params)
+
+
+class Client:
+    """Submits, steps and sorts events by request, through a ledger."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self.loop = loop
+        self.ledger = Ledger()
+        self.events: dict[int, list[TokenEvent]] = {}
+
+    def submit(self, request: GenerateRequest) -> None:
+        self.ledger.open(request)
+        self.events[request.request_id] = []
+        self.take(self.loop.submit(request))
+
+    def take(self, events: list[TokenEvent]) -> None:
+        for event in self.ledger.record(events):
+            self.events[event.request_id].append(event)
+
+    def run(self) -> None:
+        for _ in range(1000):
+            if not self.loop.busy:
+                break
+            self.take(self.loop.step())
+        assert not self.loop.busy
+        assert len(self.ledger) == 0
+        assert self.loop.stats().blocks_used == 0
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [token for event in self.events[request_id] if isinstance(event, Tokens) for token in event.token_ids]
+
+
+def test_masks_decide_each_token_and_the_stop() -> None:
+    loop = make_loop(WordCompiler())
+    client = Client(loop)
+    client.submit(make_request(0, "7,8,33"))
+    client.submit(make_request(1, "5"))
+    client.submit(make_request(2, None))
+    client.run()
+    assert client.tokens(0) == [7, 8, 33]
+    assert client.tokens(1) == [5]
+    assert client.tokens(2) == [0] * 8
+    assert client.events[0][-1] == Finished(RequestId(0), FinishReason.STOP, 3, 4, 0, STOP)
+    loop.close()
+
+
+def test_rows_without_a_grammar_keep_their_overlap() -> None:
+    loop = make_loop(WordCompiler())
+    client = Client(loop)
+    client.submit(make_request(0, "4,4,4,4"))
+    client.submit(make_request(1, None))
+    client.run()
+    assert loop.stats().steps == 9  # five masked rows in every other step; the other request's eight in the first eight
+    loop.close()
+
+
+def test_a_preempted_request_goes_on_where_its_matcher_stands() -> None:
+    loop = make_loop(WordCompiler(), num_blocks=12)
+    client = Client(loop)
+    word = ",".join(str(10 + i) for i in range(20) if i != 3)
+    for index in range(6):
+        client.submit(make_request(index, word, max_tokens=30))
+    client.run()
+    assert loop.stats().preemptions > 0
+    for index in range(6):
+        assert client.tokens(index) == [int(part) for part in word.split(",")]
+    loop.close()
+
+
+def test_max_tokens_ends_a_request_inside_its_grammar() -> None:
+    loop = make_loop(WordCompiler())
+    client = Client(loop)
+    client.submit(make_request(0, "7,8,9", max_tokens=2))
+    client.run()
+    assert client.tokens(0) == [7, 8]
+    terminal = client.events[0][-1]
+    assert isinstance(terminal, Finished)
+    assert terminal.reason is FinishReason.LENGTH
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("word", "make", "kind", "message"),
+    [
+        ("refused", WordMatcher, FailureKind.INVALID, "this is no word"),
+        ("fault", WordMatcher, FailureKind.INTERNAL, "the grammar compiler failed on this request"),
+        ("7,13,8", WordMatcher, FailureKind.INTERNAL, "the grammar matcher failed on this request"),
+        ("7,8", FillFails, FailureKind.INTERNAL, "the grammar matcher failed on this request"),
+        ("7,-1", WordMatcher, FailureKind.INVALID, "the grammar allows no token after what was generated"),
+    ],
+)
+def test_a_grammar_that_fails_costs_its_request_alone(
+    word: str, make: Callable[[Sequence[int]], TokenMatcher], kind: FailureKind, message: str
+) -> None:
+    loop = make_loop(WordCompiler(make=make))
+    client = Client(loop)
+    client.submit(make_request(0, word))
+    client.submit(make_request(1, None))
+    client.run()
+    assert client.events[0][-1] == Failed(RequestId(0), kind, message)
+    assert client.tokens(1) == [0] * 8
+    loop.close()
+
+
+def test_a_slow_grammar_holds_up_nobody_and_its_request_counts_its_wait() -> None:
+    compiler = WordCompiler(held=True)
+    loop = make_loop(compiler)
+    client = Client(loop)
+    client.submit(make_request(0, "7"))
+    client.submit(make_request(1, None, max_tokens=2))
+    while loop.stats().running or loop.stats().waiting:
+        client.take(loop.step())
+    assert client.tokens(1) == [0, 0]
+    assert loop.busy
+    assert client.events[0] == []
+    compiler.resolve(compiler.futures[0], "7")
+    client.run()
+    assert client.tokens(0) == [7]
+    assert isinstance(client.events[0][0], Scheduled)
+    loop.close()
+    assert compiler.closed
+
+
+def test_an_abort_while_the_grammar_compiles_ends_the_request() -> None:
+    compiler = WordCompiler(held=True)
+    loop = make_loop(compiler)
+    client = Client(loop)
+    client.submit(make_request(0, "7"))
+    client.take(loop.abort(RequestId(0)))
+    assert client.events[0] == [Finished(RequestId(0), FinishReason.ABORT, 3, 0, 0)]
+    assert compiler.futures[0].cancelled()
+    assert not loop.busy
+    loop.close()
+
+
+def test_mask_words_covers_every_id() -> None:
+    assert [mask_words(count) for count in (1, 32, 33)] == [1, 1, 2]
+
+
+def test_requests_that_wait_for_their_grammar_are_bounded() -> None:
+    compiler = WordCompiler(held=True)
+    loop = make_loop(compiler, max_waiting=2)
+    client = Client(loop)
+    for number in range(3):
+        client.submit(make_request(number, "7"))
+    (refusal,) = client.events[2]
+    assert isinstance(refusal, Failed)
+    assert (refusal.kind, "2 requests wait for their grammar" in refusal.message) == (FailureKind.OVERLOADED, True)
+    for future in compiler.futures:
+        compiler.resolve(future, "7")
+    client.run()
+    assert [client.tokens(number) for number in range(2)] == [[7], [7]]
+    loop.close()

@@ -1,0 +1,108 @@
+"""Prompt tokens beside decode rows, by what steps took; seconds are the test's."""
+
+from typing import Any
+
+import pytest
+
+from openinfer_core import GenerateRequest, InvalidRequest, RequestId, SamplingParams
+from openinfer_core.queue_policies import FirstComeFirstServed
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_core.testing.fake_device import FakeDevice
+from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.scheduler.itl_limit import FIRST_TOKENS, LEAST_TOKENS, StepPace
+from openinfer_engine.scheduler.step_builder import StepInFlight
+
+DECODE_MS = 4.0
+TOKEN_MS = 0.02
+
+
+def make_step(*, planned_s: float, decode_rows: int, prompt_tokens: int) -> StepInFlight:
+    counts = [1] * decode_rows + [prompt_tokens] * (prompt_tokens > 0)
+    fields: dict[str, Any] = {"step": 0, "rows": [None] * len(counts), "samples": [True] * len(counts), "faults": {}}
+    return StepInFlight(planned_s=planned_s, starts=[0] * len(counts), ends=counts, decode_rows=decode_rows, **fields)
+
+
+def teach(pace: StepPace, *, steps: int = 40, token_ms: float = TOKEN_MS) -> None:
+    now_s = 0.0
+    for index in range(steps):
+        tokens = 100 if index % 2 else 0
+        took_s = (DECODE_MS + tokens * token_ms) * 1e-3
+        pace.note(make_step(planned_s=now_s, decode_rows=8, prompt_tokens=tokens), applied_s=now_s + took_s)
+        now_s += took_s
+
+
+def test_without_a_limit_or_decode_rows_the_budget_is_whole() -> None:
+    assert StepPace(None).budget_tokens(2048, decode_rows=8) == 2048
+    assert StepPace(10).budget_tokens(2048, decode_rows=0) == 2048
+
+
+def test_the_budget_fills_the_time_that_decode_rows_leave() -> None:
+    pace = StepPace(10)
+    teach(pace)
+    assert pace.budget_tokens(2048, decode_rows=8) == pytest.approx((10 - DECODE_MS) / TOKEN_MS, rel=0.05)
+    assert pace.budget_tokens(100, decode_rows=8) == 100
+
+
+def test_prompts_go_on_where_decode_rows_alone_take_too_long() -> None:
+    pace = StepPace(2)
+    teach(pace)
+    assert pace.budget_tokens(2048, decode_rows=8) == LEAST_TOKENS
+
+
+def test_before_anything_was_timed_chunks_are_small() -> None:
+    assert StepPace(10).budget_tokens(2048, decode_rows=1) == FIRST_TOKENS
+
+
+def test_costs_near_the_dearer_of_uneven_steps_are_expected() -> None:
+    pace = StepPace(10)
+    for _ in range(8):
+        teach(pace, steps=4)
+        teach(pace, steps=4, token_ms=1.5 * TOKEN_MS)
+    assert pace.budget_tokens(2048, decode_rows=8) < (10 - DECODE_MS) / (1.3 * TOKEN_MS)
+
+
+def test_costs_follow_a_change_and_one_slow_step_hardly_counts() -> None:
+    pace = StepPace(10)
+    teach(pace)
+    before = pace.budget_tokens(2048, decode_rows=8)
+    pace.note(make_step(planned_s=9.0, decode_rows=8, prompt_tokens=100), applied_s=9.0 + 5.0)
+    assert pace.budget_tokens(2048, decode_rows=8) > before / 2
+    teach(pace, token_ms=2 * TOKEN_MS, steps=80)
+    assert pace.budget_tokens(2048, decode_rows=8) == pytest.approx(before / 2, rel=0.1)
+
+
+def test_mixed_steps_of_the_scheduler_stay_within_the_limit() -> None:
+    config = SchedulerConfig(
+        num_blocks=4096, block_size_tokens=4, max_num_seqs=8, max_step_tokens=2048, max_model_tokens=4096, max_itl_ms=8
+    )
+    scheduler = TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig()))
+    device, now_s, took_ms = FakeDevice(config), 0.0, list[float]()
+    for index in range(4):
+        scheduler.add(make_request(index, prompt_tokens=8, max_tokens=400), now_s=now_s)
+    for step in range(120):
+        if step % 20 == 10:
+            scheduler.add(make_request(100 + step, prompt_tokens=1500, max_tokens=1), now_s=now_s)
+        plan = scheduler.plan(now_s=now_s)
+        assert plan is not None
+        prompt_tokens = int(plan.given_counts.sum())
+        step_ms = DECODE_MS + TOKEN_MS * prompt_tokens
+        if prompt_tokens and step > 40:
+            took_ms.append(step_ms)
+        now_s += step_ms * 1e-3
+        scheduler.apply(plan, device.run(plan), now_s=now_s)
+    assert took_ms
+    assert max(took_ms) < 8.5
+    assert scheduler.stats().prompt_tokens > 5 * 1500
+
+
+def test_a_limit_below_a_millisecond_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="max_itl_ms"):
+        SchedulerConfig(
+            num_blocks=4, block_size_tokens=4, max_num_seqs=1, max_step_tokens=4, max_model_tokens=16, max_itl_ms=0
+        )
+
+
+def make_request(request_id: int, *, prompt_tokens: int, max_tokens: int) -> GenerateRequest:
+    prompt = tuple((request_id + i) % 64 for i in range(prompt_tokens))
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=prompt, sampling=sampling)

@@ -1,0 +1,102 @@
+"""What each rank would take, against what loading really uploads."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer_core import Refused, find_plugin, read_config
+from openinfer_engine import EngineOptions, LocalGroup, resolve
+from openinfer_engine.cpu.backend import CpuBackend
+from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.memory_plan import plan_ranks, weights_bytes_of_rank
+from openinfer_engine.weights.dummy import DummyWeights
+from openinfer_engine.weights.weight_bytes import rank_weights_bytes
+from openinfer_kernels import Array, WeightPart
+from openinfer_kernels.cpu import CpuOps
+
+DEFINITION: Any = find_plugin("openinfer.models", "qwen3").load()().definition
+MODEL_DIR: Path = find_plugin("openinfer.checkpoints", "tiny").load()()
+PUBLISHED = read_config(MODEL_DIR)
+LIMITS = RunnerLimits(
+    max_num_seqs=4, max_model_tokens=64, block_size_tokens=16, num_token_ids=256, vocab_size=PUBLISHED["vocab_size"]
+)
+MIB = 1 << 20
+
+
+class WeighingOps(CpuOps):
+    """Adds up what it uploads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def upload_weight(self, *parts: WeightPart) -> Array:
+        uploaded = super().upload_weight(*parts)
+        self.num_bytes += uploaded.nbytes
+        return uploaded
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "attention_bias": True, "vocab_size": 1001}])
+def test_weights_of_a_rank_are_counted_as_they_are_loaded(ranks: int, changes: Mapping[str, Any]) -> None:
+    config = DEFINITION.parse({**PUBLISHED, "num_key_value_heads": 4, "num_hidden_layers": 2, **changes})
+
+    def load(communicator: Communicator) -> int:
+        ops = WeighingOps()
+        weights = DummyWeights(DEFINITION.tensors(config), rank=communicator.rank, size=ranks)
+        DEFINITION.load(config, weights, ops=ops, communicator=communicator, max_model_tokens=16)
+        return ops.num_bytes
+
+    of_rank_0, *_ = LocalGroup(ranks).run(load)
+    assert rank_weights_bytes(DEFINITION, config, size=ranks, itemsize_bytes=4) == of_rank_0
+
+
+class SmallDevice(CpuBackend):
+    """A device with so much memory for weights and KV."""
+
+    memory_bytes = 10 * MIB
+
+    def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
+        if weights_bytes + workspace_bytes > self.memory_bytes:
+            raise Refused("it does not fit")
+        return self.memory_bytes - weights_bytes - workspace_bytes
+
+
+def test_numbers_of_ranks_that_do_not_fit_say_why() -> None:
+    options, config = EngineOptions(), DEFINITION.parse(PUBLISHED)
+    backend = SmallDevice(options)
+    one, two, four, eight = plan_ranks(DEFINITION, config, options, backend, LIMITS)
+    assert one.refusal == "it does not fit"
+    assert one.weights_bytes > two.weights_bytes > one.weights_bytes // 2
+    assert two.refusal is None
+    assert two.kv_cache_bytes == 10 * MIB - two.weights_bytes
+    assert two.kv_cache_tokens > 0
+    assert "4 ranks cannot share the model" in str(four.refusal)
+    assert eight.weights_bytes == 0
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openinfer_engine.engine_plan.open_backend", lambda options, rank: SmallDevice(options))
+    with pytest.raises(Refused, match=r"it does not fit; by the same ledger it fits on 2 such devices"):
+        resolve(DEFINITION, MODEL_DIR, EngineOptions())
+    monkeypatch.setattr(SmallDevice, "memory_bytes", MIB)
+    with pytest.raises(Refused, match="it does not fit; more devices of this kind would not help"):
+        resolve(DEFINITION, MODEL_DIR, EngineOptions())
+
+
+def test_a_loading_that_cannot_be_counted_is_said_and_taken_as_cut_evenly(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(DEFINITION, name)
+
+        def load(self, config: Any, weights: Any, *, ops: Any, communicator: Any, max_model_tokens: int) -> None:
+            ops.sample(config, weights, communicator, max_model_tokens)
+
+    odd: Any = Odd()
+    config = DEFINITION.parse(PUBLISHED)
+    whole = weights_bytes_of_rank(DEFINITION, config, CpuBackend(EngineOptions()), ranks=1)
+    assert rank_weights_bytes(odd, config, size=2, itemsize_bytes=4) == whole // 2
+    assert "calls the operator sample" in caplog.text
