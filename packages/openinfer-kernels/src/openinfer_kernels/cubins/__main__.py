@@ -1,4 +1,7 @@
-"""`python -m openinfer_kernels.cubins`: compiles all CUDA sources, for a wheel, for a cache, or as a check."""
+"""`python -m openinfer_kernels.cubins`: compiles all CUDA sources, for a wheel, for a cache, or as a check.
+
+What the folder has under its key is not compiled again, unless a compiler is named: keys do not tell compilers apart.
+"""
 
 import argparse
 import sys
@@ -12,7 +15,7 @@ from openinfer_kernels.errors import KernelBuildError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles for each architecture asked for; 1 and the compiler's message where one fails."""
+    """1 and the compiler's message where a source is refused."""
     parser = argparse.ArgumentParser(prog="python -m openinfer_kernels.cubins", description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, help="folder for the cubins (default: the cache)")
     parser.add_argument("--architecture", action="append", choices=ARCHITECTURES, help="may be repeated (default: all)")
@@ -24,8 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if compiler is None:
             raise KernelBuildError(f"{options.compiler} is not on this machine")
         for architecture in options.architecture or ARCHITECTURES:
-            target = options.out or cache_dir() / "cubins"
-            build_cubins(sources(architecture), architecture, target=target, compiler=compiler)
+            target: Path = options.out or cache_dir() / "cubins"
+            chosen = sources(architecture)
+            if options.compiler is None:
+                chosen = [each for each in chosen if not (target / each.cubin_name(architecture)).is_file()]
+            if chosen:
+                build_cubins(chosen, architecture, target=target, compiler=compiler)
     except KernelBuildError as error:
         sys.stderr.write(f"{error}\n")
         return 1
