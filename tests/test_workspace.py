@@ -22,6 +22,15 @@ NEVER_REQUIRED = {"torch", "transformers", "tensorflow", "jax"}
 # DESIGN, section 1: what each package may require of ours. A family (any other name) stands on the engine.
 ALLOWED_SIBLINGS = {
     "openinfer": {"openinfer-core", "openinfer-server", "openinfer-tiny-model"},
+    "openinfer-bench": {
+        "openinfer",
+        "openinfer-core",
+        "openinfer-engine",
+        "openinfer-kernels",
+        "openinfer-kv-cache",
+        "openinfer-kv-offload",
+        "openinfer-server",
+    },
     "openinfer-core": set[str](),
     "openinfer-engine": {"openinfer-core", "openinfer-kernels", "openinfer-kv-cache"},
     "openinfer-kernels": set[str](),

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from openinfer_bench.offline import measure_offline
 from openinfer_core import GenerateRequest, RequestId, SamplingParams, Tokens
 from openinfer_engine import EngineOptions, build_loop, resolve
-from openinfer_engine.offline_bench import measure_offline
 from openinfer_engine.options import DeviceKind, LoadFormat
 from openinfer_qwen3.family import Qwen3
 

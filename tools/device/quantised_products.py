@@ -22,11 +22,11 @@ sys.path[:0] = folders()
 
 import msgspec  # noqa: E402
 
+from openinfer_bench.kernels.cases import Case  # noqa: E402
+from openinfer_bench.kernels.expert_cases import random_matrices  # noqa: E402
+from openinfer_bench.kernels.timing import Timer  # noqa: E402
 from openinfer_core.provenance import provenance  # noqa: E402
 from openinfer_kernels import WeightFormat  # noqa: E402
-from openinfer_kernels.bench.cases import Case  # noqa: E402
-from openinfer_kernels.bench.expert_cases import random_matrices  # noqa: E402
-from openinfer_kernels.bench.timing import Timer  # noqa: E402
 from openinfer_kernels.cuda import CudaOps  # noqa: E402
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy  # noqa: E402
 from openinfer_kernels.cuda.common.memory import Memory  # noqa: E402

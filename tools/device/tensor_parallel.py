@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from openinfer_bench.offline import measure_offline
 from openinfer_core import (
     Failed,
     GenerateRequest,
@@ -32,7 +33,6 @@ from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
 from openinfer_engine import GroupBroken, StepLoop, build_loop, resolve
 from openinfer_engine.engine_spec import EngineSpec
-from openinfer_engine.offline_bench import measure_offline
 from openinfer_engine.worker.process_group import start_ranks
 from openinfer_engine.worker.process_runner import ProcessRunner
 

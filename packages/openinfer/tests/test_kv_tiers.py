@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from openinfer.served import served
+from openinfer_bench.served import served
 from openinfer_core import GenerateRequest, InvalidRequest, Plugin, Refused, RequestId, SamplingParams, find_plugin
 from openinfer_core.events import Finished, Tokens
 from openinfer_engine import Composition, EngineOptions, LoadFormat, StepLoop, build_loop, resolve

@@ -19,7 +19,6 @@ from llguidance import LLMatcher, LLTokenizer
 from openinfer_core import GenerateRequest, InvalidRequest, Refused, RequestId, SamplingParams, find_plugin
 from openinfer_core.grammars import MaskWords, TokenMatcher, Vocabulary, mask_words
 from openinfer_core.sampling import Grammar, GrammarKind, Preamble
-from openinfer_engine import grammar_bench
 from openinfer_engine.grammars import guard_process
 from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.grammars.compiler import MAX_KEPT, LlguidanceCompiler
@@ -316,16 +315,6 @@ def test_an_unreadable_tokenizer_refuses_requests_and_not_the_engine(tmp_path: A
     with pytest.raises(InvalidRequest, match="not possible with this model's tokenizer"):
         make(made, regex("a"))
     made.close()
-
-
-def test_bench_prints_a_row_for_each_grammar(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "grammars.json"
-    assert grammar_bench.run(["--tokens", "5", "--json", str(file)]) == 0
-    table = capsys.readouterr().out
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["grammar"] for row in rows] == list(grammar_bench.GRAMMARS)
-    assert all(name in table for name in grammar_bench.GRAMMARS)
-    assert all(row["tokens"] >= 5 and row["first_ms"] > 0 for row in rows)
 
 
 # --- properties -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Traces: what is written, that memory is bounded, and what the summary makes of it."""
+"""Traces: what is written, and that memory is bounded."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,6 @@ from openinfer_core import (
     Finished,
     FinishReason,
     GenerateRequest,
-    InvalidRequest,
     Refused,
     RequestId,
     SamplingParams,
@@ -20,7 +19,6 @@ from openinfer_core import (
     find_plugin,
 )
 from openinfer_engine import EngineOptions, build_loop, resolve
-from openinfer_engine.tracing.summary import run, summarise
 from openinfer_engine.tracing.trace import DEVICE, LOOP, NoTrace, Span, Trace
 
 
@@ -98,33 +96,6 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
         Trace(tmp_path / "missing" / "trace.json")
 
 
-def test_gaps_count_only_while_a_request_is_open(tmp_path: Path) -> None:
-    clock = Clock()
-    trace = Trace(tmp_path / "trace.json", clock=clock)
-    for request_id, begin_s, end_s in ((0, 0.0, 4.0), (1, 8.0, 12.0)):
-        clock.now_s = begin_s
-        trace.submitted(make_request(request_id))
-        clock.now_s = end_s
-        trace.told([Finished(RequestId(request_id), FinishReason.LENGTH, 3, 2, 0)])
-    for begin_s, end_s in ((1.0, 2.0), (2.0, 3.0), (3.5, 4.0), (9.0, 10.0)):
-        trace.add(Span(DEVICE, "step", begin_s, end_s, {}))
-    summary = summarise(trace.events())
-    assert summary.steps == 4
-    assert summary.gaps_us == (0.0, 5e5, 0.0)  # nobody was there between the third step and the fourth
-    assert summary.busy_share == pytest.approx(3.5 / 4.0)
-    assert "4 steps" in summary.table()
-
-
-def test_the_summary_of_an_empty_run_and_of_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "trace.json"
-    Trace(path).close()
-    assert run([str(path)]) == 0
-    assert "0 steps" in capsys.readouterr().out
-    path.write_text("{}")
-    with pytest.raises(InvalidRequest, match="is no trace"):
-        run([str(path)])
-
-
 def test_no_trace_does_nothing() -> None:
     with NoTrace().span(LOOP, "plan"):
         pass
@@ -149,7 +120,6 @@ def test_an_engine_on_the_cpu_writes_every_step_and_request(tmp_path: Path) -> N
     assert names.count("plan") >= steps
     decodes = [event for event in events if event["name"] == "decode" and event["ph"] == "b"]
     assert [event["args"]["output_tokens"] for event in decodes] == [4, 4, 4]
-    assert 0.2 < summarise(events).busy_share <= 1
 
 
 def test_an_engine_whose_trace_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,3 @@
+"""The benchmarks of openinfer: each is a command, `openinfer bench NAME`."""
+
+__all__: list[str] = []

@@ -1,0 +1,5 @@
+"""`openinfer bench kernels`: the time of each CUDA operator at a model's shapes, and its share of the roofline."""
+
+from openinfer_bench.kernels.command import run
+
+__all__ = ["run"]
