@@ -16,8 +16,8 @@ from openinfer_server.parsers.hermes import HermesParser
 from openinfer_server.parsers.kimi_k2 import KimiK2Parser
 from openinfer_server.parsers.qwen3_coder import Qwen3CoderParser
 from openinfer_server.testing import ParrotLoop
+from openinfer_server.tools.available import ToolOffer
 from openinfer_server.tools.grammar import required_calls
-from openinfer_server.tools.offer import ToolOffer
 
 THINKS = "{#- <tool_call>, </think> -#}{{ messages[-1].content }}"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

@@ -32,12 +32,12 @@ from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.limits.conversation import read_pieces
 from openinfer_server.openai.types import GenerationFields, SamplingFields, SystemTurn, Turn, check_refused
 from openinfer_server.output.delivery import send_stream, send_whole
-from openinfer_server.output.reader import Reader, submit_read
+from openinfer_server.output.parsing import Reader, submit_read
 from openinfer_server.output.response import Answer
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
 from openinfer_server.request.structured import Asked, asked_of, chat_grammar, constrained
 from openinfer_server.service import Service
-from openinfer_server.tools.offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
+from openinfer_server.tools.available import Fields, ToolMode, ToolOffer, Wanted, offer_of
 from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition
 
 FIELD_NAMES = {"stop": "stop_sequences"}

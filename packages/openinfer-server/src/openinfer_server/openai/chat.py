@@ -17,12 +17,12 @@ from openinfer_server.openai.objects import ChatChoice, ChatCompletion, ChatMess
 from openinfer_server.openai.types import AssistantTurn, ChatRequest, check_refused, thinks
 from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.logprobs import chat_format
-from openinfer_server.output.reader import Reader
+from openinfer_server.output.parsing import Reader
 from openinfer_server.output.text_choices import CollectedText
 from openinfer_server.request.plan import Prompt, Scoring, check_num_choices, check_stream_options, make_plan
 from openinfer_server.request.structured import asked_of, chat_grammar, constrained
 from openinfer_server.service import Service
-from openinfer_server.tools.offer import chat_offer
+from openinfer_server.tools.available import chat_offer
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 

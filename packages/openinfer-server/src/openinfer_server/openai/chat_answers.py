@@ -13,7 +13,7 @@ from openinfer_server.openai.generation import Generation
 from openinfer_server.openai.objects import AnswerCall, AnswerFunction, ChatMessage
 from openinfer_server.output.delta_choice import DeltaChoice, DeltaSink
 from openinfer_server.output.logprobs import LogprobFormat, ScoredToken
-from openinfer_server.output.reader import Reader
+from openinfer_server.output.parsing import Reader
 from openinfer_server.output.response import Answer, Choice
 from openinfer_server.parsers.deltas import (
     CallArguments,

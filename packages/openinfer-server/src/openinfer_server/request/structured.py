@@ -18,8 +18,8 @@ from openinfer_server.parsers.call_syntax import JsonSchema
 from openinfer_server.request.plan import Plan, Prompt
 from openinfer_server.request.structured_types import ANY_OBJECT, AnswerFormat, JsonObjectFormat, JsonSchemaFormat
 from openinfer_server.service import Service
+from openinfer_server.tools.available import ToolOffer
 from openinfer_server.tools.grammar import calls_or_json, required_calls, strict_calls
-from openinfer_server.tools.offer import ToolOffer
 
 MAX_CHOICES = 4096
 """Strings of a `choice`."""

@@ -2,7 +2,7 @@
 
 types.py      what a client sends; checks.py: what of it cannot be honoured
 items.py      the items among it; turns.py: the turns they stand for
-asking.py     all of that                    ─► what the engine is asked
+plan.py       all of that                    ─► what the engine is asked
 objects.py    what a client gets, events.py: piece by piece
 builder.py    deltas of the answer's text    ─► items and events
 run.py        one response in the making     ─► its readers

@@ -9,9 +9,12 @@ from openinfer_server.http.api_errors import ApiError, invalid
 from openinfer_server.http.request import Exchange
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.output.delivery import await_end, send_stream, send_whole
-from openinfer_server.output.reader import Reader, submit_read
+from openinfer_server.output.parsing import Reader, submit_read
 from openinfer_server.request.structured import chat_grammar, constrained
-from openinfer_server.responses.asking import (
+from openinfer_server.responses.checks import check_conversation, check_obfuscation, check_response
+from openinfer_server.responses.items import InputItem
+from openinfer_server.responses.objects import DeletedResponse, InputTokens
+from openinfer_server.responses.plan import (
     conversation_items,
     conversation_offer,
     conversation_prompt,
@@ -20,9 +23,6 @@ from openinfer_server.responses.asking import (
     response_plan,
     score_format,
 )
-from openinfer_server.responses.checks import check_conversation, check_obfuscation, check_response
-from openinfer_server.responses.items import InputItem
-from openinfer_server.responses.objects import DeletedResponse, InputTokens
 from openinfer_server.responses.run import ResponseRun
 from openinfer_server.responses.store import ResponseRecord, ResponseStore
 from openinfer_server.responses.types import (

@@ -18,7 +18,7 @@ from openinfer_server.parsers.call_syntax import (
     json_value,
 )
 from openinfer_server.service import Service
-from openinfer_server.tools.offer import ToolOffer
+from openinfer_server.tools.available import ToolOffer
 
 
 def required_calls(service: Service, offer: ToolOffer, field: str) -> Grammar:

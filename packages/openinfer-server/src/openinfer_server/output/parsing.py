@@ -12,7 +12,7 @@ from openinfer_server.output.text_choices import TextOptions
 from openinfer_server.parsers.output import OutputParser
 from openinfer_server.request.plan import Plan, Prompt
 from openinfer_server.service import Service
-from openinfer_server.tools.offer import ToolOffer
+from openinfer_server.tools.available import ToolOffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from openinfer_server.responses.turns import check_arguments, turns_of
 from openinfer_server.responses.types import LOGPROBS, Conversation, PlainFormat, ResponseRequest, ToolChoice
 from openinfer_server.service import Service
 from openinfer_server.text.tokenizer import Tokenizer
-from openinfer_server.tools.offer import Fields, ToolMode, ToolOffer, Wanted, offer_of
+from openinfer_server.tools.available import Fields, ToolMode, ToolOffer, Wanted, offer_of
 from openinfer_server.tools.types import FunctionDefinition
 
 FIELD_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "logprobs": "top_logprobs"}
