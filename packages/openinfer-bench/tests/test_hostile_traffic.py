@@ -89,7 +89,15 @@ def test_attacks_get_foreseen_answers_while_good_requests_are_answered(attacked)
     assert attacked.exit_code is None
 
 
-PER_REQUEST = ("Exchange", "Answer", "PlainStream", "CollectedText", "DirectWriter", "RequestResponseCycle", "Counted")
+PER_REQUEST = (
+    "HttpRequest",
+    "Response",
+    "PlainStream",
+    "CollectedText",
+    "DirectWriter",
+    "RequestResponseCycle",
+    "Counted",
+)
 """Kinds of things that are made for a request or a connection (`Counted`: the protocol of these tests)."""
 
 

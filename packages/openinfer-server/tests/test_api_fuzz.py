@@ -80,7 +80,7 @@ class Mode(StrEnum):
 
 
 @dataclasses.dataclass
-class Tally:
+class Counts:
     """What came of one operation's cases."""
 
     cases: int = 0
@@ -110,7 +110,7 @@ def serve() -> ThreadedServer:
     return ThreadedServer(ParrotLoop(info), model_dir(), ServerOptions(port=0))
 
 
-def fuzz(url: str, *, cases: int, seed: int) -> dict[str, Tally]:
+def fuzz(url: str, *, cases: int, seed: int) -> dict[str, Counts]:
     """Asks a server at random.
 
     Args:
@@ -123,7 +123,7 @@ def fuzz(url: str, *, cases: int, seed: int) -> dict[str, Tally]:
     """
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
-    tallies = {f"{operation.method.upper()} {operation.path}": Tally() for operation in operations}
+    tallies = {f"{operation.method.upper()} {operation.path}": Counts() for operation in operations}
     each = math.ceil(cases / (len(operations) * len(Mode)))
     for operation, tally in zip(operations, tallies.values(), strict=True):
         for mode in Mode:
@@ -136,7 +136,7 @@ def fuzz(url: str, *, cases: int, seed: int) -> dict[str, Tally]:
     return tallies
 
 
-def _fill(operation: APIOperation, mode: Mode, url: str, tally: Tally, cases: int, seed: int) -> None:
+def _fill(operation: APIOperation, mode: Mode, url: str, tally: Counts, cases: int, seed: int) -> None:
     """Asks so many cases of one kind, or as many as there are; hypothesis ends when it finds no new ones."""
     until = tally.cases + cases
     while tally.cases < until:
@@ -147,7 +147,7 @@ def _fill(operation: APIOperation, mode: Mode, url: str, tally: Tally, cases: in
             return
 
 
-def _run(operation: APIOperation, mode: Mode, url: str, tally: Tally, cases: int, seed: int) -> None:
+def _run(operation: APIOperation, mode: Mode, url: str, tally: Counts, cases: int, seed: int) -> None:
     @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=cases,
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _line(name: str, tally: Tally) -> str:
+def _line(name: str, tally: Counts) -> str:
     statuses = " ".join(f"{status}:{count}" for status, count in sorted(tally.statuses.items()))
     return f"{name:45} {tally.cases:6}  slowest {tally.slowest_s * 1000:6.1f} ms  {statuses}"
 

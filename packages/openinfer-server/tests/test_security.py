@@ -61,7 +61,7 @@ def test_fault_is_not_shown(info, tokenizer, caplog):
     """An exception's text may have addresses, paths or another user's data."""
     messages = []
 
-    async def fail(exchange):
+    async def fail(http_request):
         raise RuntimeError("secret at 0x7f3a")
 
     async def get():

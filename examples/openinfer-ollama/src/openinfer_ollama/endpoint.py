@@ -2,7 +2,7 @@
 
 import msgspec
 
-from openinfer_server import ApiError, Exchange, GenerationFields, Route, RouteDoc, Service, complete
+from openinfer_server import ApiError, GenerationFields, HttpRequest, Route, RouteDoc, Service, complete
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,8 +55,8 @@ _decoder = msgspec.json.Decoder(GenerateRequest)
 def endpoints(service: Service) -> list[Route]:
     """The routes, for one server."""
 
-    async def generate(exchange: Exchange) -> None:
-        request = await exchange.read_json(_decoder)
+    async def generate(http_request: HttpRequest) -> None:
+        request = await http_request.read_json(_decoder)
         if request.stream:
             raise ApiError(400, 'stream is not supported here; send "stream": false', param="stream")
         model, options = service.resolve_model(request.model), request.options
@@ -69,7 +69,7 @@ def endpoints(service: Service) -> list[Route]:
             seed=options.seed,
             stop=options.stop,
         )
-        done = await complete(exchange, service, request.prompt, fields)
+        done = await complete(http_request, service, request.prompt, fields)
         answer = GenerateAnswer(
             model=model,
             response=done.text,
@@ -77,11 +77,11 @@ def endpoints(service: Service) -> list[Route]:
             prompt_eval_count=done.prompt_tokens,
             eval_count=done.completion_tokens,
         )
-        await exchange.send(200, msgspec.json.encode(answer))
+        await http_request.send(200, msgspec.json.encode(answer))
 
-    async def tags(exchange: Exchange) -> None:
+    async def tags(http_request: HttpRequest) -> None:
         models = [Tag(name) for name in service.model_names]
-        await exchange.send(200, msgspec.json.encode(Tags(models)))
+        await http_request.send(200, msgspec.json.encode(Tags(models)))
 
     return [
         Route(
@@ -92,7 +92,7 @@ def endpoints(service: Service) -> list[Route]:
                 summary="Continues a prompt.",
                 tag="Ollama",
                 body=GenerateRequest,
-                answer=GenerateAnswer,
+                response=GenerateAnswer,
                 errors=(404, 408, 413, 415, 429, 503),
             ),
         ),
@@ -100,6 +100,6 @@ def endpoints(service: Service) -> list[Route]:
             method="GET",
             path="/api/tags",
             handler=tags,
-            doc=RouteDoc(summary="Lists the models.", tag="Ollama", answer=Tags),
+            doc=RouteDoc(summary="Lists the models.", tag="Ollama", response=Tags),
         ),
     ]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from openinfer_server.http.access import Level
     from openinfer_server.http.api_errors import ApiError
-    from openinfer_server.http.request import Exchange
+    from openinfer_server.http.request import HttpRequest
     from openinfer_server.http.routes import Endpoints, Route, RouteDoc
     from openinfer_server.openai.types import GenerationFields
     from openinfer_server.options import EventLoop, ServerOptions
@@ -40,8 +40,8 @@ __all__ = [
     "ConflictingRoutes",
     "Endpoints",
     "EventLoop",
-    "Exchange",
     "GenerationFields",
+    "HttpRequest",
     "Level",
     "RenderingRefused",
     "Route",
@@ -74,7 +74,7 @@ _MODULES = {
     "ConflictingRoutes": "errors",
     "Endpoints": "http.routes",
     "EventLoop": "options",
-    "Exchange": "http.request",
+    "HttpRequest": "http.request",
     "GenerationFields": "openai.types",
     "Level": "http.access",
     "RenderingRefused": "chat.template",

@@ -14,14 +14,14 @@ from openinfer_server.builtin import BUILTIN
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.http.access import Access
 from openinfer_server.http.api_errors import ApiError, internal
-from openinfer_server.http.body_budget import Intake
+from openinfer_server.http.body_budget import BodyBudget
 from openinfer_server.http.openapi import document_route
 from openinfer_server.http.origins import Headers, Origins
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.router import Router
 from openinfer_server.http.routes import Endpoints, Route
-from openinfer_server.http.writers import ClientGone, Receive, Scope, Send
-from openinfer_server.limits.admission import WaitingRoom
+from openinfer_server.http.writers import ClientDisconnected, Receive, Scope, Send
+from openinfer_server.limits.admission import AdmissionControl
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.tracing import Tracing
 from openinfer_server.options import ServerOptions
@@ -54,7 +54,7 @@ class App:
         self.link_ended = asyncio.Event()
         """Set when the engine has ended."""
         self._link_task: asyncio.Task[None] | None = None
-        self._intake = Intake(service.options.max_open_body_bytes)
+        self._body_budget = BodyBudget(service.options.max_open_body_bytes)
         self._origins = Origins(service.options, service.access)
         routes = [route for api in (*BUILTIN, *endpoints) for route in api(service)]
         self.router = Router([*routes, document_route(routes, asks_for_keys=service.access.asks_for_keys)])
@@ -64,11 +64,11 @@ class App:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            exchange = Exchange(scope, receive, send, self.service.options, self._intake)
+            http_request = HttpRequest(scope, receive, send, self.service.options, self._body_budget)
             try:
-                await self._serve(exchange)
+                await self._serve(http_request)
             finally:
-                exchange.close()
+                http_request.close()
 
     def start(self) -> None:
         """Begins to take the engine's events."""
@@ -92,50 +92,52 @@ class App:
         finally:
             self.link_ended.set()
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, http_request: HttpRequest) -> None:
         route, tracing = UNROUTED, self.service.link.tracing
-        trace = None if tracing is None else tracing.begin(exchange)
+        trace = None if tracing is None else tracing.begin(http_request)
         try:
-            self._origins.check_host(exchange.header(b"host"))
-            preflight = self._preflight(exchange)
+            self._origins.check_host(http_request.header(b"host"))
+            preflight = self._preflight(http_request)
             if preflight is not None:
-                await exchange.send(204, b"", headers=preflight)
+                await http_request.send(204, b"", headers=preflight)
                 return
-            match = self.router.find(exchange.method, exchange.path)
-            route, exchange.parameters = match.route.path, match.parameters
-            exchange.tenant = self._admit(exchange, match.route)
-            await match.route.handler(exchange)
+            match = self.router.find(http_request.method, http_request.path)
+            route, http_request.parameters = match.route.path, match.parameters
+            http_request.tenant = self._admit(http_request, match.route)
+            await match.route.handler(http_request)
         except ApiError as error:
-            await exchange.send_error(error)
-        except ClientGone:
-            exchange.status = CLIENT_GONE
+            await http_request.send_error(error)
+        except ClientDisconnected:
+            http_request.status = CLIENT_GONE
         except RecursionError:
-            if exchange.status:
+            if http_request.status:
                 raise
-            await exchange.send_error(ApiError(400, "the body is nested too deeply", code="invalid_json"))
+            await http_request.send_error(ApiError(400, "the body is nested too deeply", code="invalid_json"))
         except Exception as error:
-            logger.exception("%s %s failed (%s)", exchange.method, route, exchange.request_id)
+            logger.exception("%s %s failed (%s)", http_request.method, route, http_request.request_id)
             self.service.metrics.count_fault(error)
-            if exchange.status:
+            if http_request.status:
                 raise
-            await exchange.send_error(internal())
+            await http_request.send_error(internal())
         finally:
             if tracing is not None and trace is not None:
-                tracing.end(trace, exchange, route)
-            self.service.metrics.responses[route, exchange.status] += 1
+                tracing.end(trace, http_request, route)
+            self.service.metrics.responses[route, http_request.status] += 1
 
-    def _preflight(self, exchange: Exchange) -> Headers | None:
+    def _preflight(self, http_request: HttpRequest) -> Headers | None:
         """What answers a browser's question whether a page may ask; None for every other request."""
-        origin = exchange.header(b"origin")
-        if exchange.method == "OPTIONS":
-            method, names = (exchange.header(b"access-control-request-" + name) for name in (b"method", b"headers"))
+        origin = http_request.header(b"origin")
+        if http_request.method == "OPTIONS":
+            method, names = (http_request.header(b"access-control-request-" + name) for name in (b"method", b"headers"))
             return self._origins.preflight(origin, method, names)
-        exchange.response_headers = self._origins.response_headers(origin)
+        http_request.response_headers = self._origins.response_headers(origin)
         return None
 
-    def _admit(self, exchange: Exchange, route: Route) -> str:
+    def _admit(self, http_request: HttpRequest, route: Route) -> str:
         """Whose request it is; see `Access.admit`."""
-        return self.service.access.admit(route.level, exchange.header(b"authorization"), exchange.header(b"x-api-key"))
+        return self.service.access.admit(
+            route.level, http_request.header(b"authorization"), http_request.header(b"x-api-key")
+        )
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -174,8 +176,8 @@ def build_app(
     """
     metrics = ServerMetrics(max_model_tokens=handle.info.max_model_tokens)
     parsers = parsers_for(template.source if template else None, handle.info.family, options)
-    waiting = WaitingRoom(max_requests=max(1, handle.info.max_waiting), max_tokens=options.max_queued_tokens)
-    link = EngineLink(handle, metrics, waiting=waiting)
+    admission = AdmissionControl(max_requests=max(1, handle.info.max_waiting), max_tokens=options.max_queued_tokens)
+    link = EngineLink(handle, metrics, admission=admission)
     service = Service(options, link, metrics, tokenizer, template, parsers, Access.load(options.api_keys_file))
     if options.otlp_traces_endpoint:
         service.link.tracing = Tracing(options.otlp_traces_endpoint, model_name=service.model_names[0])

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from openinfer_server.http.api_errors import invalid
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.types import GenerationFields
 from openinfer_server.output.delivery import await_whole
-from openinfer_server.output.response import Answer
+from openinfer_server.output.response import Response
 from openinfer_server.output.text_choices import CollectedText, TextOptions
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
@@ -16,7 +16,7 @@ from openinfer_server.request.plan import (
     make_plan,
     too_long,
 )
-from openinfer_server.request.structured import asked_of, constrained, text_grammar
+from openinfer_server.request.structured import constrained, output_constraint, text_grammar
 from openinfer_server.service import Service
 
 
@@ -37,18 +37,18 @@ class Completed:
     completion_tokens: int
 
 
-async def complete(exchange: Exchange, service: Service, prompt: str, fields: GenerationFields) -> Completed:
+async def complete(http_request: HttpRequest, service: Service, prompt: str, fields: GenerationFields) -> Completed:
     """Continues a prompt with one text; aborted when the client leaves.
 
     Args:
-        exchange: whose client waits; its body must have been read.
+        http_request: whose client waits; its body must have been read.
         service: see there.
         prompt: as text.
         fields: how to sample, with the names and meanings of `/v1/completions`; `n` must be absent or 1.
 
     Raises:
         ApiError: a value is out of range, the prompt is too long, the queue is full, or the engine failed.
-        ClientGone: nobody waits any more.
+        ClientDisconnected: the client has left.
     """
     service.check_serving()
     if fields.n not in (None, 1):
@@ -57,16 +57,16 @@ async def complete(exchange: Exchange, service: Service, prompt: str, fields: Ge
         service,
         fields,
         [await _encoded(service, prompt)],
-        tenant=exchange.tenant,
+        tenant=http_request.tenant,
         max_tokens=lambda given: _max_tokens(fields, given, service),
         scoring=Scoring(),
     )
-    plan = constrained(plan, text_grammar(asked_of(fields)))
+    plan = constrained(plan, text_grammar(output_constraint(fields)))
     text = TextOptions(tokenizer=service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=False)
-    answer = Answer(service.link)
-    choice = CollectedText(answer, 0, prompt=plan.prompt_of(0), options=text)
-    answer.submit([choice], plan.requests)
-    await await_whole(exchange, answer)
+    response = Response(service.link)
+    choice = CollectedText(response, 0, prompt=plan.prompt_of(0), options=text)
+    response.submit([choice], plan.requests)
+    await await_whole(http_request, response)
     return Completed(choice.text, str(choice.finish_reason), choice.prompt_tokens, choice.completion_tokens)
 
 

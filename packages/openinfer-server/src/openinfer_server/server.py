@@ -183,7 +183,7 @@ async def serve_app(
 
     def started() -> None:
         if options.host not in LOOPBACK and not app.service.access.asks_for_keys:
-            logger.warning("whoever reaches %s may use the model: no --api-keys-file is given", options.host)
+            logger.warning("every client that reaches %s may use the model: no --api-keys-file is given", options.host)
         logger.info("serving %s on %s", ", ".join(app.service.model_names), url)
         if on_ready is not None:
             on_ready(url)
@@ -201,7 +201,7 @@ async def serve_app(
 async def _until_end(
     app: App, serving: "asyncio.Task[None]", stopping: asyncio.Event, group: WorkerGroup | None
 ) -> None:
-    """Returns when somebody asked for the end, or the engine or another worker ended, or the server failed."""
+    """Returns when the end was asked for, or the engine or another worker ended, or the server failed."""
     events = [stopping, app.link_ended, *(() if group is None else (group.ended,))]
     ends = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait((serving, *ends), return_when=asyncio.FIRST_COMPLETED)

@@ -59,7 +59,7 @@ class Service:
             raise shutting_down("the server is shutting down")
         if self.link.dead:
             raise shutting_down("the engine has ended")
-        self.link.waiting.check_open()
+        self.link.admission.check_open()
 
     def resolve_model(self, name: str | None) -> str:
         """The model's name as answers show it.

@@ -28,7 +28,7 @@ def endpoints(service):
     async def broken(exchange):
         raise ZeroDivisionError("ours alone")
 
-    doc = RouteDoc(summary="Counts tokens.", tag="Example", body=Count, answer=dict[str, int])
+    doc = RouteDoc(summary="Counts tokens.", tag="Example", body=Count, response=dict[str, int])
     return [
         Route(method="POST", path="/count", handler=count, doc=doc),
         Route(method="GET", path="/count/{what}", handler=broken, doc=doc),

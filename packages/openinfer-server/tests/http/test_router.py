@@ -9,7 +9,7 @@ from openinfer_server.http.router import Router
 DOC = RouteDoc(summary="A test's.", tag="Test")
 
 
-async def handler(exchange):
+async def handler(http_request):
     """Answers nothing."""
 
 

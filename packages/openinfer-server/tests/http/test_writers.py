@@ -55,7 +55,7 @@ class Sent(list):
 
 
 def put(writer, *parts: bytes) -> None:
-    writer.parts += parts
+    writer.events += parts
     writer.flush()
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from openinfer_server.http.api_errors import ApiError
-from openinfer_server.limits.conversation import MAX_DEPTH, MAX_PIECES, check_depth, check_pieces
+from openinfer_server.limits.conversation import MAX_DEPTH, MAX_ENTRIES, check_depth, check_num_entries
 
 EMPTY = {"role": "user", "content": ""}
 
@@ -26,9 +26,9 @@ def test_depth_is_counted_to_the_bound(brackets):
 
 
 def test_parts_are_pieces():
-    assert check_pieces([EMPTY, {"content": [1, 2]}, {"output": [3]}, {"output": "text"}], "input") == 4 + 3
+    assert check_num_entries([EMPTY, {"content": [1, 2]}, {"output": [3]}, {"output": "text"}], "input") == 4 + 3
     with pytest.raises(ApiError, match="at most 16384"):
-        check_pieces([{"content": [None] * MAX_PIECES}], "input")
+        check_num_entries([{"content": [None] * MAX_ENTRIES}], "input")
 
 
 BODIES = {
@@ -66,9 +66,9 @@ def test_deep_schema_is_refused_whatever_the_depth(shared, call, path, depth):
     ],
 )
 def test_too_many_turns_are_refused(shared, call, path, field, beside):
-    status, _, answer = call(shared, "POST", path, {**beside, field: [EMPTY] * (MAX_PIECES + 1)})
+    status, _, answer = call(shared, "POST", path, {**beside, field: [EMPTY] * (MAX_ENTRIES + 1)})
     assert status == 400
-    assert f"{field} has 16385 pieces" in json.loads(answer)["error"]["message"]
+    assert f"{field} has 16385 entries" in json.loads(answer)["error"]["message"]
 
 
 def test_long_conversation_is_read_in_a_thread(shared, call):

@@ -12,8 +12,8 @@ from openinfer_core.request import RequestId
 from openinfer_server import ServerOptions
 from openinfer_server.chat.template import ChatTemplate, RenderingRefused
 from openinfer_server.http.api_errors import ApiError
-from openinfer_server.http.body_budget import Intake, check_elements, collector_paused
-from openinfer_server.limits.admission import WaitingRoom
+from openinfer_server.http.body_budget import BodyBudget, check_elements, collector_paused
+from openinfer_server.limits.admission import AdmissionControl
 from openinfer_server.limits.request_cost import PromptCost, RequestCost
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
 
@@ -52,7 +52,7 @@ def test_cost_is_checked_before_anything_is_asked_of_the_engine(start, call, inf
 
 
 def test_waiting_room_knows_who_is_in_it():
-    room = WaitingRoom(max_requests=3, max_tokens=100)
+    room = AdmissionControl(max_requests=3, max_tokens=100)
     room.check_room(500)  # whoever comes alone may bring more
     room.enter(RequestId(1), 60)
     room.check_room(40)
@@ -133,13 +133,13 @@ def test_bodies_are_bounded_in_all_and_given_back(start, call, info):
 
 
 def test_intake_counts_what_is_held():
-    intake = Intake(10)
-    intake.take(6)
+    body_budget = BodyBudget(10)
+    body_budget.take(6)
     with pytest.raises(ApiError, match="as many bytes"):
-        intake.take(5)
-    intake.take(4)
-    intake.give_back(10)
-    assert intake.held_bytes == 0
+        body_budget.take(5)
+    body_budget.take(4)
+    body_budget.give_back(10)
+    assert body_budget.held_bytes == 0
 
 
 def test_body_of_too_many_values_is_refused_before_it_is_decoded(start, call, info):

@@ -1,4 +1,4 @@
-"""The link: events to choices, the fence, what is counted."""
+"""The link: events to choices, the fault boundary, what is counted."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.sampling import SamplingParams
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.output.engine_link import EngineLink
-from openinfer_server.output.response import Answer, Choice
+from openinfer_server.output.response import Choice, Response
 
 
 class FakeEngine:
@@ -33,8 +33,8 @@ class FakeEngine:
 class FakeChoice(Choice):
     """Keeps token ids; fails on token 13."""
 
-    def __init__(self, answer, index=0) -> None:
-        super().__init__(answer, index, prompt_tokens=3)
+    def __init__(self, response, index=0) -> None:
+        super().__init__(response, index, prompt_tokens=3)
         self.seen = []
 
     def tokens(self, event) -> None:
@@ -52,17 +52,17 @@ class World:
         self.metrics = ServerMetrics(max_model_tokens=2048)
         self.link = EngineLink(self.engine, self.metrics, clock=lambda: self.now_s)
 
-    def ask(self, n: int = 1) -> tuple[Answer, list[FakeChoice]]:
-        answer = Answer(self.link)
-        choices = [FakeChoice(answer, i) for i in range(n)]
+    def ask(self, n: int = 1) -> tuple[Response, list[FakeChoice]]:
+        response = Response(self.link)
+        choices = [FakeChoice(response, i) for i in range(n)]
         requests = [
             GenerateRequest(
                 request_id=self.link.new_id(), prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=9)
             )
             for _ in range(n)
         ]
-        answer.submit(choices, requests)
-        return answer, choices
+        response.submit(choices, requests)
+        return response, choices
 
 
 def in_loop(test):
@@ -82,16 +82,16 @@ def finished(choice) -> Finished:
 
 @in_loop
 def test_events_reach_their_choices_and_end_the_answer_once(world):
-    answer, (a, b) = world.ask(2)
+    response, (a, b) = world.ask(2)
     world.link.dispatch([Scheduled(a.request_id, 1, 0.5), Tokens(b.request_id, (5,)), Tokens(a.request_id, (6, 7))])
-    assert answer.began.done()
+    assert response.began.done()
     assert (a.seen, b.seen, a.cached_tokens) == ([6, 7], [5], 1)
     world.link.dispatch([finished(a)])
-    assert not answer.done.done()
+    assert not response.done.done()
     world.link.dispatch([Tokens(a.request_id, (8,)), finished(b)])
-    assert answer.done.done()
+    assert response.done.done()
     assert a.seen == [6, 7]
-    assert answer.failure is None
+    assert response.failure is None
     assert world.link.num_open == 0
     assert world.engine.aborted == []
 
@@ -104,7 +104,7 @@ def test_events_of_unknown_requests_are_dropped(world):
 
 @in_loop
 def test_choice_goes_on_with_another_request_and_counts_as_one(world):
-    answer, (a,) = world.ask()
+    response, (a,) = world.ask()
     first, begun_s = a.request_id, a.submitted_s
     world.link.dispatch([Scheduled(first, 0, 0.0), Tokens(first, (5,))])
     world.now_s += 1
@@ -117,9 +117,9 @@ def test_choice_goes_on_with_another_request_and_counts_as_one(world):
         again.request_id,
     )
     world.link.dispatch([Tokens(first, (6,)), Finished(first, FinishReason.ABORT, 3, 2, 0), Tokens(a.request_id, (7,))])
-    assert (a.seen, a.submitted_s, answer.done.done()) == ([5, 7], begun_s, False)
+    assert (a.seen, a.submitted_s, response.done.done()) == ([5, 7], begun_s, False)
     world.link.dispatch([finished(a)])
-    assert answer.done.done()
+    assert response.done.done()
     assert outcomes(world.metrics) == {FinishReason.LENGTH: 1}
     assert world.link.num_open == 0
     world.link.replace(a, again)  # it has ended: nothing goes on
@@ -128,11 +128,11 @@ def test_choice_goes_on_with_another_request_and_counts_as_one(world):
 
 @in_loop
 def test_choice_cannot_go_on_before_an_engine_that_has_ended(world):
-    answer, (a,) = world.ask()
+    response, (a,) = world.ask()
     world.engine.closed = True
     sampling = SamplingParams(max_tokens=9)
     world.link.replace(a, GenerateRequest(request_id=world.link.new_id(), prompt_token_ids=(1,), sampling=sampling))
-    assert answer.failure.kind is FailureKind.SHUTDOWN
+    assert response.failure.kind is FailureKind.SHUTDOWN
 
 
 @in_loop
@@ -150,10 +150,10 @@ def test_fault_in_one_choice_fails_its_answer_alone(world):
 
 @in_loop
 def test_failure_of_one_choice_aborts_the_others(world):
-    answer, (a, b, c) = world.ask(3)
+    response, (a, b, c) = world.ask(3)
     world.link.dispatch([Failed(b.request_id, FailureKind.OVERLOADED, "full")])
-    assert answer.done.done()
-    assert answer.failure.kind is FailureKind.OVERLOADED
+    assert response.done.done()
+    assert response.failure.kind is FailureKind.OVERLOADED
     assert world.engine.aborted == [a.request_id, c.request_id]
     assert outcomes(world.metrics) == {"overloaded": 1, "abort": 2}
 
@@ -161,17 +161,17 @@ def test_failure_of_one_choice_aborts_the_others(world):
 @in_loop
 def test_closed_engine_fails_at_submission_and_submits_no_more(world):
     world.engine.closed = True
-    answer, _ = world.ask(3)
-    assert answer.failure.kind is FailureKind.SHUTDOWN
+    response, _ = world.ask(3)
+    assert response.failure.kind is FailureKind.SHUTDOWN
     assert world.link.num_open == 0
     assert outcomes(world.metrics) == {"shutdown": 1}
 
 
 @in_loop
 def test_abort_by_somebody_else_is_a_failure(world):
-    answer, (a,) = world.ask()
+    response, (a,) = world.ask()
     world.link.dispatch([Finished(a.request_id, FinishReason.ABORT, 3, 0, 0)])
-    assert answer.failure.kind is FailureKind.SHUTDOWN
+    assert response.failure.kind is FailureKind.SHUTDOWN
 
 
 @in_loop
@@ -222,9 +222,9 @@ def test_life_of_a_request_is_cut_into_queue_prefill_and_decode(world):
 
 @in_loop
 def test_aborted_request_has_an_end_and_no_latency(world):
-    answer, (a,) = world.ask()
+    response, (a,) = world.ask()
     world.link.dispatch([Scheduled(a.request_id, 0, 0.0), Tokens(a.request_id, (1,))])
-    answer.abort()
+    response.abort()
     assert outcomes(world.metrics) == {"abort": 1}
     assert sum(world.metrics.request_s.counts) == sum(world.metrics.decode_s.counts) == 0
 

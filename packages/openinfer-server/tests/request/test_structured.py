@@ -16,7 +16,7 @@ from openinfer_server.parsers.hermes import HermesParser
 from openinfer_server.parsers.kimi_k2 import KimiK2Parser
 from openinfer_server.parsers.qwen3_coder import Qwen3CoderParser
 from openinfer_server.testing import ParrotLoop
-from openinfer_server.tools.available import ToolOffer
+from openinfer_server.tools.available import AvailableTools
 from openinfer_server.tools.grammar import required_calls
 
 THINKS = "{#- <tool_call>, </think> -#}{{ messages[-1].content }}"
@@ -112,7 +112,7 @@ def test_formats_whose_calls_cannot_be_constrained_are_refused_by_name():
     plain = SimpleNamespace(plugin=SimpleNamespace(name="plain"), parser=CallParser)
     service = SimpleNamespace(parsers=SimpleNamespace(tools=plain))
     with pytest.raises(ApiError, match="tool parser plain cannot be constrained") as refusal:
-        required_calls(service, ToolOffer(), "tool_choice")
+        required_calls(service, AvailableTools(), "tool_choice")
     assert refusal.value.body.param == "tool_choice"
 
 

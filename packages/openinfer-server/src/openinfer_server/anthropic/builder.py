@@ -45,7 +45,7 @@ class MessageBuilder:
 
     Args:
         message: without content.
-        writer: gets the events; None where nobody wants them.
+        writer: gets the events; None for a response in one body.
         shows_thinking: whether the text of thinking is shown, and not only that there was some.
         full_context: whether the end of the model's context comes before `max_tokens`.
     """
@@ -63,7 +63,7 @@ class MessageBuilder:
 
     def begin(self, choice: DeltaChoice) -> None:
         """The engine works on it."""
-        self._dirty = choice.answer.link.dirty
+        self._dirty = choice.response.link.dirty
         self.message.usage = _usage(choice)
         self._emit(MessageStart(message=self.message))
 
@@ -147,8 +147,8 @@ class MessageBuilder:
         writer = self._writer
         if writer is None:
             return
-        writer.parts.append(event.frame())
-        writer.put_on(self._dirty)
+        writer.events.append(event.frame())
+        writer.mark_dirty(self._dirty)
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -27,17 +27,17 @@ from openinfer_server.anthropic.types import (
 )
 from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, convert_inside, invalid, refused
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
-from openinfer_server.limits.conversation import read_pieces
+from openinfer_server.limits.conversation import read_conversation
 from openinfer_server.openai.types import GenerationFields, SamplingFields, SystemTurn, Turn, check_refused
 from openinfer_server.output.delivery import send_stream, send_whole
-from openinfer_server.output.parsing import Reader, submit_read
-from openinfer_server.output.response import Answer
+from openinfer_server.output.parsing import OutputParsers, submit_parsed
+from openinfer_server.output.response import Response
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
-from openinfer_server.request.structured import Asked, asked_of, chat_grammar, constrained
+from openinfer_server.request.structured import OutputConstraint, chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
-from openinfer_server.tools.available import Fields, ToolMode, ToolOffer, Wanted, offer_of
+from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
 from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition
 
 FIELD_NAMES = {"stop": "stop_sequences"}
@@ -55,47 +55,47 @@ class Messages:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def create(self, exchange: Exchange) -> None:
+    async def create(self, http_request: HttpRequest) -> None:
         """Answers a conversation with a message."""
         service = self._service
         service.check_serving()
-        request = await exchange.read_json(_decoder)
+        request = await http_request.read_json(_decoder)
         check_prompting(request)
         model = service.resolve_model(request.model)
-        prompt, offer = await self._prompt(request)
+        prompt, available = await self._prompt(request)
         thinking = request.thinking
         budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
-        reader = Reader.make(service, prompt, offer, budget_tokens=budget, budget_field=BUDGET)
-        plan, full_context = self._plan(request, reader.prompt, exchange.tenant)
-        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, _asked(request)))
+        parsers = OutputParsers.make(service, prompt, available, budget_tokens=budget, budget_field=BUDGET)
+        plan, full_context = self._plan(request, parsers.prompt, http_request.tenant)
+        plan = constrained(plan, chat_grammar(service, parsers.prompt, available, _constraint(request)))
         shows_thinking = getattr(thinking, "display", None) != "omitted"
-        writer = exchange.stream(1) if request.stream else None
+        writer = http_request.stream(1) if request.stream else None
         message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)
         builder = MessageBuilder(message, writer, shows_thinking=shows_thinking, full_context=full_context)
-        answer = Answer(service.link)
-        submit_read(service, answer, plan, reader, builder)
+        response = Response(service.link)
+        submit_parsed(service, response, plan, parsers, builder)
         if writer is None:
-            await send_whole(exchange, answer, lambda: msgspec.json.encode(message))
+            await send_whole(http_request, response, lambda: msgspec.json.encode(message))
             return
         try:
-            await send_stream(exchange, answer, writer, _end)
+            await send_stream(http_request, response, writer, _end)
         finally:
             service.metrics.slow_clients.value += writer.was_slow
 
-    async def count_tokens(self, exchange: Exchange) -> None:
+    async def count_tokens(self, http_request: HttpRequest) -> None:
         """How many tokens a prompt has."""
-        request = await exchange.read_json(_count_decoder)
+        request = await http_request.read_json(_count_decoder)
         check_prompting(request)
         self._service.resolve_model(request.model)
         prompt, _ = await self._prompt(request)
-        await exchange.send(200, msgspec.json.encode(TokenCount(input_tokens=len(prompt.token_ids))))
+        await http_request.send(200, msgspec.json.encode(TokenCount(input_tokens=len(prompt.token_ids))))
 
-    async def _prompt(self, request: Prompting) -> tuple[Prompt, ToolOffer]:
-        offer = _offer(self._service, request)
+    async def _prompt(self, request: Prompting) -> tuple[Prompt, AvailableTools]:
+        available = _available_tools(self._service, request)
         turns: list[Turn] = [] if request.system is None else [SystemTurn(content=_system(request.system))]
-        turns += await read_pieces(request.messages, "messages", lambda: turns_of(request.messages))
-        variables: Mapping[str, object] = {**_thinking(request), **offer.variables}
-        return await chat_prompt(self._service, turns, variables), offer
+        turns += await read_conversation(request.messages, "messages", lambda: turns_of(request.messages))
+        variables: Mapping[str, object] = {**_thinking(request), **available.variables}
+        return await chat_prompt(self._service, turns, variables), available
 
     def _plan(self, request: MessagesRequest, prompt: Prompt, tenant: str) -> tuple[Plan, bool]:
         """What the engine is asked, and whether the context ends before `max_tokens`."""
@@ -144,7 +144,7 @@ def _thinking(request: Prompting) -> Mapping[str, object]:
             return {"enable_thinking": False}
 
 
-def _offer(service: Service, request: Prompting) -> ToolOffer:
+def _available_tools(service: Service, request: Prompting) -> AvailableTools:
     tools = read_tools(request.tools)
     functions = [
         FunctionDefinition(
@@ -164,12 +164,16 @@ def _offer(service: Service, request: Prompting) -> ToolOffer:
         case _:
             pass
     parallel = not getattr(choice, "disable_parallel_tool_use", None)
-    return offer_of(service, Wanted(functions, mode, only, parallel, Fields(function="", schema="input_schema")))
+    return available_tools(
+        service, ToolRequest(functions, mode, only, parallel, Fields(function="", schema="input_schema"))
+    )
 
 
-def _asked(request: MessagesRequest) -> Asked:
+def _constraint(request: MessagesRequest) -> OutputConstraint:
     wanted = None if request.output_config is None else request.output_config.format
-    return asked_of(request, schema=None if wanted is None else wanted.schema, schema_field="output_config.format")
+    return output_constraint(
+        request, schema=None if wanted is None else wanted.schema, schema_field="output_config.format"
+    )
 
 
 def message_routes(service: Service) -> list[Route]:
@@ -184,7 +188,7 @@ def message_routes(service: Service) -> list[Route]:
                 summary="Answers a conversation with a message.",
                 tag="Anthropic",
                 body=MessagesRequest,
-                answer=MessageObject,
+                response=MessageObject,
                 events=Event,
                 also=(ClientTool, TextBlock),
                 errors=ERRORS,
@@ -199,7 +203,7 @@ def message_routes(service: Service) -> list[Route]:
                 summary="Counts the tokens of a prompt.",
                 tag="Anthropic",
                 body=CountTokensRequest,
-                answer=TokenCount,
+                response=TokenCount,
                 also=(ClientTool, TextBlock),
                 errors=(404, 408, 413, 415),
                 error_body=AnthropicErrorResponse,

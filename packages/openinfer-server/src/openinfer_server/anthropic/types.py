@@ -115,7 +115,7 @@ class Metadata(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     user_id: str | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"user_id": "it says whom the request is for, and nobody is counted"}
+    IGNORED: ClassVar[Mapping[str, str]] = {"user_id": "it says whom the request is for, and users are not counted"}
 
 
 class JsonOutput(

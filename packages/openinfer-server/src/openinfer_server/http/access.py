@@ -1,6 +1,6 @@
 """Who may ask: API keys, each with its tenant and its level.
 
-    no key file     everybody is a user without a tenant; routes of operators are closed
+    no key file     every client is a user without a tenant; routes of operators are closed
     a key file      public routes are open, all others need a key; routes of operators need one of level admin
 
 The file is TOML, one table per key. A tenant may have several keys, so that one can be replaced while the other works:
@@ -32,11 +32,11 @@ class Level(StrEnum):
     """Who may use a route."""
 
     PUBLIC = "public"
-    """Anybody who reaches the port: probes and the document."""
+    """Every client that reaches the port: probes and the document."""
     USER = "user"
-    """Whoever may use the model."""
+    """Clients that may use the model."""
     ADMIN = "admin"
-    """Whoever runs the server."""
+    """Operators of the server."""
 
 
 logger = logging.getLogger("openinfer.server")
@@ -115,7 +115,7 @@ class Access:
         except (msgspec.MsgspecError, ValueError) as error:
             raise UnusableKeys(f"the key file {path} is malformed: {error}") from error
         if not keys:
-            raise UnusableKeys(f"the key file {path} has no keys; nobody could use the server")
+            raise UnusableKeys(f"the key file {path} has no keys; no client could use the server")
         if os.name == "posix" and Path(path).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             logger.warning("others on this machine can read the key file %s; chmod 600 keeps it to yourself", path)
         return cls(keys)

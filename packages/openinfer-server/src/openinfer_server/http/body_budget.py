@@ -1,4 +1,4 @@
-"""`Intake`: how many bytes of request bodies the server holds, over all requests that have not been answered.
+"""`BodyBudget`: how many bytes of request bodies the server holds, over all requests that have not been answered.
 
 One body is bounded by `max_body_bytes`; this bounds all of them together, so that no number of connections, each within
 its own bound, can fill the memory.
@@ -47,7 +47,7 @@ def collector_paused(num_bytes: int) -> Generator[None]:
         gc.enable()
 
 
-class Intake:
+class BodyBudget:
     """A budget of bytes that requests draw on while they are read and until they are answered.
 
     Args:
@@ -64,7 +64,7 @@ class Intake:
         return self._held_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Draws on the budget; whoever does gives it back.
+        """Draws on the budget; the caller gives it back.
 
         Raises:
             ApiError: 503; the other requests leave less than that.

@@ -10,7 +10,7 @@ import msgspec
 
 from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import AnthropicErrorResponse, ErrorResponse
-from openinfer_server.http.request import JSON, Exchange
+from openinfer_server.http.request import JSON, HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.observability.operations import DISTRIBUTION
 from openinfer_server.openai.types import sent_name
@@ -77,8 +77,8 @@ def _anything(kind: type) -> Schema:
 def _types(doc: RouteDoc) -> Iterator[Any]:
     for kind in (
         doc.body,
-        *_several(doc.answer),
-        doc.unwell,
+        *_several(doc.response),
+        doc.unavailable,
         *_several(doc.events),
         *doc.also,
         *_several(doc.error_body),
@@ -136,8 +136,8 @@ def _responses(route: Route, schemas: dict[Any, Schema]) -> Schema:
     doc, errors = route.doc, _errors(route, schemas)
     if not doc.media_type:
         return errors
-    if doc.answer is not None:
-        content[doc.media_type.decode()] = {"schema": _any_of(doc.answer, schemas)}
+    if doc.response is not None:
+        content[doc.media_type.decode()] = {"schema": _any_of(doc.response, schemas)}
     else:
         content[doc.media_type.decode().partition(";")[0]] = {"schema": {"type": "string"}}
     if doc.events is not None:
@@ -174,8 +174,8 @@ def _errors(route: Route, schemas: dict[Any, Schema]) -> Schema:
     for status in sorted({*doc.errors, *_ALWAYS, *read, *keyed}):
         about = http.HTTPStatus(status).phrase
         responses[str(status)] = {"description": about, "content": {JSON.decode(): {"schema": error}}}
-    if doc.unwell is not None:
-        content = {JSON.decode(): {"schema": schemas[doc.unwell]}}
+    if doc.unavailable is not None:
+        content = {JSON.decode(): {"schema": schemas[doc.unavailable]}}
         responses["503"] = {"description": "It is not well; the body says why.", "content": content}
     return responses
 
@@ -216,13 +216,13 @@ def document_route(routes: Iterable[Route], *, asks_for_keys: bool) -> Route:
     """The route of the document, which describes these routes and itself. It is made at the first request."""
     made: list[bytes] = []
 
-    async def document(exchange: Exchange) -> None:
+    async def document(http_request: HttpRequest) -> None:
         if not made:
             content = openapi_document([*described, route], version=version(DISTRIBUTION), asks_for_keys=asks_for_keys)
             made.append(msgspec.json.encode(content))
-        await exchange.send(200, made[0])
+        await http_request.send(200, made[0])
 
     described = list(routes)
-    doc = RouteDoc(summary="This document.", tag="Operation", answer=dict[str, object])
+    doc = RouteDoc(summary="This document.", tag="Operation", response=dict[str, object])
     route = Route(method="GET", path="/openapi.json", handler=document, level=Level.PUBLIC, doc=doc)
     return route

@@ -8,7 +8,7 @@ from importlib.resources import files
 from urllib.parse import quote
 
 from openinfer_server.http.access import Level
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.service import Service
 
@@ -48,7 +48,7 @@ def _static(path: str, name: str, body: bytes) -> Route:
 
 
 def _handler(body: bytes, content_type: bytes) -> Handler:
-    async def send(exchange: Exchange) -> None:
-        await exchange.send(200, body, content_type=content_type, headers=HEADERS)
+    async def send(http_request: HttpRequest) -> None:
+        await http_request.send(200, body, content_type=content_type, headers=HEADERS)
 
     return send

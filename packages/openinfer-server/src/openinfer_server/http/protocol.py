@@ -4,8 +4,8 @@
                      ├── longer than max_head_bytes: 431      URL alone longer than max_url_bytes: 414
                      └── not complete within head_timeout_s: 408
 
-When all `max_connections` are taken, the one that has had no request for longest makes room: whoever holds connections
-open without asking anything can only drive out others that do so.
+When all `max_connections` are taken, the one that has had no request for longest makes room: clients that hold
+connections open without asking anything can only drive out others that do so.
 
 The minor version of uvicorn is pinned, because this class relies on when `data_received`, `on_message_begin`, `on_url`,
 `on_header`, `on_headers_complete`, `send_400_response`, `connection_lost`, `pause_writing` and `resume_writing` are
@@ -38,7 +38,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. Subclasses say with which options: uvicorn constructs protocols itself."""
 
     options = ServerOptions()
-    unasked: ClassVar["dict[BoundedProtocol, None]"] = {}
+    idle_connections: ClassVar["dict[BoundedProtocol, None]"] = {}
     """Connections without a running request, the one that has been so for longest first; each server has its own."""
 
     def __init__(
@@ -82,22 +82,22 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = busy("too many connections")
             self.send_400_response("")
             return
-        self.unasked[self] = None
+        self.idle_connections[self] = None
         self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)
 
     def _make_room(self) -> bool:
         """Drops the connection that has been without a request for longest; returns whether there was one."""
-        oldest = next(iter(self.unasked), None)
+        oldest = next(iter(self.idle_connections), None)
         if oldest is None:
             return False
-        del self.unasked[oldest]
+        del self.idle_connections[oldest]
         oldest.transport.abort()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends a connection."""
         self._stop_timers()
-        self.unasked.pop(self, None)
+        self.idle_connections.pop(self, None)
         for timer in (self._unread_deadline, self._body_deadline, self._lingering):
             if timer is not None:
                 timer.cancel()
@@ -159,7 +159,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """The head is whole: its deadline is over, the request starts."""
         self._in_head = False
         self._stop_timers()
-        self.unasked.pop(self, None)
+        self.idle_connections.pop(self, None)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -174,7 +174,7 @@ class BoundedProtocol(HttpToolsProtocol):
         answered = self.cycle
         super().on_response_complete()
         if not self.pipeline and not self.transport.is_closing():
-            self.unasked[self] = None
+            self.idle_connections[self] = None
         if answered.more_body and self._body_deadline is None:
             self._body_deadline = self.loop.call_later(self.options.body_timeout_s, self.transport.abort)
         if self.transport.get_write_buffer_size() and self._unread_deadline is None:

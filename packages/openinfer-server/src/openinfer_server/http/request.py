@@ -1,4 +1,4 @@
-"""`Exchange`: one HTTP request and its response, over ASGI's three callables."""
+"""`HttpRequest`: one HTTP request and its response, over ASGI's three callables."""
 
 import asyncio
 import re
@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from openinfer_server.http.api_errors import ApiError, from_decode_error, invalid
-from openinfer_server.http.body_budget import Intake, check_elements, collector_paused
-from openinfer_server.http.writers import ClientGone, Message, Receive, Scope, Send, StreamWriter, stream_writer
+from openinfer_server.http.body_budget import BodyBudget, check_elements, collector_paused
+from openinfer_server.http.writers import ClientDisconnected, Message, Receive, Scope, Send, StreamWriter, stream_writer
 from openinfer_server.options import ServerOptions
 
 T = TypeVar("T")
@@ -24,24 +24,26 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 """What is taken from a client: nothing that could forge a line of the log."""
 
 
-class Exchange:
+class HttpRequest:
     """One request.
 
     Attributes:
         status: status of the response that was begun; 0 before.
         parameters: of the path, by name.
-        tenant: whose request it is; empty where everybody is one tenant.
+        tenant: whose request it is; empty where all clients are one tenant.
         response_headers: what every response to it has, whatever it is.
         request_id: the client's own (`x-request-id`) or one made here; in the response's head and in the log.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, intake: Intake) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, body_budget: BodyBudget
+    ) -> None:
         self.status = 0
         self.parameters: Mapping[str, str] = {}
         self.tenant = ""
         self.options = options
         self.response_headers: tuple[tuple[bytes, bytes], ...] = ()
-        self._intake = intake
+        self._body_budget = body_budget
         self._held_bytes = 0
         self._scope = scope
         self._receive = receive
@@ -129,7 +131,7 @@ class Exchange:
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise ClientDisconnected
                     self._hold(part := message.get("body", b""))
                     body += part
                     if len(body) > limit:
@@ -141,12 +143,12 @@ class Exchange:
             raise ApiError(408, text, code="timeout", headers=((b"connection", b"close"),)) from error
 
     def _hold(self, part: bytes) -> None:
-        self._intake.take(len(part))
+        self._body_budget.take(len(part))
         self._held_bytes += len(part)
 
     def close(self) -> None:
         """The request has been answered: its body no longer counts."""
-        self._intake.give_back(self._held_bytes)
+        self._body_budget.give_back(self._held_bytes)
         self._held_bytes = 0
 
     async def _send(self, message: Message) -> None:
@@ -159,7 +161,7 @@ class Exchange:
         try:
             await self._asgi_send(message)
         except OSError as error:
-            raise ClientGone from error
+            raise ClientDisconnected from error
 
     async def disconnected(self) -> None:
         """Returns when the client is gone. The body must have been read."""

@@ -12,7 +12,7 @@ from typing import Any
 from openinfer_core.plugins import Lister, find_plugin, installed
 from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import ErrorResponse
-from openinfer_server.http.request import JSON, Exchange
+from openinfer_server.http.request import JSON, HttpRequest
 from openinfer_server.service import Service
 
 
@@ -25,10 +25,10 @@ class RouteDoc:
         tag: the group it is shown in.
         body: msgspec type of the request's JSON; None for a route without body.
         query: Struct whose fields are the query's parameters.
-        answer: msgspec type of the JSON that comes with 200, or a tuple of several; None if it is not JSON.
-        unwell: msgspec type of the JSON that comes with 503, where that is an answer and not an error.
-        media_type: content type of the answer; empty if there is never one with 200.
-        events: msgspec type of the data of server-sent events, or a tuple of several, if the answer can be a stream.
+        response: msgspec type of the JSON that comes with 200, or a tuple of several; None if it is not JSON.
+        unavailable: msgspec type of the JSON that comes with 503, where that is a response and not an error.
+        media_type: content type of the response; empty if there is never one with 200.
+        events: msgspec type of the data of server-sent events, or a tuple of several, if the response can be a stream.
         last_data: data of the last event where that is no JSON.
         also: further msgspec types that the schemas above refer to by name.
         errors: statuses beside those that any route may give.
@@ -39,8 +39,8 @@ class RouteDoc:
     tag: str
     body: Any = None
     query: type | None = None
-    answer: Any = None
-    unwell: Any = None
+    response: Any = None
+    unavailable: Any = None
     media_type: bytes = JSON
     events: Any = None
     last_data: str = ""
@@ -49,7 +49,7 @@ class RouteDoc:
     error_body: Any = field(default=ErrorResponse)
 
 
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[HttpRequest], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

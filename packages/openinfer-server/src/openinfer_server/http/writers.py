@@ -1,6 +1,6 @@
 """Where a stream's events go: straight into the transport, or through ASGI's `send`.
 
-    feed (per token)      parts.append(event); the first one puts the writer on the link's dirty list
+    feed (per token)      events.append(event); the first one puts the writer on the link's dirty list
     flush (per wake-up)   one write of everything that came, however many tokens it was
 
 Both writers hold back what a slow reader does not take and drop it beyond a bound: `dropped` tells the request, which
@@ -18,8 +18,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class ClientGone(Exception):
-    """The client left before its request was whole or answered; nobody is left to be told."""
+class ClientDisconnected(Exception):
+    """The client left before its request was whole or answered; there is no one to tell."""
 
 
 DIRECT_WRITE = "openinfer.direct_write"
@@ -36,30 +36,30 @@ class StreamWriter:
     """One response body of server-sent events.
 
     Attributes:
-        parts: events of this wake-up, in order; `flush` empties it.
-        is_dirty: whether the writer is on the link's dirty list; `put_on` sets it, `flush` clears it.
-        max_buffered_bytes: what the client may leave unread; who appends a large event at once raises it by its size.
+        events: those of this wake-up, in order; `flush` empties it.
+        is_dirty: whether the writer is on the link's dirty list; `mark_dirty` sets it, `flush` clears it.
+        max_buffered_bytes: what the client may leave unread; appending a large event at once raises it by its size.
         dropped: resolved when the response was given up.
         was_slow: whether that was because the client left too much unread, or for too long.
     """
 
-    __slots__ = ("dropped", "is_dirty", "max_buffered_bytes", "parts", "was_slow")
+    __slots__ = ("dropped", "events", "is_dirty", "max_buffered_bytes", "was_slow")
 
     def __init__(self, *, max_buffered_bytes: int) -> None:
         self.max_buffered_bytes = max_buffered_bytes
-        self.parts: list[bytes] = []
+        self.events: list[bytes] = []
         self.is_dirty = False
         self.was_slow = False
         self.dropped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def put_on(self, dirty: list["StreamWriter"]) -> None:
-        """Has `parts` sent at the end of this wake-up: puts the writer on the link's dirty list, once."""
+    def mark_dirty(self, dirty: list["StreamWriter"]) -> None:
+        """Has `events` sent at the end of this wake-up: puts the writer on the link's dirty list, once."""
         if not self.is_dirty:
             self.is_dirty = True
             dirty.append(self)
 
     def flush(self) -> None:
-        """Sends `parts`, or holds them while the client cannot take them."""
+        """Sends `events`, or holds them while the client cannot take them."""
         raise NotImplementedError
 
     async def start(self) -> None:
@@ -115,9 +115,9 @@ class DirectWriter(StreamWriter):
         self._writable: asyncio.Future[None] | None = None
 
     def flush(self) -> None:
-        """Writes `parts` as one chunk."""
+        """Writes `events` as one chunk."""
         self.is_dirty = False
-        parts = self.parts
+        parts = self.events
         if not parts:
             return
         body = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -200,13 +200,13 @@ class SendWriter(StreamWriter):
         self._pump: asyncio.Task[None] | None = None
 
     def flush(self) -> None:
-        """Hands `parts` to the stream's task."""
+        """Hands `events` to the stream's task."""
         self.is_dirty = False
         if self.dropped.done():
-            self.parts.clear()
+            self.events.clear()
             return
-        self._held += b"".join(self.parts)
-        self.parts.clear()
+        self._held += b"".join(self.events)
+        self.events.clear()
         if len(self._held) > self.max_buffered_bytes:
             self.drop_slow()
         self._wake_pump()
@@ -239,7 +239,7 @@ class SendWriter(StreamWriter):
 
     async def _run(self) -> None:
         """Sends what is held until the end; a client that has left ends it too, and the request learns it elsewhere."""
-        with contextlib.suppress(ClientGone):
+        with contextlib.suppress(ClientDisconnected):
             while self._held or not self._ended:
                 if not self._held:
                     self._wake = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""`WaitingRoom`: requests that the engine has been given and has not begun: how many, and how many prompt tokens.
+"""`AdmissionControl`: requests that the engine has been given and has not begun: how many, and how many prompt tokens.
 
     submitted ──► waiting ──scheduled | ended──► forgotten
 
@@ -12,7 +12,7 @@ from openinfer_server.http.api_errors import overloaded
 _UNBOUNDED = 2**62
 
 
-class WaitingRoom:
+class AdmissionControl:
     """Requests in the queue.
 
     Args:

@@ -1,4 +1,4 @@
-"""Bounds on what a conversation is made of: how many pieces, and how deep the JSON in one of them.
+"""Bounds on what a conversation is made of: how many entries, and how deep the JSON in one of them.
 
 Bodies are bounded in bytes, but eight megabytes can be a quarter of a million empty turns, or one schema a thousand
 brackets deep; either would cost far more than its bytes.
@@ -12,15 +12,15 @@ from openinfer_server.http.api_errors import invalid
 
 T = TypeVar("T")
 
-MAX_PIECES = 2**14
+MAX_ENTRIES = 2**14
 """Items or messages of a conversation, their parts counted too."""
-INLINE_PIECES = 256
+INLINE_ENTRIES = 256
 """Longer conversations are read in a thread."""
 MAX_DEPTH = 64
 """Of a tool's schema or input."""
 
 
-async def read_pieces(given: Sequence[Any], field: str, read: Callable[[], T]) -> T:
+async def read_conversation(given: Sequence[Any], field: str, read: Callable[[], T]) -> T:
     """Reads a conversation, in a thread if it is long.
 
     Args:
@@ -29,23 +29,23 @@ async def read_pieces(given: Sequence[Any], field: str, read: Callable[[], T]) -
         read: reads it.
 
     Raises:
-        ApiError: 400; there are too many pieces, or what `read` raises.
+        ApiError: 400; there are too many entries, or what `read` raises.
     """
-    return read() if check_pieces(given, field) <= INLINE_PIECES else await asyncio.to_thread(read)
+    return read() if check_num_entries(given, field) <= INLINE_ENTRIES else await asyncio.to_thread(read)
 
 
-def check_pieces(given: Sequence[Any], field: str) -> int:
-    """Counts the pieces of a conversation.
+def check_num_entries(given: Sequence[Any], field: str) -> int:
+    """Counts the entries of a conversation.
 
     Raises:
         ApiError: 400; there are too many.
     """
-    num_pieces = len(given)
-    if num_pieces <= MAX_PIECES:
-        num_pieces += sum(map(_num_parts, given))
-    if num_pieces > MAX_PIECES:
-        raise invalid(field, f"{field} has {num_pieces} pieces or more; at most {MAX_PIECES} are possible")
-    return num_pieces
+    num_entries = len(given)
+    if num_entries <= MAX_ENTRIES:
+        num_entries += sum(map(_num_parts, given))
+    if num_entries > MAX_ENTRIES:
+        raise invalid(field, f"{field} has {num_entries} entries or more; at most {MAX_ENTRIES} are possible")
+    return num_entries
 
 
 def _num_parts(piece: Any) -> int:

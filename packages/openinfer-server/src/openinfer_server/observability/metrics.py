@@ -1,6 +1,6 @@
 """What the server counts: `metrics_page` shows it, `docs/metrics.md` promises its names."""
 
-from collections import Counter as Tally
+from collections import Counter as Counts
 from collections.abc import Iterable
 
 from openinfer_core.events import FailureKind, FinishReason
@@ -27,18 +27,18 @@ class ServerMetrics:
     """
 
     def __init__(self, *, max_model_tokens: int) -> None:
-        self.responses: Tally[tuple[str, int]] = Tally()
+        self.responses: Counts[tuple[str, int]] = Counts()
         """By route and status."""
-        self.ended: Tally[str] = Tally(dict.fromkeys(FinishReason, 0))
+        self.ended: Counts[str] = Counts(dict.fromkeys(FinishReason, 0))
         """Engine requests that ended well, by reason."""
-        self.failures: Tally[str] = Tally(dict.fromkeys(FailureKind, 0))
+        self.failures: Counts[str] = Counts(dict.fromkeys(FailureKind, 0))
         """Engine requests that failed, by kind."""
         self.prompt_tokens = Counter()
         self.cached_tokens = Counter()
         self.generated_tokens = Counter()
         self.slow_clients = Counter()
         self.faults = Counter()
-        self.parser_faults: Tally[str] = Tally()
+        self.parser_faults: Counts[str] = Counts()
         """Requests that failed because a parser raised, by the parser's kind."""
         self.time_to_first_token_s = Histogram(TOKEN_BOUNDS_S)
         self.inter_token_s = Histogram(TOKEN_BOUNDS_S)

@@ -4,7 +4,7 @@ Every name begins with `openinfer_`; where vLLM has a metric of the same meaning
 `model_name` and `finished_reason`, and the unit are vLLM's. `docs/metrics.md` promises them.
 """
 
-from collections import Counter as Tally
+from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 
 from openinfer_core.engine import EngineInfo, EngineStats
@@ -46,7 +46,7 @@ def _of_server(metrics: ServerMetrics, info: EngineInfo, model: Labels, open_req
         "openinfer_request_success_total", "Requests that ended well.", metrics.ended, "finished_reason", model
     )
     yield from _by_label("openinfer_request_failures_total", "Requests that failed.", metrics.failures, "kind", model)
-    parser_faults = Tally({kind: metrics.parser_faults[kind] for kind in PARSER_KINDS})
+    parser_faults = Counts({kind: metrics.parser_faults[kind] for kind in PARSER_KINDS})
     yield from _by_label(
         "openinfer_parser_faults_total", "Requests failed by a parser that raised.", parser_faults, "kind", ()
     )
@@ -86,7 +86,7 @@ def _constants(info: EngineInfo) -> Iterator[str]:
     yield from render_family("openinfer_cache_config_info", "gauge", "How KV memory is cut.", [(cache, 1)])
 
 
-def _by_label(name: str, text: str, tally: "Tally[str]", label: str, labels: Labels) -> Iterator[str]:
+def _by_label(name: str, text: str, tally: "Counts[str]", label: str, labels: Labels) -> Iterator[str]:
     samples: list[Sample] = [((*labels, (label, str(key))), count) for key, count in sorted(tally.items())]
     yield from render_family(name, "counter", text, samples)
 

@@ -1,6 +1,6 @@
 """`MetricsSnapshot`: what one worker has counted, to be sent to another and added up there."""
 
-from collections import Counter as Tally
+from collections import Counter as Counts
 from collections.abc import Iterable
 from typing import cast
 
@@ -24,7 +24,7 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def of(cls, metrics: ServerMetrics, *, open_requests: int) -> "MetricsSnapshot":
         """What has been counted until now."""
         numbers: dict[str, object] = vars(metrics)
-        tallies = {name: cast("Tally[object]", value) for name, value in numbers.items() if isinstance(value, Tally)}
+        tallies = {name: cast("Counts[object]", value) for name, value in numbers.items() if isinstance(value, Counts)}
         histograms = {name: value for name, value in numbers.items() if isinstance(value, Histogram)}
         return cls(
             tallies={name: _entries(tally) for name, tally in tallies.items()},
@@ -36,7 +36,7 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def add_to(self, metrics: ServerMetrics) -> None:
         """Adds these numbers to others of the same engine."""
         for name, entries in self.tallies.items():
-            tally: Tally[object] = getattr(metrics, name)
+            tally: Counts[object] = getattr(metrics, name)
             for key, count in entries:
                 tally[key[0] if len(key) == 1 else tuple(key)] += count
         for name, value in self.counters.items():
@@ -55,7 +55,7 @@ def summed(snapshots: Iterable[MetricsSnapshot], *, max_model_tokens: int) -> Se
     return metrics
 
 
-def _entries(tally: "Tally[object]") -> list[tuple[list[str | int], int]]:
+def _entries(tally: "Counts[object]") -> list[tuple[list[str | int], int]]:
     return [(_labels(key), count) for key, count in tally.items()]
 
 

@@ -9,7 +9,7 @@ import msgspec
 from openinfer_core.engine import EngineStats
 from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import busy
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.observability.exposition import CONTENT_TYPE
 from openinfer_server.observability.metrics_page import metrics_page
@@ -29,7 +29,7 @@ class Health(msgspec.Struct, frozen=True):
     """Seconds since the last step, while there is work; None if the engine did not say."""
 
 
-class VersionAnswer(msgspec.Struct, frozen=True):
+class VersionInfo(msgspec.Struct, frozen=True):
     """Answer of `/version`."""
 
     version: str
@@ -48,26 +48,26 @@ class Operations:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def health(self, exchange: Exchange) -> None:
+    async def health(self, http_request: HttpRequest) -> None:
         """200 while the step loop turns; 503 when it hangs, is dead or does not answer."""
         stats, lost = await self._stats(), self._service.peers.lost
         if lost is not None:
-            await exchange.send(503, msgspec.json.encode(Health(lost, None)))
+            await http_request.send(503, msgspec.json.encode(Health(lost, None)))
         elif stats is None:
-            await exchange.send(503, msgspec.json.encode(Health("the engine does not answer", None)))
+            await http_request.send(503, msgspec.json.encode(Health("the engine does not answer", None)))
         elif stats.step_age_s > self._service.options.health_max_step_age_s:
-            await exchange.send(503, msgspec.json.encode(Health("the engine's loop hangs", stats.step_age_s)))
+            await http_request.send(503, msgspec.json.encode(Health("the engine's loop hangs", stats.step_age_s)))
         else:
-            await exchange.send(200, msgspec.json.encode(Health("ok", stats.step_age_s)))
+            await http_request.send(200, msgspec.json.encode(Health("ok", stats.step_age_s)))
 
-    async def ready(self, exchange: Exchange) -> None:
+    async def ready(self, http_request: HttpRequest) -> None:
         """200 while new requests are taken."""
         if self._service.draining or self._service.link.dead:
-            await exchange.send(503, msgspec.json.encode(Readiness("ending")))
+            await http_request.send(503, msgspec.json.encode(Readiness("ending")))
         else:
-            await exchange.send(200, msgspec.json.encode(Readiness("ready")))
+            await http_request.send(200, msgspec.json.encode(Readiness("ready")))
 
-    async def metrics(self, exchange: Exchange) -> None:
+    async def metrics(self, http_request: HttpRequest) -> None:
         """Prometheus' text format; of all workers, whichever is asked."""
         service = self._service
         try:
@@ -81,11 +81,11 @@ class Operations:
             model_name=service.model_names[0],
             open_requests=sum(snapshot.open_requests for snapshot in snapshots),
         )
-        await exchange.send(200, body, content_type=CONTENT_TYPE)
+        await http_request.send(200, body, content_type=CONTENT_TYPE)
 
-    async def version(self, exchange: Exchange) -> None:
+    async def version(self, http_request: HttpRequest) -> None:
         """The server's version."""
-        await exchange.send(200, msgspec.json.encode(VersionAnswer(version(DISTRIBUTION))))
+        await http_request.send(200, msgspec.json.encode(VersionInfo(version(DISTRIBUTION))))
 
     async def _stats(self) -> EngineStats | None:
         try:
@@ -104,8 +104,8 @@ def operation_routes(service: Service) -> list[Route]:
         return Route(method="GET", path=path, handler=handler, level=Level.PUBLIC, doc=about)
 
     return [
-        get("/health", operations.health, "Whether the engine lives.", answer=Health, unwell=Health),
-        get("/ready", operations.ready, "Whether requests are taken.", answer=Readiness, unwell=Readiness),
+        get("/health", operations.health, "Whether the engine lives.", response=Health, unavailable=Health),
+        get("/ready", operations.ready, "Whether requests are taken.", response=Readiness, unavailable=Readiness),
         get("/metrics", operations.metrics, "Numbers for Prometheus.", media_type=CONTENT_TYPE, errors=(503,)),
-        get("/version", operations.version, "The server's version.", answer=VersionAnswer),
+        get("/version", operations.version, "The server's version.", response=VersionInfo),
     ]

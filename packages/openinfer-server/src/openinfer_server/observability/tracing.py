@@ -28,7 +28,7 @@ from openinfer_core.sampling import SamplingParams
 from openinfer_server.errors import ServerError
 
 if TYPE_CHECKING:
-    from openinfer_server.http.request import Exchange
+    from openinfer_server.http.request import HttpRequest
     from openinfer_server.output.response import Choice
 
 from collections.abc import Iterator
@@ -94,17 +94,17 @@ class Tracing:
         self._operation = self._context.create_key("openinfer-operation")
         self._model_name = model_name
 
-    def begin(self, exchange: "Exchange") -> HttpTrace | None:
+    def begin(self, http_request: "HttpRequest") -> HttpTrace | None:
         """Begins the span of a request; None for those that are not POST: probes and scrapes are no news."""
-        if exchange.method != "POST":
+        if http_request.method != "POST":
             return None
-        parent = self._propagator.extract(exchange.trace_headers)
+        parent = self._propagator.extract(http_request.trace_headers)
         span = self._tracer.start_span("POST", context=parent, kind=self._trace.SpanKind.SERVER)
-        operation = "chat" if exchange.path in CHAT_PATHS else "text_completion"
+        operation = "chat" if http_request.path in CHAT_PATHS else "text_completion"
         context = self._context.set_value(self._operation, operation, self._trace.set_span_in_context(span))
         return HttpTrace(span, self._context.attach(context))
 
-    def end(self, http: HttpTrace, exchange: "Exchange", route: str) -> None:
+    def end(self, http: HttpTrace, http_request: "HttpRequest", route: str) -> None:
         """Ends it."""
         self._context.detach(http.token)
         if not http.span.is_recording():
@@ -114,12 +114,12 @@ class Tracing:
             {
                 "http.request.method": "POST",
                 "http.route": route,
-                "url.path": exchange.path,
-                "http.response.status_code": exchange.status,
-                "openinfer.request_id": exchange.request_id,
+                "url.path": http_request.path,
+                "http.response.status_code": http_request.status,
+                "openinfer.request_id": http_request.request_id,
             }
         )
-        if exchange.status >= 500:
+        if http_request.status >= 500:
             http.span.set_status(self._trace.StatusCode.ERROR)
         http.span.end()
 

@@ -4,7 +4,7 @@ import msgspec
 
 from openinfer_server.http.access import Level
 from openinfer_server.http.api_errors import ApiError, invalid
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.service import Service
 
@@ -35,18 +35,18 @@ class Adapters:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def load(self, exchange: Exchange) -> None:
+    async def load(self, http_request: HttpRequest) -> None:
         """Refuses: no family serves adapters yet."""
-        request = await exchange.read_json(_load_decoder)
+        request = await http_request.read_json(_load_decoder)
         if not request.lora_name or not request.lora_path:
             raise invalid("lora_name", "lora_name and lora_path must not be empty")
         family = self._service.info.family
         message = f"the family {family} serves no LoRA adapters; merge the adapter into the checkpoint and serve that"
         raise ApiError(400, message, code="lora_not_supported")
 
-    async def unload(self, exchange: Exchange) -> None:
+    async def unload(self, http_request: HttpRequest) -> None:
         """404: none can be loaded."""
-        request = await exchange.read_json(_unload_decoder)
+        request = await http_request.read_json(_unload_decoder)
         message = f"no LoRA adapter {request.lora_name[:200]!r} is loaded"
         raise ApiError(404, message, param="lora_name", code="lora_not_found")
 

@@ -8,21 +8,21 @@ import msgspec
 
 from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import invalid, refused
-from openinfer_server.http.request import Exchange
-from openinfer_server.limits.conversation import check_pieces
-from openinfer_server.openai.chat_answers import ChatAnswer, ChatGeneration
+from openinfer_server.http.request import HttpRequest
+from openinfer_server.limits.conversation import check_num_entries
+from openinfer_server.openai.chat_answers import ChatGeneration, ChatMessageSink
 from openinfer_server.openai.event_frames import ResponseHead, chat_frame
-from openinfer_server.openai.generation import AnswerShape, Generation
+from openinfer_server.openai.generation import Generation, ResponseShape
 from openinfer_server.openai.objects import ChatChoice, ChatCompletion, ChatMessage, Usage
 from openinfer_server.openai.types import AssistantTurn, ChatRequest, check_refused, thinks
 from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.logprobs import chat_format
-from openinfer_server.output.parsing import Reader
+from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.text_choices import CollectedText
 from openinfer_server.request.plan import Prompt, Scoring, check_num_choices, check_stream_options, make_plan
-from openinfer_server.request.structured import asked_of, chat_grammar, constrained
+from openinfer_server.request.structured import chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
-from openinfer_server.tools.available import chat_offer
+from openinfer_server.tools.available import chat_tools
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -33,7 +33,7 @@ class ChatCompletions:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._logprobs = chat_format(service.tokenizer)
-        self._shape = AnswerShape(
+        self._shape = ResponseShape(
             id_prefix="chatcmpl",
             event_object="chat.completion.chunk",
             frame=chat_frame,
@@ -41,29 +41,29 @@ class ChatCompletions:
             body=self._body,
         )
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, http_request: HttpRequest) -> None:
         """Answers a chat `n` times."""
         service = self._service
         service.check_serving()
-        request = await exchange.read_json(_decoder)
+        request = await http_request.read_json(_decoder)
         _check(request)
         model = service.resolve_model(request.model)
         include_usage = check_stream_options(request)
         check_num_choices(request, 1, service.options)
-        offer = chat_offer(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        variables = {**_template_options(request), **offer.variables}
+        available = chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        variables = {**_template_options(request), **available.variables}
         prompt = await chat_prompt(service, request.messages, variables)
-        reader = Reader.make(service, prompt, offer, budget_tokens=request.thinking_token_budget)
+        parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
         plan = make_plan(
             service,
             request,
-            [reader.prompt],
-            tenant=exchange.tenant,
+            [parsers.prompt],
+            tenant=http_request.tenant,
             max_tokens=lambda prompt: self._max_tokens(request, prompt),
             scoring=Scoring(output=(request.top_logprobs or 0) if request.logprobs else None),
         )
-        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, asked_of(request)))
-        make = Generation if reader.is_plain else partial(ChatGeneration, reader=reader)
+        plan = constrained(plan, chat_grammar(service, parsers.prompt, available, output_constraint(request)))
+        make = Generation if parsers.is_plain else partial(ChatGeneration, parsers=parsers)
         generation = make(
             service=service,
             shape=self._shape,
@@ -73,7 +73,7 @@ class ChatCompletions:
             include_usage=include_usage,
             echo=False,
         )
-        await generation.deliver(exchange)
+        await generation.deliver(http_request)
 
     def _max_tokens(self, request: ChatRequest, prompt: Prompt) -> int:
         """`max_completion_tokens` is the newer name and wins; without either the rest of the context."""
@@ -95,7 +95,7 @@ class ChatCompletions:
         if isinstance(choice, CollectedText):
             message, scores, reason = ChatMessage(content=choice.text), choice.scores, str(choice.finish_reason)
         else:
-            kept = cast("ChatAnswer", choice.sink)  # `ChatGeneration` makes no other choices for whole answers
+            kept = cast("ChatMessageSink", choice.sink)  # `ChatGeneration` makes no other choices for whole answers
             message, scores, reason = kept.message, kept.scores, kept.finish_reason
         return ChatChoice(choice.index, message, self._logprobs(scores) if scores else None, reason)
 
@@ -104,7 +104,7 @@ def _check(request: ChatRequest) -> None:
     check_refused(request)
     if request.store:
         raise refused("store", "this server stores no completions")
-    check_pieces(request.messages, "messages")
+    check_num_entries(request.messages, "messages")
     if not request.messages:
         raise invalid("messages", "messages is empty")
     if request.top_logprobs is not None and not request.logprobs:

@@ -10,11 +10,11 @@ from openinfer_core.events import FinishReason
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import EventFrame, ResponseHead, chat_delta_frame
 from openinfer_server.openai.generation import Generation
-from openinfer_server.openai.objects import AnswerCall, AnswerFunction, ChatMessage
+from openinfer_server.openai.objects import ChatMessage, MessageFunction, MessageToolCall
 from openinfer_server.output.delta_choice import DeltaChoice, DeltaSink
 from openinfer_server.output.logprobs import LogprobFormat, ScoredToken
-from openinfer_server.output.parsing import Reader
-from openinfer_server.output.response import Answer, Choice
+from openinfer_server.output.parsing import OutputParsers
+from openinfer_server.output.response import Choice, Response
 from openinfer_server.parsers.deltas import (
     CallArguments,
     CallEnd,
@@ -39,29 +39,31 @@ def finish_reason(choice: DeltaChoice, reason: FinishReason) -> str:
 class ChatGeneration(Generation):
     """A chat whose answers are parsed."""
 
-    reader: Reader
+    parsers: OutputParsers
 
-    def stream_choice(self, answer: Answer, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
+    def stream_choice(self, response: Response, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
         """A choice that is written as it comes."""
         frame = chat_delta_frame(head, index)
-        return self._choice(answer, index, ChatStream(frame, writer, answer.link.dirty, self.shape.logprob_format))
+        return self._choice(
+            response, index, ChatStreamSink(frame, writer, response.link.dirty, self.shape.logprob_format)
+        )
 
-    def whole_choice(self, answer: Answer, index: int) -> Choice:
+    def whole_choice(self, response: Response, index: int) -> Choice:
         """A choice that is kept for one body."""
-        return self._choice(answer, index, ChatAnswer())
+        return self._choice(response, index, ChatMessageSink())
 
-    def _choice(self, answer: Answer, index: int, sink: DeltaSink) -> DeltaChoice:
+    def _choice(self, response: Response, index: int, sink: DeltaSink) -> DeltaChoice:
         return DeltaChoice(
-            answer,
+            response,
             index,
             prompt=self.plan.prompt_of(index),
             options=self.text_options(self.service.parsers.visible_tokens),
-            reading=self.reader.reading(self.plan.requests[index]),
+            parsing=self.parsers.parsing(self.plan.requests[index]),
             sink=sink,
         )
 
 
-class ChatStream:
+class ChatStreamSink:
     """A sink that writes an event per token, also when nothing came of it yet."""
 
     __slots__ = (
@@ -86,7 +88,7 @@ class ChatStream:
         self._format = logprob_format
         self._frame = frame
         self._writer = writer
-        writer.parts.append(frame.first)
+        writer.events.append(frame.first)
 
     def begin(self, choice: DeltaChoice) -> None:
         """The first event is written already."""
@@ -115,11 +117,11 @@ class ChatStream:
         self._write(self._frame.finish_event(finish_reason(choice, reason)))
 
     def _write(self, event: bytes) -> None:
-        self._writer.parts.append(event)
-        self._writer.put_on(self._dirty)
+        self._writer.events.append(event)
+        self._writer.mark_dirty(self._dirty)
 
 
-class ChatAnswer:
+class ChatMessageSink:
     """A sink that keeps a message.
 
     Attributes:
@@ -164,7 +166,7 @@ class ChatAnswer:
         """What has been kept."""
         content = "".join(self._content)
         calls = [
-            AnswerCall(call.call_id, AnswerFunction(call.name, "".join(arguments)))
+            MessageToolCall(call.call_id, MessageFunction(call.name, "".join(arguments)))
             for call, arguments in zip(self._calls, self._arguments, strict=True)
         ]
         return ChatMessage(

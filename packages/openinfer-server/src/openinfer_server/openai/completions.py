@@ -6,9 +6,9 @@ from typing import cast
 import msgspec
 
 from openinfer_server.http.api_errors import invalid, refused
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.event_frames import ResponseHead, completion_frame
-from openinfer_server.openai.generation import AnswerShape, Generation
+from openinfer_server.openai.generation import Generation, ResponseShape
 from openinfer_server.openai.objects import Completion, CompletionChoice, Usage
 from openinfer_server.openai.types import CompletionRequest, check_refused
 from openinfer_server.output.logprobs import legacy_format
@@ -23,7 +23,7 @@ from openinfer_server.request.plan import (
     make_plan,
     too_long,
 )
-from openinfer_server.request.structured import asked_of, constrained, text_grammar
+from openinfer_server.request.structured import constrained, output_constraint, text_grammar
 from openinfer_server.service import Service
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
@@ -35,7 +35,7 @@ class Completions:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._logprobs = legacy_format(service.tokenizer)
-        self._shape = AnswerShape(
+        self._shape = ResponseShape(
             id_prefix="cmpl",
             event_object="text_completion",
             frame=completion_frame,
@@ -43,11 +43,11 @@ class Completions:
             body=self._body,
         )
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, http_request: HttpRequest) -> None:
         """Continues each prompt `n` times."""
         service = self._service
         service.check_serving()
-        request = await exchange.read_json(_decoder)
+        request = await http_request.read_json(_decoder)
         check_refused(request)
         if request.best_of not in (None, request.n or 1):
             raise refused("best_of", "ask for n choices and choose yourself")
@@ -58,11 +58,11 @@ class Completions:
             service,
             request,
             prompts,
-            tenant=exchange.tenant,
+            tenant=http_request.tenant,
             max_tokens=lambda prompt: self._max_tokens(request, prompt),
             scoring=Scoring(output=request.logprobs, prompt=request.logprobs if request.echo else None),
         )
-        plan = constrained(plan, text_grammar(asked_of(request)))
+        plan = constrained(plan, text_grammar(output_constraint(request)))
         generation = Generation(
             service=service,
             shape=self._shape,
@@ -72,7 +72,7 @@ class Completions:
             include_usage=include_usage,
             echo=bool(request.echo),
         )
-        await generation.deliver(exchange)
+        await generation.deliver(http_request)
 
     def _max_tokens(self, request: CompletionRequest, prompt: Prompt) -> int:
         if request.max_tokens is not None:

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from openinfer_server.http.api_errors import ApiError
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import DONE, FrameMaker, ResponseHead, error_event
 from openinfer_server.openai.objects import Usage
 from openinfer_server.output.delivery import send_stream, send_whole
 from openinfer_server.output.logprobs import LogprobFormat
 from openinfer_server.output.plain_stream import PlainStream
-from openinfer_server.output.response import Answer, Choice
+from openinfer_server.output.response import Choice, Response
 from openinfer_server.output.text_choices import CollectedText, StreamedText, TextOptions
 from openinfer_server.output.usage import usage_of
 from openinfer_server.request.plan import Plan
@@ -25,7 +25,7 @@ from openinfer_server.text.byte_table import ByteTable
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerShape:
+class ResponseShape:
     """What tells the answers of one route from those of another."""
 
     id_prefix: str
@@ -41,19 +41,19 @@ class Generation:
     """One request of a client, checked, on its way to its answer."""
 
     service: Service
-    shape: AnswerShape
+    shape: ResponseShape
     plan: Plan
     model: str
     stream: bool
     include_usage: bool
     echo: bool
 
-    async def deliver(self, exchange: Exchange) -> None:
+    async def deliver(self, http_request: HttpRequest) -> None:
         """Submits all choices and sends their answer.
 
         Raises:
             ApiError: it failed before the response began.
-            ClientGone: the client left.
+            ClientDisconnected: the client left.
         """
         head = ResponseHead(
             id=f"{self.shape.id_prefix}-{secrets.token_hex(12)}",
@@ -63,40 +63,40 @@ class Generation:
             include_usage=self.include_usage,
         )
         if self.stream:
-            await self._deliver_stream(exchange, head)
+            await self._deliver_stream(http_request, head)
         else:
-            await self._deliver_whole(exchange, head)
+            await self._deliver_whole(http_request, head)
 
-    async def _deliver_stream(self, exchange: Exchange, head: ResponseHead) -> None:
+    async def _deliver_stream(self, http_request: HttpRequest, head: ResponseHead) -> None:
         indices = range(len(self.plan.requests))
-        answer, writer = Answer(self.service.link), exchange.stream(len(indices))
-        answer.submit([self.stream_choice(answer, head, writer, index) for index in indices], self.plan.requests)
+        response, writer = Response(self.service.link), http_request.stream(len(indices))
+        response.submit([self.stream_choice(response, head, writer, index) for index in indices], self.plan.requests)
 
         def end(error: ApiError | None) -> bytes:
             if error is not None:
                 return error_event(error) + DONE
-            return (head.usage_event(usage_of(answer.choices, self.plan.n)) if self.include_usage else b"") + DONE
+            return (head.usage_event(usage_of(response.choices, self.plan.n)) if self.include_usage else b"") + DONE
 
         try:
-            await send_stream(exchange, answer, writer, end)
+            await send_stream(http_request, response, writer, end)
         finally:
             self.service.metrics.slow_clients.value += writer.was_slow
 
-    async def _deliver_whole(self, exchange: Exchange, head: ResponseHead) -> None:
-        answer = Answer(self.service.link)
-        choices = [self.whole_choice(answer, index) for index in range(len(self.plan.requests))]
-        answer.submit(choices, self.plan.requests)
+    async def _deliver_whole(self, http_request: HttpRequest, head: ResponseHead) -> None:
+        response = Response(self.service.link)
+        choices = [self.whole_choice(response, index) for index in range(len(self.plan.requests))]
+        response.submit(choices, self.plan.requests)
         await send_whole(
-            exchange,
-            answer,
+            http_request,
+            response,
             lambda: msgspec.json.encode(self.shape.body(head, choices, usage_of(choices, self.plan.n))),
         )
 
-    def whole_choice(self, answer: Answer, index: int) -> Choice:
+    def whole_choice(self, response: Response, index: int) -> Choice:
         """A choice that is kept for one body."""
-        return CollectedText(answer, index, prompt=self.plan.prompt_of(index), options=self.text_options())
+        return CollectedText(response, index, prompt=self.plan.prompt_of(index), options=self.text_options())
 
-    def stream_choice(self, answer: Answer, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
+    def stream_choice(self, response: Response, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
         """A choice that is written as it comes."""
         frame = self.shape.frame(head, index)
         prompt = self.plan.prompt_of(index)
@@ -105,10 +105,10 @@ class Generation:
             echo = prompt.text if self.echo else ""
             num_prompt_tokens = len(prompt.token_ids)
             return PlainStream(
-                answer, index, prompt_tokens=num_prompt_tokens, echo=echo, table=table, frame=frame, writer=writer
+                response, index, prompt_tokens=num_prompt_tokens, echo=echo, table=table, frame=frame, writer=writer
             )
         return StreamedText(
-            answer,
+            response,
             index,
             prompt=prompt,
             options=self.text_options(),

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from openinfer_server.http.api_errors import invalid, refused
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.openai.objects import Model, ModelList
 from openinfer_server.service import Service
@@ -59,26 +59,26 @@ class Models:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def list(self, exchange: Exchange) -> None:
+    async def list(self, http_request: HttpRequest) -> None:
         """Names the server answers to."""
-        query = exchange.read_query(ModelQuery)
+        query = http_request.read_query(ModelQuery)
         if query.workspace_id is not None:
             raise refused("workspace_id", "this server has no workspaces")
         names = self._service.model_names
-        page, has_more = _page(names, query, default=DEFAULT_LIMIT if exchange.for_anthropic else len(names))
-        if exchange.for_anthropic:
+        page, has_more = _page(names, query, default=DEFAULT_LIMIT if http_request.for_anthropic else len(names))
+        if http_request.for_anthropic:
             models = [self._anthropic_model(name) for name in page]
             ends = (page[0], page[-1]) if page else (None, None)
             body = AnthropicModelList(data=models, has_more=has_more, first_id=ends[0], last_id=ends[1])
-            await exchange.send(200, msgspec.json.encode(body))
+            await http_request.send(200, msgspec.json.encode(body))
         else:
-            await exchange.send(200, msgspec.json.encode(ModelList(data=[self._model(name) for name in page])))
+            await http_request.send(200, msgspec.json.encode(ModelList(data=[self._model(name) for name in page])))
 
-    async def retrieve(self, exchange: Exchange) -> None:
+    async def retrieve(self, http_request: HttpRequest) -> None:
         """One of them."""
-        name = self._service.resolve_model(exchange.parameters["model"])
-        model = self._anthropic_model(name) if exchange.for_anthropic else self._model(name)
-        await exchange.send(200, msgspec.json.encode(model))
+        name = self._service.resolve_model(http_request.parameters["model"])
+        model = self._anthropic_model(name) if http_request.for_anthropic else self._model(name)
+        await http_request.send(200, msgspec.json.encode(model))
 
     def _model(self, name: str) -> Model:
         return Model(id=name, created=self._service.started, max_model_len=self._service.info.max_model_tokens)
@@ -126,13 +126,15 @@ def model_routes(service: Service) -> list[Route]:
                 summary="Lists the names the server answers to.",
                 tag="Models",
                 query=ModelQuery,
-                answer=(ModelList, AnthropicModelList),
+                response=(ModelList, AnthropicModelList),
             ),
         ),
         Route(
             method="GET",
             path="/v1/models/{model:path}",
             handler=models.retrieve,
-            doc=RouteDoc(summary="Describes one of them.", tag="Models", answer=(Model, AnthropicModel), errors=(404,)),
+            doc=RouteDoc(
+                summary="Describes one of them.", tag="Models", response=(Model, AnthropicModel), errors=(404,)
+            ),
         ),
     ]

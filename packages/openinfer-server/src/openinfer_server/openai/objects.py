@@ -80,7 +80,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class AnswerFunction(msgspec.Struct, frozen=True):
+class MessageFunction(msgspec.Struct, frozen=True):
     """A function the model calls."""
 
     name: str
@@ -88,11 +88,11 @@ class AnswerFunction(msgspec.Struct, frozen=True):
     """JSON, as the model wrote it: an answer that was cut short has half of it."""
 
 
-class AnswerCall(msgspec.Struct, frozen=True):
+class MessageToolCall(msgspec.Struct, frozen=True):
     """A call the model makes."""
 
     id: str
-    function: AnswerFunction
+    function: MessageFunction
     type: str = "function"
 
 
@@ -103,7 +103,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None
     """None if there are calls and nothing else."""
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[AnswerCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
     refusal: None = None
 
 

@@ -29,7 +29,7 @@ from openinfer_server.request.fields import (
     TopK,
     TopP,
 )
-from openinfer_server.request.structured_types import AnswerFormat, GuidedFields
+from openinfer_server.request.structured_types import GuidedFields, ResponseFormat
 from openinfer_server.tools.types import Tool, ToolChoice
 
 TEXT_ONLY = "this server serves text only"
@@ -85,11 +85,11 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     stream_options: StreamOptions | None = None
     n: Count | None = None
     max_tokens: Count | None = None
-    response_format: AnswerFormat | None = None
+    response_format: ResponseFormat | None = None
     """OpenAI's for chats, vLLM's for completions, too."""
     user: str | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"user": "it says whom the request is for, and nobody is counted"}
+    IGNORED: ClassVar[Mapping[str, str]] = {"user": "it says whom the request is for, and users are not counted"}
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -244,7 +244,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
         "metadata": "it labels completions that are stored, and none are",
         "modalities": "text is the only one",
         "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
-        "safety_identifier": "it says whom the request is for, and nobody is counted",
+        "safety_identifier": "it says whom the request is for, and users are not counted",
         "service_tier": "there is one tier, which auto and default name",
         "store": "false asks for what is always so; true is refused",
     }

@@ -1,4 +1,4 @@
-"""How an answer, streamed or whole, gets to its client; a client that leaves or does not read ends it early.
+"""How a response, streamed or whole, gets to its client; a client that leaves or does not read ends it early.
 
 The request's coroutine sleeps until one of a few futures is resolved; no token wakes it.
 """
@@ -7,51 +7,51 @@ import asyncio
 from collections.abc import Callable
 
 from openinfer_server.http.api_errors import ApiError, from_failed
-from openinfer_server.http.request import Exchange
-from openinfer_server.http.writers import ClientGone, StreamWriter
-from openinfer_server.output.response import Answer
+from openinfer_server.http.request import HttpRequest
+from openinfer_server.http.writers import ClientDisconnected, StreamWriter
+from openinfer_server.output.response import Response
 
 StreamEnd = Callable[[ApiError | None], bytes]
 """Makes what a stream ends with, when all choices have ended well or one failed."""
 
 
-async def send_stream(exchange: Exchange, answer: Answer, writer: StreamWriter, end: StreamEnd) -> None:
-    """Streams an answer to its end, or until its client is gone or too slow.
+async def send_stream(http_request: HttpRequest, response: Response, writer: StreamWriter, end: StreamEnd) -> None:
+    """Streams a response to its end, or until its client is gone or too slow.
 
     The response begins when the engine begins to work on it, so that a full queue is still answered with a status.
 
     Args:
-        exchange: whose response it is.
-        answer: submitted.
+        http_request: whose response it is.
+        response: submitted.
         writer: the choices' writer.
         end: see `StreamEnd`.
 
     Raises:
-        ApiError: the answer failed before it began.
-        ClientGone: nobody reads any more; the answer is aborted.
+        ApiError: the response failed before it began.
+        ClientDisconnected: the client has left; the response is aborted.
     """
-    gone = asyncio.create_task(exchange.disconnected())
+    gone = asyncio.create_task(http_request.disconnected())
     try:
-        await _first_of(gone, answer.began)
-        if not answer.began.done():
-            raise ClientGone
-        if answer.failure is not None:
-            raise from_failed(answer.failure)
-        exchange.status = 200
+        await _first_of(gone, response.began)
+        if not response.began.done():
+            raise ClientDisconnected
+        if response.failure is not None:
+            raise from_failed(response.failure)
+        http_request.status = 200
         await _send_events(
-            exchange,
-            answer.done,
+            http_request,
+            response.done,
             writer,
-            lambda: end(None if answer.failure is None else from_failed(answer.failure)),
+            lambda: end(None if response.failure is None else from_failed(response.failure)),
             gone,
         )
     finally:
-        answer.abort()
+        response.abort()
         gone.cancel()
 
 
 async def _send_events(
-    exchange: Exchange,
+    http_request: HttpRequest,
     ended: "asyncio.Future[None]",
     writer: StreamWriter,
     end: Callable[[], bytes],
@@ -61,59 +61,59 @@ async def _send_events(
         await writer.start()
         await _first_of(gone, ended, writer.dropped)
         if not ended.done():
-            raise ClientGone
-        writer.parts.append(end())
-        await writer.end(exchange.options.write_timeout_s)
+            raise ClientDisconnected
+        writer.events.append(end())
+        await writer.end(http_request.options.write_timeout_s)
     except BaseException:
         writer.drop()  # half a response: only closing the connection tells the client
         raise
 
 
-async def await_end(exchange: Exchange, ended: "asyncio.Future[None]", writer: StreamWriter) -> None:
+async def await_end(http_request: HttpRequest, ended: "asyncio.Future[None]", writer: StreamWriter) -> None:
     """Lets a reader follow what goes on without it, to its end or until the reader is gone or too slow.
 
     Args:
-        exchange: whose response it is.
+        http_request: whose response it is.
         ended: resolved when nothing more is written.
         writer: gets the events.
 
     Raises:
-        ClientGone: nobody reads any more.
+        ClientDisconnected: the client has left.
     """
-    gone = asyncio.create_task(exchange.disconnected())
+    gone = asyncio.create_task(http_request.disconnected())
     try:
-        await _send_events(exchange, ended, writer, lambda: b"", gone)
+        await _send_events(http_request, ended, writer, lambda: b"", gone)
     finally:
         gone.cancel()
 
 
-async def send_whole(exchange: Exchange, answer: Answer, body: Callable[[], bytes]) -> None:
-    """Waits for an answer and sends it in one body; aborts it when its client leaves.
+async def send_whole(http_request: HttpRequest, response: Response, body: Callable[[], bytes]) -> None:
+    """Waits for a response and sends it in one body; aborts it when its client leaves.
 
     Raises:
-        ApiError: the answer failed.
-        ClientGone: nobody waits any more; the answer is aborted.
+        ApiError: the response failed.
+        ClientDisconnected: the client has left; the response is aborted.
     """
-    await await_whole(exchange, answer)
-    await exchange.send(200, body())
+    await await_whole(http_request, response)
+    await http_request.send(200, body())
 
 
-async def await_whole(exchange: Exchange, answer: Answer) -> None:
-    """Waits for an answer; aborts it when its client leaves.
+async def await_whole(http_request: HttpRequest, response: Response) -> None:
+    """Waits for a response; aborts it when its client leaves.
 
     Raises:
-        ApiError: the answer failed.
-        ClientGone: nobody waits any more; the answer is aborted.
+        ApiError: the response failed.
+        ClientDisconnected: the client has left; the response is aborted.
     """
-    gone = asyncio.create_task(exchange.disconnected())
+    gone = asyncio.create_task(http_request.disconnected())
     try:
-        await _first_of(gone, answer.done)
-        if not answer.done.done():
-            raise ClientGone
-        if answer.failure is not None:
-            raise from_failed(answer.failure)
+        await _first_of(gone, response.done)
+        if not response.done.done():
+            raise ClientDisconnected
+        if response.failure is not None:
+            raise from_failed(response.failure)
     finally:
-        answer.abort()
+        response.abort()
         gone.cancel()
 
 

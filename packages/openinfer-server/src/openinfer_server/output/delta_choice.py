@@ -19,7 +19,7 @@ from openinfer_core.events import Finished, FinishReason, Scheduled
 from openinfer_core.request import GenerateRequest
 from openinfer_core.sampling import Grammar
 from openinfer_server.output.logprobs import ScoredToken
-from openinfer_server.output.response import Answer
+from openinfer_server.output.response import Response
 from openinfer_server.output.text_choices import TextChoice, TextOptions
 from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
 from openinfer_server.parsers.output import OutputParser
@@ -46,7 +46,7 @@ class DeltaSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ParsingOptions:
     """How one answer is read."""
 
     parser: OutputParser
@@ -75,32 +75,32 @@ class DeltaChoice(TextChoice):
         "_options",
         "_out_of_budget",
         "_parser",
-        "_reading",
+        "_parsing",
         "called",
         "sink",
     )
 
     def __init__(
         self,
-        answer: Answer,
+        response: Response,
         index: int,
         *,
         prompt: Prompt,
         options: TextOptions,
-        reading: Reading,
+        parsing: ParsingOptions,
         sink: DeltaSink,
     ) -> None:
-        super().__init__(answer, index, prompt=prompt, options=options)
+        super().__init__(response, index, prompt=prompt, options=options)
         self.called = False
-        self._budget_tokens = reading.reasoning_budget_tokens
+        self._budget_tokens = parsing.reasoning_budget_tokens
         self._call_ended = False
         self._num_before: int | None = None
         """Tokens that were generated before the engine's request was replaced."""
         self._options = options
         self._out_of_budget = False
-        self._parser = reading.parser
-        self._reading = reading
-        self._said_ids = None if reading.reasoning_budget_tokens is None else []
+        self._parser = parsing.parser
+        self._parsing = parsing
+        self._generated_ids = None if parsing.reasoning_budget_tokens is None else []
         self.sink = sink
 
     def scheduled(self, event: Scheduled) -> None:
@@ -151,7 +151,7 @@ class DeltaChoice(TextChoice):
         for place, delta in enumerate(deltas):
             if isinstance(delta, CallStart):
                 self.called = True
-            elif isinstance(delta, CallEnd) and not self._reading.parallel_calls:
+            elif isinstance(delta, CallEnd) and not self._parsing.parallel_calls:
                 self.is_complete = self._call_ended = True
                 return deltas[: place + 1]
         return deltas
@@ -163,25 +163,25 @@ class DeltaChoice(TextChoice):
         rest = self.take_held()
         self.sink.take(self._with_calls_noted(self._parser.feed(rest + closing)), ())
         closing_ids = self._options.tokenizer.encode_short(closing)
-        said = (*self._reading.request.prompt_token_ids, *(self._said_ids or ())[: self._num_tokens], *closing_ids)
-        self._said_ids = None
+        said = (*self._parsing.request.prompt_token_ids, *(self._generated_ids or ())[: self._num_tokens], *closing_ids)
+        self._generated_ids = None
         request = self._continuation(said)
         if request is None:
             self.end_early(FinishReason.LENGTH)
         else:
-            self.go_on_after(said, visible=self._options.visible_tokens)
-            self.answer.link.replace(self, request)
+            self.continue_after(said, visible=self._options.visible_tokens)
+            self.response.link.replace(self, request)
 
     def _continuation(self, token_ids: tuple[int, ...]) -> GenerateRequest | None:
         """What the engine is asked instead; None if there is no room for a single token."""
-        request, sampling = self._reading.request, self._reading.request.sampling
-        max_tokens = min(sampling.max_tokens - self._num_tokens, self._reading.max_model_tokens - len(token_ids))
+        request, sampling = self._parsing.request, self._parsing.request.sampling
+        max_tokens = min(sampling.max_tokens - self._num_tokens, self._parsing.max_model_tokens - len(token_ids))
         if max_tokens < 1:
             return None
         min_tokens = max(0, min(sampling.min_tokens - self._num_tokens, max_tokens))
         return msgspec.structs.replace(
             request,
-            request_id=self.answer.link.new_id(),
+            request_id=self.response.link.new_id(),
             prompt_token_ids=token_ids,
             sampling=msgspec.structs.replace(
                 sampling, max_tokens=max_tokens, min_tokens=min_tokens, grammar=_without_preamble(sampling.grammar)

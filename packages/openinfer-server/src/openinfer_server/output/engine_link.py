@@ -1,7 +1,7 @@
 """`EngineLink`: the one task that hands the engine's events to the choices they belong to.
 
     for each wake-up:
-        for each event:     choices[event.request_id].tokens(event)      bytes appended to a writer's parts
+        for each event:     choices[event.request_id].tokens(event)      bytes appended to a writer's events
         for each dirty writer:  flush                                    one write, however many tokens came
 
 No task, queue, event or future per token. Aborted requests are forgotten at once; what the engine still says of them
@@ -19,10 +19,10 @@ from openinfer_core.errors import EngineClosed
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, TokenEvent, Tokens
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_server.http.writers import StreamWriter
-from openinfer_server.limits.admission import WaitingRoom
+from openinfer_server.limits.admission import AdmissionControl
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.tracing import Tracing
-from openinfer_server.output.response import Choice, faulty
+from openinfer_server.output.response import Choice, internal_failure
 
 logger = logging.getLogger("openinfer.server")
 
@@ -34,7 +34,7 @@ class EngineLink:
     """Requests to the engine and events from it.
 
     Attributes:
-        waiting: what the engine has not begun.
+        admission: what the engine has not begun.
         tracing: makes spans of requests; None makes none.
         dirty: writers with something to flush at the end of this wake-up.
         dead: whether the engine has ended.
@@ -46,12 +46,12 @@ class EngineLink:
         handle: EngineHandle,
         metrics: ServerMetrics,
         *,
-        waiting: WaitingRoom | None = None,
+        admission: AdmissionControl | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.handle = handle
         self.metrics = metrics
-        self.waiting = WaitingRoom() if waiting is None else waiting
+        self.admission = AdmissionControl() if admission is None else admission
         self.tracing: Tracing | None = None
         self.dirty: list[StreamWriter] = []
         self.dead = False
@@ -96,7 +96,7 @@ class EngineLink:
     def _hand_over(self, choice: Choice, request: GenerateRequest) -> None:
         choice.request_id = request.request_id
         self._choices[request.request_id] = choice
-        self.waiting.enter(request.request_id, len(request.prompt_token_ids))
+        self.admission.enter(request.request_id, len(request.prompt_token_ids))
         try:
             self.handle.submit(request)
         except EngineClosed:
@@ -109,7 +109,7 @@ class EngineLink:
             self._hand_over(choice, request)
 
     def abort(self, choice: Choice) -> None:
-        """Ends a choice whose answer nobody waits for; does nothing if it has ended."""
+        """Ends a choice whose client has left; does nothing if it has ended."""
         if self._forget(choice) is not None:
             self._count(choice, FinishReason.ABORT)
             self.handle.abort(choice.request_id)
@@ -161,7 +161,7 @@ class EngineLink:
                     choice.tokens(event)
                 else:
                     self._dispatch_rare(choice, event)
-            except Exception as error:  # noqa: BLE001 - the fence; `_fault` logs it
+            except Exception as error:  # noqa: BLE001 - the fault boundary; `_fault` logs it
                 self._fault(choice, error)
         self.metrics.generated_tokens.value += tokens
         if same_gap:
@@ -177,7 +177,7 @@ class EngineLink:
         elif isinstance(event, Failed):
             self._failed(choice, event)
         elif isinstance(event, Scheduled):
-            self.waiting.leave(choice.request_id)
+            self.admission.leave(choice.request_id)
             self._scheduled(choice, event)
             choice.scheduled(event)
 
@@ -186,20 +186,20 @@ class EngineLink:
         self.metrics.failures[event.kind] += 1
         if self.tracing is not None:
             self.tracing.ended(choice, event.kind, now_s=self._clock())
-        choice.answer.fail(event)
+        choice.response.fail(event)
 
     def _forget(self, choice: Choice) -> Choice | None:
-        """Its events are nobody's from now on; returns it if it was open."""
-        self.waiting.leave(choice.request_id)
+        """Its further events are dropped; returns it if it was open."""
+        self.admission.leave(choice.request_id)
         return self._choices.pop(choice.request_id, None)
 
     def _fault(self, choice: Choice, error: Exception) -> None:
-        """The fence: whatever went wrong inside one request ends that request."""
+        """The fault boundary: whatever went wrong inside one request ends that request."""
         logger.error("request %d failed inside the server", choice.request_id, exc_info=error)
         self.metrics.count_fault(error)
         if choice.request_id in self._choices:
             self.handle.abort(choice.request_id)
-        self._failed(choice, faulty(choice.request_id))
+        self._failed(choice, internal_failure(choice.request_id))
 
     def _scheduled(self, choice: Choice, event: Scheduled) -> None:
         """Counts it once: a request that replaces another is no new one."""

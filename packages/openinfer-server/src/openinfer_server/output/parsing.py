@@ -1,4 +1,4 @@
-"""`Reader`: how the answers to one prompt are read, for every API that tells reasoning, answer and calls apart."""
+"""`OutputParsers`: how the choices of one prompt are parsed, for APIs that tell reasoning, text and calls apart."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from typing import Any
 
 from openinfer_core.request import GenerateRequest
 from openinfer_server.http.api_errors import invalid, refused
-from openinfer_server.output.delta_choice import DeltaChoice, DeltaSink, Reading
-from openinfer_server.output.response import Answer
+from openinfer_server.output.delta_choice import DeltaChoice, DeltaSink, ParsingOptions
+from openinfer_server.output.response import Response
 from openinfer_server.output.text_choices import TextOptions
 from openinfer_server.parsers.output import OutputParser
 from openinfer_server.request.plan import Plan, Prompt
 from openinfer_server.service import Service
-from openinfer_server.tools.available import ToolOffer
+from openinfer_server.tools.available import AvailableTools
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class OutputParsers:
     """Makes a parser for each answer to a prompt.
 
     Attributes:
@@ -36,17 +36,17 @@ class Reader:
         cls,
         service: Service,
         prompt: Prompt,
-        offer: ToolOffer,
+        available: AvailableTools,
         *,
         budget_tokens: int | None,
         budget_field: str = "thinking_token_budget",
-    ) -> "Reader":
+    ) -> "OutputParsers":
         """The reader of the answers to a prompt.
 
         Args:
             service: whose parsers.
             prompt: with the rendered chat as its text.
-            offer: functions on offer.
+            available: functions that may be called.
             budget_tokens: tokens of reasoning at most; None for as many as the model likes.
             budget_field: what the API calls that.
 
@@ -54,7 +54,7 @@ class Reader:
             ApiError: 400; the budget cannot be kept.
             ParserFault: a parser cannot be made.
         """
-        first = service.parsers.open(prompt.text, offer.schemas)
+        first = service.parsers.open(prompt.text, available.schemas)
         if budget_tokens is not None:
             if budget_tokens < 0:
                 raise invalid(budget_field, f"{budget_field} is {budget_tokens}; it must be at least 0")
@@ -64,15 +64,15 @@ class Reader:
                 )
             if budget_tokens == 0 and first.reasoning:
                 prompt = _with_closed_reasoning(service, prompt, first)
-        return cls(prompt, first.is_plain, service, offer.schemas, offer.parallel, budget_tokens)
+        return cls(prompt, first.is_plain, service, available.schemas, available.parallel, budget_tokens)
 
-    def reading(self, request: GenerateRequest) -> Reading:
+    def parsing(self, request: GenerateRequest) -> ParsingOptions:
         """How one answer is read.
 
         Raises:
             ParserFault: a parser cannot be made.
         """
-        return Reading(
+        return ParsingOptions(
             parser=self._service.parsers.open(self.prompt.text, self._schemas),
             request=request,
             parallel_calls=self._parallel,
@@ -87,7 +87,7 @@ def _with_closed_reasoning(service: Service, prompt: Prompt, parser: OutputParse
     return Prompt(token_ids, prompt.text + closing, prompt.field)
 
 
-def submit_read(service: Service, answer: Answer, plan: Plan, reader: Reader, sink: DeltaSink) -> None:
+def submit_parsed(service: Service, response: Response, plan: Plan, parsers: OutputParsers, sink: DeltaSink) -> None:
     """Hands the one request of a plan to the engine; what comes of it goes to the sink.
 
     Raises:
@@ -101,5 +101,7 @@ def submit_read(service: Service, answer: Answer, plan: Plan, reader: Reader, si
         echo=False,
         visible_tokens=service.parsers.visible_tokens,
     )
-    choice = DeltaChoice(answer, 0, prompt=plan.prompt_of(0), options=text, reading=reader.reading(request), sink=sink)
-    answer.submit([choice], [request])
+    choice = DeltaChoice(
+        response, 0, prompt=plan.prompt_of(0), options=text, parsing=parsers.parsing(request), sink=sink
+    )
+    response.submit([choice], [request])

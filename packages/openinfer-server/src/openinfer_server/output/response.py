@@ -1,9 +1,9 @@
-"""`Choice`: one engine request of a client's request; `Answer`: all of them together.
+"""`Choice`: one engine request of a client's request; `Response`: all of them together.
 
-    Answer.submit(choice, request) ─► EngineLink ─► engine
-    engine ─► EngineLink ─► Choice.tokens / finished / failed ─► Answer ─► `began`, `done` ─► the request's coroutine
+    Response.submit(choice, request) ─► EngineLink ─► engine
+    engine ─► EngineLink ─► Choice.tokens / finished / failed ─► Response ─► `began`, `done` ─► the request's coroutine
 
-Prompts x `n` make the choices. The first failure ends the whole answer: the other choices are aborted. Everything here
+Prompts x `n` make the choices. The first failure ends the whole response: the other choices are aborted. All of this
 runs in the event loop's thread.
 """
 
@@ -23,8 +23,8 @@ class Choice:
     """One engine request.
 
     Attributes:
-        index: its place among the choices of the answer.
-        request_id: known from `Answer.submit` on.
+        index: its place among the choices of the response.
+        request_id: known from `Response.submit` on.
         submitted_s: clock of the submission.
         queued_s: how long it waited in the engine's queue; None while it does.
         first_token_s: clock of the first token; 0 before it.
@@ -36,7 +36,6 @@ class Choice:
     """
 
     __slots__ = (
-        "answer",
         "cached_tokens",
         "completion_tokens",
         "finish_reason",
@@ -47,12 +46,13 @@ class Choice:
         "queued_s",
         "reasoning_tokens",
         "request_id",
+        "response",
         "submitted_s",
         "trace",
     )
 
-    def __init__(self, answer: "Answer", index: int, *, prompt_tokens: int) -> None:
-        self.answer = answer
+    def __init__(self, response: "Response", index: int, *, prompt_tokens: int) -> None:
+        self.response = response
         self.index = index
         self.prompt_tokens = prompt_tokens
         self.request_id = RequestId(-1)
@@ -69,7 +69,7 @@ class Choice:
     def scheduled(self, event: Scheduled) -> None:
         """The engine works on it."""
         self.cached_tokens = event.cached_tokens
-        self.answer.begin()
+        self.response.begin()
 
     def tokens(self, event: Tokens) -> None:
         """Takes new tokens."""
@@ -80,17 +80,17 @@ class Choice:
         self.completion_tokens = event.completion_tokens
         self.cached_tokens = event.cached_tokens
         if event.reason is FinishReason.ABORT:  # not by us: then the link would have forgotten the choice
-            self.answer.fail(Failed(self.request_id, FailureKind.SHUTDOWN, "the engine aborted the request"))
+            self.response.fail(Failed(self.request_id, FailureKind.SHUTDOWN, "the engine aborted the request"))
         else:
             self.conclude(event.reason)
 
     def conclude(self, reason: FinishReason) -> None:
         """Ends it well; subclasses say so to the client first."""
         self.finish_reason = reason
-        self.answer.choice_ended()
+        self.response.choice_ended()
 
 
-class Answer:
+class Response:
     """All choices of one client's request.
 
     Attributes:
@@ -145,6 +145,6 @@ class Answer:
             self.done.set_result(None)
 
 
-def faulty(request_id: RequestId) -> Failed:
+def internal_failure(request_id: RequestId) -> Failed:
     """A fault of this server inside one request."""
     return Failed(request_id, FailureKind.INTERNAL, "the server failed on this request; its log says why")

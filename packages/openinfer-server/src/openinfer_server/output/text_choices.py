@@ -15,7 +15,7 @@ from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import EventFrame
 from openinfer_server.output.logprobs import LogprobFormat, ScoredToken, score_prompt
-from openinfer_server.output.response import Answer, Choice
+from openinfer_server.output.response import Choice, Response
 from openinfer_server.request.plan import Prompt
 from openinfer_server.text.byte_table import escape_json
 from openinfer_server.text.stop_strings import StopScanner
@@ -45,19 +45,19 @@ class TextChoice(Choice):
     __slots__ = (
         "_detokenizer",
         "_echo",
+        "_generated_ids",
         "_min_tokens",
         "_num_tokens",
         "_offset",
         "_prompt",
         "_prompt_logprobs",
-        "_said_ids",
         "_scanner",
         "_tokenizer",
         "is_complete",
     )
 
-    def __init__(self, answer: Answer, index: int, *, prompt: Prompt, options: TextOptions) -> None:
-        super().__init__(answer, index, prompt_tokens=len(prompt.token_ids))
+    def __init__(self, response: Response, index: int, *, prompt: Prompt, options: TextOptions) -> None:
+        super().__init__(response, index, prompt_tokens=len(prompt.token_ids))
         self.is_complete = False
         self._detokenizer = options.tokenizer.detokenizer(prompt.token_ids, visible=options.visible_tokens)
         self._echo = options.echo
@@ -66,7 +66,7 @@ class TextChoice(Choice):
         self._offset = 0
         self._prompt = prompt
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._said_ids: list[int] | None = None
+        self._generated_ids: list[int] | None = None
         """All tokens so far, if a subclass wants them kept."""
         self._scanner = StopScanner(options.stops) if options.stops else None
         self._tokenizer = options.tokenizer
@@ -90,8 +90,8 @@ class TextChoice(Choice):
             self._prompt_logprobs += event.prompt_logprobs
         if self._echo and event.token_ids:
             self._show_prompt()
-        if self._said_ids is not None:
-            self._said_ids += event.token_ids
+        if self._generated_ids is not None:
+            self._generated_ids += event.token_ids
         logprobs = event.logprobs
         for place, token_id in enumerate(event.token_ids):
             scores = () if logprobs is None else (ScoredToken(token_id, logprobs[place], self._offset),)
@@ -119,10 +119,10 @@ class TextChoice(Choice):
     def end_early(self, reason: FinishReason) -> None:
         """Ends it well and tells the engine to stop."""
         self.completion_tokens = self._num_tokens
-        self.answer.link.stopped(self)
+        self.response.link.stopped(self)
         self.conclude(reason)
 
-    def go_on_after(self, token_ids: Sequence[int], *, visible: frozenset[str]) -> None:
+    def continue_after(self, token_ids: Sequence[int], *, visible: frozenset[str]) -> None:
         """The next token follows these, whatever came before."""
         self._detokenizer = self._tokenizer.detokenizer(token_ids, visible=visible)
 
@@ -154,7 +154,7 @@ class StreamedText(TextChoice):
 
     def __init__(
         self,
-        answer: Answer,
+        response: Response,
         index: int,
         *,
         prompt: Prompt,
@@ -163,13 +163,13 @@ class StreamedText(TextChoice):
         writer: StreamWriter,
         logprob_format: LogprobFormat,
     ) -> None:
-        super().__init__(answer, index, prompt=prompt, options=options)
-        self._dirty = answer.link.dirty
+        super().__init__(response, index, prompt=prompt, options=options)
+        self._dirty = response.link.dirty
         self._format = logprob_format
         self._frame = frame
         self._writer = writer
         if frame.first:
-            writer.parts.append(frame.first)
+            writer.events.append(frame.first)
 
     def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
         """Writes an event."""
@@ -193,8 +193,8 @@ class StreamedText(TextChoice):
         return frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores)))
 
     def _write(self, event: bytes) -> None:
-        self._writer.parts.append(event)
-        self._writer.put_on(self._dirty)
+        self._writer.events.append(event)
+        self._writer.mark_dirty(self._dirty)
 
 
 class CollectedText(TextChoice):
@@ -206,8 +206,8 @@ class CollectedText(TextChoice):
 
     __slots__ = ("_pieces", "scores")
 
-    def __init__(self, answer: Answer, index: int, *, prompt: Prompt, options: TextOptions) -> None:
-        super().__init__(answer, index, prompt=prompt, options=options)
+    def __init__(self, response: Response, index: int, *, prompt: Prompt, options: TextOptions) -> None:
+        super().__init__(response, index, prompt=prompt, options=options)
         self._pieces: list[str] = []
         self.scores: list[ScoredToken] = []
 

@@ -15,7 +15,7 @@ from openinfer_server.parsers.contract import (
     ReasoningParser,
     ToolParser,
 )
-from openinfer_server.parsers.output import OutputParser, fenced
+from openinfer_server.parsers.output import OutputParser, fault_boundary
 
 TOOL_PARSERS = "openinfer.tool_parsers"
 REASONING_PARSERS = "openinfer.reasoning_parsers"
@@ -69,8 +69,10 @@ class ModelParsers:
             ParserFault: a parser cannot be made.
         """
         context = ParserContext(prompt, tools, new_call_id)
-        reasoning = None if self.reasoning is None else fenced("reasoning", partial(self.reasoning.parser, context))
-        calls = None if self.tools is None or not tools else fenced("tool", partial(self.tools.parser, context))
+        reasoning = (
+            None if self.reasoning is None else fault_boundary("reasoning", partial(self.reasoning.parser, context))
+        )
+        calls = None if self.tools is None or not tools else fault_boundary("tool", partial(self.tools.parser, context))
         return OutputParser(cast("ReasoningParser | None", reasoning), cast("ToolParser | None", calls))
 
 

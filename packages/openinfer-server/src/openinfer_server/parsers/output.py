@@ -27,7 +27,7 @@ class ParserFault(Exception):
         self.kind = kind
 
 
-def fenced(kind: str, call: Callable[[], T]) -> T:
+def fault_boundary(kind: str, call: Callable[[], T]) -> T:
     """Calls a parser.
 
     Raises:
@@ -89,8 +89,8 @@ class OutputParser:
     def finish(self) -> list[Delta]:
         """The text has ended."""
         rest = self._reasoning.finish if self._reasoning is not None and not self._is_told_apart else None
-        deltas = [] if rest is None else self._with_calls(fenced("reasoning", rest))
-        return deltas if self._tools is None else deltas + fenced("tool", self._tools.finish)
+        deltas = [] if rest is None else self._with_calls(fault_boundary("reasoning", rest))
+        return deltas if self._tools is None else deltas + fault_boundary("tool", self._tools.finish)
 
     def _content(self, text: str) -> list[Delta]:
         if self._tools is None:

@@ -113,7 +113,7 @@ class ScriptedParser:
     # verbs
 
     def more(self) -> Script[bool]:
-        """Waits until there is text that nobody has taken; False if it has ended."""
+        """Waits until there is text that has not been taken; False if it has ended."""
         while not self._buffer:
             if self._ended:
                 return False

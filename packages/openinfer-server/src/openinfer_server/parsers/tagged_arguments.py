@@ -35,7 +35,7 @@ class TaggedArgumentsParser(CallParser):
         """Hands on a value and takes the marker that ends it; returns that, or None if the text ended before.
 
         A string is handed on as it comes; a value that may be of another type when it is whole. Of a value that was
-        cut, there is no closing quote: nobody shall take it for a whole one.
+        cut, there is no closing quote: it must not be taken for a whole one.
 
         Args:
             ends: what may end it.

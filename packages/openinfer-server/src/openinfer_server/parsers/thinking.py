@@ -54,7 +54,7 @@ class ThinkParser(ScriptedParser):
 
 
 class Qwen3Thinking(ThinkParser):
-    """Qwen3, Qwen3.5 and whoever else writes `<think>`."""
+    """Qwen3, Qwen3.5 and other models that write `<think>`."""
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:

@@ -33,7 +33,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str
-    """As `echo` shows it; of a chat as it was rendered; may be empty where nobody asks."""
+    """As `echo` shows it; of a chat as it was rendered; may be empty where it is not shown."""
     field: str
     """Where it came from, for messages."""
 
@@ -102,7 +102,7 @@ def make_plan(
         block_size_tokens=info.block_size_tokens,
     )
     cost.check(service.options, prompts[0].field)
-    service.link.waiting.check_room(cost.prompt_tokens)
+    service.link.admission.check_room(cost.prompt_tokens)
     salt = salt_of(tenant, fields.cache_salt)
     requests = [
         _request(

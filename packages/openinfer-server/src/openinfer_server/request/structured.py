@@ -16,9 +16,9 @@ from openinfer_server.limits.conversation import check_depth
 from openinfer_server.openai.types import GenerationFields, SamplingFields, check_refused
 from openinfer_server.parsers.call_syntax import JsonSchema
 from openinfer_server.request.plan import Plan, Prompt
-from openinfer_server.request.structured_types import ANY_OBJECT, AnswerFormat, JsonObjectFormat, JsonSchemaFormat
+from openinfer_server.request.structured_types import ANY_OBJECT, JsonObjectFormat, JsonSchemaFormat, ResponseFormat
 from openinfer_server.service import Service
-from openinfer_server.tools.available import ToolOffer
+from openinfer_server.tools.available import AvailableTools
 from openinfer_server.tools.grammar import calls_or_json, required_calls, strict_calls
 
 MAX_CHOICES = 4096
@@ -26,7 +26,7 @@ MAX_CHOICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OutputConstraint:
     """What the text of an answer must be; at most one of the two is there."""
 
     grammar: Grammar | None = None
@@ -36,9 +36,9 @@ class Asked:
     """Which field asks for it."""
 
 
-def asked_of(
+def output_constraint(
     fields: SamplingFields, *, schema: JsonSchema | None = None, schema_field: str = "response_format"
-) -> Asked:
+) -> OutputConstraint:
     """What a request asks for.
 
     Args:
@@ -49,20 +49,20 @@ def asked_of(
     Raises:
         ApiError: 400; it is malformed, or asked for twice.
     """
-    asked = list(_asked(fields))
+    constraint = list(_constraints(fields))
     if schema is not None:
-        asked.append(Asked(schema=schema, field=schema_field))
-    if len(asked) > 1:
-        names = " and ".join(each.field for each in asked)
-        raise invalid(asked[1].field, f"{names} both say what the answer must be; give one")
-    if not asked:
-        return Asked()
-    if asked[0].schema is not None:
-        check_depth(asked[0].schema, asked[0].field)
-    return asked[0]
+        constraint.append(OutputConstraint(schema=schema, field=schema_field))
+    if len(constraint) > 1:
+        names = " and ".join(each.field for each in constraint)
+        raise invalid(constraint[1].field, f"{names} both say what the answer must be; give one")
+    if not constraint:
+        return OutputConstraint()
+    if constraint[0].schema is not None:
+        check_depth(constraint[0].schema, constraint[0].field)
+    return constraint[0]
 
 
-def schema_of(answer_format: AnswerFormat | None) -> JsonSchema | None:
+def schema_of(answer_format: ResponseFormat | None) -> JsonSchema | None:
     """The schema that OpenAI's `response_format` stands for; None for text."""
     match answer_format:
         case JsonObjectFormat():
@@ -73,28 +73,30 @@ def schema_of(answer_format: AnswerFormat | None) -> JsonSchema | None:
             return None
 
 
-def text_grammar(asked: Asked) -> Grammar | None:
+def text_grammar(constraint: OutputConstraint) -> Grammar | None:
     """The grammar of an answer that is text and nothing else."""
-    return asked.grammar if asked.schema is None else _schema_grammar(asked.schema, asked.field)
+    return constraint.grammar if constraint.schema is None else _schema_grammar(constraint.schema, constraint.field)
 
 
-def chat_grammar(service: Service, prompt: Prompt, offer: ToolOffer, asked: Asked) -> Grammar | None:
+def chat_grammar(
+    service: Service, prompt: Prompt, available: AvailableTools, constraint: OutputConstraint
+) -> Grammar | None:
     """The grammar of an answer that may begin with reasoning and may have tool calls.
 
     Args:
         service: whose parsers say how those are written.
         prompt: with the rendered chat as its text.
-        offer: functions on offer.
-        asked: what the text must be.
+        available: functions that may be called.
+        constraint: what the text must be.
 
     Raises:
         ApiError: 400; the parsers do not say, or what is asked goes without tools.
         ParserFault: a parser cannot be made.
     """
-    grammar = _answer_grammar(service, offer, asked)
+    grammar = _answer_grammar(service, available, constraint)
     if grammar is None:
         return None
-    return msgspec.structs.replace(grammar, preamble=_preamble(service, prompt, asked.field or "tools"))
+    return msgspec.structs.replace(grammar, preamble=_preamble(service, prompt, constraint.field or "tools"))
 
 
 def constrained(plan: Plan, grammar: Grammar | None) -> Plan:
@@ -116,16 +118,16 @@ def constrained(plan: Plan, grammar: Grammar | None) -> Plan:
     return replace(plan, requests=requests)
 
 
-def _answer_grammar(service: Service, offer: ToolOffer, asked: Asked) -> Grammar | None:
-    if not offer.functions:
-        return text_grammar(asked)
-    if asked.grammar is not None:
-        raise refused(asked.field, "it goes with tool_choice none, or without tools")
-    if offer.required:
-        return required_calls(service, offer, offer.choice_field)
-    if asked.schema is not None:
-        return calls_or_json(service, offer, asked.schema, asked.field)
-    return strict_calls(service, offer) if any(function.strict for function in offer.functions) else None
+def _answer_grammar(service: Service, available: AvailableTools, constraint: OutputConstraint) -> Grammar | None:
+    if not available.functions:
+        return text_grammar(constraint)
+    if constraint.grammar is not None:
+        raise refused(constraint.field, "it goes with tool_choice none, or without tools")
+    if available.required:
+        return required_calls(service, available, available.choice_field)
+    if constraint.schema is not None:
+        return calls_or_json(service, available, constraint.schema, constraint.field)
+    return strict_calls(service, available) if any(function.strict for function in available.functions) else None
 
 
 def _preamble(service: Service, prompt: Prompt, field: str) -> Preamble | None:
@@ -146,12 +148,12 @@ def _preamble(service: Service, prompt: Prompt, field: str) -> Preamble | None:
     return None if prompt.text.rstrip().endswith(closing) else Preamble(opening=opening, closing=closing)
 
 
-def _asked(fields: SamplingFields) -> Iterator[Asked]:
+def _constraints(fields: SamplingFields) -> Iterator[OutputConstraint]:
     given = fields.structured_outputs
     if given is not None:
         check_refused(given, "structured_outputs.")
         if given.json_object:
-            yield Asked(schema=ANY_OBJECT, field="structured_outputs.json_object")
+            yield OutputConstraint(schema=ANY_OBJECT, field="structured_outputs.json_object")
     for name in ("json", "regex", "choice", "grammar"):
         for field, value in (
             (f"structured_outputs.{name}", None if given is None else getattr(given, name)),
@@ -163,21 +165,23 @@ def _asked(fields: SamplingFields) -> Iterator[Asked]:
     if response_format is not None:
         schema = schema_of(response_format)
         if schema is not None:
-            yield Asked(schema=schema, field="response_format")
+            yield OutputConstraint(schema=schema, field="response_format")
 
 
-def _read(name: str, value: Any, field: str) -> Asked:
+def _read(name: str, value: Any, field: str) -> OutputConstraint:
     match name:
         case "json":
-            return Asked(schema=_decoded(value, field) if isinstance(value, str) else value, field=field)
+            return OutputConstraint(schema=_decoded(value, field) if isinstance(value, str) else value, field=field)
         case "regex":
-            return Asked(_grammar(GrammarKind.REGEX, value, field), field=field)
+            return OutputConstraint(_grammar(GrammarKind.REGEX, value, field), field=field)
         case "grammar":
-            return Asked(_grammar(GrammarKind.LARK, value, field), field=field)
+            return OutputConstraint(_grammar(GrammarKind.LARK, value, field), field=field)
         case _:
             if not 1 <= len(value) <= MAX_CHOICES:
                 raise invalid(field, f"{field} has {len(value)} strings; 1 to {MAX_CHOICES} are possible")
-            return Asked(_grammar(GrammarKind.CHOICE, msgspec.json.encode(value).decode(), field), field=field)
+            return OutputConstraint(
+                _grammar(GrammarKind.CHOICE, msgspec.json.encode(value).decode(), field), field=field
+            )
 
 
 def _decoded(text: str, field: str) -> JsonSchema:

@@ -42,7 +42,7 @@ class JsonSchemaFormat(
     json_schema: NamedSchema
 
 
-AnswerFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

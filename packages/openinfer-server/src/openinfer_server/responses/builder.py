@@ -133,7 +133,7 @@ class ResponseBuilder:
         self._end("failed", FailedEvent)
 
     def cancel(self) -> None:
-        """Somebody has cancelled it."""
+        """A client has cancelled it."""
         self._close("incomplete")
         self._end("cancelled", Incomplete)
 

@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from openinfer_server.http.api_errors import ApiError, invalid
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.output.delivery import await_end, send_stream, send_whole
-from openinfer_server.output.parsing import Reader, submit_read
+from openinfer_server.output.parsing import OutputParsers, submit_parsed
 from openinfer_server.request.structured import chat_grammar, constrained
 from openinfer_server.responses.checks import check_conversation, check_obfuscation, check_response
 from openinfer_server.responses.items import InputItem
 from openinfer_server.responses.objects import DeletedResponse, InputTokens
 from openinfer_server.responses.plan import (
     conversation_items,
-    conversation_offer,
     conversation_prompt,
+    conversation_tools,
     new_response,
-    response_asked,
+    response_constraint,
     response_plan,
     score_format,
 )
@@ -65,78 +65,84 @@ class Responses:
             max_responses=options.max_stored_responses, max_bytes=options.max_stored_response_bytes
         )
 
-    async def create(self, exchange: Exchange) -> None:
+    async def create(self, http_request: HttpRequest) -> None:
         """Answers a list of items with another one."""
         service = self._service
         service.check_serving()
-        request = await exchange.read_json(_decoder)
+        request = await http_request.read_json(_decoder)
         check_response(request)
         model = service.resolve_model(request.model)
-        items = await conversation_items(request, self._previous(exchange, request))
-        offer = conversation_offer(service, request)
-        prompt = await conversation_prompt(service, request, items, offer)
-        reader = Reader.make(service, prompt, offer, budget_tokens=request.thinking_token_budget)
-        plan = response_plan(service, request, reader.prompt, tenant=exchange.tenant)
-        plan = constrained(plan, chat_grammar(service, reader.prompt, offer, response_asked(request)))
+        items = await conversation_items(request, self._previous(http_request, request))
+        available = conversation_tools(service, request)
+        prompt = await conversation_prompt(service, request, items, available)
+        parsers = OutputParsers.make(service, prompt, available, budget_tokens=request.thinking_token_budget)
+        plan = response_plan(service, request, parsers.prompt, tenant=http_request.tenant)
+        plan = constrained(plan, chat_grammar(service, parsers.prompt, available, response_constraint(request)))
         run = ResponseRun(
             service.link,
             new_response(request, model),
             scores=self._scores,
             events=[] if request.background and request.stream else None,
         )
-        record = ResponseRecord(run.response, items, exchange.tenant)
+        record = ResponseRecord(run.response_object, items, http_request.tenant)
 
         def submit() -> None:
-            submit_read(service, run.answer, plan, reader, run)
+            submit_parsed(service, run.response, plan, parsers, run)
 
         if request.background:
-            await self._answer_later(exchange, run, submit, record, stream=bool(request.stream))
+            await self._answer_later(http_request, run, submit, record, stream=bool(request.stream))
         else:
-            await self._answer_now(exchange, run, submit, stream=bool(request.stream))
-            if run.response.store and run.builder.ended:
+            await self._answer_now(http_request, run, submit, stream=bool(request.stream))
+            if run.response_object.store and run.builder.ended:
                 self.store.add(record)
 
-    def _previous(self, exchange: Exchange, request: Conversation) -> ResponseRecord | None:
+    def _previous(self, http_request: HttpRequest, request: Conversation) -> ResponseRecord | None:
         if request.previous_response_id is None:
             return None
         try:
-            return self.store.find(request.previous_response_id, exchange.tenant)
+            return self.store.find(request.previous_response_id, http_request.tenant)
         except ApiError as error:
             raise error.with_names({"response_id": "previous_response_id"}) from error
 
     async def _answer_now(
-        self, exchange: Exchange, run: ResponseRun, submit: Callable[[], None], *, stream: bool
+        self, http_request: HttpRequest, run: ResponseRun, submit: Callable[[], None], *, stream: bool
     ) -> None:
         if not stream:
             submit()
-            await send_whole(exchange, run.answer, lambda: msgspec.json.encode(run.response))
+            await send_whole(http_request, run.response, lambda: msgspec.json.encode(run.response_object))
             return
-        writer = exchange.stream(1)
+        writer = http_request.stream(1)
         run.attach(writer)
         submit()
         try:
             # the run itself writes the last event, whatever it is
-            await send_stream(exchange, run.answer, writer, lambda error: b"")
+            await send_stream(http_request, run.response, writer, lambda error: b"")
         finally:
             self._service.metrics.slow_clients.value += writer.was_slow
 
     async def _answer_later(
-        self, exchange: Exchange, run: ResponseRun, submit: Callable[[], None], record: ResponseRecord, *, stream: bool
+        self,
+        http_request: HttpRequest,
+        run: ResponseRun,
+        submit: Callable[[], None],
+        record: ResponseRecord,
+        *,
+        stream: bool,
     ) -> None:
         """Begins a response that goes on without its client."""
-        writer = exchange.stream(1) if stream else None
+        writer = http_request.stream(1) if stream else None
         record.run = run
         self.store.add(record)
         run.builder.queue()
-        body = msgspec.json.encode(run.response)
+        body = msgspec.json.encode(run.response_object)
         submit()
         task = asyncio.create_task(self._settle(run, record), name="openinfer-background-response")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         if writer is None:
-            await exchange.send(200, body)
+            await http_request.send(200, body)
         else:
-            await self._follow(exchange, run, writer, after=-1)
+            await self._follow(http_request, run, writer, after=-1)
 
     async def _settle(self, run: ResponseRun, record: ResponseRecord) -> None:
         await asyncio.wait((run.ended,))
@@ -144,25 +150,25 @@ class Responses:
             record.run = None
         self.store.weigh(record)
 
-    async def _follow(self, exchange: Exchange, run: ResponseRun, writer: StreamWriter, *, after: int) -> None:
+    async def _follow(self, http_request: HttpRequest, run: ResponseRun, writer: StreamWriter, *, after: int) -> None:
         """Sends the events of a background response, past and to come."""
         run.attach(writer, after=after)
-        exchange.status = 200
+        http_request.status = 200
         try:
-            await await_end(exchange, run.ended, writer)
+            await await_end(http_request, run.ended, writer)
         finally:
             run.detach(writer)
             self._service.metrics.slow_clients.value += writer.was_slow
 
-    async def retrieve(self, exchange: Exchange) -> None:
+    async def retrieve(self, http_request: HttpRequest) -> None:
         """A response that is kept, or the events of a background one."""
-        query = exchange.read_query(RetrieveQuery)
+        query = http_request.read_query(RetrieveQuery)
         check_obfuscation(query.include_obfuscation, "include_obfuscation")
-        record = self._find(exchange)
+        record = self._find(http_request)
         if not query.stream:
             if query.starting_after is not None:
                 raise invalid("starting_after", "starting_after is only for stream=true")
-            await exchange.send(200, msgspec.json.encode(record.response))
+            await http_request.send(200, msgspec.json.encode(record.response))
             return
         if record.run is None:
             message = "only a response made with background=true and stream=true has its events kept"
@@ -170,52 +176,52 @@ class Responses:
         after = -1 if query.starting_after is None else query.starting_after
         if after < -1:
             raise invalid("starting_after", "starting_after is the number of an event")
-        await self._follow(exchange, record.run, exchange.stream(1), after=after)
+        await self._follow(http_request, record.run, http_request.stream(1), after=after)
 
-    async def delete(self, exchange: Exchange) -> None:
+    async def delete(self, http_request: HttpRequest) -> None:
         """Forgets a response; one in the making is cancelled."""
-        record = self._find(exchange)
+        record = self._find(http_request)
         if record.run is not None:
             record.run.cancel()
         self.store.remove(record)
-        await exchange.send(200, msgspec.json.encode(DeletedResponse(id=record.response.id)))
+        await http_request.send(200, msgspec.json.encode(DeletedResponse(id=record.response.id)))
 
-    async def cancel(self, exchange: Exchange) -> None:
+    async def cancel(self, http_request: HttpRequest) -> None:
         """Ends a background response before its time."""
-        record = self._find(exchange)
+        record = self._find(http_request)
         if not record.response.background:
             raise invalid("response_id", "only a response made with background=true can be cancelled")
         if record.run is not None:
             record.run.cancel()
-        await exchange.send(200, msgspec.json.encode(record.response))
+        await http_request.send(200, msgspec.json.encode(record.response))
 
-    async def input_items(self, exchange: Exchange) -> None:
+    async def input_items(self, http_request: HttpRequest) -> None:
         """What a response's prompt was made of."""
-        query = exchange.read_query(ItemsQuery)
-        items = list(self._find(exchange).items)
+        query = http_request.read_query(ItemsQuery)
+        items = list(self._find(http_request).items)
         page, has_more = _page(items if query.order == "asc" else items[::-1], query)
         ends = (page[0].id, page[-1].id) if page else (None, None)
         body = ItemList(data=[*page], has_more=has_more, first_id=ends[0], last_id=ends[1])
-        await exchange.send(200, msgspec.json.encode(body))
+        await http_request.send(200, msgspec.json.encode(body))
 
-    async def input_tokens(self, exchange: Exchange) -> None:
+    async def input_tokens(self, http_request: HttpRequest) -> None:
         """How many tokens a prompt has."""
-        request = await exchange.read_json(_count_decoder)
+        request = await http_request.read_json(_count_decoder)
         check_conversation(request)
         self._service.resolve_model(request.model)
-        items = await conversation_items(request, self._previous(exchange, request))
-        offer = conversation_offer(self._service, request)
-        prompt = await conversation_prompt(self._service, request, items, offer)
-        await exchange.send(200, msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))
+        items = await conversation_items(request, self._previous(http_request, request))
+        available = conversation_tools(self._service, request)
+        prompt = await conversation_prompt(self._service, request, items, available)
+        await http_request.send(200, msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))
 
-    async def compact(self, exchange: Exchange) -> None:
+    async def compact(self, http_request: HttpRequest) -> None:
         """Refuses: nothing of a conversation is summarised."""
-        del exchange
+        del http_request
         message = "compact is not supported: nothing of a conversation is summarised; send what is to be kept as input"
         raise ApiError(400, message, code="unsupported_parameter")
 
-    def _find(self, exchange: Exchange) -> ResponseRecord:
-        return self.store.find(exchange.parameters["response_id"], exchange.tenant)
+    def _find(self, http_request: HttpRequest) -> ResponseRecord:
+        return self.store.find(http_request.parameters["response_id"], http_request.tenant)
 
 
 def _page(items: Sequence[InputItem], query: ItemsQuery) -> tuple[Sequence[InputItem], bool]:

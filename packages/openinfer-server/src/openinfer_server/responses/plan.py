@@ -8,11 +8,11 @@ import msgspec
 
 from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import ApiError, invalid
-from openinfer_server.limits.conversation import read_pieces
+from openinfer_server.limits.conversation import read_conversation
 from openinfer_server.openai.types import GenerationFields, SamplingFields, SystemTurn, Turn, thinks
 from openinfer_server.output.logprobs import ScoredToken, chat_format
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
-from openinfer_server.request.structured import Asked, asked_of
+from openinfer_server.request.structured import OutputConstraint, output_constraint
 from openinfer_server.responses.checks import read_tools
 from openinfer_server.responses.items import (
     FunctionCallItem,
@@ -40,7 +40,7 @@ from openinfer_server.responses.turns import check_arguments, turns_of
 from openinfer_server.responses.types import LOGPROBS, Conversation, PlainFormat, ResponseRequest, ToolChoice
 from openinfer_server.service import Service
 from openinfer_server.text.tokenizer import Tokenizer
-from openinfer_server.tools.available import Fields, ToolMode, ToolOffer, Wanted, offer_of
+from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
 from openinfer_server.tools.types import FunctionDefinition
 
 FIELD_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "logprobs": "top_logprobs"}
@@ -66,10 +66,10 @@ async def conversation_items(request: Conversation, previous: ResponseRecord | N
             raise invalid("previous_response_id", message)
         items += [*previous.items, *map(_as_input, previous.response.output)]
     pieces = request.input if isinstance(request.input, list) else []
-    return items + await read_pieces(pieces, "input", lambda: _given_items(request))
+    return items + await read_conversation(pieces, "input", lambda: _given_items(request))
 
 
-def conversation_offer(service: Service, request: Conversation) -> ToolOffer:
+def conversation_tools(service: Service, request: Conversation) -> AvailableTools:
     """The functions that may be called.
 
     Raises:
@@ -81,7 +81,7 @@ def conversation_offer(service: Service, request: Conversation) -> ToolOffer:
     ]
     mode, only = _tool_choice(request.tool_choice)
     parallel = request.parallel_tool_calls is not False
-    return offer_of(service, Wanted(functions, mode, only, parallel, Fields(function="")))
+    return available_tools(service, ToolRequest(functions, mode, only, parallel, Fields(function="")))
 
 
 def _tool_choice(choice: str | ToolChoice | None) -> tuple[ToolMode, Sequence[str] | None]:
@@ -105,7 +105,7 @@ def _given_items(request: Conversation) -> list[InputItem]:
 
 
 async def conversation_prompt(
-    service: Service, request: Conversation, items: Sequence[InputItem], offer: ToolOffer
+    service: Service, request: Conversation, items: Sequence[InputItem], available: AvailableTools
 ) -> Prompt:
     """The prompt of a conversation.
 
@@ -116,7 +116,7 @@ async def conversation_prompt(
     turns += turns_of(items)
     if not items:
         raise invalid("input", "input is required")
-    variables: dict[str, object] = {**offer.variables}
+    variables: dict[str, object] = {**available.variables}
     thinking = thinks(None if request.reasoning is None else request.reasoning.effort)
     if thinking is not None:
         variables["enable_thinking"] = thinking
@@ -148,14 +148,16 @@ def response_plan(service: Service, request: ResponseRequest, prompt: Prompt, *,
         raise error.with_names(FIELD_NAMES) from error
 
 
-def response_asked(request: ResponseRequest) -> Asked:
+def response_constraint(request: ResponseRequest) -> OutputConstraint:
     """What the text of a response must be.
 
     Raises:
         ApiError: 400; it is asked for twice.
     """
     text_format = None if request.text is None else request.text.format
-    return asked_of(request, schema=None if text_format is None else text_format.wanted, schema_field="text.format")
+    return output_constraint(
+        request, schema=None if text_format is None else text_format.wanted, schema_field="text.format"
+    )
 
 
 def new_response(request: ResponseRequest, model: str) -> ResponseObject:

@@ -22,8 +22,8 @@ def response_routes(service: Service) -> list[Route]:
     def route(method: str, path: str, name: str, doc: RouteDoc) -> Route:
         return Route(method=method, path=f"/v1/responses{path}", handler=getattr(responses, name), doc=doc)
 
-    def about(summary: str, answer: object) -> RouteDoc:
-        return RouteDoc(summary=summary, tag="Responses", answer=answer, errors=(404,))
+    def about(summary: str, response: object) -> RouteDoc:
+        return RouteDoc(summary=summary, tag="Responses", response=response, errors=(404,))
 
     return [
         route(
@@ -34,7 +34,7 @@ def response_routes(service: Service) -> list[Route]:
                 summary="Answers items with items.",
                 tag="Responses",
                 body=ResponseRequest,
-                answer=ResponseObject,
+                response=ResponseObject,
                 events=Event,
                 also=(InputItem, FunctionTool),
                 errors=ERRORS,
@@ -48,7 +48,7 @@ def response_routes(service: Service) -> list[Route]:
                 summary="Counts the tokens of a prompt.",
                 tag="Responses",
                 body=InputTokensRequest,
-                answer=InputTokens,
+                response=InputTokens,
                 errors=(404, 408, 413, 415),
             ),
         ),
@@ -66,7 +66,7 @@ def response_routes(service: Service) -> list[Route]:
                 summary="Shows a response that is kept.",
                 tag="Responses",
                 query=RetrieveQuery,
-                answer=ResponseObject,
+                response=ResponseObject,
                 events=Event,
                 errors=(404,),
             ),
@@ -81,7 +81,7 @@ def response_routes(service: Service) -> list[Route]:
                 summary="Lists what a response's prompt was made of.",
                 tag="Responses",
                 query=ItemsQuery,
-                answer=ItemList,
+                response=ItemList,
                 errors=(404,),
             ),
         ),

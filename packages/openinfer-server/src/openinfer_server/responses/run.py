@@ -1,4 +1,4 @@
-"""`ResponseRun`: one response in the making, from the engine's tokens to whoever reads its events.
+"""`ResponseRun`: one response in the making, from the engine's tokens to the readers of its events.
 
 DeltaChoice ─► ResponseRun ─► ResponseBuilder ─► events ─► the client's stream, later readers of a background response
 """
@@ -12,7 +12,7 @@ from openinfer_server.http.writers import StreamWriter
 from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.engine_link import EngineLink
 from openinfer_server.output.logprobs import ScoredToken
-from openinfer_server.output.response import Answer
+from openinfer_server.output.response import Response
 from openinfer_server.parsers.deltas import Delta
 from openinfer_server.responses.builder import ResponseBuilder
 from openinfer_server.responses.events import ArgumentsDelta, ReasoningDeltaEvent, ResponseEvent, TextDelta
@@ -44,8 +44,8 @@ class ResponseRun:
     def __init__(
         self, link: EngineLink, response: ResponseObject, *, scores: ScoreFormat, events: list[bytes] | None
     ) -> None:
-        self.answer = Answer(link)
-        self.answer.done.add_done_callback(self._answered)
+        self.response = Response(link)
+        self.response.done.add_done_callback(self._answered)
         self.builder = ResponseBuilder(response, self._emit)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.events = events
@@ -56,7 +56,7 @@ class ResponseRun:
         self._writers: list[StreamWriter] = []
 
     @property
-    def response(self) -> ResponseObject:
+    def response_object(self) -> ResponseObject:
         """As it is now."""
         return self.builder.response
 
@@ -80,7 +80,7 @@ class ResponseRun:
     def cancel(self) -> None:
         """Ends it before its time; does nothing if it has ended."""
         if not self.builder.ended:
-            self.answer.abort()
+            self.response.abort()
             self.builder.cancel()
             self._end()
 
@@ -106,8 +106,8 @@ class ResponseRun:
 
     def _answered(self, done: "asyncio.Future[None]") -> None:
         del done
-        if self.answer.failure is not None and not self.builder.ended:
-            error = from_failed(self.answer.failure)
+        if self.response.failure is not None and not self.builder.ended:
+            error = from_failed(self.response.failure)
             self.builder.fail("rate_limit_exceeded" if error.status == 429 else "server_error", str(error))
             self._end()
 
@@ -126,12 +126,12 @@ class ResponseRun:
                 self.events, self.num_event_bytes = None, 0
         for writer in self._writers:
             _append(writer, frame, large=large)
-            writer.put_on(self._link.dirty)
+            writer.mark_dirty(self._link.dirty)
 
 
 def _append(writer: StreamWriter, frame: bytes, *, large: bool) -> None:
     """Large events, which come at once, need not be read faster than any other."""
-    writer.parts.append(frame)
+    writer.events.append(frame)
     if large:
         writer.max_buffered_bytes += len(frame)
 

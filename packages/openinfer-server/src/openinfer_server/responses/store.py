@@ -2,7 +2,7 @@
 
     in the making ──ended──► kept ──deleted, or the oldest when there is no room──► gone
 
-A response belongs to the tenant that asked for it; nobody else is told that it exists. Responses in the making are
+A response belongs to the tenant that asked for it; no other tenant is told that it exists. Responses in the making are
 never thrown out, so their number is bounded by refusing new ones.
 """
 

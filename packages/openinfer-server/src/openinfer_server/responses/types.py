@@ -190,9 +190,9 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
         **_CONVERSATION_IGNORED,
         "max_tool_calls": "it bounds tools that the server runs, and there are none",
         "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
-        "safety_identifier": "it says whom the request is for, and nobody is counted",
+        "safety_identifier": "it says whom the request is for, and users are not counted",
         "service_tier": "there is one tier, which auto and default name",
-        "user": "it says whom the request is for, and nobody is counted",
+        "user": "it says whom the request is for, and users are not counted",
     }
 
 

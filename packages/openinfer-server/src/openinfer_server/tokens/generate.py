@@ -8,14 +8,14 @@ import msgspec
 from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
 from openinfer_core.sampling import Grammar
 from openinfer_server.http.api_errors import ApiError, ErrorResponse, invalid, refused
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import DONE, DONE_DATA, error_event
 from openinfer_server.openai.types import GenerationFields, check_refused
 from openinfer_server.output.delivery import send_stream, send_whole
 from openinfer_server.output.logprobs import LEAST_LOGPROB
-from openinfer_server.output.response import Answer, Choice
+from openinfer_server.output.response import Choice, Response
 from openinfer_server.output.usage import usage_of
 from openinfer_server.request.plan import (
     Plan,
@@ -26,14 +26,14 @@ from openinfer_server.request.plan import (
     make_plan,
     too_long,
 )
-from openinfer_server.request.structured import asked_of, constrained, text_grammar
+from openinfer_server.request.structured import constrained, output_constraint, text_grammar
 from openinfer_server.service import Service
 from openinfer_server.tokens.types import (
     ScoredTokenId,
     TokenAlternative,
-    TokenAnswer,
     TokenChoice,
     TokenRequest,
+    TokenResponse,
     TokenSampling,
 )
 
@@ -51,22 +51,22 @@ class TokenGeneration:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, http_request: HttpRequest) -> None:
         """Continues a list of token ids."""
         service = self._service
         service.check_serving()
-        request = await exchange.read_json(_decoder)
+        request = await http_request.read_json(_decoder)
         _check(request)
         model = service.resolve_model(request.model)
-        plan = self._plan(request, exchange.tenant)
+        plan = self._plan(request, http_request.tenant)
         plan = constrained(plan, _grammar(request))
-        head = TokenAnswer(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
-        answer = Answer(service.link)
-        writer = exchange.stream(plan.n) if request.stream else None
-        choices = [_TokenIds(answer, index, plan, head=head, writer=writer) for index in range(plan.n)]
-        answer.submit(choices, plan.requests)
+        head = TokenResponse(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
+        response = Response(service.link)
+        writer = http_request.stream(plan.n) if request.stream else None
+        choices = [_TokenIds(response, index, plan, head=head, writer=writer) for index in range(plan.n)]
+        response.submit(choices, plan.requests)
         if writer is None:
-            await send_whole(exchange, answer, lambda: msgspec.json.encode(_whole(head, choices, plan)))
+            await send_whole(http_request, response, lambda: msgspec.json.encode(_whole(head, choices, plan)))
             return
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
 
@@ -77,7 +77,7 @@ class TokenGeneration:
             return (_event(last) if include_usage else b"") + DONE
 
         try:
-            await send_stream(exchange, answer, writer, end)
+            await send_stream(http_request, response, writer, end)
         finally:
             service.metrics.slow_clients.value += writer.was_slow
 
@@ -116,7 +116,7 @@ def _check(request: TokenRequest) -> None:
 
 def _grammar(request: TokenRequest) -> Grammar | None:
     try:
-        return text_grammar(asked_of(_fields(request)))
+        return text_grammar(output_constraint(_fields(request)))
     except ApiError as error:
         raise error.with_names({error.body.param or "": f"sampling_params.{error.body.param}"}) from error
 
@@ -140,9 +140,9 @@ class _TokenIds(Choice):
     __slots__ = ("_head", "_writer", "prompt_scores", "scores", "stop_token_id", "token_ids")
 
     def __init__(
-        self, answer: Answer, index: int, plan: Plan, *, head: TokenAnswer, writer: StreamWriter | None
+        self, response: Response, index: int, plan: Plan, *, head: TokenResponse, writer: StreamWriter | None
     ) -> None:
-        super().__init__(answer, index, prompt_tokens=len(plan.prompt_of(index).token_ids))
+        super().__init__(response, index, prompt_tokens=len(plan.prompt_of(index).token_ids))
         self._head = head
         self._writer = writer
         self.token_ids: list[int] = []
@@ -188,15 +188,15 @@ class _TokenIds(Choice):
         writer = self._writer
         if writer is None:
             return
-        writer.parts.append(_event(msgspec.structs.replace(self._head, choices=[choice])))
-        writer.put_on(self.answer.link.dirty)
+        writer.events.append(_event(msgspec.structs.replace(self._head, choices=[choice])))
+        writer.mark_dirty(self.response.link.dirty)
 
 
-def _event(answer: TokenAnswer) -> bytes:
-    return b"data: " + msgspec.json.encode(answer) + b"\n\n"
+def _event(response: TokenResponse) -> bytes:
+    return b"data: " + msgspec.json.encode(response) + b"\n\n"
 
 
-def _whole(head: TokenAnswer, choices: Sequence[_TokenIds], plan: Plan) -> TokenAnswer:
+def _whole(head: TokenResponse, choices: Sequence[_TokenIds], plan: Plan) -> TokenResponse:
     first, prompt = choices[0], plan.prompts[0]
     prompt_logprobs: list[ScoredTokenId | None] | None = None
     if plan.scoring.prompt is not None:
@@ -225,8 +225,8 @@ def token_generation_routes(service: Service) -> list[Route]:
         summary="Continues token ids with token ids.",
         tag="Tokens",
         body=TokenRequest,
-        answer=TokenAnswer,
-        events=(TokenAnswer, ErrorResponse),
+        response=TokenResponse,
+        events=(TokenResponse, ErrorResponse),
         last_data=DONE_DATA,
         errors=ERRORS,
     )

@@ -7,7 +7,7 @@ import msgspec
 
 from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import invalid
-from openinfer_server.http.request import Exchange
+from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.openai.types import ChatTemplateOptions, Turn
 from openinfer_server.request.plan import check_prompt_token_ids, too_long
@@ -62,18 +62,18 @@ class Tokens:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def tokenize(self, exchange: Exchange) -> None:
+    async def tokenize(self, http_request: HttpRequest) -> None:
         """Token ids of a text or of a chat's prompt."""
-        request = await exchange.read_json(_tokenize_decoder)
+        request = await http_request.read_json(_tokenize_decoder)
         self._service.resolve_model(request.model)
         token_ids = await self._token_ids(request)
-        answer = TokenizeAnswer(
+        response = TokenizeAnswer(
             tokens=token_ids,
             count=len(token_ids),
             max_model_len=self._service.info.max_model_tokens,
             token_strs=await self._strings(token_ids) if request.return_token_strs else None,
         )
-        await exchange.send(200, msgspec.json.encode(answer))
+        await http_request.send(200, msgspec.json.encode(response))
 
     async def _strings(self, token_ids: list[int]) -> list[str]:
         token_bytes = self._service.tokenizer.token_bytes
@@ -92,9 +92,9 @@ class Tokens:
         prompt = await chat_prompt(self._service, request.messages or [], template_variables(request))
         return list(prompt.token_ids)
 
-    async def detokenize(self, exchange: Exchange) -> None:
+    async def detokenize(self, http_request: HttpRequest) -> None:
         """The text of token ids."""
-        request = await exchange.read_json(_detokenize_decoder)
+        request = await http_request.read_json(_detokenize_decoder)
         self._service.resolve_model(request.model)
         info = self._service.info
         if request.tokens:
@@ -102,7 +102,7 @@ class Tokens:
         if len(request.tokens) > info.max_model_tokens:
             raise too_long(str(len(request.tokens)), info, "tokens")
         text = await asyncio.to_thread(self._service.tokenizer.decode_prompt, request.tokens)
-        await exchange.send(200, msgspec.json.encode(DetokenizeAnswer(prompt=text)))
+        await http_request.send(200, msgspec.json.encode(DetokenizeAnswer(prompt=text)))
 
 
 def template_variables(request: TokenizeRequest) -> Mapping[str, object]:
@@ -125,7 +125,7 @@ def token_routes(service: Service) -> list[Route]:
                 summary="Encodes a text, or a chat's prompt.",
                 tag="Tokens",
                 body=TokenizeRequest,
-                answer=TokenizeAnswer,
+                response=TokenizeAnswer,
                 errors=ERRORS,
             ),
         ),
@@ -137,7 +137,7 @@ def token_routes(service: Service) -> list[Route]:
                 summary="Decodes token ids.",
                 tag="Tokens",
                 body=DetokenizeRequest,
-                answer=DetokenizeAnswer,
+                response=DetokenizeAnswer,
                 errors=ERRORS,
             ),
         ),

@@ -1,4 +1,4 @@
-"""`ToolOffer`: which functions a request puts before the model, checked. The same for every API.
+"""`AvailableTools`: which functions a request puts before the model, checked. The same for every API.
 
 That the model calls at all (`required`, or a function by name), and that its arguments follow their schema (`strict`),
 no parser can guarantee: `request/structured.py` has the output constrained while it is sampled.
@@ -29,7 +29,7 @@ class ToolMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolOffer:
+class AvailableTools:
     """Functions on offer."""
 
     functions: Sequence[FunctionDefinition] = ()
@@ -67,7 +67,7 @@ class Fields:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ToolRequest:
     """What a request says about its tools, whatever its API."""
 
     functions: Sequence[FunctionDefinition]
@@ -78,7 +78,7 @@ class Wanted:
     fields: Fields = field(default_factory=Fields)
 
 
-def offer_of(service: Service, wanted: Wanted) -> ToolOffer:
+def available_tools(service: Service, requested: ToolRequest) -> AvailableTools:
     """Checks what is wanted.
 
     Functions that may not be called are not offered: the model does not see them.
@@ -86,29 +86,29 @@ def offer_of(service: Service, wanted: Wanted) -> ToolOffer:
     Raises:
         ApiError: 400; the field is named.
     """
-    fields = wanted.fields
-    if len(wanted.functions) > MAX_TOOLS:
-        raise invalid(fields.tools, f"{len(wanted.functions)} tools are given; at most {MAX_TOOLS} are possible")
+    fields = requested.fields
+    if len(requested.functions) > MAX_TOOLS:
+        raise invalid(fields.tools, f"{len(requested.functions)} tools are given; at most {MAX_TOOLS} are possible")
     names: set[str] = set()
-    for index, function in enumerate(wanted.functions):
+    for index, function in enumerate(requested.functions):
         _check_function(function, index, names, fields)
-    unknown = sorted(set(wanted.only or ()) - names)
+    unknown = sorted(set(requested.only or ()) - names)
     if unknown:
         raise invalid(fields.choice, f"no tool is named {unknown[0][:64]!r}")
-    if wanted.mode is ToolMode.NONE or not wanted.functions:
-        return ToolOffer(parallel=wanted.parallel)
+    if requested.mode is ToolMode.NONE or not requested.functions:
+        return AvailableTools(parallel=requested.parallel)
     _check_model(service, fields)
-    only = names if wanted.only is None else set(wanted.only)
-    functions = [function for function in wanted.functions if function.name in only]
-    required = wanted.mode is ToolMode.REQUIRED
+    only = names if requested.only is None else set(requested.only)
+    functions = [function for function in requested.functions if function.name in only]
+    required = requested.mode is ToolMode.REQUIRED
     if required and not functions:
         raise invalid(fields.choice, f"{fields.choice} asks for a call and allows no tool")
-    return ToolOffer(functions, wanted.parallel, required, fields.choice)
+    return AvailableTools(functions, requested.parallel, required, fields.choice)
 
 
-def chat_offer(
+def chat_tools(
     service: Service, tools: Sequence[Tool] | None, choice: str | ToolChoice | None, *, parallel: bool | None
-) -> ToolOffer:
+) -> AvailableTools:
     """The offer of a chat completion.
 
     Raises:
@@ -120,7 +120,7 @@ def chat_offer(
     mode, only = _chat_choice(choice)
     if not functions and (only is not None or mode is ToolMode.REQUIRED):
         raise invalid("tool_choice", "tool_choice asks for a call and there are no tools")
-    return offer_of(service, Wanted(functions, mode, only, parallel is not False))
+    return available_tools(service, ToolRequest(functions, mode, only, parallel is not False))
 
 
 def _check_function(function: FunctionDefinition, index: int, names: set[str], fields: Fields) -> None:

@@ -18,35 +18,35 @@ from openinfer_server.parsers.call_syntax import (
     json_value,
 )
 from openinfer_server.service import Service
-from openinfer_server.tools.available import ToolOffer
+from openinfer_server.tools.available import AvailableTools
 
 
-def required_calls(service: Service, offer: ToolOffer, field: str) -> Grammar:
+def required_calls(service: Service, available: AvailableTools, field: str) -> Grammar:
     """One call at least, and nothing else.
 
     Raises:
         ApiError: 400; the format's calls cannot be constrained.
     """
-    return calls_grammar(_syntax(service, offer, field), parallel=offer.parallel)
+    return calls_grammar(_syntax(service, available, field), parallel=available.parallel)
 
 
-def strict_calls(service: Service, offer: ToolOffer) -> Grammar:
+def strict_calls(service: Service, available: AvailableTools) -> Grammar:
     """Text, then calls or none.
 
     Raises:
         ApiError: 400; as before.
     """
-    return strict_grammar(_syntax(service, offer, "tools"), parallel=offer.parallel)
+    return strict_grammar(_syntax(service, available, "tools"), parallel=available.parallel)
 
 
-def calls_or_json(service: Service, offer: ToolOffer, schema: JsonSchema, field: str) -> Grammar:
+def calls_or_json(service: Service, available: AvailableTools, schema: JsonSchema, field: str) -> Grammar:
     """Calls, or JSON of a schema.
 
     Raises:
         ApiError: 400; as before.
     """
-    syntax = _syntax(service, offer, field)
-    return _grammar("start: calls | answer", syntax, f"answer: {json_value(schema)}", parallel=offer.parallel)
+    syntax = _syntax(service, available, field)
+    return _grammar("start: calls | answer", syntax, f"answer: {json_value(schema)}", parallel=available.parallel)
 
 
 def calls_grammar(syntax: CallSyntax, *, parallel: bool) -> Grammar:
@@ -59,14 +59,14 @@ def strict_grammar(syntax: CallSyntax, *, parallel: bool) -> Grammar:
     return _grammar("start: FREE calls?", syntax, f"FREE: {free_of(syntax.triggers)}", parallel=parallel)
 
 
-def _syntax(service: Service, offer: ToolOffer, field: str) -> CallSyntax:
+def _syntax(service: Service, available: AvailableTools, field: str) -> CallSyntax:
     chosen = service.parsers.tools
     if chosen is None or not isinstance(chosen.parser, CallWriter):
         name = "none" if chosen is None else chosen.plugin.name
         raise refused(field, f"calls in the format of the tool parser {name} cannot be constrained; auto can be")
     functions = [
         CallableFunction(function.name, function.parameters or {}, bool(function.strict))
-        for function in offer.functions
+        for function in available.functions
     ]
     lark = LarkTexts(service.tokenizer.token_id, chosen.parser.visible_tokens)
     try:
