@@ -29,10 +29,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     host: str = "127.0.0.1"
-    """Address to listen on. Beyond loopback, give `api_keys_file` and a certificate, or put a proxy before it that has
-    both."""
+    """Address to listen on. For other addresses than loopback give --api-keys-file and --tls-cert-file, or put a proxy
+    in front that has both."""
     port: int = 8000
-    """0 lets the system choose; `on_ready` is told which."""
+    """0 lets the system choose; the line that says the server is ready has it."""
     model_names: tuple[str, ...] = ()
     """Names clients may ask for, the first one is shown; empty means the engine's own name."""
     workers: int = 1
@@ -47,7 +47,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tls_cert_file: str = ""
     """Certificate chain in PEM; empty: plain HTTP."""
     tls_key_file: str = ""
-    """Its private key in PEM, not encrypted; empty if it is in `tls_cert_file`."""
+    """Its private key in PEM, not encrypted; empty if it is in the certificate file."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may use the server, such as `https://app.example`; `*` for all; empty for none."""
     allowed_hosts: tuple[str, ...] = ()
@@ -57,21 +57,21 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Needs openinfer-server[otel]."""
 
     tool_parser: str = "auto"
-    """What finds tool calls in answers: a name in the entry-point group `openinfer.tool_parsers`, auto (by the chat
+    """What finds tool calls in the output: a name in the entry-point group `openinfer.tool_parsers`, auto (by the chat
     template), or none."""
     reasoning_parser: str = "auto"
-    """What tells reasoning from answers: a name in `openinfer.reasoning_parsers`, auto, or none."""
+    """What tells reasoning from content: a name in `openinfer.reasoning_parsers`, auto, or none."""
 
     max_body_bytes: int = 8 * 2**20
     """A longer request body is answered with 413 while it is read."""
     max_body_elements: int = 2**18
-    """Commas and opening brackets in a body, whose decoding they make slow; beyond it 400."""
+    """Commas and opening brackets in a body, whose decoding they make slow; a body with more is refused with 400."""
     max_open_body_bytes: int = 512 * 2**20
-    """Bodies of all requests that have not been answered; beyond it 503."""
+    """Bodies of all requests that have not been answered; one that would exceed it is refused with 503."""
     max_head_bytes: int = 32 * 2**10
-    """URL and headers together; beyond it 431."""
+    """URL and headers together; longer ones are refused with 431."""
     max_url_bytes: int = 8 * 2**10
-    """Beyond it 414."""
+    """A longer URL is refused with 414."""
     max_choices: int = 128
     """Prompts x `n` of one request."""
     max_request_tokens: int = 2**22
@@ -79,7 +79,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_request_kv_tokens: int = 2**24
     """Prompt and `max_tokens` of every choice of one request: the room in the KV cache that it may come to need."""
     max_queued_tokens: int = 2**23
-    """Prompt tokens of all requests that the engine has not begun; beyond it 429. It bounds their number itself."""
+    """Prompt tokens of all requests in the engine's queue; one that would exceed it is refused with 429."""
     max_connections: int = 4096
     """Further ones are answered with 503 and closed."""
     max_logprob_entries: int = 2**20
@@ -87,17 +87,17 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_stored_responses: int = 1024
     """Responses of `/v1/responses` that are kept in memory; the oldest make room."""
     max_stored_response_bytes: int = 64 * 2**20
-    """Of all of them, as JSON."""
+    """Size of all stored responses, as JSON."""
     max_buffered_bytes: int = 256 * 2**10
-    """What the reader of a stream may leave unread per choice before it is dropped and its request aborted; an echoed
-    prompt comes on top."""
+    """What the client of a stream may leave unread per choice before it is disconnected and its request aborted; an
+    echoed prompt comes on top."""
 
     head_timeout_s: float = 5.0
-    """From the first byte of a request to the end of its headers; beyond it 408."""
+    """From the first byte of a request to the end of its headers; a later one is refused with 408."""
     body_timeout_s: float = 30.0
-    """From the end of the headers to the end of the body; beyond it 408."""
+    """From the end of the headers to the end of the body; a later one is refused with 408."""
     write_timeout_s: float = 30.0
-    """How long a client may take to read what is left of an answer that is complete; then it is dropped."""
+    """How long a client may take to read what is left of a complete response; then it is disconnected."""
     keep_alive_s: int = 75
     """How long an idle connection stays open."""
     template_timeout_s: float = 1.0

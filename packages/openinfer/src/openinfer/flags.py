@@ -166,6 +166,6 @@ def _metavar(annotation: Any) -> str:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
-    if field.default is msgspec.NODEFAULT or field.default is None:
-        return ""
+    if field.default is msgspec.NODEFAULT or field.default in (None, "", ()):
+        return ""  # what an empty value means, the field's own text says
     return f" (default: {field.default})"
