@@ -172,7 +172,7 @@ def measure_decode(engine: Engine) -> dict[str, Any]:
         found[f"alone_before_{way}_ms"] = engine.step_ms(lambda: None)
         begin_s = time.perf_counter()
         found[f"beside_{way}_ms"] = engine.step_ms(copier.keep_going)
-        found[f"{way}_gb_per_s"] = copier.landed_blocks * layout.block_bytes / (time.perf_counter() - begin_s) / 1e9
+        found[f"{way}_gb_per_s"] = copier.completed_blocks * layout.block_bytes / (time.perf_counter() - begin_s) / 1e9
     copier.turn("save")
     found["alone_again_ms"] = engine.step_ms(lambda: None)
     port.close()
@@ -190,19 +190,19 @@ class _Copier:
         self._saved: dict[int, list[Digest]] = {}
         self._moves: list[Any] = []
         self._number = 0
-        self.landed_blocks = 0
+        self.completed_blocks = 0
 
     def keep_going(self) -> None:
         self._port.settle()
         over = [move for move in self._moves if move.is_over()]
-        self.landed_blocks += sum(move.landed_blocks for move in over)
+        self.completed_blocks += sum(move.completed_blocks for move in over)
         self._moves = [move for move in self._moves if move not in over]
         while len(self._moves) < PIECES_IN_FLIGHT:
             self._moves.append(self._begin())
 
     def turn(self, way: str) -> None:
         """From now on the other way; waits for what is under way."""
-        self._way, self._moves, self.landed_blocks = way, [], 0
+        self._way, self._moves, self.completed_blocks = way, [], 0
         while self._port.is_moving:
             self._port.wait(0.1)
             self._port.settle()

@@ -60,7 +60,7 @@ def test_random_use_under_faults_never_gives_wrong_bytes(make_case: MakeCase) ->
 def test_tier_is_found_by_its_name_also_below_another(tmp_path: Path) -> None:
     names = ["host=1MiB", f"sqlite={tmp_path / 'kv.db'},1MiB"]
     tier = open_tiers(names, kit_layout())
-    assert save(tier, chain(1, 3)) is TransferState.LANDED
+    assert save(tier, chain(1, 3)) is TransferState.COMPLETED
     tier.close()
     again = open_tiers(names, kit_layout())
     assert load(again, chain(1, 3)) == 3

@@ -25,8 +25,8 @@ def cache():
         ({"block_size_tokens": 0}, "block_size_tokens is 0"),
         ({"idle_ttl_s": 0.0}, "idle_ttl_s is 0.0"),
         ({"idle_ttl_s": float("inf")}, "idle_ttl_s is inf"),
-        ({"num_slots": -1}, "num_slots is -1"),
-        ({"num_slots": 2, "max_snapshots": 2}, "max_snapshots is 2"),
+        ({"num_state_slots": -1}, "num_state_slots is -1"),
+        ({"num_state_slots": 2, "max_snapshots": 2}, "max_snapshots is 2"),
         ({"max_snapshots": 1}, "max_snapshots is 1"),
     ],
 )
@@ -51,8 +51,8 @@ def test_can_ever_fit_is_about_the_whole_pool(cache):
 
 def test_slots_exist_only_when_asked_for(cache):
     assert cache.slots is None
-    options = KvCacheOptions(num_blocks=4, num_slots=3, max_snapshots=1)
-    assert KvCache(options).slots.num_slots == 3
+    options = KvCacheOptions(num_blocks=4, num_state_slots=3, max_snapshots=1)
+    assert KvCache(options).slots.num_state_slots == 3
 
 
 def test_layout_digest_and_key_reach_the_digests():
@@ -63,7 +63,7 @@ def test_layout_digest_and_key_reach_the_digests():
 
 
 def test_clear_refuses_while_a_slot_copy_is_in_flight():
-    cache = KvCache(KvCacheOptions(num_blocks=4, block_size_tokens=2, num_slots=3, max_snapshots=1))
+    cache = KvCache(KvCacheOptions(num_blocks=4, block_size_tokens=2, num_state_slots=3, max_snapshots=1))
     sequence = cache.sequence(range(5))
     sequence.reserve(5)
     sequence.seal(4)
@@ -72,7 +72,7 @@ def test_clear_refuses_while_a_slot_copy_is_in_flight():
     with pytest.raises(BlockStateError, match="1 copies"):
         cache.clear()
     assert cache.sequence(range(5)).count_cached_tokens() == 4
-    cache.slots.land(copy)
+    cache.slots.complete(copy)
     cache.clear()
     assert cache.sequence(range(5)).count_cached_tokens() == 0
     cache.check_integrity()

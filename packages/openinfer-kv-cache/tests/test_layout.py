@@ -14,8 +14,8 @@ from openinfer_kv_cache import (
     LayoutMismatchError,
     PagedGroup,
     PagedTensor,
-    SlotGroup,
-    SlotTensor,
+    StateSlotGroup,
+    StateTensor,
     check_same_layout,
 )
 
@@ -31,15 +31,15 @@ def hybrid():
     k = PagedTensor(name="k", num_heads=1, head_dim=3, dtype=KvDtype.FLOAT8_E4M3)
     scale = PagedTensor(name="k_scale", num_heads=1, head_dim=1, dtype=KvDtype.FLOAT32)
     draft = PagedTensor(name="k", num_heads=1, head_dim=3, dtype=KvDtype.BFLOAT16)
-    conv = SlotTensor(name="conv", shape=(3, 3), dtype=KvDtype.BFLOAT16)
-    state = SlotTensor(name="state", shape=(2, 2), dtype=KvDtype.FLOAT32)
+    conv = StateTensor(name="conv", shape=(3, 3), dtype=KvDtype.BFLOAT16)
+    state = StateTensor(name="state", shape=(2, 2), dtype=KvDtype.FLOAT32)
     return KvSpec(
         model_tag="hybrid",
         paged=(
             PagedGroup(name="mtp", num_layers=1, tensors=(draft,)),
             PagedGroup(name="attention", num_layers=2, tensors=(k, scale), quantization_tag="fp8:per-token"),
         ),
-        slots=(SlotGroup(name="delta", num_layers=2, tensors=(conv, state)),),
+        slots=(StateSlotGroup(name="delta", num_layers=2, tensors=(conv, state)),),
     )
 
 
@@ -266,17 +266,17 @@ def test_from_spec_block_size_out_of_range_is_refused():
 def test_num_blocks_for_a_budget_beside_slots():
     layout = KvLayout.from_spec(hybrid(), block_size_tokens=3)
     budget = 10 * layout.block_bytes + 3 * layout.slot_bytes
-    assert layout.num_blocks_for(budget, num_slots=3) == 10
-    assert layout.num_blocks_for(budget - 1, num_slots=3) == 9
-    assert layout.pool_bytes(num_blocks=10, num_slots=3) == budget
+    assert layout.num_blocks_for(budget, num_state_slots=3) == 10
+    assert layout.num_blocks_for(budget - 1, num_state_slots=3) == 9
+    assert layout.pool_bytes(num_blocks=10, num_state_slots=3) == budget
     assert layout.num_blocks_for(layout.block_bytes) == 1
 
 
-@pytest.mark.parametrize(("budget_bytes", "num_slots"), [(0, 0), (67, 0), (-5, 0), (68, 1), (139, 1)])
-def test_num_blocks_for_too_small_a_budget_is_refused(budget_bytes, num_slots):
+@pytest.mark.parametrize(("budget_bytes", "num_state_slots"), [(0, 0), (67, 0), (-5, 0), (68, 1), (139, 1)])
+def test_num_blocks_for_too_small_a_budget_is_refused(budget_bytes, num_state_slots):
     layout = KvLayout.from_spec(hybrid(), block_size_tokens=3)
     with pytest.raises(KvConfigError, match=f"{budget_bytes} bytes hold no block"):
-        layout.num_blocks_for(budget_bytes, num_slots=num_slots)
+        layout.num_blocks_for(budget_bytes, num_state_slots=num_state_slots)
 
 
 QWEN3_GOLDEN = "55e135690f04fd60393ed95ce7eb1615"

@@ -1,14 +1,14 @@
 import msgspec
 import pytest
 
-from openinfer_kv_cache import KvConfigError, KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
+from openinfer_kv_cache import KvConfigError, KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 
 K = PagedTensor(name="k", num_heads=8, head_dim=128, dtype=KvDtype.BFLOAT16)
 V = PagedTensor(name="v", num_heads=8, head_dim=128, dtype=KvDtype.BFLOAT16)
 ATTENTION = PagedGroup(name="attention", num_layers=36, tensors=(K, V))
-STATE = SlotTensor(name="state", shape=(32, 128, 128), dtype=KvDtype.FLOAT32)
-CONV = SlotTensor(name="conv", shape=(8192, 3), dtype=KvDtype.BFLOAT16)
-DELTA = SlotGroup(name="delta", num_layers=24, tensors=(STATE, CONV))
+STATE = StateTensor(name="state", shape=(32, 128, 128), dtype=KvDtype.FLOAT32)
+CONV = StateTensor(name="conv", shape=(8192, 3), dtype=KvDtype.BFLOAT16)
+DELTA = StateSlotGroup(name="delta", num_layers=24, tensors=(STATE, CONV))
 
 
 def replace(struct, **fields):

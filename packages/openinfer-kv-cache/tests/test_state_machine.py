@@ -26,8 +26,8 @@ from openinfer_kv_cache import (
     EvictionReason,
     KvCache,
     KvCacheOptions,
-    SlotCopy,
-    SlotPool,
+    StateSlotCopy,
+    StateSlotPool,
 )
 
 BLOCK_TOKENS = 2
@@ -445,14 +445,14 @@ READING = (CopyKind.RESTORE, CopyKind.HOLD)
 class SlotTraffic:
     """Slots against simulated device memory; copies run some time between their begin and their end."""
 
-    def __init__(self, num_slots: int, *, max_snapshots: int) -> None:
-        self.pool = SlotPool(num_slots, max_snapshots=max_snapshots)
+    def __init__(self, num_state_slots: int, *, max_snapshots: int) -> None:
+        self.pool = StateSlotPool(num_state_slots, max_snapshots=max_snapshots)
         self.memory: dict[int, int] = {}
         self.live: dict[int, int | None] = {}
         """Slot of a sequence -> what its state must be; None while undefined."""
         self.left: set[int] = set()
         self.stale: set[int] = set()
-        self.copies: dict[SlotCopy, str] = {}
+        self.copies: dict[StateSlotCopy, str] = {}
         self.kept: dict[Digest, int] = {}
         self.steps = 0
         self.num_restored = 0
@@ -471,9 +471,9 @@ class SlotTraffic:
     # Events.
 
     def allocate(self) -> None:
-        taken = {*self.live, *self.left, *filter(self.in_copy, range(self.pool.num_slots))}
+        taken = {*self.live, *self.left, *filter(self.in_copy, range(self.pool.num_state_slots))}
         slot = self.pool.allocate()
-        assert (slot is None) == (len(taken) == self.pool.num_slots)
+        assert (slot is None) == (len(taken) == self.pool.num_state_slots)
         if slot is not None:
             assert slot not in taken
             self.forget_evicted()
@@ -541,9 +541,9 @@ class SlotTraffic:
             self.memory[copy.target] = self.memory[copy.source]
             self.copies[copy] = "run"
 
-    def land(self, at: int) -> None:
+    def complete(self, at: int) -> None:
         for copy in self.pick_copy("run", at):
-            self.pool.land(copy)
+            self.pool.complete(copy)
             del self.copies[copy]
             if copy.kind in FILLING:
                 self.kept[copy.digest] = self.memory[copy.target]
@@ -561,7 +561,7 @@ class SlotTraffic:
             del self.copies[copy]
             self.free_left()
 
-    def pick_copy(self, stage: str, at: int) -> Sequence[SlotCopy]:
+    def pick_copy(self, stage: str, at: int) -> Sequence[StateSlotCopy]:
         return pick([copy for copy, now in self.copies.items() if now == stage], at)
 
     def free_left(self) -> None:
@@ -586,15 +586,15 @@ class SlotTraffic:
         filling = sum(copy.kind in FILLING for copy in self.copies)
         busy = len(self.live) + len(self.left) + filling
         read = {copy.source for copy in self.copies if copy.kind in READING}
-        assert self.pool.available_slots == self.pool.num_slots - busy - len(read)
+        assert self.pool.available_slots == self.pool.num_state_slots - busy - len(read)
 
 
 class SlotMachine(RuleBasedStateMachine):
     """Hypothesis chooses."""
 
-    @initialize(num_slots=st.integers(1, 6), max_snapshots=st.integers(0, 5))
-    def make(self, num_slots, max_snapshots):
-        self.traffic = SlotTraffic(num_slots, max_snapshots=min(max_snapshots, num_slots - 1))
+    @initialize(num_state_slots=st.integers(1, 6), max_snapshots=st.integers(0, 5))
+    def make(self, num_state_slots, max_snapshots):
+        self.traffic = SlotTraffic(num_state_slots, max_snapshots=min(max_snapshots, num_state_slots - 1))
 
     @rule()
     def allocate(self):
@@ -629,8 +629,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.traffic.run_copy(at)
 
     @rule(at=AT)
-    def land(self, at):
-        self.traffic.land(at)
+    def complete(self, at):
+        self.traffic.complete(at)
 
     @rule(at=AT, stage=st.sampled_from(["begun", "run"]))
     def cancel(self, at, stage):
@@ -680,7 +680,7 @@ SLOT_EVENTS = {
     lambda traffic, at, rng: traffic.begin_load(rng.randrange(5)): 4,
     lambda traffic, at, rng: traffic.begin_hold(rng.randrange(6)): 4,
     lambda traffic, at, rng: traffic.run_copy(at): 18,
-    lambda traffic, at, rng: traffic.land(at): 16,
+    lambda traffic, at, rng: traffic.complete(at): 16,
     lambda traffic, at, rng: traffic.cancel(at, rng.choice(["begun", "run"])): 3,
     lambda traffic, at, rng: traffic.clear(): 1,
 }
@@ -703,9 +703,9 @@ def test_cache_long_traffic_agrees_with_the_model(num_blocks, ttl_s):
     assert {reason for reason, count in counters.evicted_blocks.items() if count} == expected
 
 
-@pytest.mark.parametrize(("num_slots", "max_snapshots"), [(3, 1), (5, 4), (8, 3)])
-def test_slots_long_traffic_agrees_with_the_device(num_slots, max_snapshots):
-    traffic = SlotTraffic(num_slots, max_snapshots=max_snapshots)
-    run_from_seed(traffic, SLOT_EVENTS, num_slots, num_events=6000)
+@pytest.mark.parametrize(("num_state_slots", "max_snapshots"), [(3, 1), (5, 4), (8, 3)])
+def test_slots_long_traffic_agrees_with_the_device(num_state_slots, max_snapshots):
+    traffic = SlotTraffic(num_state_slots, max_snapshots=max_snapshots)
+    run_from_seed(traffic, SLOT_EVENTS, num_state_slots, num_events=6000)
     assert traffic.num_restored > 20
     assert traffic.pool.evicted_snapshots > 20

@@ -31,7 +31,7 @@ class ThreadTransfer:
     """One thread per transfer."""
 
     def __init__(self, tier, num_blocks, timeout_s, job):
-        self.num_blocks, self.landed_blocks, self.failure = num_blocks, 0, None
+        self.num_blocks, self.completed_blocks, self.failure = num_blocks, 0, None
         self._tier, self._has_time = tier, timeout_s is None or timeout_s > 0
         self._state, self._is_cancelled = TransferState.PENDING, False
         self.thread = threading.Thread(target=self._run, args=(job,), daemon=True)
@@ -51,7 +51,7 @@ class ThreadTransfer:
         return self._state
 
     def _run(self, job):
-        state = TransferState.LANDED
+        state = TransferState.COMPLETED
         try:
             for index in range(self.num_blocks):
                 if self._tier.is_closed:
@@ -59,12 +59,12 @@ class ThreadTransfer:
                 if not self._has_time and self._tier.defect != "no deadline":
                     raise_failure(TierFailure.DEADLINE)
                 job(index)
-                self.landed_blocks += self._state is TransferState.PENDING
-                if self._is_cancelled and self.landed_blocks < self.num_blocks:
+                self.completed_blocks += self._state is TransferState.PENDING
+                if self._is_cancelled and self.completed_blocks < self.num_blocks:
                     state = TransferState.CANCELLED
                     break
         except Exception as error:  # noqa: BLE001 -- as a tier must
-            state, self.failure = TransferState.SHORT, classify(error)
+            state, self.failure = TransferState.PARTIAL, classify(error)
             if self._tier.defect != "counts no failures":
                 self._tier.failures[self.failure] += 1
         if self._state is TransferState.PENDING:

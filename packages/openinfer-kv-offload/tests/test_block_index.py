@@ -1,4 +1,4 @@
-"""Who is at which place: policies, pins and time-to-live."""
+"""What is in which block: policies, pins and time-to-live."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from openinfer_kv_cache import EvictionPolicyError, LeastRecentlyUsed
 from openinfer_kv_cache.testing import check_eviction_policy
 from openinfer_kv_cache.testing.tier_cases import chain
 from openinfer_kv_offload import LeastFrequentlyUsed
-from openinfer_kv_offload.host.block_index import PlaceIndex
+from openinfer_kv_offload.host.block_index import ArenaIndex
 
 STAMP = b"s" * 16
 
@@ -19,14 +19,14 @@ class Clock:
         return self.now_s
 
 
-def make(num_places, *, policy=None, ttl_s=None, clock=None):
-    return PlaceIndex(num_places, policy or LeastRecentlyUsed(), ttl_s=ttl_s, clock=clock or Clock())
+def make(num_blocks, *, policy=None, ttl_s=None, clock=None):
+    return ArenaIndex(num_blocks, policy or LeastRecentlyUsed(), ttl_s=ttl_s, clock=clock or Clock())
 
 
 def store(index, digests):
     for digest in digests:
-        place, _ = index.take()
-        index.publish(place, digest, STAMP)
+        block_id, _ = index.take()
+        index.publish(block_id, digest, STAMP)
     index.check_integrity()
 
 
@@ -75,9 +75,9 @@ def test_held_places_are_never_taken():
     held = index.hold_prefix(chain(1, 2))
     assert index.take() is None
     index.release(held)
-    place, left = index.take()
+    block_id, left = index.take()
     assert left.digest == chain(1, 2)[1]
-    index.give_back(place)
+    index.give_back(block_id)
     index.check_integrity()
 
 
@@ -113,8 +113,8 @@ def test_time_to_live_counts_from_the_last_use():
 
 def test_the_second_of_two_equal_blocks_is_not_kept():
     index = make(2)
-    places = [index.take()[0], index.take()[0]]
-    assert [index.publish(place, chain(1, 1)[0], STAMP) for place in places] == [True, False]
+    block_ids = [index.take()[0], index.take()[0]]
+    assert [index.publish(block_id, chain(1, 1)[0], STAMP) for block_id in block_ids] == [True, False]
     index.check_integrity()
 
 
@@ -126,5 +126,5 @@ def test_a_policy_that_names_a_held_place_is_an_error():
 
     index = make(1, policy=Wrong())
     store(index, chain(1, 1))
-    with pytest.raises(EvictionPolicyError, match="one idle place"):
+    with pytest.raises(EvictionPolicyError, match="one idle block"):
         index.take()

@@ -28,12 +28,12 @@ def test_blocks_of_a_device_come_back_as_they_were_saved(kind, tmp_path):
     tier = tier_of(kind, tmp_path)
     assert isinstance(tier, DeviceTier)
     assert tier.takes_device_blocks
-    assert ended(tier.save(FILLED, device_blocks(FILLED))) is TransferState.LANDED
+    assert ended(tier.save(FILLED, device_blocks(FILLED))) is TransferState.COMPLETED
     blocks = [FakeDeviceBlock(bytes(LAYOUT.block_bytes)) for _ in FILLED]
-    assert ended(tier.load(tier.find(FILLED), blocks)) is TransferState.LANDED
+    assert ended(tier.load(tier.find(FILLED), blocks)) is TransferState.COMPLETED
     assert [bytes(block.memory) for block in blocks] == [content(digest, LAYOUT) for digest in FILLED]
     in_memory = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in FILLED]
-    assert ended(tier.load(tier.find(FILLED), in_memory)) is TransferState.LANDED
+    assert ended(tier.load(tier.find(FILLED), in_memory)) is TransferState.COMPLETED
     assert [bytes(block) for block in in_memory] == [content(digest, LAYOUT) for digest in FILLED]
     wrong = FakeDeviceBlock(bytes(LAYOUT.block_bytes - 1))
     with pytest.raises(KvTierError, match="this layout's have"):
@@ -53,7 +53,7 @@ def test_memory_and_device_understand_each_other_s_stamps():
     tier = HostTier(LAYOUT, HostTierOptions(capacity_bytes=1 << 16))
     ended(tier.save(FILLED[:2], [memoryview(content(digest, LAYOUT)) for digest in FILLED[:2]]))
     blocks = [FakeDeviceBlock(bytes(LAYOUT.block_bytes)) for _ in range(2)]
-    assert ended(tier.load(tier.find(FILLED[:2]), blocks)) is TransferState.LANDED
+    assert ended(tier.load(tier.find(FILLED[:2]), blocks)) is TransferState.COMPLETED
     assert [bytes(block.memory) for block in blocks] == [content(digest, LAYOUT) for digest in FILLED[:2]]
     tier.close()
 
@@ -63,7 +63,7 @@ def test_evicted_blocks_of_a_device_are_handed_to_the_disk(tmp_path):
     ended(stack.save(FILLED, device_blocks(FILLED)))
     assert stack.counters()[1].stored_blocks >= 4
     in_memory = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in range(4)]
-    assert ended(stack.load(stack.find(FILLED[:4]), in_memory)) is TransferState.LANDED
+    assert ended(stack.load(stack.find(FILLED[:4]), in_memory)) is TransferState.COMPLETED
     assert [bytes(block) for block in in_memory] == [content(digest, LAYOUT) for digest in FILLED[:4]]
     stack.close()
 
@@ -74,7 +74,7 @@ def test_blocks_of_a_device_are_handed_to_the_disk_behind_the_host(tmp_path):
     stack.close()
     disk = open_tiers([f"disk={tmp_path},1MiB"], LAYOUT)
     in_memory = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in FILLED]
-    assert ended(disk.load(disk.find(FILLED), in_memory)) is TransferState.LANDED
+    assert ended(disk.load(disk.find(FILLED), in_memory)) is TransferState.COMPLETED
     assert [bytes(block) for block in in_memory] == [content(digest, LAYOUT) for digest in FILLED]
     disk.close()
 
@@ -87,9 +87,9 @@ def test_what_changed_in_the_arena_never_lands_on_a_device():
     arena[where + 7] ^= 1
     block = FakeDeviceBlock(bytes(LAYOUT.block_bytes))
     transfer = tier.load(tier.find(FILLED[:1]), [block])
-    assert ended(transfer) is TransferState.SHORT
+    assert ended(transfer) is TransferState.PARTIAL
     assert transfer.failure is TierFailure.CORRUPT
-    assert transfer.landed_blocks == 0
+    assert transfer.completed_blocks == 0
     assert not tier.find(FILLED[:1]).digests
     tier.close()
 

@@ -5,20 +5,20 @@ import time
 import pytest
 
 from openinfer_kv_cache import KvTierError, LayoutMismatchError, TierFailure, TransferState
-from openinfer_kv_cache.testing.tier_cases import chain, check_landed, empty, ended, filled, kit_layout, load, save
+from openinfer_kv_cache.testing.tier_cases import chain, check_completed, empty, ended, filled, kit_layout, load, save
 from openinfer_kv_cache.testing.tier_contract import FaultInjector
-from openinfer_kv_offload import Access, DiskTier, DiskTierOptions, StoreError, TierConfigError
+from openinfer_kv_offload import DiskTier, DiskTierOptions, StoreAccess, StoreError, TierConfigError
 
 LAYOUT = kit_layout()
 RECORD_BYTES = 4096
-FIELDS = "layout digest stamp bytes".split()
+FIELDS = "layout digest checksum bytes".split()
 
 
 @pytest.fixture
 def open_disk(tmp_path):
     tiers = []
 
-    def opened(*, layout=LAYOUT, records=16, segment_records=4, access=Access.WRITE, **given):
+    def opened(*, layout=LAYOUT, records=16, segment_records=4, access=StoreAccess.WRITE, **given):
         options = DiskTierOptions(
             folder=str(tmp_path / "store"),
             budget_bytes=records * RECORD_BYTES,
@@ -57,7 +57,7 @@ def test_a_second_writer_is_refused_until_the_first_closes(open_disk):
 def test_readers_see_what_the_writer_adds_and_may_not_write(open_disk):
     writer = open_disk()
     save(writer, chain(1, 3))
-    readers = [open_disk(access=Access.READ) for _ in range(2)]
+    readers = [open_disk(access=StoreAccess.READ) for _ in range(2)]
     assert [load(reader, chain(1, 3)) for reader in readers] == [3, 3]
     save(writer, chain(2, 3))
     for reader in readers:
@@ -70,7 +70,7 @@ def test_readers_see_what_the_writer_adds_and_may_not_write(open_disk):
 def test_a_reader_looks_again_by_itself_after_a_miss(open_disk):
     now_s = [0.0]
     writer = open_disk()
-    reader = open_disk(access=Access.READ, clock=lambda: now_s[0])
+    reader = open_disk(access=StoreAccess.READ, clock=lambda: now_s[0])
     save(writer, chain(1, 1))
     now_s[0] = 2.0
     give_up_s = time.monotonic() + 30
@@ -82,7 +82,7 @@ def test_a_reader_looks_again_by_itself_after_a_miss(open_disk):
 def test_a_reader_notices_a_segment_that_was_replaced_under_its_name(open_disk, segments):
     first = open_disk()
     save(first, chain(1, 2))
-    reader = open_disk(access=Access.READ)
+    reader = open_disk(access=StoreAccess.READ)
     first.close()
     (path,) = segments()
     path.unlink()
@@ -95,7 +95,7 @@ def test_a_reader_notices_a_segment_that_was_replaced_under_its_name(open_disk, 
 def test_a_hit_outlives_the_deletion_of_its_segment_in_every_process(open_disk, segments):
     writer = open_disk(records=8)
     save(writer, chain(1, 4))
-    reader = open_disk(access=Access.READ, records=8)
+    reader = open_disk(access=StoreAccess.READ, records=8)
     hits = [(tier, tier.find(chain(1, 4))) for tier in (writer, reader)]
     first = segments()[0]
     save(writer, chain(2, 8))
@@ -105,8 +105,8 @@ def test_a_hit_outlives_the_deletion_of_its_segment_in_every_process(open_disk, 
         assert len(tier.find(chain(1, 4)).digests) == 0
         blocks = empty(4, LAYOUT)
         transfer = tier.load(hit, blocks)
-        assert ended(transfer) is TransferState.LANDED
-        check_landed(transfer, chain(1, 4), blocks, LAYOUT)
+        assert ended(transfer) is TransferState.COMPLETED
+        check_completed(transfer, chain(1, 4), blocks, LAYOUT)
 
 
 def test_the_budget_is_kept_by_giving_up_the_least_recently_used_segment(open_disk, segments):
@@ -128,7 +128,7 @@ def test_a_torn_end_is_cut_and_written_over(open_disk, segments):
     again = open_disk()
     assert segments()[0].stat().st_size == 2 * RECORD_BYTES
     assert load(again, chain(1, 3)) == 2
-    assert save(again, chain(1, 3)) is TransferState.LANDED
+    assert save(again, chain(1, 3)) is TransferState.COMPLETED
     again.close()
     assert load(open_disk(), chain(1, 3)) == 3
 
@@ -147,7 +147,7 @@ def test_any_bit_flipped_at_rest_is_dropped_and_counted(offset, found, open_disk
     hit.close()
     assert load(again, chain(1, 1)) == 0
     assert again.counters()[0].corrupt_blocks == 1
-    assert save(again, chain(1, 1)) is TransferState.LANDED
+    assert save(again, chain(1, 1)) is TransferState.COMPLETED
     assert load(again, chain(1, 1)) == 1
 
 
@@ -157,9 +157,9 @@ def test_swapped_records_are_never_given_back_under_the_other_digest(open_disk, 
     content = segments()[0].read_bytes()
     segments()[0].write_bytes(content[RECORD_BYTES:] + content[:RECORD_BYTES])
     transfer = tier.load(tier.find(chain(1, 2)), empty(2, LAYOUT))
-    assert ended(transfer) is TransferState.SHORT
+    assert ended(transfer) is TransferState.PARTIAL
     assert transfer.failure is TierFailure.CORRUPT
-    assert transfer.landed_blocks == 0
+    assert transfer.completed_blocks == 0
 
 
 def test_a_deadline_is_met_while_the_disk_hangs(open_disk):
@@ -173,7 +173,7 @@ def test_a_deadline_is_met_while_the_disk_hangs(open_disk):
     gate.wait_entered()
     assert transfer.poll() is TransferState.PENDING
     now_s[0] = 1.5
-    assert transfer.poll() is TransferState.SHORT
+    assert transfer.poll() is TransferState.PARTIAL
     assert transfer.failure is TierFailure.DEADLINE
     before = [bytes(block) for block in blocks]
     gate.release()
@@ -183,7 +183,7 @@ def test_a_deadline_is_met_while_the_disk_hangs(open_disk):
 
 def test_a_folder_that_is_no_store_of_this_release_is_refused(open_disk, tmp_path):
     with pytest.raises(StoreError, match="holds no KV store"):
-        open_disk(access=Access.READ)
+        open_disk(access=StoreAccess.READ)
     tier = open_disk()
     save(tier, chain(1, 1))
     tier.close()

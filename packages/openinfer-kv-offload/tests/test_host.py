@@ -2,7 +2,7 @@ import pytest
 
 from openinfer_kv_cache import KvTierError, TierFailure, TransferState
 from openinfer_kv_cache.testing.tier_cases import chain, empty, ended, filled, kit_layout, load, save
-from openinfer_kv_cache.testing.tier_contract import FaultInjector, FaultKind
+from openinfer_kv_cache.testing.tier_contract import FaultInjector, InjectedFault
 from openinfer_kv_offload import HostTier, HostTierOptions, QueueOptions, TierConfigError
 
 LAYOUT = kit_layout()
@@ -38,10 +38,10 @@ def test_a_tier_full_of_held_blocks_is_busy_and_not_broken(open_host):
     save(tier, chain(1, 4))
     hit = tier.find(chain(1, 4))
     transfer = tier.save(chain(2, 1), filled(chain(2, 1), LAYOUT))
-    assert ended(transfer) is TransferState.SHORT
+    assert ended(transfer) is TransferState.PARTIAL
     assert transfer.failure is TierFailure.BUSY
     hit.close()
-    assert save(tier, chain(2, 1)) is TransferState.LANDED
+    assert save(tier, chain(2, 1)) is TransferState.COMPLETED
 
 
 def test_blocks_expire(open_host):
@@ -71,7 +71,7 @@ def test_a_corrupt_block_is_not_handed_on(open_host):
     tier = open_host(1, wrap_medium=faults.wrap)
     demoted = []
     tier.demote_to(lambda digest, block: demoted.append(digest))
-    faults.on_next_writes(FaultKind.BIT_FLIP)
+    faults.on_next_writes(InjectedFault.BIT_FLIP)
     save(tier, chain(1, 1))
     save(tier, chain(2, 1))
     assert demoted == []
@@ -87,23 +87,23 @@ def test_a_sink_that_raises_fails_the_save_and_loses_no_place(open_host):
     tier.demote_to(sink)
     save(tier, chain(1, 1))
     transfer = tier.save(chain(2, 1), filled(chain(2, 1), LAYOUT))
-    assert ended(transfer) is TransferState.SHORT
+    assert ended(transfer) is TransferState.PARTIAL
     assert transfer.failure is TierFailure.GONE
     tier.check_integrity()
-    assert save(tier, chain(2, 1)) is TransferState.LANDED
+    assert save(tier, chain(2, 1)) is TransferState.COMPLETED
 
 
 def test_concurrent_saves_of_one_chain_store_it_once(open_host):
     tier = open_host(8, queue=QueueOptions(num_threads=4))
     transfers = [tier.save(chain(1, 4), filled(chain(1, 4), LAYOUT)) for _ in range(16)]
-    assert {ended(each) for each in transfers} == {TransferState.LANDED}
+    assert {ended(each) for each in transfers} == {TransferState.COMPLETED}
     assert tier.counters()[0].stored_blocks == tier.counters()[0].saved_blocks == 4
 
 
 def test_an_empty_hit_lands_at_once(open_host):
     tier = open_host()
     transfer = tier.load(tier.find(chain(1, 3)), empty(0, LAYOUT))
-    assert transfer.poll() is TransferState.LANDED
+    assert transfer.poll() is TransferState.COMPLETED
 
 
 def test_a_hit_of_another_tier_is_refused_and_stays_open(open_host):
@@ -112,7 +112,7 @@ def test_a_hit_of_another_tier_is_refused_and_stays_open(open_host):
     hit = other.find(chain(1, 2))
     with pytest.raises(KvTierError, match="an open hit of its own"):
         tier.load(hit, empty(2, LAYOUT))
-    assert ended(other.load(hit, empty(2, LAYOUT))) is TransferState.LANDED
+    assert ended(other.load(hit, empty(2, LAYOUT))) is TransferState.COMPLETED
 
 
 def test_an_arena_too_small_for_a_block_is_refused():

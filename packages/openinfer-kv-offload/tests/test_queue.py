@@ -9,7 +9,7 @@ from openinfer_kv_cache import TierFailure, TransferState
 from openinfer_kv_cache.testing.tier_cases import ended
 from openinfer_kv_offload import QueueOptions, TierConfigError
 from openinfer_kv_offload.transfer.breaker import CircuitBreaker
-from openinfer_kv_offload.transfer.counters import Tally
+from openinfer_kv_offload.transfer.counters import TierTotals
 from openinfer_kv_offload.transfer.queue import TransferQueue, Urgency
 
 
@@ -19,10 +19,10 @@ def make_queue():
 
     def made(**options):
         clock = options.pop("clock", None)
-        tally = Tally("test")
+        counters = TierTotals("test")
         given = {} if clock is None else {"clock": clock}
-        queues.append(TransferQueue("test", QueueOptions(**options), tally, **given))
-        return queues[-1], lambda: tally.counters(stored_blocks=0).failures
+        queues.append(TransferQueue("test", QueueOptions(**options), counters, **given))
+        return queues[-1], lambda: counters.snapshot(stored_blocks=0).failures
 
     yield made
     for queue in queues:
@@ -61,12 +61,12 @@ def test_a_tier_that_fails_is_left_alone_until_its_cooldown(make_queue):
     now_s = [0.0]
     queue, failures = make_queue(breaker_failures=2, breaker_cooldown_s=5.0, clock=lambda: now_s[0])
     for _ in range(2):
-        assert ended(submit(queue, fail)) is TransferState.SHORT
+        assert ended(submit(queue, fail)) is TransferState.PARTIAL
     assert queue.is_refusing
-    refused = submit(queue, lambda transfer: transfer.land())
+    refused = submit(queue, lambda transfer: transfer.complete_blocks())
     assert refused.failure is TierFailure.BREAKER_OPEN
     now_s[0] = 6.0
-    assert ended(submit(queue, lambda transfer: transfer.land())) is TransferState.LANDED
+    assert ended(submit(queue, lambda transfer: transfer.complete_blocks())) is TransferState.COMPLETED
     assert not queue.is_refusing
     assert failures()[TierFailure.IO_ERROR] == 2
     assert failures()[TierFailure.BREAKER_OPEN] == 1
@@ -79,30 +79,30 @@ def test_more_transfers_than_may_wait_end_busy(make_queue):
     def hang(transfer):
         begun.set()
         go_on.wait(30)
-        transfer.land()
+        transfer.complete_blocks()
 
     first = submit(queue, hang)
     begun.wait(30)
-    second = submit(queue, lambda transfer: transfer.land())
+    second = submit(queue, lambda transfer: transfer.complete_blocks())
     released = []
-    third = submit(queue, lambda transfer: transfer.land(), release=lambda: released.append(True))
-    assert third.poll() is TransferState.SHORT
+    third = submit(queue, lambda transfer: transfer.complete_blocks(), release=lambda: released.append(True))
+    assert third.poll() is TransferState.PARTIAL
     assert third.failure is TierFailure.BUSY
     assert released == [True]
     go_on.set()
-    assert [ended(first), ended(second)] == [TransferState.LANDED] * 2
+    assert [ended(first), ended(second)] == [TransferState.COMPLETED] * 2
 
 
 def test_a_bug_in_a_tier_is_logged_counted_and_not_fatal(make_queue, caplog):
     queue, failures = make_queue()
     with caplog.at_level(logging.ERROR):
         transfer = submit(queue, lambda transfer: {}["no such key"])
-        assert ended(transfer) is TransferState.SHORT
+        assert ended(transfer) is TransferState.PARTIAL
     assert transfer.failure is TierFailure.ERROR
     assert failures()[TierFailure.ERROR] == 1
     queue.close()
     assert "KeyError: 'no such key'" in caplog.text
-    assert ended(submit(queue, fail)) is TransferState.SHORT
+    assert ended(submit(queue, fail)) is TransferState.PARTIAL
 
 
 def test_close_ends_what_waits_and_gives_back_what_it_holds(make_queue):
@@ -113,14 +113,14 @@ def test_close_ends_what_waits_and_gives_back_what_it_holds(make_queue):
     def hang(transfer):
         begun.set()
         go_on.wait(30)
-        transfer.land()
+        transfer.complete_blocks()
 
     first = submit(queue, hang, release=lambda: released.append("first"))
     begun.wait(30)
     second = submit(queue, hang, release=lambda: released.append("second"))
     closer = threading.Thread(target=queue.close)
     closer.start()
-    assert [ended(first), ended(second)] == [TransferState.SHORT] * 2
+    assert [ended(first), ended(second)] == [TransferState.PARTIAL] * 2
     go_on.set()
     closer.join(30)
     assert sorted(released) == ["first", "second"]
@@ -141,10 +141,10 @@ def test_loads_go_before_saves_that_wait_longer(make_queue):
     def hold(transfer):
         begun.set()
         assert gate.wait(30)
-        transfer.land()
+        transfer.complete_blocks()
 
     def job(name):
-        return lambda transfer: (order.append(name), transfer.land())
+        return lambda transfer: (order.append(name), transfer.complete_blocks())
 
     held = submit(queue, hold)
     assert begun.wait(30)
@@ -153,7 +153,7 @@ def test_loads_go_before_saves_that_wait_longer(make_queue):
         for name, urgency in (("a", Urgency.SAVE), ("b", Urgency.SAVE), ("c", Urgency.LOAD), ("d", Urgency.LOAD))
     ]
     gate.set()
-    assert {ended(transfer) for transfer in (held, *waiting)} == {TransferState.LANDED}
+    assert {ended(transfer) for transfer in (held, *waiting)} == {TransferState.COMPLETED}
     assert order == ["c", "d", "a", "b"]
 
 
@@ -165,14 +165,14 @@ def test_transfers_that_wait_too_long_for_a_thread_do_not_open_the_breaker(make_
     def hold(transfer):
         begun.set()
         assert gate.wait(30)
-        transfer.land()
+        transfer.complete_blocks()
 
     held = submit(queue, hold)
     assert begun.wait(30)
-    waiting = [submit(queue, lambda transfer: transfer.land(), timeout_s=1.0) for _ in range(5)]
+    waiting = [submit(queue, lambda transfer: transfer.complete_blocks(), timeout_s=1.0) for _ in range(5)]
     now_s[0] = 2.0
-    assert {transfer.poll() for transfer in waiting} == {TransferState.SHORT}
+    assert {transfer.poll() for transfer in waiting} == {TransferState.PARTIAL}
     assert failures()[TierFailure.DEADLINE] == 5
     assert not queue.is_refusing
     gate.set()
-    assert ended(held) is TransferState.LANDED
+    assert ended(held) is TransferState.COMPLETED

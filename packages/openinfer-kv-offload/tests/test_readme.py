@@ -24,7 +24,7 @@ def test_readme_program_prints_what_it_says(capsys, tmp_path, monkeypatch):
     (program,) = PROGRAMS
     exec(compile(program, "README.md", "exec"), {})
     promised = re.findall(r"^print\(.*\)  # (.*)$", program, flags=re.MULTILINE)
-    assert capsys.readouterr().out.splitlines() == promised == ["landed", "(2, 1.5)"]
+    assert capsys.readouterr().out.splitlines() == promised == ["completed", "(2, 1.5)"]
 
 
 def test_readme_use_has_about_forty_lines():

@@ -8,13 +8,13 @@ import time
 import pytest
 
 from openinfer_kv_cache import KvTierError, PrefixHasher, TierFailure, TransferState
-from openinfer_kv_cache.testing.tier_cases import chain, check_landed, empty, ended, filled, kit_layout, load, save
-from openinfer_kv_cache.testing.tier_contract import FaultKind, check_tier
+from openinfer_kv_cache.testing.tier_cases import chain, check_completed, empty, ended, filled, kit_layout, load, save
+from openinfer_kv_cache.testing.tier_contract import InjectedFault, check_tier
 from openinfer_kv_offload import (
-    Access,
     QueueOptions,
     RemoteTier,
     RemoteTierOptions,
+    StoreAccess,
     StoreError,
     TierConfigError,
     open_tiers,
@@ -95,15 +95,15 @@ def test_random_use_under_faults_never_gives_wrong_bytes(kind, running):
     seen = run_machine(lambda: remote_case(running[kind].connect), steps=800)
     assert seen["loaded blocks"] > 50
     assert seen["reopened"] > 5
-    assert seen["save short"] > 0
-    assert {f"fault {fault}" for fault in FaultKind} <= seen.keys()
+    assert seen["save partial"] > 0
+    assert {f"fault {fault}" for fault in InjectedFault} <= seen.keys()
 
 
 @each_kind
 def test_tiers_are_opened_by_setting_and_stand_below_others(kind, running):
     settings = ["host=1MiB", running[kind].setting("stacked")]
     first = open_tiers(settings, LAYOUT)
-    assert save(first, chain(1, 3)) is TransferState.LANDED
+    assert save(first, chain(1, 3)) is TransferState.COMPLETED
     first.close()
     again = open_tiers(settings, LAYOUT)
     assert load(again, chain(1, 3)) == 3
@@ -115,8 +115,8 @@ def test_tiers_are_opened_by_setting_and_stand_below_others(kind, running):
 @each_kind
 def test_what_one_process_saves_another_finds_after_a_look(kind, running):
     writer = running[kind].tier("shared")
-    reader = running[kind].tier("shared", access=Access.READ)
-    assert save(writer, chain(2, 4)) is TransferState.LANDED
+    reader = running[kind].tier("shared", access=StoreAccess.READ)
+    assert save(writer, chain(2, 4)) is TransferState.COMPLETED
     assert load(reader, chain(2, 4)) == 0  # known from memory only; this miss makes it look
     reader.refresh()
     assert load(reader, chain(2, 4)) == 4
@@ -172,10 +172,10 @@ def test_a_block_that_the_server_gave_up_is_a_miss_and_no_fault_of_the_tier(kind
     store.delete([f"given-up/block/{digests[1].hex()}"])
     blocks = empty(3, LAYOUT)
     transfer = tier.load(tier.find(digests), blocks)
-    assert ended(transfer) is TransferState.SHORT
-    assert (transfer.failure, transfer.landed_blocks) == (TierFailure.MISSING, 1)
-    check_landed(transfer, digests, blocks, LAYOUT)
-    assert save(tier, digests) is TransferState.LANDED  # the breaker, which one failure opens, is closed
+    assert ended(transfer) is TransferState.PARTIAL
+    assert (transfer.failure, transfer.completed_blocks) == (TierFailure.MISSING, 1)
+    check_completed(transfer, digests, blocks, LAYOUT)
+    assert save(tier, digests) is TransferState.COMPLETED  # the breaker, which one failure opens, is closed
     assert load(tier, digests) == 3
     store.close()
     tier.close()
@@ -206,7 +206,7 @@ def test_a_server_killed_in_the_middle_costs_blocks_and_nothing_else(kind, fragi
     tier = service.tier("killed", queue=QueueOptions(breaker_failures=2, breaker_cooldown_s=0.05))
     digests = chain(10, 24)
     transfers = [tier.save(digests[i : i + 4], filled(digests[i : i + 4], LAYOUT)) for i in range(0, 12, 4)]
-    assert [ended(each) for each in transfers] == [TransferState.LANDED] * 3
+    assert [ended(each) for each in transfers] == [TransferState.COMPLETED] * 3
     under_way = [tier.save(digests[i : i + 4], filled(digests[i : i + 4], LAYOUT)) for i in range(12, 24, 4)]
     blocks = empty(12, LAYOUT)
     loading = tier.load(tier.find(digests[:12]), blocks)
@@ -214,13 +214,13 @@ def test_a_server_killed_in_the_middle_costs_blocks_and_nothing_else(kind, fragi
     for transfer in (*under_way, loading):
         ended(transfer)
         assert transfer.failure in (None, TierFailure.GONE, TierFailure.BREAKER_OPEN)
-    check_landed(loading, digests, blocks, LAYOUT)
+    check_completed(loading, digests, blocks, LAYOUT)
     for _ in range(2):
-        assert save(tier, chain(11, 1)) is TransferState.SHORT
+        assert save(tier, chain(11, 1)) is TransferState.PARTIAL
     assert tier.counters()[0].failures[TierFailure.GONE] >= 2
     service.server.start()
     give_up_s = time.monotonic() + 30
-    while save(tier, digests) is not TransferState.LANDED:
+    while save(tier, digests) is not TransferState.COMPLETED:
         assert time.monotonic() < give_up_s, "the tier did not come back with its server"
     while load(tier, digests) < len(digests):  # blocks of before the kill may be lost; then they are saved again
         save(tier, digests)
@@ -239,10 +239,10 @@ def test_a_server_that_hangs_meets_the_deadline_and_never_the_caller(kind, fragi
     try:
         hit = tier.find(digests)  # would hang if it asked the server
         transfer = tier.load(hit, empty(2, LAYOUT), timeout_s=0.02)
-        assert ended(transfer) is TransferState.SHORT
+        assert ended(transfer) is TransferState.PARTIAL
         assert transfer.failure is TierFailure.DEADLINE
         save_of_new = tier.save(chain(13, 1), filled(chain(13, 1), LAYOUT))
-        assert ended(save_of_new) is TransferState.SHORT
+        assert ended(save_of_new) is TransferState.PARTIAL
         assert save_of_new.failure is TierFailure.GONE  # the store's own time limit
     finally:
         os.kill(service.server.pid, signal.SIGCONT)
@@ -253,7 +253,7 @@ def test_a_full_valkey_is_reported_as_full(tmp_path):
     with ValkeyServer(tmp_path, max_memory="2mb") as server:
         tier = Service("valkey", server).tier("full", budget_bytes=4096 * OBJECT_BYTES)
         transfer = tier.save(chain(14, 400), filled(chain(14, 400), LAYOUT))
-        assert ended(transfer) is TransferState.SHORT
+        assert ended(transfer) is TransferState.PARTIAL
         assert transfer.failure is TierFailure.FULL
         tier.close()
 
@@ -288,7 +288,7 @@ def test_wrong_credentials_are_refused_at_the_start(running, monkeypatch):
 
 def test_a_reader_of_nothing_is_refused(running):
     with pytest.raises(StoreError, match="start a process that writes"):
-        running["valkey"].tier("nobody-wrote", access=Access.READ)
+        running["valkey"].tier("nobody-wrote", access=StoreAccess.READ)
 
 
 @pytest.mark.parametrize(

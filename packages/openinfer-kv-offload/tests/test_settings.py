@@ -21,7 +21,7 @@ def test_tiers_are_opened_by_the_names_of_their_entry_points(tmp_path):
     settings = ["host=1MiB,policy=lfu,ttl_s=600", f"disk={tmp_path / 'store'},2MiB,segment_bytes=65536"]
     tier = open_tiers(settings, LAYOUT)
     assert isinstance(tier, TierStack)
-    assert save(tier, chain(1, 2)) is TransferState.LANDED
+    assert save(tier, chain(1, 2)) is TransferState.COMPLETED
     tier.close()
     again = open_tiers(settings, LAYOUT)
     assert load(again, chain(1, 2)) == 2

@@ -1,22 +1,22 @@
 import pytest
 
 from openinfer_kv_cache import KvTierError, LayoutMismatchError, TierFailure, TransferState
-from openinfer_kv_cache.testing.tier_cases import chain, check_landed, empty, ended, filled, kit_layout, load, save
-from openinfer_kv_cache.testing.tier_contract import FaultInjector, FaultKind
+from openinfer_kv_cache.testing.tier_cases import chain, check_completed, empty, ended, filled, kit_layout, load, save
+from openinfer_kv_cache.testing.tier_contract import FaultInjector, InjectedFault
 from openinfer_kv_offload import (
-    Access,
     DiskTier,
     DiskTierOptions,
     HostTier,
     HostTierOptions,
     Promotion,
     StackOptions,
+    StoreAccess,
     TierConfigError,
     TierStack,
     WriteMode,
     settings,
 )
-from openinfer_kv_offload.stack.write_behind import Follower
+from openinfer_kv_offload.stack.write_behind import WriteBehindWorker
 
 LAYOUT = kit_layout()
 
@@ -45,7 +45,7 @@ def stored(tier):
 
 def test_write_through_stores_in_every_tier(open_stack):
     stack, host, disk = open_stack()
-    assert save(stack, chain(1, 3)) is TransferState.LANDED
+    assert save(stack, chain(1, 3)) is TransferState.COMPLETED
     assert (stored(host), stored(disk)) == (3, 3)
     assert [each.tier for each in stack.counters()] == ["host", "disk"]
 
@@ -98,24 +98,24 @@ def test_a_load_is_pending_until_its_promotion_no_longer_reads_the_blocks(open_s
     gate = faults.hold_next_write()
     blocks = empty(1, LAYOUT)
     transfer = stack.load(stack.find(chain(1, 1)), blocks)
-    while transfer.landed_blocks == 0 or stored(host):
+    while transfer.completed_blocks == 0 or stored(host):
         transfer.wait(0.01)
     transfer.poll()
     gate.wait_entered()
     assert transfer.poll() is TransferState.PENDING
     gate.release()
-    assert ended(transfer) is TransferState.LANDED
-    check_landed(transfer, chain(1, 1), blocks, LAYOUT)
+    assert ended(transfer) is TransferState.COMPLETED
+    check_completed(transfer, chain(1, 1), blocks, LAYOUT)
     assert stored(host) == 1
 
 
 def test_a_corrupt_upper_copy_is_dropped_and_the_lower_one_serves_the_next_find(open_stack):
     faults = FaultInjector()
     stack, host, _ = open_stack(faults=faults)
-    faults.on_next_writes(FaultKind.BIT_FLIP)
+    faults.on_next_writes(InjectedFault.BIT_FLIP)
     save(stack, chain(1, 2))
     transfer = stack.load(stack.find(chain(1, 2)), empty(2, LAYOUT))
-    assert ended(transfer) is TransferState.SHORT
+    assert ended(transfer) is TransferState.PARTIAL
     assert transfer.failure is TierFailure.CORRUPT
     assert load(stack, chain(1, 2)) == 2
     assert host.counters()[0].corrupt_blocks == 1
@@ -124,11 +124,11 @@ def test_a_corrupt_upper_copy_is_dropped_and_the_lower_one_serves_the_next_find(
 def test_a_save_that_one_tier_refuses_is_short_and_kept_by_the_other(open_stack):
     faults = FaultInjector()
     stack, host, disk = open_stack(faults=faults)
-    faults.on_next_writes(FaultKind.FULL)
+    faults.on_next_writes(InjectedFault.FULL)
     transfer = stack.save(chain(1, 2), filled(chain(1, 2), LAYOUT))
-    assert ended(transfer) is TransferState.SHORT
+    assert ended(transfer) is TransferState.PARTIAL
     assert transfer.failure is TierFailure.FULL
-    assert transfer.landed_blocks == 2
+    assert transfer.completed_blocks == 2
     assert (stored(host), stored(disk)) == (0, 2)
 
 
@@ -152,13 +152,13 @@ def test_a_disk_that_another_process_fills_is_read_and_not_written(tmp_path):
     options = {"folder": str(tmp_path / "store"), "budget_bytes": 2**20}
     writer = DiskTier(LAYOUT, DiskTierOptions(**options))
     save(writer, chain(1, 2))
-    readers = [DiskTier(LAYOUT, DiskTierOptions(**options, access=Access.READ), name=f"disk{i}") for i in range(2)]
+    readers = [DiskTier(LAYOUT, DiskTierOptions(**options, access=StoreAccess.READ), name=f"disk{i}") for i in range(2)]
     host = HostTier(LAYOUT, HostTierOptions(capacity_bytes=4 * 3904))
     with pytest.raises(TierConfigError, match="needs both to accept saves"):
         TierStack([host, readers[0]], StackOptions(write=WriteMode.BACK))
     stack = TierStack([host, readers[0]])
     assert load(stack, chain(1, 2)) == 2
-    assert save(stack, chain(2, 1)) is TransferState.LANDED
+    assert save(stack, chain(2, 1)) is TransferState.COMPLETED
     assert stored(host) == 3
     only_readers = TierStack(readers)
     with pytest.raises(KvTierError, match="accepts saves"):
@@ -180,7 +180,7 @@ def test_misuse_in_a_later_part_leaves_nothing_under_way(open_stack):
 
 def test_write_behind_waits_for_the_first_tier_alone_and_hands_down_all_the_same(open_stack):
     stack, host, disk = open_stack(write=WriteMode.BEHIND, host_blocks=8)
-    assert save(stack, chain(1, 6)) is TransferState.LANDED
+    assert save(stack, chain(1, 6)) is TransferState.COMPLETED
     assert stored(host) == 6
     stack.flush()
     assert stored(disk) == 6
@@ -192,14 +192,14 @@ def test_write_behind_does_not_hand_down_what_is_corrupt_or_gone():
     faults = FaultInjector()
     host = HostTier(LAYOUT, HostTierOptions(capacity_bytes=4 * 3904), wrap_medium=faults.wrap)
     lower = HostTier(LAYOUT, HostTierOptions(capacity_bytes=16 * 3904), name="lower")
-    follower = Follower(host, [lower], timeout_s=10.0, num_threads=1)
+    worker = WriteBehindWorker(host, [lower], timeout_s=10.0, num_threads=1)
     save(host, chain(1, 3))
-    faults.on_next_reads(FaultKind.BIT_FLIP)
-    follower.follow([*chain(1, 3), *chain(9, 1)])
-    assert follower.flush(30)
+    faults.on_next_reads(InjectedFault.BIT_FLIP)
+    worker.enqueue([*chain(1, 3), *chain(9, 1)])
+    assert worker.flush(30)
     assert stored(lower) == 2
     assert host.counters()[0].corrupt_blocks == 1
-    follower.close(1.0)
+    worker.close(1.0)
     host.close()
     lower.close()
 

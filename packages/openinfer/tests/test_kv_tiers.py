@@ -21,7 +21,7 @@ from openinfer_engine import Composition, EngineOptions, LoadFormat, StepLoop, b
 from openinfer_engine.kv_tiers import ChosenTiers
 from openinfer_engine.options import DeviceKind, RankHost
 from openinfer_kv_cache import KvLayout, KvTier
-from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultKind
+from openinfer_kv_cache.testing.tier_faults import FaultInjector, InjectedFault
 from openinfer_kv_cache.tiers import KV_TIERS
 from openinfer_kv_offload import HostTier, HostTierOptions, QueueOptions, open_tiers
 
@@ -103,7 +103,11 @@ def requests_to(model: str) -> list[GenerateRequest]:
 
 
 def serve(
-    loop: StepLoop, requests: Sequence[GenerateRequest], *, faults: Sequence[FaultKind] = (), fault_rate: float = 0.3
+    loop: StepLoop,
+    requests: Sequence[GenerateRequest],
+    *,
+    faults: Sequence[InjectedFault] = (),
+    fault_rate: float = 0.3,
 ) -> dict[int, Any]:
     """Tokens of each request; a few are submitted in every step, and something goes wrong in some."""
     draw = random.Random(1)
@@ -154,7 +158,7 @@ def test_tokens_are_the_same_with_a_host_tier_above_a_disk(
 
 def test_tokens_are_the_same_while_everything_goes_wrong(model: str, without_tiers: dict[int, Any]) -> None:
     with running(model=model, kv_tier=["host=1MiB"], plugin=faulty_tier(16 << 20), kv_load_timeout_ms=50) as loop:
-        said = serve(loop, requests_to(model), faults=tuple(FaultKind))
+        said = serve(loop, requests_to(model), faults=tuple(InjectedFault))
         stats = loop.stats()
     FAULTS.clear()
     assert said == without_tiers
@@ -187,7 +191,7 @@ def test_tokens_of_ranks_are_the_same_while_everything_goes_wrong(model: str) ->
     with running(**ranks) as loop:
         said = serve(loop, traffic(0)[:20])
     with running(**ranks, plugin=faulty_tier(16 << 20), kv_tier=["host=1MiB"], kv_load_timeout_ms=200) as loop:
-        assert serve(loop, traffic(0)[:20], faults=tuple(FaultKind), fault_rate=0.03) == said
+        assert serve(loop, traffic(0)[:20], faults=tuple(InjectedFault), fault_rate=0.03) == said
         stats = loop.stats()
     FAULTS.clear()
     (tier,) = stats.kv_tiers

@@ -185,4 +185,4 @@ def _move(tier: KvTier, num_blocks: int) -> tuple[float, float]:
 
 
 def _landed(state: TransferState) -> None:
-    assert state is TransferState.LANDED, f"a transfer of the bench ended {state}"  # noqa: S101
+    assert state is TransferState.COMPLETED, f"a transfer of the bench ended {state}"  # noqa: S101

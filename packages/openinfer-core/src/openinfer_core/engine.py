@@ -53,7 +53,7 @@ class KvTierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stored_blocks: int = 0
     """Held at this moment."""
     failures: dict[str, int] = {}
-    """Transfers that fell short, by reason; each cost a recomputation at most."""
+    """Partial transfers, by reason; each cost a recomputation at most."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

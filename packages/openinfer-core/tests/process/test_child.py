@@ -16,7 +16,7 @@ from openinfer_core.process.wire import (
     Close,
     FrameBuffer,
     Hello,
-    Refusal,
+    StartRefusal,
     Submit,
     ToClient,
     ToEngine,
@@ -97,7 +97,7 @@ def test_refusal_is_told_to_the_one_with_the_token_whoever_connects_before() -> 
         silent.close()
         send(connection, Hello(TOKEN))
         assert receive(stranger) is None
-        assert receive(connection) == Refusal("no engine of that kind")
+        assert receive(connection) == StartRefusal("no engine of that kind")
     child.end(deadline_s=30)
     assert child.exit_code == 1
 

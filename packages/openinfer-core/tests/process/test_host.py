@@ -20,7 +20,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.process.host import EngineHost
+from openinfer_core.process.host import LoopRunner
 from openinfer_core.process.wire import Abort, Close, Submit
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
 
@@ -58,9 +58,9 @@ class ScriptedLoop:
         self.on_close()
 
 
-def run(loop: ScriptedLoop | SimulatedLoop, *commands: Submit | Abort | Close) -> tuple[EngineHost, list[TokenEvent]]:
+def run(loop: ScriptedLoop | SimulatedLoop, *commands: Submit | Abort | Close) -> tuple[LoopRunner, list[TokenEvent]]:
     """Runs a host over commands that are there already; returns what it delivered."""
-    host = EngineHost(loop)
+    host = LoopRunner(loop)
     for command in commands:
         host.post(command)
     delivered: list[TokenEvent] = []
@@ -148,7 +148,7 @@ def test_exit_raised_by_a_plugin_ends_the_engine_and_goes_on(
     loop = ScriptedLoop()
     loop.busy = True
     loop.on_step = failing(SystemExit(3))
-    host = EngineHost(loop)
+    host = LoopRunner(loop)
     host.post(Submit(make_request(1)))
     delivered: list[TokenEvent] = []
     with pytest.raises(SystemExit):
@@ -160,7 +160,7 @@ def test_exit_raised_by_a_plugin_ends_the_engine_and_goes_on(
 
 def test_loop_is_closed_also_when_deliver_raises(make_request: MakeRequest, caplog: pytest.LogCaptureFixture) -> None:
     loop = ScriptedLoop()
-    host = EngineHost(loop)
+    host = LoopRunner(loop)
     host.post(Submit(make_request(1)))
     host.post(Close())
     with pytest.raises(OSError, match="nobody there"):
@@ -178,7 +178,7 @@ def test_abort_of_unknown_and_ended_requests_never_reaches_the_loop(make_request
 
 
 def test_events_of_a_step_come_together_and_none_are_delivered_empty(make_request: MakeRequest) -> None:
-    host = EngineHost(SimulatedLoop(SimulatedOptions()))
+    host = LoopRunner(SimulatedLoop(SimulatedOptions()))
     batches: list[list[TokenEvent]] = []
 
     def deliver(events: list[TokenEvent]) -> None:
@@ -212,7 +212,7 @@ def test_stats_give_the_age_of_the_iteration_while_there_is_work_also_when_it_ha
         return []
 
     loop.on_step, loop.on_submit = step, submit
-    host = EngineHost(loop, clock=lambda: now_s[0])
+    host = LoopRunner(loop, clock=lambda: now_s[0])
     assert host.stats() == EngineStats(running=7, step_age_s=0.0)
     delivered: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     thread = threading.Thread(target=host.run, args=(delivered.put,))

@@ -23,7 +23,7 @@ from openinfer_core import (
     Tokens,
 )
 from openinfer_core.process.engine_process import LinkKind, listening
-from openinfer_core.process.host import EngineHost
+from openinfer_core.process.host import LoopRunner
 from openinfer_core.process.links import HELLO_DEADLINE_S, MAX_HELLO_BYTES, LinkServer
 from openinfer_core.process.wire import (
     MAX_FRAME_BYTES,
@@ -107,7 +107,7 @@ class Server:
         self.options = options
         self.now_s = 0.0
         self.listener = listener
-        self.host = EngineHost(SimulatedLoop(options))
+        self.host = LoopRunner(SimulatedLoop(options))
         self.links = LinkServer(
             listener,
             token=TOKEN,
@@ -356,7 +356,7 @@ def test_close_says_shutdown_to_every_client_and_then_ends_the_links(make_reques
 def test_close_of_a_server_that_was_never_started_frees_its_sockets() -> None:
     with listening(LinkKind.TCP) as (listener, _):
         loop = SimulatedLoop(SimulatedOptions())
-        LinkServer(listener, token=TOKEN, host=EngineHost(loop), welcome=Welcome(loop.info)).close()
+        LinkServer(listener, token=TOKEN, host=LoopRunner(loop), welcome=Welcome(loop.info)).close()
         assert listener.fileno() == -1
 
 

@@ -27,7 +27,7 @@ from openinfer_core.process.wire import (
     Events,
     FrameBuffer,
     Hello,
-    Refusal,
+    StartRefusal,
     Stats,
     Submit,
     ToClient,
@@ -55,7 +55,7 @@ EVENTS = Events([Tokens(RequestId(5), (7, 300)), Failed(RequestId(70000), Failur
 # Recorded when the format was made: never change one of these.
 ARRAYS: dict[bytes, ToEngine | ToClient] = {
     b"\x0e\0\0\0\x92\xa5hello\xa6secret": Hello("secret"),
-    b"\x0c\0\0\0\x92\xa7refusal\xa2no": Refusal("no"),
+    b"\x0c\0\0\0\x92\xa7refusal\xa2no": StartRefusal("no"),
     b"\x08\0\0\0\x92\xa5abort\x05": Abort(RequestId(5)),
     b"\x0b\0\0\0\x91\xa9ask_stats": AskStats(),
     b"\x07\0\0\0\x91\xa5close": Close(),
@@ -73,7 +73,7 @@ MAPS: dict[bytes, ToEngine | ToClient] = {
     ),
 }
 TO_ENGINE = (Hello("secret"), Submit(REQUEST), Abort(RequestId(5)), AskStats(), Close())
-TO_CLIENT = (Welcome(INFO), Refusal("no"), EVENTS, Stats(EngineStats(step_age_s=0.5)))
+TO_CLIENT = (Welcome(INFO), StartRefusal("no"), EVENTS, Stats(EngineStats(step_age_s=0.5)))
 
 
 def decode(message: ToEngine | ToClient, body: bytes) -> ToEngine | ToClient:
@@ -145,4 +145,4 @@ def test_frame_buffer_refuses_an_oversized_frame_from_its_length_alone() -> None
 
 def test_encode_frame_refuses_what_no_peer_would_take() -> None:
     with pytest.raises(ContractViolation, match="exceeds the limit"):
-        encode_frame(Refusal("x" * MAX_FRAME_BYTES))
+        encode_frame(StartRefusal("x" * MAX_FRAME_BYTES))

@@ -16,7 +16,7 @@ from openinfer_engine.model import ModelLimits, WeightSource
 from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Ops
-from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
+from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 
 
 class DeepseekV4Definition:
@@ -115,13 +115,13 @@ def _paged(config: DeepseekV4Config, dtype: KvDtype) -> Iterator[PagedGroup]:
         )
 
 
-def _slots(config: DeepseekV4Config, dtype: KvDtype) -> Iterator[SlotGroup]:
-    window = SlotTensor(name="kv", shape=(config.sliding_window, config.head_dim), dtype=dtype)
-    yield SlotGroup(name="window", num_layers=config.num_hidden_layers, tensors=(window,))
+def _slots(config: DeepseekV4Config, dtype: KvDtype) -> Iterator[StateSlotGroup]:
+    window = StateTensor(name="kv", shape=(config.sliding_window, config.head_dim), dtype=dtype)
+    yield StateSlotGroup(name="window", num_layers=config.num_hidden_layers, tensors=(window,))
     for name, kind, dim in _entry_groups(config):
         shape = (2 * config.sparse_ratio, 4 * dim) if kind is LayerKind.SPARSE else (3, dim)
-        tensor = SlotTensor(name="tokens", shape=shape, dtype=KvDtype.FLOAT32)
-        yield SlotGroup(name=f"open_{name}", num_layers=config.num_layers_of(kind), tensors=(tensor,))
+        tensor = StateTensor(name="tokens", shape=shape, dtype=KvDtype.FLOAT32)
+        yield StateSlotGroup(name=f"open_{name}", num_layers=config.num_layers_of(kind), tensors=(tensor,))
 
 
 def _entry_groups(config: DeepseekV4Config) -> Iterator[tuple[str, LayerKind, int]]:

@@ -16,7 +16,7 @@ from openinfer_deepseek_v4.weights import HyperHead, LayerWeights, WeightReader
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import WeightSource
 from openinfer_kernels import Array, AttentionBatch, Ops, Weight, project
-from openinfer_kv_cache import KvDtype, SlotGroup, SlotTensor
+from openinfer_kv_cache import KvDtype, StateSlotGroup, StateTensor
 
 WINDOW = "mtp_window"
 """The slot group of its window."""
@@ -40,10 +40,10 @@ class MtpWeights:
     """`[h]`"""
 
 
-def window_group(config: DeepseekV4Config, dtype: KvDtype) -> SlotGroup:
+def window_group(config: DeepseekV4Config, dtype: KvDtype) -> StateSlotGroup:
     """What a sequence keeps for it."""
-    tensor = SlotTensor(name="kv", shape=(config.sliding_window, config.head_dim), dtype=dtype)
-    return SlotGroup(name=WINDOW, num_layers=1, tensors=(tensor,))
+    tensor = StateTensor(name="kv", shape=(config.sliding_window, config.head_dim), dtype=dtype)
+    return StateSlotGroup(name=WINDOW, num_layers=1, tensors=(tensor,))
 
 
 def load_mtp(

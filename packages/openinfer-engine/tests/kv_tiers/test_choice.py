@@ -16,7 +16,7 @@ from openinfer_engine.kv_tiers import OpenTiers, PageTaking, choose_tiers, open_
 from openinfer_engine.kv_tiers.choice import ChosenTiers, require_snapshots
 from openinfer_engine.kv_tiers.page_taking import available_bytes
 from openinfer_engine.kv_tiers.pool import HostPool
-from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, KvTier, PagedGroup, PagedTensor, SlotGroup, SlotTensor
+from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, KvTier, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 from openinfer_kv_cache.tiers import KV_TIERS
 
 TENSOR = PagedTensor(name="k", num_heads=1, head_dim=8, dtype=KvDtype.FLOAT32)
@@ -112,8 +112,8 @@ def test_settings_that_name_nothing_are_refused(settings: list[str], error: type
 
 def test_models_with_recurrent_states_are_refused_without_copies_of_them() -> None:
     require_snapshots(SPEC, 0)
-    state = SlotTensor(name="state", shape=(4,), dtype=KvDtype.FLOAT32)
-    states = SlotGroup(name="linear", num_layers=1, tensors=(state,))
+    state = StateTensor(name="state", shape=(4,), dtype=KvDtype.FLOAT32)
+    states = StateSlotGroup(name="linear", num_layers=1, tensors=(state,))
     spec = KvSpec(model_tag="m", paged=SPEC.paged, slots=(states,))
     require_snapshots(spec, 1)
     with pytest.raises(Refused, match=r"recurrent states \(linear\).* state_snapshot_bytes has room for none"):

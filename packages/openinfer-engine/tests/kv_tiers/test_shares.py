@@ -27,7 +27,7 @@ class FakeMove:
     def __init__(self, num_blocks: int = 3) -> None:
         self.num_blocks = num_blocks
         self.begin_s = 0.0
-        self.landed_blocks = 0
+        self.completed_blocks = 0
         self.is_ended = False
         self.is_cancelled = False
 
@@ -40,8 +40,8 @@ class FakeMove:
     def wait(self, timeout_s: float) -> None:
         assert timeout_s > 0
 
-    def end(self, landed_blocks: int) -> None:
-        self.landed_blocks, self.is_ended = landed_blocks, True
+    def end(self, completed_blocks: int) -> None:
+        self.completed_blocks, self.is_ended = completed_blocks, True
 
 
 def test_blocks_have_landed_as_far_as_they_have_on_every_rank() -> None:
@@ -56,7 +56,7 @@ def test_blocks_have_landed_as_far_as_they_have_on_every_rank() -> None:
     assert shares[2].is_cancelled
     shares[2].end(3)
     assert move.is_over()
-    assert move.landed_blocks == 2
+    assert move.completed_blocks == 2
 
 
 def test_cancelling_reaches_the_ranks_where_it_is_pending() -> None:
@@ -79,13 +79,13 @@ def test_loads_and_saves_are_sent_and_end_when_the_rank_says_so() -> None:
     ]
     assert (share.faults, share.stats()) == (0, ())
     share.hear(MoveEnded(1, 1, 0, STATS))
-    assert (load.is_over(), save.is_over(), save.landed_blocks) == (False, True, 1)
+    assert (load.is_over(), save.is_over(), save.completed_blocks) == (False, True, 1)
     for _ in range(2):
         load.cancel()
     assert told[2:] == [CancelMove(0)]
     share.hear(MoveEnded(0, 2, 1, STATS))
     load.wait(1)
-    assert (load.is_over(), load.landed_blocks, load.num_blocks) == (True, 2, 3)
+    assert (load.is_over(), load.completed_blocks, load.num_blocks) == (True, 2, 3)
     assert (share.faults, share.stats()) == (1, STATS)
 
 
@@ -94,9 +94,9 @@ def test_nothing_of_a_rank_that_is_gone_is_waited_for() -> None:
     before = share.load(DIGESTS, PLACES)
     share.end_all()
     after = share.save(DIGESTS, PLACES)
-    assert [(move.is_over(), move.landed_blocks) for move in (before, after)] == [(True, 0)] * 2
+    assert [(move.is_over(), move.completed_blocks) for move in (before, after)] == [(True, 0)] * 2
     share.hear(MoveEnded(0, 3, 0, STATS))
-    assert before.landed_blocks == 0
+    assert before.completed_blocks == 0
 
 
 class FakePort:

@@ -92,7 +92,7 @@ class FakeTransfer:
     blocks: list[FakeBlock | FakePiece]
     is_load: bool
     polls_left: int
-    landed_blocks: int = 0
+    completed_blocks: int = 0
     failure: TierFailure | None = None
     state: TransferState = TransferState.PENDING
     is_cancelled: bool = False
@@ -136,13 +136,13 @@ class FakeTransfer:
         if not self.is_load:
             now = [block.read() for block in self.blocks]
             assert now == self.before, "a block was overwritten while it was saved"
-        self.landed_blocks = landing
+        self.completed_blocks = landing
         if landing == self.num_blocks:
-            self.state = TransferState.LANDED
+            self.state = TransferState.COMPLETED
         elif self.is_cancelled:
             self.state = TransferState.CANCELLED
         else:
-            self.state, self.failure = TransferState.SHORT, TierFailure.IO_ERROR
+            self.state, self.failure = TransferState.PARTIAL, TierFailure.IO_ERROR
 
 
 class FakeTier:
@@ -208,12 +208,12 @@ class FakeShareMove:
     landing: int
     polls_left: int
     begin_s: float = 0.0
-    landed_blocks: int = 0
+    completed_blocks: int = 0
 
     def is_over(self) -> bool:
         self.polls_left -= 1
         if self.polls_left <= 0:
-            self.landed_blocks = self.landing
+            self.completed_blocks = self.landing
         return self.polls_left <= 0
 
     def cancel(self) -> None:
@@ -341,7 +341,7 @@ def test_what_did_not_land_is_computed(checked_scheduler: type[TokenBudgetSchedu
     rig.run(request_of(1, [20] * 28))
     tier.fault_rate = 1.0
     cached = rig.run(request_of(2, range(1, 14)))
-    assert cached == 4 * tier.loads[-1].landed_blocks < 12
+    assert cached == 4 * tier.loads[-1].completed_blocks < 12
 
 
 @pytest.mark.parametrize(("num_snapshots", "cached_tokens"), [(0, 8), (1, 0)])

@@ -12,7 +12,7 @@ from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.state_slots import StateSlots, padded_slot_bytes
 from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cpu import CpuOps
-from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
+from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 
 PAGED = PagedGroup(
     name="attention",
@@ -20,15 +20,17 @@ PAGED = PagedGroup(
     tensors=tuple(PagedTensor(name=name, num_heads=1, head_dim=2, dtype=KvDtype.FLOAT32) for name in "kv"),
 )
 STATES = (
-    SlotGroup(
+    StateSlotGroup(
         name="linear",
         num_layers=3,
         tensors=(
-            SlotTensor(name="conv", shape=(5, 3), dtype=KvDtype.FLOAT16),
-            SlotTensor(name="state", shape=(2, 4, 6), dtype=KvDtype.FLOAT32),
+            StateTensor(name="conv", shape=(5, 3), dtype=KvDtype.FLOAT16),
+            StateTensor(name="state", shape=(2, 4, 6), dtype=KvDtype.FLOAT32),
         ),
     ),
-    SlotGroup(name="window", num_layers=1, tensors=(SlotTensor(name="state", shape=(7,), dtype=KvDtype.FLOAT32),)),
+    StateSlotGroup(
+        name="window", num_layers=1, tensors=(StateTensor(name="state", shape=(7,), dtype=KvDtype.FLOAT32),)
+    ),
 )
 SPEC = KvSpec(model_tag="a", paged=(PAGED,), slots=STATES)
 LAYOUT = KvLayout.from_spec(SPEC, block_size_tokens=4)

@@ -19,8 +19,8 @@ from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegi
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.sequence import BlockSequence
-from openinfer_kv_cache.slots import CopyKind, SlotCopy, SlotPool, SlotState
-from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
+from openinfer_kv_cache.slots import CopyKind, StateSlotCopy, StateSlotPool, StateSlotStatus
+from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 from openinfer_kv_cache.tier_traits import BlockMover, CopyingTier, DeviceBlock, DeviceTier, LastingTier
 from openinfer_kv_cache.tiers import (
     EvictingTier,
@@ -72,11 +72,11 @@ __all__ = [
     "PoolCounters",
     "PrefixHasher",
     "SequenceStateError",
-    "SlotCopy",
-    "SlotGroup",
-    "SlotPool",
-    "SlotState",
-    "SlotTensor",
+    "StateSlotCopy",
+    "StateSlotGroup",
+    "StateSlotPool",
+    "StateSlotStatus",
+    "StateTensor",
     "StoredBlocks",
     "TierCounters",
     "TierFailure",

@@ -34,7 +34,7 @@ from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from openinfer_kv_cache.expiry import Expiry
 from openinfer_kv_cache.listener import BlockListener
 from openinfer_kv_cache.pins import BlockPin
-from openinfer_kv_cache.states import Move, StateTable
+from openinfer_kv_cache.states import StateTable, Transition
 
 
 class BlockState(IntEnum):
@@ -46,12 +46,12 @@ class BlockState(IntEnum):
     IDLE = 3
 
 
-_ALLOCATE = Move("allocate", BlockState.FREE, BlockState.WRITABLE)
-_ABANDON = Move("abandon", BlockState.WRITABLE, BlockState.FREE)
-_SEAL = Move("seal", BlockState.WRITABLE, BlockState.SEALED)
-_RETIRE = Move("retire", BlockState.SEALED, BlockState.IDLE)
-_REVIVE = Move("revive", BlockState.IDLE, BlockState.SEALED)
-_EVICT = Move("evict", BlockState.IDLE, BlockState.FREE)
+_ALLOCATE = Transition("allocate", BlockState.FREE, BlockState.WRITABLE)
+_ABANDON = Transition("abandon", BlockState.WRITABLE, BlockState.FREE)
+_SEAL = Transition("seal", BlockState.WRITABLE, BlockState.SEALED)
+_RETIRE = Transition("retire", BlockState.SEALED, BlockState.IDLE)
+_REVIVE = Transition("revive", BlockState.IDLE, BlockState.SEALED)
+_EVICT = Transition("evict", BlockState.IDLE, BlockState.FREE)
 
 
 class BlockPool:

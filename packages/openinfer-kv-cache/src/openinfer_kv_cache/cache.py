@@ -12,7 +12,7 @@ from openinfer_kv_cache.digest import PrefixHasher
 from openinfer_kv_cache.errors import IntegrityError, KvConfigError
 from openinfer_kv_cache.eviction import EvictionPolicy
 from openinfer_kv_cache.sequence import BlockSequence
-from openinfer_kv_cache.slots import SlotPool
+from openinfer_kv_cache.slots import StateSlotPool
 
 
 class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     block_size_tokens: int = 16
     idle_ttl_s: float | None = None
     """Seconds after which unused content is forgotten; None keeps it until the space is needed."""
-    num_slots: int = 0
+    num_state_slots: int = 0
     """State slots, for a model with slot groups; live ones and snapshots together."""
     max_snapshots: int = 0
     """How many slots may hold snapshots; fewer than there are slots."""
@@ -36,8 +36,8 @@ class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         check_count("num_blocks", self.num_blocks)
         check_count("block_size_tokens", self.block_size_tokens)
-        check_count("num_slots", self.num_slots, least=0)
-        check_count("max_snapshots", self.max_snapshots, least=0, most=max(self.num_slots - 1, 0))
+        check_count("num_state_slots", self.num_state_slots, least=0)
+        check_count("max_snapshots", self.max_snapshots, least=0, most=max(self.num_state_slots - 1, 0))
         if self.idle_ttl_s is not None and not 0 < self.idle_ttl_s < float("inf"):
             raise KvConfigError(f"idle_ttl_s is {self.idle_ttl_s}; it must be positive and finite, or None")
 
@@ -69,7 +69,11 @@ class KvCache:
             clock=clock,
         )
         self.hasher = PrefixHasher(options.block_size_tokens, key=digest_key, layout_digest=options.layout_digest)
-        self.slots = SlotPool(options.num_slots, max_snapshots=options.max_snapshots) if options.num_slots else None
+        self.slots = (
+            StateSlotPool(options.num_state_slots, max_snapshots=options.max_snapshots)
+            if options.num_state_slots
+            else None
+        )
         self._live: set[BlockSequence] = set()
 
     @property
@@ -103,10 +107,10 @@ class KvCache:
         return self.pool.blocks_for(num_tokens) <= self.pool.num_blocks
 
     def clear(self) -> None:
-        """Voids all cached content, as after a change of weights; see `BlockPool.clear` and `SlotPool.clear`.
+        """Voids all cached content, as after a change of weights; see `BlockPool.clear` and `StateSlotPool.clear`.
 
         Raises:
-            BlockStateError: copies between slots have not landed; nothing has changed.
+            BlockStateError: copies between slots have not completed; nothing has changed.
         """
         if self.slots is not None:
             self.slots.clear()

@@ -28,7 +28,7 @@ import msgspec
 
 from openinfer_kv_cache.checks import MAX_LAYERS, check_count, check_distinct, check_name, check_tag
 from openinfer_kv_cache.errors import KvConfigError, LayoutMismatchError
-from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor, check_ranks
+from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor, check_ranks
 
 LAYOUT_VERSION = 1
 _DIGEST_PERSON = b"openinfer-layout"
@@ -204,22 +204,22 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         group = groups[0]
         return (group.num_layers, len(group.regions), *group.regions[0].shape)
 
-    def pool_bytes(self, *, num_blocks: int, num_slots: int = 0) -> int:
+    def pool_bytes(self, *, num_blocks: int, num_state_slots: int = 0) -> int:
         """Memory of that many blocks and slots."""
-        return num_blocks * self.block_bytes + num_slots * self.slot_bytes
+        return num_blocks * self.block_bytes + num_state_slots * self.slot_bytes
 
-    def num_blocks_for(self, budget_bytes: int, *, num_slots: int = 0) -> int:
-        """Blocks that fit into a budget beside `num_slots` slots.
+    def num_blocks_for(self, budget_bytes: int, *, num_state_slots: int = 0) -> int:
+        """Blocks that fit into a budget beside `num_state_slots` slots.
 
         Raises:
             KvConfigError: not even one fits.
         """
-        num_blocks = (budget_bytes - num_slots * self.slot_bytes) // self.block_bytes
+        num_blocks = (budget_bytes - num_state_slots * self.slot_bytes) // self.block_bytes
         if num_blocks < 1:
-            need = self.pool_bytes(num_blocks=1, num_slots=num_slots)
+            need = self.pool_bytes(num_blocks=1, num_state_slots=num_state_slots)
             raise KvConfigError(
-                f"{budget_bytes} bytes hold no block: one block of {self.block_bytes} bytes and {num_slots} slots "
-                f"of {self.slot_bytes} need {need}; give more memory, or ask for fewer slots"
+                f"{budget_bytes} bytes hold no block: one block of {self.block_bytes} bytes and "
+                f"{num_state_slots} slots of {self.slot_bytes} need {need}; give more memory, or ask for fewer slots"
             )
         return num_blocks
 
@@ -240,7 +240,7 @@ def check_same_layout(ours: KvLayout, theirs: KvLayout) -> None:
     raise LayoutMismatchError(f"KV layout {theirs.digest} is not ours, {ours.digest}: {shown}")
 
 
-def _lay_out(groups: Iterable[PagedGroup | SlotGroup], block_size_tokens: int) -> tuple[list[KvGroupLayout], int]:
+def _lay_out(groups: Iterable[PagedGroup | StateSlotGroup], block_size_tokens: int) -> tuple[list[KvGroupLayout], int]:
     """The groups one after the other, and the bytes of all, a multiple of the largest element."""
     laid_out: list[KvGroupLayout] = []
     end_bytes = 0
@@ -263,7 +263,7 @@ def _lay_out(groups: Iterable[PagedGroup | SlotGroup], block_size_tokens: int) -
 
 
 def _lay_out_group(
-    group: PagedGroup | SlotGroup, base_bytes: int, block_size_tokens: int
+    group: PagedGroup | StateSlotGroup, base_bytes: int, block_size_tokens: int
 ) -> tuple[tuple[KvRegion, ...], int]:
     """The regions of one group from `base_bytes` on, and where the group ends."""
     shapes = [_piece_shape(tensor, block_size_tokens) for tensor in group.tensors]
@@ -288,9 +288,9 @@ def _lay_out_group(
     return regions, base_bytes + group.num_layers * stride_bytes
 
 
-def _piece_shape(tensor: PagedTensor | SlotTensor, block_size_tokens: int) -> tuple[int, ...]:
+def _piece_shape(tensor: PagedTensor | StateTensor, block_size_tokens: int) -> tuple[int, ...]:
     """What one layer of one block or slot holds of a tensor."""
-    if isinstance(tensor, SlotTensor):
+    if isinstance(tensor, StateTensor):
         return tensor.shape
     return (tensor.num_heads, _rows(block_size_tokens, tensor.tokens_per_row), tensor.head_dim)
 

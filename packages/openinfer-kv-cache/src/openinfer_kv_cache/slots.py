@@ -1,4 +1,4 @@
-"""`SlotPool`: fixed-size states that are rewritten in place, and snapshots of them.
+"""`StateSlotPool`: fixed-size states that are rewritten in place, and snapshots of them.
 
               leave           fill            publish           retire
     live ◄──────────► free ─────────► filling ────────► sealed ◄────────► idle
@@ -8,18 +8,18 @@
                                                evict
     free     no content
     live     one sequence's state, rewritten every step
-    filling  destination of a copy that has not landed, from a live slot or from a KV tier
+    filling  destination of a copy that has not completed, from a live slot or from a KV tier
     sealed   a snapshot that a copy is reading, or that is held
-    idle     a snapshot that nobody reads; evicted, least recently used first, when slots or the budget are short
+    idle     a snapshot without a reader; evicted, least recently used first, when slots or the budget are short
 
 A recurrent state cannot be cut back to an earlier token as a block table can. To reuse a prefix, or to roll back a
 speculation, the state at a boundary is copied into another slot and kept under the digest of the prefix that it
 ends (`BlockSequence.prefix_digests`). A copy runs on the device after the call that plans it, so it is a
-`SlotCopy`: until it is landed or cancelled, neither of its slots can be handed to anyone else, even if the
+`StateSlotCopy`: until it is completed or cancelled, neither of its slots can be handed to another sequence, even if the
 sequence leaves meanwhile. `StateTable.move` enforces the diagram.
 
 KV tiers copy states beside the steps: into a snapshot that is being filled (`begin_load`), and out of one that is held
-(`begin_hold`). These are `SlotCopy`s of one slot alone.
+(`begin_hold`). These are `StateSlotCopy`s of one slot alone.
 """
 
 from collections import Counter, OrderedDict
@@ -29,10 +29,10 @@ from enum import IntEnum, StrEnum
 from openinfer_kv_cache.checks import check_count, require
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.errors import BlockStateError, KvConfigError
-from openinfer_kv_cache.states import Move, StateTable
+from openinfer_kv_cache.states import StateTable, Transition
 
 
-class SlotState(IntEnum):
+class StateSlotStatus(IntEnum):
     """See the module's diagram."""
 
     FREE = 0
@@ -42,18 +42,18 @@ class SlotState(IntEnum):
     IDLE = 4
 
 
-_ALLOCATE = Move("allocate", SlotState.FREE, SlotState.LIVE)
-_LEAVE = Move("leave", SlotState.LIVE, SlotState.FREE)
-_FILL = Move("fill", SlotState.FREE, SlotState.FILLING)
-_DISCARD = Move("discard", SlotState.FILLING, SlotState.FREE)
-_PUBLISH = Move("publish", SlotState.FILLING, SlotState.SEALED)
-_RETIRE = Move("retire", SlotState.SEALED, SlotState.IDLE)
-_REVIVE = Move("revive", SlotState.IDLE, SlotState.SEALED)
-_EVICT = Move("evict", SlotState.IDLE, SlotState.FREE)
+_ALLOCATE = Transition("allocate", StateSlotStatus.FREE, StateSlotStatus.LIVE)
+_LEAVE = Transition("leave", StateSlotStatus.LIVE, StateSlotStatus.FREE)
+_FILL = Transition("fill", StateSlotStatus.FREE, StateSlotStatus.FILLING)
+_DISCARD = Transition("discard", StateSlotStatus.FILLING, StateSlotStatus.FREE)
+_PUBLISH = Transition("publish", StateSlotStatus.FILLING, StateSlotStatus.SEALED)
+_RETIRE = Transition("retire", StateSlotStatus.SEALED, StateSlotStatus.IDLE)
+_REVIVE = Transition("revive", StateSlotStatus.IDLE, StateSlotStatus.SEALED)
+_EVICT = Transition("evict", StateSlotStatus.IDLE, StateSlotStatus.FREE)
 
 
 class CopyKind(StrEnum):
-    """Direction of a `SlotCopy`."""
+    """Direction of a `StateSlotCopy`."""
 
     SNAPSHOT = "snapshot"
     """Live slot → snapshot."""
@@ -62,15 +62,15 @@ class CopyKind(StrEnum):
     LOAD = "load"
     """KV tier → snapshot; source and target are the same."""
     HOLD = "hold"
-    """A snapshot stays as it is for whoever reads it beside the steps; source and target are the same."""
+    """A snapshot stays as it is for a tier that reads it during steps; source and target are the same."""
 
 
 _FILLING_KINDS = (CopyKind.SNAPSHOT, CopyKind.LOAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SlotCopy:
-    """A copy that somebody has to run, then `land` or `cancel`."""
+class StateSlotCopy:
+    """A copy that the engine has to run, then to `complete` or `cancel`."""
 
     kind: CopyKind
     source: int
@@ -87,11 +87,11 @@ class _Snapshot:
     num_readers: int = 0
 
 
-class SlotPool:
-    """Slots `0 .. num_slots - 1`. Used from one thread.
+class StateSlotPool:
+    """Slots `0 .. num_state_slots - 1`. Used from one thread.
 
     Args:
-        num_slots: all slots, live and snapshots together.
+        num_state_slots: all slots, live and snapshots together.
         max_snapshots: how many of them may hold snapshots at one time.
 
     Raises:
@@ -110,24 +110,24 @@ class SlotPool:
         "_stale",
         "_states",
         "max_snapshots",
-        "num_slots",
+        "num_state_slots",
     )
 
-    def __init__(self, num_slots: int, *, max_snapshots: int) -> None:
-        check_count("num_slots", num_slots)
-        if not 0 <= max_snapshots < num_slots:
+    def __init__(self, num_state_slots: int, *, max_snapshots: int) -> None:
+        check_count("num_state_slots", num_state_slots)
+        if not 0 <= max_snapshots < num_state_slots:
             raise KvConfigError(
-                f"max_snapshots is {max_snapshots}; with {num_slots} slots it must be 0 .. {num_slots - 1}, "
-                "so that a sequence can always have one"
+                f"max_snapshots is {max_snapshots}; with {num_state_slots} slots it must be 0 .. "
+                f"{num_state_slots - 1}, so that a sequence can always have one"
             )
-        self.num_slots = num_slots
+        self.num_state_slots = num_state_slots
         self.max_snapshots = max_snapshots
-        self._states = StateTable(num_slots, SlotState, noun="slot")
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._states = StateTable(num_state_slots, StateSlotStatus, noun="slot")
+        self._free = list(range(num_state_slots - 1, -1, -1))
         self._snapshots: dict[Digest, _Snapshot] = {}
         self._idle: OrderedDict[Digest, None] = OrderedDict()
         self._num_snapshot_slots = 0
-        self._copies: set[SlotCopy] = set()
+        self._copies: set[StateSlotCopy] = set()
         self._copying: Counter[int] = Counter()
         self._left: set[int] = set()
         self._stale: set[int] = set()
@@ -155,7 +155,7 @@ class SlotPool:
         """Snapshots given up for their slot, since the pool was made."""
         return self._evicted_snapshots
 
-    def state(self, slot: int) -> SlotState:
+    def state(self, slot: int) -> StateSlotStatus:
         """State of one slot."""
         return self._states[slot]
 
@@ -185,7 +185,7 @@ class SlotPool:
 
     # Copies.
 
-    def begin_snapshot(self, slot: int, digest: Digest, *, num_tokens: int) -> SlotCopy | None:
+    def begin_snapshot(self, slot: int, digest: Digest, *, num_tokens: int) -> StateSlotCopy | None:
         """Plans to keep a live slot's present state under the digest of the prefix that it has consumed.
 
         Returns:
@@ -197,17 +197,17 @@ class SlotPool:
         """
         self._require_owned(slot, verb="snapshot")
         if any(copy.kind is CopyKind.RESTORE and copy.target == slot for copy in self._copies):
-            raise BlockStateError(f"cannot snapshot slot {slot}: a restore into it has not landed")
+            raise BlockStateError(f"cannot snapshot slot {slot}: a restore into it has not completed")
         if slot in self._stale:
             return None
         target = self._take_filling(digest)
         if target is None:
             return None
         return self._start(
-            SlotCopy(kind=CopyKind.SNAPSHOT, source=slot, target=target, digest=digest, num_tokens=num_tokens)
+            StateSlotCopy(kind=CopyKind.SNAPSHOT, source=slot, target=target, digest=digest, num_tokens=num_tokens)
         )
 
-    def begin_load(self, digest: Digest, *, num_tokens: int) -> SlotCopy | None:
+    def begin_load(self, digest: Digest, *, num_tokens: int) -> StateSlotCopy | None:
         """Plans to fill a snapshot from a KV tier.
 
         Returns:
@@ -218,19 +218,21 @@ class SlotPool:
         if target is None:
             return None
         return self._start(
-            SlotCopy(kind=CopyKind.LOAD, source=target, target=target, digest=digest, num_tokens=num_tokens)
+            StateSlotCopy(kind=CopyKind.LOAD, source=target, target=target, digest=digest, num_tokens=num_tokens)
         )
 
-    def begin_hold(self, digest: Digest) -> SlotCopy | None:
+    def begin_hold(self, digest: Digest) -> StateSlotCopy | None:
         """Keeps a snapshot from eviction until the copy has ended; None if there is no such snapshot."""
         snapshot = self._snapshots.get(digest)
         if snapshot is None:
             return None
         self._start_reading(digest, snapshot)
         slot, num_tokens = snapshot.slot, snapshot.num_tokens
-        return self._start(SlotCopy(kind=CopyKind.HOLD, source=slot, target=slot, digest=digest, num_tokens=num_tokens))
+        return self._start(
+            StateSlotCopy(kind=CopyKind.HOLD, source=slot, target=slot, digest=digest, num_tokens=num_tokens)
+        )
 
-    def begin_restore(self, digest: Digest, slot: int) -> SlotCopy | None:
+    def begin_restore(self, digest: Digest, slot: int) -> StateSlotCopy | None:
         """Plans to overwrite a live slot with the snapshot of a boundary.
 
         Returns:
@@ -242,13 +244,13 @@ class SlotPool:
         """
         self._require_owned(slot, verb="restore into")
         if self._copying[slot]:
-            raise BlockStateError(f"cannot restore into slot {slot}: another copy uses it; land that one first")
+            raise BlockStateError(f"cannot restore into slot {slot}: another copy uses it; complete that one first")
         snapshot = self._snapshots.get(digest)
         if snapshot is None:
             return None
         self._start_reading(digest, snapshot)
         return self._start(
-            SlotCopy(
+            StateSlotCopy(
                 kind=CopyKind.RESTORE,
                 source=snapshot.slot,
                 target=slot,
@@ -257,7 +259,7 @@ class SlotPool:
             )
         )
 
-    def land(self, copy: SlotCopy) -> None:
+    def complete(self, copy: StateSlotCopy) -> None:
         """The copy has run on every rank: a snapshot can be found now, a restored slot can be stepped; a hold is over.
 
         Raises:
@@ -271,7 +273,7 @@ class SlotPool:
             self._stale.discard(copy.target)
         self._stop_reading(copy.digest)
 
-    def cancel(self, copy: SlotCopy) -> None:
+    def cancel(self, copy: StateSlotCopy) -> None:
         """The copy will not run, or has run and is not wanted. Never call it while the copy runs.
 
         A slot that was filled becomes free; a live slot's content is undefined after a cancelled restore.
@@ -296,20 +298,20 @@ class SlotPool:
             How many snapshots were dropped.
 
         Raises:
-            BlockStateError: copies have not landed; nothing has changed.
+            BlockStateError: copies have not completed; nothing has changed.
         """
         if self._copies:
-            raise BlockStateError(f"cannot clear: {len(self._copies)} copies have not landed; land or cancel them")
+            raise BlockStateError(f"cannot clear: {len(self._copies)} copies have not completed; end them first")
         dropped = len(self._idle)
         while self._evict_oldest():
             pass
-        self._stale = {slot for slot in range(self.num_slots) if self._states.is_in(slot, SlotState.LIVE)}
+        self._stale = {slot for slot in range(self.num_state_slots) if self._states.is_in(slot, StateSlotStatus.LIVE)}
         return dropped
 
     # Private.
 
     def _require_owned(self, slot: int, *, verb: str) -> None:
-        self._states.require((slot,), SlotState.LIVE, verb=verb)
+        self._states.require((slot,), StateSlotStatus.LIVE, verb=verb)
         if slot in self._left:
             raise BlockStateError(f"cannot {verb} slot {slot}: its sequence has left, and a copy still uses it")
 
@@ -329,12 +331,12 @@ class SlotPool:
         self._num_snapshot_slots += 1
         return target
 
-    def _start(self, copy: SlotCopy) -> SlotCopy:
+    def _start(self, copy: StateSlotCopy) -> StateSlotCopy:
         self._copies.add(copy)
         self._copying.update((copy.source, copy.target))
         return copy
 
-    def _end(self, copy: SlotCopy) -> None:
+    def _end(self, copy: StateSlotCopy) -> None:
         if copy not in self._copies:
             raise BlockStateError(f"the {copy.kind} of slot {copy.source} to {copy.target} has ended already")
         self._copies.remove(copy)
@@ -383,7 +385,7 @@ class SlotPool:
     # Integrity.
 
     def check_integrity(self) -> None:
-        """Compares everything the pool knows with everything else it knows; O(num_slots).
+        """Compares everything the pool knows with everything else it knows; O(num_state_slots).
 
         Raises:
             IntegrityError: with the first contradiction found.
@@ -393,28 +395,28 @@ class SlotPool:
         self._check_copies()
 
     def _check_slots(self) -> None:
-        free = {slot for slot in range(self.num_slots) if self._states.is_in(slot, SlotState.FREE)}
+        free = {slot for slot in range(self.num_state_slots) if self._states.is_in(slot, StateSlotStatus.FREE)}
         require(sorted(self._free) == sorted(free), "the free list is not the free slots")
-        kept = sum(map(self._states.count, (SlotState.FILLING, SlotState.SEALED, SlotState.IDLE)))
+        kept = sum(map(self._states.count, (StateSlotStatus.FILLING, StateSlotStatus.SEALED, StateSlotStatus.IDLE)))
         require(kept == self._num_snapshot_slots, f"{kept} slots are snapshots, {self._num_snapshot_slots} counted")
         require(kept <= self.max_snapshots, f"{kept} snapshots, {self.max_snapshots} allowed")
         for slot in self._left:
-            require(self._states.is_in(slot, SlotState.LIVE), f"slot {slot} was left and is not live")
+            require(self._states.is_in(slot, StateSlotStatus.LIVE), f"slot {slot} was left and is not live")
             require(self._copying[slot] > 0, f"slot {slot} was left and is in no copy, but not free")
         for slot in self._stale:
-            require(self._states.is_in(slot, SlotState.LIVE), f"slot {slot} is stale and not live")
+            require(self._states.is_in(slot, StateSlotStatus.LIVE), f"slot {slot} is stale and not live")
 
     def _check_snapshots(self) -> None:
         for digest, snapshot in self._snapshots.items():
             is_idle = not snapshot.num_readers
-            expected = SlotState.IDLE if is_idle else SlotState.SEALED
+            expected = StateSlotStatus.IDLE if is_idle else StateSlotStatus.SEALED
             state = self._states[snapshot.slot]
             require(state is expected, f"slot {snapshot.slot} is {state.name}, {snapshot.num_readers} read it")
             require(is_idle == (digest in self._idle), f"slot {snapshot.slot} and the order of eviction disagree")
         require(len(self._idle) <= len(self._snapshots), "the order of eviction names unknown snapshots")
         slots = {snapshot.slot for snapshot in self._snapshots.values()}
         require(len(slots) == len(self._snapshots), "two snapshots share a slot")
-        kept = self._states.count(SlotState.SEALED) + self._states.count(SlotState.IDLE)
+        kept = self._states.count(StateSlotStatus.SEALED) + self._states.count(StateSlotStatus.IDLE)
         require(kept == len(slots), f"{kept} slots hold snapshots, {len(slots)} can be found")
 
     def _check_copies(self) -> None:
@@ -428,8 +430,8 @@ class SlotPool:
             else:
                 readers[copy.digest] += 1
         require(+self._copying == copying, "the count of copies per slot is not that of the copies")
-        for slot in range(self.num_slots):
-            is_filling = self._states.is_in(slot, SlotState.FILLING)
+        for slot in range(self.num_state_slots):
+            is_filling = self._states.is_in(slot, StateSlotStatus.FILLING)
             require(is_filling == (slot in filling), f"slot {slot} and the copies disagree on whether it is filling")
         for digest, snapshot in self._snapshots.items():
             require(snapshot.num_readers == readers[digest], f"the readers of slot {snapshot.slot} are miscounted")

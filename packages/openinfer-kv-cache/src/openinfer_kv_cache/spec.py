@@ -3,8 +3,8 @@
     KvSpec
     ├── paged: PagedGroup …    grows with the tokens; lives in blocks, sealed in place, shared between sequences
     │   └── PagedTensor …      per token and layer `[num_heads, head_dim]`
-    └── slots: SlotGroup …     fixed size per sequence, rewritten in place; copied to be kept
-        └── SlotTensor …       per layer `shape`
+    └── slots: StateSlotGroup …     fixed size per sequence, rewritten in place; copied to be kept
+        └── StateTensor …       per layer `shape`
 
 All layers of a group hold the same tensors; a model whose layers differ has one group per kind of layer.
 """
@@ -101,7 +101,7 @@ class PagedGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.num_layers * sum(tensor.bytes_per_token for tensor in self.tensors)
 
 
-class SlotTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StateTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor of a slot group.
 
     Raises:
@@ -126,7 +126,7 @@ class SlotTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return math.prod(self.shape) * self.dtype.itemsize_bytes
 
 
-class SlotGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StateSlotGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layers with a state of fixed size per sequence: recurrent state, convolution inputs, a sliding window.
 
     Raises:
@@ -135,7 +135,7 @@ class SlotGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: str
     num_layers: int
-    tensors: tuple[SlotTensor, ...]
+    tensors: tuple[StateTensor, ...]
     rope_tag: str = "none"
     quantization_tag: str = "none"
 
@@ -159,7 +159,7 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Names the weights that compute the KV, so that no store ever mixes two checkpoints of one shape: best a
     fingerprint of the checkpoint."""
     paged: tuple[PagedGroup, ...]
-    slots: tuple[SlotGroup, ...] = ()
+    slots: tuple[StateSlotGroup, ...] = ()
     num_ranks: int = 1
     rank_index: int = 0
     """Which share of the heads this is."""
@@ -189,7 +189,7 @@ def check_ranks(num_ranks: int, rank_index: int) -> None:
         raise KvConfigError(f"rank_index is {rank_index}; with num_ranks {num_ranks} it must be 0 .. {num_ranks - 1}")
 
 
-def _check_group(group: PagedGroup | SlotGroup) -> None:
+def _check_group(group: PagedGroup | StateSlotGroup) -> None:
     check_name("a group's name", group.name)
     where = f"of group {group.name!r}"
     check_count(f"num_layers {where}", group.num_layers, most=MAX_LAYERS)

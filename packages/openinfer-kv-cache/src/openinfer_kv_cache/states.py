@@ -1,6 +1,6 @@
 """States of numbered things, and the one function that changes them.
 
-Blocks (`blocks.py`) and slots (`slots.py`) each draw a diagram and list its arrows as `Move`s; a `StateTable`
+Blocks (`blocks.py`) and slots (`slots.py`) each draw a diagram and list its arrows as `Transition`s; a `StateTable`
 lets nothing else happen.
 """
 
@@ -13,7 +13,7 @@ from openinfer_kv_cache.errors import BlockStateError
 State = TypeVar("State", bound=IntEnum)
 
 
-class Move(NamedTuple):
+class Transition(NamedTuple):
     """One arrow of a state diagram."""
 
     name: str
@@ -58,7 +58,7 @@ class StateTable(Generic[State]):
                     f"cannot {verb} {self._noun} {index}: it is {self[index].name.lower()}, not {state.name.lower()}"
                 )
 
-    def move(self, indices: Collection[int], move: Move) -> None:
+    def move(self, indices: Collection[int], move: Transition) -> None:
         """Takes every one of `indices` along one arrow: all of them or none.
 
         Raises:
@@ -71,7 +71,7 @@ class StateTable(Generic[State]):
                 self._refuse(list(indices), position, move)
             states[index] = target
 
-    def _refuse(self, indices: list[int], position: int, move: Move) -> NoReturn:
+    def _refuse(self, indices: list[int], position: int, move: Transition) -> NoReturn:
         """Undoes the moves before `position` and raises."""
         for index in indices[:position]:
             self._states[index] = move.source

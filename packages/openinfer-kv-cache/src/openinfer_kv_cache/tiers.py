@@ -8,8 +8,8 @@ A tier is asked three things, and none of them waits:
 
 Life of a transfer, which `poll` reports:
 
-    pending ──► landed       every block
-        │ └───► short        fewer: the first `landed_blocks` of a load are right, `failure` says what stopped it
+    pending ──► completed       every block
+        │ └───► partial      fewer: the first `completed_blocks` of a load are right, `failure` says what stopped it
         └─────► cancelled    after `cancel`, once no copy touches the caller's memory any more
 
 While a transfer is pending its blocks are the tier's: nobody else may write them, and a load's may not be read. Once
@@ -21,7 +21,7 @@ What a tier promises:
 - **Never wrong KV.** Bytes are given back under a digest only if a checksum made when they were saved, bound to that
   digest and to the layout, still fits. Anything else is dropped, counted and a miss. A tier that outlives its process
   keeps the layout beside the bytes and refuses to open under another.
-- **Never fatal.** What goes wrong while bytes move ends one transfer as short, counted by reason; the caller computes
+- **Never fatal.** What goes wrong while bytes move ends one transfer as partial, counted by reason; the caller computes
   the blocks. Only misuse raises (`KvTierError`).
 - **Isolation is in the digests.** Tenants' salts and LoRA names are part of every chain's root (`PrefixHasher`); stores
   that several processes or restarts share need one `digest_key` for all of them.
@@ -46,13 +46,13 @@ class TransferState(StrEnum):
     """Where a transfer stands; see the diagram above."""
 
     PENDING = "pending"
-    LANDED = "landed"
-    SHORT = "short"
+    COMPLETED = "completed"
+    PARTIAL = "partial"
     CANCELLED = "cancelled"
 
 
 class TierFailure(StrEnum):
-    """Why a transfer ended short."""
+    """Why a transfer ended partial."""
 
     DEADLINE = "deadline"
     """Its time was over."""
@@ -98,13 +98,13 @@ class Transfer(Protocol):
         ...
 
     @property
-    def landed_blocks(self) -> int:
+    def completed_blocks(self) -> int:
         """Of a load, how many leading blocks hold their right bytes; of a save, how many the tier has."""
         ...
 
     @property
     def failure(self) -> TierFailure | None:
-        """Set exactly when the state is short."""
+        """Set exactly when the state is partial."""
         ...
 
     def poll(self) -> TransferState:
@@ -139,7 +139,7 @@ class TierCounters:
     stored_blocks: int
     """Held at this moment."""
     failures: Mapping[TierFailure, int]
-    """Transfers that ended short; every reason is present; read-only."""
+    """Transfers that ended partial; every reason is present; read-only."""
 
 
 class KvTier(Protocol):
@@ -173,7 +173,7 @@ class KvTier(Protocol):
         Args:
             hit: of this tier's `find`, neither closed nor loaded.
             blocks: as many as the hit has.
-            timeout_s: after which it ends short; a copy that touches `blocks` at that moment is waited for.
+            timeout_s: after which it ends partial; a copy that touches `blocks` at that moment is waited for.
 
         Raises:
             KvTierError: the hit is spent or another tier's, or the memory is not blocks of the layout.
@@ -183,7 +183,7 @@ class KvTier(Protocol):
     def save(
         self, digests: Sequence[Digest], blocks: Sequence[memoryview], *, timeout_s: float | None = None
     ) -> Transfer:
-        """Begins to copy sealed blocks into the tier, in order; one that it has already counts as landed.
+        """Begins to copy sealed blocks into the tier, in order; one that it has already counts as completed.
 
         Raises:
             KvTierError: the memory is not blocks of the layout, the lengths differ, or it accepts no saves.
@@ -195,7 +195,7 @@ class KvTier(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what is pending as short (`CLOSED`), and gives everything back; closing again does nothing."""
+        """Ends what is pending as partial (`CLOSED`), and gives everything back; closing again does nothing."""
         ...
 
 

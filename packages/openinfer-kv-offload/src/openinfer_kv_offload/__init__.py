@@ -1,6 +1,6 @@
 """KV blocks in host memory, on disk and on servers: checksummed, asynchronous, stackable. No engine, no GPU needed."""
 
-from openinfer_kv_offload.disk.store import Access
+from openinfer_kv_offload.disk.store import StoreAccess
 from openinfer_kv_offload.disk.tier import DiskTier, DiskTierOptions
 from openinfer_kv_offload.errors import KvOffloadError, StoreError, TierConfigError
 from openinfer_kv_offload.host.frequency import LeastFrequentlyUsed
@@ -15,7 +15,6 @@ from openinfer_kv_offload.transfer.memory import block_views
 from openinfer_kv_offload.transfer.queue import QueueOptions
 
 __all__ = [
-    "Access",
     "DiskTier",
     "DiskTierOptions",
     "HostPolicy",
@@ -29,6 +28,7 @@ __all__ = [
     "RemoteTier",
     "RemoteTierOptions",
     "StackOptions",
+    "StoreAccess",
     "StoreError",
     "TierConfigError",
     "TierStack",

@@ -141,19 +141,19 @@ class ArrayCopies:
         self.layers[0][block_id] = content[:first].view(np.float16).reshape(BLOCK, 2)
         self.layers[1][:, block_id] = content[first:].view(np.float16).reshape(2, BLOCK, 3)
 
-    def to_staging(self, block_ids, places):
+    def to_staging(self, block_ids, staging_ids):
         gathered = [self.block(block_id) for block_id in block_ids]  # on the model's stream: what is there now
 
         def copy():
-            for place, content in zip(places, gathered, strict=True):
-                self.staging[place] = content
+            for staging_id, content in zip(staging_ids, gathered, strict=True):
+                self.staging[staging_id] = content
 
         return LateCopy(copy)
 
-    def to_pool(self, places, block_ids):
+    def to_pool(self, staging_ids, block_ids):
         def copy():
-            for place, block_id in zip(places, block_ids, strict=True):
-                self.fill(block_id, self.staging[place])
+            for staging_id, block_id in zip(staging_ids, block_ids, strict=True):
+                self.fill(block_id, self.staging[staging_id])
 
         return LateCopy(copy)
 

@@ -9,7 +9,7 @@ from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import ModelLimits, WeightSource
 from openinfer_kernels import Ops
-from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, SlotGroup, SlotTensor
+from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 from openinfer_qwen35.model import LINEAR_ATTENTION, LayerKind, Qwen35Config, Qwen35Model, load, tensors
 from openinfer_qwen35.published import text_config
 from openinfer_qwen35.refusals import refusal
@@ -66,12 +66,12 @@ class Qwen35Definition:
         )
         channels = sum(config.linear_heights) // num_ranks
         value_heads = config.linear_num_value_heads // num_ranks
-        linear_attention = SlotGroup(
+        linear_attention = StateSlotGroup(
             name=LINEAR_ATTENTION,
             num_layers=config.num_layers_of(LayerKind.LINEAR),
             tensors=(
-                SlotTensor(name="conv", shape=(channels, config.linear_conv_kernel_dim - 1), dtype=dtype),
-                SlotTensor(
+                StateTensor(name="conv", shape=(channels, config.linear_conv_kernel_dim - 1), dtype=dtype),
+                StateTensor(
                     name="state",
                     shape=(value_heads, config.linear_key_head_dim, config.linear_value_head_dim),
                     dtype=KvDtype.FLOAT32,

@@ -4,7 +4,7 @@
     Launch as one JSON line ──stdin──►       listens on a Unix socket (or loopback TCP)
     ◄──stdout── Address as one JSON line     builds its engine: loads weights, seconds
     Hello ─────socket──────────────►
-    ◄────────── Welcome | Refusal            serves until Close, or until stdin ends: the parent died
+    ◄────────── Welcome | StartRefusal       serves until Close, or until stdin ends: the parent died
 
 The child's own standard output goes to standard error from then on, so that nothing printed can break the protocol.
 It ignores SIGINT and SIGTERM, which a terminal or a service manager sends to parent and child alike: the parent
@@ -28,10 +28,18 @@ from pathlib import Path
 import msgspec
 
 from openinfer_core.errors import OpenInferError, Refused
-from openinfer_core.process.host import EngineHost, EngineLoop
+from openinfer_core.process.host import EngineLoop, LoopRunner
 from openinfer_core.process.links import LinkServer, shows_token
 from openinfer_core.process.resident import settle_memory
-from openinfer_core.process.wire import Close, FrameBuffer, Hello, Refusal, Welcome, encode_frame, to_engine_decoder
+from openinfer_core.process.wire import (
+    Close,
+    FrameBuffer,
+    Hello,
+    StartRefusal,
+    Welcome,
+    encode_frame,
+    to_engine_decoder,
+)
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -153,7 +161,7 @@ def _say(address: Address) -> None:
 
 
 def _serve(loop: EngineLoop, listener: socket.socket, token: str, parent: "_ParentWatch") -> int:
-    host = EngineHost(loop)
+    host = LoopRunner(loop)
     links = LinkServer(listener, token=token, host=host, welcome=Welcome(loop.info))
     parent.serve(host)  # before any Welcome: whoever holds one may end our standard input and expects a clean close
     links.start()
@@ -173,7 +181,7 @@ def _refuse(listener: socket.socket, token: str, message: str) -> None:
             with connection:
                 connection.settimeout(left_s)
                 if _says_hello(connection, token):
-                    connection.sendall(encode_frame(Refusal(message)))
+                    connection.sendall(encode_frame(StartRefusal(message)))
                     return
     logger.error("%s", message)
 
@@ -200,11 +208,11 @@ class _ParentWatch:
 
     def __init__(self, *, clean_up: Callable[[], None]) -> None:
         self._clean_up = clean_up
-        self._host: EngineHost | None = None
+        self._host: LoopRunner | None = None
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="openinfer-parent", daemon=True).start()
 
-    def serve(self, host: EngineHost) -> None:
+    def serve(self, host: LoopRunner) -> None:
         """From now on this engine is asked to close."""
         self._host = host
 

@@ -1,6 +1,6 @@
 """Driving an engine: the loop every host runs, with the ledger, the fence and the health clock in it.
 
-    any thread ──post(Submit | Abort)──► inbox ─► EngineHost.run ─► EngineLoop.step ─► ledger ─► deliver(events)
+    any thread ──post(Submit | Abort)──► inbox ─► LoopRunner.run ─► EngineLoop.step ─► ledger ─► deliver(events)
 
 An engine implements `EngineLoop`, which knows nothing of threads, sockets or event loops; `InProcessEngine`
 runs it in a thread, `engine_process` in a process of its own.
@@ -66,7 +66,7 @@ class EngineLoop(Protocol):
         ...
 
 
-class EngineHost:
+class LoopRunner:
     """Runs an `EngineLoop` until it is closed or dies."""
 
     def __init__(self, loop: EngineLoop, *, clock: Callable[[], float] = time.monotonic) -> None:

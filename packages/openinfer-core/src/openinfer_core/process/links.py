@@ -22,7 +22,7 @@ import msgspec
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.events import TokenEvent
-from openinfer_core.process.host import EngineHost
+from openinfer_core.process.host import LoopRunner
 from openinfer_core.process.routes import Routes
 from openinfer_core.process.wire import (
     Abort,
@@ -134,7 +134,7 @@ class LinkServer:
         listener: socket.socket,
         *,
         token: str,
-        host: EngineHost,
+        host: LoopRunner,
         welcome: Welcome,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
         clock: Callable[[], float] = time.monotonic,

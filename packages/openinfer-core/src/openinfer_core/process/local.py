@@ -1,7 +1,7 @@
 """`InProcessEngine`: an engine in a thread of this process.
 
     engine thread                        the reader's event loop
-    EngineHost ─► _deliver ─► _arrived ──(one wake-up)──► _collect ─► Mailbox ─► events()
+    LoopRunner ─► _deliver ─► _arrived ──(one wake-up)──► _collect ─► Mailbox ─► events()
 
 What the thread delivers lies in `_arrived`, behind a lock, until the reader's event loop collects it. So nothing is
 lost when there is no reader yet, or when its event loop has been closed and another one reads on.
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.events import TokenEvent
-from openinfer_core.process.host import EngineHost, EngineLoop
+from openinfer_core.process.host import EngineLoop, LoopRunner
 from openinfer_core.process.mailbox import Mailbox
 from openinfer_core.process.wire import Abort, Close, Submit
 from openinfer_core.request import GenerateRequest, RequestId
@@ -26,7 +26,7 @@ class InProcessEngine:
 
     def __init__(self, loop: EngineLoop) -> None:
         self._info = loop.info
-        self._host = EngineHost(loop)
+        self._host = LoopRunner(loop)
         self._mailbox = Mailbox()
         self._lock = threading.Lock()
         self._arrived: list[TokenEvent] = []

@@ -23,7 +23,7 @@ from openinfer_core.process.wire import (
     Events,
     FrameBuffer,
     Hello,
-    Refusal,
+    StartRefusal,
     Stats,
     Submit,
     ToClient,
@@ -114,7 +114,7 @@ def _greet(connection: socket.socket, token: str) -> EngineInfo:
 
 
 def _info(message: ToClient) -> EngineInfo:
-    if isinstance(message, Refusal):
+    if isinstance(message, StartRefusal):
         raise Refused(message.message)
     if not isinstance(message, Welcome):
         raise ContractViolation(f"the engine began with {type(message).__name__}")

@@ -1,6 +1,6 @@
 """The wire between a frontend process and an engine process: length-prefixed msgspec frames, no pickle.
 
-    connect ─► Hello ─► Welcome | Refusal            (client ► engine, engine ► client)
+    connect ─► Hello ─► Welcome | StartRefusal       (client ► engine, engine ► client)
     Submit | Abort | AskStats | Close  ─►            requests, any time
     ◄─ Events (one per step) | Stats                 answers
 
@@ -36,7 +36,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     info: EngineInfo
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+class StartRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     """The engine could not start; the message is for the person who started it."""
 
     message: str
@@ -75,7 +75,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
 
 
 ToEngine: TypeAlias = Hello | Submit | Abort | AskStats | Close
-ToClient: TypeAlias = Welcome | Refusal | Events | Stats
+ToClient: TypeAlias = Welcome | StartRefusal | Events | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

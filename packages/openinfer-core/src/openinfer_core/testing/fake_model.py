@@ -51,7 +51,7 @@ def next_token(request: GenerateRequest, state: int, *, num_outputs: int) -> int
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ExpectedOutcome:
     """How a request that nobody disturbs ends."""
 
     token_ids: tuple[int, ...]
@@ -60,7 +60,7 @@ class Outcome:
     stop_token_id: int | None
 
 
-def outcome(request: GenerateRequest, *, max_model_tokens: int) -> Outcome:
+def outcome(request: GenerateRequest, *, max_model_tokens: int) -> ExpectedOutcome:
     """What a scheduler has to deliver for a request that fits."""
     prompt = request.prompt_token_ids
     sampling = request.sampling
@@ -70,7 +70,7 @@ def outcome(request: GenerateRequest, *, max_model_tokens: int) -> Outcome:
     while len(token_ids) < room_tokens:
         token_id = next_token(request, state, num_outputs=len(token_ids))
         if token_id in sampling.stop_token_ids and len(token_ids) >= sampling.min_tokens:
-            return Outcome(tuple(token_ids), FinishReason.STOP, token_id)
+            return ExpectedOutcome(tuple(token_ids), FinishReason.STOP, token_id)
         token_ids.append(token_id)
         state = extend(state, token_id)
-    return Outcome(tuple(token_ids), FinishReason.LENGTH, None)
+    return ExpectedOutcome(tuple(token_ids), FinishReason.LENGTH, None)

@@ -181,7 +181,7 @@ class SchedulerDriver:
         for account in self.accounts.values():
             self._check_account(account)
 
-    def outcome(self, request: GenerateRequest) -> fake_model.Outcome:
+    def outcome(self, request: GenerateRequest) -> fake_model.ExpectedOutcome:
         """What a request gets if nobody disturbs it."""
         return fake_model.outcome(request, max_model_tokens=self.config.max_model_tokens)
 

@@ -24,7 +24,7 @@ class Move(Protocol):
         ...
 
     @property
-    def landed_blocks(self) -> int:
+    def completed_blocks(self) -> int:
         """Of a load that is over, how many leading blocks hold their right bytes."""
         ...
 
@@ -64,12 +64,12 @@ class BlockMove:
         return not still_open
 
     @property
-    def landed_blocks(self) -> int:
+    def completed_blocks(self) -> int:
         """Those of the leading pieces."""
         landed = 0
         for piece in self._pieces:
-            landed += piece.landed_blocks
-            if piece.landed_blocks < piece.num_blocks:
+            landed += piece.completed_blocks
+            if piece.completed_blocks < piece.num_blocks:
                 break
         return landed
 
@@ -84,7 +84,7 @@ class BlockMove:
             self._open[0].wait(timeout_s)
 
     def _has_fallen_short(self) -> bool:
-        return any(piece.poll() in (TransferState.SHORT, TransferState.CANCELLED) for piece in self._pieces)
+        return any(piece.poll() in (TransferState.PARTIAL, TransferState.CANCELLED) for piece in self._pieces)
 
 
 class RankedMove:
@@ -106,14 +106,14 @@ class RankedMove:
         """Whether it is on every rank; where one fell short, the others are cancelled."""
         before, self._pending = self._pending, [share for share in self._pending if not share.is_over()]
         ended = [share for share in before if share not in self._pending]
-        if any(share.landed_blocks < self.num_blocks for share in ended):
+        if any(share.completed_blocks < self.num_blocks for share in ended):
             self.cancel()
         return not self._pending
 
     @property
-    def landed_blocks(self) -> int:
+    def completed_blocks(self) -> int:
         """On every rank."""
-        return min(share.landed_blocks for share in self._shares)
+        return min(share.completed_blocks for share in self._shares)
 
     def cancel(self) -> None:
         """On every rank where it is pending."""

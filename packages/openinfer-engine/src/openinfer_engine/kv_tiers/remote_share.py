@@ -58,7 +58,7 @@ class RemoteShare:
         with self._lock:
             move = self._moves.pop(message.number, None)
         if move is not None:
-            move.end(message.landed_blocks)
+            move.end(message.completed_blocks)
 
     def end_all(self) -> None:
         """The rank is gone, and with it whatever it copied; by the thread that listened to it."""
@@ -83,7 +83,7 @@ class _RemoteMove:
         self.number = number
         self.num_blocks = num_blocks
         self.begin_s = time.monotonic()
-        self.landed_blocks = 0
+        self.completed_blocks = 0
         self._tell = tell
         self._over = threading.Event()
         self._is_cancelled = False
@@ -99,8 +99,8 @@ class _RemoteMove:
     def wait(self, timeout_s: float) -> None:
         self._over.wait(timeout_s)
 
-    def end(self, landed_blocks: int) -> None:
-        self.landed_blocks = landed_blocks
+    def end(self, completed_blocks: int) -> None:
+        self.completed_blocks = completed_blocks
         self._over.set()
 
 

@@ -95,11 +95,11 @@ class ShareService:
         for number, move in list(self._moves.items()):
             if move.is_over():
                 del self._moves[number]
-                self._end(number, move.landed_blocks)
+                self._end(number, move.completed_blocks)
         self._port.settle()
 
-    def _end(self, number: int, landed_blocks: int) -> None:
-        self._answer(MoveEnded(number, landed_blocks, self._port.faults, self._port.stats()))
+    def _end(self, number: int, completed_blocks: int) -> None:
+        self._answer(MoveEnded(number, completed_blocks, self._port.faults, self._port.stats()))
 
 
 def _unpacked(order: LoadShare | SaveShare) -> tuple[Sequence[Digest], Sequence[int]]:

@@ -85,7 +85,7 @@ class Loads:
     def _seal(self, sequence: Sequence) -> int | None:
         """Makes what has landed part of the prefix cache; returns where the sequence can begin."""
         kv, load = sequence.kv, sequence.load
-        landed_tokens = 0 if load is None else load.landed_blocks * self._block_tokens
+        landed_tokens = 0 if load is None else load.completed_blocks * self._block_tokens
         tokens = kv.num_sealed_blocks * self._block_tokens + landed_tokens
         kv.seal(tokens)
         sequence.load = None

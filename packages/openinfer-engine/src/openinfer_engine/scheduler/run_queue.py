@@ -30,7 +30,7 @@ from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_prefixes import StatePrefixes
 from openinfer_engine.scheduler.state_saves import StateSaves
 from openinfer_engine.scheduler.step_builder import StepInFlight
-from openinfer_kv_cache import KvCache, KvCacheOptions, SlotCopy
+from openinfer_kv_cache import KvCache, KvCacheOptions, StateSlotCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class Admission:
     """Whether the queue policy raised on it."""
     restore: StateCopy | None = None
     """Brings the recurrent states of the prefix that it begins on."""
-    hold: SlotCopy | None = None
+    hold: StateSlotCopy | None = None
     """Of what is restored, until the step was applied; only with KV tiers."""
 
 
@@ -56,7 +56,7 @@ class Line:
                 num_blocks=config.num_blocks,
                 block_size_tokens=config.block_size_tokens,
                 layout_digest=config.layout_digest,
-                num_slots=config.max_num_seqs + config.num_snapshots if config.num_snapshots else 0,
+                num_state_slots=config.max_num_seqs + config.num_snapshots if config.num_snapshots else 0,
                 max_snapshots=config.num_snapshots,
             ),
             digest_key=config.digest_key,
@@ -222,7 +222,7 @@ class Line:
 
     # --- states -----------------------------------------------------------------------------------------
 
-    def begin_snapshot(self, sequence: Sequence) -> SlotCopy | None:
+    def begin_snapshot(self, sequence: Sequence) -> StateSlotCopy | None:
         """The copy of a running sequence's states behind the row planned last, if they are to be kept there."""
         end_tokens = sequence.computed_tokens
         if self.snapshots is None or end_tokens not in sequence.snapshot_places:
@@ -232,7 +232,7 @@ class Line:
             self._state_saves.hurry()
         return copy
 
-    def end_snapshot(self, copy: SlotCopy, *, good: bool) -> None:
+    def end_snapshot(self, copy: StateSlotCopy, *, good: bool) -> None:
         """The step behind which the copy ran was applied; `good` if its row was computed for a sequence that lives."""
         if self.snapshots is None:
             raise ContractViolation("a copy of states ended, and none are kept")
@@ -240,7 +240,7 @@ class Line:
         if good and self._state_saves is not None:
             self._state_saves.note(copy.digest)
 
-    def end_hold(self, hold: SlotCopy) -> None:
+    def end_hold(self, hold: StateSlotCopy) -> None:
         """The step that restored states from a snapshot was applied."""
         if self.snapshots is None:
             raise ContractViolation("a hold of states ended, and none are kept")

@@ -11,7 +11,7 @@ copies beside the steps (`begin_load`), and read those that are held (`hold`).
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StateCopy
-from openinfer_kv_cache import BlockSequence, Digest, SlotCopy, SlotPool
+from openinfer_kv_cache import BlockSequence, Digest, StateSlotCopy, StateSlotPool
 
 
 class Snapshots:
@@ -23,7 +23,7 @@ class Snapshots:
         block_size_tokens: between two boundaries.
     """
 
-    def __init__(self, pool: SlotPool, *, num_running_slots: int, block_size_tokens: int) -> None:
+    def __init__(self, pool: StateSlotPool, *, num_running_slots: int, block_size_tokens: int) -> None:
         self._pool = pool
         self._block_tokens = block_size_tokens
         slots = [pool.allocate() for _ in range(num_running_slots)]
@@ -77,41 +77,41 @@ class Snapshots:
     def restore(self, kv: BlockSequence, num_tokens: int, slot: int) -> StateCopy:
         """The copy that brings the states behind `num_tokens` into a slot, before the step that is planned now.
 
-        It counts as landed at once: steps run in order, so whoever writes to its source next does it later.
+        It counts as completed at once: steps run in order, so whoever writes to its source next does it later.
         """
         copy = self._pool.begin_restore(self._digest(kv, num_tokens), slot)
         if copy is None or copy.num_tokens != num_tokens:
             raise ContractViolation(f"the states behind {num_tokens} tokens were there and cannot be restored")
-        self._pool.land(copy)
+        self._pool.complete(copy)
         loaded_tokens = num_tokens if copy.source in self._loaded else None
         return StateCopy(source=copy.source, target=copy.target, loaded_tokens=loaded_tokens)
 
-    def take(self, kv: BlockSequence, num_tokens: int, slot: int) -> SlotCopy | None:
+    def take(self, kv: BlockSequence, num_tokens: int, slot: int) -> StateSlotCopy | None:
         """The copy to run behind the step that computes up to `num_tokens`, then `end`; None if none is to be made."""
         copy = self._pool.begin_snapshot(slot, self._digest(kv, num_tokens), num_tokens=num_tokens)
         if copy is not None:
             self._loaded.discard(copy.target)
         return copy
 
-    def begin_load(self, digest: Digest, num_tokens: int) -> SlotCopy | None:
+    def begin_load(self, digest: Digest, num_tokens: int) -> StateSlotCopy | None:
         """The copy that fills a snapshot from a tier, which no step touches meanwhile; None if there is no room."""
         copy = self._pool.begin_load(digest, num_tokens=num_tokens)
         if copy is not None:
             self._loaded.add(copy.target)
         return copy
 
-    def hold(self, digest: Digest) -> SlotCopy | None:
+    def hold(self, digest: Digest) -> StateSlotCopy | None:
         """Keeps a snapshot as it is until `end`; None if there is no such snapshot."""
         return self._pool.begin_hold(digest)
 
-    def hold_behind(self, kv: BlockSequence, num_tokens: int) -> SlotCopy | None:
+    def hold_behind(self, kv: BlockSequence, num_tokens: int) -> StateSlotCopy | None:
         """As `hold`, of the states behind `num_tokens`."""
         return self.hold(self._digest(kv, num_tokens))
 
-    def end(self, copy: SlotCopy, *, good: bool) -> None:
+    def end(self, copy: StateSlotCopy, *, good: bool) -> None:
         """What filled or read a snapshot is over; one that was filled can be found from now on if it is good."""
         if good:
-            self._pool.land(copy)
+            self._pool.complete(copy)
         else:
             self._pool.cancel(copy)
 

@@ -1,7 +1,7 @@
 """`StateLoad`: a prefix of a model with recurrent states on its way from KV tiers: blocks, and states behind them."""
 
 from openinfer_engine.kv_tiers.move import Move
-from openinfer_kv_cache import SlotCopy
+from openinfer_kv_cache import StateSlotCopy
 
 
 class StateLoad:
@@ -24,7 +24,7 @@ class StateLoad:
         *,
         end_tokens: int,
         cached_tokens: int,
-        copy: SlotCopy,
+        copy: StateSlotCopy,
         blocks: Move | None,
         num_blocks: int,
         states: Move | None,
@@ -41,12 +41,12 @@ class StateLoad:
     def is_over(self) -> bool:
         """Whether no copy touches the blocks and the snapshot any more."""
         pending = [move for move in self._moves if not move.is_over()]
-        if pending and any(move.landed_blocks < move.num_blocks for move in self._moves if move not in pending):
+        if pending and any(move.completed_blocks < move.num_blocks for move in self._moves if move not in pending):
             self.cancel()
         return not pending
 
     @property
-    def landed_blocks(self) -> int:
+    def completed_blocks(self) -> int:
         """Of a load that is over, how many leading blocks hold their right bytes."""
         return _landed(self._blocks)
 
@@ -58,7 +58,7 @@ class StateLoad:
     @property
     def has_landed(self) -> bool:
         """Of a load that is over, whether the sequence can begin at the boundary."""
-        return self.landed_blocks == self._num_blocks and self.have_states_landed
+        return self.completed_blocks == self._num_blocks and self.have_states_landed
 
     def cancel(self) -> None:
         """Asks for an early end."""
@@ -71,4 +71,4 @@ class StateLoad:
 
 
 def _landed(move: Move | None) -> int:
-    return 0 if move is None else move.landed_blocks
+    return 0 if move is None else move.completed_blocks

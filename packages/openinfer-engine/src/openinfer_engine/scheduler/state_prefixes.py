@@ -17,7 +17,7 @@ from openinfer_engine.kv_tiers.found import FoundBlocks
 from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_load import StateLoad
-from openinfer_kv_cache import BlockSequence, CopyKind, Digest, PrefixHasher, SlotCopy
+from openinfer_kv_cache import BlockSequence, CopyKind, Digest, PrefixHasher, StateSlotCopy
 
 _MOST_BOUNDARIES = 1024
 """That tiers are asked for states of: a few milliseconds."""
@@ -33,7 +33,7 @@ class FoundPrefix:
     """Where the sequence begins."""
     blocks: FoundBlocks
     states: FoundBlocks
-    copy: SlotCopy | None
+    copy: StateSlotCopy | None
     """Of the snapshot that it begins on; None if the tiers bring it no further."""
 
 
@@ -130,7 +130,7 @@ class StatePrefixes:
         held = found.take_back(len(digests))
         return FoundBlocks([*found.hits, *self._port.find(digests[held:]).hits])
 
-    def _begin_copy(self, digest: Digest, num_tokens: int, states: FoundBlocks) -> SlotCopy | None:
+    def _begin_copy(self, digest: Digest, num_tokens: int, states: FoundBlocks) -> StateSlotCopy | None:
         if states.num_blocks:
             return self._snapshots.begin_load(digest, num_tokens)
         return self._snapshots.hold(digest)

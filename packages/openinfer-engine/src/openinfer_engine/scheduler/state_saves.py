@@ -8,7 +8,7 @@ from openinfer_engine.kv_tiers.move import Move
 from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.saves import PATIENCE_S
 from openinfer_engine.scheduler.snapshots import Snapshots
-from openinfer_kv_cache import Digest, PrefixHasher, SlotCopy
+from openinfer_kv_cache import Digest, PrefixHasher, StateSlotCopy
 
 _SHARE = 2
 """Of the snapshots, one in so many may be on its way."""
@@ -28,9 +28,9 @@ class StateSaves:
         self._port = port
         self._hasher = hasher
         self._most = max(1, snapshots.max_snapshots // _SHARE)
-        self._noted: list[SlotCopy] = []
+        self._noted: list[StateSlotCopy] = []
         """Holds of snapshots that were taken behind the step that is applied now."""
-        self._moving: list[tuple[Move, SlotCopy]] = []
+        self._moving: list[tuple[Move, StateSlotCopy]] = []
         self.unsaved_blocks = 0
         """Pieces of states that were not saved because too many were on their way."""
 
@@ -56,7 +56,7 @@ class StateSaves:
 
     def settle(self) -> None:
         """Lets go of the snapshots whose copies have ended."""
-        still: list[tuple[Move, SlotCopy]] = []
+        still: list[tuple[Move, StateSlotCopy]] = []
         for move, hold in self._moving:
             if move.is_over():
                 self._snapshots.end(hold, good=True)

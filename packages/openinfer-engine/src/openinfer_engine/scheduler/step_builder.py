@@ -8,7 +8,7 @@ import numpy as np
 
 from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
 from openinfer_engine.scheduler.sequence import Sequence
-from openinfer_kv_cache import SlotCopy
+from openinfer_kv_cache import StateSlotCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -26,9 +26,9 @@ class StepInFlight:
     """Row -> why its request fails whatever the step gives."""
     decode_rows: int
     """The first so many rows go on from the last id of their slot."""
-    snapshots: dict[int, SlotCopy] = field(default_factory=dict[int, SlotCopy])
+    snapshots: dict[int, StateSlotCopy] = field(default_factory=dict[int, StateSlotCopy])
     """Row -> the copy of its states behind it."""
-    holds: list[SlotCopy] = field(default_factory=list[SlotCopy])
+    holds: list[StateSlotCopy] = field(default_factory=list[StateSlotCopy])
     """Snapshots that the step restores from, and that no tier may fill before it has run."""
 
 
@@ -71,8 +71,8 @@ class StepDraft:
         self.new_blocks: list[int] = []
         self.started: list[SlotStart] = []
         self.restores: list[StateCopy] = []
-        self.snapshots: dict[int, SlotCopy] = {}
-        self.holds: list[SlotCopy] = []
+        self.snapshots: dict[int, StateSlotCopy] = {}
+        self.holds: list[StateSlotCopy] = []
         self.faults: dict[int, str] = {}
 
     def add_decode_row(self, sequence: Sequence, new_blocks: ListLike[int]) -> None:

@@ -156,7 +156,7 @@ class MoveEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """A load or save touches the rank's pool no more."""
 
     number: int
-    landed_blocks: int
+    completed_blocks: int
     """Of a load, how many leading blocks hold their right bytes."""
     faults: int
     """Of the rank's tiers, so far."""

@@ -68,11 +68,11 @@ def ended(transfer: Transfer) -> TransferState:
     state = transfer.wait(GIVE_UP_S)
     assert state is not TransferState.PENDING, f"the transfer did not end in {GIVE_UP_S} s"
     assert transfer.poll() is state, "an ended transfer changed its state"
-    assert 0 <= transfer.landed_blocks <= transfer.num_blocks, "more blocks landed than were asked for"
-    is_short = state is TransferState.SHORT
+    assert 0 <= transfer.completed_blocks <= transfer.num_blocks, "more blocks completed than were asked for"
+    is_short = state is TransferState.PARTIAL
     assert (transfer.failure is not None) == is_short, f"{state} with failure {transfer.failure}"
-    if state is TransferState.LANDED:
-        assert transfer.landed_blocks == transfer.num_blocks, "landed without all blocks"
+    if state is TransferState.COMPLETED:
+        assert transfer.completed_blocks == transfer.num_blocks, "completed without all blocks"
     return state
 
 
@@ -86,25 +86,27 @@ def save(tier: KvTier, digests: Sequence[Digest]) -> TransferState:
 
 
 def load(tier: KvTier, digests: Sequence[Digest]) -> int:
-    """Loads what is found of a chain, checks every byte that landed, and returns how many blocks did.
+    """Loads what is found of a chain, checks every byte that completed, and returns how many blocks did.
 
     Raises:
-        AssertionError: a block that landed has wrong bytes.
+        AssertionError: a block that completed has wrong bytes.
     """
     hit = tier.find(digests)
     assert list(hit.digests) == list(digests[: len(hit.digests)]), "find gave something else than a beginning"
     blocks = empty(len(hit.digests), tier.layout)
     transfer = tier.load(hit, blocks)
     ended(transfer)
-    check_landed(transfer, digests, blocks, tier.layout)
-    return transfer.landed_blocks
+    check_completed(transfer, digests, blocks, tier.layout)
+    return transfer.completed_blocks
 
 
-def check_landed(transfer: Transfer, digests: Sequence[Digest], blocks: Sequence[memoryview], layout: KvLayout) -> None:
-    """Compares what landed with the only right bytes.
+def check_completed(
+    transfer: Transfer, digests: Sequence[Digest], blocks: Sequence[memoryview], layout: KvLayout
+) -> None:
+    """Compares what completed with the only right bytes.
 
     Raises:
         AssertionError: a block has wrong bytes.
     """
-    for index in range(transfer.landed_blocks):
+    for index in range(transfer.completed_blocks):
         assert bytes(blocks[index]) == content(digests[index], layout), f"WRONG KV in block {index}"

@@ -11,7 +11,7 @@ from openinfer_kv_cache.testing.tier_cases import (
     CANARY,
     TierCase,
     chain,
-    check_landed,
+    check_completed,
     content,
     empty,
     ended,
@@ -20,16 +20,16 @@ from openinfer_kv_cache.testing.tier_cases import (
     load,
     save,
 )
-from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultKind, FaultyMedium, Gate, Medium
+from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultyMedium, Gate, InjectedFault, Medium
 from openinfer_kv_cache.tier_traits import DeviceTier
 from openinfer_kv_cache.tiers import KvTier, TierFailure, Transfer, TransferState
 
-__all__ = ["FaultInjector", "FaultKind", "FaultyMedium", "Gate", "Medium", "TierCase", "check_tier"]
+__all__ = ["FaultInjector", "FaultyMedium", "Gate", "InjectedFault", "Medium", "TierCase", "check_tier"]
 
 _MEDIUM_FAILURES = {
-    FaultKind.ERROR: TierFailure.IO_ERROR,
-    FaultKind.FULL: TierFailure.FULL,
-    FaultKind.GONE: TierFailure.GONE,
+    InjectedFault.ERROR: TierFailure.IO_ERROR,
+    InjectedFault.FULL: TierFailure.FULL,
+    InjectedFault.GONE: TierFailure.GONE,
 }
 
 
@@ -55,8 +55,8 @@ def _gives_back_what_was_saved(case: TierCase) -> None:
     tier, _ = _opened(case)
     digests = chain(1, 6)
     assert load(tier, digests) == 0, "an empty tier found something"
-    assert save(tier, digests[:4]) is TransferState.LANDED, "a save without a fault fell short"
-    assert save(tier, digests[:4]) is TransferState.LANDED, "saving again what is there fell short"
+    assert save(tier, digests[:4]) is TransferState.COMPLETED, "a save without a fault ended partial"
+    assert save(tier, digests[:4]) is TransferState.COMPLETED, "saving again what is there ended partial"
     assert load(tier, digests) == 4, "blocks that were saved were not found"
     stored = max(each.stored_blocks for each in tier.counters())
     assert stored == 4, f"4 different blocks were saved and {stored} are stored"
@@ -69,9 +69,11 @@ def _moves_blocks_of_a_device(case: TierCase) -> None:
         digests = chain(7, 4)
         right = [content(digest, tier.layout) for digest in digests]
         saved = ended(tier.save(digests, [FakeDeviceBlock(each) for each in right]))
-        assert saved is TransferState.LANDED, "a save of a device's blocks fell short"
+        assert saved is TransferState.COMPLETED, "a save of a device's blocks ended partial"
         blocks = [FakeDeviceBlock(bytes(tier.layout.block_bytes)) for _ in digests]
-        assert ended(tier.load(tier.find(digests), blocks)) is TransferState.LANDED, "a load to a device fell short"
+        assert ended(tier.load(tier.find(digests), blocks)) is TransferState.COMPLETED, (
+            "a load to a device ended partial"
+        )
         assert [bytes(block.memory) for block in blocks] == right, "WRONG KV on a device"
         assert load(tier, digests) == 4, "blocks of a device did not come back to this machine's memory"
         for memory in tier.pinnable_memory():
@@ -126,11 +128,11 @@ def _reports_a_failing_medium(case: TierCase) -> None:
         digests = chain(10 + seed, 3)
         faults.on_next_writes(kind)
         transfer = tier.save(digests, filled(digests, tier.layout))
-        assert ended(transfer) is TransferState.SHORT, f"{kind} on write went unnoticed"
+        assert ended(transfer) is TransferState.PARTIAL, f"{kind} on write went unnoticed"
         assert transfer.failure is expected, f"{kind} on write was reported as {transfer.failure}"
         faults.clear()
         load(tier, digests)
-        assert save(tier, digests) is TransferState.LANDED, f"the tier did not recover from {kind}"
+        assert save(tier, digests) is TransferState.COMPLETED, f"the tier did not recover from {kind}"
         assert load(tier, digests) == 3, f"blocks saved after {kind} were not found"
     failures = {reason: count for each in tier.counters() for reason, count in each.failures.items() if count}
     assert set(_MEDIUM_FAILURES.values()) <= set(failures), f"failures were not counted by reason: {failures}"
@@ -141,19 +143,19 @@ def _reports_a_medium_that_fails_to_read(case: TierCase) -> None:
     tier, faults = _opened(case)
     digests = chain(20, 3)
     save(tier, digests)
-    for kind in (FaultKind.ERROR, FaultKind.GONE):
+    for kind in (InjectedFault.ERROR, InjectedFault.GONE):
         faults.on_next_reads(kind)
         blocks = empty(3, tier.layout)
         transfer = tier.load(tier.find(digests), blocks)
-        assert ended(transfer) is TransferState.SHORT, f"{kind} on read went unnoticed"
+        assert ended(transfer) is TransferState.PARTIAL, f"{kind} on read went unnoticed"
         assert transfer.failure is _MEDIUM_FAILURES[kind], f"{kind} on read was reported as {transfer.failure}"
-        check_landed(transfer, digests, blocks, tier.layout)
+        check_completed(transfer, digests, blocks, tier.layout)
     tier.close()
 
 
 def _never_gives_wrong_bytes(case: TierCase) -> None:
     tier, faults = _opened(case)
-    for seed, kind in enumerate((FaultKind.BIT_FLIP, FaultKind.TORN_WRITE)):
+    for seed, kind in enumerate((InjectedFault.BIT_FLIP, InjectedFault.TORN_WRITE)):
         digests = chain(30 + seed, 3)
         faults.on_next_writes(kind)
         save(tier, digests)
@@ -161,13 +163,13 @@ def _never_gives_wrong_bytes(case: TierCase) -> None:
         blocks = empty(3, tier.layout)
         transfer = tier.load(tier.find(digests), blocks)
         ended(transfer)
-        check_landed(transfer, digests, blocks, tier.layout)
-        assert transfer.landed_blocks < 3, f"{kind} on write was not noticed"
+        check_completed(transfer, digests, blocks, tier.layout)
+        assert transfer.completed_blocks < 3, f"{kind} on write was not noticed"
         assert transfer.failure in (TierFailure.CORRUPT, None), f"{kind} was reported as {transfer.failure}"
         first = tier.find(digests)
         assert len(first.digests) == 0, f"the first block was hit by {kind} and can still be found"
         first.close()
-        assert save(tier, digests) is TransferState.LANDED, "a dropped block could not be saved again"
+        assert save(tier, digests) is TransferState.COMPLETED, "a dropped block could not be saved again"
         assert load(tier, digests) == 3, "a dropped block was saved again and not found"
     assert sum(each.corrupt_blocks for each in tier.counters()) >= 2, "dropped blocks were not counted"
     tier.close()
@@ -177,7 +179,7 @@ def _checks_what_it_read(case: TierCase) -> None:
     tier, faults = _opened(case)
     digests = chain(40, 2)
     save(tier, digests)
-    faults.on_next_reads(FaultKind.BIT_FLIP)
+    faults.on_next_reads(InjectedFault.BIT_FLIP)
     assert load(tier, digests) < 2, "a bit that flipped on the way was not noticed"
     tier.close()
 
@@ -190,7 +192,7 @@ def _ends_at_its_deadline(case: TierCase) -> None:
     blocks = empty(2, tier.layout)
     transfer = tier.load(tier.find(digests), blocks, timeout_s=0.0)
     gate.release()
-    assert ended(transfer) is TransferState.SHORT, "a load without any time did not end short"
+    assert ended(transfer) is TransferState.PARTIAL, "a load without any time did not end partial"
     assert transfer.failure is TierFailure.DEADLINE, f"a passed deadline was reported as {transfer.failure}"
     tier.close()
 
@@ -206,7 +208,7 @@ def _cancels_after_the_copy(case: TierCase) -> None:
     transfer.cancel()
     _let_pending_end(transfer, gate)
     state = ended(transfer)
-    assert state in (TransferState.CANCELLED, TransferState.LANDED), f"a cancelled load ended as {state}"
+    assert state in (TransferState.CANCELLED, TransferState.COMPLETED), f"a cancelled load ended as {state}"
     ours = bytes([CANARY ^ 0xFF]) * tier.layout.block_bytes
     for block in blocks:
         block[:] = ours
@@ -235,7 +237,7 @@ def _reads_nothing_after_a_cancelled_save(case: TierCase) -> None:
         block[:] = bytes(len(block))
     gate.release()
     load(tier, digests)
-    assert save(tier, digests) is TransferState.LANDED, "after a cancelled save nothing could be saved"
+    assert save(tier, digests) is TransferState.COMPLETED, "after a cancelled save nothing could be saved"
     assert load(tier, digests) == 3, "after a cancelled save nothing was found"
     tier.close()
 
@@ -249,8 +251,8 @@ def _keeps_a_hit_until_it_is_closed(case: TierCase) -> None:
         save(tier, chain(seed, case.capacity_blocks))
     blocks = empty(2, tier.layout)
     transfer = tier.load(hit, blocks)
-    assert ended(transfer) is TransferState.LANDED, f"a held block was given up: {transfer.failure}"
-    check_landed(transfer, digests, blocks, tier.layout)
+    assert ended(transfer) is TransferState.COMPLETED, f"a held block was given up: {transfer.failure}"
+    check_completed(transfer, digests, blocks, tier.layout)
     tier.close()
 
 
@@ -265,7 +267,7 @@ def _answers_after_close(case: TierCase) -> None:
         tier.load(hit, empty(1, tier.layout)),
         tier.save(digests, filled(digests, tier.layout)),
     ):
-        assert ended(transfer) is TransferState.SHORT, "a closed tier moved bytes"
+        assert ended(transfer) is TransferState.PARTIAL, "a closed tier moved bytes"
         assert transfer.failure is TierFailure.CLOSED, f"a closed tier answered {transfer.failure}"
     assert not tier.find(digests).digests, "a closed tier found something"
 
@@ -281,7 +283,7 @@ def _keeps_blocks_over_a_restart(case: TierCase) -> None:
 
 
 def _drops_what_was_torn_before_a_restart(case: TierCase) -> None:
-    for kind in (FaultKind.TORN_WRITE, FaultKind.ERROR, FaultKind.BIT_FLIP):
+    for kind in (InjectedFault.TORN_WRITE, InjectedFault.ERROR, InjectedFault.BIT_FLIP):
         tier, faults = _opened(case)
         digests = chain(120, 3)
         save(tier, digests[:2])

@@ -23,7 +23,7 @@ class Medium(Protocol):
         ...
 
 
-class FaultKind(StrEnum):
+class InjectedFault(StrEnum):
     """What happens to one operation."""
 
     ERROR = "error"
@@ -67,14 +67,14 @@ class FaultInjector:
     """Faults for the next operations of the media that it wraps; each happens once."""
 
     def __init__(self) -> None:
-        self._writes: deque[FaultKind | Gate] = deque()
-        self._reads: deque[FaultKind | Gate] = deque()
+        self._writes: deque[InjectedFault | Gate] = deque()
+        self._reads: deque[InjectedFault | Gate] = deque()
 
-    def on_next_writes(self, *faults: FaultKind) -> None:
+    def on_next_writes(self, *faults: InjectedFault) -> None:
         """One fault for each of the next writes."""
         self._writes.extend(faults)
 
-    def on_next_reads(self, *faults: FaultKind) -> None:
+    def on_next_reads(self, *faults: InjectedFault) -> None:
         """One fault for each of the next reads."""
         self._reads.extend(faults)
 
@@ -101,7 +101,9 @@ class FaultInjector:
 class FaultyMedium:
     """A medium with faults between the tier and the real one."""
 
-    def __init__(self, medium: Medium, writes: "deque[FaultKind | Gate]", reads: "deque[FaultKind | Gate]") -> None:
+    def __init__(
+        self, medium: Medium, writes: "deque[InjectedFault | Gate]", reads: "deque[InjectedFault | Gate]"
+    ) -> None:
         self._medium = medium
         self._writes = writes
         self._reads = reads
@@ -112,11 +114,11 @@ class FaultyMedium:
         whole = memoryview(b"".join(parts))
         half = whole[: len(whole) // 2]
         match fault:
-            case FaultKind.ERROR:
+            case InjectedFault.ERROR:
                 self._medium.write(offset_bytes, [half])
-            case FaultKind.TORN_WRITE:
+            case InjectedFault.TORN_WRITE:
                 return self._medium.write(offset_bytes, [half])
-            case FaultKind.BIT_FLIP:
+            case InjectedFault.BIT_FLIP:
                 return self._medium.write(offset_bytes, [_flipped(whole)])
             case _:
                 pass
@@ -128,11 +130,11 @@ class FaultyMedium:
         fault = _next(self._reads)
         _raise(fault, is_write=False)
         self._medium.read(offset_bytes, into)
-        if fault is FaultKind.BIT_FLIP:
+        if fault is InjectedFault.BIT_FLIP:
             into[:] = _flipped(into)
 
 
-def _next(faults: "deque[FaultKind | Gate]") -> FaultKind | None:
+def _next(faults: "deque[InjectedFault | Gate]") -> InjectedFault | None:
     try:
         fault = faults.popleft()
     except IndexError:
@@ -143,12 +145,12 @@ def _next(faults: "deque[FaultKind | Gate]") -> FaultKind | None:
     return fault
 
 
-def _raise(fault: FaultKind | None, *, is_write: bool) -> None:
-    if fault is FaultKind.ERROR:
+def _raise(fault: InjectedFault | None, *, is_write: bool) -> None:
+    if fault is InjectedFault.ERROR:
         raise OSError(errno.EIO, "injected: input/output error")
-    if fault is FaultKind.FULL and is_write:
+    if fault is InjectedFault.FULL and is_write:
         raise OSError(errno.ENOSPC, "injected: no space left")
-    if fault is FaultKind.GONE:
+    if fault is InjectedFault.GONE:
         raise ConnectionResetError("injected: the medium is gone")
 
 

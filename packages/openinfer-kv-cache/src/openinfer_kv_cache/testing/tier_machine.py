@@ -1,6 +1,6 @@
 """`tier_machine`: random use of a tier under random faults, as a hypothesis state machine.
 
-Whatever happens, a block that landed has its only right bytes, every transfer ends, and memory is the caller's again
+Whatever happens, a block that completed has its only right bytes, every transfer ends, and memory is the caller's again
 after that. Needs hypothesis (`pip install "openinfer-kv-cache[testing]"`).
 """
 
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from openinfer_kv_cache.testing.tier_cases import (
     TierCase,
     chain,
-    check_landed,
+    check_completed,
     empty,
     ended,
     filled,
@@ -21,7 +21,7 @@ from openinfer_kv_cache.testing.tier_cases import (
     load,
     save,
 )
-from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultKind
+from openinfer_kv_cache.testing.tier_faults import FaultInjector, InjectedFault
 from openinfer_kv_cache.tiers import KvTier, TierHit, TransferState
 
 _CHAINS = st.integers(0, 3)
@@ -56,7 +56,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def load_chain(self, seed: int, length: int) -> None:
-        """Loads what is found, and compares every byte that landed."""
+        """Loads what is found, and compares every byte that completed."""
         self.seen["loaded blocks"] += load(self.tier, chain(seed, length))
 
     @rule(seed=_CHAINS, length=_LENGTHS)
@@ -83,8 +83,8 @@ class TierMachine(RuleBasedStateMachine):
         blocks = empty(len(digests), self.layout)
         transfer = self.tier.load(hit, blocks)
         ended(transfer)
-        check_landed(transfer, digests, blocks, self.layout)
-        self.seen["blocks of held hits"] += transfer.landed_blocks
+        check_completed(transfer, digests, blocks, self.layout)
+        self.seen["blocks of held hits"] += transfer.completed_blocks
         return None
 
     @rule(seed=_CHAINS, length=_LENGTHS)
@@ -96,7 +96,7 @@ class TierMachine(RuleBasedStateMachine):
         transfer = self.tier.load(hit, blocks)
         transfer.cancel()
         self.seen[f"cancelled load {ended(transfer)}"] += 1
-        check_landed(transfer, digests, blocks, self.layout)
+        check_completed(transfer, digests, blocks, self.layout)
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def cancel_save(self, seed: int, length: int) -> None:
@@ -117,10 +117,10 @@ class TierMachine(RuleBasedStateMachine):
         blocks = empty(len(hit.digests), self.layout)
         transfer = self.tier.load(hit, blocks, timeout_s=0.0)
         self.seen[f"load without time {ended(transfer)}"] += 1
-        check_landed(transfer, digests, blocks, self.layout)
+        check_completed(transfer, digests, blocks, self.layout)
 
-    @rule(kind=st.sampled_from(FaultKind), on_write=st.booleans())
-    def plan_fault(self, kind: FaultKind, on_write: bool) -> None:  # noqa: FBT001 -- drawn by hypothesis
+    @rule(kind=st.sampled_from(InjectedFault), on_write=st.booleans())
+    def plan_fault(self, kind: InjectedFault, on_write: bool) -> None:  # noqa: FBT001 -- drawn by hypothesis
         """Something goes wrong soon."""
         (self.faults.on_next_writes if on_write else self.faults.on_next_reads)(kind)
         self.seen[f"fault {kind}"] += 1

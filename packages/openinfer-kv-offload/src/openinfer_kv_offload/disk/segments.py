@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from openinfer_kv_cache import Digest, IntegrityError
 from openinfer_kv_offload.disk.segment import Segment
-from openinfer_kv_offload.disk.store import Access, StoreFolder
+from openinfer_kv_offload.disk.store import StoreAccess, StoreFolder
 from openinfer_kv_offload.host.arena import WrapMedium
 
 
@@ -45,7 +45,7 @@ class SegmentIndex:
     def __init__(
         self,
         store: StoreFolder,
-        access: Access,
+        access: StoreAccess,
         *,
         layout_digest: bytes,
         record_bytes: int,
@@ -54,7 +54,7 @@ class SegmentIndex:
         wrap_medium: WrapMedium,
     ) -> None:
         self._store = store
-        self._is_writer = access is Access.WRITE
+        self._is_writer = access is StoreAccess.WRITE
         self._layout_digest = layout_digest
         self._record_bytes = record_bytes
         self._segment_bytes = segment_bytes
@@ -124,7 +124,7 @@ class SegmentIndex:
         del self._by_digest[recorded.digest]
         return True
 
-    def place_for_append(self) -> tuple[Segment, int]:
+    def segment_for_append(self) -> tuple[Segment, int]:
         """The segment to append to, and how many blocks were given up to stay within the budget.
 
         Raises:

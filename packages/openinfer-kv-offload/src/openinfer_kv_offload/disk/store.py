@@ -21,7 +21,7 @@ _KEY_BYTES = 32
 _SEGMENT = re.compile(r"segment-(\d{8})\.kv")
 
 
-class Access(StrEnum):
+class StoreAccess(StrEnum):
     """What a process does with a store."""
 
     WRITE = "write"
@@ -41,10 +41,10 @@ class StoreFolder:
         StoreError: another process writes, the folder is no store, or one of a later release.
     """
 
-    def __init__(self, folder: Path, layout: KvLayout, access: Access) -> None:
+    def __init__(self, folder: Path, layout: KvLayout, access: StoreAccess) -> None:
         self.folder = folder
         self._lock_fd = -1
-        if access is Access.WRITE:
+        if access is StoreAccess.WRITE:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock_fd = _lock(folder)
         try:
@@ -69,17 +69,17 @@ class StoreFolder:
         if fd >= 0:
             os.close(fd)
 
-    def _read_key(self, access: Access) -> bytes | None:
+    def _read_key(self, access: StoreAccess) -> bytes | None:
         """The key that the blocks are named with, unless their owner brings one; a writer makes it."""
         path = self.folder / "digest.key"
-        if access is Access.WRITE and not path.exists():
+        if access is StoreAccess.WRITE and not path.exists():
             _write_whole(path, secrets.token_bytes(_KEY_BYTES))
         return path.read_bytes() if path.exists() else None
 
-    def _check_manifest(self, layout: KvLayout, access: Access) -> None:
+    def _check_manifest(self, layout: KvLayout, access: StoreAccess) -> None:
         path = self.folder / "store.json"
         if not path.exists():
-            if access is Access.READ:
+            if access is StoreAccess.READ:
                 raise StoreError(f"{self.folder} holds no KV store; start a process that writes to it first")
             if self.segment_paths():
                 raise StoreError(f"{path} is missing beside segments; restore it, or remove the folder")

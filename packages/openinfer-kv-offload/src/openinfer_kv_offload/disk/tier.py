@@ -12,14 +12,14 @@ import msgspec
 from openinfer_kv_cache import Digest, KvLayout, TierFailure
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.disk.segments import Recorded, SegmentIndex
-from openinfer_kv_offload.disk.store import Access, StoreFolder
+from openinfer_kv_offload.disk.store import StoreAccess, StoreFolder
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.format.checksum import Stamper
+from openinfer_kv_offload.format.checksum import BlockChecksum
 from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, encode_header, record_bytes
 from openinfer_kv_offload.host.arena import Arena, WrapMedium, as_it_is
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.failures import BlockFault
-from openinfer_kv_offload.transfer.memory import read_block, write_block
+from openinfer_kv_offload.transfer.memory import copy_from_block, copy_to_block
 from openinfer_kv_offload.transfer.queue import QueueOptions
 from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
@@ -38,7 +38,7 @@ class DiskTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Of all segments; the least recently used segment is deleted to stay below."""
     segment_bytes: int | None = None
     """Of one segment; by default a 64th of the budget, at least one record."""
-    access: Access = Access.WRITE
+    access: StoreAccess = StoreAccess.WRITE
     refresh_s: float = 1.0
     """How often a reading process looks for what the writing one has added."""
     queue: QueueOptions = QueueOptions()
@@ -82,18 +82,18 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             raise TierConfigError(
                 f"budget_bytes of {name} is {options.budget_bytes}; two records need {2 * self._record_bytes}"
             )
-        self._stamper = Stamper(layout)
+        self._checksum = BlockChecksum(layout)
         self._store = StoreFolder(Path(options.folder), layout, options.access)
         index = SegmentIndex(
             self._store,
             options.access,
-            layout_digest=self._stamper.layout_digest,
+            layout_digest=self._checksum.layout_digest,
             record_bytes=self._record_bytes,
             segment_bytes=max(options.segment_bytes or options.budget_bytes // _SEGMENTS, self._record_bytes),
             budget_bytes=options.budget_bytes,
             wrap_medium=wrap_medium,
         )
-        super().__init__(layout, index, name=name, accepts_saves=options.access is Access.WRITE, clock=clock)
+        super().__init__(layout, index, name=name, accepts_saves=options.access is StoreAccess.WRITE, clock=clock)
         self._append_lock = threading.Lock()
         self._buffers = threading.local()
         self._scratch = Arena(options.queue.num_threads * self._record_bytes)
@@ -132,8 +132,8 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         try:
             for each in held:
                 each.segment.medium.read(each.offset_bytes, buffer)
-                if self._stamper.is_intact(digest, decode_header(buffer), payload):
-                    read_block(payload, into)
+                if self._checksum.is_intact(digest, decode_header(buffer), payload):
+                    copy_from_block(payload, into)
                     return True
             return False
         finally:
@@ -152,13 +152,13 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         for each, block in zip(held, blocks, strict=True):
             each.segment.medium.read(each.offset_bytes, buffer)
             payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
-            if not self._stamper.is_intact(each.digest, decode_header(buffer), payload):
-                self._tally.lost(corrupt_blocks=int(self._drop(each)))
+            if not self._checksum.is_intact(each.digest, decode_header(buffer), payload):
+                self._counters.count_lost(corrupt_blocks=int(self._drop(each)))
                 raise BlockFault(TierFailure.CORRUPT)
             with transfer.touching():
-                write_block(block, payload)
-            transfer.land()
-            self._tally.moved(loaded_blocks=1)
+                copy_to_block(block, payload)
+            transfer.complete_blocks()
+            self._counters.count_moved(loaded_blocks=1)
 
     def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
         buffer = self._buffer()
@@ -166,11 +166,11 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         for digest, block in zip(digests, blocks, strict=True):
             if digest not in self._index:
                 with transfer.touching():
-                    read_block(block, payload)
-                header = self._stamper.header(digest, payload)
+                    copy_from_block(block, payload)
+                header = self._checksum.header(digest, payload)
                 buffer[:HEADER_BYTES] = encode_header(header)
-                self._tally.moved(saved_blocks=int(self._append(digest, buffer)))
-            transfer.land()
+                self._counters.count_moved(saved_blocks=int(self._append(digest, buffer)))
+            transfer.complete_blocks()
 
     def _append(self, digest: Digest, record: memoryview) -> bool:
         """Writes a record; False if another thread was faster with the same block."""
@@ -178,8 +178,8 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             if digest in self._index:
                 return False
             with self._lock:
-                segment, evicted = self._index.place_for_append()
-            self._tally.lost(evicted_blocks=evicted)
+                segment, evicted = self._index.segment_for_append()
+            self._counters.count_lost(evicted_blocks=evicted)
             try:
                 segment.medium.write(segment.size_bytes, [record])
             except BaseException:
@@ -205,7 +205,7 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             discovery = self._index.discover()
             with self._lock:
                 self._index.adopt(discovery)
-        self._tally.lost(corrupt_blocks=discovery.bad_records)
+        self._counters.count_lost(corrupt_blocks=discovery.bad_records)
 
     def _refresh_soon(self) -> None:
         if self._clock() >= self._next_refresh_s:

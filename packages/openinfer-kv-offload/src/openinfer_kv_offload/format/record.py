@@ -4,7 +4,7 @@
     8   16   layout digest
     24  16   block digest
     40   8   payload bytes, little-endian
-    48  16   stamp of the payload (`checksum.py`)
+    48  16   checksum of the payload (`checksum.py`)
     64   8   XXH3-64 of the 64 bytes before
     72  56   zero
     128      payload, then zeros to a multiple of 4096
@@ -32,7 +32,7 @@ class RecordHeader(NamedTuple):
     layout_digest: bytes
     digest: Digest
     payload_bytes: int
-    stamp: bytes
+    checksum: bytes
 
 
 def record_bytes(block_bytes: int) -> int:
@@ -54,5 +54,5 @@ def decode_header(encoded: bytes | memoryview) -> RecordHeader | None:
     (check,) = _CHECK.unpack_from(encoded, _FIELDS.size)
     if check != xxhash.xxh3_64_intdigest(fields):
         return None
-    magic, layout_digest, digest, payload_bytes, stamp = _FIELDS.unpack(fields)
-    return RecordHeader(layout_digest, Digest(digest), payload_bytes, stamp) if magic == _MAGIC else None
+    magic, layout_digest, digest, payload_bytes, checksum = _FIELDS.unpack(fields)
+    return RecordHeader(layout_digest, Digest(digest), payload_bytes, checksum) if magic == _MAGIC else None

@@ -1,4 +1,4 @@
-"""`Arena`: one piece of this process's memory, cut into places of equal size."""
+"""`Arena`: one region of this process's memory, cut into blocks of equal size."""
 
 import mmap
 from collections.abc import Callable, Sequence

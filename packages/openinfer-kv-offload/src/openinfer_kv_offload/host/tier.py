@@ -15,8 +15,8 @@ from openinfer_kv_cache import (
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.host.arena import Arena, WrapMedium, as_it_is
-from openinfer_kv_offload.host.block_index import PlaceIndex, Stored
-from openinfer_kv_offload.host.checksums import BlockStamps
+from openinfer_kv_offload.host.block_index import ArenaIndex, Stored
+from openinfer_kv_offload.host.checksums import HostChecksums
 from openinfer_kv_offload.host.frequency import LeastFrequentlyUsed
 from openinfer_kv_offload.host.options import HostPolicy, HostTierOptions
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
@@ -29,11 +29,11 @@ _MOST_BATCH_BLOCKS, _LEAST_BATCHES = 32, 32
 """Blocks of a device that are copied together, and how many such batches a tier has room for at least."""
 
 
-class HostTier(QueuedTier[Stored, PlaceIndex]):
-    """An arena of equal places, one block each, with an eviction policy; gone with the process.
+class HostTier(QueuedTier[Stored, ArenaIndex]):
+    """An arena of equal blocks with an eviction policy; gone with the process.
 
-    A device's blocks are copied between the device and their place directly, past `wrap_medium`, and are stamped by the
-    device, which reads them faster than any processor of this machine.
+    A device's blocks are copied between the device and the arena directly, past `wrap_medium`, and the device
+    makes their checksum: it reads them faster than any processor of this machine.
 
     Args:
         layout: of the blocks. options: its size and policy. name: for counters and logs.
@@ -41,7 +41,7 @@ class HostTier(QueuedTier[Stored, PlaceIndex]):
             wrap_medium: put between the tier and its arena, for tests.
 
     Raises:
-        TierConfigError: not one block fits.
+        TierConfigError: not one block matches.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class HostTier(QueuedTier[Stored, PlaceIndex]):
         wrap_medium: WrapMedium = as_it_is,
     ) -> None:
         self._stride_bytes = -(-layout.block_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        num_places = options.capacity_bytes // self._stride_bytes
-        if num_places < 1:
+        num_blocks = options.capacity_bytes // self._stride_bytes
+        if num_blocks < 1:
             raise TierConfigError(
                 f"capacity_bytes of {name} is {options.capacity_bytes}; one block needs {self._stride_bytes}"
             )
         if policy is None:
             policy = LeastFrequentlyUsed() if options.policy is HostPolicy.LFU else LeastRecentlyUsed()
-        self._batch_blocks = max(1, min(_MOST_BATCH_BLOCKS, num_places // _LEAST_BATCHES))
-        index = PlaceIndex(num_places, policy, ttl_s=options.ttl_s, clock=clock)
+        self._batch_blocks = max(1, min(_MOST_BATCH_BLOCKS, num_blocks // _LEAST_BATCHES))
+        index = ArenaIndex(num_blocks, policy, ttl_s=options.ttl_s, clock=clock)
         super().__init__(layout, index, name=name, clock=clock)
-        self._arena = Arena(num_places * self._stride_bytes)
+        self._arena = Arena(num_blocks * self._stride_bytes)
         self._medium = wrap_medium(self._arena)
-        self._stamps = BlockStamps(layout)
+        self._checksums = HostChecksums(layout)
         self._sink: Callable[[Digest, memoryview], None] | None = None
         self._open_queue(options.queue)
 
@@ -80,7 +80,7 @@ class HostTier(QueuedTier[Stored, PlaceIndex]):
         self._queue.close()
 
     def demote_to(self, sink: Callable[[Digest, memoryview], None]) -> None:
-        """Gives what is evicted to `sink`, which the thread of the save that needs the place waits for."""
+        """Gives what is evicted to `sink`, which the thread of the save that needs the block waits for."""
         self._sink = sink
 
     def demote_all(self) -> None:
@@ -99,10 +99,10 @@ class HostTier(QueuedTier[Stored, PlaceIndex]):
             held = self._index.hold_prefix([digest])
         try:
             for stored in held:
-                self._medium.read(stored.place * self._stride_bytes, into)
-                if self._stamps.fits(digest, into, stored.stamp):
+                self._medium.read(stored.block_id * self._stride_bytes, into)
+                if self._checksums.matches(digest, into, stored.checksum):
                     return True
-                self._tally.lost(corrupt_blocks=int(self._drop(stored)))
+                self._counters.count_lost(corrupt_blocks=int(self._drop(stored)))
             return False
         finally:
             self._release(held)
@@ -114,108 +114,110 @@ class HostTier(QueuedTier[Stored, PlaceIndex]):
             expired = self._index.expire()
             held = self._index.hold_prefix(digests)
         if expired:
-            self._tally.lost(evicted_blocks=expired)
+            self._counters.count_lost(evicted_blocks=expired)
         return held
 
     def _load(self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[BlockMemory]) -> None:
         for stored, block in zip(held, in_memory(blocks), strict=False):
             with transfer.touching():
-                self._medium.read(stored.place * self._stride_bytes, block)
-                is_intact = self._stamps.fits(stored.digest, block, stored.stamp)
-            self._land_loaded(transfer, [stored], [is_intact])
+                self._medium.read(stored.block_id * self._stride_bytes, block)
+                is_intact = self._checksums.matches(stored.digest, block, stored.checksum)
+            self._complete_loaded(transfer, [stored], [is_intact])
         on_device = on_a_device(blocks)
         for begin in range(0, len(on_device), self._batch_blocks):
             batch = held[begin : begin + self._batch_blocks]
-            places = [self._memory_of(stored.place) for stored in batch]
+            content = [self._memory_of(stored.block_id) for stored in batch]
             with transfer.touching():
-                are_intact = self._stamps.copy_in(batch, on_device[begin : begin + self._batch_blocks], places)
-            self._land_loaded(transfer, batch, are_intact)
+                are_intact = self._checksums.copy_in(batch, on_device[begin : begin + self._batch_blocks], content)
+            self._complete_loaded(transfer, batch, are_intact)
 
-    def _land_loaded(self, transfer: BlockTransfer, batch: Sequence[Stored], are_intact: Sequence[bool]) -> None:
+    def _complete_loaded(self, transfer: BlockTransfer, batch: Sequence[Stored], are_intact: Sequence[bool]) -> None:
         """Lands blocks up to the first that is not right, which is dropped."""
         num_right = len(batch) if all(are_intact) else are_intact.index(False)
-        transfer.land(num_right)
-        self._tally.moved(loaded_blocks=num_right)
+        transfer.complete_blocks(num_right)
+        self._counters.count_moved(loaded_blocks=num_right)
         if num_right < len(batch):
-            self._tally.lost(corrupt_blocks=int(self._drop(batch[num_right])))
+            self._counters.count_lost(corrupt_blocks=int(self._drop(batch[num_right])))
             raise BlockFault(TierFailure.CORRUPT)
 
     def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
         for digest, block in zip(digests, in_memory(blocks), strict=False):
             if digest not in self._index:
                 self._save_one(transfer, digest, block)
-            transfer.land()
+            transfer.complete_blocks()
         on_device = on_a_device(blocks)
         for begin in range(0, len(on_device), self._batch_blocks):
             batch = dict(zip(digests[begin : begin + self._batch_blocks], on_device[begin:], strict=False))
             new = {digest: block for digest, block in batch.items() if digest not in self._index}
             if new:
                 self._save_from_device(transfer, list(new), list(new.values()))
-            transfer.land(min(self._batch_blocks, len(on_device) - begin))
+            transfer.complete_blocks(min(self._batch_blocks, len(on_device) - begin))
 
     def _save_one(self, transfer: BlockTransfer, digest: Digest, block: memoryview) -> None:
-        with self._filling(1) as places:
+        with self._filling(1) as block_ids:
             with transfer.touching():
-                stamp = self._stamps.stamp(digest, block)
-                self._medium.write(places[0] * self._stride_bytes, [block])
-            self._publish(places, [digest], [stamp])
+                checksum = self._checksums.checksum(digest, block)
+                self._medium.write(block_ids[0] * self._stride_bytes, [block])
+            self._publish(block_ids, [digest], [checksum])
 
     def _save_from_device(
         self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[DeviceBlock]
     ) -> None:
-        with self._filling(len(blocks)) as places:
-            memory = [self._memory_of(place) for place in places]
+        with self._filling(len(blocks)) as block_ids:
+            memory = [self._memory_of(block_id) for block_id in block_ids]
             with transfer.touching():
-                stamps = self._stamps.copy_out(blocks, memory)
-            self._publish(places, digests, stamps)
+                checksums = self._checksums.copy_out(blocks, memory)
+            self._publish(block_ids, digests, checksums)
 
     @contextlib.contextmanager
-    def _filling(self, num_places: int) -> Generator[list[int]]:
-        """Places to fill; whoever publishes them takes them off the list, and the rest is given back."""
-        places: list[int] = []
+    def _filling(self, num_blocks: int) -> Generator[list[int]]:
+        """Blocks to fill; `_publish` takes them off the list, and what is left is given back."""
+        block_ids: list[int] = []
         try:
-            self._take(places, num_places)
-            yield places
+            self._take(block_ids, num_blocks)
+            yield block_ids
         finally:
             with self._lock:
-                for place in places:
-                    self._index.give_back(place)
+                for block_id in block_ids:
+                    self._index.give_back(block_id)
 
-    def _publish(self, places: list[int], digests: Sequence[Digest], stamps: Sequence[bytes]) -> None:
-        """Makes filled places findable, and empties the list of them."""
+    def _publish(self, block_ids: list[int], digests: Sequence[Digest], checksums: Sequence[bytes]) -> None:
+        """Makes filled blocks findable, and empties the list of them."""
         with self._lock:
-            filled = zip(places, digests, stamps, strict=True)
-            saved_blocks = sum([self._index.publish(place, digest, stamp) for place, digest, stamp in filled])
-            places.clear()
-        self._tally.moved(saved_blocks=saved_blocks)
+            filled = zip(block_ids, digests, checksums, strict=True)
+            saved_blocks = sum(
+                [self._index.publish(block_id, digest, checksum) for block_id, digest, checksum in filled]
+            )
+            block_ids.clear()
+        self._counters.count_moved(saved_blocks=saved_blocks)
 
-    def _memory_of(self, place: int) -> memoryview:
-        return self._arena.view(place * self._stride_bytes, self.layout.block_bytes)
+    def _memory_of(self, block_id: int) -> memoryview:
+        return self._arena.view(block_id * self._stride_bytes, self.layout.block_bytes)
 
-    def _take(self, places: list[int], num_places: int) -> None:
-        """Adds places to fill; what was there has been handed on."""
+    def _take(self, block_ids: list[int], num_blocks: int) -> None:
+        """Adds blocks to fill; what was there has been handed on."""
         left: list[Stored] = []
         with self._lock:
-            while len(places) < num_places:
+            while len(block_ids) < num_blocks:
                 taken = self._index.take()
                 if taken is None:
                     raise BlockFault(TierFailure.BUSY)
-                places.append(taken[0])
+                block_ids.append(taken[0])
                 if taken[1] is not None:
                     left.append(taken[1])
         if left:
-            self._tally.lost(evicted_blocks=len(left))
+            self._counters.count_lost(evicted_blocks=len(left))
             for stored in left:
                 self._demote(stored)
 
     def _demote(self, stored: Stored) -> None:
-        """Hands on a block that nobody can overwrite now, if it is intact: the next tier stamps what it gets."""
+        """Hands on an intact block that no save can overwrite now; the next tier makes a checksum of what it gets."""
         if self._sink is None:
             return
         block = memoryview(bytearray(self.layout.block_bytes))
-        self._medium.read(stored.place * self._stride_bytes, block)
-        if self._stamps.fits(stored.digest, block, stored.stamp):
+        self._medium.read(stored.block_id * self._stride_bytes, block)
+        if self._checksums.matches(stored.digest, block, stored.checksum):
             self._sink(stored.digest, block.toreadonly())
         else:
             self._drop(stored)
-            self._tally.lost(corrupt_blocks=1)
+            self._counters.count_lost(corrupt_blocks=1)

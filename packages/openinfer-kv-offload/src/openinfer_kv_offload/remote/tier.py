@@ -10,9 +10,9 @@ import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, TierFailure
 from openinfer_kv_cache.tier_traits import BlockMemory
-from openinfer_kv_offload.disk.store import Access
+from openinfer_kv_offload.disk.store import StoreAccess
 from openinfer_kv_offload.errors import StoreError, TierConfigError
-from openinfer_kv_offload.format.checksum import Stamper
+from openinfer_kv_offload.format.checksum import BlockChecksum
 from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, encode_header
 from openinfer_kv_offload.host.arena import WrapMedium, as_it_is
 from openinfer_kv_offload.remote.in_order import run_in_order
@@ -21,7 +21,7 @@ from openinfer_kv_offload.remote.object_index import KnownObject, ObjectIndex
 from openinfer_kv_offload.remote.object_store import ObjectStore
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.failures import BlockFault
-from openinfer_kv_offload.transfer.memory import read_block, write_block
+from openinfer_kv_offload.transfer.memory import copy_from_block, copy_to_block
 from openinfer_kv_offload.transfer.queue import QueueOptions
 from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
@@ -37,7 +37,7 @@ class RemoteTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Of all objects under the prefix; a process that writes deletes the least recently used to stay below."""
     prefix: str = "openinfer"
     """Of every key; blocks of one layout have one of their own."""
-    access: Access = Access.WRITE
+    access: StoreAccess = StoreAccess.WRITE
     """Any number of processes may write."""
     connections: int = 8
     """Objects that move at the same time."""
@@ -60,7 +60,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
     `namespace.py` says under which keys. What other processes save is seen when keys are listed: at the beginning, and
     in the background after a miss. Bytes pass through a buffer of the moving thread and reach the caller's blocks only
     when their checksum fits, so a deadline is met even while the server hangs. This process does not delete what is
-    held; another one may, which ends the load short.
+    held; another one may, which makes the load partial.
 
     Args:
         layout: of the blocks. store: the server; the tier closes it. options: prefix and budget.
@@ -89,9 +89,9 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
                 f"budget_bytes of {name} is {options.budget_bytes}; one block needs {self._object_bytes}"
             )
         index = ObjectIndex(options.budget_bytes // self._object_bytes)
-        super().__init__(layout, index, name=name, accepts_saves=options.access is Access.WRITE, clock=clock)
+        super().__init__(layout, index, name=name, accepts_saves=options.access is StoreAccess.WRITE, clock=clock)
         self._options = options
-        self._stamper = Stamper(layout)
+        self._checksum = BlockChecksum(layout)
         self._buffers = threading.local()
         self._objects = Namespace(store, options.prefix, layout, is_writer=self.accepts_saves, wrap_medium=wrap_medium)
         self._first_refresh(store.address)
@@ -120,7 +120,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         with self._lock:
             self._index.add(listed - before)
             forgotten = self._index.forget(before - listed)
-        self._tally.lost(evicted_blocks=forgotten)
+        self._counters.count_lost(evicted_blocks=forgotten)
 
     def close(self) -> None:
         """Stops its threads and gives its connections back; one that hangs ends with its own time limit."""
@@ -146,7 +146,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         self._run(puts, transfer)
 
     def _run(self, tasks: Sequence[Callable[[], None]], transfer: BlockTransfer) -> None:
-        run_in_order(self._connections, tasks, window=self._options.connections, on_end=transfer.land)
+        run_in_order(self._connections, tasks, window=self._options.connections, on_end=transfer.complete_blocks)
 
     def _fetch(self, transfer: BlockTransfer, known: KnownObject, block: BlockMemory) -> None:
         buffer = self._buffer()
@@ -156,23 +156,23 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         try:
             self._objects.medium(known.digest).read(0, buffer)
         except BlockFault:
-            self._tally.lost(evicted_blocks=int(self._drop(known)))
+            self._counters.count_lost(evicted_blocks=int(self._drop(known)))
             raise
-        if not self._stamper.is_intact(known.digest, decode_header(buffer), payload):
-            self._tally.lost(corrupt_blocks=int(self._drop(known)))
+        if not self._checksum.is_intact(known.digest, decode_header(buffer), payload):
+            self._counters.count_lost(corrupt_blocks=int(self._drop(known)))
             self._objects.delete([known.digest])
             raise BlockFault(TierFailure.CORRUPT)
         with transfer.touching():
-            write_block(block, payload)
-        self._tally.moved(loaded_blocks=1)
+            copy_to_block(block, payload)
+        self._counters.count_moved(loaded_blocks=1)
 
     def _put(self, transfer: BlockTransfer, digest: Digest, block: BlockMemory) -> None:
         if digest in self._index:
             return
         buffer = self._buffer()
         with transfer.touching():
-            read_block(block, buffer[HEADER_BYTES:])
-        header = self._stamper.header(digest, buffer[HEADER_BYTES:])
+            copy_from_block(block, buffer[HEADER_BYTES:])
+        header = self._checksum.header(digest, buffer[HEADER_BYTES:])
         buffer[:HEADER_BYTES] = encode_header(header)
         with self._lock:
             evicted = self._index.make_room()
@@ -181,14 +181,14 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         added = 0
         try:
             self._objects.delete(evicted)
-            self._tally.lost(evicted_blocks=len(evicted))
+            self._counters.count_lost(evicted_blocks=len(evicted))
             self._objects.medium(digest).write(0, [buffer])
             with self._lock:
                 added = self._index.add([digest])
         finally:
             with self._lock:
                 self._index.end_filling()
-        self._tally.moved(saved_blocks=added)
+        self._counters.count_moved(saved_blocks=added)
 
     def _buffer(self) -> memoryview:
         """One record of memory for each thread."""

@@ -25,7 +25,7 @@ from openinfer_kv_cache import (
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.stack.transfer import StackTransfer
-from openinfer_kv_offload.stack.write_behind import Follower
+from openinfer_kv_offload.stack.write_behind import WriteBehindWorker
 
 _log = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class StackHit:
 class TierStack:
     """Several tiers as one; it owns them and closes them.
 
-    A save lands when every tier that it goes to has all blocks; if one falls short, `landed_blocks` is what the best
-    of them has.
+    A save completes when every tier that it goes to has all blocks; if one is partial, `completed_blocks` is what
+    the best of them has.
 
     Args:
         tiers: fastest first, all of one layout. options: where saves go, and what is promoted. name: for logs.
@@ -111,7 +111,7 @@ class TierStack:
         for tier in tiers[1:]:
             check_same_layout(self.layout, tier.layout)
         self._key = _common_key(tiers)
-        self._follower = self._make_follower() if self._options.write is WriteMode.BEHIND else None
+        self._worker = self._make_worker() if self._options.write is WriteMode.BEHIND else None
         if self._options.write is WriteMode.BACK:
             for upper, lower in zip(self._tiers, self._tiers[1:], strict=False):
                 self._join(upper, lower)
@@ -161,13 +161,13 @@ class TierStack:
         tiers = [tier for tier in self._tiers if tier.accepts_saves]
         if not tiers:
             raise KvTierError(f"no tier of {self.name} accepts saves; other processes fill them")
-        follower = self._follower
-        if follower is not None or self._options.write is WriteMode.BACK:
+        worker = self._worker
+        if worker is not None or self._options.write is WriteMode.BACK:
             tiers = tiers[:1]
 
         def follow() -> None:
-            if follower is not None:
-                follower.follow(digests)
+            if worker is not None:
+                worker.enqueue(digests)
 
         saves: list[Transfer] = []
         try:
@@ -182,8 +182,8 @@ class TierStack:
         """Gives what is above to the tiers below; before `close`. With write-back, and then in this thread, that is all
         above the last tier; with write-behind it waits for what has not been handed down yet.
         """
-        if self._follower is not None:
-            self._follower.flush()
+        if self._worker is not None:
+            self._worker.flush()
         if self._options.write is WriteMode.BACK:
             for tier in self._tiers[:-1]:
                 if isinstance(tier, EvictingTier):
@@ -200,17 +200,17 @@ class TierStack:
         """
         if self._options.flush_on_close:
             self.flush()
-        if self._follower is not None:
-            self._follower.close(self._options.demotion_timeout_s)
+        if self._worker is not None:
+            self._worker.close(self._options.demotion_timeout_s)
         for tier in self._tiers:
             tier.close()
 
-    def _make_follower(self) -> Follower:
+    def _make_worker(self) -> WriteBehindWorker:
         first, *others = self._tiers
         lowers = [tier for tier in others if tier.accepts_saves]
         if not (isinstance(first, CopyingTier) and first.accepts_saves):
             raise TierConfigError(f"write-behind copies from the first tier, and {first.name} cannot be copied from")
-        return Follower(first, lowers, timeout_s=self._options.demotion_timeout_s)
+        return WriteBehindWorker(first, lowers, timeout_s=self._options.demotion_timeout_s)
 
     def _join(self, upper: KvTier, lower: KvTier) -> None:
         if not isinstance(upper, EvictingTier):
@@ -239,19 +239,19 @@ class TierStack:
     def _promotion(
         self, part: Part, blocks: Sequence[BlockMemory], deadline_s: float | None
     ) -> Callable[[int], list[Transfer]]:
-        """What to begin when `landed` blocks of a part are in the caller's memory."""
+        """What to begin when `completed` blocks of a part are in the caller's memory."""
         wanted = self._options.promotion is Promotion.ON_LOAD
         above = [tier for tier in self._tiers[: part.level] if wanted and tier.accepts_saves]
         digests = part.hit.digests
 
-        def promote(landed: int) -> list[Transfer]:
+        def promote(completed: int) -> list[Transfer]:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if not landed or (left_s is not None and left_s <= 0):
+            if not completed or (left_s is not None and left_s <= 0):
                 return []
             saves: list[Transfer] = []
             try:
                 for tier in above:
-                    save = tier.save(digests[:landed], blocks[:landed], timeout_s=left_s)
+                    save = tier.save(digests[:completed], blocks[:completed], timeout_s=left_s)
                     saves.append(save)
             except Exception:  # noqa: BLE001 -- the fence: the load is good without it; what has begun is waited for
                 _log.exception("KV blocks could not be promoted into %s", above[len(saves)].name)

@@ -7,7 +7,7 @@ from typing import Self
 from openinfer_kv_cache import TierFailure, Transfer, TransferState
 
 Promote = Callable[[int], list[Transfer]]
-"""Begins to save what a part of a load brought, given how many blocks landed."""
+"""Begins to save what a part of a load brought, given how many blocks completed."""
 
 
 class StackTransfer:
@@ -30,8 +30,8 @@ class StackTransfer:
     def of_save(cls, parts: Sequence[Transfer], follow: Callable[[], None]) -> Self:
         """The same blocks into several tiers; `follow` is called once the first has all of them."""
 
-        def promote(landed: int) -> list[Transfer]:
-            if landed == parts[0].num_blocks:
+        def promote(completed: int) -> list[Transfer]:
+            if completed == parts[0].num_blocks:
                 follow()
             return []
 
@@ -40,21 +40,21 @@ class StackTransfer:
         return transfer
 
     @property
-    def landed_blocks(self) -> int:
+    def completed_blocks(self) -> int:
         """Leading blocks of a load that are right; of a save, what the best tier has."""
         if self._is_save:
-            return max(part.landed_blocks for part in self._parts)
-        landed = 0
+            return max(part.completed_blocks for part in self._parts)
+        completed = 0
         for part in self._parts:
-            landed += part.landed_blocks
-            if part.landed_blocks < part.num_blocks:
+            completed += part.completed_blocks
+            if part.completed_blocks < part.num_blocks:
                 break
-        return landed
+        return completed
 
     @property
     def failure(self) -> TierFailure | None:
-        """Of the first part that fell short; None before the end."""
-        if self.poll() is not TransferState.SHORT:
+        """Of the first part that is partial; None before the end."""
+        if self.poll() is not TransferState.PARTIAL:
             return None
         return next(part.failure for part in self._parts if part.failure is not None)
 
@@ -63,9 +63,9 @@ class StackTransfer:
         states = [part.poll() for part in self._parts]
         if TransferState.PENDING in states or self._is_promoting():
             return TransferState.PENDING
-        if TransferState.SHORT in states:
-            return TransferState.SHORT
-        return TransferState.CANCELLED if TransferState.CANCELLED in states else TransferState.LANDED
+        if TransferState.PARTIAL in states:
+            return TransferState.PARTIAL
+        return TransferState.CANCELLED if TransferState.CANCELLED in states else TransferState.COMPLETED
 
     def cancel(self) -> None:
         """Cancels every part, and what is promoted."""
@@ -91,5 +91,5 @@ class StackTransfer:
         """Whether a promotion still reads the caller's blocks; begins them when the parts have ended."""
         if self._promoting is None:
             begin = () if self._is_cancelled else zip(self._parts, self._promotions, strict=False)
-            self._promoting = [each for part, promote in begin for each in promote(part.landed_blocks)]
+            self._promoting = [each for part, promote in begin for each in promote(part.completed_blocks)]
         return any(each.poll() is TransferState.PENDING for each in self._promoting)

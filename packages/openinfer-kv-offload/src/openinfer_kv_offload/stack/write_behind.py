@@ -1,7 +1,7 @@
-"""`Follower`: hands what the first tier of a stack has stored down to the others, behind the back of whoever saved it.
+"""`WriteBehindWorker`: copies what the first tier of a stack has stored to the others, after the save.
 
-So a save is over when the fastest tier has it, and a slow disk or a server holds up nobody's blocks. Bytes are copied
-from the first tier, whose place they have anyway; what that has given up before its turn came is not handed down.
+So a save is over when the fastest tier has it, and a slow disk or a server holds up no caller. Bytes are copied
+from the first tier, which has them anyway; what it has evicted before its turn came is not handed down.
 """
 
 import logging
@@ -17,7 +17,7 @@ _MOST_WAITING = 1 << 20
 """Blocks that wait, by their digests alone; beyond it the oldest are forgotten."""
 
 
-class Follower:
+class WriteBehindWorker:
     """Threads of one stack.
 
     Args:
@@ -39,7 +39,7 @@ class Follower:
         for thread in self._threads:
             thread.start()
 
-    def follow(self, digests: Sequence[Digest]) -> None:
+    def enqueue(self, digests: Sequence[Digest]) -> None:
         """Blocks that the upper tier has now are to be handed down."""
         with self._changed:
             self._waiting.extend(digests)
@@ -64,10 +64,10 @@ class Follower:
     def _run(self) -> None:
         size = self._upper.layout.block_bytes
         scratch = memoryview(bytearray(_CHUNK_BLOCKS * size))
-        places = [scratch[begin : begin + size] for begin in range(0, len(scratch), size)]
+        buffers = [scratch[begin : begin + size] for begin in range(0, len(scratch), size)]
         while (chunk := self._take()) is not None:
             try:
-                self._hand_down(chunk, places)
+                self._hand_down(chunk, buffers)
             except Exception:  # noqa: BLE001 -- the thread lives; a tier that raises here is broken, and says so elsewhere
                 _log.exception("KV blocks could not be handed down from %s", self._upper.name)
             finally:
@@ -84,11 +84,11 @@ class Follower:
             self._num_busy += 1
             return [self._waiting.popleft() for _ in range(min(_CHUNK_BLOCKS, len(self._waiting)))]
 
-    def _hand_down(self, chunk: Sequence[Digest], places: Sequence[memoryview]) -> None:
+    def _hand_down(self, chunk: Sequence[Digest], buffers: Sequence[memoryview]) -> None:
         digests: list[Digest] = []
         for digest in chunk:
-            if self._upper.copy_block(digest, places[len(digests)]):
+            if self._upper.copy_block(digest, buffers[len(digests)]):
                 digests.append(digest)
-        content = [place.toreadonly() for place in places[: len(digests)]]
+        content = [buffer.toreadonly() for buffer in buffers[: len(digests)]]
         for tier in self._lowers if digests else ():
             tier.save(digests, content, timeout_s=self._timeout_s).wait()

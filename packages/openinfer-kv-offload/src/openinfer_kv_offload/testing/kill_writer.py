@@ -1,7 +1,7 @@
 """Kills a process while it writes to a store, opens the store, and compares every byte; again and again.
 
-A kill loses no page that the kernel has, so what the writer was told had landed must be found again; whatever else is
-found must be right.
+A kill loses no page that the kernel has, so what the writer was told had completed must be found again; what else
+is found must be right.
 """
 
 import argparse
@@ -27,12 +27,12 @@ class KillReport(msgspec.Struct, kw_only=True):
     """What the kills left behind."""
 
     kills: int = 0
-    landed_blocks: int = 0
-    """Reported as landed to a writer that was killed later."""
+    completed_blocks: int = 0
+    """Reported as completed to a writer that was killed later."""
     found_blocks: int = 0
     """Loaded after the last kill and compared byte by byte."""
     lost_blocks: int = 0
-    """Reported as landed and not found."""
+    """Reported as completed and not found."""
     wrong_blocks: int = 0
     torn_ends: int = 0
     """Kills that left a piece of a record at the end of a segment."""
@@ -52,50 +52,50 @@ def kill_writers(folder: Path, *, kills: int) -> KillReport:
     layout = _layout()
     first = 0
     for _ in range(kills):
-        landed = _run_and_kill(folder, first, after_blocks=rng.randrange(1, 40))
+        completed = _run_and_kill(folder, first, after_blocks=rng.randrange(1, 40))
         report.kills += 1
-        report.landed_blocks += len(landed)
+        report.completed_blocks += len(completed)
         report.torn_ends += any(path.stat().st_size % record_bytes(_BLOCK_BYTES) for path in folder.glob("*.kv"))
-        _check_store(folder, layout, landed, report)
-        first = max(landed) + 2 * _IN_FLIGHT
+        _check_store(folder, layout, completed, report)
+        first = max(completed) + 2 * _IN_FLIGHT
     report.found_blocks = _check_store(folder, layout, [], report, everything_before=first)
     return report
 
 
 def _run_and_kill(folder: Path, first: int, *, after_blocks: int) -> list[int]:
-    """Indices of the blocks that landed before the kill, as far as the writer could say so."""
+    """Indices of the blocks that completed before the kill, as far as the writer could say so."""
     command = [sys.executable, "-m", __spec__.name, "--folder", str(folder), "--first", str(first)]
-    landed: list[int] = []
+    completed: list[int] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:  # noqa: S603
         assert writer.stdout is not None
-        landed += [int(writer.stdout.readline()) for _ in range(after_blocks)]
+        completed += [int(writer.stdout.readline()) for _ in range(after_blocks)]
         writer.kill()
-        landed += [int(line) for line in writer.stdout.read().splitlines() if line]
-    return landed
+        completed += [int(line) for line in writer.stdout.read().splitlines() if line]
+    return completed
 
 
 def _check_store(
-    folder: Path, layout: KvLayout, landed: Sequence[int], report: KillReport, *, everything_before: int = 0
+    folder: Path, layout: KvLayout, completed: Sequence[int], report: KillReport, *, everything_before: int = 0
 ) -> int:
     """Opens the store as the next writer, compares, and returns how many blocks it gave back."""
     tier = _open(folder, layout)
     found = 0
-    for index in landed or range(everything_before):
+    for index in completed or range(everything_before):
         (digest,) = chain(index, 1)
         hit = tier.find([digest])
         blocks = empty(len(hit.digests), layout)
         transfer = tier.load(hit, blocks)
         ended(transfer)
-        found += transfer.landed_blocks
-        report.wrong_blocks += transfer.landed_blocks and bytes(blocks[0]) != content(digest, layout)
-    report.lost_blocks += len(landed) - found if landed else 0
+        found += transfer.completed_blocks
+        report.wrong_blocks += transfer.completed_blocks and bytes(blocks[0]) != content(digest, layout)
+    report.lost_blocks += len(completed) - found if completed else 0
     report.corrupt_blocks += tier.counters()[0].corrupt_blocks
     tier.close()
     return found
 
 
 def _write_for_ever(folder: Path, first: int) -> None:
-    """The writer: several saves at once, and a line for each that has landed."""
+    """The writer: several saves at once, and a line for each that has completed."""
     layout = _layout()
     tier = _open(folder, layout)
     index = first
@@ -104,7 +104,7 @@ def _write_for_ever(folder: Path, first: int) -> None:
         transfers = [tier.save(chain(each, 1), filled(chain(each, 1), layout)) for each in batch]
         for each, transfer in zip(batch, transfers, strict=True):
             ended(transfer)
-            if transfer.landed_blocks:
+            if transfer.completed_blocks:
                 sys.stdout.write(f"{each}\n")
                 sys.stdout.flush()
         index += _IN_FLIGHT

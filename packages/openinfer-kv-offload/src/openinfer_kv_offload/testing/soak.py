@@ -88,7 +88,7 @@ def run_machine(make_case: Callable[[], TierCase], *, steps: int) -> dict[str, i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs everything and reports; 1 if a kill led to a wrong byte or lost a landed block."""
+    """Runs everything and reports; 1 if a kill led to a wrong byte or lost a completed block."""
     parser = argparse.ArgumentParser(prog="python -m openinfer_kv_offload.testing.soak", description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000, help="rules to run for each kind of tier")
     parser.add_argument("--kills", type=int, default=50)

@@ -33,7 +33,7 @@ class BlockTransfer:
         on_end: "Callable[[BlockTransfer], None]",
     ) -> None:
         self.num_blocks = num_blocks
-        self.landed_blocks = 0
+        self.completed_blocks = 0
         self.failure: TierFailure | None = None
         self.has_begun = False
         """Whether a thread has taken it up."""
@@ -55,7 +55,7 @@ class BlockTransfer:
         return self._state
 
     def cancel(self) -> None:
-        """Asks for an early end; one that has landed in the meantime stays landed."""
+        """Asks for an early end; one that has completed in the meantime stays completed."""
         self._is_cancelled = True
         self.poll()
 
@@ -85,7 +85,7 @@ class BlockTransfer:
                 raise TransferEnded
             yield
 
-    def land(self, num_blocks: int = 1) -> None:
+    def complete_blocks(self, num_blocks: int = 1) -> None:
         """Counts blocks as moved.
 
         Raises:
@@ -95,23 +95,23 @@ class BlockTransfer:
             self._settle()
             if self._state is not TransferState.PENDING:
                 raise TransferEnded
-            self.landed_blocks += num_blocks
+            self.completed_blocks += num_blocks
 
     def end(self, failure: TierFailure | None = None) -> None:
-        """Ends it: landed without a failure, short with one; nothing happens if it has ended already."""
+        """Ends it: completed without a failure, partial with one; nothing happens if it has ended already."""
         with self._lock:
             self._settle()
             if self._state is TransferState.PENDING:
-                self._end(TransferState.SHORT if failure else TransferState.LANDED, failure)
+                self._end(TransferState.PARTIAL if failure else TransferState.COMPLETED, failure)
 
     def _settle(self) -> None:
         """Under the lock: the ends that nobody announces."""
-        if self._state is not TransferState.PENDING or self.landed_blocks == self.num_blocks > 0:
+        if self._state is not TransferState.PENDING or self.completed_blocks == self.num_blocks > 0:
             return
         if self._is_cancelled:
             self._end(TransferState.CANCELLED, None)
         elif self._deadline_s is not None and self._clock() >= self._deadline_s:
-            self._end(TransferState.SHORT, TierFailure.DEADLINE)
+            self._end(TransferState.PARTIAL, TierFailure.DEADLINE)
 
     def _end(self, state: TransferState, failure: TierFailure | None) -> None:
         self.failure = failure

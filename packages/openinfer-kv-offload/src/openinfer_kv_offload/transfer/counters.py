@@ -1,4 +1,4 @@
-"""`Tally`: what a tier counts, from several threads."""
+"""`TierTotals`: what a tier counts, from several threads."""
 
 import threading
 from collections import Counter
@@ -7,7 +7,7 @@ from types import MappingProxyType
 from openinfer_kv_cache import TierCounters, TierFailure
 
 
-class Tally:
+class TierTotals:
     """Running totals of one tier."""
 
     def __init__(self, tier: str) -> None:
@@ -16,7 +16,7 @@ class Tally:
         self._totals: Counter[str] = Counter()
         self._failures: Counter[TierFailure] = Counter()
 
-    def found(self, *, hit_blocks: int, missed_blocks: int) -> None:
+    def count_find(self, *, hit_blocks: int, missed_blocks: int) -> None:
         """One `find`."""
         with self._lock:
             totals = self._totals
@@ -24,24 +24,24 @@ class Tally:
             totals["hit"] += hit_blocks
             totals["missed"] += missed_blocks
 
-    def moved(self, *, loaded_blocks: int = 0, saved_blocks: int = 0) -> None:
+    def count_moved(self, *, loaded_blocks: int = 0, saved_blocks: int = 0) -> None:
         """Blocks that a transfer moved."""
         with self._lock:
             self._totals["loaded"] += loaded_blocks
             self._totals["saved"] += saved_blocks
 
-    def lost(self, *, evicted_blocks: int = 0, corrupt_blocks: int = 0) -> None:
+    def count_lost(self, *, evicted_blocks: int = 0, corrupt_blocks: int = 0) -> None:
         """Blocks that the tier holds no longer."""
         with self._lock:
             self._totals["evicted"] += evicted_blocks
             self._totals["corrupt"] += corrupt_blocks
 
-    def failed(self, failure: TierFailure) -> None:
-        """One transfer that ended short."""
+    def count_failure(self, failure: TierFailure) -> None:
+        """One transfer that ended partial."""
         with self._lock:
             self._failures[failure] += 1
 
-    def counters(self, *, stored_blocks: int) -> TierCounters:
+    def snapshot(self, *, stored_blocks: int) -> TierCounters:
         """A snapshot."""
         with self._lock:
             totals = self._totals

@@ -69,7 +69,7 @@ def on_a_device(blocks: Sequence[BlockMemory]) -> list[DeviceBlock]:
     return [block for block in blocks if not isinstance(block, memoryview)]
 
 
-def read_block(block: BlockMemory, into: memoryview) -> None:
+def copy_from_block(block: BlockMemory, into: memoryview) -> None:
     """Copies a caller's block, wherever it is, into this machine's memory."""
     if isinstance(block, memoryview):
         copy_bytes(into, block)
@@ -77,7 +77,7 @@ def read_block(block: BlockMemory, into: memoryview) -> None:
         block.mover.copy_out([block], [into])
 
 
-def write_block(block: BlockMemory, content: memoryview) -> None:
+def copy_to_block(block: BlockMemory, content: memoryview) -> None:
     """Copies this machine's memory into a caller's block, wherever that is."""
     if isinstance(block, memoryview):
         copy_bytes(block, content)

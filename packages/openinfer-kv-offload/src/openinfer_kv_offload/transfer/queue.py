@@ -16,7 +16,7 @@ from openinfer_kv_cache import TierFailure, TransferState
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer, TransferEnded
 from openinfer_kv_offload.transfer.breaker import CircuitBreaker
-from openinfer_kv_offload.transfer.counters import Tally
+from openinfer_kv_offload.transfer.counters import TierTotals
 from openinfer_kv_offload.transfer.failures import NOT_THE_MEDIUM, classify
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_threads: int = msgspec.field(default_factory=lambda: min(8, max(2, (os.cpu_count() or 1) // 2)))
     """Of its own; by default half of the machine's processors, 2 to 8."""
     max_queued: int = 256
-    """Transfers that wait; one more ends short at once (`BUSY`)."""
+    """Transfers that wait; one more ends partial at once (`BUSY`)."""
     breaker_failures: int = 5
     """In a row, after which the tier is left alone."""
     breaker_cooldown_s: float = 10.0
@@ -59,14 +59,14 @@ class TransferQueue:
 
     Args:
         name: of the tier, for its threads and its log. options: how many threads, when to give up.
-            tally: counts the ends. clock: seconds that never run back.
+            counters: counts the ends. clock: seconds that never run back.
     """
 
     def __init__(
-        self, name: str, options: QueueOptions, tally: Tally, *, clock: Callable[[], float] = time.monotonic
+        self, name: str, options: QueueOptions, counters: TierTotals, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._name = name
-        self._tally = tally
+        self._counters = counters
         self._clock = clock
         self._breaker = CircuitBreaker(
             num_failures=options.breaker_failures, cooldown_s=options.breaker_cooldown_s, clock=clock
@@ -103,7 +103,7 @@ class TransferQueue:
 
         Args:
             job: moves the blocks in one of the threads; its exceptions become the transfer's failure.
-            num_blocks: of the transfer; 0 lands at once.
+            num_blocks: of the transfer; 0 completes at once.
             timeout_s: from now.
             urgency: which others it goes before.
             release: gives back what the transfer holds; called once, after the job or instead of it.
@@ -202,9 +202,9 @@ class TransferQueue:
             self._open.discard(transfer)
         failure = transfer.failure
         if failure is not None:
-            self._tally.failed(failure)
+            self._counters.count_failure(failure)
             waited_too_long = failure is TierFailure.DEADLINE and not transfer.has_begun
             if failure not in NOT_THE_MEDIUM and not waited_too_long:
                 self._breaker.failed()
-        elif transfer.landed_blocks == transfer.num_blocks > 0:
+        elif transfer.completed_blocks == transfer.num_blocks > 0:
             self._breaker.succeeded()

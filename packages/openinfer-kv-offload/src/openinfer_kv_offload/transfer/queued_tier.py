@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierHit, Transfer
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
-from openinfer_kv_offload.transfer.counters import Tally
+from openinfer_kv_offload.transfer.counters import TierTotals
 from openinfer_kv_offload.transfer.hit import HeldBlock, HeldHit
 from openinfer_kv_offload.transfer.memory import check_blocks
 from openinfer_kv_offload.transfer.queue import QueueOptions, TransferQueue, Urgency
@@ -74,16 +74,16 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
         self._index = index
         self._clock = clock
         self._lock = threading.Lock()
-        self._tally = Tally(name)
+        self._counters = TierTotals(name)
 
     def _open_queue(self, options: QueueOptions) -> None:
         """Starts the threads."""
-        self._queue = TransferQueue(self.name, options, self._tally, clock=self._clock)
+        self._queue = TransferQueue(self.name, options, self._counters, clock=self._clock)
 
     def find(self, digests: Sequence[Digest]) -> HeldHit[HeldBlock]:
         """The longest beginning that is known to be stored; held until the hit is closed or its load has ended."""
         held = [] if self._queue.is_refusing else self._hold(digests)
-        self._tally.found(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
+        self._counters.count_find(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
         return HeldHit(held, tier=self, release=self._release)
 
     def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
@@ -122,7 +122,7 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
 
     def counters(self) -> tuple[TierCounters, ...]:
         """One."""
-        return (self._tally.counters(stored_blocks=len(self._index)),)
+        return (self._counters.snapshot(stored_blocks=len(self._index)),)
 
     def check_integrity(self) -> None:
         """Compares everything the tier knows.
@@ -137,11 +137,11 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
 
     @abstractmethod
     def _load(self, transfer: BlockTransfer, held: Sequence[HeldBlock], blocks: Sequence[BlockMemory]) -> None:
-        """Copies held blocks to `blocks`, and lands them one after the other."""
+        """Copies held blocks to `blocks`, and completes them one after the other."""
 
     @abstractmethod
     def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
-        """Stores those blocks that are not there yet, and lands all one after the other."""
+        """Stores those blocks that are not there yet, and completes all one after the other."""
 
     def _hold(self, digests: Sequence[Digest]) -> list[HeldBlock]:
         with self._lock:

@@ -8,7 +8,7 @@ The scheduler's side asks, the workers' side has the tiers:
 
     scheduler   query (digests) ─┐                        ┌─ answer: how many blocks are there
     worker                       └─► find, hold the hit ──┘
-    scheduler   load (blocks) ─► tier → staging → KV pool ─► finished, or blocks that did not land
+    scheduler   load (blocks) ─► tier → staging → KV pool ─► finished, or blocks that did not complete
     scheduler   save (digests, blocks) ─► KV pool → staging → tier
 """
 

@@ -29,14 +29,14 @@ class PoolCopies(Protocol):
         """Makes the staging memory; called once.
 
         Returns:
-            One writable view of `block_bytes` bytes for each place.
+            One writable view of `block_bytes` bytes for each block of it.
         """
         ...
 
-    def to_staging(self, block_ids: Sequence[int], places: Sequence[int]) -> StagedCopy:
-        """Begins to copy blocks into staging places, behind the work that the device has been given."""
+    def to_staging(self, block_ids: Sequence[int], staging_ids: Sequence[int]) -> StagedCopy:
+        """Begins to copy blocks into staging memory, after the work that the device has been given."""
         ...
 
-    def to_pool(self, places: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
-        """Begins to copy staging places into blocks, ahead of the work that the device will be given."""
+    def to_pool(self, staging_ids: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
+        """Begins to copy staging memory into blocks, before the work that the device will be given."""
         ...

@@ -66,7 +66,7 @@ class TorchCopies:
         self._staging = self._torch.empty((num_blocks, self.block_bytes), dtype=self._torch.uint8, pin_memory=is_gpu)
         return [memoryview(row.numpy()) for row in self._staging]
 
-    def to_staging(self, block_ids: Sequence[int], places: Sequence[int]) -> StagedCopy:
+    def to_staging(self, block_ids: Sequence[int], staging_ids: Sequence[int]) -> StagedCopy:
         """Gathers on the device behind its work, then copies each block as one piece beside it."""
         index = self._torch.tensor(list(block_ids), device=self._device)
         pieces = [
@@ -75,33 +75,33 @@ class TorchCopies:
         ]
         gathered = self._torch.cat(pieces, dim=1)
         if self._stream is None:
-            self._to_places(gathered, places)
+            self._to_staging(gathered, staging_ids)
             return _Done()
         self._stream.wait_stream(self._torch.cuda.current_stream())
         with self._torch.cuda.stream(self._stream):
-            self._to_places(gathered, places)
+            self._to_staging(gathered, staging_ids)
         gathered.record_stream(self._stream)
         return _Steps(self._stream.record_event())
 
-    def to_pool(self, places: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
+    def to_pool(self, staging_ids: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
         """Copies each block as one piece beside the device's work, then spreads it over the layers ahead of more."""
-        if not places:
+        if not staging_ids:
             return _Done()
         if self._stream is None:
-            self._spread(self._from_places(places), block_ids)
+            self._spread(self._from_staging(staging_ids), block_ids)
             return _Done()
         with self._torch.cuda.stream(self._stream):
-            arrived = self._from_places(places)
+            arrived = self._from_staging(staging_ids)
         return _Steps(self._stream.record_event(), lambda: self._spread_behind(arrived, block_ids))
 
-    def _to_places(self, gathered: Any, places: Sequence[int]) -> None:
-        for row, place in zip(gathered, places, strict=True):
-            self._staging[place].copy_(row, non_blocking=True)
+    def _to_staging(self, gathered: Any, staging_ids: Sequence[int]) -> None:
+        for row, staging_id in zip(gathered, staging_ids, strict=True):
+            self._staging[staging_id].copy_(row, non_blocking=True)
 
-    def _from_places(self, places: Sequence[int]) -> Any:
-        arrived = self._torch.empty((len(places), self.block_bytes), dtype=self._torch.uint8, device=self._device)
-        for row, place in zip(arrived, places, strict=True):
-            row.copy_(self._staging[place], non_blocking=True)
+    def _from_staging(self, staging_ids: Sequence[int]) -> Any:
+        arrived = self._torch.empty((len(staging_ids), self.block_bytes), dtype=self._torch.uint8, device=self._device)
+        for row, staging_id in zip(arrived, staging_ids, strict=True):
+            row.copy_(self._staging[staging_id], non_blocking=True)
         return arrived
 
     def _spread_behind(self, arrived: Any, block_ids: Sequence[int]) -> Any:

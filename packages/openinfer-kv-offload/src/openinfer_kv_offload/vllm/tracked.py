@@ -7,7 +7,7 @@ from typing import Any
 from openinfer_kv_cache import Digest, PrefixHasher
 
 MAX_QUERIES = 3
-"""Of one request: at first, and after preemptions or a load that fell short."""
+"""Of one request: at first, and after preemptions or a partial load."""
 
 
 class TrackedRequest:

@@ -18,7 +18,7 @@ _POLL_S = 0.001
 class _Saving:
     copy: StagedCopy
     digests: Sequence[Digest]
-    places: list[int]
+    staging_ids: list[int]
     transfer: Transfer | None = None
 
 
@@ -27,13 +27,13 @@ class _Loading:
     request_id: str
     load: Load
     hit: TierHit
-    places: list[int]
+    staging_ids: list[int]
     transfer: Transfer | None = None
     copy: StagedCopy | None = None
 
 
 class WorkerSide:
-    """Places of staging memory go from free to a save or a load and back. A load that finds too few waits, and no save
+    """Blocks of staging memory go from free to a save or a load and back. A load that finds too few waits, and no save
     takes one meanwhile; a save takes what there is, and leaves the rest.
 
     Args:
@@ -45,9 +45,9 @@ class WorkerSide:
         self._tiers = tiers
         self._copies = copies
         self._load_timeout_s = load_timeout_s
-        num_places = max(staging_bytes // copies.block_bytes, 2)
-        self._staging = copies.allocate_staging(num_places)
-        self._free = list(range(num_places - 1, -1, -1))
+        num_staging = max(staging_bytes // copies.block_bytes, 2)
+        self._staging = copies.allocate_staging(num_staging)
+        self._free = list(range(num_staging - 1, -1, -1))
         self._hits: dict[str, TierHit] = {}
         self._answers = WorkerAnswers()
         self._saving: list[_Saving] = []
@@ -83,9 +83,9 @@ class WorkerSide:
             num_blocks = 0 if has_waiting_load else min(len(save.digests), len(self._free))
             self.unsaved_blocks += len(save.digests) - num_blocks
             if num_blocks:
-                places = self._take(num_blocks)
-                copy = self._copies.to_staging(save.block_ids[:num_blocks], places)
-                self._saving.append(_Saving(copy, save.digests[:num_blocks], places))
+                staging_ids = self._take(num_blocks)
+                copy = self._copies.to_staging(save.block_ids[:num_blocks], staging_ids)
+                self._saving.append(_Saving(copy, save.digests[:num_blocks], staging_ids))
 
     def poll(self) -> set[str]:
         """Carries on with what is under way; returns the requests whose load has ended, however it did."""
@@ -118,14 +118,14 @@ class WorkerSide:
         self._tiers.close()
 
     def _begin_loads(self) -> None:
-        """In the order in which they were asked for, as far as there are places."""
+        """In the order in which they were asked for, as far as staging memory goes."""
         for loading in self._loading:
             if loading.transfer is not None:
                 continue
             if len(self._free) < len(loading.hit.digests):
                 return
-            loading.places = self._take(len(loading.hit.digests))
-            blocks = [self._staging[place] for place in loading.places]
+            loading.staging_ids = self._take(len(loading.hit.digests))
+            blocks = [self._staging[staging_id] for staging_id in loading.staging_ids]
             loading.transfer = self._tiers.load(loading.hit, blocks, timeout_s=self._load_timeout_s)
 
     def _is_over(self, loading: _Loading) -> bool:
@@ -136,33 +136,33 @@ class WorkerSide:
             loading.copy = self._to_pool(loading, loading.transfer)
         if not loading.copy.is_done():
             return False
-        self._free += loading.places
+        self._free += loading.staging_ids
         return True
 
     def _to_pool(self, loading: _Loading, ended: Transfer) -> StagedCopy:
-        """Begins to bring what landed into the pool; the other blocks have failed."""
+        """Begins to bring what completed into the pool; the other blocks have failed."""
         load = loading.load
-        landed = min(max(ended.landed_blocks - load.skip_blocks, 0), len(load.block_ids))
-        self._failed_block_ids.update(load.block_ids[landed:])
-        if landed < len(load.block_ids):
-            _log.warning("%d of %d blocks were loaded: %s", landed, len(load.block_ids), ended.failure)
-        places = loading.places[load.skip_blocks : load.skip_blocks + landed]
-        return self._copies.to_pool(places, load.block_ids[:landed])
+        completed = min(max(ended.completed_blocks - load.skip_blocks, 0), len(load.block_ids))
+        self._failed_block_ids.update(load.block_ids[completed:])
+        if completed < len(load.block_ids):
+            _log.warning("%d of %d blocks were loaded: %s", completed, len(load.block_ids), ended.failure)
+        staging_ids = loading.staging_ids[load.skip_blocks : load.skip_blocks + completed]
+        return self._copies.to_pool(staging_ids, load.block_ids[:completed])
 
     def _has_saved(self, saving: _Saving) -> bool:
         if saving.transfer is None:
             if not saving.copy.is_done():
                 return False
-            blocks = [self._staging[place] for place in saving.places]
+            blocks = [self._staging[staging_id] for staging_id in saving.staging_ids]
             saving.transfer = self._tiers.save(saving.digests, blocks)
         if saving.transfer.poll() is TransferState.PENDING:
             return False
-        self._free += saving.places
+        self._free += saving.staging_ids
         return True
 
-    def _take(self, num_places: int) -> list[int]:
-        taken = self._free[-num_places:]
-        del self._free[-num_places:]
+    def _take(self, num_staging: int) -> list[int]:
+        taken = self._free[-num_staging:]
+        del self._free[-num_staging:]
         return taken
 
     def _drop(self, request_id: str) -> None:
