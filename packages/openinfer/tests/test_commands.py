@@ -13,7 +13,9 @@ from pathlib import Path
 import openai
 import pytest
 
+from openinfer.commands import bench
 from openinfer.commands.main import main
+from openinfer_core import Refused
 
 
 @contextmanager
@@ -108,6 +110,11 @@ def test_what_the_user_can_mend_is_one_line_and_code_two(
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
+
+
+def test_bench_without_a_benchmark_says_what_to_install() -> None:
+    with pytest.raises(Refused, match=r'pip install "openinfer\[bench\]"'):
+        bench.run(["serve"], lister=lambda group: [])
 
 
 def test_an_unclaimed_model_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,19 +1,26 @@
-"""`openinfer bench NAME`: runs a benchmark that an installed package offers (`openinfer.benches`)."""
+"""`openinfer bench NAME`: runs an installed package's benchmark (`openinfer.benches`); mostly openinfer-bench's."""
 
 import argparse
 from collections.abc import Sequence
 
-from openinfer_core import find_plugin, list_plugins
+from openinfer_core import Refused, find_plugin, list_plugins
+from openinfer_core.plugins import Lister, installed
 
 BENCHES = "openinfer.benches"
 
 
-def run(argv: Sequence[str]) -> int:
-    """Runs the benchmark named; its own flags follow its name."""
-    names = sorted({plugin.name for plugin in list_plugins(BENCHES)})
+def run(argv: Sequence[str], *, lister: Lister = installed) -> int:
+    """Runs the benchmark named; its own flags follow its name.
+
+    Raises:
+        Refused: no installed package offers a benchmark.
+    """
+    names = sorted({plugin.name for plugin in list_plugins(BENCHES, lister=lister)})
+    if not names:
+        raise Refused('no benchmark is installed: pip install "openinfer[bench]"')
     parser = argparse.ArgumentParser(
         prog="openinfer bench", description=__doc__, epilog="installed: " + ", ".join(names), allow_abbrev=False
     )
     parser.add_argument("name", metavar="NAME", help="the benchmark; its own flags follow (NAME --help)")
     chosen = parser.parse_args(argv[:1])
-    return int(find_plugin(BENCHES, chosen.name).load()(list(argv[1:])))
+    return int(find_plugin(BENCHES, chosen.name, lister=lister).load()(list(argv[1:])))
