@@ -1,4 +1,4 @@
-"""The page `docs/add-a-model.md` is true: its code is the example's and runs, and the files it names are there."""
+"""The page `docs/reference/add-a-model.md` is true: its code is the example's and runs, its files exist."""
 
 import re
 import tomllib
@@ -12,7 +12,7 @@ from openinfer.commands.main import main
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "openinfer-llama"
-PAGE = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "add-a-model.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -44,7 +44,7 @@ def test_files_that_the_page_names_are_there() -> None:
     for file in named:
         assert (operators / file).is_file(), file
     for link in re.findall(r"\]\(([^)]+)\)", PAGE):
-        assert (ROOT / "docs" / link).exists(), link
+        assert (ROOT / "docs" / "reference" / link).exists(), link
 
 
 def test_command_of_the_page_plans_the_examples_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""docs/metrics.md and the Grafana dashboard against what `/metrics` answers."""
+"""docs/reference/metrics.md and the Grafana dashboard against what `/metrics` answers."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def exposed() -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def promised() -> dict[str, tuple[str, frozenset[str]]]:
-    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", text, re.M)
     assert len({name for name, _, _ in rows}) == len(rows)
     return {name: (kind, frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
@@ -61,7 +61,7 @@ def test_values_of_labels_are_the_ones_that_are_named() -> None:
     assert set(re.findall(r'finished_reason="(\w+)"', text)) == set(FinishReason)
     named = set(re.findall(r'request_failures_total\{model_name="m",kind="(\w+)"', text))
     assert named == set(FailureKind)
-    docs = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     assert all(f"`{each}`" in docs for each in (*FinishReason, *FailureKind))
 
 
@@ -71,7 +71,7 @@ num_requests_running num_requests_waiting prompt_tokens_total request_decode_tim
 request_generation_tokens_bucket request_prefill_time_seconds_sum request_prompt_tokens_bucket
 request_queue_time_seconds_sum request_success_total time_to_first_token_seconds_bucket
 """.split()
-"""What the dashboards in vLLM's examples ask for, without its prefix; docs/metrics.md names what is left out."""
+"""What the dashboards in vLLM's examples ask for, without its prefix; docs/reference/metrics.md names the rest."""
 
 
 @pytest.mark.parametrize("name", VLLM_DASHBOARD)

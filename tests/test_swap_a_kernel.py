@@ -1,4 +1,4 @@
-"""The page `docs/swap-a-kernel.md` is true: its code runs, conforms, is the example's, and is used when asked for."""
+"""The page `docs/reference/swap-a-kernel.md` is true: its code runs, conforms, is the example's and is used."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from openinfer_kernels.testing.providers import check_kernel_provider
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "openinfer-exact-norm"
-PAGE = (ROOT / "docs" / "swap-a-kernel.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "swap-a-kernel.md").read_text(encoding="utf-8")
 ASKED = ["--model", "tiny", "--kernel-providers", "rms_norm=exact-norm,add_rms_norm=exact-norm"]
 
 

@@ -1,4 +1,4 @@
-"""The page `docs/write-a-kv-tier.md` is true: its code runs, conforms, and is the example's."""
+"""The page `docs/reference/write-a-kv-tier.md` is true: its code runs, conforms, and is the example's."""
 
 import re
 import tomllib
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "openinfer-sqlite-tier"
-PAGE = (ROOT / "docs" / "write-a-kv-tier.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "write-a-kv-tier.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:

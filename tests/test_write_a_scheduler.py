@@ -1,4 +1,4 @@
-"""The page `docs/write-a-scheduler.md` is true: its code runs, conforms, and is the example's."""
+"""The page `docs/reference/write-a-scheduler.md` is true: its code runs, conforms, and is the example's."""
 
 import re
 import tomllib
@@ -13,7 +13,7 @@ from openinfer_core.testing.scheduler import SCHEDULER_CHECKS, SchedulerCheck
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "openinfer-shortest-first"
-PAGE = (ROOT / "docs" / "write-a-scheduler.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "write-a-scheduler.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The page `docs/write-an-endpoint.md` is true: its code is the example's, and the example's tests run it."""
+"""The page `docs/reference/write-an-endpoint.md` is true: its code is the example's, and the example's tests run it."""
 
 import re
 import tomllib
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "openinfer-ollama"
-PAGE = (ROOT / "docs" / "write-an-endpoint.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "write-an-endpoint.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:

@@ -55,7 +55,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What computes."""
     batch_invariant: bool = False
     """Whether a request gets the same log-probabilities, bit for bit, whatever else is in the batch, however its prompt
-    is cut into chunks and whatever of it was cached; slower, see docs/kernels.md."""
+    is cut into chunks and whatever of it was cached; slower, see docs/notes/kernels.md."""
     cuda_graph: bool = True
     """Whether decode steps on a GPU are captured and replayed; false is for debugging."""
     gpu_memory_fraction: float = 0.9
@@ -82,15 +82,15 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whether requests share the KV of equal prompt prefixes."""
     kv_events: str | None = None
     """Where routers hear which prefixes are cached: a port of loopback, or an endpoint and fields, as in
-    tcp://*:5557,replay=tcp://*:5558,topic=kv@POD@MODEL; see docs/kv-events.md. Messages carry token ids and cache
-    salts, to whoever connects."""
+    tcp://*:5557,replay=tcp://*:5558,topic=kv@POD@MODEL; see docs/reference/kv-events.md. Messages carry token ids and
+    cache salts, to whoever connects."""
     state_snapshot_bytes: int = 1 << 30
     """Bytes over all ranks for copies of recurrent states at prefix boundaries, for models that have such states: these
     share a prefix only where a copy is kept."""
     kv_tier: list[str] = []
     """A place that keeps KV blocks which leave the cache, NAME=SETTING with a NAME of the group openinfer.kv_tiers:
     host=64GiB, or disk=/var/cache/kv,500GiB. Repeat the flag for several, fastest first. Each rank opens its own,
-    with its number in the place of {rank}; see docs/kv-tiers.md."""
+    with its number in the place of {rank}; see docs/reference/kv-tiers.md."""
     kv_key_file: str | None = None
     """File of 16 to 64 secret bytes that blocks in KV tiers are named with; the same for all engines that share a tier.
     By default a disk tier keeps one beside its blocks."""

@@ -1,4 +1,4 @@
-"""The subscriber's function of `docs/kv-events.md` works."""
+"""The subscriber's function of `docs/reference/kv-events.md` works."""
 
 import re
 import time
@@ -10,7 +10,7 @@ import zmq
 from openinfer_engine.kv_events.publisher import KvEventPublisher
 from openinfer_engine.kv_events.setting import KvEventsSetting, parse_kv_events
 
-PAGE = Path(__file__).parents[4] / "docs" / "kv-events.md"
+PAGE = Path(__file__).parents[4] / "docs" / "reference" / "kv-events.md"
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ SERVINGS = (
         architectures=(HOPPER,),
         when="head dimensions 64, 128, 256",
         measured="16 tokens behind 16,368 in 35 us; one prompt of 16,384 at 620 TFLOP/s, FlashInfer's FA3 613 TFLOP/s",
-        source="docs/kernels.md",
+        source="docs/notes/kernels.md",
     ),
     Serving(
         part="attention",
@@ -131,7 +131,7 @@ SERVINGS = (
         architectures=_BEFORE_HOPPER_AND_AFTER,
         when="head dimensions 32, 64, 128, 256",
         measured="261 TFLOP/s on an H200 at one prompt of 16,384 tokens",
-        source="docs/kernels.md",
+        source="docs/notes/kernels.md",
     ),
     Serving(
         part="attention",
@@ -221,7 +221,7 @@ SERVINGS = (
         architectures=(HOPPER,),
         when="BF16, more than 40 tokens per expert, no limit",
         measured="8,192 tokens of DeepSeek-V2-Lite: 614 TFLOP/s for gate and up, 597 for down",
-        source="docs/kernels.md",
+        source="docs/notes/kernels.md",
     ),
     Serving(
         part="experts",

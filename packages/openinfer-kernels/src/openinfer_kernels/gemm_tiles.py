@@ -1,4 +1,6 @@
-"""Which tiles multiply a product by `csrc/gemm/gemm.cu`, and how many blocks work together; docs/kernels.md says why.
+"""Which tiles multiply a product by `csrc/gemm/gemm.cu`, and how many blocks work together.
+
+The reasons and measurements are in docs/notes/kernels.md.
 
     up to 192 tokens     all tokens in one tile, each weight read once; K divided where there are few tiles
     more                 tiles of 256 tokens, in pairs that share their tokens, for arithmetic

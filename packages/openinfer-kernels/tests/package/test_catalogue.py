@@ -60,7 +60,7 @@ def test_parts_are_named_by_phase_with_the_preferred_kernel_first():
     assert hopper["decode products"].startswith("decode_gemm")
     assert "decode products" not in ampere
     assert ampere["products"].startswith("cuBLASLt")
-    assert "FlashInfer's FA3 613 TFLOP/s (docs/kernels.md)" in measured_by_part("sm_90a")["prefill attention"]
+    assert "FlashInfer's FA3 613 TFLOP/s (docs/notes/kernels.md)" in measured_by_part("sm_90a")["prefill attention"]
 
 
 def test_operators_of_other_packages_are_not_said_to_be_ours():

@@ -68,7 +68,7 @@ def test_list_says_which_kernel_serves_each_operator_and_phase(compiler, capsys)
     said = capsys.readouterr().out
     (prefill,) = [line for line in said.splitlines() if line.split()[:2] == ["attention", "prefill"]]
     assert prefill.split()[2:5] == ["attention_prefill_hopper", "no", "paged_attention"]
-    assert "FlashInfer's FA3 613 TFLOP/s (docs/kernels.md)" in said
+    assert "FlashInfer's FA3 613 TFLOP/s (docs/notes/kernels.md)" in said
     (alone,) = [line for line in said.splitlines() if "on the CPU alone" in line]
     assert alone.endswith(", ".join(WITHOUT_GPU_KERNEL) or "none")
     run(["build", "--arch", "sm_90a"])

@@ -28,7 +28,7 @@ _EXPERT_TILE_TOKENS = 32
 
 
 class BatchInvariantCudaOps(CudaOps):
-    """`CudaOps` whose results of a token depend on its own sequence alone; docs/kernels.md says what it costs."""
+    """`CudaOps` whose results of a token depend on its own sequence alone; docs/notes/kernels.md says what it costs."""
 
     def _make_linear(self) -> Linear:
         decode_gemm = DecodeGemm(self.device, most_blocks_per_tile=1)

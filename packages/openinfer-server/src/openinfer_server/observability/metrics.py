@@ -1,4 +1,4 @@
-"""What the server counts: `metrics_page` shows it, `docs/metrics.md` promises its names."""
+"""What the server counts: `metrics_page` shows it, `docs/reference/metrics.md` promises its names."""
 
 from collections import Counter as Counts
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """`/metrics`: what the server counted and what the engine says, in Prometheus' text format.
 
 Every name begins with `openinfer_`; where vLLM has a metric of the same meaning the rest of the name, the labels
-`model_name` and `finished_reason`, and the unit are vLLM's. `docs/metrics.md` promises them.
+`model_name` and `finished_reason`, and the unit are vLLM's. `docs/reference/metrics.md` promises them.
 """
 
 from collections import Counter as Counts

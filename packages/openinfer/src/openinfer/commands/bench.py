@@ -1,4 +1,4 @@
-"""`openinfer bench NAME`: runs an installed package's benchmark (`openinfer.benches`); mostly openinfer-bench's."""
+"""`openinfer bench NAME`: runs a benchmark of an installed package (`openinfer.benches`)."""
 
 import argparse
 from collections.abc import Sequence

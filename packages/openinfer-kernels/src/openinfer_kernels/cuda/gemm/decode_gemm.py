@@ -19,7 +19,7 @@ _BLOCKS_PER_MULTIPROCESSOR = 2
 _SHARED_KIB = {8: 113, 16: 89, 32: 89}
 """Of a block, by the most tokens of a kernel."""
 _MOST_TOKENS = max(_SHARED_KIB)
-"""Beyond it, cuBLASLt is faster: see docs/kernels.md."""
+"""Beyond it, cuBLASLt is faster: see docs/notes/kernels.md."""
 
 
 class DecodeGemm:

@@ -25,7 +25,7 @@ NAMES = {
 TILE_TOKENS = (8, 32, 128)
 """Tokens of a tile, of which each kernel has one."""
 _MOST_TOKENS = {8: 8, 32: 40}
-"""Of a matrix, for the smaller tiles: beyond, the next one is faster; see docs/kernels.md."""
+"""Of a matrix, for the smaller tiles: beyond, the next one is faster; see docs/notes/kernels.md."""
 
 
 _FEW = "few"

@@ -1,6 +1,6 @@
 """Products with weights stored `[out, in]`, and the gate of SwiGLU.
 
-Our own kernels multiply what they serve (docs/kernels.md says what and why), cuBLASLt everything else.
+Our own kernels multiply what they serve (docs/notes/kernels.md says what and why), cuBLASLt everything else.
 """
 
 import ctypes
