@@ -8,51 +8,26 @@ It is used for the operators that a user names, never because it is installed. `
 has the conformance kit.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias, cast
 
 from openinfer_kernels.errors import KernelProviderError
-from openinfer_kernels.ops import Ops
+from openinfer_kernels.ops import MemoryOps, Ops, RoutingOps, SamplingOps
 
 Operator: TypeAlias = Callable[..., Any]
 """Has the parameters, result and effects of the method of `Ops` in whose place it stands."""
 
-PROVIDABLE = (
-    "add_rms_norm",
-    "add_zero_centred_rms_norm",
-    "causal_conv_silu",
-    "compress_overlapping_windows",
-    "compress_windows",
-    "embedding",
-    "experts",
-    "gated_delta_rule",
-    "gated_qk_norm_rope_append",
-    "gated_rms_norm",
-    "grouped_linear",
-    "hyper_head",
-    "hyper_read",
-    "hyper_streams",
-    "hyper_write",
-    "index_scores",
-    "latent_attention",
-    "latent_norm_rope_append",
-    "linear",
-    "linear_swiglu",
-    "logits",
-    "norm_rope_tail",
-    "output_gate",
-    "paged_attention",
-    "qk_norm_rope_append",
-    "quantised_linear",
-    "residual_embedding",
-    "rms_norm",
-    "rope_append",
-    "rope_tail",
-    "select_entries",
-    "swiglu",
-    "window_attention",
-    "zero_centred_rms_norm",
-)
+_NOT_PROVIDABLE = (MemoryOps, RoutingOps, SamplingOps)
+
+
+def operators_of(*protocols: type) -> tuple[str, ...]:
+    """The operators that parts of the contract declare, sorted."""
+    names = {name for each in protocols for name, _ in inspect.getmembers(each, inspect.isfunction)}
+    return tuple(sorted(name for name in names if not name.startswith("_")))
+
+
+PROVIDABLE = tuple(name for name in operators_of(Ops) if name not in operators_of(*_NOT_PROVIDABLE))
 """The methods of `Ops` that models call, and a provider may serve.
 
 Memory and sampling are not among them: a seeded draw is promised to be the same everywhere. Nor are routers, which

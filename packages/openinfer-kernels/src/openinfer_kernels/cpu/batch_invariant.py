@@ -6,6 +6,7 @@ sequence. What is missing is zero. So the bits of a token's result depend on its
 not on how a prompt is cut into chunks, not on what of it was cached.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,130 +15,37 @@ from numpy.typing import NDArray
 from openinfer_kernels.cpu.attention.indexer import index_scores
 from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.gemm.linear import linear, swiglu
-from openinfer_kernels.cpu.gemm.quantised import widened
+from openinfer_kernels.cpu.gemm.quantised import grouped_linear, quantised_linear
 from openinfer_kernels.cpu.linear_attention.gated_delta_rule import gated_delta_rule
 from openinfer_kernels.cpu.mla.latent_attention import latent_queries, latent_values
 from openinfer_kernels.cpu.moe.experts import experts
+from openinfer_kernels.cpu.norm.hyper_connections import hyper_head, hyper_read
 from openinfer_kernels.cpu.ops import CpuOps
 from openinfer_kernels.latent_forms import LatentShape
-from openinfer_kernels.ops import Array, AttentionBatch, CompressedEntries, ExpertChoice, QuantisedWeight, Weight
+from openinfer_kernels.ops import AttentionBatch
 
 TOKENS = 8
 KEYS = 64
 
 
-class BatchInvariantCpuOps(CpuOps):
-    """`CpuOps` with results that are the same, bit for bit, in any batch; a product of one token is one of eight."""
-
-    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """See `openinfer_kernels.cpu.gemm.linear`."""
-        out = _sliced_linear(x, weight)
-        if bias is not None:
-            out += bias
-        return out
-
-    def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
-        """See `openinfer_kernels.cpu.gemm.linear`."""
-        return swiglu(_sliced_linear(x, gate_up))
-
-    def experts(
-        self,
-        x: Array,
-        choice: ExpertChoice,
-        gate_up: Weight,
-        down: Weight,
-        *,
-        first_expert: int = 0,
-        limit: float | None = None,
-        shared: Array | None = None,
-    ) -> Array:
-        """See `openinfer_kernels.cpu.moe.experts`."""
-        multiply = _sliced_linear
-        return experts(
-            x, choice, gate_up, down, first_expert=first_expert, limit=limit, shared=shared, multiply=multiply
-        )
-
-    def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
-        """See `openinfer_kernels.cpu.gemm.quantised`."""
-        return _sliced_linear(x, widened(weight))
-
-    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
-        """See `openinfer_kernels.cpu.attention.paged`."""
-        return _paged_attention(q, kv_cache[:, layer], batch=batch, scale=scale)
-
-    def latent_attention(
-        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
-    ) -> Array:
-        """Absorbed, however long a row is. See `openinfer_kernels.cpu.mla.latent_attention`."""
-        return _latent_attention(q, kv_cache, kv_b_proj=kv_b_proj, layer=layer, batch=batch, scale=scale)
-
-    def gated_delta_rule(
-        self,
-        qkv: Array,
-        gates: Array,
-        *,
-        a_log: Array,
-        dt_bias: Array,
-        state: Array,
-        layer: int,
-        batch: AttentionBatch,
-    ) -> Array:
-        """Token by token: chunks begin where a row does."""
-        return gated_delta_rule(
-            qkv, gates, a_log=a_log, dt_bias=dt_bias, state=state, layer=layer, batch=batch, chunk_tokens=1
-        )
-
-    def index_scores(
-        self,
-        queries: Array,
-        weights: Array,
-        *,
-        cache: Array,
-        layer: int,
-        ratio: int,
-        scale: float,
-        batch: AttentionBatch,
-    ) -> Array:
-        """Token by token. See `openinfer_kernels.cpu.attention.indexer`."""
-        return index_scores(
-            queries, weights, cache=cache, layer=layer, ratio=ratio, scale=scale, batch=batch, tokens_at_once=1
-        )
-
-    def window_attention(
-        self,
-        q: Array,
-        kv: Array,
-        *,
-        sinks: Array,
-        window: Array,
-        layer: int,
-        entries: CompressedEntries | None,
-        rope: Array,
-        scale: float,
-        batch: AttentionBatch,
-    ) -> Array:
-        """Token by token. See `openinfer_kernels.cpu.attention.window`."""
-        return window_attention(
-            q,
-            kv,
-            sinks=sinks,
-            window=window,
-            layer=layer,
-            entries=entries,
-            rope=rope,
-            scale=scale,
-            batch=batch,
-            tokens_at_once=1,
-        )
-
-
-def _sliced_linear(x: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
-    """`x [T, in] @ weight [out, in].T`, every product with `TOKENS` tokens."""
+def _sliced_linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None = None) -> NDArray[Any]:
+    """Every product with `TOKENS` tokens."""
     slices = _slices(x)
     out = np.empty((*slices.shape[:2], weight.shape[0]), x.dtype)
     for index, tokens in enumerate(slices):
         out[index] = linear(tokens, weight)
-    return out.reshape(-1, weight.shape[0])[: len(x)]
+    sliced = out.reshape(-1, weight.shape[0])[: len(x)]
+    if bias is not None:
+        sliced += bias
+    return sliced
+
+
+def _sliced_logits(hidden: NDArray[Any], head: NDArray[Any]) -> NDArray[Any]:
+    return _sliced_linear(hidden, head)
+
+
+def _sliced_linear_swiglu(x: NDArray[Any], gate_up: NDArray[Any]) -> NDArray[Any]:
+    return swiglu(_sliced_linear(x, gate_up))
 
 
 def _slices(x: NDArray[Any]) -> NDArray[Any]:
@@ -145,6 +53,12 @@ def _slices(x: NDArray[Any]) -> NDArray[Any]:
     missing = -len(x) % TOKENS
     padded = np.concatenate((x, np.zeros((missing, *x.shape[1:]), x.dtype))) if missing else x
     return padded.reshape(-1, TOKENS, *x.shape[1:])
+
+
+def _paged_attention(
+    q: NDArray[Any], kv_cache: NDArray[Any], *, layer: int, batch: AttentionBatch, scale: float
+) -> NDArray[Any]:
+    return _attend_rows(q, kv_cache[:, layer], batch=batch, scale=scale)
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -162,7 +76,7 @@ def _latent_attention(
     by_head = kv_b_proj.reshape(shape.num_heads, -1, shape.latent_dim)
     queries = np.concatenate([latent_queries(tokens, by_head, shape) for tokens in _slices_by_head(q)], axis=1)
     both = np.broadcast_to(kv_cache[:, layer], (len(kv_cache), 2, *kv_cache.shape[3:]))
-    mixed = _paged_attention(queries.swapaxes(0, 1)[: len(q)], both, batch=batch, scale=scale)
+    mixed = _attend_rows(queries.swapaxes(0, 1)[: len(q)], both, batch=batch, scale=scale)
     latents = mixed.reshape(len(q), shape.num_heads, -1)[..., : shape.latent_dim]
     values = np.concatenate([latent_values(tokens, by_head, shape) for tokens in _slices_by_head(latents)], axis=1)
     return values.swapaxes(0, 1)[: len(q)].reshape(len(q), -1)
@@ -174,9 +88,7 @@ def _slices_by_head(x: NDArray[Any]) -> NDArray[Any]:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _paged_attention(
-    q: NDArray[Any], layer_cache: NDArray[Any], *, batch: AttentionBatch, scale: float
-) -> NDArray[Any]:
+def _attend_rows(q: NDArray[Any], layer_cache: NDArray[Any], *, batch: AttentionBatch, scale: float) -> NDArray[Any]:
     """Attention of `q [T, H, D]` over `layer_cache [blocks, 2, K, B, D]`: `[T, H * D]`; row by row."""
     out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), q.dtype)
     scaled = q * np.float32(scale)
@@ -229,3 +141,21 @@ def _attend(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], see
         top = highest
     mixed /= weight
     return mixed.reshape(num_heads, num_tokens, head_dim).swapaxes(0, 1).reshape(num_tokens, -1)
+
+
+class BatchInvariantCpuOps(CpuOps):
+    """`CpuOps` with results that are the same, bit for bit, in any batch; a product of one token is one of eight."""
+
+    linear = staticmethod(_sliced_linear)
+    logits = staticmethod(_sliced_logits)
+    linear_swiglu = staticmethod(_sliced_linear_swiglu)
+    quantised_linear = staticmethod(partial(quantised_linear, multiply=_sliced_linear))
+    grouped_linear = staticmethod(partial(grouped_linear, multiply=_sliced_linear))
+    experts = staticmethod(partial(experts, multiply=_sliced_linear))
+    hyper_read = staticmethod(partial(hyper_read, multiply=_sliced_linear))
+    hyper_head = staticmethod(partial(hyper_head, multiply=_sliced_linear))
+    paged_attention = staticmethod(_paged_attention)
+    latent_attention = staticmethod(_latent_attention)  # absorbed, however long a row is
+    gated_delta_rule = staticmethod(partial(gated_delta_rule, chunk_tokens=1))  # chunks begin where a row does
+    index_scores = staticmethod(partial(index_scores, tokens_at_once=1))
+    window_attention = staticmethod(partial(window_attention, tokens_at_once=1))

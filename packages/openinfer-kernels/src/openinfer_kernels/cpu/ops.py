@@ -1,23 +1,27 @@
-"""`CpuOps`: the operator contract over the NumPy functions beside this file."""
+"""`CpuOps`: a table of the functions that serve the operator contract in host memory."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from openinfer_kernels.cpu.attention.compressor import compress_overlapping_windows, compress_windows
 from openinfer_kernels.cpu.attention.gated import gated_qk_norm_rope_append, output_gate
+from openinfer_kernels.cpu.attention.indexer import index_scores, select_entries
 from openinfer_kernels.cpu.attention.paged import paged_attention
 from openinfer_kernels.cpu.attention.qk_norm_rope_append import qk_norm_rope_append, rope_append
-from openinfer_kernels.cpu.common.embedding import embedding
+from openinfer_kernels.cpu.attention.rope_tail import norm_rope_tail, rope_tail
+from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.common.weights import upload_weight
-from openinfer_kernels.cpu.expert_ops import CpuExpertOps
-from openinfer_kernels.cpu.gemm.linear import linear, linear_swiglu
+from openinfer_kernels.cpu.gemm.linear import linear, linear_swiglu, logits
+from openinfer_kernels.cpu.gemm.quantised import grouped_linear, quantised_linear, upload_quantised, upload_widened
 from openinfer_kernels.cpu.linear_attention.causal_conv import causal_conv_silu
 from openinfer_kernels.cpu.linear_attention.gated_delta_rule import gated_delta_rule
-from openinfer_kernels.cpu.mla.latent_attention import CpuLatentAttentionOps
-from openinfer_kernels.cpu.norm.hyper_connections import CpuHyperConnectionOps
+from openinfer_kernels.cpu.mla.latent_attention import latent_attention, latent_norm_rope_append
+from openinfer_kernels.cpu.moe.experts import experts, limited_swiglu
+from openinfer_kernels.cpu.moe.routing import table_experts, top_experts
+from openinfer_kernels.cpu.norm.hyper_connections import hyper_head, hyper_read, hyper_streams, hyper_write
 from openinfer_kernels.cpu.norm.rms_norm import (
     add_rms_norm,
     add_zero_centred_rms_norm,
@@ -27,30 +31,63 @@ from openinfer_kernels.cpu.norm.rms_norm import (
 )
 from openinfer_kernels.cpu.sampling.logprobs import logprobs
 from openinfer_kernels.cpu.sampling.sampling import sample
-from openinfer_kernels.cpu.sparse_attention_ops import CpuSparseAttentionOps
-from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
-from openinfer_kernels.weights.plain import WeightPart
+from openinfer_kernels.ops import Array, HostArray
 
 
-class CpuOps(CpuLatentAttentionOps, CpuExpertOps, CpuSparseAttentionOps, CpuHyperConnectionOps):
+class CpuOps:
     """`openinfer_kernels.Ops` in host memory. It has no state: threads may share one."""
 
-    @property
-    def name(self) -> str:
-        """`cpu`."""
-        return "cpu"
+    name = "cpu"
+
+    upload_weight = staticmethod(upload_weight)
+    upload_float32 = upload_weight  # the compute dtype is float32
+    upload_quantised = staticmethod(upload_quantised)
+    upload_widened = staticmethod(upload_widened)
+
+    linear = staticmethod(linear)
+    logits = staticmethod(logits)
+    linear_swiglu = staticmethod(linear_swiglu)
+    quantised_linear = staticmethod(quantised_linear)
+    grouped_linear = staticmethod(grouped_linear)
+
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    zero_centred_rms_norm = staticmethod(zero_centred_rms_norm)
+    add_zero_centred_rms_norm = staticmethod(add_zero_centred_rms_norm)
+    gated_rms_norm = staticmethod(gated_rms_norm)
+    hyper_streams = staticmethod(hyper_streams)
+    hyper_read = staticmethod(hyper_read)
+    hyper_write = staticmethod(hyper_write)
+    hyper_head = staticmethod(hyper_head)
+
+    qk_norm_rope_append = staticmethod(qk_norm_rope_append)
+    rope_append = staticmethod(rope_append)
+    paged_attention = staticmethod(paged_attention)
+    gated_qk_norm_rope_append = staticmethod(gated_qk_norm_rope_append)
+    output_gate = staticmethod(output_gate)
+    latent_norm_rope_append = staticmethod(latent_norm_rope_append)
+    latent_attention = staticmethod(latent_attention)
+    causal_conv_silu = staticmethod(causal_conv_silu)
+    gated_delta_rule = staticmethod(gated_delta_rule)
+
+    norm_rope_tail = staticmethod(norm_rope_tail)
+    rope_tail = staticmethod(rope_tail)
+    compress_windows = staticmethod(compress_windows)
+    compress_overlapping_windows = staticmethod(compress_overlapping_windows)
+    index_scores = staticmethod(index_scores)
+    select_entries = staticmethod(select_entries)
+    window_attention = staticmethod(window_attention)
+
+    top_experts = staticmethod(top_experts)
+    table_experts = staticmethod(table_experts)
+    experts = staticmethod(experts)
+    swiglu = staticmethod(limited_swiglu)
+
+    sample = staticmethod(sample)
+    logprobs = staticmethod(logprobs)
 
     def upload(self, host: HostArray) -> Array:
-        """A copy, as the contract says, so that the caller may reuse its array."""
         return np.array(host, order="C")
-
-    def upload_weight(self, *parts: WeightPart) -> Array:
-        """A float32 copy of the parts below each other."""
-        return upload_weight(parts)
-
-    def upload_float32(self, *parts: WeightPart) -> Array:
-        """As `upload_weight`: the compute dtype is float32."""
-        return upload_weight(parts)
 
     def loading(self, progress: Callable[[int], None] = lambda num_bytes: None) -> AbstractContextManager[None]:
         """Nothing is put off here, and nothing told."""
@@ -58,139 +95,15 @@ class CpuOps(CpuLatentAttentionOps, CpuExpertOps, CpuSparseAttentionOps, CpuHype
         return nullcontext()
 
     def download(self, array: Array) -> HostArray:
-        """A copy."""
         return np.array(array, order="C")
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
-        """Zeros, float32 unless said otherwise."""
         return np.zeros(shape, np.float32 if dtype is None else dtype)
 
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """At once."""
         array[list(targets)] = array[list(sources)]
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
-        """See `openinfer_kernels.cpu.common.embedding`."""
-        return embedding(token_ids, table)
+        return np.take(table, token_ids, axis=0)
 
-    def residual_embedding(self, token_ids: Array, table: Array) -> Array:
-        """The same as `embedding`: the compute dtype is float32."""
-        return self.embedding(token_ids, table)
-
-    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """See `openinfer_kernels.cpu.gemm.linear`."""
-        return linear(x, weight, bias)
-
-    def logits(self, hidden: Array, head: Array) -> Array:
-        """The same as `linear`: the compute dtype is float32."""
-        return self.linear(hidden, head)
-
-    def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
-        """See `openinfer_kernels.cpu.gemm.linear`."""
-        return linear_swiglu(x, gate_up)
-
-    def rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cpu.norm.rms_norm`."""
-        return rms_norm(x, weight, eps=eps)
-
-    def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cpu.norm.rms_norm`."""
-        return add_rms_norm(x, residual, weight, eps=eps)
-
-    def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cpu.norm.rms_norm`."""
-        return zero_centred_rms_norm(x, weight, eps=eps)
-
-    def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cpu.norm.rms_norm`."""
-        return add_zero_centred_rms_norm(x, residual, weight, eps=eps)
-
-    def gated_rms_norm(self, x: Array, gate: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cpu.norm.rms_norm`."""
-        return gated_rms_norm(x, gate, weight, eps=eps)
-
-    def qk_norm_rope_append(
-        self,
-        qkv: Array,
-        *,
-        q_norm: Array,
-        k_norm: Array,
-        eps: float,
-        rope: Array,
-        kv_cache: Array,
-        layer: int,
-        batch: AttentionBatch,
-    ) -> Array:
-        """See `openinfer_kernels.cpu.attention.qk_norm_rope_append`."""
-        return qk_norm_rope_append(
-            qkv,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            rope=rope,
-            kv_cache=kv_cache,
-            layer=layer,
-            batch=batch,
-        )
-
-    def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
-        """See `openinfer_kernels.cpu.attention.qk_norm_rope_append`."""
-        return rope_append(qkv, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
-
-    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
-        """See `openinfer_kernels.cpu.attention.paged`."""
-        return paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
-
-    def gated_qk_norm_rope_append(
-        self,
-        projected: Array,
-        *,
-        q_norm: Array,
-        k_norm: Array,
-        eps: float,
-        rope: Array,
-        kv_cache: Array,
-        layer: int,
-        batch: AttentionBatch,
-    ) -> Array:
-        """See `openinfer_kernels.cpu.attention.gated`."""
-        return gated_qk_norm_rope_append(
-            projected,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            rope=rope,
-            kv_cache=kv_cache,
-            layer=layer,
-            batch=batch,
-        )
-
-    def output_gate(self, attended: Array, projected: Array, *, head_dim: int) -> Array:
-        """See `openinfer_kernels.cpu.attention.gated`."""
-        return output_gate(attended, projected, head_dim=head_dim)
-
-    def causal_conv_silu(self, x: Array, weight: Array, *, state: Array, layer: int, batch: AttentionBatch) -> Array:
-        """See `openinfer_kernels.cpu.linear_attention.causal_conv`."""
-        return causal_conv_silu(x, weight, state=state, layer=layer, batch=batch)
-
-    def gated_delta_rule(
-        self,
-        qkv: Array,
-        gates: Array,
-        *,
-        a_log: Array,
-        dt_bias: Array,
-        state: Array,
-        layer: int,
-        batch: AttentionBatch,
-    ) -> Array:
-        """See `openinfer_kernels.cpu.linear_attention.gated_delta_rule`."""
-        return gated_delta_rule(qkv, gates, a_log=a_log, dt_bias=dt_bias, state=state, layer=layer, batch=batch)
-
-    def sample(self, logits: Array, sampling: SamplingBatch) -> NDArray[np.int32]:
-        """See `openinfer_kernels.cpu.sampling.sampling`."""
-        return sample(logits, sampling)
-
-    def logprobs(self, logits: Array, token_ids: Array, *, top: int) -> Logprobs:
-        """See `openinfer_kernels.cpu.sampling.logprobs`."""
-        return logprobs(logits, token_ids, top=top)
+    residual_embedding = embedding  # the compute dtype is float32

@@ -12,17 +12,19 @@ So a token's result depends on its own sequence alone: not on other rows, nor on
 what of it was cached.
 """
 
-from openinfer_kernels.cuda.attention.paged import OneKernelAttention
+from functools import cached_property
+
+from openinfer_kernels.cuda.attention.paged import Attention, OneKernelAttention
 from openinfer_kernels.cuda.attention.window import WindowAttention
 from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
 from openinfer_kernels.cuda.gemm.invariant_products import InvariantProducts
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
+from openinfer_kernels.cuda.mla.latent_attention import LatentAttention
 from openinfer_kernels.cuda.norm.hyper_connections import HyperConnections
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.errors import OperatorMissingError
-from openinfer_kernels.ops import Array, AttentionBatch
 
 _EXPERT_TILE_TOKENS = 32
 
@@ -30,35 +32,39 @@ _EXPERT_TILE_TOKENS = 32
 class BatchInvariantCudaOps(CudaOps):
     """`CudaOps` whose results of a token depend on its own sequence alone; docs/notes/kernels.md says what it costs."""
 
-    def _make_linear(self) -> Linear:
+    @cached_property
+    def _linear(self) -> Linear:
         decode_gemm = DecodeGemm(self.device, most_blocks_per_tile=1)
         return Linear(self.device, decode_gemm, None, InvariantProducts(decode_gemm))
 
-    def _make_grouped_gemm(self) -> GroupedGemm:
+    @cached_property
+    def _grouped_gemm(self) -> GroupedGemm:
         return GroupedGemm(self.device, tile_tokens=_EXPERT_TILE_TOKENS)
 
-    def _make_attention(self) -> OneKernelAttention:
+    @cached_property
+    def _attention(self) -> Attention:
         return OneKernelAttention(self.device)
 
-    def latent_attention(
-        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
-    ) -> Array:
+    @cached_property
+    def _latent_attention(self) -> LatentAttention:
         """Refused: its kernel divides contexts by what else there is.
 
         Raises:
             OperatorMissingError: always.
         """
-        del q, kv_cache, kv_b_proj, layer, batch, scale
         raise OperatorMissingError(
             "latent_attention has no batch-invariant CUDA kernel yet; serve the model without --batch-invariant, or "
             "with --device cpu"
         )
 
-    def _make_window_attention(self) -> WindowAttention:
+    @cached_property
+    def _window_attention(self) -> WindowAttention:
         return WindowAttention(self.device, divides=False)
 
-    def _make_hyper_connections(self) -> HyperConnections:
+    @cached_property
+    def _hyper_connections(self) -> HyperConnections:
         return HyperConnections(self.device, chooses=False)
 
-    def _make_gated_delta_rule(self) -> GatedDeltaRule:
+    @cached_property
+    def _gated_delta_rule(self) -> GatedDeltaRule:
         return GatedDeltaRule(self.device, in_chunks=False)

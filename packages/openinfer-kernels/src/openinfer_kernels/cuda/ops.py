@@ -1,32 +1,78 @@
-"""`CudaOps`: the operator contract over the operator families beside this file."""
+"""`CudaOps`: a table of the methods that serve the operator contract on a GPU, and the families of kernels they are of.
 
-from collections.abc import Callable, Sequence
+    rms_norm = served_by(_norm, Norm.rms_norm)
+                  │          └── has the parameters of `Ops.rms_norm`
+                  └── makes the family, which loads its kernels
+
+A family is made when the first of its operators is looked up, so that a model never loads the kernels of operators that
+it does not use; those of every model are loaded at the start. A method found once is an attribute of the instance.
+"""
+
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import cached_property
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import numpy as np
-
-from openinfer_kernels.cuda.attention.paged import Attention, OneKernelAttention
+from openinfer_kernels.cuda.attention.compressor import Compressor
+from openinfer_kernels.cuda.attention.gated import GatedAttention
+from openinfer_kernels.cuda.attention.indexer import Indexer
+from openinfer_kernels.cuda.attention.paged import Attention
 from openinfer_kernels.cuda.attention.qk_norm_rope_append import QkNormRopeAppend
+from openinfer_kernels.cuda.attention.rope_tail import RopeTail
+from openinfer_kernels.cuda.attention.window import WindowAttention
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.embedding import Embedding
 from openinfer_kernels.cuda.common.memory import Memory
-from openinfer_kernels.cuda.expert_ops import CudaExpertOps
 from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm
+from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
+from openinfer_kernels.cuda.gemm.grouped_linear import GroupedLinear
 from openinfer_kernels.cuda.gemm.library_products import LibraryProducts
 from openinfer_kernels.cuda.gemm.linear import Linear
-from openinfer_kernels.cuda.linear_attention_ops import CudaLinearAttentionOps
-from openinfer_kernels.cuda.mla.latent_attention import CudaLatentAttentionOps
+from openinfer_kernels.cuda.gemm.quantised import Quantised
+from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
+from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
+from openinfer_kernels.cuda.mla.append import LatentAppend
+from openinfer_kernels.cuda.mla.latent_attention import LatentAttention
+from openinfer_kernels.cuda.moe.experts import Experts
+from openinfer_kernels.cuda.moe.routing import Router
+from openinfer_kernels.cuda.norm.gated_norm import GatedNorm
+from openinfer_kernels.cuda.norm.hyper_connections import HyperConnections
 from openinfer_kernels.cuda.norm.rms_norm import Norm
 from openinfer_kernels.cuda.sampling.logprobs import LogprobsKernels
 from openinfer_kernels.cuda.sampling.sampling import Sampling
-from openinfer_kernels.cuda.sparse_attention_ops import CudaSparseAttentionOps
-from openinfer_kernels.ops import Array, AttentionBatch, HostArray, Logprobs, SamplingBatch
-from openinfer_kernels.weights.plain import WeightPart
+
+_Family = TypeVar("_Family")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
-class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentionOps, CudaExpertOps):
+class _Served:
+    """Finds an operator at its first lookup and keeps it in the instance, where later lookups end."""
+
+    def __init__(self, family: cached_property[Any], method: Callable[..., Any]) -> None:
+        self._family, self.method, self._name = family, method, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, ops: object | None, owner: type) -> Any:
+        if ops is None:
+            return self
+        operator = getattr(getattr(ops, str(self._family.attrname)), self.method.__name__)
+        if getattr(type(ops), self._name) is self:  # not where a subclass asks for what it overrides
+            ops.__dict__[self._name] = operator
+        return operator
+
+
+def served_by(
+    family: cached_property[_Family], method: Callable[Concatenate[_Family, _Parameters], _Result]
+) -> "staticmethod[_Parameters, _Result]":  # the class cannot be subscripted at run time
+    """An operator that a method of a family serves: looked up on an instance, it is that method of its family."""
+    return cast("Any", _Served(family, method))
+
+
+class CudaOps:
     """`openinfer_kernels.Ops` on one GPU.
 
     Everything runs on CuPy's current stream and may be captured into a graph. Arrays are contiguous CuPy arrays; what
@@ -34,33 +80,18 @@ class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentio
     One thread at a time, and one stream at a time: products share a workspace.
     """
 
+    name = "cuda"
+
     def __init__(self, device: Device | None = None) -> None:
-        """Loads every kernel; `device` None opens GPU 0.
+        """Loads the kernels of every model; `device` None opens GPU 0.
 
         Raises:
             DeviceUnavailableError: there is no GPU that can run them.
             KernelBuildError: kernels had to be compiled and could not be.
         """
         self.device = Device.open() if device is None else device
-        self._memory = Memory(self.device)
-        self._embedding = Embedding(self.device)
-        self._linear = self._make_linear()
-        self._norm = Norm(self.device)
-        self._qk_norm_rope_append = QkNormRopeAppend(self.device)
-        self._attention = self._make_attention()
-        self._sampling = Sampling(self.device)
-        self._logprobs = LogprobsKernels(self.device)
-
-    def _make_linear(self) -> Linear:
-        return Linear(self.device, DecodeGemm(self.device), Gemm(self.device), LibraryProducts(self.device))
-
-    def _make_attention(self) -> Attention | OneKernelAttention:
-        return Attention(self.device)
-
-    @property
-    def name(self) -> str:
-        """`cuda`."""
-        return "cuda"
+        for family in _OF_EVERY_MODEL:
+            getattr(self, family)
 
     def tuning(self) -> AbstractContextManager[None]:
         """Within it, products measure algorithms for the shapes they meet: for the warm-up, before any capture."""
@@ -70,116 +101,168 @@ class CudaOps(CudaLatentAttentionOps, CudaLinearAttentionOps, CudaSparseAttentio
         """Gives back what libraries hold; arrays live on."""
         self._linear.close()
 
-    # --- memory -----------------------------------------------------------------------------------------
+    @cached_property
+    def _memory(self) -> Memory:
+        return Memory(self.device)
 
-    def upload(self, host: HostArray) -> Array:
-        """See `openinfer_kernels.cuda.common.memory`."""
-        return self._memory.upload(host)
+    @cached_property
+    def _linear(self) -> Linear:
+        return Linear(self.device, DecodeGemm(self.device), Gemm(self.device), LibraryProducts(self.device))
 
-    def upload_weight(self, *parts: WeightPart) -> Array:
-        """See `openinfer_kernels.cuda.common.memory`."""
-        return self._memory.upload_weight(*parts)
+    @cached_property
+    def _grouped_gemm(self) -> GroupedGemm:
+        return GroupedGemm(self.device)
 
-    def upload_float32(self, *parts: WeightPart) -> Array:
-        """See `openinfer_kernels.cuda.common.memory`."""
-        return self._memory.upload_float32(*parts)
+    @cached_property
+    def _quantised(self) -> Quantised:
+        return Quantised(self.device, self._grouped_gemm, self._memory, self._linear)
 
-    def loading(self, progress: Callable[[int], None] = lambda num_bytes: None) -> AbstractContextManager[None]:
-        """See `openinfer_kernels.cuda.common.memory`."""
-        return self._memory.loading(progress)
+    @cached_property
+    def _grouped_linear(self) -> GroupedLinear:
+        return GroupedLinear(self._grouped_gemm, self._quantised, self._linear)
 
-    def download(self, array: Array) -> HostArray:
-        """See `openinfer_kernels.cuda.common.memory`."""
-        return self._memory.download(array)
+    @cached_property
+    def _embedding(self) -> Embedding:
+        return Embedding(self.device)
 
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
-        """See `openinfer_kernels.cuda.common.memory`."""
-        return self._memory.zeros(shape, dtype)
+    @cached_property
+    def _norm(self) -> Norm:
+        return Norm(self.device)
 
-    def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `openinfer_kernels.cuda.common.memory`."""
-        self._memory.copy_rows(array, sources=sources, targets=targets)
+    @cached_property
+    def _gated_norm(self) -> GatedNorm:
+        return GatedNorm(self.device)
 
-    # --- dense ------------------------------------------------------------------------------------------
+    @cached_property
+    def _hyper_connections(self) -> HyperConnections:
+        return HyperConnections(self.device)
 
-    def embedding(self, token_ids: Array, table: Array) -> Array:
-        """See `openinfer_kernels.cuda.common.embedding`."""
-        return self._embedding.embedding(token_ids, table)
+    @cached_property
+    def _qk_norm_rope_append(self) -> QkNormRopeAppend:
+        return QkNormRopeAppend(self.device)
 
-    def residual_embedding(self, token_ids: Array, table: Array) -> Array:
-        """See `openinfer_kernels.cuda.common.embedding`."""
-        return self._embedding.residual_embedding(token_ids, table)
+    @cached_property
+    def _attention(self) -> Attention:
+        return Attention(self.device)
 
-    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """See `openinfer_kernels.cuda.gemm.linear`."""
-        return self._linear.linear(x, weight, bias)
+    @cached_property
+    def _gated_attention(self) -> GatedAttention:
+        return GatedAttention(self.device)
 
-    def logits(self, hidden: Array, head: Array) -> Array:
-        """See `openinfer_kernels.cuda.gemm.linear`."""
-        return self._linear.logits(hidden, head)
+    @cached_property
+    def _latent_append(self) -> LatentAppend:
+        return LatentAppend(self.device)
 
-    def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
-        """See `openinfer_kernels.cuda.gemm.linear`."""
-        return self._linear.linear_swiglu(x, gate_up)
+    @cached_property
+    def _latent_attention(self) -> LatentAttention:
+        return LatentAttention(self.device, self._linear)
 
-    # --- norms ------------------------------------------------------------------------------------------
+    @cached_property
+    def _causal_conv(self) -> CausalConv:
+        return CausalConv(self.device)
 
-    def rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cuda.norm.rms_norm`."""
-        return self._norm.rms_norm(x, weight, eps=eps)
+    @cached_property
+    def _gated_delta_rule(self) -> GatedDeltaRule:
+        return GatedDeltaRule(self.device)
 
-    def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cuda.norm.rms_norm`."""
-        return self._norm.add_rms_norm(x, residual, weight, eps=eps)
+    @cached_property
+    def _rope_tail(self) -> RopeTail:
+        return RopeTail(self.device)
 
-    def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cuda.norm.rms_norm`."""
-        return self._norm.zero_centred_rms_norm(x, weight, eps=eps)
+    @cached_property
+    def _compressor(self) -> Compressor:
+        return Compressor(self.device, overlapping=False)
 
-    def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """See `openinfer_kernels.cuda.norm.rms_norm`."""
-        return self._norm.add_zero_centred_rms_norm(x, residual, weight, eps=eps)
+    @cached_property
+    def _overlapping_compressor(self) -> Compressor:
+        return Compressor(self.device, overlapping=True)
 
-    # --- attention --------------------------------------------------------------------------------------
+    @cached_property
+    def _indexer(self) -> Indexer:
+        return Indexer(self.device)
 
-    def qk_norm_rope_append(
-        self,
-        qkv: Array,
-        *,
-        q_norm: Array,
-        k_norm: Array,
-        eps: float,
-        rope: Array,
-        kv_cache: Array,
-        layer: int,
-        batch: AttentionBatch,
-    ) -> Array:
-        """See `openinfer_kernels.cuda.attention.qk_norm_rope_append`."""
-        return self._qk_norm_rope_append.qk_norm_rope_append(
-            qkv,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            rope=rope,
-            kv_cache=kv_cache,
-            layer=layer,
-            batch=batch,
-        )
+    @cached_property
+    def _window_attention(self) -> WindowAttention:
+        return WindowAttention(self.device)
 
-    def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
-        """See `openinfer_kernels.cuda.attention.qk_norm_rope_append`."""
-        return self._qk_norm_rope_append.rope_append(qkv, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
+    @cached_property
+    def _router(self) -> Router:
+        return Router(self.device)
 
-    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
-        """See `openinfer_kernels.cuda.attention.paged`."""
-        return self._attention.paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
+    @cached_property
+    def _experts(self) -> Experts:
+        return Experts(self.device, self._grouped_gemm)
 
-    # --- sampling ---------------------------------------------------------------------------------------
+    @cached_property
+    def _sampling(self) -> Sampling:
+        return Sampling(self.device)
 
-    def sample(self, logits: Array, sampling: SamplingBatch) -> Array:
-        """See `openinfer_kernels.cuda.sampling.sampling`."""
-        return self._sampling.sample(logits, sampling)
+    @cached_property
+    def _logprobs(self) -> LogprobsKernels:
+        return LogprobsKernels(self.device)
 
-    def logprobs(self, logits: Array, token_ids: Array, *, top: int) -> Logprobs:
-        """See `openinfer_kernels.cuda.sampling.logprobs`."""
-        return self._logprobs.logprobs(logits, token_ids, top=top)
+    upload = served_by(_memory, Memory.upload)
+    upload_weight = served_by(_memory, Memory.upload_weight)
+    upload_float32 = served_by(_memory, Memory.upload_float32)
+    loading = served_by(_memory, Memory.loading)
+    download = served_by(_memory, Memory.download)
+    zeros = served_by(_memory, Memory.zeros)
+    copy_rows = served_by(_memory, Memory.copy_rows)
+    upload_quantised = served_by(_quantised, Quantised.upload_quantised)
+    upload_widened = served_by(_quantised, Quantised.upload_widened)
+
+    embedding = served_by(_embedding, Embedding.embedding)
+    residual_embedding = served_by(_embedding, Embedding.residual_embedding)
+    linear = served_by(_linear, Linear.linear)
+    logits = served_by(_linear, Linear.logits)
+    linear_swiglu = served_by(_linear, Linear.linear_swiglu)
+    quantised_linear = served_by(_quantised, Quantised.quantised_linear)
+    grouped_linear = served_by(_grouped_linear, GroupedLinear.grouped_linear)
+
+    rms_norm = served_by(_norm, Norm.rms_norm)
+    add_rms_norm = served_by(_norm, Norm.add_rms_norm)
+    zero_centred_rms_norm = served_by(_norm, Norm.zero_centred_rms_norm)
+    add_zero_centred_rms_norm = served_by(_norm, Norm.add_zero_centred_rms_norm)
+    gated_rms_norm = served_by(_gated_norm, GatedNorm.gated_rms_norm)
+    hyper_streams = served_by(_hyper_connections, HyperConnections.streams)
+    hyper_read = served_by(_hyper_connections, HyperConnections.read)
+    hyper_write = served_by(_hyper_connections, HyperConnections.write)
+    hyper_head = served_by(_hyper_connections, HyperConnections.head)
+
+    qk_norm_rope_append = served_by(_qk_norm_rope_append, QkNormRopeAppend.qk_norm_rope_append)
+    rope_append = served_by(_qk_norm_rope_append, QkNormRopeAppend.rope_append)
+    paged_attention = served_by(_attention, Attention.paged_attention)
+    gated_qk_norm_rope_append = served_by(_gated_attention, GatedAttention.gated_qk_norm_rope_append)
+    output_gate = served_by(_gated_attention, GatedAttention.output_gate)
+    latent_norm_rope_append = served_by(_latent_append, LatentAppend.latent_norm_rope_append)
+    latent_attention = served_by(_latent_attention, LatentAttention.latent_attention)
+    causal_conv_silu = served_by(_causal_conv, CausalConv.causal_conv_silu)
+    gated_delta_rule = served_by(_gated_delta_rule, GatedDeltaRule.gated_delta_rule)
+
+    norm_rope_tail = served_by(_rope_tail, RopeTail.norm_rope_tail)
+    rope_tail = served_by(_rope_tail, RopeTail.rope_tail)
+    compress_windows = served_by(_compressor, Compressor.compress)
+    compress_overlapping_windows = served_by(_overlapping_compressor, Compressor.compress)
+    index_scores = served_by(_indexer, Indexer.scores)
+    select_entries = served_by(_indexer, Indexer.select)
+    window_attention = served_by(_window_attention, WindowAttention.window_attention)
+
+    top_experts = served_by(_router, Router.top_experts)
+    table_experts = served_by(_router, Router.table_experts)
+    experts = served_by(_experts, Experts.experts)
+    swiglu = served_by(_experts, Experts.swiglu)
+
+    sample = served_by(_sampling, Sampling.sample)
+    logprobs = served_by(_logprobs, LogprobsKernels.logprobs)
+
+
+_OF_EVERY_MODEL = (
+    "_memory",
+    "_embedding",
+    "_linear",
+    "_norm",
+    "_qk_norm_rope_append",
+    "_attention",
+    "_sampling",
+    "_logprobs",
+)

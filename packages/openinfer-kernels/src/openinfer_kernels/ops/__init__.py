@@ -17,7 +17,7 @@ from openinfer_kernels.ops.arrays import Array, HostArray
 from openinfer_kernels.ops.attention import AttentionOps
 from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.dense import DenseOps
-from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, Routing, Scoring
+from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, Routing, RoutingOps, Scoring
 from openinfer_kernels.ops.hyper_connections import HyperConnectionOps, HyperMix, HyperWeights
 from openinfer_kernels.ops.latent_attention import LatentAttentionOps
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
@@ -51,6 +51,7 @@ __all__ = [
     "QuantisedOps",
     "QuantisedWeight",
     "Routing",
+    "RoutingOps",
     "SamplingBatch",
     "SamplingOps",
     "Scoring",
@@ -69,6 +70,7 @@ class Ops(
     LatentAttentionOps,
     SparseAttentionOps,
     HyperConnectionOps,
+    RoutingOps,
     ExpertOps,
     QuantisedOps,
     SamplingOps,

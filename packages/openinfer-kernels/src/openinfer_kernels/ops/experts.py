@@ -75,8 +75,8 @@ class ExpertChoice:
     """Of the layer, if the router says so: how thinly the choices are spread. It changes speed, never a result."""
 
 
-class ExpertOps(Protocol):
-    """Mixtures of experts: which experts a token goes to, and what they make of it."""
+class RoutingOps(Protocol):
+    """Which experts a token goes to."""
 
     def top_experts(
         self, logits: Array, *, routing: Routing, cache_slots: Array | None = None, bias: Array | None = None
@@ -105,6 +105,10 @@ class ExpertOps(Protocol):
             cache_slots: as in `top_experts`.
         """
         ...
+
+
+class ExpertOps(Protocol):
+    """What experts make of the tokens that were routed to them."""
 
     def experts(
         self,

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from openinfer_kernels.ops.arrays import Array, HostArray
+from openinfer_kernels.ops.quantised import QuantisedWeight
 from openinfer_kernels.weights.plain import WeightPart
+from openinfer_kernels.weights.quantised import QuantisedPart
 
 
 class MemoryOps(Protocol):
@@ -34,6 +36,31 @@ class MemoryOps(Protocol):
         """As `upload_weight`, in float32 whatever the compute dtype; filled when it returns.
 
         For the few vectors whose rounding the equations forbid: decays, biases of routers.
+        """
+        ...
+
+    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
+        """Brings parts of one format, which lie below each other, to the device.
+
+        Args:
+            parts: one or more, with as many columns each.
+            num_matrices: None gives one matrix `[out, in]`; a number, so many of equal height, `[matrices, out, in]`.
+
+        Raises:
+            WeightDtypeError: codes or scales in a dtype that the format does not have.
+            ValueError: parts that do not fit each other, or scales that do not cover their codes.
+        """
+        ...
+
+    def upload_widened(self, *parts: QuantisedPart) -> Array:
+        """What parts of one format, below each other, stand for: `[out, in]` in the compute dtype, there at once.
+
+        For matrices that a model takes apart; otherwise `upload_quantised` keeps them small. It may be read within
+        `loading`.
+
+        Raises:
+            WeightDtypeError: codes or scales in a dtype that the format does not have.
+            ValueError: parts that do not fit each other, or scales that do not cover their codes.
         """
         ...
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from openinfer_kernels.ops.arrays import Array
-from openinfer_kernels.weights.quantised import QuantisedPart, WeightFormat
+from openinfer_kernels.weights.quantised import WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,31 +32,6 @@ Weight: TypeAlias = Array | QuantisedWeight
 
 class QuantisedOps(Protocol):
     """Products with weights of few bits, which are widened where they are multiplied."""
-
-    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
-        """Brings parts of one format, which lie below each other, to the device.
-
-        Args:
-            parts: one or more, with as many columns each.
-            num_matrices: None gives one matrix `[out, in]`; a number, so many of equal height, `[matrices, out, in]`.
-
-        Raises:
-            WeightDtypeError: codes or scales in a dtype that the format does not have.
-            ValueError: parts that do not fit each other, or scales that do not cover their codes.
-        """
-        ...
-
-    def upload_widened(self, *parts: QuantisedPart) -> Array:
-        """What parts of one format, below each other, stand for: `[out, in]` in the compute dtype, there at once.
-
-        For matrices that a model takes apart; otherwise `upload_quantised` keeps them small. It may be read within
-        `loading`.
-
-        Raises:
-            WeightDtypeError: codes or scales in a dtype that the format does not have.
-            ValueError: parts that do not fit each other, or scales that do not cover their codes.
-        """
-        ...
 
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
         """`x [T, in] @ weight [out, in].T`: `[T, out]`."""

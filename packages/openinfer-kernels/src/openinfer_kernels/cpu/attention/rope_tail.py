@@ -5,6 +5,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.cpu.norm.rms_norm import inverse_rms
+from openinfer_kernels.ops import AttentionBatch
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def norm_rope_tail(
+    x: NDArray[Any], weight: NDArray[Any] | None, *, eps: float, rope: NDArray[Any], batch: AttentionBatch
+) -> NDArray[Any]:
+    normed = x * inverse_rms(x, eps=eps)
+    if weight is not None:
+        normed *= weight
+    return rotate_tail(normed, batch.positions, rope)
+
+
+def rope_tail(x: NDArray[Any], *, rope: NDArray[Any], batch: AttentionBatch) -> NDArray[Any]:
+    return rotate_tail(x, batch.positions, rope)
+
 
 @np.errstate(over="ignore", invalid="ignore")
 def rotate_tail(

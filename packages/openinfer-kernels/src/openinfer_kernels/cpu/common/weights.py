@@ -10,7 +10,7 @@ from openinfer_kernels.errors import WeightDtypeError
 from openinfer_kernels.weights.plain import RandomWeight, WeightPart, stacked_shape
 
 
-def upload_weight(parts: tuple[WeightPart, ...]) -> NDArray[np.float32]:
+def upload_weight(*parts: WeightPart) -> NDArray[np.float32]:
     """A float32 copy of the parts below each other; one allocation.
 
     Raises:

@@ -4,10 +4,14 @@ Overflow and NaN pass through without a warning: they belong to one request, whi
 the step.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+Multiply: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]
+"""`x [T, in]`, `weight [out, in]` -> `x @ weight.T`."""
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -17,6 +21,11 @@ def linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None = No
     if bias is not None:
         out += bias
     return out
+
+
+def logits(hidden: NDArray[Any], head: NDArray[Any]) -> NDArray[Any]:
+    """The same as `linear`: the compute dtype is float32."""
+    return linear(hidden, head)
 
 
 @np.errstate(over="ignore", invalid="ignore")

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.common.random_weight import random_codes
+from openinfer_kernels.cpu.gemm.linear import Multiply, linear
 from openinfer_kernels.ops.quantised import QuantisedWeight, Weight
 from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
 from openinfer_kernels.weights.scale_blocks import common_block, scales_of, stacked_shape, widened_scales
@@ -16,8 +17,8 @@ _INT4_ZERO = 8
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
-def upload_quantised(parts: tuple[QuantisedPart, ...], num_matrices: int | None) -> QuantisedWeight:
-    """The bytes of the codes `[..., out, bytes of a row]` and float32 scales; see `Ops.upload_quantised`."""
+def upload_quantised(*parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
+    """The bytes of the codes `[..., out, bytes of a row]` and float32 scales."""
     shape = stacked_shape(parts, num_matrices)
     block_rows, block_columns = common_block(parts, shape)
     scales = np.concatenate([widened_scales(scales_of(part, (block_rows, block_columns))) for part in parts])
@@ -30,6 +31,20 @@ def upload_quantised(parts: tuple[QuantisedPart, ...], num_matrices: int | None)
         block_rows=block_rows,
         block_columns=block_columns,
     )
+
+
+def upload_widened(*parts: QuantisedPart) -> NDArray[np.float32]:
+    return widened(upload_quantised(*parts))
+
+
+def quantised_linear(x: NDArray[Any], weight: QuantisedWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
+    return multiply(x, widened(weight))
+
+
+def grouped_linear(x: NDArray[Any], weight: Weight, *, multiply: Multiply = linear) -> NDArray[Any]:
+    """One product after the other."""
+    pieces = np.split(x, weight.shape[0], axis=1)
+    return np.concatenate([multiply(piece, matrix_of(weight, i)) for i, piece in enumerate(pieces)], axis=1)
 
 
 def widened(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[np.float32]:

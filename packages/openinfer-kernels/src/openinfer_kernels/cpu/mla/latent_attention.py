@@ -10,37 +10,9 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.norm.rms_norm import rms_norm
 from openinfer_kernels.latent_forms import LatentShape
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import AttentionBatch
 
 _SCORES_AT_ONCE = 1 << 19
-
-
-class CpuLatentAttentionOps:
-    """`openinfer_kernels.ops.LatentAttentionOps` in host memory."""
-
-    def latent_norm_rope_append(
-        self,
-        q: Array,
-        latent: Array,
-        *,
-        head_dim: int,
-        norm: Array,
-        eps: float,
-        rope: Array,
-        kv_cache: Array,
-        layer: int,
-        batch: AttentionBatch,
-    ) -> Array:
-        """See `openinfer_kernels.cpu.mla.latent_attention`."""
-        return latent_norm_rope_append(
-            q, latent, head_dim=head_dim, norm=norm, eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch
-        )
-
-    def latent_attention(
-        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
-    ) -> Array:
-        """See `openinfer_kernels.cpu.mla.latent_attention`."""
-        return latent_attention(q, kv_cache, kv_b_proj=kv_b_proj, layer=layer, batch=batch, scale=scale)
 
 
 @np.errstate(over="ignore", invalid="ignore")

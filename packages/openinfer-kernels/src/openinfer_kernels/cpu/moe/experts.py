@@ -1,18 +1,14 @@
 """Experts: each multiplies the tokens that chose it, and nobody else's weights are touched."""
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from openinfer_kernels.cpu.gemm.linear import linear, swiglu
+from openinfer_kernels.cpu.gemm.linear import Multiply, linear, swiglu
 from openinfer_kernels.cpu.gemm.quantised import matrix_of
 from openinfer_kernels.ops.experts import ExpertChoice
 from openinfer_kernels.ops.quantised import Weight
-
-Multiply: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]
-"""`x [T, in]`, `weight [out, in]` -> `x @ weight.T`."""
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -22,17 +18,16 @@ def experts(
     gate_up: Weight,
     down: Weight,
     *,
-    first_expert: int,
-    limit: float | None,
-    shared: NDArray[Any] | None,
+    first_expert: int = 0,
+    limit: float | None = None,
+    shared: NDArray[Any] | None = None,
     multiply: Multiply = linear,
 ) -> NDArray[Any]:
-    """See `Ops.experts`; `multiply` makes the products."""
     own = choice.ids - first_expert
     terms = np.zeros((*own.shape, x.shape[1]), np.float32)
     for expert in np.unique(own[(own >= 0) & (own < gate_up.shape[0])]).tolist():
         tokens, places = np.nonzero(own == expert)
-        gated = limited_swiglu(multiply(x[tokens], matrix_of(gate_up, expert)), limit)
+        gated = limited_swiglu(multiply(x[tokens], matrix_of(gate_up, expert)), limit=limit)
         terms[tokens, places] = multiply(gated, matrix_of(down, expert)) * choice.weights[tokens, places, None]
     out = np.zeros(x.shape, np.float32)
     for place in range(own.shape[1]):
@@ -41,8 +36,7 @@ def experts(
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def limited_swiglu(gate_up: NDArray[Any], limit: float | None) -> NDArray[Any]:
-    """See `Ops.swiglu`."""
+def limited_swiglu(gate_up: NDArray[Any], *, limit: float | None = None) -> NDArray[Any]:
     if limit is None:
         return swiglu(gate_up)
     width = gate_up.shape[-1] // 2

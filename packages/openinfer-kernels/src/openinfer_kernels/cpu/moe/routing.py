@@ -14,9 +14,12 @@ _LEAST_SUM = np.float32(1e-20)
 
 @np.errstate(over="ignore", invalid="ignore")
 def top_experts(
-    logits: NDArray[Any], *, routing: Routing, cache_slots: NDArray[Any] | None, bias: NDArray[Any] | None
+    logits: NDArray[Any],
+    *,
+    routing: Routing,
+    cache_slots: NDArray[Any] | None = None,
+    bias: NDArray[Any] | None = None,
 ) -> ExpertChoice:
-    """See `Ops.top_experts`."""
     scores = _scores(logits, routing.scoring)
     wanted = scores if bias is None else scores + bias
     if routing.num_groups > 1:
@@ -32,9 +35,8 @@ def table_experts(
     table: NDArray[Any],
     *,
     routing: Routing,
-    cache_slots: NDArray[Any] | None,
+    cache_slots: NDArray[Any] | None = None,
 ) -> ExpertChoice:
-    """See `Ops.table_experts`."""
     return _choice(table[token_ids], _scores(logits, routing.scoring), routing, cache_slots)
 
 

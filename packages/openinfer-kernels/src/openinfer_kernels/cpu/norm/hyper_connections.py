@@ -1,55 +1,60 @@
 """Hyper-connections: Xie et al. 2026, "mHC: Manifold-Constrained Hyper-Connections", eq. 8; all in float32."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer_kernels.cpu.gemm.linear import Multiply, linear
 from openinfer_kernels.cpu.norm.rms_norm import inverse_rms
-from openinfer_kernels.ops import Array
 from openinfer_kernels.ops.hyper_connections import HyperMix, HyperWeights
 
 
-class _Products(Protocol):
-    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array: ...
+def hyper_streams(x: NDArray[Any], num_streams: int) -> NDArray[Any]:
+    return np.repeat(x[:, None], num_streams, axis=1)
 
 
-class CpuHyperConnectionOps:
-    """`openinfer_kernels.ops.HyperConnectionOps` in host memory."""
+@np.errstate(over="ignore", invalid="ignore")
+def hyper_read(
+    residual: NDArray[Any],
+    weights: HyperWeights,
+    *,
+    eps: float,
+    mix_eps: float,
+    num_iterations: int,
+    multiply: Multiply = linear,
+) -> tuple[NDArray[Any], HyperMix]:
+    n = residual.shape[1]
+    projected = multiply(_flat(residual), weights.fn) * inverse_rms(_flat(residual), eps=eps)
+    pre, post, mixing = np.split(projected, [n, 2 * n], axis=1)
+    pre_base, post_base, mixing_base = np.split(weights.base, [n, 2 * n])
+    read = _sigmoid(pre * weights.scale[0] + pre_base) + np.float32(mix_eps)
+    write = 2 * _sigmoid(post * weights.scale[1] + post_base)
+    logits = (mixing * weights.scale[2] + mixing_base).reshape(-1, n, n)
+    mix = HyperMix(post=write, mixing=doubly_stochastic(logits, mix_eps=mix_eps, num_iterations=num_iterations))
+    return _read(residual, read), mix
 
-    def hyper_streams(self, x: Array, num_streams: int) -> Array:
-        """`x [T, h]` in every stream."""
-        return np.repeat(x[:, None], num_streams, axis=1)
 
-    @np.errstate(over="ignore", invalid="ignore")
-    def hyper_read(
-        self: _Products, residual: Array, weights: HyperWeights, *, eps: float, mix_eps: float, num_iterations: int
-    ) -> tuple[Array, HyperMix]:
-        """`[T, h]` of `residual [T, n, h]`, and the way back."""
-        n = residual.shape[1]
-        projected = self.linear(_flat(residual), weights.fn) * inverse_rms(_flat(residual), eps=eps)
-        pre, post, mixing = np.split(projected, [n, 2 * n], axis=1)
-        pre_base, post_base, mixing_base = np.split(weights.base, [n, 2 * n])
-        read = _sigmoid(pre * weights.scale[0] + pre_base) + np.float32(mix_eps)
-        write = 2 * _sigmoid(post * weights.scale[1] + post_base)
-        logits = (mixing * weights.scale[2] + mixing_base).reshape(-1, n, n)
-        mix = HyperMix(post=write, mixing=doubly_stochastic(logits, mix_eps=mix_eps, num_iterations=num_iterations))
-        return _read(residual, read), mix
+@np.errstate(over="ignore", invalid="ignore")
+def hyper_write(y: NDArray[Any], residual: NDArray[Any], mix: HyperMix) -> None:
+    mixed = np.einsum("tjk,tjh->tkh", mix.mixing, residual)
+    mixed += mix.post[:, :, None] * y[:, None]
+    residual[...] = mixed
 
-    @np.errstate(over="ignore", invalid="ignore")
-    def hyper_write(self, y: Array, residual: Array, mix: HyperMix) -> None:
-        """Writes `y [T, h]` into `residual [T, n, h]` and mixes its streams."""
-        mixed = np.einsum("tjk,tjh->tkh", mix.mixing, residual)
-        mixed += mix.post[:, :, None] * y[:, None]
-        residual[...] = mixed
 
-    @np.errstate(over="ignore", invalid="ignore")
-    def hyper_head(
-        self: _Products, residual: Array, fn: Array, base: Array, scale: Array, *, eps: float, mix_eps: float
-    ) -> Array:
-        """`[T, h]` of `residual [T, n, h]`."""
-        projected = self.linear(_flat(residual), fn) * inverse_rms(_flat(residual), eps=eps)
-        return _read(residual, _sigmoid(projected * scale[0] + base) + np.float32(mix_eps))
+@np.errstate(over="ignore", invalid="ignore")
+def hyper_head(
+    residual: NDArray[Any],
+    fn: NDArray[Any],
+    base: NDArray[Any],
+    scale: NDArray[Any],
+    *,
+    eps: float,
+    mix_eps: float,
+    multiply: Multiply = linear,
+) -> NDArray[Any]:
+    projected = multiply(_flat(residual), fn) * inverse_rms(_flat(residual), eps=eps)
+    return _read(residual, _sigmoid(projected * scale[0] + base) + np.float32(mix_eps))
 
 
 def doubly_stochastic(logits: NDArray[Any], *, mix_eps: float, num_iterations: int) -> NDArray[Any]:

@@ -52,7 +52,7 @@ class Attention:
         return out
 
 
-class OneKernelAttention:
+class OneKernelAttention(Attention):
     """The operator by the kernel for prompts alone, whatever a row's number of tokens.
 
     It walks over keys in tiles that begin at multiples of a fixed number in their sequence, so that a token's sums do
@@ -67,7 +67,6 @@ class OneKernelAttention:
             self._prefill = AttentionPrefill(device, least_tokens=1)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
-        """See `Attention.paged_attention`."""
         _check(q, kv_cache, batch)
         out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
         kernel = self._small if q.shape[2] < _SMALLEST_OF_ALL_KERNELS else self._prefill

@@ -81,7 +81,7 @@ class Memory:
             WeightDtypeError: an array is not float32, float16, or uint16 for BF16 bits.
             ValueError: the parts' rows differ in shape.
         """
-        out = self.upload(widened(parts))
+        out = self.upload(widened(*parts))
         self._progress(out.nbytes)
         return out
 
@@ -108,7 +108,7 @@ class Memory:
         self._progress(num_bytes)
 
     @contextmanager
-    def loading(self, progress: Progress) -> Generator[None]:
+    def loading(self, progress: Progress = lambda num_bytes: None) -> Generator[None]:
         """Within it `upload_weight` returns before its array is filled; leaving waits for all of them.
 
         Args:

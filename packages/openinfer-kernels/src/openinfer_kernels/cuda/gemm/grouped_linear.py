@@ -20,7 +20,7 @@ class GroupedLinear:
         self._linear = linear
 
     def grouped_linear(self, x: Array, weight: Weight) -> Array:
-        """See `Ops.grouped_linear`; `quantised_ways.py` says which tokens are few.
+        """`quantised_ways.py` says which tokens are few.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.

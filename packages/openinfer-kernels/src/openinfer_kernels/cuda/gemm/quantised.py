@@ -49,8 +49,8 @@ class Quantised:
         self._random = device.kernel("quantised", "random_codes")
         self._arrangements = {each: device.kernel("quantised", f"arrange_{NAMES[each]}") for each in WeightFormat}
 
-    def upload_quantised(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None) -> QuantisedWeight:
-        """See `Ops.upload_quantised`. A code of NaN (E4M3 0x7F, 0xFF) is taken for 480.
+    def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
+        """A code of NaN (E4M3 0x7F, 0xFF) is taken for 480.
 
         Raises:
             ArrayMismatchError: scales change inside 32 columns, or no kernel takes the shape.
@@ -59,8 +59,7 @@ class Quantised:
         """
         return self._upload(parts, num_matrices, self._memory.upload_codes)
 
-    def upload_widened(self, parts: tuple[QuantisedPart, ...]) -> Array:
-        """See `Ops.upload_widened`; otherwise as `upload_quantised`."""
+    def upload_widened(self, *parts: QuantisedPart) -> Array:
         return self.widened(self._upload(parts, None, self._memory.upload_codes_now))
 
     def _upload(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None, bring: _Bring) -> QuantisedWeight:
@@ -83,7 +82,7 @@ class Quantised:
         return weight
 
     def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
-        """See `Ops.quantised_linear`; `quantised_ways.py` says which tokens multiply a copy of the weight in BF16.
+        """`quantised_ways.py` says which tokens multiply a copy of the weight in BF16.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.

@@ -1,7 +1,7 @@
 """Attention over a paged cache of latents: the forms that its kernels have, and which rows go to which."""
 
 import math
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.mla.absorbed import MAX_ROWS, LatentAbsorbed
-from openinfer_kernels.cuda.mla.append import LatentAppend
 from openinfer_kernels.cuda.mla.expanded import STEM as EXPANDED_STEM
 from openinfer_kernels.cuda.mla.expanded import LatentExpanded
 from openinfer_kernels.errors import ArrayMismatchError
@@ -57,47 +56,6 @@ class LatentAttention:
             q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale, least_tokens=least, lines=lines
         )
         return out
-
-
-class CudaLatentAttentionOps:
-    """`openinfer_kernels.ops.LatentAttentionOps` on one GPU; kernels are loaded when they are first called."""
-
-    device: Device
-    _linear: Linear
-
-    @cached_property
-    def _latent_append(self) -> LatentAppend:
-        return LatentAppend(self.device)
-
-    @cached_property
-    def _latent_attention(self) -> LatentAttention:
-        return LatentAttention(self.device, self._linear)
-
-    def latent_norm_rope_append(
-        self,
-        q: Array,
-        latent: Array,
-        *,
-        head_dim: int,
-        norm: Array,
-        eps: float,
-        rope: Array,
-        kv_cache: Array,
-        layer: int,
-        batch: AttentionBatch,
-    ) -> Array:
-        """See `openinfer_kernels.cuda.mla.append`."""
-        return self._latent_append.latent_norm_rope_append(
-            q, latent, head_dim=head_dim, norm=norm, eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch
-        )
-
-    def latent_attention(
-        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
-    ) -> Array:
-        """See `openinfer_kernels.cuda.mla.latent_attention`."""
-        return self._latent_attention.latent_attention(
-            q, kv_cache, kv_b_proj=kv_b_proj, layer=layer, batch=batch, scale=scale
-        )
 
 
 def _check(q: Array, kv_cache: Array, kv_b_proj: Array, batch: AttentionBatch) -> LatentShape:

@@ -44,11 +44,11 @@ class Experts:
         gate_up: Weight,
         down: Weight,
         *,
-        first_expert: int,
-        limit: float | None,
-        shared: Array | None,
+        first_expert: int = 0,
+        limit: float | None = None,
+        shared: Array | None = None,
     ) -> Array:
-        """See `Ops.experts`; at most 1,024 experts of this rank, `h` and `F` multiples of 8 (32 with four bits).
+        """At most 1,024 experts of this rank, `h` and `F` multiples of 8 (32 with four bits).
 
         Raises:
             ArrayMismatchError: another dtype, layout or size.
@@ -72,12 +72,7 @@ class Experts:
         self._combine((num_tokens, -(-h // (_WIDTH * threads)), 1), (threads, 1, 1), arguments, overlap=True)
         return out
 
-    def swiglu(self, gate_up: Array, *, limit: float | None) -> Array:
-        """See `Ops.swiglu`.
-
-        Raises:
-            ArrayMismatchError: another dtype or layout.
-        """
+    def swiglu(self, gate_up: Array, *, limit: float | None = None) -> Array:
         require(gate_up, bfloat16, ndim=2, what="gate and up")
         num_tokens, width = len(gate_up), gate_up.shape[1] // 2
         out = cupy.empty((num_tokens, width), bfloat16)

@@ -37,9 +37,9 @@ class Router:
         self._kernels = {most: device.kernel("routing", f"route_{most}") for most in _MOST_EXPERTS}
 
     def top_experts(
-        self, logits: Array, *, routing: Routing, cache_slots: Array | None, bias: Array | None
+        self, logits: Array, *, routing: Routing, cache_slots: Array | None = None, bias: Array | None = None
     ) -> ExpertChoice:
-        """See `Ops.top_experts`; at most 1,024 experts, 32 groups and 32 experts per token.
+        """At most 1,024 experts, 32 groups and 32 experts per token.
 
         Raises:
             ArrayMismatchError: another dtype, layout or size.
@@ -51,13 +51,8 @@ class Router:
         return self._choose(logits, routing, cache_slots, bias=bias)
 
     def table_experts(
-        self, logits: Array, token_ids: Array, table: Array, *, routing: Routing, cache_slots: Array | None
+        self, logits: Array, token_ids: Array, table: Array, *, routing: Routing, cache_slots: Array | None = None
     ) -> ExpertChoice:
-        """See `Ops.table_experts`.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
         require(token_ids, _INT32, ndim=1, what="the token ids")
         require(table, _INT32, ndim=2, what="the table of experts")
         if len(token_ids) != len(logits) or table.shape[1] != routing.num_experts_per_token:
