@@ -284,7 +284,8 @@ def _check_column(plan: StepPlan, name: str, dtype: Any) -> None:
     column: Any = getattr(plan, name)
     kind = (getattr(column, "dtype", None), getattr(column, "ndim", None))
     right = (np.dtype(dtype), 1)
-    require(kind == right, f"{name} must be a one-dimensional array of {right[0].name}; it is {column!r}")
+    if kind != right:  # what an array looks like is not written down for nothing: this is asked of every step
+        raise ConformanceError(f"{name} must be a one-dimensional array of {right[0].name}; it is {column!r}")
 
 
 def _marked(position: int) -> TokenLogprobs:
