@@ -162,7 +162,8 @@ def test_refusal_is_shown_as_the_server_words_it(server, visit):
     expect(page.get_by_role("alert")).to_contain_text("exceed the model's context of 2048")
 
 
-def test_key_is_asked_for_sent_and_kept_nowhere(start, parrot, visit, tmp_path):
+@pytest.mark.parametrize("ending", ["Tab", "Enter"])
+def test_key_is_asked_for_sent_and_kept_nowhere(start, parrot, visit, tmp_path, ending):
     keys = tmp_path / "keys.toml"
     keys.touch(mode=0o600)
     keys.write_text('[[keys]]\ntenant = "acme"\nkey = "a-key-of-the-tests"\n')
@@ -170,8 +171,9 @@ def test_key_is_asked_for_sent_and_kept_nowhere(start, parrot, visit, tmp_path):
     page = visit(server, may_fail="401 (Unauthorized)")
     expect(page.get_by_role("alert")).to_contain_text("key")
     page.get_by_label("Key, kept in this page alone").fill("a-key-of-the-tests")
-    page.keyboard.press("Tab")
+    page.keyboard.press(ending)
     expect(page.get_by_label("Model")).to_have_value("parrot")
+    assert page.url == f"{server.url}/"
     expect(page.get_by_role("alert")).to_be_empty()
     say(page, "hello", tokens=5)
     expect(page.get_by_role("article").last).to_contain_text("user")

@@ -63,6 +63,10 @@ byId("new-chat").addEventListener("click", () => {
   byId("prompt").focus();
 });
 byId("key").addEventListener("change", listModels);
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault(); // the key goes nowhere by itself: Enter has changed the field, which asks for the models
+  byId("prompt").focus();
+});
 
 listModels();
 new Status(api).run();
