@@ -208,9 +208,7 @@ def test_products_wait_for_the_widened_copies_that_they_multiply(ops, activation
     quantised = Quantised(device, GroupedGemm(device), Memory(device), linear)
     scales = np.full((rows // 128, columns // 128), 0.01, np.float32)
     codes = [RandomCodes.whole((rows, columns), seed=seed, mask=0xBF, itemsize=1) for seed in range(count)]
-    weights = [
-        quantised.upload_quantised((QuantisedPart(format=FP8, codes=each, scales=scales),), None) for each in codes
-    ]
+    weights = [quantised.upload_quantised(QuantisedPart(format=FP8, codes=each, scales=scales)) for each in codes]
     x = activation(np.random.default_rng(0).normal(size=(tokens, columns)).astype(np.float32))
     expected = []
     for weight in weights:
