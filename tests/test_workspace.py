@@ -40,6 +40,7 @@ ALLOWED_SIBLINGS = {
     "openinfer-tiny-model": set[str](),
 }
 FAMILY_SIBLINGS = {"openinfer-core", "openinfer-engine", "openinfer-kernels", "openinfer-kv-cache"}
+ALLOWED_SIBLINGS["openinfer-kimi-k2"] = FAMILY_SIBLINGS | {"openinfer-deepseek"}  # the one arrow between families
 
 each_package = pytest.mark.parametrize("folder", PACKAGES, ids=lambda folder: folder.name)
 each_distribution = pytest.mark.parametrize("folder", PACKAGES + EXAMPLES, ids=lambda folder: folder.name)

@@ -17,7 +17,7 @@ import numpy as np
 
 from openinfer_core import read_config
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
-from openinfer_qwen3.definition import Qwen3Definition
+from openinfer_qwen3.family import Qwen3Definition
 
 BLOCK_BYTES = 64 << 20
 

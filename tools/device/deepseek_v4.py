@@ -24,7 +24,7 @@ sys.path[:0] = folders()
 
 import numpy as np  # noqa: E402
 
-from openinfer_deepseek_v4.definition import DeepseekV4Definition  # noqa: E402
+from openinfer_deepseek_v4.family import DeepseekV4Definition  # noqa: E402
 from openinfer_engine.distributed.communicator import SoloCommunicator  # noqa: E402
 from openinfer_engine.model import Cut  # noqa: E402
 from openinfer_engine.testing import QueriesOneOff, RoundedOps  # noqa: E402

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from openinfer_deepseek_v4.definition import DeepseekV4Definition
+from openinfer_deepseek_v4.family import DeepseekV4Definition
 from openinfer_engine.testing import FamilyHarness
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -11,7 +11,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.simulated import SimulatedOptions
 from openinfer_deepseek_v4 import DeepseekV4
 from openinfer_deepseek_v4.config import LayerKind, RouterKind
-from openinfer_deepseek_v4.definition import DeepseekV4Definition
+from openinfer_deepseek_v4.family import DeepseekV4Definition
 from openinfer_kernels import WeightFormat
 from openinfer_kv_cache import KvDtype, KvLayout
 

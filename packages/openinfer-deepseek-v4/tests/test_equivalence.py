@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from openinfer_deepseek_v4.definition import DeepseekV4Definition
+from openinfer_deepseek_v4.family import DeepseekV4Definition
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.testing import Traffic

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from openinfer_core import InvalidCheckpoint, read_config
-from openinfer_deepseek_v4.definition import DeepseekV4Definition
-from openinfer_deepseek_v4.tensors import mtp_tensors
+from openinfer_deepseek_v4.family import DeepseekV4Definition
+from openinfer_deepseek_v4.weights import mtp_tensors
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Cut
 from openinfer_engine.weights.checkpoint import Checkpoint

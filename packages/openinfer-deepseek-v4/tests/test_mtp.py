@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from openinfer_core import read_config
 from openinfer_deepseek_v4.config import DeepseekV4Config
-from openinfer_deepseek_v4.definition import DeepseekV4Definition
+from openinfer_deepseek_v4.family import DeepseekV4Definition
 from openinfer_deepseek_v4.mtp import load_mtp, window_group
-from openinfer_deepseek_v4.tensors import mtp_tensors
+from openinfer_deepseek_v4.weights import mtp_tensors
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Cut

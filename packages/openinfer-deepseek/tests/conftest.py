@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from openinfer_deepseek.definition import DeepseekV2LiteDefinition
+from openinfer_deepseek.family import DeepseekV2Definition
 from openinfer_engine.testing import FamilyHarness
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -27,4 +27,4 @@ def fixtures() -> Path:
 @pytest.fixture
 def harness() -> partial[FamilyHarness]:
     """Takes the folder of a model, and what else `FamilyHarness` does."""
-    return partial(FamilyHarness, DeepseekV2LiteDefinition())
+    return partial(FamilyHarness, DeepseekV2Definition())

@@ -8,9 +8,8 @@ import pytest
 from openinfer_core import InvalidCheckpoint, Refused, claim, read_config
 from openinfer_core.errors import ContractViolation, UnclaimedModel
 from openinfer_core.simulated import SimulatedOptions
-from openinfer_deepseek import DeepseekV2Lite
-from openinfer_deepseek.definition import DeepseekV2LiteDefinition
-from openinfer_deepseek.refusals import CHANGES_THE_MODEL
+from openinfer_deepseek import DeepseekV2
+from openinfer_deepseek.family import CHANGES_THE_MODEL, DeepseekV2Definition
 from openinfer_kernels import GroupScore, Scoring
 from openinfer_kv_cache import KvDtype, KvLayout
 
@@ -62,7 +61,7 @@ PUBLISHED: dict[str, Any] = {
     },
 }
 """The keys of the published `config.json` that say something about the mathematics."""
-definition = DeepseekV2LiteDefinition()
+definition = DeepseekV2Definition()
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def groups(fixtures: Path) -> dict[str, Any]:
 
 
 def test_recorded_and_published_configs_are_claimed(model_dir: Path) -> None:
-    family = DeepseekV2Lite()
+    family = DeepseekV2()
     for config in (read_config(model_dir), PUBLISHED):
         assert family.refusal(config) is None
         assert claim(config, [family]) is family
@@ -148,7 +147,7 @@ def test_values_out_of_range_are_refused_by_name(change: dict[str, Any], message
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v4", "kimi_k2", None])
 def test_other_architectures_are_not_its_business(model_type: str | None) -> None:
     with pytest.raises(UnclaimedModel):
-        claim(PUBLISHED | {"model_type": model_type}, [DeepseekV2Lite()])
+        claim(PUBLISHED | {"model_type": model_type}, [DeepseekV2()])
 
 
 def test_ranks_that_do_not_divide_the_model_are_refused_with_those_that_do() -> None:
@@ -170,11 +169,11 @@ def test_every_rank_keeps_all_latents() -> None:
 
 def test_family_refuses_options_of_another_family(fixtures: Path) -> None:
     with pytest.raises(ContractViolation, match="EngineOptions, not SimulatedOptions"):
-        DeepseekV2Lite().plan(fixtures / "lite", SimulatedOptions())
+        DeepseekV2().plan(fixtures / "lite", SimulatedOptions())
 
 
 def test_public_names_are_sorted_and_there() -> None:
     import openinfer_deepseek
 
-    assert openinfer_deepseek.__all__ == ["DeepseekV2Lite"]
-    assert openinfer_deepseek.DeepseekV2Lite is DeepseekV2Lite
+    assert openinfer_deepseek.__all__ == ["DeepseekV2"]
+    assert openinfer_deepseek.DeepseekV2 is DeepseekV2

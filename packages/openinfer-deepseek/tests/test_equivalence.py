@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from openinfer_deepseek.definition import DeepseekV2LiteDefinition
+from openinfer_deepseek.family import DeepseekV2Definition
 from openinfer_engine.testing import Traffic
 
 
 @pytest.fixture(scope="module")
 def traffic(model_dir: Path) -> Traffic:
-    return Traffic(DeepseekV2LiteDefinition(), model_dir, tolerance=1e-4)
+    return Traffic(DeepseekV2Definition(), model_dir, tolerance=1e-4)
 
 
 def test_answers_alone_are_long_and_varied(traffic: Traffic) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from openinfer_core import InvalidCheckpoint, ModelFamily, Refused, find_plugin
 from openinfer_core.plugins import MODELS
-from openinfer_deepseek import DeepseekV2Lite
+from openinfer_deepseek import DeepseekV2
 from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
 from openinfer_engine.testing import ask_launched, check_launched
 
@@ -15,7 +15,7 @@ from openinfer_engine.testing import ask_launched, check_launched
 @pytest.fixture
 def family() -> ModelFamily:
     found = find_plugin(MODELS, "deepseek_v2").load()
-    assert found is DeepseekV2Lite
+    assert found is DeepseekV2
     return found()
 
 

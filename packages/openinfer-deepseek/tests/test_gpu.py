@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.errors import Refused
-from openinfer_deepseek.family import DeepseekV2Lite
+from openinfer_deepseek.family import DeepseekV2
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing import Answer, prompt_differences, random_requests, random_weights, run_at_once
@@ -50,14 +50,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights that BF16 holds exactly, so that both devices compute with the same ones."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file(random_weights(DeepseekV2Lite().definition, CONFIG), folder / "model.safetensors")
+    save_file(random_weights(DeepseekV2().definition, CONFIG), folder / "model.safetensors")
     return folder
 
 
 def make_loop(model_dir: Path, *, device: DeviceKind = DeviceKind.CUDA, **options: object) -> StepLoop:
     fields = {"num_blocks": 256, "max_num_seqs": 16, "device": device, **options}
     try:
-        return build_loop(resolve(DeepseekV2Lite().definition, model_dir, EngineOptions(**fields)))
+        return build_loop(resolve(DeepseekV2().definition, model_dir, EngineOptions(**fields)))
     except Refused as reason:
         pytest.skip(str(reason))
 
@@ -123,4 +123,4 @@ def test_long_prompts_expand_latents_and_agree_with_chunks_that_do_not(model_dir
 def test_batch_invariance_is_refused_before_anything_is_loaded(model_dir: Path) -> None:
     options = EngineOptions(device=DeviceKind.CUDA, batch_invariant=True)
     with pytest.raises(Refused, match=r"attention over latents has no such kernel|no NVIDIA driver|module cupy"):
-        resolve(DeepseekV2Lite().definition, model_dir, options)
+        resolve(DeepseekV2().definition, model_dir, options)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from openinfer_core import InvalidCheckpoint, read_config
-from openinfer_deepseek.definition import DeepseekV2LiteDefinition
-from openinfer_deepseek.model import DeepseekV2LiteConfig, DeepseekV2LiteModel, ExpertWeights, load
+from openinfer_deepseek.family import DeepseekV2Definition
+from openinfer_deepseek.model import DeepseekConfig, DeepseekModel, load
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.model import Cut, WeightSource
@@ -39,7 +39,7 @@ PUBLISHED: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000,
 }
-definition = DeepseekV2LiteDefinition()
+definition = DeepseekV2Definition()
 
 
 class RecordingWeights:
@@ -55,11 +55,11 @@ class RecordingWeights:
         return self._dummy.read(name, cut)
 
 
-def parse(model_dir: Path) -> DeepseekV2LiteConfig:
+def parse(model_dir: Path) -> DeepseekConfig:
     return definition.parse(read_config(model_dir))
 
 
-def load_alone(config: DeepseekV2LiteConfig, weights: WeightSource) -> DeepseekV2LiteModel:
+def load_alone(config: DeepseekConfig, weights: WeightSource) -> DeepseekModel:
     return load(config, weights, ops=CpuOps(), communicator=SoloCommunicator(), max_model_tokens=8)
 
 
@@ -97,8 +97,8 @@ def test_experts_are_stacked_gate_above_up(fixtures: Path) -> None:
     config = parse(fixtures / "lite")
     with Checkpoint.open(fixtures / "lite") as checkpoint:
         model = load_alone(config, RankWeights(checkpoint, rank=0, size=1))
-        mlp = model._weights.layers[2].mlp  # noqa: SLF001 - nothing else shows it
-        assert isinstance(mlp, ExpertWeights)
+        mlp = model._weights.layers[2].experts  # noqa: SLF001 - nothing else shows it
+        assert mlp is not None
         up = CpuOps().upload_weight(checkpoint.read("model.layers.2.mlp.experts.5.up_proj.weight"))
     assert mlp.gate_up_proj.shape == (16, 2 * config.moe_intermediate_size, config.hidden_size)
     np.testing.assert_array_equal(mlp.gate_up_proj[5, config.moe_intermediate_size :], up)
@@ -125,7 +125,7 @@ def test_unknown_tensor_and_missing_tensor_are_refused(fixtures: Path, tmp_path:
 
 
 def test_wanted_tokens_alone_get_the_same_hidden_states(model_dir: Path, harness: Any) -> None:
-    assert issubclass(DeepseekV2LiteModel, SelectiveModel)
+    assert issubclass(DeepseekModel, SelectiveModel)
     model = harness(model_dir)
     tokens = list(range(3, 60))
     whole = model.step({"a": tokens, "b": [7, 8, 9]})

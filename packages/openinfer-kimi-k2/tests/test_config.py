@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from openinfer_core import InvalidCheckpoint, Refused
+from openinfer_deepseek.model import tensors
+from openinfer_engine.weights.quantised import FP8_BLOCKS, PACKED_INT4
 from openinfer_engine.weights.stored_tensor import StoredTensor
-from openinfer_kernels import WeightFormat, rope_table
+from openinfer_kernels import rope_table
 from openinfer_kimi_k2 import KimiK2
-from openinfer_kimi_k2.model import KimiK2Config, tensors
-from openinfer_kimi_k2.refusals import refusal
+from openinfer_kimi_k2.model import KimiK2Config
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -93,8 +94,8 @@ def test_plain_checkpoint_has_these_parameters() -> None:
 def test_formats_follow_the_quantisation() -> None:
     assert (parse().format, parse().expert_format) == (None, None)
     fp8, int4 = parse(quantization_config=FP8), parse(quantization_config=INT4)
-    assert (fp8.format, fp8.expert_format) == (WeightFormat.FP8_BLOCKS, WeightFormat.FP8_BLOCKS)
-    assert (int4.format, int4.expert_format) == (None, WeightFormat.INT4_GROUPS)
+    assert (fp8.format, fp8.expert_format) == (FP8_BLOCKS, FP8_BLOCKS)
+    assert (int4.format, int4.expert_format) == (None, PACKED_INT4)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +124,12 @@ def test_text_part_of_a_vision_language_model_is_served_under_its_own_names() ->
     text = K2 | {"quantization_config": INT4}
     outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
     config = KimiK2.definition.parse(outer)
-    assert config.expert_format is WeightFormat.INT4_GROUPS
+    assert config.expert_format is PACKED_INT4
     assert "language_model.model.layers.1.mlp.experts.383.down_proj.weight_packed" in tensors(config)
     ignorable = KimiK2.definition.ignorable_tensors(config)
     assert {"vision_tower.", "mm_projector."} <= {*ignorable}
     above = outer | {"text_config": K2, "quantization_config": FP8}
-    assert KimiK2.definition.parse(above).format is WeightFormat.FP8_BLOCKS
+    assert KimiK2.definition.parse(above).format is FP8_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -186,8 +187,8 @@ def test_ranks_that_do_not_divide_it_are_refused() -> None:
 
 def test_every_fixture_is_claimed_and_no_other_familys_config() -> None:
     for folder in FIXTURES.iterdir():
-        assert refusal(json.loads((folder / "config.json").read_text())) is None
-    assert (refusal({"model_type": "deepseek_v2"}) or "").startswith("not ")
+        assert KimiK2().refusal(json.loads((folder / "config.json").read_text())) is None
+    assert (KimiK2().refusal({"model_type": "deepseek_v2"}) or "").startswith("not ")
 
 
 @pytest.mark.parametrize(
@@ -200,4 +201,4 @@ def test_every_fixture_is_claimed_and_no_other_familys_config() -> None:
 )
 def test_malformed_groups_are_refused(groups: object, message: str) -> None:
     quantisation = {"quant_method": "compressed-tensors", "config_groups": groups}
-    assert message in (refusal(K2 | {"quantization_config": quantisation}) or "")
+    assert message in (KimiK2().refusal(K2 | {"quantization_config": quantisation}) or "")

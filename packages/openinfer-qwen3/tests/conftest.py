@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from openinfer_engine.testing import FamilyHarness
-from openinfer_qwen3.definition import Qwen3Definition
+from openinfer_qwen3.family import Qwen3Definition
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FIXTURE_NAMES = sorted(path.name for path in FIXTURES.iterdir())

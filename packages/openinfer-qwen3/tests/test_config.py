@@ -11,8 +11,7 @@ from openinfer_core.simulated import SimulatedOptions
 from openinfer_kernels import YarnScaling
 from openinfer_kv_cache import KvDtype, KvLayout
 from openinfer_qwen3 import Qwen3
-from openinfer_qwen3.definition import Qwen3Definition
-from openinfer_qwen3.refusals import CHANGES_THE_MODEL
+from openinfer_qwen3.family import CHANGES_THE_MODEL, Qwen3Definition
 
 definition = Qwen3Definition()
 
@@ -111,7 +110,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
         "partial_rotary_factor 0.5",
     ),
-    "gelu": ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only silu"),
+    "gelu": ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only 'silu' is served"),
     "classifier": ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification"),
     "own code": ({"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}, "auto_map names code"),
     "dual chunks": ({"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config is"),
@@ -177,7 +176,7 @@ def test_ranks_that_do_not_divide_the_model_are_refused_with_those_that_do(confi
     eight_heads = definition.parse(config | {"num_attention_heads": 16, "num_key_value_heads": 8})
     for ranks in (1, 2, 4, 8):
         definition.check_ranks(eight_heads, ranks)
-    with pytest.raises(Refused, match=r"3 ranks .* num_key_value_heads is 8 .* possible are 1, 2, 4, 8"):
+    with pytest.raises(Refused, match=r"3 ranks .* num_key_value_heads is 8, .* possible are 1, 2, 4, 8"):
         definition.check_ranks(eight_heads, 3)
     with pytest.raises(Refused, match="16 ranks"):
         definition.check_ranks(eight_heads, 16)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from openinfer_engine.testing import Traffic
-from openinfer_qwen3.definition import Qwen3Definition
+from openinfer_qwen3.family import Qwen3Definition
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels import WeightPart
 from openinfer_kernels.cpu import CpuOps
-from openinfer_qwen3.definition import Qwen3Definition
+from openinfer_qwen3.family import Qwen3Definition
 from openinfer_qwen3.model import Qwen3Config, load, tensors
 
 SHAPE_KEYS: dict[str, Any] = {

@@ -11,7 +11,7 @@ from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cpu import CpuOps
-from openinfer_qwen3.definition import Qwen3Definition
+from openinfer_qwen3.family import Qwen3Definition
 from openinfer_qwen3.model import Qwen3Config, Qwen3Model, load, tensors
 
 BLOCK_TOKENS, NUM_BLOCKS = 4, 16

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from openinfer_engine.testing import FamilyHarness
-from openinfer_qwen35.definition import Qwen35Definition
+from openinfer_qwen35.family import Qwen35Definition
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FIXTURE_NAMES = sorted(path.name for path in FIXTURES.iterdir())

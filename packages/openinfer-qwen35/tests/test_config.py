@@ -11,7 +11,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.simulated import SimulatedOptions
 from openinfer_kv_cache import KvDtype, KvLayout
 from openinfer_qwen35 import Qwen35
-from openinfer_qwen35.definition import Qwen35Definition
+from openinfer_qwen35.family import Qwen35Definition
 from openinfer_qwen35.model import LayerKind
 
 definition = Qwen35Definition()

@@ -8,7 +8,7 @@ import pytest
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.testing import Traffic
-from openinfer_qwen35.definition import Qwen35Definition
+from openinfer_qwen35.family import Qwen35Definition
 
 
 @pytest.fixture(scope="module")

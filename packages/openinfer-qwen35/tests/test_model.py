@@ -14,7 +14,7 @@ from openinfer_engine.model import Cut
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels.cpu import CpuOps
-from openinfer_qwen35.definition import Qwen35Definition
+from openinfer_qwen35.family import Qwen35Definition
 from openinfer_qwen35.model import Qwen35Config, load
 
 QWEN35_4B: dict[str, Any] = {

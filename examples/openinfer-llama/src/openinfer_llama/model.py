@@ -20,6 +20,7 @@ import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.weights.loader import WeightLoader
 from openinfer_kernels import Array, AttentionBatch, Ops
 from openinfer_llama.rope import Llama3Scaling, rope_table
 
@@ -46,6 +47,9 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     """transformers 5 writes this, earlier ones the two above."""
+
+    def __post_init__(self) -> None:
+        _ = self.rope  # which says what is wrong with it
 
     @property
     def head_size(self) -> int:
@@ -132,34 +136,26 @@ def load(
     config: LlamaConfig, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
 ) -> "LlamaModel":
     """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
-    embed_tokens = ops.upload_weight(weights.read("model.embed_tokens.weight"))
-    if config.tie_word_embeddings:
-        rows = config.vocab_size // communicator.size
-        lm_head = embed_tokens[communicator.rank * rows : (communicator.rank + 1) * rows]
-    else:
-        lm_head = ops.upload_weight(weights.read("lm_head.weight", Cut.ROWS))
-    layers = tuple(_load_layer(weights, f"model.layers.{i}", ops=ops) for i in range(config.num_hidden_layers))
-    norm = ops.upload_weight(weights.read("model.norm.weight"))
+    loader = WeightLoader(weights, ops=ops, communicator=communicator)
+    head = None if config.tie_word_embeddings else "lm_head.weight"
+    embed_tokens, lm_head = loader.vocabulary("model.embed_tokens.weight", head)
+    layers = tuple(_load_layer(loader, f"model.layers.{i}") for i in range(config.num_hidden_layers))
+    norm = loader.plain("model.norm.weight")
     theta, scaling = config.rope
     table = rope_table(theta, scaling, head_dim=config.head_size, positions=max_model_tokens)
     loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head, rope=ops.upload(table))
     return LlamaModel(config, loaded, ops=ops, communicator=communicator)
 
 
-def _load_layer(weights: WeightSource, prefix: str, *, ops: Ops) -> LayerWeights:
-    def read(name: str, cut: Cut = Cut.WHOLE) -> Array:
-        return ops.upload_weight(weights.read(f"{prefix}.{name}.weight", cut))
-
-    def read_rows(*names: str) -> Array:
-        return ops.upload_weight(*(weights.read(f"{prefix}.{name}.weight", Cut.ROWS) for name in names))
-
+def _load_layer(loader: WeightLoader, prefix: str) -> LayerWeights:
+    q, k, v, o = (f"{prefix}.self_attn.{name}_proj" for name in "qkvo")
     return LayerWeights(
-        input_layernorm=read("input_layernorm"),
-        qkv_proj=read_rows("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        o_proj=read("self_attn.o_proj", Cut.COLUMNS),
-        post_attention_layernorm=read("post_attention_layernorm"),
-        gate_up_proj=read_rows("mlp.gate_proj", "mlp.up_proj"),
-        down_proj=read("mlp.down_proj", Cut.COLUMNS),
+        input_layernorm=loader.plain(f"{prefix}.input_layernorm.weight"),
+        qkv_proj=loader.linear(q, k, v, cut=Cut.ROWS),
+        o_proj=loader.linear(o, cut=Cut.COLUMNS),
+        post_attention_layernorm=loader.plain(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up_proj=loader.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", cut=Cut.ROWS),
+        down_proj=loader.linear(f"{prefix}.mlp.down_proj", cut=Cut.COLUMNS),
     )
 
 

@@ -26,10 +26,7 @@ tokens of the window, `m` tokens per compressed entry, `G` output groups, `E` ro
 vocabulary; in the weights and in `forward`, `H`, `Hi`, `G`, `E` and `F` are one rank's share. A matrix is `[out, in]`.
 """
 
-from dataclasses import dataclass
-
 from openinfer_deepseek_v4.config import DeepseekV4Config, LayerKind
-from openinfer_deepseek_v4.tensors import layer_tensors
 from openinfer_deepseek_v4.weights import (
     AttentionWeights,
     CompressorWeights,
@@ -38,31 +35,13 @@ from openinfer_deepseek_v4.weights import (
     LayerWeights,
     MixtureWeights,
     WeightReader,
+    Weights,
+    layer_tensors,
 )
+from openinfer_deepseek_v4.weights import tensors as tensors  # noqa: PLC0414 - of `ModelDefinition.module`
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import WeightSource
-from openinfer_engine.weights.fused import pad_rows, rows_of_rank
 from openinfer_kernels import Array, AttentionBatch, CompressedEntries, Ops, project, rope_table
-
-# --- weights ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """All of the model on one rank."""
-
-    embed: Array
-    """`[V', h]`, on every rank whole; `V'` is `V` rounded up to a multiple of the ranks."""
-    layers: tuple[LayerWeights, ...]
-    hyper_head: HyperHead
-    norm: Array
-    """`[h]`"""
-    head: Array
-    """`[V' / ranks, h]`"""
-    main_rope: Array
-    """`[2, positions, r / 2]` float32 for the `r` rotated dimensions of sliding layers: cosines, then sines."""
-    compress_rope: Array
-    """The same of all other layers."""
 
 
 def load(
@@ -70,8 +49,7 @@ def load(
 ) -> "DeepseekV4Model":
     """Uploads this rank's weights, and RoPE tables for positions below `max_model_tokens`."""
     reader = WeightReader(config, weights, ops=ops, communicator=communicator)
-    embed = ops.upload_weight(*pad_rows(reader.stored("embed.weight"), communicator.size))
-    head = rows_of_rank(reader.stored("head.weight"), rank=communicator.rank, size=communicator.size)
+    embed, head = reader.loader.vocabulary("embed.weight", "head.weight")
     kinds = config.layer_types
     layers = tuple(
         reader.layer(layer_tensors(config, layer), window=layer, index=kinds[:layer].count(kinds[layer]))
@@ -85,8 +63,8 @@ def load(
         embed=embed,
         layers=layers,
         hyper_head=reader.hyper_head("hc_head"),
-        norm=reader.plain("norm.weight"),
-        head=ops.upload_weight(*head),
+        norm=reader.loader.plain("norm.weight"),
+        head=head,
         main_rope=main_rope,
         compress_rope=compress_rope,
     )
@@ -114,7 +92,7 @@ class DeepseekV4Model:
         Args:
             token_ids: int32, each below `vocab_size`.
             batch: where the tokens stand. Its caches (compressed entries and index keys) and states (windows and open
-                windows of compressors; `definition.py` names both) are mutated: this step's tokens are consumed.
+                windows of compressors; `family.py` names both) are mutated: this step's tokens are consumed.
             kv_cache: the pool that the caches are views of.
         """
         del kv_cache

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 
 from openinfer_deepseek_v4.config import DeepseekV4Config
 from openinfer_deepseek_v4.model import DeepseekV4Model
-from openinfer_deepseek_v4.tensors import MTP_LAYER, MTP_PREFIX
-from openinfer_deepseek_v4.weights import HyperHead, LayerWeights, WeightReader
+from openinfer_deepseek_v4.weights import (
+    MTP_LAYER,
+    MTP_PREFIX,
+    HyperHead,
+    LayerWeights,
+    WeightReader,
+    mtp_projections,
+)
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import WeightSource
 from openinfer_kernels import Array, AttentionBatch, Ops, Weight, project
@@ -53,21 +59,21 @@ def load_mtp(
 
     Args:
         config: the model's.
-        weights: which have `tensors.mtp_tensors`.
+        weights: which have `weights.mtp_tensors`.
         model: whose embedding and head it shares, on this rank.
         ops: of this rank.
         communicator: of this rank.
     """
     reader = WeightReader(config, weights, ops=ops, communicator=communicator)
-    square = config.hidden_size, config.hidden_size
+    e_proj, h_proj = mtp_projections(config)
     loaded = MtpWeights(
-        enorm=reader.plain(f"{MTP_PREFIX}.enorm.weight"),
-        hnorm=reader.plain(f"{MTP_PREFIX}.hnorm.weight"),
-        e_proj=reader.matrix(f"{MTP_PREFIX}.e_proj", shape=square, fmt=config.storage.linears),
-        h_proj=reader.matrix(f"{MTP_PREFIX}.h_proj", shape=square, fmt=config.storage.linears),
+        enorm=reader.loader.plain(f"{MTP_PREFIX}.enorm.weight"),
+        hnorm=reader.loader.plain(f"{MTP_PREFIX}.hnorm.weight"),
+        e_proj=reader.loader.linear(e_proj),
+        h_proj=reader.loader.linear(h_proj),
         layer=reader.layer(MTP_LAYER, window=0, index=0),
         hyper_head=reader.hyper_head(f"{MTP_PREFIX}.hc_head"),
-        norm=reader.plain(f"{MTP_PREFIX}.norm.weight"),
+        norm=reader.loader.plain(f"{MTP_PREFIX}.norm.weight"),
     )
     return DeepseekV4Mtp(config, loaded, model, ops=ops)
 

@@ -1,22 +1,253 @@
-"""The weights of the model on one rank, and how they are read.
+"""The weights of the model: the tensors of a checkpoint by name, shape and format, and what they become on one rank.
+
+Published names, of which `stored_name` says how transformers writes them:
+
+    embed                     layers.{l}.attn_norm, ffn_norm, hc_attn_*, hc_ffn_*
+    norm, head, hc_head_*     layers.{l}.attn.{wq_a, q_norm, wq_b, wkv, kv_norm, wo_a, wo_b, attn_sink}
+                                        attn.compressor.{wkv, wgate, ape, norm}
+                                        attn.indexer.{wq_b, weights_proj}, attn.indexer.compressor.*
+                              layers.{l}.ffn.{gate.weight, gate.bias or gate.tid2eid}
+                                        ffn.experts.{e}.{w1, w2, w3}, ffn.shared_experts.{w1, w2, w3}
 
 Across ranks each has whole query heads, index heads, output groups and routed experts, and a piece of the width of the
 shared expert; it has all of the key projections, the compressors and what mixes the streams, so that every rank has the
 same window, compressed entries and index keys.
 
-Letters as in `model.py`; `H`, `Hi`, `G`, `E` and `F` are one rank's share. A matrix is `[out, in]`.
+Letters as in `model.py`; in the weights `H`, `Hi`, `G`, `E` and `F` are one rank's share. A matrix is `[out, in]`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from openinfer_deepseek_v4.config import DeepseekV4Config, LayerKind, RouterKind
-from openinfer_deepseek_v4.tensors import LayerTensors, stored_name
+from openinfer_deepseek_v4.config import DeepseekV4Config, LayerKind, RouterKind, Storage, TensorNames
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
-from openinfer_engine.weights.quantised import QuantisedMatrix, read_quantised
-from openinfer_kernels import Array, HyperWeights, Ops, QuantisedPart, Weight, WeightFormat, WeightPart
+from openinfer_engine.weights.loader import WeightLoader
+from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix
+from openinfer_engine.weights.safetensors_file import TensorInfo
+from openinfer_engine.weights.stored_tensor import RandomIds, StoredTensor, TensorSpec
+from openinfer_kernels import Array, HyperWeights, Ops, Weight, WeightFormat, WeightPart
+
+# --- tensors of a checkpoint --------------------------------------------------------------------------------
+
+MTP_PREFIX = "mtp.0"
+
+_TRANSFORMERS_NAMES = {"embed.weight": "embed_tokens.weight"} | {
+    f"hc_head_{name}": f"hc_head.hc_{name}" for name in ("fn", "base", "scale")
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTensors:
+    """One block: where its tensors are, and what it is."""
+
+    prefix: str
+    kind: LayerKind
+    router: RouterKind
+
+
+def layer_tensors(config: DeepseekV4Config, layer: int) -> LayerTensors:
+    """Of one layer of the model."""
+    return LayerTensors(prefix=f"layers.{layer}", kind=config.layer_types[layer], router=config.mlp_layer_types[layer])
+
+
+MTP_LAYER = LayerTensors(prefix=MTP_PREFIX, kind=LayerKind.SLIDING, router=RouterKind.SCORE)
+"""The block that drafts tokens."""
+
+
+def tensors(config: DeepseekV4Config) -> Mapping[str, TensorSpec]:
+    """Every tensor that `load` reads, by its name in the checkpoint."""
+    v, h = config.vocab_size, config.hidden_size
+    found: dict[str, TensorSpec] = {
+        "embed.weight": (v, h),
+        "norm.weight": (h,),
+        "head.weight": (v, h),
+        **_hyper_head(config, "hc_head"),
+    }
+    for layer in range(config.num_hidden_layers):
+        found |= _block(config, layer_tensors(config, layer))
+    return {stored_name(config, name): spec for name, spec in found.items()}
+
+
+def mtp_tensors(config: DeepseekV4Config) -> Mapping[str, TensorSpec]:
+    """Every tensor that `load_mtp` reads beside those of the model."""
+    h = config.hidden_size
+    found: dict[str, TensorSpec] = {f"{MTP_PREFIX}.{name}.weight": (h,) for name in ("enorm", "hnorm", "norm")}
+    found |= _tensors_of(*mtp_projections(config))
+    found |= _hyper_head(config, f"{MTP_PREFIX}.hc_head") | _block(config, MTP_LAYER)
+    return {stored_name(config, name): spec for name, spec in found.items()}
+
+
+def mtp_projections(config: DeepseekV4Config) -> tuple[StoredMatrix, StoredMatrix]:
+    """`e_proj` and `h_proj`, `[h, h]`, of the block that drafts tokens."""
+    h, stored = config.hidden_size, config.storage.linears
+    return _matrix(f"{MTP_PREFIX}.e_proj", (h, h), stored), _matrix(f"{MTP_PREFIX}.h_proj", (h, h), stored)
+
+
+def stored_name(config: DeepseekV4Config, name: str) -> str:
+    """What the checkpoint calls a tensor."""
+    if config.storage.names is TensorNames.PUBLISHED or name == "head.weight":
+        return name
+    name = _TRANSFORMERS_NAMES.get(name, name)
+    return f"model.{name}".replace(".attn.kv_norm.", ".attn.norm.")
+
+
+def as_stored(config: DeepseekV4Config, found: Mapping[str, TensorInfo]) -> DeepseekV4Config:
+    """The config with names and formats as a checkpoint has them, which its `config.json` need not say."""
+    theirs = f"model.{_TRANSFORMERS_NAMES['embed.weight']}"
+    names = TensorNames.TRANSFORMERS if theirs in found else TensorNames.PUBLISHED
+    storage = msgspec.structs.replace(config.storage, names=names)
+    config = msgspec.structs.replace(config, storage=storage)
+
+    def format_of(name: str) -> WeightFormat | None:
+        info = found.get(stored_name(config, f"layers.0.{name}.weight"))
+        return None if info is None else _FORMAT_OF_DTYPE.get(info.dtype)
+
+    storage = Storage(
+        names=names,
+        linears=format_of("attn.wq_b"),
+        output_a=format_of("attn.wo_a"),
+        experts=format_of("ffn.experts.0.w1"),
+    )
+    return msgspec.structs.replace(config, storage=storage)
+
+
+_FORMAT_OF_DTYPE = {
+    "F8_E4M3": WeightFormat.FP8_BLOCKS,
+    "I8": WeightFormat.FP4_GROUPS,
+    "U8": WeightFormat.FP4_GROUPS,
+    "F4": WeightFormat.FP4_GROUPS,
+}
+
+
+def _matrix(name: str, shape: tuple[int, int], stored: WeightFormat | None) -> StoredMatrix:
+    format_ = None if stored is None else StoredFormat(format=stored, scales="scale")
+    return StoredMatrix(name=name, shape=shape, format=format_)
+
+
+def _tensors_of(*matrices: StoredMatrix) -> dict[str, TensorSpec]:
+    return {name: spec for each in matrices for name, spec in each.tensors().items()}
+
+
+def _block(config: DeepseekV4Config, layer: LayerTensors) -> dict[str, TensorSpec]:
+    h, streams = config.hidden_size, config.hc_mult
+    mixes = streams * (2 + streams)
+    found: dict[str, TensorSpec] = {f"{layer.prefix}.attn_norm.weight": (h,), f"{layer.prefix}.ffn_norm.weight": (h,)}
+    for part in ("attn", "ffn"):
+        found |= {
+            f"{layer.prefix}.hc_{part}_fn": (mixes, streams * h),
+            f"{layer.prefix}.hc_{part}_base": (mixes,),
+            f"{layer.prefix}.hc_{part}_scale": (3,),
+        }
+    return found | _attention(config, layer) | _mixture(config, layer)
+
+
+def _attention_matrices(config: DeepseekV4Config, layer: LayerTensors) -> dict[str, StoredMatrix]:
+    """By the last part of their names."""
+    h, low, stored = config.hidden_size, config.q_lora_rank, config.storage.linears
+    queries, grouped = config.num_attention_heads * config.head_dim, config.o_groups * config.o_lora_rank
+    prefix = f"{layer.prefix}.attn"
+    found = {
+        "wq_a": _matrix(f"{prefix}.wq_a", (low, h), stored),
+        "wq_b": _matrix(f"{prefix}.wq_b", (queries, low), stored),
+        "wkv": _matrix(f"{prefix}.wkv", (config.head_dim, h), stored),
+        "wo_a": _matrix(f"{prefix}.wo_a", (grouped, queries // config.o_groups), config.storage.output_a),
+        "wo_b": _matrix(f"{prefix}.wo_b", (h, grouped), stored),
+    }
+    if layer.kind is LayerKind.SPARSE:
+        index = config.index_n_heads * config.index_head_dim
+        found["indexer.wq_b"] = _matrix(f"{prefix}.indexer.wq_b", (index, low), stored)
+    return found
+
+
+def _attention(config: DeepseekV4Config, layer: LayerTensors) -> dict[str, TensorSpec]:
+    prefix, d = f"{layer.prefix}.attn", config.head_dim
+    found: dict[str, TensorSpec] = {
+        f"{prefix}.q_norm.weight": (config.q_lora_rank,),
+        f"{prefix}.kv_norm.weight": (d,),
+        f"{prefix}.attn_sink": (config.num_attention_heads,),
+        **_tensors_of(*_attention_matrices(config, layer).values()),
+    }
+    if layer.kind is LayerKind.HEAVY:
+        found |= _compressor(config, f"{prefix}.compressor", config.heavy_ratio, d)
+    if layer.kind is LayerKind.SPARSE:
+        found |= _compressor(config, f"{prefix}.compressor", config.sparse_ratio, d, halves=2)
+        found |= _compressor(
+            config, f"{prefix}.indexer.compressor", config.sparse_ratio, config.index_head_dim, halves=2
+        )
+        found[f"{prefix}.indexer.weights_proj.weight"] = (config.index_n_heads, config.hidden_size)
+    return found
+
+
+def _compressor(
+    config: DeepseekV4Config, prefix: str, ratio: int, width: int, *, halves: int = 1
+) -> dict[str, TensorSpec]:
+    return {
+        f"{prefix}.wkv.weight": (halves * width, config.hidden_size),
+        f"{prefix}.wgate.weight": (halves * width, config.hidden_size),
+        f"{prefix}.ape": (ratio, halves * width),
+        f"{prefix}.norm.weight": (width,),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredExpert:
+    """The matrices of one expert."""
+
+    gate: StoredMatrix
+    up: StoredMatrix
+    down: StoredMatrix
+
+    @classmethod
+    def of(cls, config: DeepseekV4Config, name: str, stored: WeightFormat | None) -> "_StoredExpert":
+        h, width = config.hidden_size, config.moe_intermediate_size
+        return cls(
+            gate=_matrix(f"{name}.w1", (width, h), stored),
+            up=_matrix(f"{name}.w3", (width, h), stored),
+            down=_matrix(f"{name}.w2", (h, width), stored),
+        )
+
+
+def _experts(config: DeepseekV4Config, layer: LayerTensors) -> list[_StoredExpert]:
+    """The routed ones of a layer, of all ranks."""
+    names = (f"{layer.prefix}.ffn.experts.{expert}" for expert in range(config.n_routed_experts))
+    return [_StoredExpert.of(config, name, config.storage.experts) for name in names]
+
+
+def _shared_expert(config: DeepseekV4Config, layer: LayerTensors) -> _StoredExpert:
+    return _StoredExpert.of(config, f"{layer.prefix}.ffn.shared_experts", config.storage.linears)
+
+
+def _mixture(config: DeepseekV4Config, layer: LayerTensors) -> dict[str, TensorSpec]:
+    num_experts, prefix = config.n_routed_experts, f"{layer.prefix}.ffn"
+    found: dict[str, TensorSpec] = {f"{prefix}.gate.weight": (num_experts, config.hidden_size)}
+    if layer.router is RouterKind.SCORE:
+        found[f"{prefix}.gate.bias"] = (num_experts,)
+    else:
+        found[f"{prefix}.gate.tid2eid"] = StoredTensor(
+            shape=(config.vocab_size, config.num_experts_per_tok),
+            dtypes=("I64", "I32"),
+            dummy=RandomIds(bound=num_experts),
+        )
+    for each in (*_experts(config, layer), _shared_expert(config, layer)):
+        found |= _tensors_of(each.gate, each.up, each.down)
+    return found
+
+
+def _hyper_head(config: DeepseekV4Config, prefix: str) -> dict[str, TensorSpec]:
+    streams = config.hc_mult
+    return {
+        f"{prefix}_fn": (streams, streams * config.hidden_size),
+        f"{prefix}_base": (streams,),
+        f"{prefix}_scale": (1,),
+    }
+
+
+# --- weights of a rank --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,56 +348,58 @@ class HyperHead:
     """`[1]`"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All of the model on one rank."""
+
+    embed: Array
+    """`[V', h]`, on every rank whole; `V'` is `V` rounded up to a multiple of the ranks."""
+    layers: tuple[LayerWeights, ...]
+    hyper_head: HyperHead
+    norm: Array
+    """`[h]`"""
+    head: Array
+    """`[V' / ranks, h]`"""
+    main_rope: Array
+    """`[2, positions, r / 2]` float32 for the `r` rotated dimensions of sliding layers: cosines, then sines."""
+    compress_rope: Array
+    """The same of all other layers."""
+
+
+class _PublishedNames:
+    """A `WeightSource` that is asked for tensors by their published names, whatever the checkpoint calls them."""
+
+    def __init__(self, config: DeepseekV4Config, weights: WeightSource) -> None:
+        self._config = config
+        self._weights = weights
+
+    def read(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
+        return self._weights.read(stored_name(self._config, name), cut)
+
+    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
+        return self._weights.read_stored(stored_name(self._config, name), cut)
+
+
 class WeightReader:
-    """Reads weights by their published names."""
+    """Reads the parts of the model; `loader` takes published names."""
 
     def __init__(
         self, config: DeepseekV4Config, weights: WeightSource, *, ops: Ops, communicator: Communicator
     ) -> None:
+        self.loader = WeightLoader(_PublishedNames(config, weights), ops=ops, communicator=communicator)
         self._config = config
-        self._weights = weights
-        self._ops = ops
-        self._communicator = communicator
-
-    def stored(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
-        """This rank's piece of a plain tensor."""
-        return self._weights.read(stored_name(self._config, name), cut)
-
-    def plain(self, *names: str, cut: Cut = Cut.WHOLE) -> Array:
-        """Tensors below each other, in the compute dtype."""
-        return self._ops.upload_weight(*(self.stored(name, cut) for name in names))
-
-    def exact(self, name: str, cut: Cut = Cut.WHOLE) -> Array:
-        """One tensor in float32."""
-        return self._ops.upload_float32(self.stored(name, cut))
-
-    def matrix(self, *names: str, shape: tuple[int, int], cut: Cut = Cut.WHOLE, fmt: WeightFormat | None) -> Weight:
-        """Matrices of one whole shape below each other."""
-        if fmt is None:
-            return self.plain(*(f"{name}.weight" for name in names), cut=cut)
-        return self._ops.upload_quantised(*(self._part(name, shape, cut, fmt) for name in names))
-
-    def matrices(
-        self, *names: str, shape: tuple[int, int], num_matrices: int, fmt: WeightFormat | None, cut: Cut = Cut.WHOLE
-    ) -> Weight:
-        """As many matrices of equal height, one after the other."""
-        if fmt is None:
-            stacked = self.plain(*(f"{name}.weight" for name in names), cut=cut)
-            return stacked.reshape(num_matrices, -1, stacked.shape[1])
-        parts = (self._part(name, shape, cut, fmt) for name in names)
-        return self._ops.upload_quantised(*parts, num_matrices=num_matrices)
+        self._rank = communicator.rank
+        self._size = communicator.size
 
     def hyper(self, prefix: str) -> HyperWeights:
         """What one sublayer's mix is computed with."""
-        return HyperWeights(
-            fn=self.exact(f"{prefix}_fn"), base=self.exact(f"{prefix}_base"), scale=self.exact(f"{prefix}_scale")
-        )
+        fn, base, scale = (self.loader.float32(f"{prefix}_{name}") for name in ("fn", "base", "scale"))
+        return HyperWeights(fn=fn, base=base, scale=scale)
 
     def hyper_head(self, prefix: str) -> HyperHead:
         """What reads all streams into one vector."""
-        return HyperHead(
-            fn=self.exact(f"{prefix}_fn"), base=self.exact(f"{prefix}_base"), scale=self.exact(f"{prefix}_scale")
-        )
+        fn, base, scale = (self.loader.float32(f"{prefix}_{name}") for name in ("fn", "base", "scale"))
+        return HyperHead(fn=fn, base=base, scale=scale)
 
     def layer(self, layer: LayerTensors, *, window: int, index: int) -> LayerWeights:
         """All of a block.
@@ -178,86 +411,57 @@ class WeightReader:
         """
         return LayerWeights(
             attn_hyper=self.hyper(f"{layer.prefix}.hc_attn"),
-            attn_norm=self.plain(f"{layer.prefix}.attn_norm.weight"),
+            attn_norm=self.loader.plain(f"{layer.prefix}.attn_norm.weight"),
             attention=self._attention(layer, window=window, index=index),
             ffn_hyper=self.hyper(f"{layer.prefix}.hc_ffn"),
-            ffn_norm=self.plain(f"{layer.prefix}.ffn_norm.weight"),
+            ffn_norm=self.loader.plain(f"{layer.prefix}.ffn_norm.weight"),
             mixture=self._mixture(layer),
         )
 
     def _attention(self, layer: LayerTensors, *, window: int, index: int) -> AttentionWeights:
-        config, prefix, fmt = self._config, f"{layer.prefix}.attn", self._config.storage.linears
-        h, low, heads_width = config.hidden_size, config.q_lora_rank, config.num_attention_heads * config.head_dim
-        grouped = config.o_groups * config.o_lora_rank
+        loader, prefix, matrices = self.loader, f"{layer.prefix}.attn", _attention_matrices(self._config, layer)
         return AttentionWeights(
             kind=layer.kind,
             layer=window,
             index=index,
-            wq_a=self.matrix(f"{prefix}.wq_a", shape=(low, h), fmt=fmt),
-            q_norm=self.plain(f"{prefix}.q_norm.weight"),
-            wq_b=self.matrix(f"{prefix}.wq_b", shape=(heads_width, low), cut=Cut.ROWS, fmt=fmt),
-            wkv=self.matrix(f"{prefix}.wkv", shape=(config.head_dim, h), fmt=fmt),
-            kv_norm=self.plain(f"{prefix}.kv_norm.weight"),
-            sinks=self.exact(f"{prefix}.attn_sink", Cut.ROWS),
-            wo_a=self.matrices(
-                f"{prefix}.wo_a",
-                shape=(grouped, heads_width // config.o_groups),
-                num_matrices=config.o_groups // self._communicator.size,
-                cut=Cut.ROWS,
-                fmt=config.storage.output_a,
-            ),
-            wo_b=self.matrix(f"{prefix}.wo_b", shape=(h, grouped), cut=Cut.COLUMNS, fmt=fmt),
+            wq_a=loader.linear(matrices["wq_a"]),
+            q_norm=loader.plain(f"{prefix}.q_norm.weight"),
+            wq_b=loader.linear(matrices["wq_b"], cut=Cut.ROWS),
+            wkv=loader.linear(matrices["wkv"]),
+            kv_norm=loader.plain(f"{prefix}.kv_norm.weight"),
+            sinks=loader.float32(f"{prefix}.attn_sink", Cut.ROWS),
+            wo_a=loader.stack(matrices["wo_a"], num_matrices=self._config.o_groups // self._size, cut=Cut.ROWS),
+            wo_b=loader.linear(matrices["wo_b"], cut=Cut.COLUMNS),
             compressor=None if layer.kind is LayerKind.SLIDING else self._compressor(f"{prefix}.compressor"),
-            indexer=self._indexer(f"{prefix}.indexer") if layer.kind is LayerKind.SPARSE else None,
+            indexer=self._indexer(f"{prefix}.indexer", matrices) if layer.kind is LayerKind.SPARSE else None,
         )
 
     def _compressor(self, prefix: str) -> CompressorWeights:
         return CompressorWeights(
-            wkv_wgate=self.plain(f"{prefix}.wkv.weight", f"{prefix}.wgate.weight"),
-            ape=self.exact(f"{prefix}.ape"),
-            norm=self.plain(f"{prefix}.norm.weight"),
+            wkv_wgate=self.loader.plain(f"{prefix}.wkv.weight", f"{prefix}.wgate.weight"),
+            ape=self.loader.float32(f"{prefix}.ape"),
+            norm=self.loader.plain(f"{prefix}.norm.weight"),
         )
 
-    def _indexer(self, prefix: str) -> IndexerWeights:
-        config = self._config
-        shape = config.index_n_heads * config.index_head_dim, config.q_lora_rank
+    def _indexer(self, prefix: str, matrices: Mapping[str, StoredMatrix]) -> IndexerWeights:
         return IndexerWeights(
-            wq_b=self.matrix(f"{prefix}.wq_b", shape=shape, cut=Cut.ROWS, fmt=config.storage.linears),
-            weights_proj=self.plain(f"{prefix}.weights_proj.weight", cut=Cut.ROWS),
+            wq_b=self.loader.linear(matrices["indexer.wq_b"], cut=Cut.ROWS),
+            weights_proj=self.loader.plain(f"{prefix}.weights_proj.weight", cut=Cut.ROWS),
             compressor=self._compressor(f"{prefix}.compressor"),
         )
 
     def _mixture(self, layer: LayerTensors) -> MixtureWeights:
-        config, prefix = self._config, f"{layer.prefix}.ffn"
-        up, down = (
-            (config.moe_intermediate_size, config.hidden_size),
-            (config.hidden_size, config.moe_intermediate_size),
-        )
-        by_score = layer.router is RouterKind.SCORE
-        share = config.n_routed_experts // self._communicator.size
-        experts = [
-            f"{prefix}.experts.{expert}"
-            for expert in range(self._communicator.rank * share, (self._communicator.rank + 1) * share)
-        ]
-        gate_up = [f"{expert}.{part}" for expert in experts for part in ("w1", "w3")]
-        shared, fmt = f"{prefix}.shared_experts", config.storage.linears
+        loader, prefix, by_score = self.loader, f"{layer.prefix}.ffn", layer.router is RouterKind.SCORE
+        share = self._config.n_routed_experts // self._size
+        experts = _experts(self._config, layer)[self._rank * share : (self._rank + 1) * share]
+        gate_up = [matrix for expert in experts for matrix in (expert.gate, expert.up)]
+        shared = _shared_expert(self._config, layer)
         return MixtureWeights(
-            gate=self.plain(f"{prefix}.gate.weight"),
-            bias=self.exact(f"{prefix}.gate.bias") if by_score else None,
-            table=None if by_score else self._table(f"{prefix}.gate.tid2eid"),
-            gate_up=self.matrices(*gate_up, shape=up, num_matrices=share, fmt=config.storage.experts),
-            down=self.matrices(
-                *(f"{expert}.w2" for expert in experts), shape=down, num_matrices=share, fmt=config.storage.experts
-            ),
-            shared_gate_up=self.matrix(f"{shared}.w1", f"{shared}.w3", shape=up, cut=Cut.ROWS, fmt=fmt),
-            shared_down=self.matrix(f"{shared}.w2", shape=down, cut=Cut.COLUMNS, fmt=fmt),
+            gate=loader.plain(f"{prefix}.gate.weight"),
+            bias=loader.float32(f"{prefix}.gate.bias") if by_score else None,
+            table=None if by_score else loader.stored(f"{prefix}.gate.tid2eid", np.int32),
+            gate_up=loader.stack(*gate_up, num_matrices=share),
+            down=loader.stack(*(expert.down for expert in experts), num_matrices=share),
+            shared_gate_up=loader.linear(shared.gate, shared.up, cut=Cut.ROWS),
+            shared_down=loader.linear(shared.down, cut=Cut.COLUMNS),
         )
-
-    def _table(self, name: str) -> Array:
-        table = self._weights.read_stored(stored_name(self._config, name))
-        return self._ops.upload(np.ascontiguousarray(table, np.int32))
-
-    def _part(self, name: str, shape: tuple[int, int], cut: Cut, fmt: WeightFormat) -> QuantisedPart:
-        codes, scales = (stored_name(self._config, f"{name}.{part}") for part in ("weight", "scale"))
-        matrix = QuantisedMatrix(format=fmt, shape=shape, codes=codes, scales=scales)
-        return read_quantised(self._weights, matrix, cut, self._communicator)

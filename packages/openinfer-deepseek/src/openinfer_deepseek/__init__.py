@@ -1,5 +1,5 @@
-"""DeepSeek-V2-Lite: found by openinfer through the entry point `deepseek_v2` of the group `openinfer.models`."""
+"""DeepSeek-V2: found by openinfer through the entry point `deepseek_v2` of the group `openinfer.models`."""
 
-from openinfer_deepseek.family import DeepseekV2Lite
+from openinfer_deepseek.family import DeepseekV2
 
-__all__ = ["DeepseekV2Lite"]
+__all__ = ["DeepseekV2"]

@@ -1,24 +1,26 @@
-"""DeepSeek-V2-Lite: the forward pass, and how its published weights become arrays on one rank.
+"""DeepSeek's models over latents: the forward pass, and how their published weights become arrays on one rank.
 
     ids ─► embedding ─► layer × L ─► norm ─► hidden ─► head ─► logits
 
     layer:  x += o_proj(latent_attention(rope(q), latents))            q, latent = input_proj(norm(x))
             x += down_proj(silu(gate) * up)                            gate, up = gate_up_proj(norm(x))
-       or:  x += sum of s_j expert_j(y) + shared(y)                    y = norm(x), s = top(softmax(router(y)))
+       or:  x += sum of s_j expert_j(y) + shared(y)                    y = norm(x), s = top(score(router(y)))
 
 What differs from Qwen3: a token's keys and values are kept as one latent, which all heads share, with one rotated key
-beside it (multi-head latent attention); pairs of neighbours are rotated; and from layer `first_k_dense_replace` on the
-MLP is a mixture of experts, whose router's scores are softmax probabilities that are not renormalised. Reference:
-`transformers.models.deepseek_v2.modeling_deepseek_v2`; DeepSeek-AI 2024, "DeepSeek-V2", section 2.
+next to it (multi-head latent attention); pairs of neighbours are rotated; queries may come through a bottleneck; and
+from layer `first_k_dense_replace` on the MLP is a mixture of experts. DeepSeek-V2 chooses them by softmax
+probabilities that are not renormalised. DeepSeek-V3 chooses by sigmoid scores with a correction bias, and weighs by the
+scores without it, renormalised and scaled. References: `transformers.models.deepseek_v2.modeling_deepseek_v2` and
+`deepseek_v3.modeling_deepseek_v3`; DeepSeek-AI 2024, "DeepSeek-V2", section 2, and "DeepSeek-V3", section 2.1.
 
 Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads, whole
 routed experts, and a piece of the width of every other MLP, and sums its share of the outputs with the other ranks.
 Each has all latents. Each embeds all ids, and computes the logits of its piece of the vocabulary.
 
-Letters: `T` tokens of a step, `h` hidden size, `H` heads, `r` latent dimensions, `dr` rotated ones, `dn` and `dv`
-dimensions of a head's unrotated key and of its value, `F` width of the MLP, `S` of the shared expert, `E` routed
-experts of width `M`, `V` vocabulary; in the weights and in `forward`, `H`, `F`, `S` and `E` are one rank's share. A
-matrix is `[out, in]`.
+Letters: `T` tokens of a step, `h` hidden size, `H` heads, `rq` dimensions of the queries' bottleneck, `r` latent
+dimensions, `dr` rotated ones, `dn` and `dv` dimensions of a head's unrotated key and of its value, `F` width of the
+MLP, `S` of the shared expert, `E` routed experts of width `M`, `V` vocabulary; in the weights and in `forward`, `H`,
+`F`, `S` and `E` are one rank's share. A matrix is `[out, in]`.
 """
 
 from collections.abc import Mapping
@@ -31,15 +33,20 @@ import msgspec
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_engine.wanted_tokens import WantedTokens
-from openinfer_engine.weights.fused import pad_rows, rows_of_rank
+from openinfer_engine.weights.loader import WeightLoader
+from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, stored_format
+from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec
 from openinfer_kernels import (
     Array,
     AttentionBatch,
     GroupScore,
     Ops,
+    QuantisedWeight,
     RopeParameters,
     Routing,
     Scoring,
+    Weight,
+    project,
     rope_table,
     softmax_factor,
 )
@@ -53,6 +60,13 @@ LATENT_NORM_EPS = 1e-6
 # --- configuration ------------------------------------------------------------------------------------------
 
 
+class ScoringFunc(StrEnum):
+    """What the router makes of its logits."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
 class TopkMethod(StrEnum):
     """How the router chooses."""
 
@@ -60,10 +74,12 @@ class TopkMethod(StrEnum):
     """The largest scores of all."""
     GROUP_LIMITED_GREEDY = "group_limited_greedy"
     """The largest scores in the groups with the largest maxima: DeepSeek-V2, section 2.2.2."""
+    NOAUX_TC = "noaux_tc"
+    """The largest scores with their biases, in groups whose two largest add up to most: DeepSeek-V3, section 2.1.2."""
 
 
-class DeepseekV2LiteConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`config.json`, under its own names: the keys that shape the model. What else it may not say: `refusals.py`."""
+class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`config.json`, under its own names: the keys that shape the model. What else it may not say: `family.py`."""
 
     vocab_size: Positive
     hidden_size: Positive
@@ -82,10 +98,14 @@ class DeepseekV2LiteConfig(msgspec.Struct, frozen=True, kw_only=True):
     """They are one MLP of so many times their width."""
     first_k_dense_replace: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Layers before this one have a plain MLP."""
+    scoring_func: ScoringFunc = ScoringFunc.SOFTMAX
     topk_method: TopkMethod = TopkMethod.GREEDY
     n_group: Positive | None = None
     topk_group: Positive | None = None
+    norm_topk_prob: bool = False
     routed_scaling_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    num_nextn_predict_layers: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Layers after the model's that draft tokens; not served."""
     rms_norm_eps: Annotated[float, msgspec.Meta(gt=0)]
     max_position_embeddings: Positive
     tie_word_embeddings: bool = False
@@ -94,10 +114,15 @@ class DeepseekV2LiteConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     original_max_position_embeddings: int | None = None
+    quantization_config: dict[str, Any] | None = None
+    tensor_prefix: str = ""
+    """What the names of its tensors begin with, where it is a part of another model."""
 
     def __post_init__(self) -> None:
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; RoPE rotates pairs")
+        if (self.scoring_func is ScoringFunc.SIGMOID) is not self.corrects_choice:
+            raise ValueError(f"topk_method {self.topk_method} does not choose by scoring_func {self.scoring_func}")
         _ = self.routing  # which says what is wrong with it
 
     @property
@@ -121,68 +146,133 @@ class DeepseekV2LiteConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.n_shared_experts * self.moe_intermediate_size
 
     @property
+    def corrects_choice(self) -> bool:
+        """Whether a bias of each expert takes part in the choice."""
+        return self.topk_method is TopkMethod.NOAUX_TC
+
+    @property
     def routing(self) -> Routing:
         """How a token's experts are chosen and weighed."""
-        grouped = self.topk_method is TopkMethod.GROUP_LIMITED_GREEDY
+        grouped = self.topk_method is not TopkMethod.GREEDY
         return Routing(
-            scoring=Scoring.SOFTMAX,
+            scoring=Scoring(self.scoring_func),
             num_experts=self.n_routed_experts,
             num_experts_per_token=self.num_experts_per_tok,
             num_groups=(self.n_group or 1) if grouped else 1,
             num_kept_groups=(self.topk_group or 1) if grouped else 1,
-            group_score=GroupScore.MAX,
+            group_score=GroupScore.TOP_TWO_SUM if self.corrects_choice else GroupScore.MAX,
+            normalised=self.norm_topk_prob,
             scale=self.routed_scaling_factor,
         )
 
+    @property
+    def format(self) -> StoredFormat | None:
+        """Of all matrices but those of routed experts, the router, the embedding and the head; None: BF16."""
+        return stored_format(self.quantization_config)
 
-def tensors(config: DeepseekV2LiteConfig) -> Mapping[str, tuple[int, ...]]:
+    @property
+    def expert_format(self) -> StoredFormat | None:
+        """Of routed experts' matrices."""
+        return self.format
+
+
+# --- tensors of a checkpoint --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMlp:
+    """The matrices of an MLP."""
+
+    gate: StoredMatrix
+    up: StoredMatrix
+    down: StoredMatrix
+
+    @classmethod
+    def of(cls, prefix: str, *, width: int, h: int, stored: StoredFormat | None) -> "StoredMlp":
+        return cls(
+            gate=StoredMatrix(name=f"{prefix}.gate_proj", shape=(width, h), format=stored),
+            up=StoredMatrix(name=f"{prefix}.up_proj", shape=(width, h), format=stored),
+            down=StoredMatrix(name=f"{prefix}.down_proj", shape=(h, width), format=stored),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLayer:
+    """The matrices of one decoder layer."""
+
+    prefix: str
+    q_a_proj: StoredMatrix | None
+    """Into the bottleneck, where there is one."""
+    q_proj: StoredMatrix
+    """Published as `q_b_proj` after a bottleneck."""
+    kv_a_proj: StoredMatrix
+    kv_b_proj: StoredMatrix
+    o_proj: StoredMatrix
+    mlp: StoredMlp
+    """A plain one, or the shared experts."""
+    experts: tuple[StoredMlp, ...]
+    """None in a layer with a plain MLP."""
+
+    @classmethod
+    def of(cls, config: DeepseekConfig, index: int) -> "StoredLayer":
+        h, heads, rq, r = config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+        prefix = f"{config.tensor_prefix}model.layers.{index}"
+
+        def attention(name: str, rows: int, columns: int) -> StoredMatrix:
+            return StoredMatrix(name=f"{prefix}.self_attn.{name}", shape=(rows, columns), format=config.format)
+
+        def mlp(name: str, width: int, stored: StoredFormat | None) -> StoredMlp:
+            return StoredMlp.of(f"{prefix}.{name}", width=width, h=h, stored=stored)
+
+        is_dense, width = index < config.first_k_dense_replace, config.moe_intermediate_size
+        experts = range(0 if is_dense else config.n_routed_experts)
+        queries = heads * config.qk_head_dim
+        return cls(
+            prefix=prefix,
+            q_a_proj=None if rq is None else attention("q_a_proj", rq, h),
+            q_proj=attention("q_proj", queries, h) if rq is None else attention("q_b_proj", queries, rq),
+            kv_a_proj=attention("kv_a_proj_with_mqa", r + config.qk_rope_head_dim, h),
+            kv_b_proj=attention("kv_b_proj", heads * (config.qk_nope_head_dim + config.v_head_dim), r),
+            o_proj=attention("o_proj", h, heads * config.v_head_dim),
+            mlp=mlp("mlp", config.intermediate_size, config.format)
+            if is_dense
+            else mlp("mlp.shared_experts", config.shared_size, config.format),
+            experts=tuple(mlp(f"mlp.experts.{expert}", width, config.expert_format) for expert in experts),
+        )
+
+    @property
+    def matrices(self) -> tuple[StoredMatrix, ...]:
+        """All of them."""
+        bottleneck = () if self.q_a_proj is None else (self.q_a_proj,)
+        attention = (*bottleneck, self.q_proj, self.kv_a_proj, self.kv_b_proj, self.o_proj)
+        return (*attention, *(each for mlp in (self.mlp, *self.experts) for each in (mlp.gate, mlp.up, mlp.down)))
+
+
+def tensors(config: DeepseekConfig) -> Mapping[str, TensorSpec]:
     """Every tensor of the checkpoint that `load` reads, with its whole shape."""
-    h = config.hidden_size
-    whole: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
+    h, prefix = config.hidden_size, config.tensor_prefix
+    whole: dict[str, TensorSpec] = {
+        f"{prefix}model.embed_tokens.weight": (config.vocab_size, h),
+        f"{prefix}model.norm.weight": (h,),
+    }
     if not config.tie_word_embeddings:
-        whole["lm_head.weight"] = (config.vocab_size, h)
-    dense = _attention_tensors(config) | _mlp_tensors("mlp", config.intermediate_size, h)
-    sparse = _attention_tensors(config) | _expert_tensors(config)
+        whole[f"{prefix}lm_head.weight"] = (config.vocab_size, h)
     for index in range(config.num_hidden_layers):
-        layer = dense if index < config.first_k_dense_replace else sparse
-        whole |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        layer = StoredLayer.of(config, index)
+        whole[f"{layer.prefix}.input_layernorm.weight"] = (h,)
+        whole[f"{layer.prefix}.post_attention_layernorm.weight"] = (h,)
+        if config.q_lora_rank is not None:
+            whole[f"{layer.prefix}.self_attn.q_a_layernorm.weight"] = (config.q_lora_rank,)
+        whole[f"{layer.prefix}.self_attn.kv_a_layernorm.weight"] = (config.kv_lora_rank,)
+        if layer.experts:
+            whole[f"{layer.prefix}.mlp.gate.weight"] = (config.n_routed_experts, h)
+        if layer.experts and config.corrects_choice:
+            whole[f"{layer.prefix}.mlp.gate.e_score_correction_bias"] = StoredTensor(
+                shape=(config.n_routed_experts,), dtypes=("F32",), dummy=Repeated(values=(0.0, 0.01, -0.01))
+            )
+        for matrix in layer.matrices:
+            whole |= matrix.tensors()
     return whole
-
-
-def _attention_tensors(config: DeepseekV2LiteConfig) -> dict[str, tuple[int, ...]]:
-    h, r, rq, heads = config.hidden_size, config.kv_lora_rank, config.q_lora_rank, config.num_attention_heads
-    q = heads * config.qk_head_dim
-    queries: dict[str, tuple[int, ...]] = {"self_attn.q_proj.weight": (q, h)}
-    if rq is not None:
-        queries = {
-            "self_attn.q_a_proj.weight": (rq, h),
-            "self_attn.q_a_layernorm.weight": (rq,),
-            "self_attn.q_b_proj.weight": (q, rq),
-        }
-    return queries | {
-        "input_layernorm.weight": (h,),
-        "self_attn.kv_a_proj_with_mqa.weight": (r + config.qk_rope_head_dim, h),
-        "self_attn.kv_a_layernorm.weight": (r,),
-        "self_attn.kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), r),
-        "self_attn.o_proj.weight": (h, heads * config.v_head_dim),
-        "post_attention_layernorm.weight": (h,),
-    }
-
-
-def _mlp_tensors(prefix: str, width: int, h: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.gate_proj.weight": (width, h),
-        f"{prefix}.up_proj.weight": (width, h),
-        f"{prefix}.down_proj.weight": (h, width),
-    }
-
-
-def _expert_tensors(config: DeepseekV2LiteConfig) -> dict[str, tuple[int, ...]]:
-    h = config.hidden_size
-    found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (config.n_routed_experts, h)}
-    for expert in range(config.n_routed_experts):
-        found |= _mlp_tensors(f"mlp.experts.{expert}", config.moe_intermediate_size, h)
-    return found | _mlp_tensors("mlp.shared_experts", config.shared_size, h)
 
 
 # --- weights ------------------------------------------------------------------------------------------------
@@ -190,37 +280,38 @@ def _expert_tensors(config: DeepseekV2LiteConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryLora:
-    """Queries through a bottleneck of `rq` dimensions, where the config has a `q_lora_rank`."""
+    """The bottleneck of the queries."""
 
-    a_proj: Array
-    """`[rq, h]`"""
+    a_proj: Weight
+    """`[rq, h]`, on every rank whole."""
     a_layernorm: Array
     """`[rq]`"""
-    b_proj: Array
-    """`[H (dn + dr), rq]`"""
+    b_proj: Weight
+    """`[H (dn + dr), rq]`: of each head the rotated rows last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpWeights:
     """A plain MLP, or the shared experts, on one rank; `F` is the width of either."""
 
-    gate_up_proj: Array
+    gate_up_proj: Weight
     """`[2 F, h]`: gate rows, then up rows."""
-    down_proj: Array
+    down_proj: Weight
     """`[h, F]`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """A mixture of experts on one rank."""
+    """The routed experts of a layer on one rank."""
 
     router: Array
     """`[all experts, h]`, on every rank whole."""
-    gate_up_proj: Array
+    correction_bias: Array | None
+    """`[all experts]` float32, on every rank whole; None: experts are chosen by their scores alone."""
+    gate_up_proj: Weight
     """`[E, 2 M, h]`: of each routed expert gate rows, then up rows."""
-    down_proj: Array
+    down_proj: Weight
     """`[E, h, M]`"""
-    shared: MlpWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,18 +321,21 @@ class LayerWeights:
     input_layernorm: Array
     """`[h]`"""
     query_lora: QueryLora | None
-    input_proj: Array
+    input_proj: Weight
     """`[H (dn + dr) + r + dr, h]`: query rows, of each head the rotated ones last; then latent rows, then those of the
     rotated key. With `query_lora` the query rows are not here."""
     kv_a_layernorm: Array
     """`[r]`"""
     kv_b_proj: Array
-    """`[H (dn + dv), r]`: of each head key rows, then value rows."""
-    o_proj: Array
+    """`[H (dn + dv), r]`: of each head key rows, then value rows; in the compute dtype, however it is stored."""
+    o_proj: Weight
     """`[h, H dv]`"""
     post_attention_layernorm: Array
     """`[h]`"""
-    mlp: MlpWeights | ExpertWeights
+    mlp: MlpWeights
+    """A plain one, or the shared experts."""
+    experts: ExpertWeights | None
+    """None in a layer with a plain MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,95 +354,75 @@ class Weights:
 
 
 def load(
-    config: DeepseekV2LiteConfig, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
-) -> "DeepseekV2LiteModel":
+    config: DeepseekConfig, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
+) -> "DeepseekModel":
     """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
-    embed_tokens = ops.upload_weight(*pad_rows(weights.read("model.embed_tokens.weight"), communicator.size))
-    if config.tie_word_embeddings:
-        lm_head = _vocabulary_piece(embed_tokens, communicator)
-    else:
-        head = weights.read("lm_head.weight")
-        lm_head = ops.upload_weight(*rows_of_rank(head, rank=communicator.rank, size=communicator.size))
+    loader, prefix = WeightLoader(weights, ops=ops, communicator=communicator), config.tensor_prefix
+    head = None if config.tie_word_embeddings else f"{prefix}lm_head.weight"
+    embed_tokens, lm_head = loader.vocabulary(f"{prefix}model.embed_tokens.weight", head)
     layers = tuple(
-        _load_layer(config, weights, index, ops=ops, communicator=communicator)
+        _load_layer(StoredLayer.of(config, index), config, loader, communicator)
         for index in range(config.num_hidden_layers)
     )
-    norm = ops.upload_weight(weights.read("model.norm.weight"))
+    norm = loader.plain(f"{prefix}model.norm.weight")
     table = rope_table(config.rope, head_dim=config.qk_rope_head_dim, positions=max_model_tokens)
     loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head, rope=ops.upload(table))
-    return DeepseekV2LiteModel(config, loaded, ops=ops, communicator=communicator)
+    return DeepseekModel(config, loaded, ops=ops, communicator=communicator)
 
 
 def _load_layer(
-    config: DeepseekV2LiteConfig, weights: WeightSource, index: int, *, ops: Ops, communicator: Communicator
+    layer: StoredLayer, config: DeepseekConfig, loader: WeightLoader, communicator: Communicator
 ) -> LayerWeights:
-    prefix = f"model.layers.{index}"
-
-    def read(name: str, cut: Cut = Cut.WHOLE) -> Array:
-        return ops.upload_weight(weights.read(f"{prefix}.{name}.weight", cut))
-
-    latent_rows = weights.read(f"{prefix}.self_attn.kv_a_proj_with_mqa.weight")
-    query_lora, query_rows = None, ()
-    if config.q_lora_rank is None:
-        query_rows = (weights.read(f"{prefix}.self_attn.q_proj.weight", Cut.ROWS),)
-    else:
-        query_lora = QueryLora(
-            a_proj=read("self_attn.q_a_proj"),
-            a_layernorm=read("self_attn.q_a_layernorm"),
-            b_proj=read("self_attn.q_b_proj", Cut.ROWS),
-        )
-    is_dense = index < config.first_k_dense_replace
+    query_lora, queries = None, (layer.q_proj,)
+    if layer.q_a_proj is not None:
+        query_lora, queries = _load_query_lora(layer, layer.q_a_proj, loader), ()
     return LayerWeights(
-        input_layernorm=read("input_layernorm"),
+        input_layernorm=loader.plain(f"{layer.prefix}.input_layernorm.weight"),
         query_lora=query_lora,
-        input_proj=ops.upload_weight(*query_rows, latent_rows),
-        kv_a_layernorm=read("self_attn.kv_a_layernorm"),
-        kv_b_proj=read("self_attn.kv_b_proj", Cut.ROWS),
-        o_proj=read("self_attn.o_proj", Cut.COLUMNS),
-        post_attention_layernorm=read("post_attention_layernorm"),
-        mlp=_load_mlp(weights, f"{prefix}.mlp", ops=ops)
-        if is_dense
-        else _load_experts(config, weights, f"{prefix}.mlp", ops=ops, communicator=communicator),
+        input_proj=loader.linear(*queries, cut=Cut.ROWS, whole=(layer.kv_a_proj,)),
+        kv_a_layernorm=loader.plain(f"{layer.prefix}.self_attn.kv_a_layernorm.weight"),
+        kv_b_proj=loader.dequantised(layer.kv_b_proj, Cut.ROWS),
+        o_proj=loader.linear(layer.o_proj, cut=Cut.COLUMNS),
+        post_attention_layernorm=loader.plain(f"{layer.prefix}.post_attention_layernorm.weight"),
+        mlp=MlpWeights(
+            gate_up_proj=loader.linear(layer.mlp.gate, layer.mlp.up, cut=Cut.ROWS),
+            down_proj=loader.linear(layer.mlp.down, cut=Cut.COLUMNS),
+        ),
+        experts=_load_experts(layer, config, loader, communicator) if layer.experts else None,
     )
 
 
-def _load_mlp(weights: WeightSource, prefix: str, *, ops: Ops) -> MlpWeights:
-    gate, up = (weights.read(f"{prefix}.{name}_proj.weight", Cut.ROWS) for name in ("gate", "up"))
-    down = weights.read(f"{prefix}.down_proj.weight", Cut.COLUMNS)
-    return MlpWeights(gate_up_proj=ops.upload_weight(gate, up), down_proj=ops.upload_weight(down))
+def _load_query_lora(layer: StoredLayer, q_a_proj: StoredMatrix, loader: WeightLoader) -> QueryLora:
+    return QueryLora(
+        a_proj=loader.linear(q_a_proj),
+        a_layernorm=loader.plain(f"{layer.prefix}.self_attn.q_a_layernorm.weight"),
+        b_proj=loader.linear(layer.q_proj, cut=Cut.ROWS),
+    )
 
 
 def _load_experts(
-    config: DeepseekV2LiteConfig, weights: WeightSource, prefix: str, *, ops: Ops, communicator: Communicator
+    layer: StoredLayer, config: DeepseekConfig, loader: WeightLoader, communicator: Communicator
 ) -> ExpertWeights:
     """This rank's experts: an equal share of them, one after the other."""
-    h, width = config.hidden_size, config.moe_intermediate_size
-    count = config.n_routed_experts // communicator.size
-    experts = range(communicator.rank * count, (communicator.rank + 1) * count)
-    names = [f"{prefix}.experts.{expert}" for expert in experts]
-    gate_up = [weights.read(f"{name}.{part}_proj.weight") for name in names for part in ("gate", "up")]
-    down = [weights.read(f"{name}.down_proj.weight") for name in names]
+    count = len(layer.experts) // communicator.size
+    experts = layer.experts[communicator.rank * count : (communicator.rank + 1) * count]
+    gate_up = [matrix for expert in experts for matrix in (expert.gate, expert.up)]
+    bias = f"{layer.prefix}.mlp.gate.e_score_correction_bias"
     return ExpertWeights(
-        router=ops.upload_weight(weights.read(f"{prefix}.gate.weight")),
-        gate_up_proj=ops.upload_weight(*gate_up).reshape(count, 2 * width, h),
-        down_proj=ops.upload_weight(*down).reshape(count, h, width),
-        shared=_load_mlp(weights, f"{prefix}.shared_experts", ops=ops),
+        router=loader.plain(f"{layer.prefix}.mlp.gate.weight"),
+        correction_bias=loader.stored(bias) if config.corrects_choice else None,
+        gate_up_proj=loader.stack(*gate_up, num_matrices=count),
+        down_proj=loader.stack(*(expert.down for expert in experts), num_matrices=count),
     )
-
-
-def _vocabulary_piece(table: Array, communicator: Communicator) -> Array:
-    """This rank's rows of a table `[V', h]`, a view."""
-    rows = len(table) // communicator.size
-    return table[communicator.rank * rows : (communicator.rank + 1) * rows]
 
 
 # --- forward pass -------------------------------------------------------------------------------------------
 
 
-class DeepseekV2LiteModel:
+class DeepseekModel:
     """The model on one rank; stateless, so that all sequences live in the KV cache that it is handed."""
 
-    def __init__(self, config: DeepseekV2LiteConfig, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
+    def __init__(self, config: DeepseekConfig, weights: Weights, *, ops: Ops, communicator: Communicator) -> None:
         self._config = config
         self._weights = weights
         self._ops = ops
@@ -387,7 +461,7 @@ class DeepseekV2LiteModel:
                 batch, residual, q = wanted.batch, ops.embedding(wanted.tokens, residual), self._rows(wanted.tokens, q)
             x = self._attention(q, layer, index, batch=batch, kv_cache=kv_cache)
             x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-            x = self._mlp(x, layer.mlp) if isinstance(layer.mlp, MlpWeights) else self._experts(x, layer.mlp, batch)
+            x = self._mlp(x, layer.mlp) if layer.experts is None else self._mixture(x, layer, layer.experts, batch)
             x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
         return x
 
@@ -414,12 +488,12 @@ class DeepseekV2LiteModel:
     def _projections(self, x: Array, layer: LayerWeights) -> tuple[Array, Array]:
         """`[T, H (dn + dr)]` and `[T, r + dr]` for the normed `x [T, h]`."""
         ops, lora = self._ops, layer.query_lora
-        projected = ops.linear(x, layer.input_proj)
+        projected = project(ops, x, layer.input_proj)
         if lora is None:
-            rows = len(layer.input_proj) - self._config.kv_lora_rank - self._config.qk_rope_head_dim
+            rows = projected.shape[1] - self._config.kv_lora_rank - self._config.qk_rope_head_dim
             return projected[:, :rows], projected[:, rows:]
-        narrow = ops.rms_norm(ops.linear(x, lora.a_proj), lora.a_layernorm, eps=LATENT_NORM_EPS)  # [T, rq]
-        return ops.linear(narrow, lora.b_proj), projected
+        narrow = ops.rms_norm(project(ops, x, lora.a_proj), lora.a_layernorm, eps=LATENT_NORM_EPS)  # [T, rq]
+        return project(ops, narrow, lora.b_proj), projected
 
     def _rows(self, tokens: Array, q: Array) -> Array:
         """`q[tokens]`, `[n, H, dn + dr]`."""
@@ -430,20 +504,30 @@ class DeepseekV2LiteModel:
         attended = self._ops.latent_attention(  # [T, H dv]
             q, kv_cache, kv_b_proj=layer.kv_b_proj, layer=index, batch=batch, scale=self._scale
         )
-        return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj))
+        return self._communicator.all_reduce(project(self._ops, attended, layer.o_proj))
 
     def _mlp(self, x: Array, mlp: MlpWeights) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
-        gated = self._ops.linear_swiglu(x, mlp.gate_up_proj)  # [T, F]
-        return self._communicator.all_reduce(self._ops.linear(gated, mlp.down_proj))
+        return self._communicator.all_reduce(self._gated(x, mlp))
 
-    def _experts(self, x: Array, mlp: ExpertWeights, batch: AttentionBatch) -> Array:
+    def _gated(self, x: Array, mlp: MlpWeights) -> Array:
+        """What this rank's piece of an MLP makes of `x [T, h]`: `[T, h]`."""
+        ops, gate_up = self._ops, mlp.gate_up_proj
+        if isinstance(gate_up, QuantisedWeight):
+            gated = ops.swiglu(ops.quantised_linear(x, gate_up))
+        else:
+            gated = ops.linear_swiglu(x, gate_up)  # [T, F]
+        return project(ops, gated, mlp.down_proj)
+
+    def _mixture(self, x: Array, layer: LayerWeights, experts: ExpertWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` float32 for the normed `x [T, h]`: what the experts of all ranks and the shared ones add."""
-        ops, first_expert = self._ops, self._communicator.rank * len(mlp.gate_up_proj)
-        scores = ops.logits(x, mlp.router)  # [T, all experts]
-        choice = ops.top_experts(scores, routing=self._routing, cache_slots=batch.cache_slots)
-        shared = ops.linear(ops.linear_swiglu(x, mlp.shared.gate_up_proj), mlp.shared.down_proj)  # [T, h]
+        ops, first_expert = self._ops, self._communicator.rank * experts.gate_up_proj.shape[0]
+        scores = ops.logits(x, experts.router)  # [T, all experts]
+        choice = ops.top_experts(
+            scores, routing=self._routing, cache_slots=batch.cache_slots, bias=experts.correction_bias
+        )
+        shared = self._gated(x, layer.mlp)  # [T, h]
         summed = ops.experts(
-            x, choice, mlp.gate_up_proj, mlp.down_proj, first_expert=first_expert, shared=shared
+            x, choice, experts.gate_up_proj, experts.down_proj, first_expert=first_expert, shared=shared
         )  # [T, h]
         return self._communicator.all_reduce(summed)

@@ -1,6 +1,5 @@
 """`EngineFamily`: what the entry points of all model families that this engine runs have in common."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +13,8 @@ from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
 
 
-class EngineFamily(ABC):
-    """Implements `openinfer_core.ModelFamily` for a family that brings a definition and says which models are its own.
+class EngineFamily:
+    """Implements `openinfer_core.ModelFamily` for a family that brings a definition.
 
     Its subclass is what the entry point in `openinfer.models` names; the name there is the definition's.
     """
@@ -33,9 +32,9 @@ class EngineFamily(ABC):
         """The engine's options; a family adds none."""
         return EngineOptions
 
-    @abstractmethod
     def refusal(self, config: Mapping[str, Any]) -> str | None:
-        """None if this family serves the model of this `config.json`, else why not, as `ModelFamily` says."""
+        """The definition's."""
+        return self.definition.refusal(config)
 
     def plan(self, model_dir: Path, options: msgspec.Struct) -> FamilyPlan:
         """What `launch` would do; see `openinfer_engine.plan`.

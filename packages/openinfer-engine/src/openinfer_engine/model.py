@@ -4,14 +4,18 @@ The engine owns memory, batches and sampling; a model owns its equations. A mode
 and a batch, and never asks which device or how many ranks there are.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
+import msgspec
+
+from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.weights.stored_tensor import TensorSpec
-from openinfer_kernels import Array, AttentionBatch, Ops, WeightPart
+from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, WeightPart
 from openinfer_kv_cache import KvDtype, KvSpec
 
 Config = TypeVar("Config")
@@ -43,7 +47,7 @@ class WeightSource(Protocol):
         """This rank's piece of a tensor that `ModelDefinition.tensors` calls a `StoredTensor`, in its own dtype.
 
         An array in host memory, F8_E4M3 and F8_E8M0 as their bits in uint8, F4 as pairs in uint8; codes may be
-        `RandomCodes`. `quantised_weights.read_quantised` brings codes and scales together.
+        `RandomCodes`. `weights.quantised.read_quantised` brings codes and scales together.
 
         Raises:
             InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
@@ -79,40 +83,103 @@ class Model(Protocol):
         ...
 
 
-class ModelDefinition(Protocol, Generic[Config]):
-    """A family's architecture, before any weight is read."""
+class RotaryConfig(Protocol):
+    """What the defaults of `ModelDefinition` read of a config: names of `config.json`, and its rotary embedding."""
+
+    vocab_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
 
     @property
-    def name(self) -> str:
-        """The family's name."""
+    def rope(self) -> RopeParameters:
+        """From either spelling."""
         ...
 
-    def parse(self, config: Mapping[str, Any]) -> Config:
-        """The typed config.
 
-        Raises:
-            InvalidCheckpoint: a key is missing or out of range.
-        """
-        ...
+class ModelModule(Protocol):
+    """What a family's `model.py` offers, a Python module, beside its config type."""
 
-    def limits(self, config: Config) -> ModelLimits:
-        """What the config bounds."""
-        ...
-
-    def tensors(self, config: Config) -> Mapping[str, TensorSpec]:
-        """Every tensor that `load` reads, with its whole shape; the checkpoint is checked against it first.
+    def tensors(self, config: Any) -> Mapping[str, TensorSpec]:
+        """Every tensor of the checkpoint that `load` reads, with its whole shape.
 
         A plain shape is that of a weight in BF16, float16 or float32; whatever else is stored is a `StoredTensor`.
         """
         ...
 
+    def load(
+        self, config: Any, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
+    ) -> Model:
+        """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
+        ...
+
+
+class ModelDefinition(ABC, Generic[Config]):
+    """A family's architecture, before any weight is read.
+
+    What most families would repeat is here; `limits` and `ignorable_tensors` read the config as `RotaryConfig`, and a
+    family whose config is another overrides them.
+    """
+
+    name: ClassVar[str]
+    """The family's, as its entry point names it."""
+    module: ClassVar[ModelModule]
+    """Its equations, and the tensors they take."""
+    config_type: ClassVar[type[msgspec.Struct]]
+    """What `parse` makes of a config: a Struct of the keys that shape the model, under their own names."""
+    rank_sizes: ClassVar[tuple[str, ...]]
+    """Numbers of the config that the ranks share equally, so that their number divides each."""
+
+    @abstractmethod
+    def refusal(self, config: Mapping[str, Any]) -> str | None:
+        """None if this family serves the model of this `config.json`, else why not, as `ModelFamily` says."""
+
+    def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What `config_type` is read from; a family with several layouts of `config.json` brings them to one here."""
+        return config
+
+    def parse(self, config: Mapping[str, Any]) -> Config:
+        """The typed config.
+
+        Raises:
+            Refused: the config asks for what this family does not compute.
+            InvalidCheckpoint: a key is missing or out of range.
+        """
+        reason = self.refusal(config)
+        if reason is not None:
+            raise Refused(reason)
+        try:
+            return cast("Config", msgspec.convert(self.text_config(config), self.config_type))
+        except msgspec.ValidationError as error:
+            raise InvalidCheckpoint(f"config.json is no valid {self.name} config: {error}") from error
+
+    def limits(self, config: Config) -> ModelLimits:
+        """What the config bounds.
+
+        YaRN reaches its factor times the context of the pre-training, whatever `max_position_embeddings` says.
+        """
+        rotary = cast("RotaryConfig", config)
+        reach, yarn = rotary.max_position_embeddings, rotary.rope.yarn
+        if yarn is not None:
+            reach = int(yarn.factor * yarn.original_max_position_embeddings)
+        return ModelLimits(max_model_tokens=reach, vocab_size=rotary.vocab_size)
+
+    def tensors(self, config: Config) -> Mapping[str, TensorSpec]:
+        """The module's; a checkpoint is checked against it before any tensor is read."""
+        return self.module.tensors(config)
+
     def ignorable_tensors(self, config: Config) -> Collection[str]:
         """Names of tensors that `load` does not read and that a checkpoint may have: derived or redundant ones.
 
-        One that ends with a dot stands for all that begin with it: `model.visual.`, a part that is not served.
+        One that ends with a dot stands for all that begin with it: `model.visual.`, a part that is not served. Here:
+        RoPE frequencies, which follow from the config, and the head of a tied model, which is its embedding.
         """
-        ...
+        rotary = cast("RotaryConfig", config)
+        layers = range(rotary.num_hidden_layers)
+        names = {"model.rotary_emb.inv_freq", *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in layers)}
+        return names | {"lm_head.weight"} if rotary.tie_word_embeddings else names
 
+    @abstractmethod
     def kv_spec(self, config: Config, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int) -> KvSpec:
         """What one rank asks of the KV cache.
 
@@ -123,14 +190,19 @@ class ModelDefinition(Protocol, Generic[Config]):
             num_ranks: ranks the model is cut into.
             rank_index: this one.
         """
-        ...
 
     def check_ranks(self, config: Config, ranks: int) -> None:
         """Raises `Refused` if the model cannot be cut into so many ranks."""
-        ...
+        shared = {name: int(getattr(config, name)) for name in self.rank_sizes}
+        possible = [n for n in range(1, min(shared.values()) + 1) if not any(size % n for size in shared.values())]
+        if ranks not in possible:
+            sizes = ", ".join(f"{name} is {size}" for name, size in shared.items())
+            raise Refused(
+                f"{ranks} ranks cannot share the model: {sizes}; possible are {', '.join(map(str, possible))}"
+            )
 
     def load(
         self, config: Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
     ) -> Model:
-        """Uploads this rank's weights."""
-        ...
+        """The module's."""
+        return self.module.load(config, weights, ops=ops, communicator=communicator, max_model_tokens=max_model_tokens)

@@ -14,7 +14,7 @@ from openinfer_core import InvalidCheckpoint
 from openinfer_engine.model import Cut
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DeviceDummyWeights, DummyWeights
-from openinfer_engine.weights.quantised import QuantisedMatrix, read_quantised
+from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, read_quantised
 from openinfer_engine.weights.safetensors_file import SafetensorsFile
 from openinfer_engine.weights.stored_tensor import RandomIds, StoredTensor
 from openinfer_kernels import WeightFormat
@@ -67,13 +67,15 @@ def tensors() -> dict[str, tuple[str, tuple[int, ...], NDArray[Any]]]:
 
 
 MATRICES = {
-    "fp8": QuantisedMatrix(format=FP8, shape=SHAPE, codes="fp8.weight", scales="fp8.scale"),
-    "power": QuantisedMatrix(format=FP8, shape=SHAPE, codes="power.weight", scales="power.scale"),
-    "int4": QuantisedMatrix(
-        format=INT4, shape=SHAPE, codes="int4.packed", scales="int4.scale", declared_shape="int4.shape"
+    "fp8": StoredMatrix(name="fp8", shape=SHAPE, format=StoredFormat(format=FP8, scales="scale")),
+    "power": StoredMatrix(name="power", shape=SHAPE, format=StoredFormat(format=FP8, scales="scale")),
+    "int4": StoredMatrix(
+        name="int4",
+        shape=SHAPE,
+        format=StoredFormat(format=INT4, codes="packed", scales="scale", declared_shape="shape"),
     ),
-    "fp4": QuantisedMatrix(format=FP4, shape=SHAPE, codes="fp4.weight", scales="fp4.scale"),
-    "paired": QuantisedMatrix(format=FP4, shape=SHAPE, codes="paired.weight", scales="paired.scale"),
+    "fp4": StoredMatrix(name="fp4", shape=SHAPE, format=StoredFormat(format=FP4, scales="scale")),
+    "paired": StoredMatrix(name="paired", shape=SHAPE, format=StoredFormat(format=FP4, scales="scale")),
 }
 TABLE = StoredTensor(shape=(10, 3), dtypes=("I64", "I32"), dummy=RandomIds(bound=7))
 EXPECTED = {name: spec for each in MATRICES.values() for name, spec in each.tensors().items()} | {"table": TABLE}
@@ -87,7 +89,8 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 def values(weights: Any, name: str, cut: Cut = Cut.WHOLE, *, rank: int = 0, size: int = 1) -> NDArray[Any]:
     """What a rank's piece stands for: products with unit vectors."""
-    weight = CpuOps().upload_quantised(read_quantised(weights, MATRICES[name], cut, Rank(rank, size)))
+    part = read_quantised(weights, MATRICES[name], MATRICES[name].format, cut, Rank(rank, size))
+    weight = CpuOps().upload_quantised(part)
     return CpuOps().quantised_linear(np.eye(weight.shape[1], dtype=np.float32), weight).T
 
 

@@ -26,7 +26,7 @@ import msgspec
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_engine.wanted_tokens import WantedTokens
-from openinfer_engine.weights.fused import pad_rows, rows_of_rank
+from openinfer_engine.weights.loader import WeightLoader
 from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -36,7 +36,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True):
-    """`config.json`, under its own names: the keys that shape the model. What else it may not say: `refusals.py`."""
+    """`config.json`, under its own names: the keys that shape the model. What else it may not say: `family.py`."""
 
     vocab_size: Positive
     hidden_size: Positive
@@ -146,49 +146,34 @@ def load(
     config: Qwen3Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
 ) -> "Qwen3Model":
     """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
-    embed_tokens = ops.upload_weight(*pad_rows(weights.read("model.embed_tokens.weight"), communicator.size))
-    if config.tie_word_embeddings:
-        lm_head = _vocabulary_piece(embed_tokens, communicator)
-    else:
-        head = weights.read("lm_head.weight")
-        lm_head = ops.upload_weight(*rows_of_rank(head, rank=communicator.rank, size=communicator.size))
+    loader = WeightLoader(weights, ops=ops, communicator=communicator)
+    head = None if config.tie_word_embeddings else "lm_head.weight"
+    embed_tokens, lm_head = loader.vocabulary("model.embed_tokens.weight", head)
     layers = tuple(
-        _load_layer(config, weights, f"model.layers.{index}", ops=ops, rank=communicator.rank)
+        _load_layer(config, loader, f"model.layers.{index}", rank=communicator.rank)
         for index in range(config.num_hidden_layers)
     )
-    norm = ops.upload_weight(weights.read("model.norm.weight"))
+    norm = loader.plain("model.norm.weight")
     table = rope_table(config.rope, head_dim=config.head_dim, positions=max_model_tokens)  # while weights are copied
     loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head, rope=ops.upload(table))
     return Qwen3Model(config, loaded, ops=ops, communicator=communicator)
 
 
-def _load_layer(config: Qwen3Config, weights: WeightSource, prefix: str, *, ops: Ops, rank: int) -> LayerWeights:
-    def read(name: str, cut: Cut = Cut.WHOLE) -> Array:
-        return ops.upload_weight(weights.read(f"{prefix}.{name}", cut))
-
-    def read_rows(*names: str) -> Array:
-        return ops.upload_weight(*(weights.read(f"{prefix}.{name}", Cut.ROWS) for name in names))
-
-    q, k, v, o = (f"self_attn.{name}_proj" for name in "qkvo")
+def _load_layer(config: Qwen3Config, loader: WeightLoader, prefix: str, *, rank: int) -> LayerWeights:
+    q, k, v, o = (f"{prefix}.self_attn.{name}_proj" for name in "qkvo")
     biased = config.attention_bias
     return LayerWeights(
-        input_layernorm=read("input_layernorm.weight"),
-        qkv_proj=read_rows(f"{q}.weight", f"{k}.weight", f"{v}.weight"),
-        qkv_bias=read_rows(f"{q}.bias", f"{k}.bias", f"{v}.bias") if biased else None,
-        q_norm=read("self_attn.q_norm.weight"),
-        k_norm=read("self_attn.k_norm.weight"),
-        o_proj=read(f"{o}.weight", Cut.COLUMNS),
-        o_bias=read(f"{o}.bias") if biased and rank == 0 else None,
-        post_attention_layernorm=read("post_attention_layernorm.weight"),
-        gate_up_proj=read_rows("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        down_proj=read("mlp.down_proj.weight", Cut.COLUMNS),
+        input_layernorm=loader.plain(f"{prefix}.input_layernorm.weight"),
+        qkv_proj=loader.linear(q, k, v, cut=Cut.ROWS),
+        qkv_bias=loader.plain(f"{q}.bias", f"{k}.bias", f"{v}.bias", cut=Cut.ROWS) if biased else None,
+        q_norm=loader.plain(f"{prefix}.self_attn.q_norm.weight"),
+        k_norm=loader.plain(f"{prefix}.self_attn.k_norm.weight"),
+        o_proj=loader.linear(o, cut=Cut.COLUMNS),
+        o_bias=loader.plain(f"{o}.bias") if biased and rank == 0 else None,
+        post_attention_layernorm=loader.plain(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up_proj=loader.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", cut=Cut.ROWS),
+        down_proj=loader.linear(f"{prefix}.mlp.down_proj", cut=Cut.COLUMNS),
     )
-
-
-def _vocabulary_piece(table: Array, communicator: Communicator) -> Array:
-    """This rank's rows of a table `[V', h]`, a view."""
-    rows = len(table) // communicator.size
-    return table[communicator.rank * rows : (communicator.rank + 1) * rows]
 
 
 # --- forward pass -------------------------------------------------------------------------------------------

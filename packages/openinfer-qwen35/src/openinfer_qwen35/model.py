@@ -29,19 +29,26 @@ taps. In the weights and in `forward`, `H`, `K`, `F`, `Hk`, `N` and `C` are one 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
-from openinfer_engine.weights.fused import pad_rows, rows_of_rank, stacked_rows_of_rank
-from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, WeightPart, rope_table
+from openinfer_engine.weights.loader import WeightLoader
+from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
+VISION_LANGUAGE = "qwen3_5"
+TEXT = "qwen3_5_text"
+
 LINEAR_ATTENTION = "linear_attention"
 """The slot group of the states; its tensors are `conv` and `state`."""
+
+_IMAGE_ROPE_FIELDS = frozenset({"mrope_section", "mrope_interleaved"})
+"""Which frequencies turn with an image's height and width. A text position is the same in all three axes."""
+_DEFAULT_PARTIAL_ROTARY_FACTOR = 0.25
 
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -55,7 +62,7 @@ class LayerKind(StrEnum):
 
 
 class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The text model's part of `config.json` (`published.py`), under its own names: the keys that shape the model."""
+    """The text model's part of `config.json` (`text_config`), under its own names: the keys that shape the model."""
 
     tensor_prefix: str
     """What the names of its tensors begin with, `lm_head` apart."""
@@ -128,6 +135,37 @@ class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
         """Rows of Q, K and V in the checkpoint's `in_proj_qkv`, of all ranks."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         return keys, keys, self.linear_num_value_heads * self.linear_value_head_dim
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The text model's part of either published layout, its own or a vision-language model's; None if it is neither.
+
+    `tensor_prefix` is added: what the names of its tensors begin with. So is `partial_rotary_factor`, wherever it was.
+    """
+    model_type = config.get("model_type")
+    text: dict[str, Any]
+    if model_type == TEXT:
+        text, prefix = dict(config), "model."
+    elif model_type == VISION_LANGUAGE and isinstance(config.get("text_config"), dict):
+        text, prefix = dict(config["text_config"]), "model.language_model."
+        text |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    else:
+        return None
+    new, old = rope_fields(text, "rope_parameters"), rope_fields(text, "rope_scaling")
+    factors = [fields.pop("partial_rotary_factor", None) for fields in (new, old)] + [text.get("partial_rotary_factor")]
+    return text | {
+        "tensor_prefix": prefix,
+        "partial_rotary_factor": next((each for each in factors if each is not None), _DEFAULT_PARTIAL_ROTARY_FACTOR),
+        "rope_parameters": new,
+        "rope_scaling": old,
+    }
+
+
+def rope_fields(text: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The fields of its rotary embedding under one of the two keys, without those that matter for images only."""
+    given: object = text.get(key)
+    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    return {name: value for name, value in fields.items() if name not in _IMAGE_ROPE_FIELDS}
 
 
 def tensors(config: Qwen35Config) -> Mapping[str, tuple[int, ...]]:
@@ -256,18 +294,11 @@ def load(
     config: Qwen35Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
 ) -> "Qwen35Model":
     """Uploads this rank's weights, and a RoPE table for positions below `max_model_tokens`."""
-    prefix = config.tensor_prefix
-    embed_tokens = ops.upload_weight(*pad_rows(weights.read(f"{prefix}embed_tokens.weight"), communicator.size))
-    if config.tie_word_embeddings:
-        lm_head = _vocabulary_piece(embed_tokens, communicator)
-    else:
-        head = weights.read("lm_head.weight")
-        lm_head = ops.upload_weight(*rows_of_rank(head, rank=communicator.rank, size=communicator.size))
-    layers = tuple(
-        _LayerReader(config, weights, index, ops=ops, communicator=communicator).read_layer()
-        for index in range(config.num_hidden_layers)
-    )
-    norm = ops.upload_weight(weights.read(f"{prefix}norm.weight"))
+    loader, prefix = WeightLoader(weights, ops=ops, communicator=communicator), config.tensor_prefix
+    head = None if config.tie_word_embeddings else "lm_head.weight"
+    embed_tokens, lm_head = loader.vocabulary(f"{prefix}embed_tokens.weight", head)
+    layers = tuple(_LayerReader(config, loader, index).read_layer() for index in range(config.num_hidden_layers))
+    norm = loader.plain(f"{prefix}norm.weight")
     table = rope_table(config.rope, head_dim=config.rotary_dim, positions=max_model_tokens)  # while weights are copied
     loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head, rope=ops.upload(table))
     return Qwen35Model(config, loaded, ops=ops, communicator=communicator)
@@ -276,73 +307,52 @@ def load(
 class _LayerReader:
     """Reads one layer's weights."""
 
-    def __init__(
-        self, config: Qwen35Config, weights: WeightSource, layer: int, *, ops: Ops, communicator: Communicator
-    ) -> None:
-        self._config = config
-        self._weights = weights
+    def __init__(self, config: Qwen35Config, loader: WeightLoader, layer: int) -> None:
+        self._heights = config.linear_heights
         self._kind = config.layer_kinds[layer]
         self._index = config.layer_kinds[:layer].count(self._kind)
         self._prefix = f"{config.tensor_prefix}layers.{layer}"
-        self._ops = ops
-        self._communicator = communicator
+        self._loader = loader
 
     def read_layer(self) -> LayerWeights:
         """All of it."""
         return LayerWeights(
-            input_layernorm=self._read("input_layernorm.weight"),
+            input_layernorm=self._plain("input_layernorm.weight"),
             mixer=self._read_attention() if self._kind is LayerKind.FULL else self._read_linear_attention(),
-            post_attention_layernorm=self._read("post_attention_layernorm.weight"),
-            gate_up_proj=self._read_rows("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            down_proj=self._read("mlp.down_proj.weight", Cut.COLUMNS),
+            post_attention_layernorm=self._plain("post_attention_layernorm.weight"),
+            gate_up_proj=self._linear("mlp.gate_proj", "mlp.up_proj", cut=Cut.ROWS),
+            down_proj=self._linear("mlp.down_proj", cut=Cut.COLUMNS),
         )
 
     def _read_attention(self) -> AttentionWeights:
-        q, k, v, o = (f"self_attn.{name}_proj.weight" for name in "qkvo")
         return AttentionWeights(
             index=self._index,
-            qkv_proj=self._read_rows(q, k, v),
-            q_norm=self._read("self_attn.q_norm.weight"),
-            k_norm=self._read("self_attn.k_norm.weight"),
-            o_proj=self._read(o, Cut.COLUMNS),
+            qkv_proj=self._linear(*(f"self_attn.{name}_proj" for name in "qkv"), cut=Cut.ROWS),
+            q_norm=self._plain("self_attn.q_norm.weight"),
+            k_norm=self._plain("self_attn.k_norm.weight"),
+            o_proj=self._linear("self_attn.o_proj", cut=Cut.COLUMNS),
         )
 
     def _read_linear_attention(self) -> LinearAttentionWeights:
+        qkv, *others = (f"{self._prefix}.linear_attn.in_proj_{name}" for name in ("qkv", *"zba"))
         return LinearAttentionWeights(
             index=self._index,
-            in_proj=self._read_in_proj(),
-            conv1d=self._ops.upload_weight(*self._stacked("linear_attn.conv1d.weight"))[:, 0],
-            a_log=self._read_float32("linear_attn.A_log", Cut.ROWS),
-            dt_bias=self._read_float32("linear_attn.dt_bias", Cut.ROWS),
-            norm=self._read_float32("linear_attn.norm.weight", Cut.WHOLE),
-            out_proj=self._read("linear_attn.out_proj.weight", Cut.COLUMNS),
+            in_proj=self._loader.stacked_linear(qkv, self._heights, *others),
+            conv1d=self._loader.stacked(f"{self._prefix}.linear_attn.conv1d.weight", self._heights)[:, 0],
+            a_log=self._float32("A_log", Cut.ROWS),
+            dt_bias=self._float32("dt_bias", Cut.ROWS),
+            norm=self._float32("norm.weight", Cut.WHOLE),
+            out_proj=self._linear("linear_attn.out_proj", cut=Cut.COLUMNS),
         )
 
-    def _read(self, name: str, cut: Cut = Cut.WHOLE) -> Array:
-        return self._ops.upload_weight(self._weights.read(f"{self._prefix}.{name}", cut))
+    def _plain(self, name: str) -> Array:
+        return self._loader.plain(f"{self._prefix}.{name}")
 
-    def _read_rows(self, *names: str) -> Array:
-        return self._ops.upload_weight(*(self._weights.read(f"{self._prefix}.{name}", Cut.ROWS) for name in names))
+    def _linear(self, *names: str, cut: Cut) -> Array:
+        return self._loader.linear(*(f"{self._prefix}.{name}" for name in names), cut=cut)
 
-    def _read_float32(self, name: str, cut: Cut) -> Array:
-        return self._ops.upload_float32(self._weights.read(f"{self._prefix}.{name}", cut))
-
-    def _read_in_proj(self) -> Array:
-        """All that linear attention projects, as one product."""
-        others = (self._weights.read(f"{self._prefix}.linear_attn.in_proj_{name}.weight", Cut.ROWS) for name in "zba")
-        return self._ops.upload_weight(*self._stacked("linear_attn.in_proj_qkv.weight"), *others)
-
-    def _stacked(self, name: str) -> tuple[WeightPart, ...]:
-        """This rank's rows of Q, of K and of V, which lie below each other in one tensor."""
-        heights, size = self._config.linear_heights, self._communicator.size
-        whole = self._weights.read(f"{self._prefix}.{name}")
-        return stacked_rows_of_rank(whole, heights, rank=self._communicator.rank, size=size)
-
-
-def _vocabulary_piece(table: Array, communicator: Communicator) -> Array:
-    """This rank's rows of a table `[V', h]`, a view."""
-    rows = len(table) // communicator.size
-    return table[communicator.rank * rows : (communicator.rank + 1) * rows]
+    def _float32(self, name: str, cut: Cut) -> Array:
+        return self._loader.float32(f"{self._prefix}.linear_attn.{name}", cut)
 
 
 # --- forward pass -------------------------------------------------------------------------------------------

@@ -1,22 +1,24 @@
-"""Quantised matrices of a checkpoint: their tensors by name, and a rank's piece of one.
+"""Weight matrices of a checkpoint, plain or quantised: their tensors by name, and a rank's share of one.
 
-    matrix = QuantisedMatrix(format=..., shape=(out, in), codes="X.weight", scales="X.weight_scale_inv")
+    matrix = StoredMatrix(name="X", shape=(out, in), format=FP8_BLOCKS)
     matrix.tensors() ─► part of `ModelDefinition.tensors`
-    read_quantised(weights, matrix, Cut.ROWS, communicator) ─► `Ops.upload_quantised`
+    `WeightLoader.linear(matrix, cut=Cut.ROWS)` ─► what `Ops.linear` multiplies with
 
-Codes are cut; scales are read whole, as blocks of them may be cut in the middle, and the part says where it begins.
+How a checkpoint stores a matrix is data, a `StoredFormat`; a family says which of its matrices have which. Codes are
+cut across ranks; scales are read whole, as blocks of them may be cut in the middle, and the part says where it begins.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_engine.weights.checkpoint import share_of_rank
-from openinfer_engine.weights.stored_tensor import RandomBytes, Repeated, StoredTensor
-from openinfer_kernels import HostArray, QuantisedPart, WeightFormat
+from openinfer_engine.weights.stored_tensor import RandomBytes, Repeated, StoredTensor, TensorSpec
+from openinfer_kernels import QuantisedPart, WeightFormat
 from openinfer_kernels.weights.quantised import BLOCKS, CODES_PER_ENTRY
 
 _CODE_DTYPES = {
@@ -38,64 +40,124 @@ _MATRIX_GAIN = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantisedMatrix:
-    """One quantised matrix of a checkpoint."""
+class StoredFormat:
+    """How a checkpoint stores quantised matrices, and what the tensors of matrix `X` are called: `X.weight`, ..."""
 
     format: WeightFormat
+    scales: str
+    codes: str = "weight"
+    declared_shape: str | None = None
+    """Of a tensor `[2]` that repeats the shape, where there is one; it is compared."""
+
+
+FP8_BLOCKS = StoredFormat(format=WeightFormat.FP8_BLOCKS, scales="weight_scale_inv")
+"""DeepSeek-V3's: `quant_method` `fp8` with `weight_block_size` [128, 128]."""
+PACKED_INT4 = StoredFormat(
+    format=WeightFormat.INT4_GROUPS, codes="weight_packed", scales="weight_scale", declared_shape="weight_shape"
+)
+"""`pack-quantized` of compressed-tensors, in groups of 32."""
+
+_FP8_FIELDS = {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+_INT4_FIELDS = {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "int"}
+
+
+def stored_format(quantization_config: object) -> StoredFormat | None:
+    """What the `quantization_config` of a `config.json` says of the matrices that are quantised; None: none is.
+
+    Raises:
+        ValueError: a format that is not served; says which.
+    """
+    if not quantization_config:
+        return None
+    if not isinstance(quantization_config, dict):
+        raise ValueError(f"quantization_config must be a JSON object, not {quantization_config!r}")
+    fields = cast("dict[str, Any]", quantization_config)
+    method = fields.get("quant_method")
+    if method == "fp8":
+        _require(fields, _FP8_FIELDS)
+        return FP8_BLOCKS
+    if method == "compressed-tensors":
+        _require(fields, {"format": "pack-quantized"})
+        for group in _object(fields, "config_groups").values():
+            each = _object({"a group of config_groups": group}, "a group of config_groups")
+            _require(_object(each, "weights"), _INT4_FIELDS)
+            _require(each, {"input_activations": None, "output_activations": None})
+        return PACKED_INT4
+    raise ValueError(f"quant_method is {method!r}: only fp8 and compressed-tensors are served")
+
+
+def _object(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """What `key` holds; empty where it is absent or null."""
+    value: object = fields.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} of quantised weights must be a JSON object, not {value!r}")
+    return cast("dict[str, Any]", value)
+
+
+def _require(fields: Mapping[str, Any], served: Mapping[str, Any]) -> None:
+    for key, value in served.items():
+        if fields.get(key, value) != value:
+            raise ValueError(f"{key} of quantised weights is {fields[key]!r}: only {value!r} is served")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMatrix:
+    """A weight matrix of a checkpoint."""
+
+    name: str
+    """Without `.weight`."""
     shape: tuple[int, int]
     """`[out, in]`, of values."""
-    codes: str
-    """Name of the tensor of codes."""
-    scales: str
-    """Name of the tensor of scales."""
-    declared_shape: str | None = None
-    """Name of a tensor `[2]` that repeats the shape, where there is one; it is compared."""
+    format: StoredFormat | None = None
+    """None: plain, in BF16, float16 or float32."""
 
-    def tensors(self) -> Mapping[str, StoredTensor]:
+    def tensors(self) -> Mapping[str, TensorSpec]:
         """Its tensors, for `ModelDefinition.tensors`."""
-        rows, columns = self.shape
-        block_rows, block_columns = BLOCKS[self.format]
-        scale = _MATRIX_GAIN / math.sqrt(columns) / _TYPICAL_CODES[self.format]
-        found = {
-            self.codes: StoredTensor(
-                shape=(rows, columns // CODES_PER_ENTRY[self.format]),
-                dtypes=_CODE_DTYPES[self.format],
-                dummy=RandomBytes(mask=_MASKS[self.format]),
+        stored, (rows, columns) = self.format, self.shape
+        if stored is None:
+            return {f"{self.name}.weight": self.shape}
+        block_rows, block_columns = BLOCKS[stored.format]
+        scale = _MATRIX_GAIN / math.sqrt(columns) / _TYPICAL_CODES[stored.format]
+        found: dict[str, TensorSpec] = {
+            f"{self.name}.{stored.codes}": StoredTensor(
+                shape=(rows, columns // CODES_PER_ENTRY[stored.format]),
+                dtypes=_CODE_DTYPES[stored.format],
+                dummy=RandomBytes(mask=_MASKS[stored.format]),
             ),
-            self.scales: StoredTensor(
+            f"{self.name}.{stored.scales}": StoredTensor(
                 shape=(-(-rows // block_rows), -(-columns // block_columns)),
-                dtypes=_SCALE_DTYPES[self.format],
+                dtypes=_SCALE_DTYPES[stored.format],
                 dummy=Repeated(values=(scale,)),
             ),
         }
-        if self.declared_shape is not None:
-            dummy = Repeated(values=self.shape)
-            found[self.declared_shape] = StoredTensor(shape=(2,), dtypes=("I64", "I32"), dummy=dummy)
+        if stored.declared_shape is not None:
+            found[f"{self.name}.{stored.declared_shape}"] = StoredTensor(
+                shape=(2,), dtypes=("I64", "I32"), dummy=Repeated(values=self.shape)
+            )
         return found
 
 
 def read_quantised(
-    weights: WeightSource, matrix: QuantisedMatrix, cut: Cut, communicator: Communicator
+    weights: WeightSource, matrix: StoredMatrix, stored: StoredFormat, cut: Cut, communicator: Communicator
 ) -> QuantisedPart:
-    """A rank's piece of a matrix.
+    """A rank's share of a matrix that is stored so.
 
     Raises:
         InvalidCheckpoint: it cannot be cut so, or says that it has another shape.
     """
-    if matrix.declared_shape is not None:
-        _check_shape(matrix, weights.read_stored(matrix.declared_shape))
-    begin, _ = share_of_rank(matrix.shape, matrix.codes, cut, rank=communicator.rank, size=communicator.size)
+    codes = f"{matrix.name}.{stored.codes}"
+    if stored.declared_shape is not None:
+        declared = f"{matrix.name}.{stored.declared_shape}"
+        shape = weights.read_stored(declared)
+        if tuple(int(size) for size in shape) != matrix.shape:
+            raise InvalidCheckpoint(f"{declared} says {shape.tolist()}, and {codes} is read as {list(matrix.shape)}")
+    begin, _ = share_of_rank(matrix.shape, codes, cut, rank=communicator.rank, size=communicator.size)
     return QuantisedPart(
-        format=matrix.format,
-        codes=weights.read_stored(matrix.codes, cut),
-        scales=weights.read_stored(matrix.scales),
+        format=stored.format,
+        codes=weights.read_stored(codes, cut),
+        scales=weights.read_stored(f"{matrix.name}.{stored.scales}"),
         first_row=begin if cut is Cut.ROWS else 0,
         first_column=begin if cut is Cut.COLUMNS else 0,
     )
-
-
-def _check_shape(matrix: QuantisedMatrix, declared: HostArray) -> None:
-    if tuple(int(size) for size in declared) != matrix.shape:
-        raise InvalidCheckpoint(
-            f"{matrix.declared_shape} says {declared.tolist()}, and {matrix.codes} is read as {list(matrix.shape)}"
-        )

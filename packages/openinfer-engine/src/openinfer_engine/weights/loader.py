@@ -1,0 +1,95 @@
+"""`WeightLoader`: a rank's weights, from the tensors of a checkpoint to arrays and weight matrices on its device."""
+
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.weights.fused import pad_rows, rows_of_rank, stacked_rows_of_rank
+from openinfer_engine.weights.quantised import StoredMatrix, read_quantised
+from openinfer_kernels import Array, Ops, QuantisedPart, Weight, WeightPart
+
+
+class WeightLoader:
+    """Uploads one rank's share of weights, each cut across the ranks as the model says."""
+
+    def __init__(self, weights: WeightSource, *, ops: Ops, communicator: Communicator) -> None:
+        self._weights = weights
+        self._ops = ops
+        self._communicator = communicator
+
+    def plain(self, *names: str, cut: Cut = Cut.WHOLE) -> Array:
+        """Tensors below each other, in the compute dtype."""
+        return self._ops.upload_weight(*(self._weights.read(name, cut) for name in names))
+
+    def float32(self, name: str, cut: Cut = Cut.WHOLE) -> Array:
+        """One tensor, whatever it is stored in."""
+        return self._ops.upload_float32(self._weights.read(name, cut))
+
+    def stored(self, name: str, dtype: DTypeLike | None = None) -> Array:
+        """A whole `StoredTensor`, in its own dtype unless another is named: a bias in float32, a table of ids."""
+        return self._ops.upload(np.ascontiguousarray(self._weights.read_stored(name), dtype))
+
+    @overload
+    def linear(self, *matrices: str, cut: Cut = Cut.WHOLE) -> Array: ...
+    @overload
+    def linear(self, *matrices: StoredMatrix, cut: Cut = Cut.WHOLE, whole: Sequence[StoredMatrix] = ()) -> Weight: ...
+    def linear(self, *matrices: StoredMatrix | str, cut: Cut = Cut.WHOLE, whole: Sequence[StoredMatrix] = ()) -> Weight:
+        """`[out, in]`: matrices of one format below each other, cut alike, and below them some that are not cut.
+
+        A name alone is that of a plain matrix, without `.weight`.
+        """
+        named = [StoredMatrix(name=each, shape=(0, 0)) if isinstance(each, str) else each for each in matrices]
+        parts = [(each, cut) for each in named] + [(each, Cut.WHOLE) for each in whole]
+        if parts[0][0].format is None:
+            return self._ops.upload_weight(*(self._weights.read(f"{each.name}.weight", at) for each, at in parts))
+        return self._ops.upload_quantised(*self._parts(parts))
+
+    def stack(self, *matrices: StoredMatrix, num_matrices: int, cut: Cut = Cut.WHOLE) -> Weight:
+        """`[num_matrices, out, in]`, of as many in a row as make one."""
+        if matrices[0].format is None:
+            plain = self.plain(*(f"{each.name}.weight" for each in matrices), cut=cut)
+            return plain.reshape(num_matrices, -1, plain.shape[1])
+        return self._ops.upload_quantised(*self._parts((each, cut) for each in matrices), num_matrices=num_matrices)
+
+    def stacked(self, name: str, heights: Sequence[int]) -> Array:
+        """This rank's rows of each of several arrays of such heights, which lie below each other in one tensor."""
+        return self._ops.upload_weight(*self._stacked_parts(name, heights))
+
+    def stacked_linear(self, name: str, heights: Sequence[int], *below: str) -> Array:
+        """The same of a plain matrix, and below it those of further matrices, cut by rows."""
+        further = (self._weights.read(f"{each}.weight", Cut.ROWS) for each in below)
+        return self._ops.upload_weight(*self._stacked_parts(f"{name}.weight", heights), *further)
+
+    def dequantised(self, matrix: StoredMatrix, cut: Cut = Cut.WHOLE) -> Array:
+        """In the compute dtype, however it is stored: for a matrix that the model takes apart."""
+        if matrix.format is None:
+            return self.plain(f"{matrix.name}.weight", cut=cut)
+        return self._ops.upload_widened(*self._parts([(matrix, cut)]))
+
+    def vocabulary(self, embedding: str, head: str | None) -> tuple[Array, Array]:
+        """The embedding `[V', h]`, whole on every rank, and this rank's share of the head, `[V' / ranks, h]`.
+
+        `V'` is `V` rounded up to a multiple of the ranks; without a head of its own a model is tied: a view.
+        """
+        rank, size = self._communicator.rank, self._communicator.size
+        table = self._ops.upload_weight(*pad_rows(self._weights.read(embedding), size))
+        if head is not None:
+            share = rows_of_rank(self._weights.read(head), rank=rank, size=size)
+            return table, self._ops.upload_weight(*share)
+        rows = len(table) // size
+        return table, table[rank * rows : (rank + 1) * rows]
+
+    def _stacked_parts(self, name: str, heights: Sequence[int]) -> tuple[WeightPart, ...]:
+        rank, size = self._communicator.rank, self._communicator.size
+        return stacked_rows_of_rank(self._weights.read(name), heights, rank=rank, size=size)
+
+    def _parts(self, matrices: Iterable[tuple[StoredMatrix, Cut]]) -> list[QuantisedPart]:
+        return [
+            read_quantised(self._weights, each, each.format, cut, self._communicator)
+            for each, cut in matrices
+            if each.format is not None
+        ]
