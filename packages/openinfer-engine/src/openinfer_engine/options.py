@@ -55,7 +55,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What computes."""
     batch_invariant: bool = False
     """Whether a request gets the same log-probabilities, bit for bit, whatever else is in the batch, however its prompt
-    is cut into chunks and whatever of it was cached; slower, see docs/notes/kernels.md."""
+    is cut into chunks and whatever of it was cached; slower, see docs/reference/kernels.md."""
     cuda_graph: bool = True
     """Whether decode steps on a GPU are captured and replayed; false is for debugging."""
     gpu_memory_fraction: float = 0.9

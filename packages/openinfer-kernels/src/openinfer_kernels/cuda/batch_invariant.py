@@ -30,7 +30,7 @@ _EXPERT_TILE_TOKENS = 32
 
 
 class BatchInvariantCudaOps(CudaOps):
-    """`CudaOps` whose results of a token depend on its own sequence alone; docs/notes/kernels.md says what it costs."""
+    """`CudaOps` whose results of a token depend on its own sequence alone; see docs/reference/kernels.md."""
 
     @cached_property
     def _linear(self) -> Linear:
