@@ -18,21 +18,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def environment() -> dict[str, str]:
-    """The variables of a process that finds every package of this checkout."""
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """The variables of a process that finds every package of a checkout, by default of this one."""
     given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    return os.environ | {"PYTHONPATH": os.pathsep.join([*folders(), *given])}
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*folders(root), *given])}
 
 
-def folders() -> list[str]:
-    """What has to be on the path of a process that finds every package of this checkout."""
+def folders(root: Path = ROOT) -> list[str]:
+    """What has to be on the path of a process that finds every package of a checkout; wheels are this one's."""
     site = Path(tempfile.mkdtemp(prefix="openinfer-site-"))
     wheels = glob.glob(str(ROOT / ".whl" / "*.whl"))
     if wheels and importlib.util.find_spec("msgspec") is None:
         options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(site)]
         subprocess.run([sys.executable, "-m", "pip", "install", *options, *wheels], check=True)
     sources = []
-    for file in sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]):
+    for file in sorted([*root.glob("packages/*/pyproject.toml"), *root.glob("examples/*/pyproject.toml")]):
         _write_metadata(site, tomllib.loads(file.read_text(encoding="utf-8"))["project"])
         sources.append(str(file.parent / "src"))
     return [*sources, str(site)]
