@@ -6,7 +6,7 @@ from openinfer_kv_cache import DeviceTier, KvTierError, LastingTier, TierFailure
 from openinfer_kv_cache.testing.device_blocks import FakeDeviceBlock, reference_block_sum
 from openinfer_kv_cache.testing.tier_cases import chain, content, ended, kit_layout
 from openinfer_kv_offload import DiskTier, HostTier, HostTierOptions, open_tiers
-from openinfer_kv_offload.host.device_checksum import block_sum
+from openinfer_kv_offload.host.checksums import block_sum
 from openinfer_kv_offload.settings import open_stack
 
 LAYOUT = kit_layout()

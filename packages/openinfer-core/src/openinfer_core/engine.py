@@ -42,7 +42,7 @@ class KvTierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tier: str
     """Its name."""
     finds: int = 0
-    """Times it was asked for a chain, or a piece of one."""
+    """Times it was asked for a chain, or a part of one."""
     hit_blocks: int = 0
     missed_blocks: int = 0
     loaded_blocks: int = 0
@@ -86,7 +86,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of `cached_tokens` and of what preempted sequences resumed with, those that came from KV tiers; with recurrent
     states, those that were not computed because tiers had their KV, or the states behind it."""
     unsaved_blocks: int = 0
-    """Blocks, and pieces of recurrent states, that KV tiers were not given, because too many were on their way."""
+    """Blocks, and chunks of recurrent states, that KV tiers were not given, because too many were on their way."""
     kv_tier_faults: int = 0
     """Times a KV tier raised where it may not; it is not used after that."""
     kv_tiers: tuple[KvTierStats, ...] = ()

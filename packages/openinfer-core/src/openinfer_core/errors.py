@@ -21,8 +21,8 @@ class OpenInferError(Exception):
 class InvalidRequest(OpenInferError, ValueError):
     """A request, or one of its parameters, is out of range.
 
-    As a `ValueError` it reaches whoever decodes a Struct as the cause of a `msgspec.ValidationError`, which names
-    the place in the document.
+    As a `ValueError` it reaches the caller that decodes a Struct as the cause of a `msgspec.ValidationError`, which
+    names the place in the document.
 
     Attributes:
         field: the field's name, or None when several are at odds.

@@ -44,7 +44,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities (natural logarithm, of the unmodified logits) at one position."""
 
     logprob: float
-    """Of the token that is there."""
+    """The log-probability of the token that is there."""
     rank: int
     """1 + the number of likelier tokens in the whole vocabulary."""
     top_ids: tuple[int, ...]
@@ -70,7 +70,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="t"):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One per token id, if the request asked for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Of the next prompt tokens in order, from the second prompt token on; only before the first token id."""
+    """Those of the next prompt tokens in order, from the second prompt token on; only before the first token id."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="f"):

@@ -66,7 +66,7 @@ class RankLedger(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank would take of its device, were there so many of them."""
 
     ranks: int
-    """Of the whole group, each with a device of its own."""
+    """Ranks of the whole group, each with a device of its own."""
     weights_bytes: int = 0
     workspace_bytes: int = 0
     """Activations, graphs, recurrent states and all else beside weights and KV."""
@@ -81,7 +81,7 @@ class FamilyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved composition of a family's engine, for `openinfer plan`."""
 
     model_type: str
-    """Of the `config.json`."""
+    """The folder of the `config.json`."""
     parts: dict[str, str]
     """What supplies each part: `scheduler` -> `token-budget (openinfer-engine 0.1.0)`."""
     kernels: dict[str, str]
@@ -136,10 +136,10 @@ def claim(config: Mapping[str, Any], families: Iterable[ModelFamily]) -> ModelFa
     if claiming:
         names = ", ".join(sorted(family.name for family in claiming))
         raise UnclaimedModel(f"model_type {model_type!r} is claimed by {names}; choose one with --family NAME")
-    raise UnclaimedModel(_nobody(model_type, [(family.name, refusal or "") for family, refusal in refusals]))
+    raise UnclaimedModel(_unclaimed(model_type, [(family.name, refusal or "") for family, refusal in refusals]))
 
 
-def _nobody(model_type: object, refusals: list[tuple[str, str]]) -> str:
+def _unclaimed(model_type: object, refusals: list[tuple[str, str]]) -> str:
     concerned = [f"{name}: {text}" for name, text in refusals if not text.startswith("not ")]
     if concerned:
         return "; ".join(concerned)

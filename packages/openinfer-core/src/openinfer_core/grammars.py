@@ -37,7 +37,7 @@ class Vocabulary:
     model_dir: Path
     """With its tokenizer, as `openinfer_core.tokenizer_files.read_tokenizer` finds it."""
     num_token_ids: int
-    """Of the masks."""
+    """Token ids that a mask covers."""
     eos_token_ids: tuple[int, ...]
 
 

@@ -22,7 +22,7 @@ class _Account:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int | None = None
-    """Of the `Scheduled`; None before it."""
+    """Cached tokens that the `Scheduled` event told; None before it."""
 
 
 class Ledger:
@@ -59,7 +59,6 @@ class Ledger:
         return [event for event in map(self._admit, events) if event is not None]
 
     def fail_all(self, kind: FailureKind, message: str) -> list[TokenEvent]:
-        """Closes every open account; returns their terminal events."""
         return self.record([Failed(request_id, kind, message) for request_id in self._open])
 
     def _admit(self, event: TokenEvent) -> TokenEvent | None:

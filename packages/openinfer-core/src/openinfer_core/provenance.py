@@ -13,10 +13,10 @@ _ASK_S = 10.0
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one measurement."""
+    """What a measurement was made with."""
 
     commit: str
-    """Of the checkout; `unknown` where there is none and none was given."""
+    """The checkout's; `unknown` where there is none and none was given."""
     gpu: str
     """Name and driver as `nvidia-smi` says them; `none` without one."""
     date: str
@@ -27,7 +27,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def provenance(*, commit: str | None = None) -> Provenance:
-    """Of a measurement that is made now, on this machine.
+    """The provenance of a measurement that is made now, on this machine.
 
     Args:
         commit: where the checkout does not say: on a machine that has only the packages.

@@ -17,7 +17,6 @@ class FirstComeFirstServed:
         del config
 
     def key(self, request: GenerateRequest, arrival: int) -> int:
-        """The arrival number."""
         del request
         return arrival
 
@@ -35,7 +34,6 @@ class Priority:
         del config
 
     def key(self, request: GenerateRequest, arrival: int) -> tuple[int, int]:
-        """Priority, then arrival."""
         return request.priority, arrival
 
     def admitted(self, request: GenerateRequest) -> None:
@@ -63,25 +61,21 @@ class FairShare:
 
     @property
     def num_tenants(self) -> int:
-        """Tenants remembered."""
         return len(self._finish_tags)
 
     def key(self, request: GenerateRequest, arrival: int) -> tuple[float, int]:
-        """Start tag, then arrival."""
         start = max(self._virtual_time, self._finish_tags.get(request.tenant, 0.0))
         self._finish_tags[request.tenant] = start + self._cost(request)
         self._start_tags[request.request_id] = start
         return start, arrival
 
     def admitted(self, request: GenerateRequest) -> None:
-        """Moves the virtual time on."""
         start = self._start_tags.pop(request.request_id, self._virtual_time)
         self._virtual_time = max(self._virtual_time, start)
         if len(self._finish_tags) >= self._num_tenants_to_sweep:
             self._sweep()
 
     def withdrawn(self, request: GenerateRequest) -> None:
-        """Gives the request's cost back to its tenant."""
         if self._start_tags.pop(request.request_id, None) is not None and request.tenant in self._finish_tags:
             self._finish_tags[request.tenant] -= self._cost(request)
 

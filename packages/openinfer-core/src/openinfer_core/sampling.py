@@ -22,7 +22,7 @@ MAX_ABS_LOGIT_BIAS = 1e6
 MAX_GRAMMAR_LENGTH = 2**20
 """In characters; a compiler has bounds of its own."""
 MAX_PREAMBLE_LENGTH = 64
-"""Of each of its ends, in characters."""
+"""The most characters that each of its ends may have."""
 
 
 class GrammarKind(StrEnum):
@@ -30,7 +30,7 @@ class GrammarKind(StrEnum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    """Of the whole output, in the syntax of Rust's `regex`."""
+    """Matches the whole output, in the syntax of Rust's `regex`."""
     LARK = "lark"
     """llguidance's dialect of Lark, whose `%json` and `<[token id]>` frontends write; or GBNF, which has `::=`."""
     CHOICE = "choice"

@@ -32,7 +32,7 @@ class SlotStart:
     slot: int
     request: GenerateRequest
     seed: int
-    """Of the request, or drawn when it was added; the same after every preemption."""
+    """The request's, or drawn when it was added; the same after every preemption."""
     output_token_ids: tuple[int, ...] = ()
     """What was generated before a preemption; the penalties need it."""
 
@@ -49,11 +49,11 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One forward pass as columns, one entry per row; a row is a piece of one sequence.
+    """One forward pass as columns, one entry per row; a row is a chunk of one sequence.
 
     Row `i` computes positions `starts[i] : starts[i] + counts[i]` of the sequence in `slots[i]`. Its first
     `counts[i] - given_counts[i]` input ids (0 or 1) are the last ids sampled in that slot, on the device; the
-    rest come from `token_ids`, where the rows' pieces follow each other.
+    rest come from `token_ids`, where the rows' chunks follow each other.
     """
 
     step: int
@@ -84,12 +84,10 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the step."""
         return len(self.slots)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in the step."""
         return int(self.counts.sum())
 
 
@@ -128,7 +126,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_waiting: int = 4096
     prefix_cache: bool = True
     layout_digest: str = ""
-    """Of the KV layout: part of every block's identity."""
+    """The digest of the KV layout: part of every block's identity."""
     digest_key: bytes | None = None
     """The secret that block identities are made with, where KV outlives this process; None draws one."""
     num_snapshots: int = 0

@@ -93,7 +93,7 @@ class _Row:
     arrived_s: float
     digest: int
     max_tokens: int
-    """Of the request, or what the context leaves."""
+    """The request's, or what the context leaves."""
     stop_token_ids: frozenset[int]
     begun: bool = False
     produced: int = 0
@@ -128,7 +128,6 @@ class SimulatedLoop:
 
     @property
     def info(self) -> EngineInfo:
-        """The options, as an engine shows them."""
         options = self._options
         return EngineInfo(
             model=options.model,
@@ -145,11 +144,9 @@ class SimulatedLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is open."""
         return bool(self._rows)
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
-        """Queues a request, or refuses it."""
         if len(self._rows) >= self._options.max_waiting + self._options.rows_per_step:
             return [self._fail(request, FailureKind.OVERLOADED, "the queue is full")]
         refusal = _refusal(request, self._options)
@@ -166,7 +163,6 @@ class SimulatedLoop:
         return []
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
-        """Ends a request."""
         row = self._rows.get(request_id)
         return [] if row is None else [self._end(row, FinishReason.ABORT)]
 
@@ -183,7 +179,6 @@ class SimulatedLoop:
         return events
 
     def stats(self) -> EngineStats:
-        """Counts of open requests, steps and tokens."""
         num_rows = len(self._rows)
         waiting = max(0, num_rows - self._options.rows_per_step)
         return EngineStats(
@@ -197,7 +192,6 @@ class SimulatedLoop:
         )
 
     def close(self) -> None:
-        """Forgets everything."""
         self._rows.clear()
         self._num_begun = 0
 
@@ -256,7 +250,6 @@ class SimulatedLoop:
         return token_id
 
     def _end(self, row: _Row, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
-        """A terminal event; the ledger fills in the counts."""
         del self._rows[row.request.request_id]
         self._num_begun -= row.begun
         return Finished(row.request.request_id, reason, 0, 0, 0, stop_token_id)
@@ -274,7 +267,6 @@ class SimulatedLoop:
 
 
 def _refusal(request: GenerateRequest, options: SimulatedOptions) -> str | None:
-    """Why a request cannot be served, or None."""
     sampling, prompt = request.sampling, request.prompt_token_ids
     if sampling.grammar is not None:
         return "the simulated engine has no grammar compiler"

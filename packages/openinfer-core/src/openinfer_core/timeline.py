@@ -26,9 +26,9 @@ class StartPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Unix time, so that phases of several processes can be laid side by side."""
     seconds: float
     resident_bytes: int
-    """Of the process at the phase's end; 0 where the system does not say."""
+    """The process's memory at the phase's end; 0 where the system does not say."""
     device_bytes: int = 0
-    """Of device memory in use at the phase's end, by everyone; 0 where there is no device, or not yet."""
+    """Device memory in use at the phase's end, by all processes; 0 where there is no device, or not yet."""
 
 
 class Timeline:
@@ -46,11 +46,10 @@ class Timeline:
 
     @property
     def phases(self) -> tuple[StartPhase, ...]:
-        """In order."""
         return tuple(self._phases)
 
     def mark(self, name: str, *, device_bytes: int = 0) -> None:
-        """The phase `name` ends now."""
+        """Ends the phase `name` now."""
         now_s = self._clock()
         phase = StartPhase(
             name=name,

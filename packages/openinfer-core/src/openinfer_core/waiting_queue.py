@@ -1,6 +1,6 @@
-"""`WaitingQueue`: requests in the order a `QueuePolicy` gives, with the fence around the policy; for any scheduler.
+"""`WaitingQueue`: requests in the order a `QueuePolicy` gives, and a fault boundary around the policy.
 
-A policy is somebody else's code. Whatever it raises, or does by returning keys that cannot be compared, costs the
+A policy is code of another package. Whatever it raises, or does by returning keys that cannot be compared, costs the
 request it was asked about and no other, is logged with its traceback, and is counted in `faults`.
 """
 
@@ -45,7 +45,6 @@ class WaitingQueue(Generic[Item]):
 
     @property
     def head(self) -> Item | None:
-        """Who is served next."""
         return self._entries[0].item if self._entries else None
 
     def add(self, item: Item, request: GenerateRequest) -> bool:

@@ -554,7 +554,7 @@ MUTANTS: list[tuple[Callable[[], Any], EngineCheck, str]] = [
     (IgnoresMinTokens, kit.check_stop_tokens, "a stop token after 0 tokens; min_tokens is 6"),
     (IgnoresAborts, kit.check_aborts, "were aborted soon, and all of them ran to their end"),
     (AnswersEveryAbort, kit.check_aborts, "after the terminal event"),
-    (AbortFailsTheOthers, kit.check_aborts, "nobody aborted finished with abort"),
+    (AbortFailsTheOthers, kit.check_aborts, "that was not aborted finished with abort"),
     (TakesDuplicates, kit.check_duplicate_ids, "a second request with an id in use was taken"),
     (ServesEveryPrompt, kit.check_invalid_requests, r"finished with length; Failed\(INVALID\) is due"),
     (CallsInvalidInternal, kit.check_invalid_requests, r"failed \(internal: .*; Failed\(INVALID\) is due"),

@@ -1,6 +1,6 @@
 """KV block bookkeeping: a prefix-caching pool, sequences, state slots, layouts as data. No GPU needed."""
 
-from openinfer_kv_cache.blocks import BlockPool, BlockState
+from openinfer_kv_cache.blocks import BlockPin, BlockPool, BlockState
 from openinfer_kv_cache.cache import KvCache, KvCacheOptions
 from openinfer_kv_cache.counters import EvictionReason, PoolCounters
 from openinfer_kv_cache.digest import Digest, PrefixHasher
@@ -17,7 +17,6 @@ from openinfer_kv_cache.errors import (
 from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
-from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.slots import CopyKind, StateSlotCopy, StateSlotPool, StateSlotStatus
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor

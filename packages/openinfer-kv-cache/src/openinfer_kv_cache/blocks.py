@@ -9,7 +9,7 @@
 
     free      no content, no user
     writable  one user, which may write; never shared
-    sealed    content final, one user or more (sequences and pins), nobody may write
+    sealed    content final, one user or more (sequences and pins), read-only
     idle      content final and found by its digest, no user; evicted when blocks are short
 
 `StateTable.move` enforces the diagram: anything else raises `BlockStateError` and changes nothing.
@@ -24,16 +24,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
+from typing import Self
 
 from openinfer_kv_cache.checks import check_count, require
 from openinfer_kv_cache.counters import EvictionReason, PoolCounters
 from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.errors import BlockStateError, EvictionPolicyError, KvConfigError
-from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
-from openinfer_kv_cache.expiry import Expiry
+from openinfer_kv_cache.eviction import EvictionPolicy, Expiry, LeastRecentlyUsed
 from openinfer_kv_cache.listener import BlockListener
-from openinfer_kv_cache.pins import BlockPin
 from openinfer_kv_cache.states import StateTable, Transition
 
 
@@ -52,6 +51,30 @@ _SEAL = Transition("seal", BlockState.WRITABLE, BlockState.SEALED)
 _RETIRE = Transition("retire", BlockState.SEALED, BlockState.IDLE)
 _REVIVE = Transition("revive", BlockState.IDLE, BlockState.SEALED)
 _EVICT = Transition("evict", BlockState.IDLE, BlockState.FREE)
+
+
+class BlockPin:
+    """A user of sealed blocks that is no sequence: keeps their content while a copy reads it."""
+
+    __slots__ = ("_unpin", "block_ids")
+
+    def __init__(self, block_ids: tuple[int, ...], unpin: Callable[[tuple[int, ...]], None]) -> None:
+        self.block_ids = block_ids
+        self._unpin: Callable[[tuple[int, ...]], None] | None = unpin
+
+    def close(self) -> None:
+        """Gives the blocks back; those without another user become idle. Closing again does nothing."""
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            unpin(self.block_ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class BlockPool:
@@ -130,7 +153,6 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks without content."""
         return len(self._free)
 
     @property
@@ -144,11 +166,9 @@ class BlockPool:
         return self._generation
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size_tokens)
 
     def state(self, block_id: int) -> BlockState:
-        """State of one block."""
         return self._states[block_id]
 
     def num_users(self, block_id: int) -> int:
@@ -156,7 +176,6 @@ class BlockPool:
         return self._users[block_id]
 
     def num_pins(self, block_id: int) -> int:
-        """Pins on one block."""
         return self._pins[block_id]
 
     def digest(self, block_id: int) -> Digest | None:
@@ -179,11 +198,9 @@ class BlockPool:
         return found
 
     def is_idle(self, block_id: int) -> bool:
-        """Whether a sealed block has no user."""
         return self._states.is_in(block_id, BlockState.IDLE)
 
     def counters(self) -> PoolCounters:
-        """A snapshot of the totals."""
         return PoolCounters(
             num_matches=self._num_matches,
             hit_blocks=self._hit_blocks,
@@ -254,6 +271,7 @@ class BlockPool:
         registry, known = self._registry, self._digests
         for block_id, digest in zip(block_ids, digests, strict=False):
             known[block_id] = digest
+            # The first block of a digest is the one that is found; a duplicate lives as long as its users.
             if registry.setdefault(digest, block_id) != block_id:
                 self._duplicate_blocks += 1
 
@@ -319,7 +337,6 @@ class BlockPool:
         return len(idle)
 
     def count_match(self, *, hit_blocks: int, missed_blocks: int) -> None:
-        """Adds one match to the counters."""
         self._num_matches += 1
         self._hit_blocks += hit_blocks
         self._missed_blocks += missed_blocks
@@ -341,7 +358,7 @@ class BlockPool:
             self._expiry.remove(idle)
 
     def _drop(self, unused: list[int]) -> None:
-        """Writable → free, sealed → idle, and on to free if nobody can find it."""
+        """Writable → free, sealed → idle, and on to free if no digest finds it."""
         digests, registry = self._digests, self._registry
         findable: list[int] = []
         duplicates: list[int] = []
@@ -399,7 +416,6 @@ class BlockPool:
         self._empty(block_ids, reason)
 
     def _empty(self, block_ids: list[int], reason: EvictionReason) -> None:
-        """Forgets content and puts the blocks on the free list."""
         digests = self._digests
         for block_id in block_ids:
             digests[block_id] = None
@@ -407,7 +423,6 @@ class BlockPool:
         self._evicted[reason] += len(block_ids)
 
     def _select_victims(self, num_blocks: int) -> list[int]:
-        """Asks the policy, and checks its answer."""
         victims = self._policy.select(num_blocks)
         valid = {block_id for block_id in victims if 0 <= block_id < self.num_blocks and self.is_idle(block_id)}
         if not len(valid) == len(victims) == num_blocks:

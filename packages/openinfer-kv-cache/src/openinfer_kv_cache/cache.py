@@ -78,7 +78,6 @@ class KvCache:
 
     @property
     def num_live_sequences(self) -> int:
-        """Sequences made and not released."""
         return len(self._live)
 
     def sequence(

@@ -12,25 +12,22 @@ MAX_LAYERS = 4096
 
 
 def check_count(where: str, value: int, *, least: int = 1, most: int = MAX_COUNT) -> None:
-    """Raises `KvConfigError` unless `least <= value <= most`."""
     if not least <= value <= most:
         raise KvConfigError(f"{where} is {value}; it must be in {least} .. {most}")
 
 
 def check_name(where: str, value: str) -> None:
-    """Raises `KvConfigError` unless `value` is a short lower-case identifier."""
     if not _NAME.fullmatch(value):
         raise KvConfigError(f"{where} is {value!r}; it must be a lower-case identifier of at most 64 characters")
 
 
 def check_tag(where: str, value: str) -> None:
-    """Raises `KvConfigError` unless `value` is a non-empty line of printable ASCII."""
+    """Checks for a non-empty line of printable ASCII."""
     if not (0 < len(value) <= MAX_TAG_CHARS and value.isascii() and value.isprintable()):
         raise KvConfigError(f"{where} is {value!r}; it must be 1 to {MAX_TAG_CHARS} printable ASCII characters")
 
 
 def check_distinct(where: str, names: Iterable[str]) -> None:
-    """Raises `KvConfigError` if a name occurs twice."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -39,6 +36,5 @@ def check_distinct(where: str, names: Iterable[str]) -> None:
 
 
 def require(condition: bool, contradiction: str) -> None:  # noqa: FBT001 -- an assertion's condition
-    """Raises `IntegrityError` unless the books agree."""
     if not condition:
         raise IntegrityError(contradiction)

@@ -28,6 +28,6 @@ class PoolCounters:
     """Full blocks that a match was allowed to find and did not."""
     sealed_blocks: int
     duplicate_blocks: int
-    """Of those sealed, how many held content that was registered already."""
+    """How many of the sealed blocks held content that was registered already."""
     evicted_blocks: Mapping[EvictionReason, int]
     """Every reason is present; read-only."""

@@ -2,7 +2,7 @@
 
     root      = H("openinfer-root",  version, block size, layout digest, LoRA name, cache salt)
     digest[i] = H("openinfer-block", digest[i - 1], or root for i = 0, token ids of block i as uint32 LE)
-    state[p]  = H("openinfer-state", digest[i], p as uint32 LE): piece p of the recurrent states behind block i
+    state[p]  = H("openinfer-state", digest[i], p as uint32 LE): chunk p of the recurrent states behind block i
     H(person, message) = BLAKE2b-128 with the key and the personalisation `person`
 
 A block's digest binds every token before it and, through the root, everything else that shapes its KV. Chains
@@ -92,11 +92,11 @@ class PrefixHasher:
             parent = block.digest()
             digests.append(Digest(parent))
 
-    def state_digests(self, digest: Digest, num_pieces: int) -> list[Digest]:
-        """Identities of the recurrent states at the end of the prefix that `digest` names, in pieces; no block's."""
+    def state_digests(self, digest: Digest, num_chunks: int) -> list[Digest]:
+        """Identities of the recurrent states at the end of the prefix that `digest` names, in chunks; no block's."""
         digests: list[Digest] = []
-        for piece in range(num_pieces):
-            message = digest + piece.to_bytes(4, "little")
+        for chunk in range(num_chunks):
+            message = digest + chunk.to_bytes(4, "little")
             state = hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-state")
             digests.append(Digest(state.digest()))
         return digests
@@ -112,10 +112,10 @@ def encode_token_ids(token_ids: "array[int]", *, byteorder: str = sys.byteorder)
 
 
 def _encode_field(value: bytes) -> bytes:
-    """Length first, so that no two lists of fields have the same bytes."""
+    """Encodes the length first, so that no two lists of fields have the same bytes."""
     return len(value).to_bytes(8, "little") + value
 
 
 def _encode_name(name: str | None) -> bytes:
-    """Absent and empty differ; `surrogatepass` because a JSON string may hold lone surrogates."""
+    """Tells absent from empty; `surrogatepass` because a JSON string may hold lone surrogates."""
     return b"\x00" if name is None else b"\x01" + _encode_field(name.encode("utf-8", "surrogatepass"))

@@ -1,7 +1,7 @@
 """Which idle block is given up first: the `EvictionPolicy` protocol, and `LeastRecentlyUsed`."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -43,22 +43,57 @@ class LeastRecentlyUsed:
         self._order: OrderedDict[int, None] = OrderedDict()
 
     def admit(self, block_ids: Sequence[int]) -> None:
-        """Appends to the end of the order."""
         order = self._order
         for block_id in block_ids:
             order[block_id] = None
 
     def reuse(self, block_ids: Sequence[int]) -> None:
-        """Takes out of the order."""
         order = self._order
         for block_id in block_ids:
             del order[block_id]
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Takes out of the order."""
         self.reuse(block_ids)
 
     def select(self, num_blocks: int) -> list[int]:
-        """Takes from the front of the order."""
         pop = self._order.popitem
         return [pop(last=False)[0] for _ in range(num_blocks)]
+
+
+class Expiry:
+    """When each idle block became idle, oldest first.
+
+    The clock is read once per call, never per block.
+    """
+
+    __slots__ = ("_clock", "_idle_since", "_ttl_s")
+
+    def __init__(self, ttl_s: float, clock: Callable[[], float]) -> None:
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._idle_since: OrderedDict[int, float] = OrderedDict()
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._idle_since
+
+    def __len__(self) -> int:
+        return len(self._idle_since)
+
+    def admit(self, block_ids: Sequence[int]) -> None:
+        now_s = self._clock()
+        for block_id in block_ids:
+            self._idle_since[block_id] = now_s
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            del self._idle_since[block_id]
+
+    def due(self) -> list[int]:
+        """The blocks idle for at least the time-to-live, oldest first; they stay until removed."""
+        latest_s = self._clock() - self._ttl_s
+        overdue: list[int] = []
+        for block_id, since_s in self._idle_since.items():
+            if since_s > latest_s:
+                break
+            overdue.append(block_id)
+        return overdue

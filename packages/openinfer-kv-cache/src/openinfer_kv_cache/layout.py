@@ -1,6 +1,6 @@
 """`KvLayout`: where every byte of a block and of a slot is, as data with a digest.
 
-Page-first: a block holds all groups and all layers of its tokens in one contiguous piece, so that it moves with
+Page-first: a block holds all groups and all layers of its tokens in one contiguous range, so that it moves with
 one copy. Groups follow each other; inside a group layers follow each other; inside a layer its tensors do, each as
 `[num_heads, block_size_tokens, head_dim]` (`tokens_per_row` makes them fewer rows), so that one head's rows of one
 tensor are contiguous:
@@ -13,7 +13,7 @@ tensor are contiguous:
 A slot is laid out the same way from the slot groups. Padding appears only where a larger element follows a smaller
 one.
 
-The digest covers every field. Whoever moves KV between two owners compares digests first (`check_same_layout`):
+The digest covers every field. Code that moves KV between two owners compares digests first (`check_same_layout`):
 with equal digests the bytes mean the same, otherwise nothing may be exchanged.
 """
 
@@ -53,13 +53,13 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
     dtype: KvDtype
     shape: tuple[int, ...]
-    """Of one layer's piece, row-major; a paged one is `[num_heads, rows, head_dim]`, one row per `tokens_per_row`."""
+    """One layer's part, row-major; a paged one is `[num_heads, rows, head_dim]`, one row per `tokens_per_row`."""
     base_bytes: int
     stride_bytes: int
     size_bytes: int
-    """Of one layer's piece."""
+    """Bytes of one layer's part."""
     tokens_per_row: int = 1
-    """Of a paged region. The row that ends at a block's token `t` is row `t // tokens_per_row` of that block."""
+    """For a paged region. The row that ends at a block's token `t` is row `t // tokens_per_row` of that block."""
 
     def __post_init__(self) -> None:
         check_name("a region's name", self.name)
@@ -103,11 +103,6 @@ class KvGroupLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_distinct(f"group {self.name!r}", (region.name for region in self.regions))
 
     def region(self, name: str) -> KvRegion:
-        """The region of one tensor.
-
-        Raises:
-            KvConfigError: there is none of that name.
-        """
         for region in self.regions:
             if region.name == name:
                 return region
@@ -131,7 +126,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rank_index: int
     groups: tuple[KvGroupLayout, ...]
     version: int = LAYOUT_VERSION
-    """Of this description's own format."""
+    """The version of this description's own format."""
 
     def __post_init__(self) -> None:
         if self.version != LAYOUT_VERSION:
@@ -174,11 +169,6 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return hashlib.blake2b(encoded, digest_size=16, person=_DIGEST_PERSON).hexdigest()
 
     def group(self, name: str) -> KvGroupLayout:
-        """One group.
-
-        Raises:
-            KvConfigError: there is none of that name.
-        """
         for group in self.groups:
             if group.name == name:
                 return group
@@ -205,7 +195,6 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return (group.num_layers, len(group.regions), *group.regions[0].shape)
 
     def pool_bytes(self, *, num_blocks: int, num_state_slots: int = 0) -> int:
-        """Memory of that many blocks and slots."""
         return num_blocks * self.block_bytes + num_state_slots * self.slot_bytes
 
     def num_blocks_for(self, budget_bytes: int, *, num_state_slots: int = 0) -> int:
@@ -266,7 +255,7 @@ def _lay_out_group(
     group: PagedGroup | StateSlotGroup, base_bytes: int, block_size_tokens: int
 ) -> tuple[tuple[KvRegion, ...], int]:
     """The regions of one group from `base_bytes` on, and where the group ends."""
-    shapes = [_piece_shape(tensor, block_size_tokens) for tensor in group.tensors]
+    shapes = [_part_shape(tensor, block_size_tokens) for tensor in group.tensors]
     offsets: list[int] = []
     layer_bytes = 0
     for tensor, shape in zip(group.tensors, shapes, strict=True):
@@ -288,7 +277,7 @@ def _lay_out_group(
     return regions, base_bytes + group.num_layers * stride_bytes
 
 
-def _piece_shape(tensor: PagedTensor | StateTensor, block_size_tokens: int) -> tuple[int, ...]:
+def _part_shape(tensor: PagedTensor | StateTensor, block_size_tokens: int) -> tuple[int, ...]:
     """What one layer of one block or slot holds of a tensor."""
     if isinstance(tensor, StateTensor):
         return tensor.shape
@@ -296,7 +285,7 @@ def _piece_shape(tensor: PagedTensor | StateTensor, block_size_tokens: int) -> t
 
 
 def _rows(block_size_tokens: int, tokens_per_row: int) -> int:
-    """As many as can end inside one block, wherever the first of them began."""
+    """The most rows that can end inside one block, wherever the first of them began."""
     return -(-block_size_tokens // tokens_per_row)
 
 
@@ -305,8 +294,8 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _check_extent(what: str, extent_bytes: int, groups: Iterable[KvGroupLayout]) -> None:
-    """Checks that the pieces of all layers lie inside `extent_bytes` and do not overlap."""
-    pieces = sorted(
+    """Checks that the parts of all layers lie inside `extent_bytes` and do not overlap."""
+    parts = sorted(
         (region.base_bytes + layer * region.stride_bytes, region.size_bytes, f"{group.name}.{region.name}[{layer}]")
         for group in groups
         for region in group.regions
@@ -314,12 +303,12 @@ def _check_extent(what: str, extent_bytes: int, groups: Iterable[KvGroupLayout])
     )
     end_bytes = 0
     previous = "the start"
-    for start_bytes, size_bytes, name in pieces:
+    for start_bytes, size_bytes, name in parts:
         if start_bytes < end_bytes:
             raise KvConfigError(f"{name} begins at byte {start_bytes} of {what}, inside {previous}")
         end_bytes, previous = start_bytes + size_bytes, name
-    if end_bytes > extent_bytes or (not pieces and extent_bytes):
-        raise KvConfigError(f"{what} has {extent_bytes} bytes and its last piece, {previous}, ends at {end_bytes}")
+    if end_bytes > extent_bytes or (not parts and extent_bytes):
+        raise KvConfigError(f"{what} has {extent_bytes} bytes and its last part, {previous}, ends at {end_bytes}")
 
 
 def _check_paged_shapes(group: KvGroupLayout, block_size_tokens: int) -> None:

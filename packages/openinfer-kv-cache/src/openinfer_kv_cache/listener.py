@@ -14,10 +14,10 @@ class StoredBlocks(NamedTuple):
     """Blocks that follow each other in one prefix."""
 
     parent: Digest | None
-    """Of the block before them; None at the beginning of a prefix."""
+    """The digest of the block before them; None at the beginning of a prefix."""
     digests: Sequence[Digest]
     token_ids: "array[int]"
-    """Of all these blocks, uint32."""
+    """The ids of all these blocks, uint32."""
     lora_name: str | None
     cache_salt: str | None
 

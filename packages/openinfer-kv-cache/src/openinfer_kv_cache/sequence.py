@@ -94,7 +94,6 @@ class BlockSequence:
 
     @property
     def num_tokens(self) -> int:
-        """How many ids are known."""
         return len(self._token_ids)
 
     @property
@@ -114,7 +113,6 @@ class BlockSequence:
 
     @property
     def is_released(self) -> bool:
-        """Whether `release` was called."""
         return self._released
 
     def prefix_digests(self) -> Sequence[Digest]:
@@ -123,7 +121,7 @@ class BlockSequence:
         return self._digests
 
     def matchable_digests(self) -> Sequence[Digest]:
-        """Of `prefix_digests`, those that `match` may find: at least one known token is left to compute."""
+        """Those of `prefix_digests` that `match` may find: at least one known token is left to compute."""
         return self.prefix_digests()[: self._num_matchable_blocks()]
 
     def count_cached_tokens(self) -> int:
@@ -206,19 +204,9 @@ class BlockSequence:
         return added
 
     def append(self, token_id: int) -> None:
-        """Adds the id of the next token.
-
-        Raises:
-            OverflowError: the id does not fit in uint32.
-        """
         self._token_ids.append(token_id)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Adds the ids of the next tokens.
-
-        Raises:
-            OverflowError: an id does not fit in uint32.
-        """
         self._token_ids.extend(token_ids)
 
     def seal(self, num_computed_tokens: int) -> Sequence[int]:
@@ -236,7 +224,7 @@ class BlockSequence:
         Raises:
             SequenceStateError: more is computed than there is room for.
         """
-        if num_computed_tokens < self._seal_at_tokens:
+        if num_computed_tokens < self._seal_at_tokens:  # most steps of a decode fill no block
             return _NO_BLOCKS
         first = self._num_sealed
         end = min(num_computed_tokens, len(self._token_ids)) // self._block_size
@@ -258,7 +246,7 @@ class BlockSequence:
     def shrink(self, num_tokens: int) -> int:
         """Gives back the blocks behind the first `num_tokens` tokens; the ids stay.
 
-        A sealed block that `num_tokens` cuts is given back as well, since nobody may write to it again.
+        A sealed block that `num_tokens` cuts is given back as well, since sealed blocks are never written again.
         `shrink(0)` is preemption: the sequence can `match` and `reserve` again.
 
         Returns:
@@ -307,11 +295,7 @@ class BlockSequence:
     # Integrity.
 
     def check_integrity(self) -> None:
-        """Compares the sequence with itself.
-
-        Raises:
-            IntegrityError: with the first contradiction found.
-        """
+        """Raises `IntegrityError` with the first contradiction found."""
         if not 0 <= self._num_sealed <= min(len(self._blocks), len(self._digests)):
             raise IntegrityError(
                 f"{self._num_sealed} of {len(self._blocks)} blocks sealed, {len(self._digests)} digests"

@@ -142,7 +142,6 @@ class StateSlotPool:
 
     @property
     def num_snapshots(self) -> int:
-        """Snapshots that can be found."""
         return len(self._snapshots)
 
     @property
@@ -156,7 +155,6 @@ class StateSlotPool:
         return self._evicted_snapshots
 
     def state(self, slot: int) -> StateSlotStatus:
-        """State of one slot."""
         return self._states[slot]
 
     def find(self, digest: Digest) -> int | None:

@@ -31,7 +31,6 @@ class KvDtype(StrEnum):
 
     @property
     def itemsize_bytes(self) -> int:
-        """Bytes of one element."""
         return _ITEMSIZE_BYTES[self]
 
 
@@ -57,7 +56,7 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: str
     num_heads: int
-    """Of this rank; 1 for a latent that all heads share."""
+    """Heads of this rank; 1 for a latent that all heads share."""
     head_dim: int
     dtype: KvDtype
     tokens_per_row: int = 1
@@ -71,7 +70,7 @@ class PagedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def bytes_per_token(self) -> float:
-        """Of one layer; a fraction where a row stands for several tokens."""
+        """Bytes of one layer; a fraction where a row stands for several tokens."""
         row_bytes = self.num_heads * self.head_dim * self.dtype.itemsize_bytes
         return row_bytes if self.tokens_per_row == 1 else row_bytes / self.tokens_per_row
 
@@ -97,7 +96,6 @@ class PagedGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def bytes_per_token(self) -> float:
-        """Of all layers."""
         return self.num_layers * sum(tensor.bytes_per_token for tensor in self.tensors)
 
 
@@ -110,7 +108,7 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: str
     shape: tuple[int, ...]
-    """Of one layer of one sequence, on this rank."""
+    """The shape for one layer of one sequence, on this rank."""
     dtype: KvDtype
 
     def __post_init__(self) -> None:
@@ -122,7 +120,7 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def bytes_per_slot(self) -> int:
-        """Of one layer."""
+        """Bytes of one layer."""
         return math.prod(self.shape) * self.dtype.itemsize_bytes
 
 
@@ -144,7 +142,6 @@ class StateSlotGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def bytes_per_slot(self) -> int:
-        """Of all layers."""
         return self.num_layers * sum(tensor.bytes_per_slot for tensor in self.tensors)
 
 
@@ -173,17 +170,16 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def bytes_per_token(self) -> float:
-        """Of all paged groups, without padding."""
+        """Bytes of all paged groups, without padding."""
         return sum(group.bytes_per_token for group in self.paged)
 
     @property
     def bytes_per_slot(self) -> int:
-        """Of all slot groups, without padding."""
+        """Bytes of all groups of state slots, without padding."""
         return sum(group.bytes_per_slot for group in self.slots)
 
 
 def check_ranks(num_ranks: int, rank_index: int) -> None:
-    """Raises `KvConfigError` unless `0 <= rank_index < num_ranks`."""
     check_count("num_ranks", num_ranks)
     if not 0 <= rank_index < num_ranks:
         raise KvConfigError(f"rank_index is {rank_index}; with num_ranks {num_ranks} it must be 0 .. {num_ranks - 1}")

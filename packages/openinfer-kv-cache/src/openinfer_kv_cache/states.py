@@ -38,19 +38,13 @@ class StateTable(Generic[State]):
         return len(self._states)
 
     def is_in(self, index: int, state: State) -> bool:
-        """Whether one thing is in `state`."""
         return self._states[index] == state
 
     def count(self, state: State) -> int:
-        """Things in `state`; O(count)."""
         return self._states.count(int(state))
 
     def require(self, indices: Collection[int], state: State, *, verb: str) -> None:
-        """Checks that every one of `indices` is in `state`.
-
-        Raises:
-            BlockStateError: one is not.
-        """
+        """Raises `BlockStateError` unless every one of `indices` is in `state`."""
         states = self._states
         for index in indices:
             if states[index] != state:

@@ -25,7 +25,7 @@ class BlockMover(Protocol):
     """Copies blocks of one pool between its device and this machine's memory; called by any thread.
 
     Copies wait for their end and leave the interpreter to other threads meanwhile. They are ordered with nothing else:
-    whoever hands blocks out has waited for what wrote them.
+    the caller that hands blocks out has waited for what wrote them.
 
     Both return, for each block, the sum of the bytes that the device's block holds at the end, which the device makes:
 
@@ -53,25 +53,21 @@ class DeviceTier(KvTier, Protocol):
 
     @property
     def takes_device_blocks(self) -> bool:
-        """Of a stack, whether all its tiers do."""
+        """Whether it does now; a stack does if all its tiers do."""
         ...
 
     def pinnable_memory(self) -> Sequence[memoryview]:
         """Memory that blocks are copied from and to, which copies faster when it is locked in place for the device.
 
-        It stays where it is until the tier is closed; whoever has locked it unlocks it before.
+        It stays where it is until the tier is closed; a caller that has locked it unlocks it before.
         """
         ...
 
-    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
-        """As `KvTier.load`."""
-        ...
+    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer: ...
 
     def save(
         self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
-    ) -> Transfer:
-        """As `KvTier.save`."""
-        ...
+    ) -> Transfer: ...
 
 
 @runtime_checkable
@@ -90,4 +86,16 @@ class LastingTier(KvTier, Protocol):
     @property
     def digest_key(self) -> bytes | None:
         """The key that is kept beside the blocks (see `PrefixHasher`); None if the user has to bring one."""
+        ...
+
+
+class Medium(Protocol):
+    """What a tier keeps its bytes in: memory, a file, an object of a server. The kit injects faults around it."""
+
+    def write(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
+        """Writes the parts one after the other; any exception means that nothing there can be relied on."""
+        ...
+
+    def read(self, offset_bytes: int, into: memoryview) -> None:
+        """Fills `into`."""
         ...

@@ -12,7 +12,7 @@ Life of a transfer, which `poll` reports:
         │ └───► partial      fewer: the first `completed_blocks` of a load are right, `failure` says what stopped it
         └─────► cancelled    after `cancel`, once no copy touches the caller's memory any more
 
-While a transfer is pending its blocks are the tier's: nobody else may write them, and a load's may not be read. Once
+While a transfer is pending its blocks are the tier's: the caller may not write them, nor read those of a load. Once
 it has ended no thread of the tier touches them again. So a caller holds its blocks (`BlockPool.pin`, or writable ones)
 until `poll` says something else than pending, also after `cancel`.
 
@@ -81,7 +81,7 @@ class TierHit(Protocol):
 
     @property
     def digests(self) -> Sequence[Digest]:
-        """Of the blocks found: a beginning of what was asked for."""
+        """The digests of the blocks found: a beginning of what was asked for."""
         ...
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Transfer(Protocol):
 
     @property
     def completed_blocks(self) -> int:
-        """Of a load, how many leading blocks hold their right bytes; of a save, how many the tier has."""
+        """How many leading blocks of a load hold their right bytes, or how many blocks of a save the tier has."""
         ...
 
     @property
@@ -155,7 +155,7 @@ class KvTier(Protocol):
 
     @property
     def layout(self) -> KvLayout:
-        """Of every block it holds."""
+        """The layout of every block it holds."""
         ...
 
     @property

@@ -34,12 +34,11 @@ class EngineChild:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative numbers are signals."""
+        """None while the process runs; negative numbers are signals."""
         return self._process.poll()
 
     def how_it_ended(self, *, wait_s: float) -> str:

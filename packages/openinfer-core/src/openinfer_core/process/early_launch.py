@@ -19,7 +19,7 @@ class EarlyLaunch:
         self._launch = launch
         self._launched: Future[EngineHandle] = Future()
         self._is_settled = False
-        """Whether somebody else closes the engine, or it was abandoned."""
+        """Whether the engine was given away, or is not wanted any more."""
         threading.Thread(target=self._call, name="openinfer-launch", daemon=True).start()
 
     def result(self) -> EngineHandle:

@@ -78,7 +78,6 @@ class Address(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def default_link() -> LinkKind:
-    """The best link this platform has."""
     return LinkKind.UNIX if hasattr(socket, "AF_UNIX") else LinkKind.TCP
 
 
@@ -163,7 +162,7 @@ def _say(address: Address) -> None:
 def _serve(loop: EngineLoop, listener: socket.socket, token: str, parent: "_ParentWatch") -> int:
     host = LoopRunner(loop)
     links = LinkServer(listener, token=token, host=host, welcome=Welcome(loop.info))
-    parent.serve(host)  # before any Welcome: whoever holds one may end our standard input and expects a clean close
+    parent.serve(host)  # before any Welcome: a client that has one may end our standard input and expects a clean close
     links.start()
     host.run(links.deliver)
     links.close()
@@ -172,7 +171,6 @@ def _serve(loop: EngineLoop, listener: socket.socket, token: str, parent: "_Pare
 
 
 def _refuse(listener: socket.socket, token: str, message: str) -> None:
-    """Tells the one who started this process why it ends."""
     deadline_s = time.monotonic() + _REFUSAL_DEADLINE_S
     with contextlib.suppress(OSError):
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -202,7 +200,7 @@ def _says_hello(connection: socket.socket, token: str) -> bool:
 class _ParentWatch:
     """Ends this process when its standard input does, because then the parent is gone.
 
-    While the engine is being built there is nobody to ask: the process ends at once. Later the engine is asked to
+    While the engine is being built there is no engine to ask: the process ends at once. Later the engine is asked to
     close, and ended if it hangs.
     """
 

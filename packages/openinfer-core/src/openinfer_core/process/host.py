@@ -1,4 +1,4 @@
-"""Driving an engine: the loop every host runs, with the ledger, the fence and the health clock in it.
+"""Driving an engine: the loop every host runs, with the ledger, the fault boundary and the health clock in it.
 
     any thread ──post(Submit | Abort)──► inbox ─► LoopRunner.run ─► EngineLoop.step ─► ledger ─► deliver(events)
 

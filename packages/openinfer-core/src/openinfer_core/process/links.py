@@ -2,7 +2,7 @@
 
 One thread waits on all sockets. Events are sent from the loop's own thread without blocking; what a slow client
 does not take is buffered up to a bound and flushed by the thread, and beyond it that client is dropped and its
-requests aborted. The engine never waits for a client, and whoever breaks the protocol loses only their own link.
+requests aborted. The engine never waits for a client, and a client that breaks the protocol loses only its own link.
 
     accepted ──Hello with the token──► served ──end of file | broken protocol | unread bytes──► dropped
         └───────anything else, or too late──────────────────────────────────────────────────────┘
@@ -153,7 +153,6 @@ class LinkServer:
         self._thread = threading.Thread(target=self._serve, name="openinfer-links", daemon=True)
 
     def start(self) -> None:
-        """Begins to accept clients."""
         for end in (self._listener, self._wake_reader, self._wake_writer):
             end.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)

@@ -38,31 +38,18 @@ class InProcessEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What does not change while the engine lives."""
         return self._info
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queues a request, also when nobody iterates over `events()` yet.
-
-        Raises:
-            EngineClosed: the engine has ended.
-            InvalidRequest: the request's id is in use.
-        """
         self._collect()
         self._mailbox.open(request.request_id)
         self._host.post(Submit(request))
 
     def abort(self, request_id: RequestId) -> None:
-        """Ends a request with `Finished(ABORT)`."""
         if request_id in self._mailbox:
             self._host.post(Abort(request_id))
 
     async def events(self) -> AsyncIterator[list[TokenEvent]]:
-        """Yields all events that are there, each time there are any.
-
-        Raises:
-            EngineClosed: the engine died.
-        """
         with self._lock:
             self._reader_loop = asyncio.get_running_loop()
             self._wake_up_due = False  # one that was due in a closed event loop never came
@@ -71,17 +58,11 @@ class InProcessEngine:
             yield events
 
     async def stats(self) -> EngineStats:
-        """A fresh snapshot.
-
-        Raises:
-            EngineClosed: the engine has ended.
-        """
         self._collect()
         self._mailbox.require_open()
         return self._host.stats()
 
     async def close(self) -> None:
-        """Ends the loop and waits for its thread."""
         self._host.post(Close())
         await asyncio.to_thread(self._thread.join)
         self._collect()
@@ -116,5 +97,5 @@ class InProcessEngine:
         try:
             self._reader_loop.call_soon_threadsafe(self._collect)
             self._wake_up_due = True
-        except RuntimeError:  # it is closed; whoever reads next finds everything in `_arrived`
+        except RuntimeError:  # it is closed; the next reader finds everything in `_arrived`
             self._reader_loop = None

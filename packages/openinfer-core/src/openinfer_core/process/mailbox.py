@@ -20,7 +20,6 @@ class Mailbox:
 
     @property
     def ended(self) -> bool:
-        """Whether no more events can come."""
         return self._ended
 
     def __contains__(self, request_id: object) -> bool:
@@ -39,16 +38,10 @@ class Mailbox:
         self._open.add(request_id)
 
     def require_open(self) -> None:
-        """Does nothing while events can come.
-
-        Raises:
-            EngineClosed: no more events can come.
-        """
         if self._ended:
             raise EngineClosed(self._failure or "the engine was closed")
 
     def put(self, events: list[TokenEvent]) -> None:
-        """Adds events."""
         for event in events:
             if type(event) is Finished or type(event) is Failed:
                 self._open.discard(event.request_id)

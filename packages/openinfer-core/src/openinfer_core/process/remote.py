@@ -160,12 +160,11 @@ class RemoteEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What does not change while the engine lives."""
         return self._info
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process, if this handle started it."""
+        """The process id of the engine, if this handle started it."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -174,37 +173,20 @@ class RemoteEngine:
         return self._access
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queues a request.
-
-        Raises:
-            EngineClosed: the engine has ended.
-            InvalidRequest: the request's id is in use.
-        """
         frame = encode_frame(Submit(request))
         self._mailbox.open(request.request_id)
         self._send(frame)
 
     def abort(self, request_id: RequestId) -> None:
-        """Ends a request with `Finished(ABORT)`."""
         if request_id in self._mailbox:
             self._send(encode_frame(Abort(request_id)))
 
     async def events(self) -> AsyncIterator[list[TokenEvent]]:
-        """Yields all events that are there, each time there are any.
-
-        Raises:
-            EngineClosed: the engine died.
-        """
         await self._attach()
         async for events in self._mailbox.read():
             yield events
 
     async def stats(self) -> EngineStats:
-        """A fresh snapshot.
-
-        Raises:
-            EngineClosed: the engine has ended.
-        """
         await self._attach()
         self._mailbox.require_open()
         answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
@@ -213,7 +195,6 @@ class RemoteEngine:
         return await answer
 
     async def close(self) -> None:
-        """Ends the engine process and waits for it."""
         await self._attach()
         self._closing = True
         if not self._lost.is_set():

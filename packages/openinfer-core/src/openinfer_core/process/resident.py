@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where the system does not say (not Linux)."""
+    """Bytes of this process; 0 where the system does not say (not Linux)."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, AttributeError):

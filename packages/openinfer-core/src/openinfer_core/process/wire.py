@@ -6,7 +6,7 @@
 
 A frame is a little-endian u32 length and that many bytes of msgpack. End of file means that the other side is
 gone. The link is a Unix stream socket in a folder only its owner can enter, or loopback TCP where there are
-none; either way the client shows a secret token first, because anyone on the machine can reach a port.
+none; either way the client shows a secret token first, because every process of the machine can reach a port.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""Conformance kits and fakes for whoever implements a part of the contract. No test framework is needed.
+"""Conformance kits and fakes for implementers of a part of the contract. No test framework is needed.
 
 engine        `check_engine` and its parts, for an `EngineHandle`
 scheduler     `check_scheduler` and its parts, for a `Scheduler`

@@ -5,7 +5,7 @@
         check(make_my_engine)
 
 Each check starts an engine of its own with `make_handle` (a function or a coroutine function without arguments, called
-within an event loop) and closes it. The engine must have a context of at least 64 tokens and nobody else's requests.
+within an event loop) and closes it. The engine must have a context of at least 64 tokens and no other requests.
 Throughout, every event is held against the contract (see `Transcript`): Scheduled, then Tokens, then exactly one
 terminal event, counts that agree with the tokens, no stop token delivered, no more tokens than asked for,
 log-probabilities that are consistent, and nothing more after the end, which is certain once `events()` has ended.
@@ -98,7 +98,7 @@ async def check_requests(driver: EngineDriver) -> None:
 
 @_check
 async def check_requests_before_events(driver: EngineDriver) -> None:
-    """What is submitted before anyone iterates over `events()` is served."""
+    """What is submitted before any iteration over `events()` is served."""
     transcripts = [driver.submit(driver.request(_prompt(driver, index), _greedy(3))) for index in range(3)]
     driver.handle.abort(transcripts[1].request.request_id)
     await driver.end_of(*transcripts)
@@ -144,7 +144,7 @@ async def check_aborts(driver: EngineDriver) -> None:
     if _is_much_work([*long, bystander]):
         aborted = sum(_reason(transcript) is FinishReason.ABORT for transcript in long)
         require(aborted > 0, f"{len(long)} requests were aborted soon, and all of them ran to their end")
-    require(_reason(bystander) is not FinishReason.ABORT, "a request that nobody aborted finished with abort")
+    require(_reason(bystander) is not FinishReason.ABORT, "a request that was not aborted finished with abort")
     driver.handle.abort(bystander.request.request_id)
     await driver.end_of(bystander)
     _require_length(await driver.serve(_prompt(driver, 9), _greedy(3)))
@@ -290,7 +290,7 @@ async def check_close_with_open_requests(driver: EngineDriver) -> None:
 
 @_check
 async def check_close_before_events(driver: EngineDriver) -> None:
-    """`close` before anyone has iterated over `events()`: the iteration then gives the ends, and ends."""
+    """`close` before any iteration over `events()`: the iteration then gives the ends, and ends."""
     transcripts = _submit_long(driver)
     await driver.finish()
     _require_shut_down(transcripts)
@@ -342,7 +342,7 @@ def _greedy(max_tokens: int, **fields: Any) -> SamplingParams:
 
 
 def _long(driver: EngineDriver) -> SamplingParams:
-    """As much as the context allows, and yet an end."""
+    """The longest request that the context allows, and yet an end."""
     return _greedy(min(20_000, driver.info.max_model_tokens - 4))
 
 
@@ -369,7 +369,6 @@ def _require_ended(transcript: Transcript, *reasons: FinishReason) -> None:
 
 
 def _require_length(transcript: Transcript) -> None:
-    """Without a stop token in sight it has all the tokens it asked for."""
     _require_ended(transcript, FinishReason.LENGTH)
     asked = transcript.request.sampling.max_tokens
     got = len(transcript.token_ids)

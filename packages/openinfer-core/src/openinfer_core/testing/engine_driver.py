@@ -72,7 +72,6 @@ class EngineDriver:
         )
 
     def submit(self, request: GenerateRequest) -> Transcript:
-        """Submits a request and begins its transcript."""
         transcript = Transcript(request, self.info)
         before = self._current.get(request.request_id)
         self._current[request.request_id] = transcript
@@ -104,11 +103,9 @@ class EngineDriver:
             raise ConformanceError(f"events() ended although the engine was not closed; {self.describe_open()}")
 
     async def end_of(self, *transcripts: Transcript) -> None:
-        """Waits for the terminal events of these requests."""
         await self.until(lambda: all(transcript.terminal is not None for transcript in transcripts))
 
     async def serve(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Transcript:
-        """Submits one request and waits for its end."""
         transcript = self.submit(self.request(prompt, sampling))
         await self.end_of(transcript)
         return transcript
@@ -129,7 +126,6 @@ class EngineDriver:
         await self.handle.close()
 
     def describe_open(self) -> str:
-        """Which requests have no terminal event, for a message."""
         still_open = [transcript.request.request_id for transcript in self.transcripts if transcript.terminal is None]
         return f"requests without a terminal event: {still_open or 'none'}"
 

@@ -6,6 +6,5 @@ class ConformanceError(AssertionError):
 
 
 def require(condition: object, violation: str) -> None:
-    """Raises `ConformanceError(violation)` unless `condition` holds."""
     if not condition:
         raise ConformanceError(violation)

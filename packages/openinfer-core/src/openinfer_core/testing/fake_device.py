@@ -1,7 +1,7 @@
 """`FakeDevice`: executes step plans as a runner would, and notices every mistake in them.
 
 Its KV cache holds, for each position of each block, the fake model's state there, that is a hash of the whole
-prefix. A row that reads a block which somebody else has overwritten, was never written, or belongs to another
+prefix. A row that reads a block which another row has overwritten, was never written, or belongs to another
 salt, reads another state and is caught, in the step in which it happens.
 """
 
@@ -35,7 +35,7 @@ class _Slot:
     end: int | None = None
     """Position behind the last one computed; None before the first row."""
     num_sampled: int = 0
-    """Of `token_ids`, how many were sampled in this slot."""
+    """How many of `token_ids` were sampled in this sequence slot."""
 
     @property
     def what(self) -> str:
@@ -57,11 +57,10 @@ class FakeDevice:
 
     @property
     def seeds(self) -> Mapping[RequestId, int]:
-        """Of every request that ever took a slot."""
+        """Seeds of every request that ever took a sequence slot."""
         return self._seeds
 
     def fail_next_row(self, request_id: RequestId) -> None:
-        """Makes the next row of a request fail."""
         self._to_fail.add(request_id)
 
     def read_block(self, block_id: int) -> tuple[int | None, ...]:

@@ -33,7 +33,6 @@ def extend(state: int, token_id: int) -> int:
 
 
 def states(request: GenerateRequest, token_ids: Iterable[int]) -> list[int]:
-    """The state after each of a request's tokens."""
     state, found = root(request), list[int]()
     for token_id in token_ids:
         state = extend(state, token_id)
@@ -42,7 +41,7 @@ def states(request: GenerateRequest, token_ids: Iterable[int]) -> list[int]:
 
 
 def next_token(request: GenerateRequest, state: int, *, num_outputs: int) -> int:
-    """The token sampled behind `state`, the request's output number `num_outputs`, from 0."""
+    """The token sampled after `state`, the request's output number `num_outputs`, from 0."""
     token_id = (state >> 20) % NUM_TOKEN_IDS
     forbidden = request.sampling.stop_token_ids if num_outputs < request.sampling.min_tokens else ()
     while token_id in forbidden:
@@ -52,7 +51,7 @@ def next_token(request: GenerateRequest, state: int, *, num_outputs: int) -> int
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutcome:
-    """How a request that nobody disturbs ends."""
+    """How a request ends that nothing disturbs."""
 
     token_ids: tuple[int, ...]
     """What `Tokens` events carry."""

@@ -58,11 +58,10 @@ class FakeStates:
         self._copy(plan.state_snapshots)
 
     def read(self, slot: int) -> int | None:
-        """What a slot holds."""
         return self._states.get(slot)
 
     def write(self, slot: int, state: int | None) -> None:
-        """Overwrites a slot for copies, as a copy from a KV tier does.
+        """Overwrites a state slot, as a copy from a KV tier does.
 
         Raises:
             ConformanceError: it is not one.

@@ -109,7 +109,7 @@ class WatchedPolicy:
     """A `QueuePolicy` that passes everything on, and notes where a scheduler asks out of order.
 
     The order is `key` once for each request, then `admitted` or `withdrawn` once. It notes instead of raising,
-    because a scheduler fences what a policy raises.
+    because a scheduler catches what a policy raises.
     """
 
     def __init__(self, policy: QueuePolicy) -> None:
@@ -120,7 +120,6 @@ class WatchedPolicy:
         self._violations: list[str] = []
 
     def key(self, request: GenerateRequest, arrival: int) -> Any:
-        """Asks the policy."""
         request_id = request.request_id
         self._note(request_id not in self._seen, f"key of request {request_id} is asked twice")
         self._note(arrival > self._last_arrival, f"arrival {arrival} comes after {self._last_arrival}")
@@ -131,12 +130,10 @@ class WatchedPolicy:
         return key
 
     def admitted(self, request: GenerateRequest) -> None:
-        """Tells the policy."""
         self._leave(request.request_id, "admitted")
         self._policy.admitted(request)
 
     def withdrawn(self, request: GenerateRequest) -> None:
-        """Tells the policy."""
         self._leave(request.request_id, "withdrawn")
         self._policy.withdrawn(request)
 

@@ -29,7 +29,7 @@ OVERLAPS = (1, 2)
 """Steps in flight: without overlap and with it."""
 
 _GRAMMAR = Grammar(kind=GrammarKind.REGEX, text=".*")
-"""Of requests whose tokens are masked; no compiler is asked, and the fake device heeds no mask."""
+"""The grammar of requests whose tokens are masked; no compiler is asked, and the fake device heeds no mask."""
 
 _POLICIES: tuple[Callable[[QueuePolicyConfig], QueuePolicy], ...] = (FirstComeFirstServed, Priority, FairShare)
 
@@ -72,7 +72,7 @@ def check_pressure(factory: SchedulerFactory) -> None:
 
 
 def check_refusals(factory: SchedulerFactory) -> None:
-    """What can never be served is refused by `add`, with a message, and harms nobody."""
+    """What can never be served is refused by `add`, with a message, and harms no other request."""
     for max_in_flight in OVERLAPS:
         config = _config(num_blocks=8, block_size_tokens=4, max_model_tokens=64)
         driver = SchedulerDriver(factory, config, max_in_flight=max_in_flight)
@@ -128,7 +128,7 @@ def check_queue_order(factory: SchedulerFactory) -> None:
 
 
 def check_aborts(factory: SchedulerFactory) -> None:
-    """An abort after any number of steps, of any request, ends it at once and harms nobody."""
+    """An abort after any number of steps, of any request, ends it at once and harms no other."""
     for max_in_flight in OVERLAPS:
         for num_steps in range(24):
             config = _config(num_blocks=8, block_size_tokens=2, max_num_seqs=4, max_step_tokens=6, max_model_tokens=16)
@@ -220,7 +220,7 @@ def check_seeds(factory: SchedulerFactory) -> None:
 
 
 def check_faulty_policy(factory: SchedulerFactory) -> None:
-    """A queue policy that raises costs the request that it was asked about, and nobody else."""
+    """A queue policy that raises costs the request that it was asked about, and no other."""
     for max_in_flight in OVERLAPS:
         driver = SchedulerDriver(factory, _config(), policy=_FaultyPolicy(), max_in_flight=max_in_flight)
         for index in range(12):

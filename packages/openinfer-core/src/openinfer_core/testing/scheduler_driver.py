@@ -62,7 +62,6 @@ class Account:
 
     @property
     def what(self) -> str:
-        """For messages."""
         return f"request {self.request.request_id}"
 
 
@@ -121,7 +120,6 @@ class SchedulerDriver:
         return account.terminal
 
     def abort(self, request_id: RequestId) -> None:
-        """Aborts a request, open or not."""
         was_open = request_id in self._ledger
         if was_open:
             self.accounts[request_id].is_aborted = True
@@ -136,7 +134,6 @@ class SchedulerDriver:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps planned, executed and not applied."""
         return len(self._in_flight)
 
     def plan(self) -> StepPlan | None:
@@ -182,7 +179,7 @@ class SchedulerDriver:
             self._check_account(account)
 
     def outcome(self, request: GenerateRequest) -> fake_model.ExpectedOutcome:
-        """What a request gets if nobody disturbs it."""
+        """What a request gets if nothing disturbs it."""
         return fake_model.outcome(request, max_model_tokens=self.config.max_model_tokens)
 
     # --- events -----------------------------------------------------------------------------------------

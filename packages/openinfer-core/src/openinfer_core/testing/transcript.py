@@ -181,7 +181,6 @@ def _is_distribution(logprobs: Sequence[float]) -> bool:
 
 
 def describe_end(transcript: Transcript) -> str:
-    """How a request ended, for a message."""
     terminal = transcript.terminal
     if isinstance(terminal, Failed):
         return f"failed ({terminal.kind}: {terminal.message})"

@@ -58,7 +58,6 @@ def measure_bookkeeping(
 
 
 def _run_prompts(cache: KvCache, prompts: range, prompt_blocks: int) -> BookkeepingTimes:
-    """One round."""
     watch = _Stopwatch()
     for index in prompts:
         _run_prompt(cache, index, prompt_blocks, watch)

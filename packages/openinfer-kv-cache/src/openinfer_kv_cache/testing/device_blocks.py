@@ -20,7 +20,6 @@ class FakeDeviceBlock:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return len(self.memory)
 
 
@@ -28,13 +27,11 @@ class FakeBlockMover:
     """Copies at once, and sums up word by word."""
 
     def copy_out(self, blocks: Sequence[FakeDeviceBlock], into: Sequence[memoryview]) -> list[bytes]:
-        """Fills memory from blocks."""
         for block, host in zip(blocks, into, strict=True):
             host[:] = block.memory
         return [reference_block_sum(block.memory) for block in blocks]
 
     def copy_in(self, blocks: Sequence[FakeDeviceBlock], content: Sequence[memoryview]) -> list[bytes]:
-        """Fills blocks from memory."""
         for block, host in zip(blocks, content, strict=True):
             block.memory[:] = host
         return [reference_block_sum(block.memory) for block in blocks]

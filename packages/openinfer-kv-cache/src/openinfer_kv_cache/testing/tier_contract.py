@@ -20,8 +20,8 @@ from openinfer_kv_cache.testing.tier_cases import (
     load,
     save,
 )
-from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultyMedium, Gate, InjectedFault, Medium
-from openinfer_kv_cache.tier_traits import DeviceTier
+from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultyMedium, Gate, InjectedFault
+from openinfer_kv_cache.tier_traits import DeviceTier, Medium
 from openinfer_kv_cache.tiers import KvTier, TierFailure, Transfer, TransferState
 
 __all__ = ["FaultInjector", "FaultyMedium", "Gate", "InjectedFault", "Medium", "TierCase", "check_tier"]

@@ -5,22 +5,11 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+
+from openinfer_kv_cache.tier_traits import Medium
 
 GIVE_UP_S = 30.0
 """A test that waits longer has found a tier that hangs."""
-
-
-class Medium(Protocol):
-    """What a tier keeps its bytes in: memory, a file, a server."""
-
-    def write(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
-        """Writes the parts one after the other; any exception means that nothing there can be relied on."""
-        ...
-
-    def read(self, offset_bytes: int, into: memoryview) -> None:
-        """Fills `into`."""
-        ...
 
 
 class InjectedFault(StrEnum):
@@ -46,19 +35,12 @@ class Gate:
         self._released = threading.Event()
 
     def wait_entered(self) -> None:
-        """Waits until the operation has begun.
-
-        Raises:
-            AssertionError: the tier never touched its medium.
-        """
         assert self._entered.wait(GIVE_UP_S), "the tier did not begin to touch its medium"
 
     def release(self) -> None:
-        """Lets it go on."""
         self._released.set()
 
     def pass_through(self) -> None:
-        """The medium's side."""
         self._entered.set()
         assert self._released.wait(GIVE_UP_S), "the test never released the medium"
 
@@ -71,30 +53,24 @@ class FaultInjector:
         self._reads: deque[InjectedFault | Gate] = deque()
 
     def on_next_writes(self, *faults: InjectedFault) -> None:
-        """One fault for each of the next writes."""
         self._writes.extend(faults)
 
     def on_next_reads(self, *faults: InjectedFault) -> None:
-        """One fault for each of the next reads."""
         self._reads.extend(faults)
 
     def hold_next_write(self) -> Gate:
-        """Holds the next write up."""
         self._writes.append(gate := Gate())
         return gate
 
     def hold_next_read(self) -> Gate:
-        """Holds the next read up."""
         self._reads.append(gate := Gate())
         return gate
 
     def clear(self) -> None:
-        """Forgets what has not happened."""
         self._writes.clear()
         self._reads.clear()
 
     def wrap(self, medium: Medium) -> "FaultyMedium":
-        """A medium that has these faults."""
         return FaultyMedium(medium, self._writes, self._reads)
 
 
@@ -109,7 +85,6 @@ class FaultyMedium:
         self._reads = reads
 
     def write(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
-        """Writes, or does what is planned instead."""
         fault = _next(self._writes)
         whole = memoryview(b"".join(parts))
         half = whole[: len(whole) // 2]
@@ -126,7 +101,6 @@ class FaultyMedium:
         return self._medium.write(offset_bytes, parts)
 
     def read(self, offset_bytes: int, into: memoryview) -> None:
-        """Reads, or does what is planned instead."""
         fault = _next(self._reads)
         _raise(fault, is_write=False)
         self._medium.read(offset_bytes, into)

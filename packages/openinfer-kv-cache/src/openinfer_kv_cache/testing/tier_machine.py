@@ -46,35 +46,29 @@ class TierMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def counter(self) -> Counter[str]:
-        """What the runs of one machine have seen."""
         raise NotImplementedError
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def save_chain(self, seed: int, length: int) -> None:
-        """Saves, and reuses the memory at once."""
         self.seen[f"save {save(self.tier, chain(seed, length))}"] += 1
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def load_chain(self, seed: int, length: int) -> None:
-        """Loads what is found, and compares every byte that completed."""
         self.seen["loaded blocks"] += load(self.tier, chain(seed, length))
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def save_and_load_chain(self, seed: int, length: int) -> None:
-        """One after the other, so that much is found."""
         self.save_chain(seed, length)
         self.load_chain(seed, length)
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def hold(self, seed: int, length: int) -> None:
-        """Keeps a hit open over what comes next."""
         if len(self.held) < 3:
             self.held.append((seed, self.tier.find(chain(seed, length))))
 
     @precondition(lambda self: self.held)
     @rule(is_loaded=st.booleans())
     def end_hit(self, is_loaded: bool) -> None:  # noqa: FBT001 -- drawn by hypothesis
-        """Loads or closes a hit that was open for a while."""
         seed, hit = self.held.pop(0)
         if not is_loaded:
             return hit.close()
@@ -111,7 +105,6 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def load_without_time(self, seed: int, length: int) -> None:
-        """A deadline that has passed."""
         digests = chain(seed, length)
         hit = self.tier.find(digests)
         blocks = empty(len(hit.digests), self.layout)
@@ -121,14 +114,13 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(InjectedFault), on_write=st.booleans())
     def plan_fault(self, kind: InjectedFault, on_write: bool) -> None:  # noqa: FBT001 -- drawn by hypothesis
-        """Something goes wrong soon."""
         (self.faults.on_next_writes if on_write else self.faults.on_next_reads)(kind)
         self.seen[f"fault {kind}"] += 1
 
     @precondition(lambda self: self.steps_since_open > 12)
     @rule()
     def reopen(self) -> None:
-        """Closes, also with hits open, and opens the same place."""
+        """Closes, also with hits open, and opens again what is stored."""
         self.steps_since_open = 0
         self.tier.close()
         for _, hit in self.held:
@@ -147,7 +139,6 @@ class TierMachine(RuleBasedStateMachine):
             check()
 
     def teardown(self) -> None:
-        """Checks, and closes."""
         self.books_agree()
         self.tier.close()
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from openinfer_kv_cache import Digest
+from openinfer_kv_cache.tier_traits import Medium
 from openinfer_kv_offload.format.record import HEADER_BYTES, RecordHeader, decode_header
-from openinfer_kv_offload.host.arena import Medium, WrapMedium
+from openinfer_kv_offload.transfer.memory import WrapMedium
 
 
 class SegmentFile:
@@ -18,11 +19,6 @@ class SegmentFile:
         self._fd = fd
 
     def write(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
-        """Writes the parts with one call.
-
-        Raises:
-            OSError: not all of it was written: ENOSPC where the disk took only a part.
-        """
         wanted = sum(map(len, parts))
         written = os.pwritev(self._fd, parts, offset_bytes)
         if written != wanted:
@@ -51,7 +47,7 @@ class Segment:
         self.num_records = 0
         """Scanned or appended so far."""
         self.digests: list[Digest] = []
-        """Of its records."""
+        """Digests of its records."""
         self.last_used = 0
         """Grows with every use; the store gives up the smallest."""
         self.users = 0
@@ -60,7 +56,6 @@ class Segment:
 
     @property
     def size_bytes(self) -> int:
-        """Of the records."""
         return self.num_records * self.record_bytes
 
     def scan(self) -> Iterator[tuple[int, RecordHeader | None]]:
@@ -89,17 +84,15 @@ class Segment:
             self.path.unlink()
 
     def retire(self) -> None:
-        """Closes the file when its last user has left."""
         self.is_retired = True
         self.close_unused()
 
     def close_unused(self) -> None:
-        """Closes a retired file that nobody reads any more."""
+        """Closes a retired file without a reader."""
         if self.is_retired and not self.users:
             self.close()
 
     def close(self) -> None:
-        """Closes the file; closing again does nothing."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

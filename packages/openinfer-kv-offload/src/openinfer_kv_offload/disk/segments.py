@@ -8,7 +8,7 @@ from typing import NamedTuple
 from openinfer_kv_cache import Digest, IntegrityError
 from openinfer_kv_offload.disk.segment import Segment
 from openinfer_kv_offload.disk.store import StoreAccess, StoreFolder
-from openinfer_kv_offload.host.arena import WrapMedium
+from openinfer_kv_offload.transfer.memory import WrapMedium
 
 
 class Recorded(NamedTuple):
@@ -20,7 +20,6 @@ class Recorded(NamedTuple):
 
     @property
     def offset_bytes(self) -> int:
-        """Of its record."""
         return self.record_index * self.segment.record_bytes
 
 
@@ -65,7 +64,6 @@ class SegmentIndex:
         self._uses = 0
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
         return len(self._by_digest)
 
     def __contains__(self, digest: Digest) -> bool:
@@ -90,7 +88,6 @@ class SegmentIndex:
         return Discovery(opened, vanished, recorded, bad_records)
 
     def adopt(self, discovery: "Discovery") -> None:
-        """Makes findable what was discovered."""
         for segment in discovery.vanished:
             self._forget(segment)
         self._segments += discovery.opened
@@ -98,7 +95,6 @@ class SegmentIndex:
             self._register(recorded)
 
     def hold_prefix(self, digests: Sequence[Digest]) -> list[Recorded]:
-        """Holds the longest beginning of `digests` that is stored."""
         held: list[Recorded] = []
         by_digest = self._by_digest
         self._uses += 1
@@ -112,13 +108,11 @@ class SegmentIndex:
         return held
 
     def release(self, held: Sequence[Recorded]) -> None:
-        """Gives them back."""
         for recorded in held:
             recorded.segment.users -= 1
             recorded.segment.close_unused()
 
     def drop(self, recorded: Recorded) -> bool:
-        """Makes a block unfindable; False if it was already, or is somewhere else by now."""
         if self._by_digest.get(recorded.digest) is not recorded:
             return False
         del self._by_digest[recorded.digest]
@@ -141,23 +135,17 @@ class SegmentIndex:
         return last, evicted
 
     def appended(self, segment: Segment, digest: Digest) -> None:
-        """A record was written at the segment's end."""
+        """Registers the record that was written at the segment's end."""
         self._uses += 1
         segment.last_used = self._uses
         self._register(Recorded(segment, segment.num_records, digest))
         segment.num_records += 1
 
     def close(self) -> None:
-        """Closes all files."""
         for segment in self._segments:
             segment.close()
 
     def check_integrity(self) -> None:
-        """Compares the index with the segments.
-
-        Raises:
-            IntegrityError: they contradict each other.
-        """
         for digest, recorded in self._by_digest.items():
             segment = recorded.segment
             if recorded.digest != digest or segment not in self._segments:
@@ -166,7 +154,7 @@ class SegmentIndex:
                 raise IntegrityError(f"{segment.path} has {segment.num_records} records, not {recorded.record_index}")
 
     def _open(self, path: Path) -> Segment | None:
-        """None: its writer has deleted it in the meantime."""
+        """Opens a segment; None if its writer has deleted it in the meantime."""
         try:
             return Segment(
                 path, writable=self._is_writer, record_bytes=self._record_bytes, wrap_medium=self._wrap_medium

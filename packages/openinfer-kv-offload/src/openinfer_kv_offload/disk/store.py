@@ -55,11 +55,10 @@ class StoreFolder:
             raise
 
     def segment_paths(self) -> list[Path]:
-        """Of all segments, oldest first."""
+        """Returns the paths of all segments, oldest first."""
         return sorted(path for path in self.folder.iterdir() if _SEGMENT.fullmatch(path.name))
 
     def path_after(self, last: Path | None) -> Path:
-        """Of the segment that follows."""
         match = _SEGMENT.fullmatch(last.name) if last else None
         return self.folder / f"segment-{int(match.group(1)) + 1 if match else 1:08}.kv"
 
@@ -105,12 +104,13 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """So that a reader sees all of it or nothing, also after a crash."""
+    """Replaces a file so that a reader sees all of it or nothing, also after a crash."""
     new = path.with_suffix(".new")
     with open(new, "wb", opener=_open_private) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    # The bytes are on the disk before the name is, and the name before anything relies on it.
     new.replace(path)
     fd = os.open(path.parent, os.O_RDONLY)
     try:

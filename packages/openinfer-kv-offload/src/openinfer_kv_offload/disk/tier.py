@@ -16,10 +16,10 @@ from openinfer_kv_offload.disk.store import StoreAccess, StoreFolder
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.format.checksum import BlockChecksum
 from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, encode_header, record_bytes
-from openinfer_kv_offload.host.arena import Arena, WrapMedium, as_it_is
+from openinfer_kv_offload.host.arena import Arena
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.failures import BlockFault
-from openinfer_kv_offload.transfer.memory import copy_from_block, copy_to_block
+from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is, copy_from_block, copy_to_block
 from openinfer_kv_offload.transfer.queue import QueueOptions
 from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
@@ -27,7 +27,7 @@ _SEGMENTS = 64
 
 
 class DiskTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one `DiskTier`.
+    """Options of a `DiskTier`.
 
     Raises:
         TierConfigError: a field is out of range.
@@ -35,9 +35,9 @@ class DiskTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     folder: str
     budget_bytes: int
-    """Of all segments; the least recently used segment is deleted to stay below."""
+    """The size of all segments; the least recently used segment is deleted to stay below."""
     segment_bytes: int | None = None
-    """Of one segment; by default a 64th of the budget, at least one record."""
+    """The size of one segment; by default a 64th of the budget, at least one record."""
     access: StoreAccess = StoreAccess.WRITE
     refresh_s: float = 1.0
     """How often a reading process looks for what the writing one has added."""
@@ -94,6 +94,7 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             wrap_medium=wrap_medium,
         )
         super().__init__(layout, index, name=name, accepts_saves=options.access is StoreAccess.WRITE, clock=clock)
+        # Taken before `_lock`, never while it is held: an append keeps it during its write, and finds go on meanwhile.
         self._append_lock = threading.Lock()
         self._buffers = threading.local()
         self._scratch = Arena(options.queue.num_threads * self._record_bytes)
@@ -104,11 +105,9 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
 
     @property
     def digest_key(self) -> bytes | None:
-        """The key beside the segments."""
         return self._store.digest_key
 
     def pinnable_memory(self) -> Sequence[memoryview]:
-        """The buffers that bytes pass through."""
         return [self._scratch.view(0, self._scratch.num_bytes)]
 
     def refresh(self) -> None:
@@ -117,14 +116,12 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             self._rebuild()
 
     def close(self) -> None:
-        """Stops its threads, closes its files and lets another process write."""
         if self._queue.close():
             with self._lock:
                 self._index.close()
         self._store.close()
 
     def copy_block(self, digest: Digest, into: memoryview) -> bool:
-        """Fills `into` with an intact block; False if it is not there."""
         with self._lock:
             held = self._index.hold_prefix([digest])
         buffer = self._buffer()
@@ -190,7 +187,7 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             return True
 
     def _buffer(self) -> memoryview:
-        """One record of memory for each thread."""
+        """Returns this thread's memory for one record."""
         buffer: memoryview | None = getattr(self._buffers, "record", None)
         if buffer is None:
             begin = next(self._num_buffers) * self._record_bytes
@@ -214,5 +211,4 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
 
 
 def _own_buffer(num_bytes: int) -> memoryview:
-    """Of a thread that is not the tier's."""
     return memoryview(mmap.mmap(-1, num_bytes))

@@ -3,7 +3,7 @@
     checksum = XXH3-128(layout digest, 16 bytes ‖ block digest, 16 bytes ‖ the block's bytes)
 
 A block that comes back under another digest, or was written under another layout, fails as surely as a flipped bit.
-XXH3 finds faults; it does not stop someone who may write to the store, nor would any checksum without a secret.
+XXH3 finds faults; it does not stop an attacker who may write to the store, nor would any checksum without a secret.
 It reads memory many times faster than BLAKE2b does, and without the interpreter's lock.
 """
 
@@ -24,17 +24,14 @@ class BlockChecksum:
         self.layout_digest = bytes.fromhex(layout.digest)
 
     def checksum(self, digest: Digest, block: memoryview) -> bytes:
-        """The 16 bytes to keep beside `block`."""
         hasher = xxhash.xxh3_128(self.layout_digest + digest)
         hasher.update(block)
         return hasher.digest()
 
     def matches(self, digest: Digest, block: memoryview, checksum: bytes) -> bool:
-        """Whether `block` is what was checksummed."""
         return self.checksum(digest, block) == checksum
 
     def header(self, digest: Digest, block: memoryview) -> RecordHeader:
-        """What to write in front of `block`."""
         return RecordHeader(self.layout_digest, digest, len(block), self.checksum(digest, block))
 
     def is_intact(self, digest: Digest, header: RecordHeader | None, block: memoryview) -> bool:

@@ -9,24 +9,18 @@ FORMAT_VERSION = 1
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one store."""
+    """What a store says of itself."""
 
     version: int
     layout: KvLayout
 
 
 def encode_manifest(layout: KvLayout) -> bytes:
-    """The manifest of a new store."""
     return msgspec.json.encode(Manifest(version=FORMAT_VERSION, layout=layout))
 
 
 def check_manifest(encoded: bytes, layout: KvLayout, *, where: str) -> None:
-    """Compares a store's manifest with the layout that it is opened with.
-
-    Args:
-        encoded: as it was read.
-        layout: of the blocks of this process.
-        where: the manifest's place, for messages.
+    """Compares a store's manifest with the layout that it is opened with; `where` is for messages.
 
     Raises:
         LayoutMismatchError: the store holds another layout.

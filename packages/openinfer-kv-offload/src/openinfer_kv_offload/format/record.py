@@ -36,18 +36,16 @@ class RecordHeader(NamedTuple):
 
 
 def record_bytes(block_bytes: int) -> int:
-    """Size of one record."""
     return -(-(HEADER_BYTES + block_bytes) // PAGE_BYTES) * PAGE_BYTES
 
 
 def encode_header(header: RecordHeader) -> bytes:
-    """The first `HEADER_BYTES` bytes of a record."""
     fields = _FIELDS.pack(_MAGIC, *header)
     return (fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))).ljust(HEADER_BYTES, b"\0")
 
 
 def decode_header(encoded: bytes | memoryview) -> RecordHeader | None:
-    """What `encode_header` was given; None if these bytes are no whole header."""
+    """Decodes what `encode_header` has returned; None if these bytes are no whole header."""
     if len(encoded) < HEADER_BYTES:
         return None
     fields = bytes(encoded[: _FIELDS.size])

@@ -44,14 +44,12 @@ class ArenaIndex:
         self._filling: set[int] = set()
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
         return len(self._by_digest)
 
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._by_digest
 
     def hold_prefix(self, digests: Sequence[Digest]) -> list[Stored]:
-        """Holds the longest beginning of `digests` that is stored."""
         held: list[Stored] = []
         by_digest, stored, holders, idle_since = self._by_digest, self._stored, self._holders, self._idle_since
         revived: list[int] = []
@@ -113,7 +111,6 @@ class ArenaIndex:
         self._free.append(block_id)
 
     def drop(self, held: Stored) -> bool:
-        """Makes a held block unfindable at once; False if it was already."""
         if self._stored[held.block_id] is not held:
             return False
         del self._by_digest[held.digest]
@@ -136,15 +133,9 @@ class ArenaIndex:
         return len(due)
 
     def digests(self) -> list[Digest]:
-        """Of all blocks that can be found."""
         return list(self._by_digest)
 
     def check_integrity(self) -> None:
-        """Compares everything it knows; O(num_blocks).
-
-        Raises:
-            IntegrityError: the books contradict themselves.
-        """
         void = {block_id for block_id, each in enumerate(self._stored) if each is None and self._holders[block_id]}
         stored = set(self._by_digest.values())
         idle = {block_id for block_id in stored if not self._holders[block_id]}

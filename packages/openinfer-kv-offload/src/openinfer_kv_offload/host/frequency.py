@@ -21,24 +21,20 @@ class LeastFrequentlyUsed:
         self._evicted = 0
 
     def admit(self, block_ids: Sequence[int]) -> None:
-        """Appends to the order of their frequency; a block that is new here has 0."""
         for block_id in block_ids:
             self._idle[self._frequency.setdefault(block_id, 0)][block_id] = None
 
     def reuse(self, block_ids: Sequence[int]) -> None:
-        """Takes out, and counts one use more."""
         for block_id in block_ids:
             frequency = self._frequency[block_id]
             del self._idle[frequency][block_id]
             self._frequency[block_id] = min(frequency + 1, MAX_FREQUENCY)
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Takes out, uses and all."""
         for block_id in block_ids:
             del self._idle[self._frequency.pop(block_id)][block_id]
 
     def select(self, num_blocks: int) -> list[int]:
-        """Takes from the least frequent upwards."""
         victims: list[int] = []
         for idle in self._idle:
             while idle and len(victims) < num_blocks:

@@ -9,7 +9,7 @@ from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.transfer.queue import QueueOptions
 
 _NUM_THREADS = min(3, max(2, (os.cpu_count() or 1) // 2))
-"""By default: so many keep a GPU's bus busy, and more take the interpreter from others."""
+"""The default: so many keep a GPU's bus busy, and more take the interpreter from others."""
 
 
 class HostPolicy(StrEnum):
@@ -20,7 +20,7 @@ class HostPolicy(StrEnum):
 
 
 class HostTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one `HostTier`.
+    """Options of a `HostTier`.
 
     Raises:
         TierConfigError: a field is out of range.
@@ -29,7 +29,7 @@ class HostTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     capacity_bytes: int
     policy: HostPolicy = HostPolicy.LRU
     ttl_s: float | None = None
-    """A block that nobody found for so long is given up."""
+    """A block that was not found for so long is evicted."""
     queue: QueueOptions = msgspec.field(default_factory=lambda: QueueOptions(num_threads=_NUM_THREADS))
 
     def __post_init__(self) -> None:

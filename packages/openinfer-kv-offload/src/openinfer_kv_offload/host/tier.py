@@ -14,14 +14,14 @@ from openinfer_kv_cache import (
 )
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.errors import TierConfigError
-from openinfer_kv_offload.host.arena import Arena, WrapMedium, as_it_is
+from openinfer_kv_offload.host.arena import Arena
 from openinfer_kv_offload.host.block_index import ArenaIndex, Stored
 from openinfer_kv_offload.host.checksums import HostChecksums
 from openinfer_kv_offload.host.frequency import LeastFrequentlyUsed
 from openinfer_kv_offload.host.options import HostPolicy, HostTierOptions
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.failures import BlockFault
-from openinfer_kv_offload.transfer.memory import in_memory, on_a_device
+from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is, in_memory, on_a_device
 from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
 _ALIGN_BYTES = 64
@@ -72,11 +72,9 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
         self._open_queue(options.queue)
 
     def pinnable_memory(self) -> Sequence[memoryview]:
-        """The arena."""
         return [self._arena.view(0, self._arena.num_bytes)]
 
     def close(self) -> None:
-        """Stops its threads; the memory goes with the object."""
         self._queue.close()
 
     def demote_to(self, sink: Callable[[Digest, memoryview], None]) -> None:
@@ -84,7 +82,6 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
         self._sink = sink
 
     def demote_all(self) -> None:
-        """Gives every block to the sink, in this thread."""
         with self._lock:
             digests = self._index.digests()
         for digest in digests:
@@ -94,7 +91,6 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
             hit.close()
 
     def copy_block(self, digest: Digest, into: memoryview) -> bool:
-        """Fills `into` with an intact block; False if it is not there."""
         with self._lock:
             held = self._index.hold_prefix([digest])
         try:
@@ -120,6 +116,7 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
     def _load(self, transfer: BlockTransfer, held: Sequence[Stored], blocks: Sequence[BlockMemory]) -> None:
         for stored, block in zip(held, in_memory(blocks), strict=False):
             with transfer.touching():
+                # Straight into the caller's memory: bytes that turn out corrupt are not counted as completed.
                 self._medium.read(stored.block_id * self._stride_bytes, block)
                 is_intact = self._checksums.matches(stored.digest, block, stored.checksum)
             self._complete_loaded(transfer, [stored], [is_intact])
@@ -132,7 +129,7 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
             self._complete_loaded(transfer, batch, are_intact)
 
     def _complete_loaded(self, transfer: BlockTransfer, batch: Sequence[Stored], are_intact: Sequence[bool]) -> None:
-        """Lands blocks up to the first that is not right, which is dropped."""
+        """Completes blocks up to the first that is corrupt, which is dropped."""
         num_right = len(batch) if all(are_intact) else are_intact.index(False)
         transfer.complete_blocks(num_right)
         self._counters.count_moved(loaded_blocks=num_right)

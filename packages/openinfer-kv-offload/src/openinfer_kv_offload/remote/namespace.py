@@ -7,10 +7,11 @@ PREFIX/block/DIGEST   a record (`format/record.py`), its digest in hexadecimal
 from collections.abc import Sequence
 
 from openinfer_kv_cache import Digest, KvLayout
+from openinfer_kv_cache.tier_traits import Medium
 from openinfer_kv_offload.errors import StoreError
 from openinfer_kv_offload.format.manifest import check_manifest, encode_manifest
-from openinfer_kv_offload.host.arena import Medium, WrapMedium
 from openinfer_kv_offload.remote.object_store import ObjectMedium, ObjectStore
+from openinfer_kv_offload.transfer.memory import WrapMedium
 
 _DIGEST_CHARACTERS = 32
 
@@ -41,29 +42,18 @@ class Namespace:
             raise StoreError(f"{store.address} cannot be used: {error}") from error
 
     def list_digests(self) -> set[Digest]:
-        """Of all blocks that the server has.
-
-        Raises:
-            OSError: as `ObjectStore` says.
-        """
         names = (key.removeprefix(self._blocks) for key in self._store.list(self._blocks))
         return {digest for name in names if (digest := _parse(name)) is not None}
 
     def medium(self, digest: Digest) -> Medium:
-        """One block's object."""
         return self._wrap_medium(ObjectMedium(self._store, self._key(digest)))
 
     def delete(self, digests: Sequence[Digest]) -> None:
-        """Removes blocks; a process that only reads leaves that to others.
-
-        Raises:
-            OSError: as `ObjectStore` says.
-        """
+        """Removes blocks; a process that only reads leaves that to others."""
         if digests and self._is_writer:
             self._store.delete([self._key(digest) for digest in digests])
 
     def close(self) -> None:
-        """Gives the store's connections back."""
         self._store.close()
 
     def _key(self, digest: Digest) -> str:

@@ -38,14 +38,12 @@ class ObjectIndex:
         self._num_filling = 0
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
         return len(self._known)
 
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._known
 
     def hold_prefix(self, digests: Sequence[Digest]) -> list[KnownObject]:
-        """Holds the longest beginning of `digests` that is known."""
         held: list[KnownObject] = []
         for digest in digests:
             known = self._known.get(digest)
@@ -87,7 +85,6 @@ class ObjectIndex:
         return added
 
     def drop(self, known: KnownObject) -> bool:
-        """Makes a block unfindable at once, held or not; False if it was already."""
         if self._known.get(known.digest) is not known:
             return False
         known.is_void = True
@@ -106,15 +103,9 @@ class ObjectIndex:
         return forgotten
 
     def digests(self) -> set[Digest]:
-        """Of all blocks that can be found."""
         return set(self._known)
 
     def check_integrity(self) -> None:
-        """Compares everything it knows.
-
-        Raises:
-            IntegrityError: the books contradict themselves.
-        """
         idle = {digest for digest, known in self._known.items() if not known.holders}
         if idle != set(self._idle):
             raise IntegrityError(f"{len(idle)} objects are idle and {len(self._idle)} are listed")

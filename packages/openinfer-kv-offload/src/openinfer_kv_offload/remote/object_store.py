@@ -22,7 +22,7 @@ class ObjectStore(Protocol):
         ...
 
     def put(self, key: str, content: memoryview | bytes) -> None:
-        """Stores bytes under a key, instead of what was there; somebody who reads sees the old ones or the new ones."""
+        """Stores bytes under a key, instead of what was there; a reader sees the old ones or the new ones."""
         ...
 
     def get(self, key: str) -> "bytes | memoryview | None":
@@ -52,23 +52,13 @@ class ObjectMedium:
         self._key = key
 
     def write(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
-        """Stores the whole object: one part, from its beginning.
-
-        Raises:
-            OSError: as `ObjectStore` says.
-        """
         (whole,) = parts
         if offset_bytes:
             raise ValueError(f"an object is written as a whole, not from byte {offset_bytes} on")
         self._store.put(self._key, whole)
 
     def read(self, offset_bytes: int, into: memoryview) -> None:
-        """Fills `into` with the object; a shorter one leaves zeros, which no checksum fits.
-
-        Raises:
-            BlockFault: it is not there.
-            OSError: as `ObjectStore` says.
-        """
+        """A shorter object leaves zeros, which no checksum matches."""
         if offset_bytes:
             raise ValueError(f"an object is read as a whole, not from byte {offset_bytes} on")
         content = self._store.get(self._key)

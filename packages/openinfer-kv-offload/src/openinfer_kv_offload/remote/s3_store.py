@@ -50,12 +50,10 @@ class S3Store:
         )
 
     def put(self, key: str, content: memoryview | bytes) -> None:
-        """One PUT of the whole object."""
         with _translated():
             obstore.put(self._bucket, key, content, use_multipart=False)
 
     def get(self, key: str) -> memoryview | None:
-        """GET; None after a 404."""
         try:
             with _translated():
                 return memoryview(obstore.get(self._bucket, key).bytes())
@@ -81,7 +79,7 @@ class S3Store:
 
 @contextmanager
 def _translated() -> Generator[None]:
-    """The errors that a tier tells apart."""
+    """Raises the errors that a tier tells apart (`failures.classify`)."""
     try:
         yield
     except FileNotFoundError:

@@ -3,8 +3,9 @@
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import msgspec
 
@@ -14,29 +15,27 @@ from openinfer_kv_offload.disk.store import StoreAccess
 from openinfer_kv_offload.errors import StoreError, TierConfigError
 from openinfer_kv_offload.format.checksum import BlockChecksum
 from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, encode_header
-from openinfer_kv_offload.host.arena import WrapMedium, as_it_is
-from openinfer_kv_offload.remote.in_order import run_in_order
 from openinfer_kv_offload.remote.namespace import Namespace
 from openinfer_kv_offload.remote.object_index import KnownObject, ObjectIndex
 from openinfer_kv_offload.remote.object_store import ObjectStore
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.failures import BlockFault
-from openinfer_kv_offload.transfer.memory import copy_from_block, copy_to_block
+from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is, copy_from_block, copy_to_block
 from openinfer_kv_offload.transfer.queue import QueueOptions
 from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
 
 class RemoteTierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one `RemoteTier`.
+    """Options of a `RemoteTier`.
 
     Raises:
         TierConfigError: a field is out of range.
     """
 
     budget_bytes: int
-    """Of all objects under the prefix; a process that writes deletes the least recently used to stay below."""
+    """The size of all objects under the prefix; a process that writes deletes the least recently used to stay below."""
     prefix: str = "openinfer"
-    """Of every key; blocks of one layout have one of their own."""
+    """The beginning of every key; blocks of one layout have one of their own."""
     access: StoreAccess = StoreAccess.WRITE
     """Any number of processes may write."""
     connections: int = 8
@@ -100,12 +99,10 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
 
     @property
     def digest_key(self) -> bytes | None:
-        """None: no secret is kept on a server."""
-        return None
+        return None  # no secret is kept on a server
 
     def pinnable_memory(self) -> Sequence[memoryview]:
-        """None: bytes pass through buffers that come and go with the threads."""
-        return []
+        return []  # bytes pass through buffers that come and go with the threads
 
     def refresh(self) -> None:
         """Lists what the server has, in this thread; `find` asks for it by itself, in the background.
@@ -114,6 +111,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
             OSError: the server cannot be reached, or refuses.
         """
         self._next_refresh_s = self._clock() + self._options.refresh_s
+        # Only what was known before may be forgotten: the list may lack a block that was put while it was made.
         with self._lock:
             before = self._index.digests()
         listed = self._objects.list_digests()
@@ -126,7 +124,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         """Stops its threads and gives its connections back; one that hangs ends with its own time limit."""
         has_stopped = self._queue.close()
         self._connections.shutdown(wait=False, cancel_futures=True)
-        if has_stopped:
+        if has_stopped:  # else a thread that hangs still uses the connections
             self._objects.close()
 
     # The threads' side.
@@ -152,7 +150,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         buffer = self._buffer()
         payload = buffer[HEADER_BYTES:]
         with transfer.touching():
-            pass  # else what has ended in the meantime would be fetched for nobody
+            pass  # else a block would be fetched for a transfer that has ended
         try:
             self._objects.medium(known.digest).read(0, buffer)
         except BlockFault:
@@ -180,7 +178,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
             raise BlockFault(TierFailure.BUSY)
         added = 0
         try:
-            self._objects.delete(evicted)
+            self._objects.delete(evicted)  # first, so that the store stays within its budget
             self._counters.count_lost(evicted_blocks=len(evicted))
             self._objects.medium(digest).write(0, [buffer])
             with self._lock:
@@ -191,7 +189,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         self._counters.count_moved(saved_blocks=added)
 
     def _buffer(self) -> memoryview:
-        """One record of memory for each thread."""
+        """Returns this thread's memory for one object."""
         buffer: memoryview | None = getattr(self._buffers, "record", None)
         if buffer is None:
             buffer = memoryview(bytearray(self._object_bytes))
@@ -208,3 +206,26 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         if self._clock() >= self._next_refresh_s:
             self._next_refresh_s = self._clock() + self._options.refresh_s
             self._queue.run_soon(self.refresh)
+
+
+def run_in_order(
+    executor: Executor, tasks: Iterable[Callable[[], None]], *, window: int, on_end: Callable[[], None]
+) -> None:
+    """Runs tasks in the threads of `executor`, at most `window` at a time, and calls `on_end` for each, in order.
+
+    The first exception, of a task or of `on_end`, is raised here; what has not begun then never does, and what has
+    begun may go on for a while.
+    """
+    pending: deque[Future[None]] = deque()
+    try:
+        for task in tasks:
+            if len(pending) == window:
+                pending.popleft().result()
+                on_end()
+            pending.append(executor.submit(task))
+        while pending:
+            pending.popleft().result()
+            on_end()
+    finally:
+        for future in pending:
+            future.cancel()

@@ -45,17 +45,15 @@ class ValkeyStore:
         )
 
     def put(self, key: str, content: memoryview | bytes) -> None:
-        """SET, with the time to live."""
         with _translated():
             self._client.set(key, content, px=self._ttl_ms)
 
     def get(self, key: str) -> bytes | None:
-        """GET."""
         with _translated():
             return self._client.get(key)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """UNLINK, which frees the memory behind the server's main thread."""
+        """UNLINK frees the memory outside the server's main thread."""
         with _translated():
             self._client.unlink(*keys)
 
@@ -66,13 +64,12 @@ class ValkeyStore:
                 yield key.decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Closes the pool of connections."""
         self._client.close()
 
 
 @contextmanager
 def _translated() -> Generator[None]:
-    """The errors that a tier tells apart."""
+    """Raises the errors that a tier tells apart (`failures.classify`)."""
     try:
         yield
     except (ValkeyConnectionError, ValkeyTimeoutError) as error:

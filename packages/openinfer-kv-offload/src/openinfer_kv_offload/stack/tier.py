@@ -50,7 +50,7 @@ class Promotion(StrEnum):
 
 
 class StackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one `TierStack`."""
+    """Options of a `TierStack`."""
 
     write: WriteMode = WriteMode.THROUGH
     promotion: Promotion = Promotion.ON_LOAD
@@ -77,7 +77,6 @@ class StackHit:
         self.parts: list[Part] | None = parts
 
     def close(self) -> None:
-        """Gives the blocks back."""
         parts, self.parts = self.parts, None
         for part in parts or ():
             part.hit.close()
@@ -100,7 +99,7 @@ class TierStack:
 
     def __init__(self, tiers: Sequence[KvTier], options: StackOptions | None = None, *, name: str = "stack") -> None:
         self.name = name
-        # Those that take no device blocks are given none: whoever has some asks `takes_device_blocks` first.
+        # Those that take no device blocks are given none: a caller that has some asks `takes_device_blocks` first.
         self._tiers = cast("list[DeviceTier]", list(tiers))
         self._options = options or StackOptions()
         if len({tier.name for tier in tiers}) != len(tiers) or len(tiers) < 2:
@@ -117,16 +116,14 @@ class TierStack:
                 self._join(upper, lower)
 
     def pinnable_memory(self) -> Sequence[memoryview]:
-        """Of every tier."""
         return [memory for tier in self._tiers for memory in tier.pinnable_memory()]
 
     @property
     def digest_key(self) -> bytes | None:
-        """Of the tiers that outlive the process, None if one has none or two differ; random without such tiers."""
+        """The lasting tiers' key; None if one has none or two differ; random without such tiers."""
         return self._key
 
     def find(self, digests: Sequence[Digest]) -> StackHit:
-        """The longest beginning that the tiers have together."""
         parts: list[Part] = []
         position = 0
         while position < len(digests) and (part := self._find_part(digests[position:])) is not None:
@@ -135,7 +132,6 @@ class TierStack:
         return StackHit(parts)
 
     def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
-        """Loads each part from its tier, all at the same time."""
         if not isinstance(hit, StackHit) or hit.parts is None:
             raise KvTierError(f"{self.name} can load only an open hit of its own, once")
         if len(blocks) != len(hit.digests):
@@ -157,7 +153,6 @@ class TierStack:
     def save(
         self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
     ) -> Transfer:
-        """Saves into every tier that accepts it, or into the first."""
         tiers = [tier for tier in self._tiers if tier.accepts_saves]
         if not tiers:
             raise KvTierError(f"no tier of {self.name} accepts saves; other processes fill them")
@@ -190,7 +185,7 @@ class TierStack:
                     tier.demote_all()
 
     def counters(self) -> tuple[TierCounters, ...]:
-        """Of each tier; a find asks a lower tier only for what the upper ones do not have."""
+        """A find asks a lower tier only for what the upper ones do not have."""
         return tuple(each for tier in self._tiers for each in tier.counters())
 
     def close(self) -> None:
@@ -202,6 +197,7 @@ class TierStack:
             self.flush()
         if self._worker is not None:
             self._worker.close(self._options.demotion_timeout_s)
+        # Upper tiers first: what they evict until their threads have stopped goes to a lower one that is open.
         for tier in self._tiers:
             tier.close()
 
@@ -253,7 +249,7 @@ class TierStack:
                 for tier in above:
                     save = tier.save(digests[:completed], blocks[:completed], timeout_s=left_s)
                     saves.append(save)
-            except Exception:  # noqa: BLE001 -- the fence: the load is good without it; what has begun is waited for
+            except Exception:  # noqa: BLE001 -- the fault boundary: the load is good without it; what has begun is waited for
                 _log.exception("KV blocks could not be promoted into %s", above[len(saves)].name)
             return saves
 

@@ -53,13 +53,13 @@ class StackTransfer:
 
     @property
     def failure(self) -> TierFailure | None:
-        """Of the first part that is partial; None before the end."""
+        """The failure of the first part that is partial; None before the end."""
         if self.poll() is not TransferState.PARTIAL:
             return None
         return next(part.failure for part in self._parts if part.failure is not None)
 
     def poll(self) -> TransferState:
-        """The state; what begins the promotions."""
+        """Also begins the promotions, once the parts have ended."""
         states = [part.poll() for part in self._parts]
         if TransferState.PENDING in states or self._is_promoting():
             return TransferState.PENDING
@@ -68,13 +68,11 @@ class StackTransfer:
         return TransferState.CANCELLED if TransferState.CANCELLED in states else TransferState.COMPLETED
 
     def cancel(self) -> None:
-        """Cancels every part, and what is promoted."""
         self._is_cancelled = True
         for part in (*self._parts, *(self._promoting or ())):
             part.cancel()
 
     def wait(self, timeout_s: float | None = None) -> TransferState:
-        """Waits for the end, at most `timeout_s` seconds."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while self.poll() is TransferState.PENDING:
             left_s = None if until_s is None else until_s - time.monotonic()

@@ -40,18 +40,18 @@ class WriteBehindWorker:
             thread.start()
 
     def enqueue(self, digests: Sequence[Digest]) -> None:
-        """Blocks that the upper tier has now are to be handed down."""
+        """Queues blocks that the upper tier has now."""
         with self._changed:
             self._waiting.extend(digests)
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until everything was handed down, at most so long; whether it was."""
+        """Waits at most `timeout_s` until the queue is empty; whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._num_busy, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Hands down what it can in so many seconds, and stops."""
+        """Copies down what it can in `timeout_s` seconds, and stops."""
         if not self.flush(timeout_s):
             _log.warning("%d KV blocks were not handed down from %s in time", len(self._waiting), self._upper.name)
         with self._changed:
@@ -76,7 +76,7 @@ class WriteBehindWorker:
                     self._changed.notify_all()
 
     def _take(self) -> list[Digest] | None:
-        """Blocks that follow each other; None when it is closed."""
+        """Takes the next chunk off the queue; None when it is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if self._is_closed:

@@ -8,12 +8,12 @@ from openinfer_kv_cache import KvLayout
 from openinfer_kv_cache.testing.tier_contract import FaultInjector
 from openinfer_kv_offload.disk.tier import DiskTier, DiskTierOptions
 from openinfer_kv_offload.format.record import HEADER_BYTES, record_bytes
-from openinfer_kv_offload.host.arena import WrapMedium, as_it_is
 from openinfer_kv_offload.host.options import HostPolicy, HostTierOptions
 from openinfer_kv_offload.host.tier import HostTier
 from openinfer_kv_offload.remote.object_store import ObjectStore
 from openinfer_kv_offload.remote.tier import RemoteTier, RemoteTierOptions
 from openinfer_kv_offload.stack.tier import StackOptions, TierStack, WriteMode
+from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is
 from openinfer_kv_offload.transfer.queue import QueueOptions
 
 CAPACITY_BLOCKS = 12
@@ -33,7 +33,6 @@ class HostCase:
         self._queue = queue or QueueOptions()
 
     def open(self, layout: KvLayout, faults: FaultInjector) -> HostTier:
-        """A new one."""
         return _host(layout, faults.wrap, self._queue, self._policy)
 
 
@@ -48,7 +47,6 @@ class DiskCase:
         self._queue = queue or QueueOptions()
 
     def open(self, layout: KvLayout, faults: FaultInjector) -> DiskTier:
-        """The folder again."""
         return _disk(layout, self._folder, faults.wrap, self._queue)
 
 
@@ -69,7 +67,6 @@ class StackCase:
         self._queue = queue or QueueOptions()
 
     def open(self, layout: KvLayout, faults: FaultInjector) -> TierStack:
-        """A new host tier over the folder again."""
         host = _host(layout, faults.wrap, self._queue, HostPolicy.LRU)
         disk = _disk(layout, self._folder, faults.wrap if self._faulty_disk else as_it_is, self._queue)
         return TierStack([host, disk], StackOptions(write=self._write))
@@ -96,7 +93,6 @@ class RemoteCase:
         self._prefix = f"case-{next(self._numbers)}"
 
     def open(self, layout: KvLayout, faults: FaultInjector) -> RemoteTier:
-        """The prefix again."""
         options = RemoteTierOptions(
             budget_bytes=CAPACITY_BLOCKS * (HEADER_BYTES + layout.block_bytes),
             prefix=self._prefix,

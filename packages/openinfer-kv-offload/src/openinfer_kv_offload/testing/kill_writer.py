@@ -35,18 +35,13 @@ class KillReport(msgspec.Struct, kw_only=True):
     """Reported as completed and not found."""
     wrong_blocks: int = 0
     torn_ends: int = 0
-    """Kills that left a piece of a record at the end of a segment."""
+    """Kills that left part of a record at the end of a segment."""
     corrupt_blocks: int = 0
     """Whole in size, and dropped by their checksum."""
 
 
 def kill_writers(folder: Path, *, kills: int) -> KillReport:
-    """Kills `kills` writers of one store, one after the other.
-
-    Args:
-        folder: of the store; empty.
-        kills: how many.
-    """
+    """Kills `kills` writers of one store in the empty `folder`, one after the other."""
     report = KillReport()
     rng = random.Random(_SEED)  # noqa: S311 -- when to kill
     layout = _layout()
@@ -95,7 +90,7 @@ def _check_store(
 
 
 def _write_for_ever(folder: Path, first: int) -> None:
-    """The writer: several saves at once, and a line for each that has completed."""
+    """Runs the writer: several saves at once, and a line for each that has completed."""
     layout = _layout()
     tier = _open(folder, layout)
     index = first
@@ -119,7 +114,7 @@ def _open(folder: Path, layout: KvLayout) -> DiskTier:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Is the writer, until it is killed."""
+    """Runs the writer, until it is killed."""
     parser = argparse.ArgumentParser(description="Write to a KV store until killed; `soak` starts and kills it.")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--first", type=int, required=True, help="index of the first block")

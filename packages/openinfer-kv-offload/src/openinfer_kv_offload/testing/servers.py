@@ -44,7 +44,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
         assert self._process is not None, "the server is not running"
         return self._process.pid
 
@@ -143,7 +142,7 @@ class S3Server(ServerProcess):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at this moment."""
+    """Ports that are free at this moment."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -45,7 +45,6 @@ CASES: Mapping[str, Callable[[Path], TierCase]] = {
 
 
 def remote_case(connect: Callable[[], ObjectStore]) -> TierCase:
-    """An empty tier on a running server, with several requests under way."""
     return RemoteCase(connect, connections=3, queue=_NERVOUS)
 
 
@@ -114,7 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_remote_machines(scratch: Path, *, steps: int) -> dict[str, dict[str, int]]:
-    """On servers of their own."""
     os.environ.update(S3_ENVIRONMENT)
     folders = {name: scratch / name for name in ("valkey", "s3")}
     for folder in folders.values():

@@ -60,7 +60,6 @@ class BlockTransfer:
         self.poll()
 
     def wait(self, timeout_s: float | None = None) -> TransferState:
-        """Waits for the end, at most `timeout_s` seconds."""
         until_s = None if timeout_s is None else self._clock() + timeout_s
         while self.poll() is TransferState.PENDING:
             now_s = self._clock()
@@ -86,11 +85,6 @@ class BlockTransfer:
             yield
 
     def complete_blocks(self, num_blocks: int = 1) -> None:
-        """Counts blocks as moved.
-
-        Raises:
-            TransferEnded: too late.
-        """
         with self._lock:
             self._settle()
             if self._state is not TransferState.PENDING:
@@ -105,7 +99,7 @@ class BlockTransfer:
                 self._end(TransferState.PARTIAL if failure else TransferState.COMPLETED, failure)
 
     def _settle(self) -> None:
-        """Under the lock: the ends that nobody announces."""
+        """Under the lock: ends a transfer that was cancelled or whose deadline has passed."""
         if self._state is not TransferState.PENDING or self.completed_blocks == self.num_blocks > 0:
             return
         if self._is_cancelled:

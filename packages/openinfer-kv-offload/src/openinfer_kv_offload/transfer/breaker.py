@@ -42,12 +42,10 @@ class CircuitBreaker:
             return True
 
     def succeeded(self) -> None:
-        """Closes it."""
         with self._lock:
             self._failed_in_row = 0
 
     def failed(self) -> None:
-        """Counts one more."""
         with self._lock:
             self._failed_in_row += 1
             self._next_trial_s = self._clock() + self._cooldown_s

@@ -17,7 +17,6 @@ class TierTotals:
         self._failures: Counter[TierFailure] = Counter()
 
     def count_find(self, *, hit_blocks: int, missed_blocks: int) -> None:
-        """One `find`."""
         with self._lock:
             totals = self._totals
             totals["finds"] += 1
@@ -25,24 +24,20 @@ class TierTotals:
             totals["missed"] += missed_blocks
 
     def count_moved(self, *, loaded_blocks: int = 0, saved_blocks: int = 0) -> None:
-        """Blocks that a transfer moved."""
         with self._lock:
             self._totals["loaded"] += loaded_blocks
             self._totals["saved"] += saved_blocks
 
     def count_lost(self, *, evicted_blocks: int = 0, corrupt_blocks: int = 0) -> None:
-        """Blocks that the tier holds no longer."""
         with self._lock:
             self._totals["evicted"] += evicted_blocks
             self._totals["corrupt"] += corrupt_blocks
 
     def count_failure(self, failure: TierFailure) -> None:
-        """One transfer that ended partial."""
         with self._lock:
             self._failures[failure] += 1
 
     def snapshot(self, *, stored_blocks: int) -> TierCounters:
-        """A snapshot."""
         with self._lock:
             totals = self._totals
             return TierCounters(

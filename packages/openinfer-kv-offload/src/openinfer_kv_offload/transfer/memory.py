@@ -1,12 +1,19 @@
 """The caller's memory: arrays as blocks, and copies that leave the interpreter to other threads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from openinfer_kv_cache import DeviceBlock, KvLayout, KvTierError
-from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_cache.tier_traits import BlockMemory, Medium
+
+WrapMedium = Callable[[Medium], Medium]
+"""Puts something between a tier and its medium: fault injection."""
+
+
+def as_it_is(medium: Medium) -> Medium:
+    return medium
 
 
 def block_views(pool: Any, layout: KvLayout) -> list[memoryview]:
@@ -26,7 +33,7 @@ def block_views(pool: Any, layout: KvLayout) -> list[memoryview]:
     """
     array = _as_array(pool)
     if not array.flags.c_contiguous:
-        raise KvTierError(f"the pool of shape {array.shape} is not C-contiguous; blocks are moved as whole pieces")
+        raise KvTierError(f"the pool of shape {array.shape} is not C-contiguous; blocks are moved as a whole")
     if array.nbytes == 0 or array.nbytes % layout.block_bytes:
         raise KvTierError(f"the pool has {array.nbytes} bytes: no whole number of blocks of {layout.block_bytes}")
     whole = array.reshape(-1).view(np.uint8).data
@@ -60,12 +67,11 @@ def check_blocks(blocks: Sequence[BlockMemory], layout: KvLayout, *, num_blocks:
 
 
 def in_memory(blocks: Sequence[BlockMemory]) -> list[memoryview]:
-    """Those in this machine's memory: after `check_blocks` all of them, or none."""
+    """The blocks in this machine's memory: after `check_blocks` all of them, or none."""
     return [block for block in blocks if isinstance(block, memoryview)]
 
 
 def on_a_device(blocks: Sequence[BlockMemory]) -> list[DeviceBlock]:
-    """The others."""
     return [block for block in blocks if not isinstance(block, memoryview)]
 
 

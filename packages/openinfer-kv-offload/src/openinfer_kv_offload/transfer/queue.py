@@ -31,7 +31,7 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     num_threads: int = msgspec.field(default_factory=lambda: min(8, max(2, (os.cpu_count() or 1) // 2)))
-    """Of its own; by default half of the machine's processors, 2 to 8."""
+    """Threads of its own; by default half of the machine's processors, 2 to 8."""
     max_queued: int = 256
     """Transfers that wait; one more ends partial at once (`BUSY`)."""
     breaker_failures: int = 5
@@ -50,7 +50,7 @@ class Urgency(IntEnum):
     LOAD = 0
     """A request waits for it."""
     SAVE = 1
-    """And what is nobody's transfer."""
+    """Saves, and work that belongs to no transfer."""
     STOP = 2
 
 
@@ -73,7 +73,7 @@ class TransferQueue:
         )
         self._jobs: queue.PriorityQueue[tuple[Urgency, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
-        """Of jobs, so that those of one urgency keep their order."""
+        """Numbers of jobs, so that those of one urgency keep their order."""
         self._max_queued = options.max_queued
         self._open: set[BlockTransfer] = set()
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class TransferQueue:
         return transfer
 
     def run_soon(self, task: Callable[[], None]) -> bool:
-        """Queues work that is nobody's transfer; False if there is no room."""
+        """Queues work that belongs to no transfer; False if there is no room."""
         guarded = lambda: None if self._is_closed else self._guard(task)  # noqa: E731
         return not self._is_closed and self._enqueue(guarded, Urgency.SAVE) is None
 
@@ -137,6 +137,7 @@ class TransferQueue:
                 return not any(thread.is_alive() for thread in self._threads)
             self._is_closed = True
             pending = list(self._open)
+        # Outside the lock: an end takes the transfer's lock first and this one then (`_on_end`).
         for transfer in pending:
             transfer.end(TierFailure.CLOSED)
         self._drain()
@@ -181,8 +182,8 @@ class TransferQueue:
                 job(transfer)
                 transfer.end()
         except TransferEnded:
-            pass  # whoever ended it has counted why
-        except Exception as error:  # noqa: BLE001 -- the fence: a tier never takes the engine down
+            pass  # its end was counted where it was ended
+        except Exception as error:  # noqa: BLE001 -- the fault boundary: a tier never takes the engine down
             failure = classify(error)
             if failure is TierFailure.ERROR:
                 _log.exception("tier %s: its own code failed", self._name)
@@ -191,10 +192,9 @@ class TransferQueue:
             self._guard(release)
 
     def _guard(self, task: Callable[[], None]) -> None:
-        """Keeps the thread alive."""
         try:
             task()
-        except Exception:  # noqa: BLE001 -- the fence, as above
+        except Exception:  # noqa: BLE001 -- the fault boundary, as above
             _log.exception("tier %s: work in the background failed", self._name)
 
     def _on_end(self, transfer: BlockTransfer) -> None:

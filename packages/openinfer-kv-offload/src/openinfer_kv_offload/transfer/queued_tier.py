@@ -10,9 +10,43 @@ from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, Tier
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.counters import TierTotals
-from openinfer_kv_offload.transfer.hit import HeldBlock, HeldHit
 from openinfer_kv_offload.transfer.memory import check_blocks
 from openinfer_kv_offload.transfer.queue import QueueOptions, TransferQueue, Urgency
+
+
+class Held(Protocol):
+    """What a tier knows of a block that it holds."""
+
+    @property
+    def digest(self) -> Digest:
+        """The block's."""
+        ...
+
+
+HeldBlock = TypeVar("HeldBlock", bound=Held)
+
+
+class HeldHit(Generic[HeldBlock]):
+    """Blocks held in a tier.
+
+    Args:
+        held: in the order of their prefix; None once a load has taken them over, or they were given back.
+        tier: that holds them.
+        release: gives them back.
+    """
+
+    __slots__ = ("_release", "digests", "held", "tier")
+
+    def __init__(self, held: list[HeldBlock], *, tier: object, release: Callable[[list[HeldBlock]], None]) -> None:
+        self.tier = tier
+        self.digests = tuple([each.digest for each in held])
+        self.held: list[HeldBlock] | None = held
+        self._release = release
+
+    def close(self) -> None:
+        held, self.held = self.held, None
+        if held:
+            self._release(held)
 
 
 class BlockIndex(Protocol[HeldBlock]):
@@ -77,17 +111,14 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
         self._counters = TierTotals(name)
 
     def _open_queue(self, options: QueueOptions) -> None:
-        """Starts the threads."""
         self._queue = TransferQueue(self.name, options, self._counters, clock=self._clock)
 
     def find(self, digests: Sequence[Digest]) -> HeldHit[HeldBlock]:
-        """The longest beginning that is known to be stored; held until the hit is closed or its load has ended."""
         held = [] if self._queue.is_refusing else self._hold(digests)
         self._counters.count_find(hit_blocks=len(held), missed_blocks=len(digests) - len(held))
         return HeldHit(held, tier=self, release=self._release)
 
     def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer:
-        """Begins to copy a hit's blocks into writable memory."""
         own = cast("HeldHit[HeldBlock]", hit)
         if not isinstance(hit, HeldHit) or own.tier is not self or own.held is None:
             raise KvTierError(f"tier {self.name} can load only an open hit of its own, once")
@@ -104,11 +135,6 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
     def save(
         self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
     ) -> Transfer:
-        """Begins to store sealed blocks.
-
-        Raises:
-            KvTierError: as the contract says, or this process only reads.
-        """
         if not self.accepts_saves:
             raise KvTierError(f"tier {self.name} was opened with access=read: other processes write to it")
         check_blocks(blocks, self.layout, num_blocks=len(digests), writable=False)
@@ -121,15 +147,9 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
         )
 
     def counters(self) -> tuple[TierCounters, ...]:
-        """One."""
         return (self._counters.snapshot(stored_blocks=len(self._index)),)
 
     def check_integrity(self) -> None:
-        """Compares everything the tier knows.
-
-        Raises:
-            IntegrityError: its books contradict themselves: a bug.
-        """
         with self._lock:
             self._index.check_integrity()
 
@@ -152,6 +172,5 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
             self._index.release(held)
 
     def _drop(self, held: HeldBlock) -> bool:
-        """Makes a block that is not intact unfindable; False if it was already."""
         with self._lock:
             return self._index.drop(held)

@@ -16,7 +16,7 @@ from openinfer_kv_offload.vllm.worker_side import WorkerSide
 
 
 class OpenInferConnector(ConnectorBase, SupportsHMA):
-    """KV blocks of vLLM in our tiers: found, loaded in the background, saved behind each step.
+    """KV blocks of vLLM in our tiers: found, loaded in the background, saved after each step.
 
     Models whose layers are all of full attention, in one group of blocks of one size. Requests with images or prompt
     embeddings are left alone.
@@ -47,18 +47,15 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what is not saved is computed again."""
         return False
 
     # The workers' side.
 
     @property
     def is_moving(self) -> bool:
-        """Whether blocks are on their way between this worker's pool and its tiers."""
         return self._worker is not None and self._worker.is_moving
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Opens the tiers for the pool that vLLM has made."""
         from openinfer_kv_offload.vllm.torch_copies import TorchCopies
 
         self.attach(TorchCopies(kv_caches, num_blocks=self._num_blocks))
@@ -80,11 +77,9 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
 
     @property
     def unsaved_blocks(self) -> int:
-        """Of this worker, left out because staging memory was short."""
         return 0 if self._worker is None else self._worker.unsaved_blocks
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begins what the scheduler has asked for."""
         if self._worker is not None:
             self._worker.begin_step(self._step())
 
@@ -92,7 +87,7 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
         """Nothing: loads end before their request runs."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole blocks are saved behind the step."""
+        """Nothing: whole blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
         """Begins to copy the blocks that this step has filled."""
@@ -104,15 +99,12 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
         return None, None if self._worker is None else self._worker.poll()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that did not arrive, to be computed."""
         return set() if self._worker is None else self._worker.take_failed_block_ids()
 
     def build_connector_worker_meta(self) -> WorkerAnswers | None:
-        """What was found."""
         return None if self._worker is None else self._worker.take_answers()
 
     def shutdown(self) -> None:
-        """Closes the tiers."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
@@ -120,32 +112,27 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
     # The scheduler's side.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """As `SchedulerSide.match` says."""
         return self._scheduling().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks for a load, or for a request that runs now."""
         self._scheduling().admitted(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """What the workers do in this step."""
         return self._scheduling().take_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers have found."""
         answers = connector_output.kv_connector_worker_meta
         if isinstance(answers, WorkerAnswers):
             self._scheduling().take_answers(answers)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks may be freed: copies of them are queued ahead of whatever will overwrite them."""
+        """Its blocks may be freed: copies of them are queued before whatever will overwrite them."""
         self._scheduling().finished(request.request_id)
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`; there is one group."""
         return self.request_finished(request, block_ids[0])
 
     def _scheduling(self) -> SchedulerSide:
@@ -160,7 +147,7 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
         return metadata
 
     def _layout(self, copies: PoolCopies) -> KvLayout:
-        """Blocks of so many bytes per token; what they mean is in the tag, which is part of the layout's digest."""
+        """A layout of so many bytes per token; what they mean is in the tag, which is part of the layout's digest."""
         model, parallel = self._config.model_config, self._config.parallel_config
         tag = {
             "vllm": VLLM_VERSION,
@@ -178,7 +165,7 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
 
 
 def _block_tokens(kv_cache_config: Any) -> int:
-    """Of the one group of full attention."""
+    """Tokens per block of the one group of full attention."""
     groups = kv_cache_config.kv_cache_groups
     kinds = {each.__name__ for group in groups for each in type(group.kv_cache_spec).__mro__}
     if len(groups) != 1 or "FullAttentionSpec" not in kinds:

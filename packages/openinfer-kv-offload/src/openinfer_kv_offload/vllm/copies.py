@@ -17,7 +17,7 @@ class PoolCopies(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, all layers."""
+        """Bytes of one block, all layers."""
         ...
 
     @property

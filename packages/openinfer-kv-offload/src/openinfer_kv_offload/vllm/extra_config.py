@@ -11,22 +11,22 @@ _GONE_WITH_THE_PROCESS = "host="
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one `OpenInferConnector`.
+    """Settings of an `OpenInferConnector`.
 
     Raises:
         TierConfigError: a value is out of range.
     """
 
     tiers: tuple[str, ...]
-    """As `open_tiers` takes them, fastest first; `{rank}` in one becomes the worker's rank."""
+    """Settings as `open_tiers` takes them, fastest first; `{rank}` in one becomes the worker's rank."""
     digest_key_file: str | None = None
     """16 to 64 secret bytes that name blocks; the same for all who share a tier. Only tiers of a process's own memory
     do without: then a random key is drawn."""
     load_timeout_s: float = 5.0
     """After which what did not arrive is computed."""
     staging_bytes: int = 4 << 30
-    """Of pinned host memory per worker, which blocks pass through: the longest prefix that is loaded, and what is saved
-    at a time."""
+    """Pinned host memory per worker, which blocks pass through: the longest prefix that is loaded, and what is saved at
+    a time."""
     model_tag: str = ""
     """To be changed with the weights, where the model's name and revision do not."""
 
@@ -55,7 +55,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise TierConfigError(f"digest_key_file: {error}") from error
 
     def tiers_of(self, *, rank: int) -> list[str]:
-        """The settings of one worker's tiers."""
         return [each.replace("{rank}", str(rank)) for each in self.tiers]
 
 

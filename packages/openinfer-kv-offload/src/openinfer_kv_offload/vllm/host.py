@@ -18,5 +18,4 @@ VLLM_VERSION: str = import_module("vllm").__version__
 
 
 def device_torch() -> Any:
-    """The module torch."""
     return import_module("torch")

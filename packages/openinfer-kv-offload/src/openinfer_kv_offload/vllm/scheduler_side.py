@@ -1,10 +1,57 @@
 """`SchedulerSide`: asks the workers for prefixes, and says what is to be loaded and saved."""
 
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
-from openinfer_kv_cache import PrefixHasher
+from openinfer_kv_cache import Digest, PrefixHasher
 from openinfer_kv_offload.vllm.messages import Load, Save, StepMetadata, WorkerAnswers
-from openinfer_kv_offload.vllm.tracked import MAX_QUERIES, TrackedRequest
+
+MAX_QUERIES = 3
+"""The most queries for one request: at first, and after preemptions or a partial load."""
+
+
+class TrackedRequest:
+    """Digests, blocks and the state of the one query that may be open.
+
+    Args:
+        request: vLLM's; its ids grow while it runs. hasher: of the engine's block size.
+    """
+
+    def __init__(self, request: Any, hasher: PrefixHasher) -> None:
+        self._request = request
+        self._hasher = hasher
+        lora = request.lora_request
+        self._root = hasher.root(lora_name=None if lora is None else lora.name, cache_salt=request.cache_salt or None)
+        self._ids = array("I")
+        self._digests: list[Digest] = []
+        self.is_text = not request.mm_features and request.prompt_embeds is None
+        """Else its KV depends on more than ids, and it is left alone."""
+        self.block_ids: list[int] = []
+        self.saved_blocks = 0
+        self.num_queries = 0
+        self.first_block = 0
+        """The first block of the query that is open or answered."""
+        self.is_asked = False
+        self.found_blocks: int | None = None
+
+    def digests(self, num_blocks: int) -> Sequence[Digest]:
+        """Digests of the first blocks, as far as their ids are known."""
+        known = self._request.all_token_ids
+        self._ids.extend(known[len(self._ids) : len(known)])
+        num_blocks = min(num_blocks, len(self._ids) // self._hasher.block_size_tokens)
+        self._hasher.extend_chain(self._digests, self._root, self._ids, num_blocks=num_blocks)
+        return self._digests[:num_blocks]
+
+    @property
+    def matchable_blocks(self) -> int:
+        """Full blocks that leave at least one known token to compute."""
+        return max(len(self._request.all_token_ids) - 1, 0) // self._hasher.block_size_tokens
+
+    def forget_answer(self) -> None:
+        """The query has served its purpose; another may be asked."""
+        self.is_asked = False
+        self.found_blocks = None
 
 
 class SchedulerSide:
@@ -55,7 +102,6 @@ class SchedulerSide:
         tracked.forget_answer()
 
     def take_metadata(self, output: Any) -> StepMetadata:
-        """What the workers do in the step that vLLM has scheduled."""
         for new in output.scheduled_new_reqs:
             self._begin(new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
             self._save(new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
@@ -71,7 +117,6 @@ class SchedulerSide:
         return metadata
 
     def take_answers(self, answers: WorkerAnswers) -> None:
-        """What the workers have found."""
         for request_id, found_blocks in answers.found_blocks.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.is_asked:
@@ -90,7 +135,7 @@ class SchedulerSide:
         return tracked
 
     def _begin(self, request_id: str, block_ids: list[int], computed_tokens: int) -> None:
-        """The request runs; what is computed already has been saved by whoever computed it."""
+        """The request runs; what is computed already was saved when it was computed."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.block_ids = block_ids

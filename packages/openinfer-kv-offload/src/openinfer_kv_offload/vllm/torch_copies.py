@@ -61,19 +61,18 @@ class TorchCopies:
         self._stream = self._torch.cuda.Stream() if self._device.type == "cuda" else None
 
     def allocate_staging(self, num_blocks: int) -> Sequence[memoryview]:
-        """Pinned, where the pool is on a GPU."""
         is_gpu = self._device.type == "cuda"
         self._staging = self._torch.empty((num_blocks, self.block_bytes), dtype=self._torch.uint8, pin_memory=is_gpu)
         return [memoryview(row.numpy()) for row in self._staging]
 
     def to_staging(self, block_ids: Sequence[int], staging_ids: Sequence[int]) -> StagedCopy:
-        """Gathers on the device behind its work, then copies each block as one piece beside it."""
+        """Gathers on the device after its work, then copies each block as a whole on a stream of its own."""
         index = self._torch.tensor(list(block_ids), device=self._device)
-        pieces = [
+        parts = [
             layer.index_select(dim, index).movedim(dim, 0).contiguous().view(len(block_ids), -1).view(self._torch.uint8)
             for layer, dim in self._layers
         ]
-        gathered = self._torch.cat(pieces, dim=1)
+        gathered = self._torch.cat(parts, dim=1)
         if self._stream is None:
             self._to_staging(gathered, staging_ids)
             return _Done()
@@ -84,7 +83,7 @@ class TorchCopies:
         return _Steps(self._stream.record_event())
 
     def to_pool(self, staging_ids: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
-        """Copies each block as one piece beside the device's work, then spreads it over the layers ahead of more."""
+        """Copies each block as a whole during the device's work, then spreads it over the layers before more work."""
         if not staging_ids:
             return _Done()
         if self._stream is None:
@@ -105,7 +104,7 @@ class TorchCopies:
         return arrived
 
     def _spread_behind(self, arrived: Any, block_ids: Sequence[int]) -> Any:
-        """On the stream of the model, so that steps which follow find the blocks."""
+        """Spreads on the stream of the model, so that steps which follow find the blocks."""
         current = self._torch.cuda.current_stream()
         arrived.record_stream(current)
         self._spread(arrived, block_ids)
@@ -113,15 +112,15 @@ class TorchCopies:
 
     def _spread(self, arrived: Any, block_ids: Sequence[int]) -> None:
         index = self._torch.tensor(list(block_ids), device=self._device)
-        for (layer, dim), piece in zip(self._layers, arrived.split(self._sizes, dim=1), strict=True):
+        for (layer, dim), part in zip(self._layers, arrived.split(self._sizes, dim=1), strict=True):
             shape = list(layer.shape)
             blocks_first = [len(block_ids), *shape[:dim], *shape[dim + 1 :]]
-            values = piece.contiguous().view(layer.dtype).view(blocks_first).movedim(0, dim)
+            values = part.contiguous().view(layer.dtype).view(blocks_first).movedim(0, dim)
             layer.index_copy_(dim, index, values)
 
 
 def _block_dim(name: str, layer: Any, num_blocks: int) -> int:
-    """Of `[blocks, ...]`, and of `[2, blocks, ...]` with keys and values apart."""
+    """Finds the dimension of blocks: of `[blocks, ...]`, or of `[2, blocks, ...]` with keys and values apart."""
     shape = tuple(getattr(layer, "shape", ()))
     if shape and shape[0] == num_blocks:
         return 0
@@ -134,6 +133,6 @@ def _block_dim(name: str, layer: Any, num_blocks: int) -> int:
 
 
 def _meaning(name: str, layer: Any, dim: int) -> list[Any]:
-    """Of one block in a layer; how many blocks the pool has is not part of it."""
+    """What the bytes of one block in a layer are; how many blocks the pool has is not part of it."""
     shape = list(layer.shape)
     return [name, dim, shape[:dim] + shape[dim + 1 :], str(layer.dtype)]

@@ -58,11 +58,9 @@ class WorkerSide:
 
     @property
     def is_moving(self) -> bool:
-        """Whether blocks are on their way."""
         return bool(self._saving or self._loading)
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Answers what was asked, and begins loads."""
         for request_id in metadata.drops:
             self._drop(request_id)
         for request_id, digests in metadata.queries.items():
@@ -75,7 +73,7 @@ class WorkerSide:
         self._begin_loads()
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Copies blocks behind the step's work."""
+        """Begins to copy blocks, after the step's work."""
         if not self._tiers.accepts_saves:
             return
         has_waiting_load = any(loading.transfer is None for loading in self._loading)
@@ -101,7 +99,6 @@ class WorkerSide:
         return failed
 
     def take_answers(self) -> WorkerAnswers | None:
-        """What was found since the last call."""
         if not self._answers.found_blocks:
             return None
         answers, self._answers = self._answers, WorkerAnswers()
@@ -118,7 +115,7 @@ class WorkerSide:
         self._tiers.close()
 
     def _begin_loads(self) -> None:
-        """In the order in which they were asked for, as far as staging memory goes."""
+        """Begins loads in the order in which they were asked for, as far as staging memory goes."""
         for loading in self._loading:
             if loading.transfer is not None:
                 continue
