@@ -4,7 +4,7 @@
 // next turn's keys are asked for when this turn's have been multiplied, and so for values: each warp has a turn or more in
 // flight. Work is divided as attention_line.cuh says, and put together again as attention_parts.cuh says.
 #include "attention/attention_parts.cuh"
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 
 using namespace attention;
 
@@ -22,7 +22,7 @@ __device__ void run(const Arguments& a) {
   const int64_t value_offset = a.cache.value_offset(D);
   const int block_mask = (1 << a.cache.block_shift) - 1;
 
-  allow_next_kernel();
+  launch_dependents();
   if (!a.early) wait_for_previous_kernel();
   const int units = count_units(a, heads, rows, s.counts);
   const Division division = {units, min(units, int(gridDim.x))};

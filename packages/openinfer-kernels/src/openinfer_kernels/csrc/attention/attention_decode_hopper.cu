@@ -75,7 +75,7 @@ __device__ void run(const Arguments& a) {
   auto& full = m.full[warp];
   auto& pieces = m.pieces[warp];
 
-  hopper::allow_next_kernel();
+  hopper::launch_dependents();
   if (lane < 2 * kDepth) barrier_init(&full[lane / 2][lane % 2], 1);
   hopper::barrier_init_fence();
   if (!a.early) hopper::wait_for_previous_kernel();

@@ -6,7 +6,7 @@
 // zeros, never read.
 #include "attention/attention.cuh"
 #include "attention/attention_tiles.cuh"
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 
 using namespace attention;
 
@@ -110,7 +110,7 @@ __device__ void run(const Arguments& a) {
   int* scratch = reinterpret_cast<int*>(tiles + 4 * S::kTile);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
 
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const int kv_head = blockIdx.x % a.cache.num_heads;
   const QueryTile tile = find_tile<S::kWarps>(blockIdx.x / a.cache.num_heads, a.query_starts, a.context_lens, a.num_rows,

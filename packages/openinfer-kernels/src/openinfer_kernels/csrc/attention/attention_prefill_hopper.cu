@@ -521,7 +521,7 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
     barrier_init_fence();
     prefetch_map(&map);
   }
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const Rows rows = {a.query_starts, a.context_lens, a.num_rows, a.group, a.num_kv_heads, a.least_tokens, a.parts != nullptr};
   const int num_units = count_units<S::kKeys>(s.units, rows, gridDim.x) * a.num_kv_heads;

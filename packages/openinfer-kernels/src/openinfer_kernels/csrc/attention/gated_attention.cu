@@ -6,7 +6,7 @@
 // Per query head the projection has D query values, then D gates; key heads and value heads follow. Norms are
 // zero-centred, n = (1 + w) x / sqrt(mean(x^2) + eps). The first r dimensions turn in pairs (i, i + r/2) (Black et al. 2022,
 // "GPT-NeoX-20B", section 2.1). All of it is float32 and rounded once. A token with a negative slot is padding: its K and V go nowhere.
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 namespace {
@@ -53,7 +53,7 @@ __device__ void run_vectors(const Arguments& a) {
   constexpr int kHeadDim = 8 * kLanes;
   const int lane = threadIdx.x % kLanes, token = blockIdx.x, heads = a.all_heads();
   const int index = (blockIdx.y * blockDim.x + threadIdx.x) / kLanes;
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const Head head = find_head(a, token, min(index, heads - 1), kHeadDim);  // a warp shuffles together
   const Vector<8> given = load<8>(head.from + lane * 8);
@@ -92,7 +92,7 @@ constexpr int kMostValues = 512;
 __device__ void run_singles(const Arguments& a, int head_dim) {
   __shared__ float values[kMostValues];
   const int lane = threadIdx.x, token = blockIdx.x, half = a.rotated / 2;
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const Head head = find_head(a, token, blockIdx.y, head_dim);
   if (head.to == nullptr) return;
@@ -128,7 +128,7 @@ __device__ void gate_output(const bf16* attended, const bf16* projected, bf16* o
                             int head_dim) {
   const int i = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
   const int64_t token = blockIdx.x;
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   if (i >= num_values) return;
   float values[kWidth], gates[kWidth];

@@ -9,7 +9,7 @@
 // All of it is float32, rounded once. rope_append does the same without the norm.
 //
 // A slot is block * B + offset; a token with a negative slot is padding, whose K and V are written nowhere.
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 namespace {
@@ -106,7 +106,7 @@ __device__ void run_vectors(const Arguments& a) {
     q_weight = load<8>(a.q_norm + lane * 8);
     k_weight = load<8>(a.k_norm + lane * 8);
   }
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const int position = a.positions[token];
   const int64_t slot = a.slots[token];
@@ -139,7 +139,7 @@ template <bool kNormed>
 __device__ void run_pairs(const Arguments& a, int head_dim) {
   const int token = blockIdx.x, head = blockIdx.y, half = head_dim / 2;
   const Kind kind = kind_of(head, a);
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const bf16* given = a.qkv + (int64_t(token) * a.all_heads() + head) * head_dim;
   bf16* target = Targets(token, a.slots[token], head_dim, a).of(head, head_dim, a);

@@ -3,8 +3,8 @@
 //     y = x / sqrt(mean(x^2) + eps) * w        (y_2i, y_2i+1) turned by the token's position: Su et al. 2021, eq. 34
 //
 // A warp holds one vector, 8 values per access.
-#include "common/overlap.cuh"
 #include "attention/sparse.cuh"
+#include "common/pdl.cuh"
 
 namespace {
 
@@ -25,7 +25,7 @@ template <bool kNorm>
 __device__ void run(const Arguments& a) {
   const int vector = (blockIdx.x * kThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (vector >= a.num_vectors) return;
   const int accesses = a.size / 8, tail = a.size - 2 * a.rope.pairs;
   const int position = a.positions[vector / a.per_token];

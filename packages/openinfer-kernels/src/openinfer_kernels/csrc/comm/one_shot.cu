@@ -8,7 +8,7 @@
 // writes to that one again in turn t + 2, hence after it has received what this rank sent in turn t + 1, hence after this
 // rank's kernel of turn t has ended: buffers are empty when they are written to, and nobody waits for that.
 // As the Lamport buffers of TensorRT-LLM have it (Lamport 1977, "Concurrent Reading and Writing").
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 namespace {
@@ -141,7 +141,7 @@ template <typename Values>
 __device__ __forceinline__ void sum_over_ranks(const uint4* x, uint4* out, const Group& group, int64_t vectors) {
   const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   const unsigned turn = *reinterpret_cast<const volatile unsigned*>(&group.state->turn);
   if (at < vectors) out[at] = reduce<Values>(group, turn, at, x[at]);
   empty_last_turn(group, turn);

@@ -2,7 +2,7 @@
 //
 //     sum_over_ranks_T   out[i] = T(((x[0][i] + x[1][i]) + x[2][i]) + ...)     in float32, rounded once, in order of ranks
 //     exchange_axes      out[b][a] = in[a][b], of pieces of so many 16-byte, 4-byte or single units
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 namespace {
@@ -11,7 +11,7 @@ template <int kWidth>
 __device__ void sum_bfloat16(const bf16* ranks, bf16* out, int64_t count, int size) {
   const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (at >= count) return;
   float total[kWidth];
   unpack(load<kWidth>(ranks + at), total);
@@ -29,7 +29,7 @@ __device__ void exchange(const Unit* in, Unit* out, int first, int second, int u
   const int unit = blockIdx.y * blockDim.x + threadIdx.x;
   const int64_t piece = blockIdx.x;  // of the result
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (unit >= units) return;
   const int64_t b = piece / first, a = piece % first;
   out[piece * units + unit] = in[(a * second + b) * units + unit];
@@ -48,7 +48,7 @@ extern "C" __global__ void sum_over_ranks_bfloat16_singles(const bf16* ranks, bf
 extern "C" __global__ void sum_over_ranks_float32(const float* ranks, float* out, int64_t count, int size) {
   const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (at >= count) return;
   float total = ranks[at];
   for (int rank = 1; rank < size; rank++) total += ranks[rank * count + at];

@@ -3,7 +3,7 @@
 //
 // The next kernel is let in behind the wait: decode attention reads keys early, and where it follows a choice of queries
 // (a model's last layer), these keys are of the same step. All kernels before this one have ended by then.
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 namespace {
@@ -12,7 +12,7 @@ template <int kWidth, typename Output>
 __device__ void copy_row(const int* token_ids, const bf16* table, Output* out, int size) {
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (at >= size) return;
   const int64_t row = token_ids[blockIdx.x];
   store(out + int64_t(blockIdx.x) * size + at, load<kWidth>(table + row * size + at));

@@ -162,7 +162,7 @@ __device__ __forceinline__ void load_box_into(void* target, const CUtensorMap* m
 
 // --- programmatic dependent launch ----------------------------------------------------------------------------
 
-__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -225,7 +225,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
     cluster_sync();
   else
     __syncthreads();
-  allow_next_kernel();
+  launch_dependents();
   if (threadIdx.x < kConsumers) {
     wait_for_previous_kernel();
     consume<kTokens, kEpilogue>(s, work, y, m, n);

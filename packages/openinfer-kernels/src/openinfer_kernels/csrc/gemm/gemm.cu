@@ -14,8 +14,8 @@
 // Programmatic dependent launch as in decode_gemm.cu: stages fill with weights while the kernel ahead drains.
 //
 // gemm_epilogue.cuh says what becomes of the sums.
-#include "gemm/gemm_epilogue.cuh"
 #include "common/hopper.cuh"
+#include "gemm/gemm_epilogue.cuh"
 #include "gemm/wgmma.cuh"
 
 using namespace hopper;
@@ -264,7 +264,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y,
     cluster_meet();
   else
     __syncthreads();
-  allow_next_kernel();
+  launch_dependents();
   if (threadIdx.x < S::kConsumers) {
     if constexpr (S::kTrades) take_registers<kConsumerRegisters>();
     wait_for_previous_kernel();

@@ -16,9 +16,9 @@
 // Stages of cp.async are kept full; x is gathered while it is copied, along the line of tokens of `plan_experts`.
 // Epilogues: store, and swiglu, for which rows g and g + 8 of 16 are gate and up of one feature.
 #pragma once
+#include "common/pdl.cuh"
 #include "gemm/grouped_gemm_loads.cuh"
 #include "gemm/limited_swiglu.cuh"
-#include "common/overlap.cuh"
 
 namespace grouped {
 
@@ -160,7 +160,7 @@ __device__ __forceinline__ void run(const Problem& p) {
   }
   __syncthreads();
   if (p.weights_first) wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; i++) {
     if (i < chunks) load_x<S>(shared + i * S::kStageBytes, p, x_rows, i);

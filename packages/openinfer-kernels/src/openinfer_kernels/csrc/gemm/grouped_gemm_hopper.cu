@@ -7,8 +7,8 @@
 //
 // A block has a multiprocessor to itself and takes tile after tile, so that stages fill while it stores. Neighbouring
 // blocks have the same tokens. gemm_epilogue.cuh says what becomes of the sums.
-#include "gemm/gemm_epilogue.cuh"
 #include "common/hopper.cuh"
+#include "gemm/gemm_epilogue.cuh"
 #include "gemm/wgmma.cuh"
 
 using namespace hopper;
@@ -125,7 +125,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, const in
   }
   __syncthreads();
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   Walk walk(tiles, most_tiles, (n + kTileFeatures - 1) / kTileFeatures);
   const int chunks = (k + kChunk - 1) / kChunk;
   if (threadIdx.x >= kConsumers) {

@@ -4,7 +4,7 @@
 //
 // Shazeer 2020, "GLU Variants Improve Transformer", eq. 6. Kernels that gate their own sums round both to BF16 first, so
 // that they agree with this one bit for bit. Each block makes a piece of one token's row.
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 namespace {
@@ -13,7 +13,7 @@ template <int kWidth>
 __device__ void gate(const bf16* both, bf16* y, int width) {
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (at >= width) return;
   const bf16* row = both + int64_t(blockIdx.x) * 2 * width;
   float gates[kWidth], ups[kWidth];

@@ -3,7 +3,7 @@
 //
 // 64 bytes of a row are 16 parts' worth for four threads: part p of thread t, which stands at p * 4 + t in the row,
 // comes to t * kParts + p. Inside a part the bits are put where few instructions widen them.
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/philox.cuh"
 #include "gemm/weight_formats.cuh"
 

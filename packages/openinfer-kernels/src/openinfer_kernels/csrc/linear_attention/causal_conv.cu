@@ -5,7 +5,7 @@
 // A thread walks over a tile of a row's tokens with the last inputs in registers. Tiles begin at the row's first token and
 // are longer than the taps, so a row's first tile alone reads what the slot holds, and writes what it will hold.
 #include "attention/attention_tiles.cuh"
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/state_rows.cuh"
 #include "common/vectors.cuh"
 
@@ -140,7 +140,7 @@ __device__ void run_steps(const Arguments& a) {
   const int channel = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
   Window<kWidth, kTaps> window;
   if (channel < a.channels) window.load_taps(a.weight + int64_t(channel) * kTaps);
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const StateRow row = state_row(a.rows, blockIdx.y);
   if (channel < a.channels && row.count > 0) walk(a, window, row, 0, channel);
@@ -153,7 +153,7 @@ __device__ void run_tiles(const Arguments& a) {
   const int channel = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
   Window<kWidth, kTaps> window;
   if (channel < a.channels) window.load_taps(a.weight + int64_t(channel) * kTaps);
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const attention::QueryTile tile = attention::find_tile<kWarps>(
       blockIdx.y, a.rows.query_starts, a.rows.context_lens, a.rows.num_rows, 1, 1, kTileTokens, scratch);

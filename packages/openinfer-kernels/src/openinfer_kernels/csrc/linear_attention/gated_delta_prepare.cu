@@ -7,9 +7,9 @@
 // Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", section 3.3. Operands are BF16, sums and M float32. Lengths
 // of q and k, and decays, multiply sums or rows of float32 operands, so that q and k enter the products as they are.
 #include "attention/attention_tiles.cuh"
+#include "common/pdl.cuh"
 #include "linear_attention/gated_delta_inverse.cuh"
 #include "linear_attention/gated_delta_tiles.cuh"
-#include "common/overlap.cuh"
 
 using namespace gated_delta;
 
@@ -230,7 +230,7 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
 // Grid: key heads of all chunks that there can be.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     gated_delta_prepare(const __grid_constant__ Arguments a, const __grid_constant__ Scratch to) {
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   prepare(a, to);
 }

@@ -4,8 +4,8 @@
 //
 // Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", eq. 10. The second form of o needs one sum over the keys
 // per token for all of it: of k and q as they are, whose lengths are sums beside, and divide the results.
+#include "common/pdl.cuh"
 #include "linear_attention/gated_delta.cuh"
-#include "common/overlap.cuh"
 
 using namespace gated_delta;
 
@@ -164,12 +164,12 @@ __device__ void run_any(const Arguments& a) {
 }  // namespace
 
 // Grid: heads in slices of so many columns, rows.
-#define GATED_DELTA_STEPS(COLUMNS, BLOCKS)                                                    \
-  extern "C" __global__ void __launch_bounds__(Shape<COLUMNS>::kThreads, BLOCKS)              \
-      gated_delta_steps_##COLUMNS(const __grid_constant__ Arguments a) {                      \
-    allow_next_kernel();                                                                      \
-    wait_for_previous_kernel();                                                               \
-    run<Shape<COLUMNS>>(a);                                                                   \
+#define GATED_DELTA_STEPS(COLUMNS, BLOCKS)                                       \
+  extern "C" __global__ void __launch_bounds__(Shape<COLUMNS>::kThreads, BLOCKS) \
+      gated_delta_steps_##COLUMNS(const __grid_constant__ Arguments a) {         \
+    launch_dependents();                                                         \
+    wait_for_previous_kernel();                                                  \
+    run<Shape<COLUMNS>>(a);                                                      \
   }
 
 GATED_DELTA_STEPS(32, 6)
@@ -177,7 +177,7 @@ GATED_DELTA_STEPS(64, 3)
 
 // Grid: heads, rows.
 extern "C" __global__ void gated_delta_steps_any(const __grid_constant__ Arguments a) {
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   run_any(a);
 }

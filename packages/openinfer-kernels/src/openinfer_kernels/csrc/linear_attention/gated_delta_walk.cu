@@ -5,8 +5,8 @@
 // U, W, P and the decays are left by `gated_delta_prepare.cu`, which says what they are. Operands are BF16, sums and
 // the state float32.
 #include "attention/attention_tiles.cuh"
+#include "common/pdl.cuh"
 #include "linear_attention/gated_delta_tiles.cuh"
-#include "common/overlap.cuh"
 
 using namespace gated_delta;
 
@@ -189,13 +189,12 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
 }  // namespace
 
 // Grid: heads in slices of 32 columns, as many long rows as there can be.
-#define GATED_DELTA_WALK(STAGES)                                                      \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                 \
-      gated_delta_walk_##STAGES(const __grid_constant__ Arguments a,                  \
-                                       const __grid_constant__ Scratch from) {               \
-    allow_next_kernel();                                                                     \
-    wait_for_previous_kernel();                                                              \
-    walk<STAGES>(a, from);                                                                   \
+#define GATED_DELTA_WALK(STAGES)                                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                     \
+      gated_delta_walk_##STAGES(const __grid_constant__ Arguments a, const __grid_constant__ Scratch from) { \
+    launch_dependents();                                                                                     \
+    wait_for_previous_kernel();                                                                              \
+    walk<STAGES>(a, from);                                                                                   \
   }
 
 GATED_DELTA_WALK(1)

@@ -4,7 +4,7 @@
 //
 //     y = bf16(w * x / sqrt(mean(x^2) + eps))       in float32, rounded once
 #include "common/block.cuh"
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 namespace {
@@ -91,7 +91,7 @@ __device__ void rotate(const Arguments& a, int token, int vector_index) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) latent_norm_rope_append(Arguments arguments) {
-  allow_next_kernel();
+  launch_dependents();
   if (blockIdx.y == 0) append(arguments, blockIdx.x);
   else rotate(arguments, blockIdx.x, (blockIdx.y - 1) * kThreads + threadIdx.x);
 }

@@ -9,8 +9,8 @@
 //
 // Work is divided as latent_line.cuh says; `latent_values.cu` puts items together again. What a unit holds beyond the
 // context is zero in shared memory, as it may be anything in the cache, and 0 * NaN is not 0.
+#include "common/pdl.cuh"
 #include "mla/latent_line.cuh"
-#include "common/overlap.cuh"
 
 using namespace latent;
 using attention::exp2_fast;
@@ -278,7 +278,7 @@ __device__ void run(const Arguments& a) {
   const Rows rows(reinterpret_cast<int*>(raw + sizeof(s)), a.num_rows);
   const int tiles = (a.num_heads + kHeads - 1) / kHeads;
   if (threadIdx.x == 0) init_arrivals(s.arrived, S::kWarps);
-  allow_next_kernel();
+  launch_dependents();
   if (!a.early) wait_for_previous_kernel();
   const int units = count_units<S::kUnit, S::kThreads>(a, tiles, rows, s.counts);
   const Division division = {units, min(units, int(gridDim.x))};

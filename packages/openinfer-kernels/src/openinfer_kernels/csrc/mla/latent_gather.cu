@@ -1,8 +1,8 @@
 // The latents of the contexts of a step's longer rows, out of the paged cache and one after the other, so that one product
 // makes all their keys and values. A block has 64 of these lines.
 #include "common/block.cuh"
+#include "common/pdl.cuh"
 #include "mla/latent.cuh"
-#include "common/overlap.cuh"
 
 using namespace latent;
 
@@ -29,7 +29,7 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(kThreads) latent_gather(Arguments a) {
   __shared__ int starts[kMaxRows + 1];
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   int lines[kEach], sum = 0;
 #pragma unroll

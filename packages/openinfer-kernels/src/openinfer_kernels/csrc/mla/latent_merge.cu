@@ -3,8 +3,8 @@
 //
 // A part is an unnormalised sum under its own maximum, so parts are added as in Milakov and Gimelshein 2018, "Online
 // normalizer calculation for softmax", always in the same order: results do not depend on timing.
+#include "common/pdl.cuh"
 #include "mla/latent.cuh"
-#include "common/overlap.cuh"
 
 using namespace latent;
 using attention::exp2_fast;
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kMostWays * kFours) latent_merge(Ar
   __shared__ Running shared[(kMostWays - 1) * kFours];
   const int head = blockIdx.x, token = blockIdx.y, four = threadIdx.x % kFours;
   const int way = threadIdx.x / kFours, ways = blockDim.x / kFours, tiles = (a.num_heads + kHeads - 1) / kHeads;
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const Item item = a.items[token * tiles + head / kHeads];
   if (item.count <= 1) return;

@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefetch_map(&own);
     prefetch_map(&shared);
   }
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const int own_head = blockIdx.y, head = a.first_head + own_head;  // a head's tiles run side by side: it stays in the L2 cache
   const QueryTile tile = find_tile<kThreads / 32>(blockIdx.x, a.query_starts, a.context_lens, a.num_rows, a.least_tokens, 1,

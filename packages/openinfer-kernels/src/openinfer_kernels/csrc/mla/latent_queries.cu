@@ -2,8 +2,8 @@
 // part. A block has 64 of the 512 columns of one head, and up to 64 tokens.
 //
 // The weights are on their way before the previous kernel has ended.
+#include "common/pdl.cuh"
 #include "mla/latent.cuh"
-#include "common/overlap.cuh"
 
 using namespace latent;
 using attention::mma;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) latent_queries(Arguments 
   const int head = blockIdx.x, column = blockIdx.y * kColumns, first = blockIdx.z * kTokens;
   const int count = min(kTokens, a.num_tokens - first);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  allow_next_kernel();
+  launch_dependents();
   const bf16* from = a.weight + int64_t(head) * (kNope + kValue) * kLatent + column;
   for (int i = threadIdx.x; i < kNope * (kColumns / 8); i += kThreads) {
     const int row = i / (kColumns / 8), at = i % (kColumns / 8) * 8;

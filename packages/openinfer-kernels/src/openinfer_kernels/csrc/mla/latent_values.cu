@@ -2,8 +2,8 @@
 // of the 128 rows of one head, and up to 32 tokens; its warps share the inner size.
 //
 // The weights are on their way before the previous kernel has ended.
+#include "common/pdl.cuh"
 #include "mla/latent.cuh"
-#include "common/overlap.cuh"
 
 using namespace latent;
 using attention::mma;
@@ -40,7 +40,7 @@ __device__ void run(const Arguments& a) {
   const int head = blockIdx.x, row = blockIdx.y * kRows, first = blockIdx.z * kTokens;
   const int count = min(kTokens, a.num_tokens - first), tiles = (a.num_heads + kHeads - 1) / kHeads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  allow_next_kernel();
+  launch_dependents();
   const bf16* from = a.weight + (int64_t(head) * (kNope + kValue) + kNope + row) * kLatent;
   for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads)
     copy_16(s.weights + i / kChunks * kLine + i % kChunks * 8, from + i * 8);

@@ -3,8 +3,8 @@
 // A slot is one choice of one token, token * k + place. `plan_experts` puts the slots of this rank's experts in line,
 // expert by expert, and cuts the line into tiles, which the products take: nobody asks the host how many there are.
 // Products are stored in the line's order. The order of slots within an expert is not fixed; no result depends on it.
+#include "common/pdl.cuh"
 #include "gemm/limited_swiglu.cuh"
-#include "common/overlap.cuh"
 
 namespace {
 
@@ -33,7 +33,7 @@ template <int kWidth>
 __device__ void gate(const bf16* both, bf16* y, int width, float limit) {
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (at >= width) return;
   const bf16* row = both + int64_t(blockIdx.x) * 2 * width;
   float gates[kWidth], ups[kWidth];
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kMostExperts)
   const int thread = threadIdx.x, threads = blockDim.x;
   counts[thread] = 0;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   __syncthreads();
 #pragma unroll 4
   for (int slot = thread; slot < num_slots; slot += threads) {
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kMostExperts)
 extern "C" __global__ void line_up(const bf16* x, const int* line, const int4* tiles, bf16* to, int h) {
   constexpr int kWidth = 8;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   const int4 tile = tiles[blockIdx.x];
   for (int i = blockIdx.y; i < tile.z; i += gridDim.y) {
     const int64_t position = tile.y + i, token = line[position];
@@ -104,7 +104,7 @@ extern "C" __global__ void combine_experts(const bf16* y, const int* positions, 
   constexpr int kWidth = 8;
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (at >= h) return;
   const int64_t token = blockIdx.x;
   float sums[kWidth] = {};

@@ -4,7 +4,7 @@
 // Choices are made by the largest key (value in order, then the lower id), so that equal scores give the lower id and
 // NaN, the smallest of all, still gives ids that exist.
 #include <cstdint>
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 
 namespace {
 
@@ -120,7 +120,7 @@ __device__ void route(const float* logits, const float* bias, const int* token_i
   __shared__ float scores[kPerLane * kLanes];
   const int token = blockIdx.x, lane = threadIdx.x, k = routing.per_token;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   ids += int64_t(token) * k;
   weights += int64_t(token) * k;
   if (slots != nullptr && slots[token] < 0) {

@@ -2,7 +2,7 @@
 //
 // Rows of `gate` may lie further apart than they are long, as columns of a wider product. The formula is that of
 // `Qwen3_5RMSNormGated` of transformers, which rounds before the weight too.
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 namespace {
@@ -34,7 +34,7 @@ __device__ void run_vectors(const Arguments& a) {
   float factors[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) factors[i] = a.factor(lane * 8 + i);
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   const int64_t place = (token * a.heads + head) * kSize + lane * 8;
   float values[8], gates[8], squares = 0;
@@ -54,7 +54,7 @@ __device__ void run_vectors(const Arguments& a) {
 __device__ void run_singles(const Arguments& a) {
   const int lane = threadIdx.x % 32;
   const int64_t group = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   if (group >= int64_t(a.num_tokens) * a.heads) return;
   const int64_t token = group / a.heads;

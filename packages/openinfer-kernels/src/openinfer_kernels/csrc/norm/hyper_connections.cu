@@ -5,8 +5,8 @@
 //     write: X_k = post_k y + sum_j M[j, k] X_j
 //
 // Four streams. Outputs are 24 (read, write, mixing) or 4 (the head's read).
-#include "common/overlap.cuh"
 #include "attention/sparse.cuh"
+#include "common/pdl.cuh"
 
 namespace {
 
@@ -32,7 +32,7 @@ __device__ void project(const bf16* x, const float* fn, float* parts, int num_to
     }
     if (column == begin) {
       wait_for_previous_kernel();
-      allow_next_kernel();
+      launch_dependents();
     }
     __syncthreads();
     if (token >= num_tokens) continue;
@@ -117,7 +117,7 @@ __device__ void read(const Read& a) {
   __shared__ float weights[kStreams];
   const int token = blockIdx.x, thread = threadIdx.x;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (thread <= kOutputs) {
     float sum = 0;
     for (int part = 0; part < a.num_parts; part++)
@@ -166,7 +166,7 @@ template <class Output>
 __device__ void write(const Output* y, bf16* residual, const float* post, const float* mixing, int size) {
   const int token = blockIdx.x, at = (blockIdx.y * kThreads + threadIdx.x) * 8;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (at >= size) return;
   float values[8], streams[kStreams][8];
   load8(y + int64_t(token) * size + at, values);
@@ -222,6 +222,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) hyper_streams(const bf16*
   const bf16* from = x + int64_t(blockIdx.x) * size;
   bf16* to = residual + (int64_t(blockIdx.x) * gridDim.y + blockIdx.y) * size;
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   for (int at = threadIdx.x * 8; at < size; at += kThreads * 8) store(to + at, load<8>(from + at));
 }

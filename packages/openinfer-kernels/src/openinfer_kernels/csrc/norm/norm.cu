@@ -6,7 +6,7 @@
 // Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4. A decode step has few rows, so what counts is
 // the way from the launch to the last store: one access per thread and value, weights loaded before the wait. The next
 // kernel is let in before the wait too: it is a product, which reads its weights while the one before the norm ends.
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 namespace {
@@ -38,7 +38,7 @@ __device__ void norm_row(const Input* x, float* residual, const bf16* weight, bf
     const int at = threadIdx.x + i * blockDim.x;
     if (at < vectors) weights[i] = load<kWidth>(weight + at * kWidth);
   }
-  allow_next_kernel();
+  launch_dependents();
   wait_for_previous_kernel();
   float squares = 0;
 #pragma unroll

@@ -1,13 +1,13 @@
 // The few likeliest entries of a row: found by the maxima of threads, collected and sorted by one block.
 //
-// Each thread of a team knows the largest of the values it holds. At least k values of a row reach the k-th largest of
+// Each thread of a cluster knows the largest of the values it holds. At least k values of a row reach the k-th largest of
 // these maxima, and hardly more than k do if there are many threads: a histogram of the maxima, one entry per thread,
 // gives a bound that keeps the k likeliest and little else. In the same way the maxima that hold a share of the sum of
 // all weights bound the fewest tokens that do.
 #pragma once
 #include "common/block.cuh"
+#include "sampling/cluster.cuh"
 #include "sampling/ordered.cuh"
-#include "sampling/team.cuh"
 
 constexpr int kCandidates = 2048;
 constexpr int kCoarseBins = kThreads, kCoarseBits = 8;
@@ -17,9 +17,9 @@ constexpr uint32_t kNoDistance = 0xFFFFFFFF;
 // An entry of a row: the likelier, then the lower id, is the smaller one.
 __device__ __forceinline__ uint64_t entry(uint32_t distance, uint32_t id) { return uint64_t(distance) << 32 | id; }
 
-// A distance within which the maxima of threads amount to what `wanted()` says, once the team has synchronised; if all
+// A distance within which the maxima of threads amount to what `wanted()` says, once the cluster has synchronised; if all
 // amount to less, kNoDistance. `mine` is the distance of this thread's largest value (kNoDistance if it has none),
-// `range` the largest of the team's.
+// `range` the largest of the cluster's.
 template <class Wanted>
 __device__ __forceinline__ uint32_t candidate_bound(uint32_t mine, uint32_t range, uint64_t amount, Wanted wanted) {
   __shared__ uint64_t bins[kCoarseBins];
@@ -29,10 +29,10 @@ __device__ __forceinline__ uint32_t candidate_bound(uint32_t mine, uint32_t rang
   if (threadIdx.x == 0) bound = kNoDistance;
   __syncthreads();
   if (mine != kNoDistance) add_to(&bins[mine >> shift], amount);
-  team_sync();
+  cluster_sync();
   uint64_t sum = 0;
 #pragma unroll
-  for (int rank = 0; rank < kTeam; rank++) sum += team_read(&bins[threadIdx.x], rank);
+  for (int rank = 0; rank < kClusterSize; rank++) sum += cluster_read(&bins[threadIdx.x], rank);
   const uint64_t before = block_sum_before(sum), target = wanted();
   if (before < target && target <= before + sum) bound = uint32_t((uint64_t(threadIdx.x + 1) << shift) - 1);
   __syncthreads();
@@ -48,14 +48,14 @@ __device__ __forceinline__ void append(uint64_t* entries, uint32_t* count, uint6
 // Moves the entries of all blocks to this one, at most kCandidates in all, each block's number in `count`.
 __device__ __forceinline__ int collect(uint64_t* entries, const uint64_t* count) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int theirs = lane < kTeam ? int(team_read(count, lane)) : 0;
+  const int theirs = lane < kClusterSize ? int(cluster_read(count, lane)) : 0;
   const int before = int(warp_sum_before(theirs));
-  for (int rank = 1 + warp; rank < kTeam; rank += kWarps) {
+  for (int rank = 1 + warp; rank < kClusterSize; rank += kWarps) {
     const int first = __shfl_sync(~0u, before, rank), size = __shfl_sync(~0u, theirs, rank);
-    for (int i = lane; i < size; i += 32) entries[first + i] = team_read(&entries[i], rank);
+    for (int i = lane; i < size; i += 32) entries[first + i] = cluster_read(&entries[i], rank);
   }
   __syncthreads();
-  return __shfl_sync(~0u, before, 31);  // lanes behind the team's have none
+  return __shfl_sync(~0u, before, 31);  // lanes behind the cluster's have none
 }
 
 // Bitonic sort in ascending order by one block; room for a power of two of entries is needed. Batcher 1968.

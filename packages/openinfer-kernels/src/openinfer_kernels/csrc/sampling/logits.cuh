@@ -33,13 +33,15 @@ __device__ __forceinline__ Stored<Logit, kWidth> read(const Logit* from) {
   return *reinterpret_cast<const Stored<Logit, kWidth>*>(from);
 }
 
-__device__ __forceinline__ void widen(const Stored<bf16, 1>& stored, float (&values)[1]) {
+__device__ __forceinline__ void to_float32(const Stored<bf16, 1>& stored, float (&values)[1]) {
   values[0] = __bfloat162float(stored.value);
 }
 
-__device__ __forceinline__ void widen(const Stored<float, 1>& stored, float (&values)[1]) { values[0] = stored.value; }
+__device__ __forceinline__ void to_float32(const Stored<float, 1>& stored, float (&values)[1]) {
+  values[0] = stored.value;
+}
 
-__device__ __forceinline__ void widen(const Stored<bf16, 8>& stored, float (&values)[8]) {
+__device__ __forceinline__ void to_float32(const Stored<bf16, 8>& stored, float (&values)[8]) {
   const uint32_t words[4] = {stored.words.x, stored.words.y, stored.words.z, stored.words.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -48,7 +50,7 @@ __device__ __forceinline__ void widen(const Stored<bf16, 8>& stored, float (&val
   }
 }
 
-__device__ __forceinline__ void widen(const Stored<float, 4>& stored, float (&values)[4]) {
+__device__ __forceinline__ void to_float32(const Stored<float, 4>& stored, float (&values)[4]) {
   values[0] = stored.words.x;
   values[1] = stored.words.y;
   values[2] = stored.words.z;

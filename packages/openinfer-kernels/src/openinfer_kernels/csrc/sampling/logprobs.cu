@@ -1,15 +1,15 @@
 // Log-probabilities under unmodified logits [R, V]: of one chosen token per row, with its true rank, and of the `top`
 // likeliest tokens. `Logprobs` in ops.py has the rules, cpu/logprobs.py the same in NumPy.
 //
-// A team of blocks owns a row and reads it twice (the second time from its caches): for the largest logit and the rank,
+// A cluster of blocks owns a row and reads it twice (the second time from its caches): for the largest logit and the rank,
 // then for the sum of exponentials and the likeliest tokens. The sum is in fixed point, 44 bits behind the point, so
 // that a row's answer has the same bits in any batch; the rest of the arithmetic is in float64.
 #include "common/block.cuh"
+#include "common/pdl.cuh"
 #include "sampling/candidates.cuh"
+#include "sampling/cluster.cuh"
 #include "sampling/logits.cuh"
 #include "sampling/ordered.cuh"
-#include "common/overlap.cuh"
-#include "sampling/team.cuh"
 
 namespace {
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ void for_each_access(const Logit* row, int first, int
     for (int i = 0; i < kAhead; i++) {
       if (base + i * kStride >= end) break;
       float values[kWidth];
-      widen(stored[i], values);
+      to_float32(stored[i], values);
       use(base + i * kStride, values);
     }
   }
@@ -70,8 +70,8 @@ __device__ void select_one_by_one(const Logit* row, int first, int end, const Di
     });
     least = block_fold(least, Least());
     if (threadIdx.x == 0) slots[i % 2] = least;  // the one before may still be read
-    team_sync();
-    last = team_fold(slots + i % 2, Least());
+    cluster_sync();
+    last = cluster_fold(slots + i % 2, Least());
     if (threadIdx.x == 0) entries[i] = last;
   }
   __syncthreads();
@@ -81,12 +81,12 @@ template <int kWidth, class Logit>
 __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries) {
   __shared__ uint64_t extremes, rank_slot, sum_slot, count_slot;
   __shared__ uint32_t appended;
-  const int index = team_row(), chosen = a.token_ids[index];
-  const int first = team_rank() * a.slice, end = min(first + a.slice, a.num_columns);
+  const int index = cluster_row(), chosen = a.token_ids[index];
+  const int first = cluster_rank() * a.slice, end = min(first + a.slice, a.num_columns);
   const Logit* row = static_cast<const Logit*>(a.logits) + int64_t(index) * a.num_columns;
   if (threadIdx.x == 0) appended = 0;
   float chosen_logit[1] = {CUDART_INF_F};
-  if (chosen >= 0) widen(read<1>(row + chosen), chosen_logit);
+  if (chosen >= 0) to_float32(read<1>(row + chosen), chosen_logit);
 
   float largest = -CUDART_INF_F, best = -CUDART_INF_F;  // of all, and of those that are no NaN
   int num_above = 0;
@@ -106,9 +106,9 @@ __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries)
     extremes = folded;
     rank_slot = above;
   }
-  team_sync();
-  folded = team_fold(&extremes, MostOfHalves());
-  const uint64_t all_above = team_fold(&rank_slot, Sum());
+  cluster_sync();
+  folded = cluster_fold(&extremes, MostOfHalves());
+  const uint64_t all_above = cluster_fold(&rank_slot, Sum());
   const Distances distances = {uint32_t(folded >> 32)};
   const bool has_sum = is_finite(distances.largest) && all_above >> 32 == 0;
   const float maximum = from_ordered(distances.largest);
@@ -137,11 +137,11 @@ __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries)
     sum_slot = sum;
     count_slot = appended;
   }
-  team_sync();
-  sum = team_fold(&sum_slot, Sum());
-  const uint64_t num_candidates = team_fold(&count_slot, Sum());
+  cluster_sync();
+  sum = cluster_fold(&sum_slot, Sum());
+  const uint64_t num_candidates = cluster_fold(&count_slot, Sum());
   const double log_total = has_sum ? log_sum(maximum, sum) : CUDART_NAN;
-  const bool leads = team_rank() == 0;
+  const bool leads = cluster_rank() == 0;
   if (leads && threadIdx.x == 0) {
     a.chosen[index] = chosen < 0 ? CUDART_NAN_F : float(double(chosen_logit[0]) - log_total);
     a.ranks[index] = chosen < 0 ? 0 : 1 + int(uint32_t(all_above));
@@ -157,7 +157,7 @@ __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries)
   for (int i = threadIdx.x; i < a.num_top; i += kThreads) {
     const int id = int(uint32_t(entries[i]));
     float logit[1];
-    widen(read<1>(row + id), logit);
+    to_float32(read<1>(row + id), logit);
     a.top_ids[int64_t(index) * a.num_top + i] = id;
     a.top[int64_t(index) * a.num_top + i] = float(double(logit[0]) - log_total);
   }
@@ -167,20 +167,20 @@ template <class Logit>
 __device__ __forceinline__ void score(const Arguments& a) {
   __shared__ uint64_t entries[kCandidates];
   wait_for_previous_kernel();
-  allow_next_kernel();
+  launch_dependents();
   if (a.is_wide)
     score_row<kWide<Logit>, Logit>(a, entries);
   else
     score_row<1, Logit>(a, entries);
-  team_sync();
+  cluster_sync();
 }
 
 }  // namespace
 
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 4) logprobs_bfloat16(const Arguments a) {
+extern "C" __global__ void CLUSTER_KERNEL __launch_bounds__(kThreads, 4) logprobs_bfloat16(const Arguments a) {
   score<bf16>(a);
 }
 
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 4) logprobs_float32(const Arguments a) {
+extern "C" __global__ void CLUSTER_KERNEL __launch_bounds__(kThreads, 4) logprobs_float32(const Arguments a) {
   score<float>(a);
 }

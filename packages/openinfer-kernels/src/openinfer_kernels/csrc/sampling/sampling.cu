@@ -1,29 +1,29 @@
 // One token per row of logits [R, V]: `SamplingBatch` in ops.py has the rules, cpu/sampling.py the same in NumPy.
 //
-// A team of blocks owns a row, whose scores are its logits after penalties, bias and mask. Rows that have any of these
+// A cluster of blocks owns a row, whose scores are its logits after penalties, bias and mask. Rows that have any of these
 // are first written to a scratch in float32. Scores are read several times, all but the first time from the caches.
 // Weights are exp((score - largest) / temperature) in fixed point, 44 bits behind the point: sums of integers do not
 // depend on their order, so neither the number of blocks nor the rest of the batch changes a bit of a row's answer.
 //
 //   greedy           the largest score, the lowest id among equals
-//   no cut           running sums per warp, then the one warp into which the draw fell looks for the token
+//   no threshold     running sums per warp, then the one warp into which the draw fell looks for the token
 //   top-k, top-p     a bound that hardly more tokens are within than must be kept; one block puts these few in order,
-//                    cuts exactly and draws. Where the cut lies too deep for that, counts per bin bound where it is
+//                    finds the threshold and draws. Where it lies too deep for that, counts per bin bound where it is
 //                    and the tokens near it are put in order; where even these are too many, histograms over the bits
 //                    of all scores find it.
 #include "common/block.cuh"
+#include "common/pdl.cuh"
+#include "common/philox.cuh"
 #include "sampling/candidates.cuh"
-#include "sampling/cut.cuh"
-#include "sampling/draw_among.cuh"
-#include "sampling/draw_by_running_sums.cuh"
+#include "sampling/cluster.cuh"
+#include "sampling/inverse_cdf.cuh"
+#include "sampling/inverse_cdf_candidates.cuh"
 #include "sampling/logit_changes.cuh"
 #include "sampling/logits.cuh"
 #include "sampling/ordered.cuh"
-#include "common/overlap.cuh"
-#include "common/philox.cuh"
 #include "sampling/scores.cuh"
-#include "sampling/team.cuh"
-#include "sampling/weighing.cuh"
+#include "sampling/softmax_weights.cuh"
+#include "sampling/top_k_top_p.cuh"
 
 namespace {
 
@@ -31,7 +31,7 @@ constexpr int kMostSorted = 1024;  // the largest k for which tokens are put in 
 
 struct Arguments {
   const void* logits;
-  float* scratch;  // [R, team * slice], null if no row can need it
+  float* scratch;  // [R, cluster * slice], null if no row can need it
   int* tokens;
   const float* temperature;
   const int* top_k;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void write_scores(const Arguments& a, const Logit* lo
   for (int at = threadIdx.x * kWidth; at < slice.size; at += kThreads * kWidth) {
     const int id = slice.first + at;
     float values[kWidth];
-    widen(read<kWidth>(logits + id), values);
+    to_float32(read<kWidth>(logits + id), values);
     if (penalties.output_counts) penalties.apply(id, values);
     const uint32_t allowed = mask ? mask[id / 32] >> (id % 32) : ~0u;
 #pragma unroll
@@ -95,14 +95,14 @@ __device__ __forceinline__ void choose_greedily(const Scores<Logit>& scores, int
   }
   best = block_fold(best, Most());
   if (threadIdx.x == 0) slot = best;
-  team_sync();
-  best = team_fold(&slot, Most());
-  if (threadIdx.x == 0 && team_rank() == 0) *token = is_finite(uint32_t(best >> 32)) ? int(~uint32_t(best)) : -1;
+  cluster_sync();
+  best = cluster_fold(&slot, Most());
+  if (threadIdx.x == 0 && cluster_rank() == 0) *token = is_finite(uint32_t(best >> 32)) ? int(~uint32_t(best)) : -1;
 }
 
 // --- rows that are drawn ----------------------------------------------------------------------------------------
 
-// Puts the tokens of this block that are within `bound` into `entries` and the number of all the team's into `*count`.
+// Puts the tokens of this block that are within `bound` into `entries` and the number of all the cluster's into `*count`.
 template <class Logit>
 __device__ __forceinline__ int gather(const Scores<Logit>& scores, const Distances& distances, uint32_t bound,
                                       uint64_t* entries, uint64_t* count) {
@@ -119,27 +119,27 @@ __device__ __forceinline__ int gather(const Scores<Logit>& scores, const Distanc
   });
   __syncthreads();
   if (threadIdx.x == 0) *count = appended;
-  team_sync();
-  return int(team_fold(count, Sum()));
+  cluster_sync();
+  return int(cluster_fold(count, Sum()));
 }
 
-// What a thread knows of the largest scores: its own, and the least of its team's threads that have a finite one.
+// What a thread knows of the largest scores: its own, and the least of its cluster's threads that have a finite one.
 struct Maxima {
   uint32_t mine, worst;
 };
 
 template <class Logit>
-__device__ __forceinline__ void draw_token(const Scores<Logit>& scores, const Distances& distances,
-                                           const Weighing& weigh, const Draw& draw, int num_token_ids,
-                                           const Maxima& maxima, uint64_t* work, int* token) {
+__device__ __forceinline__ void sample_token(const Scores<Logit>& scores, const Distances& distances,
+                                             const SoftmaxWeights& softmax_weight, const Draw& draw, int num_token_ids,
+                                             const Maxima& maxima, uint64_t* work, int* token) {
   __shared__ uint64_t sum_slot, count_slot;
   if (draw.top_k == 0 && draw.top_p >= 1)
-    return draw_by_running_sums(scores, distances, weigh, {kNoDistance, 0}, draw, token);
+    return sample_inverse_cdf(scores, distances, softmax_weight, {kNoDistance, 0}, draw, token);
   const bool is_short = num_token_ids <= kCandidates;
   const bool is_top_k = draw.top_k > 0 && draw.top_k <= kMostSorted;
   uint64_t sum = 0;
   if (!is_short && !is_top_k) {
-    scores.template each<2>([&](int, float score) { sum += weigh(score); });
+    scores.template each<2>([&](int, float score) { sum += softmax_weight(score); });
     sum = block_fold(sum, Sum());
     if (threadIdx.x == 0) sum_slot = sum;
   }
@@ -147,39 +147,39 @@ __device__ __forceinline__ void draw_token(const Scores<Logit>& scores, const Di
   if (!is_short) {
     const bool is_some = is_finite(maxima.mine);
     const uint32_t mine = is_some ? distances.largest - maxima.mine : kNoDistance;
-    const uint64_t amount = is_top_k ? 1 : is_some ? weigh(from_ordered(maxima.mine)) : 0;
+    const uint64_t amount = is_top_k ? 1 : is_some ? softmax_weight(from_ordered(maxima.mine)) : 0;
     bound = candidate_bound(mine, distances.largest - maxima.worst, amount, [&]() -> uint64_t {
       if (is_top_k) return draw.top_k;
-      sum = team_fold(&sum_slot, Sum());
+      sum = cluster_fold(&sum_slot, Sum());
       return draw.top_k > 0 ? ~uint64_t(0) : share_of(sum, draw.top_p);
     });
   }
   if (bound != kNoDistance) {
     const int count = gather(scores, distances, min(bound, distances.of_lowest_finite()), work, &count_slot);
     if (count <= kCandidates) {
-      if (team_rank() > 0) return;
+      if (cluster_rank() > 0) return;
       collect(work, &count_slot);
-      if (count <= kThreads) return draw_among_few(work, count, distances, weigh, draw, sum, token);
-      return draw_among_many(work, count, distances, weigh, draw, sum, token);
+      if (count <= kThreads) return sample_few_candidates(work, count, distances, softmax_weight, draw, sum, token);
+      return sample_many_candidates(work, count, distances, softmax_weight, draw, sum, token);
     }
   }
   if (sum == 0) {
     __shared__ uint64_t slot;
-    scores.template each<2>([&](int, float score) { sum += weigh(score); });
+    scores.template each<2>([&](int, float score) { sum += softmax_weight(score); });
     sum = block_fold(sum, Sum());
     if (threadIdx.x == 0) slot = sum;
-    team_sync();
-    sum = team_fold(&slot, Sum());
+    cluster_sync();
+    sum = cluster_fold(&slot, Sum());
   }
-  const Cut cut = find_cut(scores, distances, weigh, work, sum, num_token_ids, draw);
-  draw_by_running_sums(scores, distances, weigh, cut, draw, token);
+  const Threshold threshold = find_kept(scores, distances, softmax_weight, work, sum, num_token_ids, draw);
+  sample_inverse_cdf(scores, distances, softmax_weight, threshold, draw, token);
 }
 
 template <class Logit>
 __device__ __forceinline__ void choose(const Arguments& a, const Scores<Logit>& scores, uint64_t* work, int* token) {
   constexpr int kWidth = Scores<Logit>::kWidth;
   __shared__ uint64_t extremes;
-  const int index = team_row();
+  const int index = cluster_row();
   const float temperature = a.temperature[index];
   if (temperature == 0) return choose_greedily(scores, token);
   float largest = -CUDART_INF_F;
@@ -188,27 +188,27 @@ __device__ __forceinline__ void choose(const Arguments& a, const Scores<Logit>& 
   const uint32_t mine = largest != largest ? kNaN : ordered(largest);
   const uint64_t folded = block_fold(uint64_t(mine) << 32 | (is_finite(mine) ? ~mine : 0), MostOfHalves());
   if (threadIdx.x == 0) extremes = folded;
-  team_sync();
-  const uint64_t all = team_fold(&extremes, MostOfHalves());
+  cluster_sync();
+  const uint64_t all = cluster_fold(&extremes, MostOfHalves());
   const Distances distances = {uint32_t(all >> 32)};
   if (!is_finite(distances.largest)) {
-    if (threadIdx.x == 0 && team_rank() == 0) *token = -1;
+    if (threadIdx.x == 0 && cluster_rank() == 0) *token = -1;
     return;
   }
   const int top_k = a.top_k[index];
   const Draw draw = {top_k < a.num_token_ids ? top_k : 0, a.top_p[index],
                      philox_word(a.seeds[index], a.positions[index])};
-  const Weighing weigh(from_ordered(distances.largest), temperature, a.min_p[index]);
-  draw_token(scores, distances, weigh, draw, a.num_token_ids, {mine, ~uint32_t(all)}, work, token);
+  const SoftmaxWeights softmax_weight(from_ordered(distances.largest), temperature, a.min_p[index]);
+  sample_token(scores, distances, softmax_weight, draw, a.num_token_ids, {mine, ~uint32_t(all)}, work, token);
 }
 
 template <class Logit>
 __device__ __forceinline__ void sample(const Arguments& a) {
   __shared__ uint64_t work[kCandidates];
   wait_for_previous_kernel();
-  allow_next_kernel();
-  const int index = team_row();
-  const Slice slice = slice_of(team_rank(), a.slice, a.num_token_ids);
+  launch_dependents();
+  const int index = cluster_row();
+  const Slice slice = slice_of(cluster_rank(), a.slice, a.num_token_ids);
   const Logit* logits = static_cast<const Logit*>(a.logits) + int64_t(index) * a.num_columns;
   const RowPenalties penalties = a.penalties.of(index, a.num_columns);
   const uint32_t* mask = a.mask.of(index, a.num_columns);
@@ -216,22 +216,22 @@ __device__ __forceinline__ void sample(const Arguments& a) {
   if (a.is_wide && !penalties.output_counts && !mask && bias.count == 0) {
     choose(a, Scores<Logit>{logits + slice.first, slice}, work, a.tokens + index);
   } else {
-    float* scores = a.scratch + (int64_t(index) * kTeam + team_rank()) * a.slice;
+    float* scores = a.scratch + (int64_t(index) * kClusterSize + cluster_rank()) * a.slice;
     if (a.is_wide)
       write_scores<Logit, kWide<Logit>>(a, logits, slice, penalties, bias, mask, scores);
     else
       write_scores<Logit, 1>(a, logits, slice, penalties, bias, mask, scores);
     choose(a, Scores<float>{scores, slice}, work, a.tokens + index);
   }
-  team_sync();
+  cluster_sync();
 }
 
 }  // namespace
 
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 4) sample_bfloat16(const Arguments a) {
+extern "C" __global__ void CLUSTER_KERNEL __launch_bounds__(kThreads, 4) sample_bfloat16(const Arguments a) {
   sample<bf16>(a);
 }
 
-extern "C" __global__ void TEAM_KERNEL __launch_bounds__(kThreads, 4) sample_float32(const Arguments a) {
+extern "C" __global__ void CLUSTER_KERNEL __launch_bounds__(kThreads, 4) sample_float32(const Arguments a) {
   sample<float>(a);
 }

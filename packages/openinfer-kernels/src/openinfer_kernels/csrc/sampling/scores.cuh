@@ -1,4 +1,4 @@
-// The scores of a row, which is what tokens are drawn by, as the blocks of a team share them.
+// The scores of a row, which is what tokens are drawn by, as the blocks of a cluster share them.
 #pragma once
 #include "common/block.cuh"
 #include "sampling/logits.cuh"
@@ -25,7 +25,7 @@ struct Scores {
   Slice slice;
 
   __device__ __forceinline__ void unpack(int at, const Stored<Logit, kWidth>& from, float (&values)[kWidth]) const {
-    widen(from, values);
+    to_float32(from, values);
     if (at + kWidth > slice.size) {  // what lies behind is never sampled
 #pragma unroll
       for (int i = 0; i < kWidth; i++)

@@ -2,7 +2,7 @@
 // slot, so that the host sends which slots run, where they stand, and ids that no slot has sampled.
 #include <cstdint>
 
-#include "common/overlap.cuh"
+#include "common/pdl.cuh"
 
 namespace {
 

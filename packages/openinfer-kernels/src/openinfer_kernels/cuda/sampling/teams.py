@@ -1,4 +1,4 @@
-"""The blocks that share one row of logits: `csrc/sampling/team.cuh`."""
+"""The blocks that share one row of logits: `csrc/sampling/cluster.cuh`."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from openinfer_kernels.ops import Array
 THREADS = 256
 """Of each block: `kThreads` in `csrc/common/block.cuh`."""
 _BLOCKS = 8
-"""`kTeam` in `csrc/sampling/team.cuh`, on GPUs with thread block clusters."""
+"""`kClusterSize` in `csrc/sampling/cluster.cuh`, on GPUs with thread block clusters."""
 _CLUSTER_CAPABILITY = (9, 0)
 """Hopper, the first with thread block clusters."""
 _MULTIPLE = 128

@@ -1,19 +1,21 @@
-// Draws among few candidates, which one block has: it puts them in order, cuts exactly and draws by token id.
+// Inverse-CDF sampling of few candidates, which one block has: it sorts them, applies top-k and top-p exactly and draws in
+// order of token id.
 #pragma once
 #include "sampling/candidates.cuh"
-#include "sampling/weighing.cuh"
+#include "sampling/softmax_weights.cuh"
 
 namespace {
 
 // Draws among `count` candidates, of which the likeliest top_k are kept, then those that hold top_p of the sum of
 // weights (`total`; 0: of those kept).
-__device__ __noinline__ void draw_among_many(uint64_t* entries, int count, Distances distances, Weighing weigh,
-                                             Draw draw, uint64_t total, int* token) {
+__device__ __noinline__ void sample_many_candidates(uint64_t* entries, int count, Distances distances,
+                                                    SoftmaxWeights softmax_weight, Draw draw, uint64_t total,
+                                                    int* token) {
   __shared__ uint64_t kept_sum;
   sort(entries, count);
   if (draw.top_k > 0) count = min(count, draw.top_k);
   uint64_t running[kHeld];
-  running_weights(count, [&](int at) { return weigh(distances.value(entries[at] >> 32)); }, running);
+  running_weights(count, [&](int at) { return softmax_weight(distances.value(entries[at] >> 32)); }, running);
   if (threadIdx.x == kThreads - 1) kept_sum = running[kHeld - 1];
   __syncthreads();
   if (draw.top_p < 1) {
@@ -29,7 +31,7 @@ __device__ __noinline__ void draw_among_many(uint64_t* entries, int count, Dista
   for (int i = threadIdx.x; i < count; i += kThreads) entries[i] = entries[i] << 32 | entries[i] >> 32;
   sort(entries, count);  // by id
   const uint64_t target = draw.target(kept_sum);
-  const auto weight_of = [&](int at) { return weigh(distances.value(uint32_t(entries[at]))); };
+  const auto weight_of = [&](int at) { return softmax_weight(distances.value(uint32_t(entries[at]))); };
   uint64_t before = running_weights(count, weight_of, running);
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
@@ -39,12 +41,13 @@ __device__ __noinline__ void draw_among_many(uint64_t* entries, int count, Dista
 }
 
 // The same for at most kThreads candidates, one per thread, which finds its place by looking at all.
-__device__ __forceinline__ void draw_among_few(const uint64_t* entries, int count, const Distances& distances,
-                                               const Weighing& weigh, const Draw& draw, uint64_t total, int* token) {
+__device__ __forceinline__ void sample_few_candidates(const uint64_t* entries, int count, const Distances& distances,
+                                                      const SoftmaxWeights& softmax_weight, const Draw& draw,
+                                                      uint64_t total, int* token) {
   __shared__ uint64_t weights[kThreads];
   const bool is_one = threadIdx.x < count;
   const uint64_t mine = is_one ? entries[threadIdx.x] : ~uint64_t(0);
-  uint64_t weight = is_one ? weigh(distances.value(mine >> 32)) : 0;
+  uint64_t weight = is_one ? softmax_weight(distances.value(mine >> 32)) : 0;
   weights[threadIdx.x] = weight;
   __syncthreads();
   int rank = 0;

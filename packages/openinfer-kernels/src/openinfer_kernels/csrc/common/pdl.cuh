@@ -11,9 +11,10 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// The next kernel may be started as soon as all blocks have called this or ended; before the wait, so that it has the
-// time of both kernels ahead of it to move in, or after it, so that its waiting blocks take no room from those.
-__device__ __forceinline__ void allow_next_kernel() {
+// The PDL trigger: the next kernel may be started as soon as all blocks have called this or ended. Called before the wait,
+// the next kernel has the time of both kernels ahead of it to move in; after it, its waiting blocks take no room from
+// those.
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif

@@ -1,9 +1,9 @@
-// The cut of top-k and top-p where it lies too deep for a few candidates: two ways to find the distance at which a
+// The threshold of top-k and top-p where it lies too deep for a few candidates: two ways to find the distance at which a
 // running sum over the whole row reaches a target, by the order of the few tokens near it, or bit by bit.
 #pragma once
 #include "sampling/candidates.cuh"
 #include "sampling/scores.cuh"
-#include "sampling/weighing.cuh"
+#include "sampling/softmax_weights.cuh"
 
 namespace {
 
@@ -21,7 +21,7 @@ struct Ruler {
   __device__ __forceinline__ float upper_edge(int bin) const { return largest - float(bin) / bins_per_score; }
 };
 
-// What a token within `ruler` counts for a cut: 1 for top-k, its weight for top-p.
+// What a token within `ruler` counts for a threshold: 1 for top-k, its weight for top-p.
 struct CountOne {
   __device__ __forceinline__ uint64_t operator()(uint32_t, float) const { return 1; }
   __device__ __forceinline__ uint64_t most(float) const { return 1; }
@@ -29,19 +29,19 @@ struct CountOne {
 };
 
 struct CountWeight {
-  Weighing weigh;
+  SoftmaxWeights softmax_weight;
   uint32_t end;  // tokens from this distance on count nothing
 
   __device__ __forceinline__ uint64_t operator()(uint32_t distance, float score) const {
-    return distance < end ? weigh(score) : 0;
+    return distance < end ? softmax_weight(score) : 0;
   }
   // Bounds that hold in spite of roundings of the edge of a bin.
   __device__ __forceinline__ uint64_t most(float upper_edge) const {
-    const uint64_t weight = weigh(upper_edge);
+    const uint64_t weight = softmax_weight(upper_edge);
     return weight + (weight >> 16) + 1;
   }
   __device__ __forceinline__ uint64_t least(float lower_edge) const {
-    const uint64_t weight = weigh(lower_edge);
+    const uint64_t weight = softmax_weight(lower_edge);
     return weight - (weight >> 16);
   }
 };
@@ -78,16 +78,17 @@ __device__ __noinline__ Reached reach_by_order(Scores<Logit> scores, Distances d
       if (bin < kFineBins) atomicAdd(&counts[bin], 1);
     }
   });
-  team_sync();
+  cluster_sync();
   uint64_t pairs[kMine / 2];  // of counts
   uint64_t most = 0, least = 0;
 #pragma unroll
   for (int i = 0; i < kMine / 2; i++) {
     pairs[i] = 0;
 #pragma unroll
-    for (int rank = 0; rank < kTeam; rank++) pairs[i] += team_read(&work[threadIdx.x * (kMine / 2) + i], rank);
+    for (int rank = 0; rank < kClusterSize; rank++)
+      pairs[i] += cluster_read(&work[threadIdx.x * (kMine / 2) + i], rank);
   }
-  team_sync();  // counts have been read, by all; now they are the team's
+  cluster_sync();  // counts have been read, by all; now they are the cluster's
 #pragma unroll
   for (int i = 0; i < kMine / 2; i++) work[threadIdx.x * (kMine / 2) + i] = pairs[i];
   const int mine = threadIdx.x * kMine;
@@ -127,10 +128,10 @@ __device__ __noinline__ Reached reach_by_order(Scores<Logit> scores, Distances d
     sum_slot = above;
     count_slot = appended;
   }
-  team_sync();
-  above = team_fold(&sum_slot, Sum());
-  const int count = int(team_fold(&count_slot, Sum()));
-  if (team_rank() == 0 && count > 0 && count <= kCandidates && above < target) {
+  cluster_sync();
+  above = cluster_fold(&sum_slot, Sum());
+  const int count = int(cluster_fold(&count_slot, Sum()));
+  if (cluster_rank() == 0 && count > 0 && count <= kCandidates && above < target) {
     collect(work, &count_slot);
     sort(work, count);
     uint64_t running[kHeld];
@@ -158,8 +159,8 @@ __device__ __noinline__ Reached reach_by_order(Scores<Logit> scores, Distances d
       before = above + running[i];
     }
   }
-  team_sync();
-  return {uint32_t(team_read(&distance_slot, 0)), team_read(&before_slot, 0)};
+  cluster_sync();
+  return {uint32_t(cluster_read(&distance_slot, 0)), cluster_read(&before_slot, 0)};
 }
 
 // The distance at which the running sum of `value(distance, score)`, in order of distance, reaches `target`, and the
@@ -180,14 +181,14 @@ __device__ __noinline__ Reached reach(Scores<Logit> scores, Distances distances,
       const uint64_t amount = value(distance, score);
       if (amount > 0) add_to(&bins[bin], amount);
     });
-    team_sync();
+    cluster_sync();
     constexpr int kMine = kBins / kThreads;
     uint64_t sums[kMine], sum = 0;
 #pragma unroll
     for (int i = 0; i < kMine; i++) {
       sums[i] = 0;
 #pragma unroll
-      for (int rank = 0; rank < kTeam; rank++) sums[i] += team_read(&bins[threadIdx.x * kMine + i], rank);
+      for (int rank = 0; rank < kClusterSize; rank++) sums[i] += cluster_read(&bins[threadIdx.x * kMine + i], rank);
       sum += sums[i];
     }
     uint64_t before = from.before + block_sum_before(sum);
@@ -197,7 +198,7 @@ __device__ __noinline__ Reached reach(Scores<Logit> scores, Distances distances,
         reached = {from.distance + (uint32_t(threadIdx.x * kMine + i) << shift), before};
       before += sums[i];
     }
-    team_sync();
+    cluster_sync();
     from = reached;
     if (shift == 0 || from.distance == kNoDistance) return from;
     __syncthreads();
@@ -212,47 +213,49 @@ __device__ __forceinline__ uint32_t ties_that_reach(uint64_t missing, uint64_t w
 // The same by whichever way finds it.
 template <class Logit, class Value>
 __device__ __forceinline__ Reached reach_anyhow(const Scores<Logit>& scores, const Distances& distances,
-                                                const Weighing& weigh, uint64_t* work, float octaves, uint64_t target,
-                                                Value value) {
-  const Ruler ruler = {weigh.largest, kFineBins / octaves * weigh.scale};
+                                                const SoftmaxWeights& softmax_weight, uint64_t* work, float octaves,
+                                                uint64_t target, Value value) {
+  const Ruler ruler = {softmax_weight.largest, kFineBins / octaves * softmax_weight.scale};
   const Reached reached = reach_by_order(scores, distances, work, ruler, target, value);
   if (reached.distance != kTooMany) return reached;
-  return reach(scores, distances, work, weigh.range(distances), target, value);
+  return reach(scores, distances, work, softmax_weight.range(distances), target, value);
 }
 
-// The cut of top-k, then top-p, at any depth.
+// The threshold of top-k, then top-p, at any depth.
 template <class Logit>
-__device__ __noinline__ Cut find_cut(Scores<Logit> scores, Distances distances, Weighing weigh, uint64_t* work,
-                                     uint64_t sum, int num_token_ids, Draw draw) {
+__device__ __noinline__ Threshold find_kept(Scores<Logit> scores, Distances distances, SoftmaxWeights softmax_weight,
+                                            uint64_t* work, uint64_t sum, int num_token_ids, Draw draw) {
   __shared__ uint64_t slot;
-  Cut cut = {kNoDistance, 0};
+  Threshold threshold = {kNoDistance, 0};
   uint64_t sum_before = sum;
   if (draw.top_k > 0) {
-    const Reached at = reach_anyhow(scores, distances, weigh, work, kOctaves, draw.top_k, CountOne{});
+    const Reached at = reach_anyhow(scores, distances, softmax_weight, work, kOctaves, draw.top_k, CountOne{});
     if (at.distance != kNoDistance) {
-      cut = {at.distance, uint32_t(draw.top_k - at.before)};
+      threshold = {at.distance, uint32_t(draw.top_k - at.before)};
       sum_before = 0;
       scores.template each<2>([&](int, float score) {
-        if (distances.of(score) < cut.end) sum_before += weigh(score);
+        if (distances.of(score) < threshold.end) sum_before += softmax_weight(score);
       });
       sum_before = block_fold(sum_before, Sum());
       if (threadIdx.x == 0) slot = sum_before;
-      team_sync();
-      sum_before = team_fold(&slot, Sum());
-      sum = sum_before + cut.num_ties * weigh(distances.value(cut.end));
+      cluster_sync();
+      sum_before = cluster_fold(&slot, Sum());
+      sum = sum_before + threshold.num_ties * softmax_weight(distances.value(threshold.end));
     }
   }
-  if (draw.top_p >= 1) return cut;
+  if (draw.top_p >= 1) return threshold;
   const uint64_t wanted = share_of(sum, draw.top_p);
   if (wanted > sum_before) {
-    cut.num_ties = ties_that_reach(wanted - sum_before, weigh(distances.value(cut.end)), cut.num_ties);
-    return cut;
+    threshold.num_ties =
+        ties_that_reach(wanted - sum_before, softmax_weight(distances.value(threshold.end)), threshold.num_ties);
+    return threshold;
   }
   // tokens that all together hold less than half of the rest cannot be needed
   const float negligible = 0.5f * (1 - draw.top_p) * float(sum) / float(num_token_ids);
   const float octaves = fminf(kOctaves, 44 - log2f(negligible));
-  const Reached at = reach_anyhow(scores, distances, weigh, work, octaves, wanted, CountWeight{weigh, cut.end});
-  return {at.distance, ties_that_reach(wanted - at.before, weigh(distances.value(at.distance)), kNoDistance)};
+  const Reached at = reach_anyhow(scores, distances, softmax_weight, work, octaves, wanted,
+                                  CountWeight{softmax_weight, threshold.end});
+  return {at.distance, ties_that_reach(wanted - at.before, softmax_weight(distances.value(at.distance)), kNoDistance)};
 }
 
 }  // namespace

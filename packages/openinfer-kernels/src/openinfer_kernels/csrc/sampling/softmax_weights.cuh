@@ -7,10 +7,10 @@ namespace {
 constexpr float kOctaves = 46;  // so far below the likeliest token none weighs anything
 
 // Weights relative to the likeliest token, which has 2^44.
-struct Weighing {
+struct SoftmaxWeights {
   float largest, min_p, scale, scale_rest;
 
-  __device__ Weighing(float largest, float temperature, float min_p) : largest(largest), min_p(min_p) {
+  __device__ SoftmaxWeights(float largest, float temperature, float min_p) : largest(largest), min_p(min_p) {
     const double exact = 1.4426950408889634 / double(temperature);
     scale = exact > 1e38 ? 1e38f : float(exact);
     scale_rest = exact > 1e30 ? 0.0f : float(exact - double(scale));
@@ -31,7 +31,7 @@ struct Weighing {
 };
 
 // What is kept of a row: distances below `end`, and of those equal to it the `num_ties` with the lowest ids.
-struct Cut {
+struct Threshold {
   uint32_t end, num_ties;
 };
 

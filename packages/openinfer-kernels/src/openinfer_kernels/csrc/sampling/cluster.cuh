@@ -1,23 +1,23 @@
 // The blocks that share one row: a thread block cluster from Hopper on, a single block before it.
 //
-// Blocks of a team read each other's shared memory after `team_sync`; none may end before a last `team_sync`.
+// Blocks of a cluster read each other's shared memory after `cluster_sync`; none may end before a last `cluster_sync`.
 #pragma once
 #include <cstdint>
 
 #if __CUDA_ARCH__ >= 900
-#define TEAM_KERNEL __cluster_dims__(8, 1, 1)
-constexpr int kTeam = 8;
+#define CLUSTER_KERNEL __cluster_dims__(8, 1, 1)
+constexpr int kClusterSize = 8;
 #else
-#define TEAM_KERNEL
-constexpr int kTeam = 1;
+#define CLUSTER_KERNEL
+constexpr int kClusterSize = 1;
 #endif
 
-__device__ __forceinline__ int team_row() { return blockIdx.x / kTeam; }
+__device__ __forceinline__ int cluster_row() { return blockIdx.x / kClusterSize; }
 
-__device__ __forceinline__ int team_rank() { return blockIdx.x % kTeam; }
+__device__ __forceinline__ int cluster_rank() { return blockIdx.x % kClusterSize; }
 
-// A barrier of all threads of the team, which orders their accesses to shared and global memory.
-__device__ __forceinline__ void team_sync() {
+// A barrier of all threads of the cluster, which orders their accesses to shared and global memory.
+__device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
@@ -26,7 +26,7 @@ __device__ __forceinline__ void team_sync() {
 }
 
 // What block `rank` has where this block has `mine`, which is in shared memory.
-__device__ __forceinline__ uint64_t team_read(const uint64_t* mine, int rank) {
+__device__ __forceinline__ uint64_t cluster_read(const uint64_t* mine, int rank) {
 #if __CUDA_ARCH__ >= 900
   uint32_t address;
   unsigned long long value;
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint64_t team_read(const uint64_t* mine, int rank) {
 #endif
 }
 
-__device__ __forceinline__ uint32_t team_read(const uint32_t* mine, int rank) {
+__device__ __forceinline__ uint32_t cluster_read(const uint32_t* mine, int rank) {
 #if __CUDA_ARCH__ >= 900
   uint32_t address, value;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -53,11 +53,11 @@ __device__ __forceinline__ uint32_t team_read(const uint32_t* mine, int rank) {
 #endif
 }
 
-// `combine` over what each block of the team has in `slot`, for every thread of full warps.
+// `combine` over what each block of the cluster has in `slot`, for every thread of full warps.
 template <class Combine>
-__device__ __forceinline__ uint64_t team_fold(const uint64_t* slot, Combine combine) {
-  uint64_t value = team_read(slot, threadIdx.x % kTeam);
+__device__ __forceinline__ uint64_t cluster_fold(const uint64_t* slot, Combine combine) {
+  uint64_t value = cluster_read(slot, threadIdx.x % kClusterSize);
 #pragma unroll
-  for (int mask = kTeam / 2; mask > 0; mask /= 2) value = combine(value, __shfl_xor_sync(~0u, value, mask));
+  for (int mask = kClusterSize / 2; mask > 0; mask /= 2) value = combine(value, __shfl_xor_sync(~0u, value, mask));
   return value;
 }
