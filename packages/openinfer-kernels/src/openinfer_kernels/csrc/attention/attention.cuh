@@ -16,8 +16,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // d[16 x 8] += a[16 x 16] b[16 x 8]. With g = lane / 4 and t = lane % 4, a thread holds of a: rows g, g + 8 in columns
-// 2t, 2t + 1 (a0, a1) and 2t + 8, 2t + 9 (a2, a3); of b: rows 2t, 2t + 1 (b0) and 2t + 8, 2t + 9 (b1) in column g; of d:
-// columns 2t, 2t + 1 in row g (d0, d1) and in row g + 8 (d2, d3).
+// 2t, 2t + 1 (a0, a1) and 2t + 8, 2t + 9 (a2, a3); of b: rows 2t, 2t + 1 (b0) and 2t + 8, 2t + 9 (b1) in column g; of
+// d: columns 2t, 2t + 1 in row g (d0, d1) and in row g + 8 (d2, d3).
 __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                     uint32_t b1) {
   asm volatile(

@@ -1,9 +1,9 @@
 // Attention of rows with one query token over their paged context, for any GPU: every key and value is read once.
 //
-// A warp reads the keys and values of its turns (attention_turn.cuh) straight into registers, without shared memory. The
-// next turn's keys are asked for when this turn's have been multiplied, and so for values: each warp has a turn or more in
-// flight. Work is divided as attention_line.cuh says, and put together again as attention_parts.cuh says.
-#include "attention/attention_parts.cuh"
+// A warp reads the keys and values of its KV tiles (attention_kv_tile.cuh) straight into registers, without shared
+// memory. The next tile's keys are asked for when this tile's have been multiplied, and so for values: each warp has a
+// tile or more in flight. attention_decode_scheduler.cuh divides the work, attention_split_kv.cuh reduces it.
+#include "attention/attention_split_kv.cuh"
 #include "common/pdl.cuh"
 
 using namespace attention;
@@ -24,32 +24,32 @@ __device__ void run(const Arguments& a) {
 
   launch_dependents();
   if (!a.early) wait_for_previous_kernel();
-  const int units = count_units(a, heads, rows, s.counts);
-  const Division division = {units, min(units, int(gridDim.x))};
-  if (int(blockIdx.x) >= division.workers) {
+  const int work_tiles = count_work_tiles(a, heads, rows, s.counts);
+  const Partition partition = {work_tiles, min(work_tiles, int(gridDim.x))};
+  if (int(blockIdx.x) >= partition.workers) {
     if (a.early) wait_for_previous_kernel();
     return;
   }
-  const int first = division.first_of(blockIdx.x), last = division.first_of(blockIdx.x + 1);
+  const int first = partition.first_of(blockIdx.x), last = partition.first_of(blockIdx.x + 1);
 
-  auto block_at = [&](const Place& place) {
-    const int token = place.unit * kUnit + warp * kTurn;
+  auto block_at = [&](const WorkTile& place) {
+    const int token = place.index * kWorkTile + warp * kKvTile;
     return token < place.context
                ? __ldcg(a.block_tables + int64_t(place.row) * a.table_stride + (token >> a.cache.block_shift))
                : 0;
   };
-  auto key_at = [&](const Place& place, int block) {
-    const int token = place.unit * kUnit + warp * kTurn;
+  auto key_at = [&](const WorkTile& place, int block) {
+    const int token = place.index * kWorkTile + warp * kKvTile;
     return a.cache.key(block, place.head / tiles, token & block_mask, D);
   };
 
-  Place here;
+  WorkTile here;
   here.find(first, a.num_rows, rows);
-  Place ahead = here;
+  WorkTile ahead = here;
   typename W::Buffer buffers[2];
   const bf16* keys = key_at(here, block_at(here));
   // What is read before the previous kernel has ended does not include the newest token.
-  const bool prefetched = a.early && here.left(warp) > kTurn;
+  const bool prefetched = a.early && here.left(warp) > kKvTile;
   if (prefetched) {
     W::template load_k<FromMemory>(buffers[0], keys, 0, g, t);
     if constexpr (D <= 128) W::template load_v<FromMemory>(buffers[1], keys + value_offset, 0, g, t);
@@ -70,14 +70,14 @@ __device__ void run(const Arguments& a) {
   W w;
   bool is_new = true;
   Item item;
-  for (int unit = first; unit < last; unit++) {
+  for (int work_tile = first; work_tile < last; work_tile++) {
     if (is_new) {
       item.enter(a, rows, here, tiles, kHeads);
       w.load_q(a.q + item.query * D, item.heads, g, t);
       w.clear();
     }
     const int left = here.left(warp);
-    const bool has_next = unit + 1 < last && ahead.left(warp) > 0;
+    const bool has_next = work_tile + 1 < last && ahead.left(warp) > 0;
     float scores[kTiles][4];
     uint32_t p[kTiles][2];
 #pragma unroll
@@ -108,10 +108,10 @@ __device__ void run(const Arguments& a) {
       if (has_next) W::template load_k<FromMemory>(buffers[1], keys, 1, g, t);
     }
 
-    is_new = here.unit + 1 == here.units || unit + 1 == last;
-    if (is_new) finish_item(s, w, a, division, here, item, unit);
+    is_new = here.index + 1 == here.count || work_tile + 1 == last;
+    if (is_new) finish_item(s, w, a, partition, here, item, work_tile);
     here = ahead;
-    if (unit + 2 < last) {
+    if (work_tile + 2 < last) {
       ahead.advance(heads, a.num_rows, rows);
       next_block = block_at(ahead);
     }

@@ -1,11 +1,12 @@
-// Attention of rows with one query token over their paged context, with Hopper's bulk copies: every key and value is read
-// once, at the speed of memory.
+// Attention of rows with one query token over their paged context, with Hopper's bulk copies: every key and value is
+// read once, at the speed of memory.
 //
-// Each warp has a ring of turns (attention_turn.cuh) in shared memory. As soon as a turn's keys have been multiplied, its
-// first lane asks for the keys of the turn that comes a ring later, and so for values: memory is busy while items end and
-// parts are added, and before the previous kernel has ended. Bytes on their way need no L1 cache, so that this kernel
-// divides it as all others do. Work is divided as attention_line.cuh says, and put together as attention_parts.cuh says.
-#include "attention/attention_parts.cuh"
+// Each warp has a ring of KV tiles (attention_kv_tile.cuh) in shared memory. As soon as a tile's keys have been
+// multiplied, a lane asks for the keys of the tile that comes a ring later, and so for values: memory is busy while
+// items end and partials are reduced, and before the previous kernel has ended. Bytes on their way need no L1 cache, so
+// that this kernel divides it as all others do. attention_decode_scheduler.cuh divides the work, attention_split_kv.cuh
+// reduces it.
+#include "attention/attention_split_kv.cuh"
 #include "common/hopper.cuh"
 
 using namespace attention;
@@ -16,12 +17,12 @@ using hopper::shared_address;
 
 namespace {
 
-// kDepth: turns of a warp's ring.
+// kDepth: KV tiles of a warp's ring.
 template <int D, int kTiles, int kDepth>
 struct Memory {
-  static constexpr int kPieceBytes = kTurn * D * 2;  // a turn's keys, or its values
+  static constexpr int kKvTileBytes = kKvTile * D * 2;  // keys, or values
   static constexpr int kKinds = 2;
-  alignas(128) uint8_t pieces[kWarps][kDepth][kKinds][kPieceBytes];
+  alignas(128) uint8_t ring[kWarps][kDepth][kKinds][kKvTileBytes];
   Shared<D, kTiles> ends;
   uint64_t full[kWarps][kDepth][kKinds];
   int rows[1];  // [3 R + 1]; NVRTC takes no array without a size
@@ -35,24 +36,24 @@ __device__ __forceinline__ void copy(void* target, const bf16* from, int bytes, 
                : "memory");
 }
 
-// Where a warp's turns of 32 units lie, one for each lane.
-struct Turns {
-  static constexpr int kUnits = 32;
+// Where a warp's KV tiles of 32 work tiles lie, one for each lane.
+struct KvTiles {
+  static constexpr int kWindow = 32;
   int block;       // of the cache; it may still be on its way
   int64_t offset;  // of the keys in the block
-  int left;        // tokens of the context from the turn on; nothing to do where it is not positive
+  int left;        // tokens of the context from the tile on; nothing to do where it is not positive
 
   __device__ __forceinline__ void find(const Arguments& a, const Rows& rows, int first, int last, int warp, int tiles,
                                        int head_dim) {
-    const int unit = first + threadIdx.x % 32;
+    const int work_tile = first + threadIdx.x % 32;
     block = left = 0;
     offset = 0;
-    if (unit >= last) return;
-    Place place;
-    place.find(unit, a.num_rows, rows);
+    if (work_tile >= last) return;
+    WorkTile place;
+    place.find(work_tile, a.num_rows, rows);
     left = place.left(warp);
     if (left <= 0) return;
-    const int token = place.unit * kUnit + warp * kTurn, block_mask = (1 << a.cache.block_shift) - 1;
+    const int token = place.index * kWorkTile + warp * kKvTile, block_mask = (1 << a.cache.block_shift) - 1;
     block = __ldcg(a.block_tables + int64_t(place.row) * a.table_stride + (token >> a.cache.block_shift));
     offset = a.cache.key(0, place.head / tiles, token & block_mask, head_dim) - a.cache.data;
   }
@@ -73,52 +74,52 @@ __device__ void run(const Arguments& a) {
   const int tiles = (a.group + S::kHeads - 1) / S::kHeads, heads = a.cache.num_heads * tiles;
   const int64_t value_offset = a.cache.value_offset(D);
   auto& full = m.full[warp];
-  auto& pieces = m.pieces[warp];
+  auto& ring = m.ring[warp];
 
   hopper::launch_dependents();
   if (lane < 2 * kDepth) barrier_init(&full[lane / 2][lane % 2], 1);
   hopper::barrier_init_fence();
   if (!a.early) hopper::wait_for_previous_kernel();
-  const int units = count_units(a, heads, rows, m.ends.counts);
-  const Division division = {units, min(units, int(gridDim.x))};
-  if (int(blockIdx.x) >= division.workers) {
+  const int work_tiles = count_work_tiles(a, heads, rows, m.ends.counts);
+  const Partition partition = {work_tiles, min(work_tiles, int(gridDim.x))};
+  if (int(blockIdx.x) >= partition.workers) {
     if (a.early) hopper::wait_for_previous_kernel();
     return;
   }
-  const int first = division.first_of(blockIdx.x), last = division.first_of(blockIdx.x + 1);
+  const int first = partition.first_of(blockIdx.x), last = partition.first_of(blockIdx.x + 1);
 
-  Turns turns, later;  // of units from `window` on, and of those that come after
-  turns.find(a, rows, first, last, warp, tiles, D);
-  const bf16* keys = turns.keys(a.cache);
+  KvTiles kv_tiles, later;  // of work tiles from `window` on, and of those that come after
+  kv_tiles.find(a, rows, first, last, warp, tiles, D);
+  const bf16* keys = kv_tiles.keys(a.cache);
   int window = first;
   // The first ring. What is read before the previous kernel has ended does not include the newest token.
   auto fill = [&](bool newest) {
-    if (lane < kDepth && turns.left > 0 && (turns.left <= kTurn) == newest)
+    if (lane < kDepth && kv_tiles.left > 0 && (kv_tiles.left <= kKvTile) == newest)
 #pragma unroll
       for (int kind = 0; kind < M::kKinds; kind++)
-        copy(pieces[lane][kind], keys + kind * value_offset, M::kPieceBytes, &full[lane][kind]);
+        copy(ring[lane][kind], keys + kind * value_offset, M::kKvTileBytes, &full[lane][kind]);
   };
   fill(false);
   if (a.early) hopper::wait_for_previous_kernel();
   fill(true);
 
-  Place here;
+  WorkTile here;
   here.find(first, a.num_rows, rows);
   Item item;
   item.enter(a, rows, here, tiles, S::kHeads);
   W w;
   w.load_q(a.q + item.query * D, item.heads, g, t);
   w.clear();
-  later.find(a, rows, window + Turns::kUnits, last, warp, tiles, D);
-  int slot = 0, ahead = kDepth;  // the lane whose turn comes into `slot` next
-  uint32_t parities = 0;         // bit `slot`: of the copies that come next
-  for (int unit = first; unit < last; unit++) {
+  later.find(a, rows, window + KvTiles::kWindow, last, warp, tiles, D);
+  int stage = 0, ahead = kDepth;  // the lane whose KV tile comes into `stage` next
+  uint32_t parities = 0;          // bit `stage`: of the copies that come next
+  for (int work_tile = first; work_tile < last; work_tile++) {
     auto ask = [&](int kind) {
-      if (lane == ahead && turns.left > 0)
-        copy(pieces[slot][kind], keys + kind * value_offset, M::kPieceBytes, &full[slot][kind]);
+      if (lane == ahead && kv_tiles.left > 0)
+        copy(ring[stage][kind], keys + kind * value_offset, M::kKvTileBytes, &full[stage][kind]);
     };
     const int left = here.left(warp);
-    const uint32_t parity = parities >> slot & 1;
+    const uint32_t parity = parities >> stage & 1;
     float scores[kTiles][4];
     uint32_t p[kTiles][2];
     if (left > 0) {
@@ -126,18 +127,18 @@ __device__ void run(const Arguments& a) {
       for (int n = 0; n < kTiles; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[n][i] = 0;
-      barrier_wait(&full[slot][0], parity);
+      barrier_wait(&full[stage][0], parity);
 #pragma unroll
-      for (int piece = 0; piece < S::kPieces; piece++) {
+      for (int chunk = 0; chunk < S::kChunks; chunk++) {
         typename W::Buffer k;
-        W::template load_k<FromShared>(k, reinterpret_cast<const bf16*>(pieces[slot][0]), piece, g, t);
-        w.multiply_k(scores, k, piece);
+        W::template load_k<FromShared>(k, reinterpret_cast<const bf16*>(ring[stage][0]), chunk, g, t);
+        w.multiply_k(scores, k, chunk);
       }
     }
     __syncwarp();
     ask(0);
-    const bool ends_item = here.unit + 1 == here.units, is_last = unit + 1 == last;
-    Place next = here;
+    const bool ends_item = here.index + 1 == here.count, is_last = work_tile + 1 == last;
+    WorkTile next = here;
     Item next_item = item;
     if (!is_last) next.advance(heads, a.num_rows, rows);
     if (ends_item && !is_last) {  // its queries arrive while this item ends
@@ -146,30 +147,30 @@ __device__ void run(const Arguments& a) {
     }
     if (left > 0) {
       w.exponentials(p, scores, left, a.scale, g);
-      barrier_wait(&full[slot][1], parity);
+      barrier_wait(&full[stage][1], parity);
 #pragma unroll
-      for (int piece = 0; piece < S::kPieces; piece++) {
+      for (int chunk = 0; chunk < S::kChunks; chunk++) {
         typename W::Buffer v;
-        W::template load_v<FromShared>(v, reinterpret_cast<const bf16*>(pieces[slot][1]), piece, g, t);
-        w.multiply_v(p, v, piece, left, t);
+        W::template load_v<FromShared>(v, reinterpret_cast<const bf16*>(ring[stage][1]), chunk, g, t);
+        w.multiply_v(p, v, chunk, left, t);
       }
-      parities ^= 1u << slot;
+      parities ^= 1u << stage;
     }
     __syncwarp();
     ask(1);
     if (ends_item || is_last) {
-      finish_item(m.ends, w, a, division, here, item, unit);
+      finish_item(m.ends, w, a, partition, here, item, work_tile);
       w.clear();
       item = next_item;
     }
     here = next;
-    slot = slot + 1 == kDepth ? 0 : slot + 1;
-    if (++ahead == Turns::kUnits) {
+    stage = stage + 1 == kDepth ? 0 : stage + 1;
+    if (++ahead == KvTiles::kWindow) {
       ahead = 0;
-      window += Turns::kUnits;
-      turns = later;
-      keys = turns.keys(a.cache);
-      later.find(a, rows, window + Turns::kUnits, last, warp, tiles, D);
+      window += KvTiles::kWindow;
+      kv_tiles = later;
+      keys = kv_tiles.keys(a.cache);
+      later.find(a, rows, window + KvTiles::kWindow, last, warp, tiles, D);
     }
   }
 }

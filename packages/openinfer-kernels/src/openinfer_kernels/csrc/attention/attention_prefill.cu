@@ -1,11 +1,11 @@
 // Causal attention of rows with several query tokens over their paged context, for any GPU from Ampere on.
 //
-// FlashAttention-2 (Dao 2023, algorithm 1): a block holds a tile of queries and walks over the keys, 16 lines of the tile
-// per warp, with a running maximum and sum. Lines are (token, query head) pairs that share a KV head. Keys and values
-// come by `cp.async`, two tiles in turn, from pages that the block table names; what lies beyond the context is filled with
-// zeros, never read.
+// FlashAttention-2 (Dao 2023, algorithm 1): a block holds a tile of queries and walks over the keys, 16 query rows of
+// the tile per warp, with a running maximum and sum. A query row is a (token, query head) pair; those of a tile share a
+// KV head. Keys and values come by `cp.async`, two tiles in turn, from pages that the block table names; what lies
+// beyond the context is filled with zeros, never read.
 #include "attention/attention.cuh"
-#include "attention/attention_tiles.cuh"
+#include "attention/attention_query_tile.cuh"
 #include "common/pdl.cuh"
 
 using namespace attention;
@@ -27,9 +27,9 @@ struct Arguments {
 template <int D, int kWarps_, int kKeys_>
 struct Shape {
   static constexpr int kWarps = kWarps_, kThreads = kWarps * 32;
-  static constexpr int kLines = kWarps * 16;
+  static constexpr int kQueryRows = kWarps * 16;
   static constexpr int kKeys = kKeys_;         // tokens of a tile of keys
-  static constexpr int kChunks = D / 8;        // 16-byte pieces of a token
+  static constexpr int kChunks = D / 8;        // of 16 bytes, of a token
   static constexpr int kTile = kKeys * D;      // values
 };
 
@@ -37,8 +37,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Where 16 bytes lie in a tile: pieces are exchanged within 128 bytes by the token's last three bits, so that 8 tokens'
-// pieces fall into different banks (within 64 bytes by the last two, where a token has no more).
+// Where 16 bytes lie in a tile: chunks are exchanged within 128 bytes by the token's last three bits, so that 8 tokens'
+// chunks fall into different banks (within 64 bytes by the last two, where a token has no more).
 template <int D>
 __device__ __forceinline__ int place(int token, int chunk) {
   constexpr int kExchanged = D < 64 ? D / 8 - 1 : 7;
@@ -74,16 +74,16 @@ struct Prefill {
   QueryTile tile;
   int kv_head;
 
-  __device__ __forceinline__ int64_t line_offset(int line) const {
-    const int64_t token = tile.first_query + line / a.group;
-    return (token * a.cache.num_heads * a.group + kv_head * a.group + line % a.group) * D;
+  __device__ __forceinline__ int64_t query_row_offset(int query_row) const {
+    const int64_t token = tile.first_query + query_row / a.group;
+    return (token * a.cache.num_heads * a.group + kv_head * a.group + query_row % a.group) * D;
   }
 
   __device__ __forceinline__ void load_queries(bf16* to) const {
-    for (int i = threadIdx.x; i < S::kLines * S::kChunks; i += S::kThreads) {
-      const int m = i / S::kChunks, chunk = i % S::kChunks, line = tile.first_line + m;
-      const bool is_there = line < tile.num_lines;
-      copy16(to + place<D>(m, chunk), a.q + (is_there ? line_offset(line) + chunk * 8 : 0), is_there);
+    for (int i = threadIdx.x; i < S::kQueryRows * S::kChunks; i += S::kThreads) {
+      const int m = i / S::kChunks, chunk = i % S::kChunks, query_row = tile.first_query_row + m;
+      const bool is_there = query_row < tile.num_query_rows;
+      copy16(to + place<D>(m, chunk), a.q + (is_there ? query_row_offset(query_row) + chunk * 8 : 0), is_there);
     }
   }
 
@@ -106,24 +106,24 @@ template <int D, class S>
 __device__ void run(const Arguments& a) {
   extern __shared__ __align__(128) uint8_t raw[];
   bf16* queries = reinterpret_cast<bf16*>(raw);
-  bf16* tiles = queries + S::kLines * D;  // keys, values; keys, values
+  bf16* tiles = queries + S::kQueryRows * D;  // keys, values; keys, values
   int* scratch = reinterpret_cast<int*>(tiles + 4 * S::kTile);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
 
   launch_dependents();
   wait_for_previous_kernel();
   const int kv_head = blockIdx.x % a.cache.num_heads;
-  const QueryTile tile = find_tile<S::kWarps>(blockIdx.x / a.cache.num_heads, a.query_starts, a.context_lens, a.num_rows,
-                                              a.least_tokens, a.group, S::kLines, scratch);
+  const QueryTile tile = find_tile<S::kWarps>(blockIdx.x / a.cache.num_heads, a.query_starts, a.context_lens,
+                                              a.num_rows, a.least_tokens, a.group, S::kQueryRows, scratch);
   if (tile.row < 0) return;
   const Prefill<D, S> self = {a, tile, kv_head};
 
-  const int last_line = min(tile.first_line + S::kLines, tile.num_lines) - 1;
-  const int seen = tile.past + last_line / a.group + 1;             // by the last line of the tile
-  const int seen_by_all = tile.past + tile.first_line / a.group + 1;
+  const int last_query_row = min(tile.first_query_row + S::kQueryRows, tile.num_query_rows) - 1;
+  const int seen = tile.past + last_query_row / a.group + 1;  // by the last query row of the tile
+  const int seen_by_all = tile.past + tile.first_query_row / a.group + 1;
   const int num_tiles = (seen + S::kKeys - 1) / S::kKeys;
-  const int line = tile.first_line + warp * 16 + g;                 // of this thread, and line + 8
-  const int limits[2] = {tile.past + line / a.group, tile.past + (line + 8) / a.group};  // last position seen
+  const int query_row = tile.first_query_row + warp * 16 + g;  // of this thread, and query_row + 8
+  const int limits[2] = {tile.past + query_row / a.group, tile.past + (query_row + 8) / a.group};  // last position seen
 
   self.load_queries(queries);
   self.load_keys(tiles, tiles + S::kTile, 0);
@@ -219,9 +219,9 @@ __device__ void run(const Arguments& a) {
   for (int r = 0; r < 2; r++) {
     weight[r] += __shfl_xor_sync(~0u, weight[r], 1);
     weight[r] += __shfl_xor_sync(~0u, weight[r], 2);
-    if (line + 8 * r >= tile.num_lines) continue;
+    if (query_row + 8 * r >= tile.num_query_rows) continue;
     const float factor = 1.0f / weight[r];
-    bf16* out = a.out + self.line_offset(line + 8 * r) + 2 * t;
+    bf16* out = a.out + self.query_row_offset(query_row + 8 * r) + 2 * t;
 #pragma unroll
     for (int d = 0; d < D / 8; d++)
       *reinterpret_cast<uint32_t*>(out + d * 8) = packed(o[d][2 * r] * factor, o[d][2 * r + 1] * factor);

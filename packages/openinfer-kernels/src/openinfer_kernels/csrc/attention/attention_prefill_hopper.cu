@@ -1,23 +1,23 @@
 // Causal attention of rows with several query tokens over their paged context, with Hopper's warpgroup products.
 //
-// FlashAttention-3 (Shah et al. 2024, algorithm 2) over pages. A block holds a tile of 128 lines, a line being a (token,
-// query head) pair; lines that share a KV head stand side by side. Three warpgroups:
+// FlashAttention-3 (Shah et al. 2024, algorithm 2) over pages. A block holds a tile of 128 query rows, which are
+// (token, query head) pairs; those that share a KV head lie side by side. Three warpgroups:
 //
 //   producer     for each tile of keys, last to first: 16 tokens at a time by tensor copies, each from its own page
-//   2 consumers  64 lines each:  S' = Q K'^T starts │ O += P V starts │ softmax of S' while O is made │ O scaled, P = S'
+//   2 consumers  64 query rows each:  S' = Q K'^T starts │ O += P V starts │ softmax of S' while O is made │ O scaled, P = S'
 //
 // The consumers take turns in starting products, so that one's softmax runs under the other's products. Blocks stay and
-// take tile after tile, so that keys of the next tile arrive while this one is written; the longest are handed out first
-// in each row. The list of tiles is made on the device from `query_starts` (attention_units.cuh).
+// take tile after tile, so that keys of the next tile arrive while this one is written; the longest are handed out
+// first in each row. The list of tiles is made on the device from `query_starts` (attention_prefill_scheduler.cuh).
 //
-// Values beyond what the tile's last line sees are set to zero in shared memory, as they may be anything, and 0 * NaN is
-// not 0; their scores are -inf.
+// Values beyond what the tile's last query row sees are set to zero in shared memory, as they may be anything, and 0 *
+// NaN is not 0; their scores are -inf.
 //
-// Where there are fewer tiles than blocks, as for a short piece behind a long prefix, tiles are divided along their keys
-// into parts. Each part's sums go to the workspace; the warpgroup that arrives last adds all parts of its lines
-// in their order, so that results do not depend on timing.
+// Where there are fewer tiles than blocks, as for a short prefill chunk after a long prefix, tiles are divided along
+// their keys (split-KV). Each split's sums go to the workspace; the warpgroup that arrives last reduces all partials of
+// its query rows in their order, so that results do not depend on timing.
 #include "attention/attention.cuh"
-#include "attention/attention_units.cuh"
+#include "attention/attention_prefill_scheduler.cuh"
 #include "attention/attention_wgmma.cuh"
 #include "common/hopper.cuh"
 
@@ -28,12 +28,12 @@ namespace {
 
 constexpr int kConsumers = 2;                    // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kLines = kConsumers * 64;
+constexpr int kQueryRows = kConsumers * 64;
 constexpr int kChunk = 16;                       // tokens of one copy
 constexpr int kBox = 64;                         // values of one copy: 128 bytes, one swizzle row
 constexpr int kRowBytes = kBox * 2;
 constexpr int kStages = 2;
-static_assert(kLines == kUnitLines && kThreads == kUnitThreads);
+static_assert(kQueryRows == kTileQueryRows && kThreads == kSchedulerThreads);
 
 struct Arguments {
   const bf16* q;            // [T, H, D]
@@ -41,13 +41,13 @@ struct Arguments {
   const int* block_tables;  // [R, table_stride]
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
-  int* counters;            // [2] units handed out, blocks without work: zero before and after
-  float4* parts;            // of tiles that are divided, `Part` each; null: none may be
-  int* arrivals;            // [units, 2] warpgroups that left their part: zero before and after
+  int* counters;            // [2] work tiles handed out, blocks without work: zero before and after
+  float4* partials;         // of tiles that are divided, `Partial` each; null: none may be
+  int* arrivals;            // [work_tiles, 2] warpgroups that left their partial: zero before and after
   int num_rows, table_stride, group, num_kv_heads, block_shift;
   int least_tokens;         // of a row, for it to be ours
-  int block_lines;          // lines of the cache [blocks, layers, 2, K, B] x [D] from one block to the next
-  int layer_line;           // first line of the layer in a block
+  int block_rows;           // rows of the cache [blocks, layers, 2, K, B] x [D] from one block to the next
+  int layer_row;            // first row of the layer in a block
   unsigned group_reciprocal;  // 2**32 / group, rounded up
   float scale;                // of scores, times log2(e)
 };
@@ -56,41 +56,41 @@ template <int D_, int kKeys_>
 struct Shape {
   static constexpr int D = D_, kKeys = kKeys_;
   static constexpr int kBoxes = D / kBox;
-  static constexpr int kSharers = kBoxes > 1 ? 2 : 1;  // warps that share the copies of a tile
+  static constexpr int kLoaders = kBoxes > 1 ? 2 : 1;  // warps that share the copies of a tile
   static constexpr int kTileBytes = kKeys * D * 2;
 };
 
 template <class S>
 struct Shared {
-  alignas(1024) uint8_t q[kLines * S::D * 2];          // [boxes][lines][128 bytes]
+  alignas(1024) uint8_t q[kQueryRows * S::D * 2];      // [boxes][query_rows][128 bytes]
   alignas(1024) uint8_t k[kStages][S::kTileBytes];     // [boxes][keys][128 bytes]
   alignas(1024) uint8_t v[kStages][S::kTileBytes];
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   uint64_t next_full[2], next_empty[2];
-  int next[2];                 // units to come
-  int is_last[kConsumers];     // to arrive with a part
-  UnitColumns units;
+  int next[2];              // work tiles to come
+  int is_last[kConsumers];  // to arrive with a partial
+  RowTable work_tiles;
 };
 
-// --- units, one after the other ---------------------------------------------------------------------------------
+// --- work tiles, one after the other ---------------------------------------------------------------------------------
 
-// Tiles are handed out to blocks as they ask, but for the first of each. A producer warp asks for tile `turn + 1` of its
-// block while tile `turn` is under way, and leaves the answer for the block's other warps.
+// Tiles are handed out to blocks as they ask, but for the first of each. A producer warp asks for tile `round + 1` of
+// its block while tile `round` is under way, and leaves the answer for the block's other warps.
 template <class S>
-__device__ __forceinline__ int ask_for_next(Shared<S>& s, const Arguments& a, int turn) {
-  if (turn >= 2) barrier_wait(&s.next_empty[turn % 2], (turn / 2 - 1) & 1);
+__device__ __forceinline__ int ask_for_next(Shared<S>& s, const Arguments& a, int round) {
+  if (round >= 2) barrier_wait(&s.next_empty[round % 2], (round / 2 - 1) & 1);
   const int index = gridDim.x + atomicAdd(&a.counters[0], 1);
-  s.next[turn % 2] = index;
-  barrier_arrive(&s.next_full[turn % 2]);
+  s.next[round % 2] = index;
+  barrier_arrive(&s.next_full[round % 2]);
   return index;
 }
 
 template <class S>
-__device__ __forceinline__ int take_next(Shared<S>& s, int turn) {
-  barrier_wait(&s.next_full[turn % 2], (turn / 2) & 1);
-  const int index = s.next[turn % 2];
+__device__ __forceinline__ int take_next(Shared<S>& s, int round) {
+  barrier_wait(&s.next_full[round % 2], (round / 2) & 1);
+  const int index = s.next[round % 2];
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(&s.next_empty[turn % 2]);
+  if (threadIdx.x % 32 == 0) barrier_arrive(&s.next_empty[round % 2]);
   return index;
 }
 
@@ -126,46 +126,49 @@ __device__ __forceinline__ void give_turn(int group) {
   asm volatile("bar.arrive %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
 }
 
-// The token of a line, `line / group`; exact for what fits into 28 bits.
-__device__ __forceinline__ int token_of(const Arguments& a, int line) {
-  return a.group == 1 ? line : int(__umulhi(line, a.group_reciprocal));
+// The token of a query row, `query_row / group`; exact for what fits into 28 bits.
+__device__ __forceinline__ int token_of(const Arguments& a, int query_row) {
+  return a.group == 1 ? query_row : int(__umulhi(query_row, a.group_reciprocal));
 }
 
-__device__ __forceinline__ int64_t line_offset(const Arguments& a, const Unit& tile, int line, int head_dim) {
-  const int token = token_of(a, line);
-  return (int64_t(tile.first_query + token) * a.num_kv_heads * a.group + tile.kv_head * a.group + line - token * a.group) *
+__device__ __forceinline__ int64_t query_row_offset(const Arguments& a, const WorkTile& tile, int query_row,
+                                                    int head_dim) {
+  const int token = token_of(a, query_row);
+  return (int64_t(tile.first_query + token) * a.num_kv_heads * a.group + tile.kv_head * a.group + query_row -
+          token * a.group) *
          head_dim;
 }
 
-// Where 16 bytes of a line lie in [boxes][lines][128 bytes], swizzled as the copies and products expect.
-__device__ __forceinline__ int place(int line, int chunk) {
-  return (chunk / 8) * kLines * kRowBytes + line * kRowBytes + ((chunk % 8) ^ (line & 7)) * 16;
+// Where 16 bytes of a query row lie in [boxes][query_rows][128 bytes], swizzled as the copies and products expect.
+__device__ __forceinline__ int place(int query_row, int chunk) {
+  return (chunk / 8) * kQueryRows * kRowBytes + query_row * kRowBytes + ((chunk % 8) ^ (query_row & 7)) * 16;
 }
 
 // --- the producer: two warps for keys, two for values, which share the values of a head; a lane for 16 tokens ----
 
 template <class S>
-__device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a, const Rows& rows, int num_units, int warp) {
-  constexpr int kLanes = S::kKeys / kChunk, kBoxesEach = S::kBoxes / S::kSharers;
+__device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a, const Rows& rows, int num_work_tiles,
+                        int warp) {
+  constexpr int kLanes = S::kKeys / kChunk, kBoxesEach = S::kBoxes / S::kLoaders;
   const int lane = threadIdx.x % 32, is_value = warp / 2, first_box = warp % 2 * kBoxesEach;
   if (first_box >= S::kBoxes) return;
   auto& tiles = is_value ? s.v : s.k;
   uint64_t* full = is_value ? s.v_full : s.k_full;
   uint64_t* empty = is_value ? s.v_empty : s.k_empty;
   const uint64_t policy = evict_last_policy();
-  const int first_line = a.layer_line + (is_value ? a.num_kv_heads << a.block_shift : 0);
+  const int first_cache_row = a.layer_row + (is_value ? a.num_kv_heads << a.block_shift : 0);
   const bool asks = warp == 2;
   int step = 0, index = blockIdx.x;
-  for (int turn = 0; index < num_units; turn++) {
-    const Unit tile = unit_at<S::kKeys>(s.units, rows, index);
+  for (int round = 0; index < num_work_tiles; round++) {
+    const WorkTile tile = work_tile_at<S::kKeys>(s.work_tiles, rows, index);
     bool is_first = true;
     const int* table = a.block_tables + int64_t(tile.row) * a.table_stride;
     for (int first = (tile.end_key - 1) / S::kKeys * S::kKeys; first >= tile.begin_key; first -= S::kKeys, step++) {
       const int stage = step % kStages, token = first + lane * kChunk;
       const bool is_there = lane < kLanes && token < tile.end_key;
-      const int line = is_there ? __ldcg(table + (token >> a.block_shift)) * a.block_lines + first_line +
-                                      (tile.kv_head << a.block_shift) + (token & ((1 << a.block_shift) - 1))
-                                : 0;
+      const int cache_row = is_there ? __ldcg(table + (token >> a.block_shift)) * a.block_rows + first_cache_row +
+                                           (tile.kv_head << a.block_shift) + (token & ((1 << a.block_shift) - 1))
+                                     : 0;
       const int chunks = min(kLanes, (tile.end_key - first + kChunk - 1) / kChunk);
       if (step >= kStages) barrier_wait(&empty[stage], (step / kStages - 1) & 1);
       if (lane == 0) barrier_expect(&full[stage], chunks * kBoxesEach * kChunk * kRowBytes);
@@ -173,12 +176,13 @@ __device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a
       if (is_there)
 #pragma unroll
         for (int box = first_box; box < first_box + kBoxesEach; box++)
-          load_box(tiles[stage] + (box * S::kKeys + lane * kChunk) * kRowBytes, &map, &full[stage], box * kBox, line, policy);
+          load_box(tiles[stage] + (box * S::kKeys + lane * kChunk) * kRowBytes, &map, &full[stage], box * kBox,
+                   cache_row, policy);
       __syncwarp();
-      if (is_first && asks && lane == 0) index = ask_for_next(s, a, turn);
+      if (is_first && asks && lane == 0) index = ask_for_next(s, a, round);
       is_first = false;
     }
-    index = asks ? __shfl_sync(~0u, index, 0) : take_next(s, turn);
+    index = asks ? __shfl_sync(~0u, index, 0) : take_next(s, round);
   }
   if (asks && lane == 0) stop_asking(a);
 }
@@ -197,7 +201,7 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < S::D / 16; step++) {
       const int box = step / 4, at = step % 4 * 2;
-      multiply_keys<S::kKeys>(scores, tile_descriptor(q + box * kLines * kRowBytes) + at,
+      multiply_keys<S::kKeys>(scores, tile_descriptor(q + box * kQueryRows * kRowBytes) + at,
                               tile_descriptor(k + box * S::kKeys * kRowBytes) + at, step);
     }
   }
@@ -234,7 +238,7 @@ struct Consumer {
     }
   }
 
-  // Of a line: its four threads have each a quarter.
+  // Of a query row: its four threads have each a quarter.
   __device__ __forceinline__ void add_up_weights() {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -251,18 +255,19 @@ struct Consumer {
   }
 };
 
-// --- parts of divided tiles -----------------------------------------------------------------------------------
+// --- partials of split tiles -----------------------------------------------------------------------------------
 
-// A part in the workspace, as threads hold it: [fours][consumer threads] sums, then [consumer threads] maxima and weights.
+// A partial in the workspace, as threads hold it: [fours][consumer threads] sums, then [consumer threads] maxima and
+// weights.
 template <class S>
-struct Part {
+struct Partial {
   static constexpr int kFours = S::D / 8, kStride = kConsumers * 128, kSize = (kFours + 1) * kStride;
 
   float4* data;  // of this thread
 
-  static __device__ __forceinline__ Part of(const Arguments& a, const Unit& unit, int part, int group) {
-    const int index = unit.first_of_tile + part * a.num_kv_heads;
-    return {a.parts + int64_t(index) * kSize + group * 128 + threadIdx.x % 128};
+  static __device__ __forceinline__ Partial of(const Arguments& a, const WorkTile& work_tile, int split, int group) {
+    const int index = work_tile.first_of_tile + split * a.num_kv_heads;
+    return {a.partials + int64_t(index) * kSize + group * 128 + threadIdx.x % 128};
   }
 
   __device__ __forceinline__ void leave(const Consumer<S>& c) const {
@@ -274,7 +279,7 @@ struct Part {
 
   __device__ __forceinline__ float4 ends() const { return __ldcg(data + kFours * kStride); }
 
-  // Adds this part's sums to `c`, whose maxima are those of all parts.
+  // Adds this partial's sums to `c`, whose maxima are those of all partials.
   __device__ __forceinline__ void add_to(Consumer<S>& c, float scale) const {
     const float4 mine = ends();
     const float factors[2] = {exp2_fast((mine.x - c.top[0]) * scale), exp2_fast((mine.y - c.top[1]) * scale)};
@@ -298,14 +303,15 @@ __device__ __forceinline__ int arrive(int* arrivals) {
   return before;
 }
 
-// Leaves this warpgroup's sums of a part; where it is the tile's last to do so, returns true and has those of all parts.
+// Leaves this warpgroup's sums of a split; where it is the tile's last to do so, returns true and has those of all.
 template <class S>
-__device__ __forceinline__ bool gather_parts(Shared<S>& s, const Arguments& a, const Unit& unit, Consumer<S>& c, int group) {
-  Part<S>::of(a, unit, unit.part, group).leave(c);
+__device__ __forceinline__ bool reduce_partials(Shared<S>& s, const Arguments& a, const WorkTile& work_tile,
+                                                Consumer<S>& c, int group) {
+  Partial<S>::of(a, work_tile, work_tile.split, group).leave(c);
   warpgroup_sync(group);
   if (threadIdx.x % 128 == 0) {
-    int* arrivals = a.arrivals + unit.first_of_tile * kConsumers + group;
-    s.is_last[group] = arrive(arrivals) == unit.parts - 1;
+    int* arrivals = a.arrivals + work_tile.first_of_tile * kConsumers + group;
+    s.is_last[group] = arrive(arrivals) == work_tile.splits - 1;
     if (s.is_last[group]) *arrivals = 0;
   }
   warpgroup_sync(group);
@@ -315,17 +321,17 @@ __device__ __forceinline__ bool gather_parts(Shared<S>& s, const Arguments& a, c
   c.top[0] = c.top[1] = kMinusInfinity;
   c.weight[0] = c.weight[1] = 0;
 #pragma unroll 4
-  for (int part = 0; part < unit.parts; part++) {
-    const float4 ends = Part<S>::of(a, unit, part, group).ends();
+  for (int split = 0; split < work_tile.splits; split++) {
+    const float4 ends = Partial<S>::of(a, work_tile, split, group).ends();
     c.top[0] = fmaxf(c.top[0], ends.x);
     c.top[1] = fmaxf(c.top[1], ends.y);
   }
 #pragma unroll(S::D <= 128 ? 2 : 1)
-  for (int part = 0; part < unit.parts; part++) Part<S>::of(a, unit, part, group).add_to(c, a.scale);
+  for (int split = 0; split < work_tile.splits; split++) Partial<S>::of(a, work_tile, split, group).add_to(c, a.scale);
   return true;
 }
 
-// Scores of keys that a line does not see: `limits` are the last positions seen by this thread's two lines.
+// Scores of keys that a query row does not see: `limits` are the last positions seen by this thread's two query_rows.
 template <int kScores>
 __device__ __forceinline__ void hide(float (&scores)[kScores], int first_key, const int (&limits)[2]) {
   const int t = threadIdx.x % 4;
@@ -334,20 +340,21 @@ __device__ __forceinline__ void hide(float (&scores)[kScores], int first_key, co
     if (first_key + i / 4 * 8 + 2 * t + (i & 1) > limits[(i >> 1) & 1]) scores[i] = kMinusInfinity;
 }
 
-// This warpgroup's 64 lines of queries on their way to shared memory; absent lines are zero.
+// This warpgroup's 64 query rows of queries on their way to shared memory; absent query rows are zero.
 template <class S>
 struct Queries {
   static constexpr int kChunks = S::D / 8, kEach = 64 * kChunks / 128;
   uint4 values[kEach];
 
-  __device__ __forceinline__ void load(const Arguments& a, const Unit& tile, int group) {
+  __device__ __forceinline__ void load(const Arguments& a, const WorkTile& tile, int group) {
     const int thread = threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
-      const int line = tile.first_line + group * 64 + (i * 128 + thread) / kChunks;
+      const int query_row = tile.first_query_row + group * 64 + (i * 128 + thread) / kChunks;
       values[i] = make_uint4(0, 0, 0, 0);
-      if (line < tile.num_lines)
-        values[i] = *reinterpret_cast<const uint4*>(a.q + line_offset(a, tile, line, S::D) + thread % kChunks * 8);
+      if (query_row < tile.num_query_rows)
+        values[i] =
+            *reinterpret_cast<const uint4*>(a.q + query_row_offset(a, tile, query_row, S::D) + thread % kChunks * 8);
     }
   }
 
@@ -361,9 +368,10 @@ struct Queries {
   }
 };
 
-// Writes 64 lines through the queries' place in shared memory, so that whole lines go out.
+// Writes 64 query rows through the queries' place in shared memory, so that whole query rows go out.
 template <class S>
-__device__ __forceinline__ void store_sums(Shared<S>& s, const Arguments& a, const Unit& tile, Consumer<S>& c, int group) {
+__device__ __forceinline__ void store_sums(Shared<S>& s, const Arguments& a, const WorkTile& tile, Consumer<S>& c,
+                                           int group) {
   constexpr int kChunks = S::D / 8;
   const int thread = threadIdx.x % 128, first = group * 64 + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
@@ -377,9 +385,9 @@ __device__ __forceinline__ void store_sums(Shared<S>& s, const Arguments& a, con
   warpgroup_sync(group);
 #pragma unroll 4
   for (int i = thread; i < 64 * kChunks; i += 128) {
-    const int m = group * 64 + i / kChunks, chunk = i % kChunks, line = tile.first_line + m;
-    if (line < tile.num_lines)
-      *reinterpret_cast<uint4*>(a.out + line_offset(a, tile, line, S::D) + chunk * 8) =
+    const int m = group * 64 + i / kChunks, chunk = i % kChunks, query_row = tile.first_query_row + m;
+    if (query_row < tile.num_query_rows)
+      *reinterpret_cast<uint4*>(a.out + query_row_offset(a, tile, query_row, S::D) + chunk * 8) =
           *reinterpret_cast<const uint4*>(s.q + place(m, chunk));
   }
   warpgroup_sync(group);
@@ -397,9 +405,9 @@ __device__ __forceinline__ void clear_values(uint8_t* v, int valid, int group) {
   warpgroup_sync(group);
 }
 
-// A warpgroup without lines lets a tile's keys and values pass, and gives the other one its turns.
+// A warpgroup without query rows lets a tile's keys and values pass, and gives the other one its turns.
 template <class S>
-__device__ __forceinline__ void let_pass(Shared<S>& s, const Unit& tile, int& step, int group) {
+__device__ __forceinline__ void let_pass(Shared<S>& s, const WorkTile& tile, int& step, int group) {
   const bool frees = threadIdx.x % 32 == 0;
   const int last_key = (tile.end_key - 1) / S::kKeys * S::kKeys;
   for (int first = last_key; first >= tile.begin_key; first -= S::kKeys, step++) {
@@ -416,7 +424,7 @@ __device__ __forceinline__ void let_pass(Shared<S>& s, const Unit& tile, int& st
 }
 
 template <class S>
-__device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int num_units, int group) {
+__device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int num_work_tiles, int group) {
   using C = Consumer<S>;
   const int thread = threadIdx.x % 128, in_group = group * 64 + thread / 32 * 16 + thread % 32 / 4;
   const uint8_t* q = s.q + group * 64 * kRowBytes;
@@ -424,28 +432,28 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
   if (group == 1) give_turn(0);
   constexpr bool kPrefetches = S::D <= 128;  // the next tile's queries, while the last products of a tile run
   int step = 0, index = blockIdx.x;
-  Unit tile, next;
+  WorkTile tile, next;
   Queries<S> queries;
-  if (index < num_units) {
-    next = unit_at<S::kKeys>(s.units, rows, index);
+  if (index < num_work_tiles) {
+    next = work_tile_at<S::kKeys>(s.work_tiles, rows, index);
     if constexpr (kPrefetches) queries.load(a, next, group);
   }
-  for (int turn = 0; index < num_units; turn++) {
+  for (int round = 0; index < num_work_tiles; round++) {
     tile = next;
-    if (tile.first_line + group * 64 >= tile.num_lines) {
+    if (tile.first_query_row + group * 64 >= tile.num_query_rows) {
       let_pass(s, tile, step, group);
-      index = take_next(s, turn);
-      if (index < num_units) {
-        next = unit_at<S::kKeys>(s.units, rows, index);
+      index = take_next(s, round);
+      if (index < num_work_tiles) {
+        next = work_tile_at<S::kKeys>(s.work_tiles, rows, index);
         if constexpr (kPrefetches) queries.load(a, next, group);
       }
       continue;
     }
     if constexpr (!kPrefetches) queries.load(a, tile, group);
     queries.put(s, group);
-    const int line = tile.first_line + in_group;  // of this thread, and line + 8
-    const int limits[2] = {tile.past + token_of(a, line), tile.past + token_of(a, line + 8)};
-    const int seen_by_all = tile.past + token_of(a, tile.first_line + group * 64) + 1;
+    const int query_row = tile.first_query_row + in_group;  // of this thread, and query_row + 8
+    const int limits[2] = {tile.past + token_of(a, query_row), tile.past + token_of(a, query_row + 8)};
+    const int seen_by_all = tile.past + token_of(a, tile.first_query_row + group * 64) + 1;
     const int last_key = (tile.end_key - 1) / S::kKeys * S::kKeys;
 
     C c;
@@ -491,15 +499,15 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
     wgmma_fence();
     c.start_sums(s.v[stage]);
     wgmma_commit();
-    index = take_next(s, turn);
-    if (index < num_units) {
-      next = unit_at<S::kKeys>(s.units, rows, index);
+    index = take_next(s, round);
+    if (index < num_work_tiles) {
+      next = work_tile_at<S::kKeys>(s.work_tiles, rows, index);
       if constexpr (kPrefetches) queries.load(a, next, group);
     }
     wgmma_wait<0>();
     if (frees) barrier_arrive(&s.v_empty[stage]);
     c.add_up_weights();
-    if (tile.parts == 1 || gather_parts(s, a, tile, c, group)) store_sums(s, a, tile, c, group);
+    if (tile.splits == 1 || reduce_partials(s, a, tile, c, group)) store_sums(s, a, tile, c, group);
   }
 }
 
@@ -509,28 +517,29 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
   auto& s = *reinterpret_cast<Shared<S>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
-      barrier_init(&s.k_full[i], S::kSharers);
-      barrier_init(&s.v_full[i], S::kSharers);
+      barrier_init(&s.k_full[i], S::kLoaders);
+      barrier_init(&s.v_full[i], S::kLoaders);
       barrier_init(&s.k_empty[i], kConsumers * 4);
       barrier_init(&s.v_empty[i], kConsumers * 4);
     }
     for (int i = 0; i < 2; i++) {
       barrier_init(&s.next_full[i], 1);
-      barrier_init(&s.next_empty[i], 2 * S::kSharers - 1 + kConsumers * 4);
+      barrier_init(&s.next_empty[i], 2 * S::kLoaders - 1 + kConsumers * 4);
     }
     barrier_init_fence();
     prefetch_map(&map);
   }
   launch_dependents();
   wait_for_previous_kernel();
-  const Rows rows = {a.query_starts, a.context_lens, a.num_rows, a.group, a.num_kv_heads, a.least_tokens, a.parts != nullptr};
-  const int num_units = count_units<S::kKeys>(s.units, rows, gridDim.x) * a.num_kv_heads;
+  const Rows rows = {a.query_starts, a.context_lens, a.num_rows,           a.group,
+                     a.num_kv_heads, a.least_tokens, a.partials != nullptr};
+  const int num_work_tiles = count_work_tiles<S::kKeys>(s.work_tiles, rows, gridDim.x) * a.num_kv_heads;
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    produce(s, map, a, rows, num_units, int(threadIdx.x) / 32);
+    produce(s, map, a, rows, num_work_tiles, int(threadIdx.x) / 32);
   } else {
     more_registers<232>();
-    consume(s, a, rows, num_units, int(threadIdx.x) / 128 - 1);
+    consume(s, a, rows, num_work_tiles, int(threadIdx.x) / 128 - 1);
   }
 }
 

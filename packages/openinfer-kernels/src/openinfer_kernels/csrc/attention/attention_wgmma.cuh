@@ -1,7 +1,8 @@
-// The two warpgroup products of attention. Accumulators as in `hopper::wgmma`: a thread holds rows 16 (t / 32) + (t % 32) / 4
-// (+ 8) and, for each 8 columns c, columns 8 c + 2 (t % 4) (+ 1).
+// The two warpgroup products of attention. Accumulators as in `hopper::wgmma`: a thread holds rows 16 (t / 32) + (t %
+// 32) / 4 (+ 8) and, for each 8 columns c, columns 8 c + 2 (t % 4) (+ 1).
 //
-// Assembly names each register: a product of N columns has N / 2 accumulators, in groups of 32, and its operands after them.
+// Assembly names each register: a product of N columns has N / 2 accumulators, in groups of 32, and its operands after
+// them.
 #pragma once
 #include <cstdint>
 

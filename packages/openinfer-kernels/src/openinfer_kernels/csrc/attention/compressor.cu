@@ -1,9 +1,9 @@
 // Compressed entries: means of windows of tokens with weights per channel, then RMSNorm and RoPE at the window's first
 // token; float32 throughout. `cpu/compressor.py` has both rules.
 //
-// A block has one token, a thread one channel of the entry. Blocks of tokens that complete no window have nothing to do:
-// they leave at once. States are brought up to date by a launch of their own behind the entries, which read them; where
-// rows have one token each, by the same block.
+// A block has one token, a thread one channel of the entry. Blocks of tokens that complete no window have nothing to
+// do: they leave at once. States are brought up to date by a launch of their own behind the entries, which read them;
+// where rows have one token each, by the same block.
 #include "attention/sparse.cuh"
 
 namespace {

@@ -4,8 +4,9 @@
 //     attended [T, H D], gates of projected  ─►  bf16(attended * sigmoid(gate))
 //
 // Per query head the projection has D query values, then D gates; key heads and value heads follow. Norms are
-// zero-centred, n = (1 + w) x / sqrt(mean(x^2) + eps). The first r dimensions turn in pairs (i, i + r/2) (Black et al. 2022,
-// "GPT-NeoX-20B", section 2.1). All of it is float32 and rounded once. A token with a negative slot is padding: its K and V go nowhere.
+// zero-centred, n = (1 + w) x / sqrt(mean(x^2) + eps). The first r dimensions turn in pairs (i, i + r/2) (Black et al.
+// 2022, "GPT-NeoX-20B", section 2.1). All of it is float32 and rounded once. A token with a negative slot is padding:
+// its K and V go nowhere.
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
 

@@ -2,9 +2,9 @@
 //
 //     score[t, e] = sum_h weight[t, h] relu(scale * q[t, h] . key[e])        -inf where e is not complete at t
 //
-// A block has one token and a piece of the entries, a warp 8 entries at a time and all heads: its A operand is the token's
-// queries, held in registers. The dimensions of a product are taken in an order in which each lane's are neighbours, so that
-// keys come by 16 bytes per access; the order is the same on both sides and changes nothing.
+// A block has one token and a piece of the entries, a warp 8 entries at a time and all heads: its A operand is the
+// token's queries, held in registers. The dimensions of a product are taken in an order in which each lane's are
+// neighbours, so that keys come by 16 bytes per access; the order is the same on both sides and changes nothing.
 #include "attention/sparse.cuh"
 
 namespace {

@@ -1,10 +1,12 @@
-// Attention of a token's heads to a window of tokens and to compressed entries; one vector is key and value of all heads.
+// Attention of a token's heads to a window of tokens and to compressed entries; one vector is key and value of all
+// heads.
 //
 //     P = exp(s - m) / (sum exp(s - m) + exp(sink_h - m)),  s = scale q . k;  o = sum P k, rotated back by its position
 //
 // A block has one token and a part of its keys: its heads are the rows of the tensor cores' tiles, so that every key is
-// read once for all of them. Keys come in tiles of 16 by two buffers; scores of a tile are 16 heads x 8 keys per warp, and
-// each warp sums 64 dimensions of all heads' values. Where a token's keys are cut into parts, a second kernel merges them.
+// read once for all of them. Keys come in tiles of 16 by two buffers; scores of a tile are 16 heads x 8 keys per warp,
+// and each warp sums 64 dimensions of all heads' values. Where a token's keys are cut into parts, a second kernel
+// merges them.
 #include "attention/sparse.cuh"
 
 namespace {

@@ -3,7 +3,8 @@
 //   word i of a block: x = w[i] + (i + 1) * 0x9E3779B97F4A7C15,  m = MurmurHash3's 64-bit finaliser of x
 //   sum: (Σ m, Σ m * (2 i + 1)), both modulo 2^64
 //
-// Any order of summation gives the same bits. blockIdx.y is the KV block, blockIdx.x one of the pieces that it is cut into.
+// Any order of summation gives the same bits. blockIdx.y is the KV block, blockIdx.x one of the pieces that it is cut
+// into.
 #include <cstdint>
 
 namespace {

@@ -11,9 +11,9 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// The PDL trigger: the next kernel may be started as soon as all blocks have called this or ended. Called before the wait,
-// the next kernel has the time of both kernels ahead of it to move in; after it, its waiting blocks take no room from
-// those.
+// The PDL trigger: the next kernel may be started as soon as all blocks have called this or ended. Called before the
+// wait, the next kernel has the time of both kernels ahead of it to move in; after it, its waiting blocks take no room
+// from those.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -1,4 +1,5 @@
-// Random weights, made where they are used. `openinfer_kernels.weights.plain.RandomWeight` says which number stands where.
+// Random weights, made where they are used. `openinfer_kernels.weights.plain.RandomWeight` says which number stands
+// where.
 #include "common/philox.cuh"
 #include "common/vectors.cuh"
 

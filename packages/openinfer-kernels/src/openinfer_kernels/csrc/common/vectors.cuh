@@ -1,5 +1,5 @@
-// Eight BF16 values in one 16-byte access, or eight float32 in two, and single ones where addresses or sizes do not allow
-// that.
+// Eight BF16 values in one 16-byte access, or eight float32 in two, and single ones where addresses or sizes do not
+// allow that.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>

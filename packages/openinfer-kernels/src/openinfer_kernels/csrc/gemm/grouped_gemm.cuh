@@ -1,5 +1,5 @@
-// Products of several matrices, each with its own tokens: Y = X W_e^T for the rows of expert e; or each with its own piece
-// of every token, which is read and written where it lies. Any GPU from Ampere on.
+// Products of several matrices, each with its own tokens: Y = X W_e^T for the rows of expert e; or each with its own
+// piece of every token, which is read and written where it lies. Any GPU from Ampere on.
 //
 // The product is turned around: a tile is kRows rows of W (output features) x kTokens tokens, so that few tokens waste
 // little and each weight is read once. Weights are copied into shared memory as they are stored and widened to BF16 in

@@ -2,9 +2,9 @@
 //
 //     y_t[c] = silu(sum_j w[c, j] x_{t - W + 1 + j}[c])       state [slots, layers, C, W - 1]: the last inputs, oldest first
 //
-// A thread walks over a tile of a row's tokens with the last inputs in registers. Tiles begin at the row's first token and
-// are longer than the taps, so a row's first tile alone reads what the slot holds, and writes what it will hold.
-#include "attention/attention_tiles.cuh"
+// A thread walks over a tile of a row's tokens with the last inputs in registers. Tiles begin at the row's first token
+// and are longer than the taps, so a row's first tile alone reads what the slot holds, and writes what it will hold.
+#include "attention/attention_query_tile.cuh"
 #include "common/pdl.cuh"
 #include "common/state_rows.cuh"
 #include "common/vectors.cuh"
@@ -158,7 +158,7 @@ __device__ void run_tiles(const Arguments& a) {
   const attention::QueryTile tile = attention::find_tile<kWarps>(
       blockIdx.y, a.rows.query_starts, a.rows.context_lens, a.rows.num_rows, 1, 1, kTileTokens, scratch);
   if (tile.row < 0 || channel >= a.channels) return;
-  walk(a, window, state_row(a.rows, tile.row), tile.first_line, channel);
+  walk(a, window, state_row(a.rows, tile.row), tile.first_query_row, channel);
 }
 
 }  // namespace

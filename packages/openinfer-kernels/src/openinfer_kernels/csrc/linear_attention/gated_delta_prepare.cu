@@ -1,12 +1,12 @@
-// The gated delta rule for pieces of prompts, 64 tokens at a time, heads of 128 x 128: what does not depend on the state,
-// of all chunks at once. `gated_delta_walk.cu` does the rest.
+// The gated delta rule for pieces of prompts, 64 tokens at a time, heads of 128 x 128: what does not depend on the
+// state, of all chunks at once. `gated_delta_walk.cu` does the rest.
 //
 //     A = strict_lower(beta_i (k_i . k_j) e^{G_i - G_j})   M = (I + A)^-1   G_i: log decays summed from the chunk's begin
 //     U = M diag(beta) V     W = M diag(beta e^G) K          P = lower((q_i . k_j) e^{G_i - G_j})
 //
 // Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", section 3.3. Operands are BF16, sums and M float32. Lengths
 // of q and k, and decays, multiply sums or rows of float32 operands, so that q and k enter the products as they are.
-#include "attention/attention_tiles.cuh"
+#include "attention/attention_query_tile.cuh"
 #include "common/pdl.cuh"
 #include "linear_attention/gated_delta_inverse.cuh"
 #include "linear_attention/gated_delta_tiles.cuh"
@@ -81,7 +81,8 @@ __device__ __forceinline__ void gates_of(PrepareShared& s, const Arguments& a, c
 }
 
 // Rows of `left [64, 64]`, lower triangular, times `right [64, 128]`, to `to` [T, N, 128] of this chunk. A warp reads
-// 16 rows of `left`, and afterwards collects its result there, half of the columns at a time, to write them 16 bytes each.
+// 16 rows of `left`, and afterwards collects its result there, half of the columns at a time, to write them 16 bytes
+// each.
 __device__ __forceinline__ void multiply_lower(bf16* left, const bf16* right, bf16* to, int64_t stride, int count,
                                                int rows, int lane) {
   float sums[kDim / 8][4];
@@ -127,7 +128,8 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
       attention::find_tile<kWarps>(blockIdx.x / a.key_heads, a.rows.query_starts, a.rows.context_lens, a.rows.num_rows,
                                    a.least_tokens, 1, kChunk, scratch);
   if (tile.row < 0) return;
-  const int first = tile.first_query + tile.first_line, count = min(kChunk, tile.num_lines - tile.first_line);
+  const int first = tile.first_query + tile.first_query_row,
+            count = min(kChunk, tile.num_query_rows - tile.first_query_row);
   const int64_t row_values = int64_t(a.heads) * kDim;
   bf16* queries = s.values[1];
   copy_rows<kDim, kWide>(queries, a.query(first, key_head), a.qkv_stride, count);

@@ -4,7 +4,7 @@
 //
 // U, W, P and the decays are left by `gated_delta_prepare.cu`, which says what they are. Operands are BF16, sums and
 // the state float32.
-#include "attention/attention_tiles.cuh"
+#include "attention/attention_query_tile.cuh"
 #include "common/pdl.cuh"
 #include "linear_attention/gated_delta_tiles.cuh"
 
@@ -79,10 +79,10 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
 #pragma unroll
   for (int i = 0; i < kAhead; i++) load(i * kChunk);
 
-  const int line = lane / 4, column = lane % 4 * 2, tokens = warp % 4 * 16;
+  const int lane_row = lane / 4, column = lane % 4 * 2, tokens = warp % 4 * 16;
   const bool corrects = warp < 4;
-  float* at = a.state + row.slot * a.slot_stride + (int64_t(head) * kDim + warp * 16 + line) * kDim + slice * kColumns +
-              column;
+  float* at = a.state + row.slot * a.slot_stride + (int64_t(head) * kDim + warp * 16 + lane_row) * kDim +
+              slice * kColumns + column;
   StateTile state;
 #pragma unroll
   for (int n = 0; n < kColumns / 8; n++)
@@ -117,7 +117,7 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int i = tokens + line + half * 8;
+      const int i = tokens + lane_row + half * 8;
       const float factor = corrects ? s.until_end[i] : s.of_query[i];
 #pragma unroll
       for (int n = 0; n < kColumns / 8; n++) {
@@ -163,7 +163,7 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
       }
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int i = tokens + line + half * 8;
+        const int i = tokens + lane_row + half * 8;
         if (i >= count) continue;
         bf16* to = a.out + (int64_t(first + i) * a.heads + head) * kDim + slice * kColumns + column;
 #pragma unroll

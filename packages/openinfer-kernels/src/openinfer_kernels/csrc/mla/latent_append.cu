@@ -1,6 +1,6 @@
-// What happens between the projections of latent attention and attention: the latent's norm, RoPE of pairs of neighbours,
-// and the write of latent and shared key into the cache. A row of blocks per token: the first has the latent, the others
-// 256 vectors each of the queries.
+// What happens between the projections of latent attention and attention: the latent's norm, RoPE of pairs of
+// neighbours, and the write of latent and shared key into the cache. A row of blocks per token: the first has the
+// latent, the others 256 vectors each of the queries.
 //
 //     y = bf16(w * x / sqrt(mean(x^2) + eps))       in float32, rounded once
 #include "common/block.cuh"

@@ -1,16 +1,17 @@
-// Attention over a paged cache of latents in the absorbed form, for any GPU: all heads of a token share its context, whose
-// latents are keys and, but for their rotated part, values. Every latent is copied to shared memory once for 16 heads.
+// Attention over a paged cache of latents in the absorbed form, for any GPU: all heads of a token share its context,
+// whose latents are keys and, but for their rotated part, values. Every latent is copied to shared memory once for
+// 16 heads.
 //
-//   copies     the unit of the context to come, and the queries where an item begins; from Hopper on by the copy engine,
+//   copies     the work tile of the context to come, and the queries where an item begins; from Hopper on by the copy engine,
 //              and two blocks share a multiprocessor, so that one computes while the other waits
 //   S [16 heads x 8 tokens of each warp] = Q K^T
 //   P to shared memory under the running maximum of all warps
 //   O [16 heads x 512 / warps values of each warp] += P V
 //
-// Work is divided as latent_line.cuh says; `latent_values.cu` puts items together again. What a unit holds beyond the
-// context is zero in shared memory, as it may be anything in the cache, and 0 * NaN is not 0.
+// latent_scheduler.cuh divides the work; `latent_merge.cu` reduces the partials of items. What a work tile holds beyond
+// the context is zero in shared memory, as it may be anything in the cache, and 0 * NaN is not 0.
 #include "common/pdl.cuh"
-#include "mla/latent_line.cuh"
+#include "mla/latent_scheduler.cuh"
 
 using namespace latent;
 using attention::exp2_fast;
@@ -20,31 +21,31 @@ using attention::packed;
 
 namespace {
 
-constexpr int kLine = kEntry + kPad;
+constexpr int kPitch = kEntry + kPad;
 constexpr int kStages = 2;
-constexpr int kChunks = kEntry / 8;  // of 16 bytes, of a line
+constexpr int kChunks = kEntry / 8;  // of 16 bytes, of a row
 
 template <int kWarps_>
 struct Shape {
   static constexpr int kWarps = kWarps_, kThreads = kWarps * 32;
-  static constexpr int kUnit = kWarps * 8;           // tokens
+  static constexpr int kWorkTile = kWarps * 8;       // tokens
   static constexpr int kValues = kLatent / kWarps;   // of a warp
   static constexpr int kSums = kValues / 8;          // tensor core tiles of them
   static constexpr int kQueries = kHeads / kWarps;   // heads that a warp copies
-  static constexpr int kProbabilities = kUnit + kPad;
+  static constexpr int kProbabilities = kWorkTile + kPad;
 };
 
 template <class S>
 struct Shared {
-  alignas(16) bf16 entries[kStages][S::kUnit * kLine];
-  alignas(16) bf16 q[kHeads * kLine];                // of the item at hand
+  alignas(16) bf16 entries[kStages][S::kWorkTile * kPitch];
+  alignas(16) bf16 q[kHeads * kPitch];  // of the item at hand
   alignas(16) bf16 p[kHeads * S::kProbabilities];
   float tops[S::kWarps][kHeads], totals[S::kWarps][kHeads];
   int counts[S::kWarps];
-  alignas(8) uint64_t arrived[kStages + 1];          // units, queries
+  alignas(8) uint64_t arrived[kStages + 1];  // work tiles, queries
 };
 
-// --- copies to shared memory: each warp has 8 tokens of a unit, and its share of the heads of a new item --------------
+// --- copies to shared memory: each warp has 8 tokens of a work tile, and its share of the heads of a new item --------------
 
 #if __CUDA_ARCH__ >= 900
 
@@ -54,23 +55,23 @@ __device__ __forceinline__ void init_arrivals(uint64_t* arrived, int warps) {
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
 
-__device__ __forceinline__ void copy_line(bf16* to, const bf16* from, uint64_t* arrived) {
+__device__ __forceinline__ void copy_vector(bf16* to, const bf16* from, uint64_t* arrived) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_of(to)),
                "l"(from), "n"(kEntry * 2), "r"(shared_of(arrived))
                : "memory");
 }
 
-// `lines` lines, a lane for each.
-__device__ __forceinline__ void copy_lines(bf16* to, const bf16* from, int lines, uint64_t* arrived, int lane) {
+// `vectors` vectors, a lane for each.
+__device__ __forceinline__ void copy_vectors(bf16* to, const bf16* from, int vectors, uint64_t* arrived, int lane) {
   if (lane == 0)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_of(arrived)),
-                 "r"(lines * kEntry * 2)
+                 "r"(vectors * kEntry * 2)
                  : "memory");
   __syncwarp();
-  if (lane < lines) copy_line(to + lane * kLine, from + lane * kEntry, arrived);
+  if (lane < vectors) copy_vector(to + lane * kPitch, from + lane * kEntry, arrived);
 }
 
-__device__ __forceinline__ void wait_for_lines(uint64_t* arrived, int parity) {
+__device__ __forceinline__ void wait_for_vectors(uint64_t* arrived, int parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -90,51 +91,51 @@ __device__ __forceinline__ void copies_see_zeros() { asm volatile("fence.proxy.a
 
 __device__ __forceinline__ void init_arrivals(uint64_t*, int) {}
 
-__device__ __forceinline__ void copy_lines(bf16* to, const bf16* from, int lines, uint64_t*, int lane) {
-  for (int i = lane; i < lines * kChunks; i += 32) copy_16(to + i / kChunks * kLine + i % kChunks * 8, from + i * 8);
+__device__ __forceinline__ void copy_vectors(bf16* to, const bf16* from, int vectors, uint64_t*, int lane) {
+  for (int i = lane; i < vectors * kChunks; i += 32) copy_16(to + i / kChunks * kPitch + i % kChunks * 8, from + i * 8);
 }
 
-__device__ __forceinline__ void wait_for_lines(uint64_t*, int) { wait_for_copies<0>(); }
+__device__ __forceinline__ void wait_for_vectors(uint64_t*, int) { wait_for_copies<0>(); }
 
 __device__ __forceinline__ void copies_see_zeros() {}
 
 #endif
 
 // Lines from `first` to `last` of 16 bytes a chunk.
-__device__ __forceinline__ void clear_lines(bf16* lines, int first, int last, int lane) {
+__device__ __forceinline__ void clear_vectors(bf16* vectors, int first, int last, int lane) {
   if (first >= last) return;
   for (int i = first * kChunks + lane; i < last * kChunks; i += 32)
-    *reinterpret_cast<uint4*>(lines + i / kChunks * kLine + i % kChunks * 8) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(vectors + i / kChunks * kPitch + i % kChunks * 8) = make_uint4(0, 0, 0, 0);
   copies_see_zeros();
 }
 
-// A unit, of which a warp's 8 tokens lie side by side in one block of the cache.
+// A work tile, of which a warp's 8 tokens lie side by side in one block of the cache.
 template <class S>
-__device__ __forceinline__ void copy_unit(Shared<S>& s, int stage, const Arguments& a, const Place<S::kUnit>& place,
-                                          int block) {
+__device__ __forceinline__ void copy_work_tile(Shared<S>& s, int stage, const Arguments& a,
+                                               const WorkTile<S::kWorkTile>& place, int block) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int token = place.unit * S::kUnit + warp * 8;
-  const int lines = place.is_empty() ? 0 : min(max(place.seen - token, 0), 8);
-  bf16* entries = s.entries[stage] + warp * 8 * kLine;
-  if (!place.is_empty()) clear_lines(entries, lines, 8, lane);
+  const int token = place.index * S::kWorkTile + warp * 8;
+  const int vectors = place.is_empty() ? 0 : min(max(place.seen - token, 0), 8);
+  bf16* entries = s.entries[stage] + warp * 8 * kPitch;
+  if (!place.is_empty()) clear_vectors(entries, vectors, 8, lane);
   const bf16* from = a.cache + block * a.block_stride + int64_t(token & ((1 << a.block_shift) - 1)) * kEntry;
-  copy_lines(entries, from, lines, &s.arrived[stage], lane);
+  copy_vectors(entries, from, vectors, &s.arrived[stage], lane);
 }
 
 // The queries of an item.
 template <class S>
-__device__ __forceinline__ void copy_queries(Shared<S>& s, const Arguments& a, const Place<S::kUnit>& place) {
+__device__ __forceinline__ void copy_queries(Shared<S>& s, const Arguments& a, const WorkTile<S::kWorkTile>& place) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = place.tile * kHeads + warp * S::kQueries;
   const int heads = min(max(a.num_heads - head, 0), S::kQueries);
-  bf16* q = s.q + warp * S::kQueries * kLine;
-  clear_lines(q, heads, S::kQueries, lane);
-  copy_lines(q, a.q + (int64_t(place.query) * a.num_heads + head) * kEntry, heads, &s.arrived[kStages], lane);
+  bf16* q = s.q + warp * S::kQueries * kPitch;
+  clear_vectors(q, heads, S::kQueries, lane);
+  copy_vectors(q, a.q + (int64_t(place.query) * a.num_heads + head) * kEntry, heads, &s.arrived[kStages], lane);
 }
 
-// The block that holds a warp's tokens of a unit; any where they are not seen.
+// The block that holds a warp's tokens of a work tile; any where they are not seen.
 template <class S>
-__device__ __forceinline__ int block_of(const Arguments& a, const Place<S::kUnit>& place) {
-  const int token = place.unit * S::kUnit + int(threadIdx.x) / 32 * 8;
+__device__ __forceinline__ int block_of(const Arguments& a, const WorkTile<S::kWorkTile>& place) {
+  const int token = place.index * S::kWorkTile + int(threadIdx.x) / 32 * 8;
   return token < place.seen ? __ldcg(a.block_tables + int64_t(place.row) * a.table_stride + (token >> a.block_shift)) : 0;
 }
 
@@ -161,12 +162,12 @@ struct Work {
   // Scores of this warp's 8 tokens; four sums side by side, as each product waits for the one before in its sum.
   __device__ __forceinline__ void multiply_keys(float (&scores)[4], const bf16* q, const bf16* stage, int warp, int lane) {
     float some[4][4] = {};
-    const bf16* line = stage + (warp * 8 + lane % 8) * kLine + lane / 8 * 8;
-    const bf16* queries = q + lane % 16 * kLine + lane / 16 * 8;
+    const bf16* row = stage + (warp * 8 + lane % 8) * kPitch + lane / 8 * 8;
+    const bf16* queries = q + lane % 16 * kPitch + lane / 16 * 8;
 #pragma unroll
     for (int step = 0; step < kEntry / 16; step += 2) {
       uint32_t k[4], x[4], y[4];
-      load_matrices(k, line + step * 16);
+      load_matrices(k, row + step * 16);
       load_matrices(x, queries + step * 16);
       load_matrices(y, queries + step * 16 + 16);
       mma(some[step % 4], x[0], x[1], x[2], x[3], k[0], k[1]);
@@ -178,14 +179,14 @@ struct Work {
 
   __device__ __forceinline__ void multiply_values(const bf16* p, const bf16* stage, int warp, int lane) {
 #pragma unroll
-    for (int step = 0; step < S::kUnit / 16; step++) {
+    for (int step = 0; step < S::kWorkTile / 16; step++) {
       uint32_t x[4];
       load_matrices(x, p + lane % 16 * S::kProbabilities + step * 16 + lane / 16 * 8);
-      const bf16* line = stage + (step * 16 + lane % 16) * kLine + warp * S::kValues + lane / 16 * 8;
+      const bf16* row = stage + (step * 16 + lane % 16) * kPitch + warp * S::kValues + lane / 16 * 8;
 #pragma unroll
       for (int n = 0; n < S::kSums; n += 2) {
         uint32_t v[4];
-        load_transposed(v, line + n * 8);
+        load_transposed(v, row + n * 8);
         mma(sums[n], x[0], x[1], x[2], x[3], v[0], v[1]);
         mma(sums[n + 1], x[0], x[1], x[2], x[3], v[2], v[3]);
       }
@@ -194,12 +195,12 @@ struct Work {
 };
 
 template <class S>
-__device__ __forceinline__ void attend(Shared<S>& s, Work<S>& w, const bf16* q, const bf16* stage,
-                                       const Arguments& a, const Place<S::kUnit>& here) {
+__device__ __forceinline__ void attend(Shared<S>& s, Work<S>& w, const bf16* q, const bf16* stage, const Arguments& a,
+                                       const WorkTile<S::kWorkTile>& here) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float scores[4];
   w.multiply_keys(scores, q, stage, warp, lane);
-  const int token = here.unit * S::kUnit + warp * 8 + 2 * t;
+  const int token = here.index * S::kWorkTile + warp * 8 + 2 * t;
 #pragma unroll
   for (int i = 0; i < 4; i++) scores[i] = token + (i & 1) < here.seen ? scores[i] * a.scale : kMinusInfinity;
 #pragma unroll
@@ -232,10 +233,10 @@ __device__ __forceinline__ void attend(Shared<S>& s, Work<S>& w, const bf16* q, 
   w.multiply_values(s.p, stage, warp, lane);
 }
 
-// Leaves what the block has of an item: all of it in `whole`, or a part.
+// Leaves what the block has of an item: all of it in `whole`, or a partial.
 template <class S>
-__device__ void leave(Shared<S>& s, const Work<S>& w, const Arguments& a, const Place<S::kUnit>& here, bool is_whole,
-                      float* part) {
+__device__ void leave(Shared<S>& s, const Work<S>& w, const Arguments& a, const WorkTile<S::kWorkTile>& here,
+                      bool is_whole, float* partial) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -260,13 +261,13 @@ __device__ void leave(Shared<S>& s, const Work<S>& w, const Arguments& a, const 
         *reinterpret_cast<uint32_t*>(to + n * 8) = packed(w.sums[n][2 * r] * inverse, w.sums[n][2 * r + 1] * inverse);
       continue;
     }
-    float* to = part + head * kLatent + warp * S::kValues + 2 * t;
+    float* to = partial + head * kLatent + warp * S::kValues + 2 * t;
 #pragma unroll
     for (int n = 0; n < S::kSums; n++)
       *reinterpret_cast<float2*>(to + n * 8) = make_float2(w.sums[n][2 * r], w.sums[n][2 * r + 1]);
     if (warp == 0 && t == 0) {
-      part[kHeads * kLatent + head] = w.top[r];
-      part[kHeads * (kLatent + 1) + head] = total;
+      partial[kHeads * kLatent + head] = w.top[r];
+      partial[kHeads * (kLatent + 1) + head] = total;
     }
   }
 }
@@ -280,11 +281,11 @@ __device__ void run(const Arguments& a) {
   if (threadIdx.x == 0) init_arrivals(s.arrived, S::kWarps);
   launch_dependents();
   if (!a.early) wait_for_previous_kernel();
-  const int units = count_units<S::kUnit, S::kThreads>(a, tiles, rows, s.counts);
-  const Division division = {units, min(units, int(gridDim.x))};
-  const bool has_work = int(blockIdx.x) < division.workers;
-  const int first = division.first_of(blockIdx.x), last = division.first_of(blockIdx.x + 1);
-  Place<S::kUnit> here, ahead;
+  const int work_tiles = count_work_tiles<S::kWorkTile, S::kThreads>(a, tiles, rows, s.counts);
+  const Partition partition = {work_tiles, min(work_tiles, int(gridDim.x))};
+  const bool has_work = int(blockIdx.x) < partition.workers;
+  const int first = partition.first_of(blockIdx.x), last = partition.first_of(blockIdx.x + 1);
+  WorkTile<S::kWorkTile> here, ahead;
   int next_block = 0;
   if (has_work) {
     here.find(first, tiles, a.num_rows, rows);
@@ -297,7 +298,7 @@ __device__ void run(const Arguments& a) {
   int next = first;
   auto copy_ahead = [&] {
     if (next < last) {
-      copy_unit<S>(s, (next - first) % kStages, a, ahead, next_block);
+      copy_work_tile<S>(s, (next - first) % kStages, a, ahead, next_block);
       if (++next < last) {
         ahead.advance(tiles, a.num_rows, rows);
         next_block = block_of<S>(a, ahead);
@@ -310,26 +311,26 @@ __device__ void run(const Arguments& a) {
   Work<S> w;
   bool is_new = true;
   int begin = 0, items = 0;
-  for (int unit = first; unit < last; unit++) {
-    if (is_new) {  // every warp has been through the last synchronisation of the item before, and behind its queries
+  for (int work_tile = first; work_tile < last; work_tile++) {
+    if (is_new) {  // every warp has been through the last synchronisation of the item before, and has read its queries
       copy_queries<S>(s, a, here);
       commit_copies();
-      begin = here.unit;
+      begin = here.index;
       w.begin();
     }
-    const int stage = (unit - first) % kStages;
-    wait_for_lines(&s.arrived[stage], (unit - first) / kStages & 1);
-    if (is_new) wait_for_lines(&s.arrived[kStages], items++ & 1);
-    __syncthreads();  // what all warps copied and cleared is there, and none reads the unit before this one any more
+    const int stage = (work_tile - first) % kStages;
+    wait_for_vectors(&s.arrived[stage], (work_tile - first) / kStages & 1);
+    if (is_new) wait_for_vectors(&s.arrived[kStages], items++ & 1);
+    __syncthreads();  // what all warps copied and cleared is there, and none reads the work tile before this one any more
     copy_ahead();
     if (!here.is_empty()) attend(s, w, s.q, s.entries[stage], a, here);
-    is_new = here.unit + 1 == here.units || unit + 1 == last;
+    is_new = here.index + 1 == here.count || work_tile + 1 == last;
     if (is_new) {
-      const bool is_whole = here.unit + 1 == here.units && begin == 0;
-      leave(s, w, a, here, is_whole, a.parts + (int64_t(blockIdx.x) * 2 + (begin == 0)) * kPart);
+      const bool is_whole = here.index + 1 == here.count && begin == 0;
+      leave(s, w, a, here, is_whole, a.partials + (int64_t(blockIdx.x) * 2 + (begin == 0)) * kPartial);
       if (begin == 0 && threadIdx.x == 0) {
-        const int item_begin = unit - here.unit;
-        const int count = division.worker_of(item_begin + here.units - 1) - int(blockIdx.x) + 1;
+        const int item_begin = work_tile - here.index;
+        const int count = partition.worker_of(item_begin + here.count - 1) - int(blockIdx.x) + 1;
         a.items[here.query * tiles + here.tile] = {int(blockIdx.x), count};
       }
     }

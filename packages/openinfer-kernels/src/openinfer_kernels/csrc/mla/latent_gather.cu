@@ -1,5 +1,5 @@
-// The latents of the contexts of a step's longer rows, out of the paged cache and one after the other, so that one product
-// makes all their keys and values. A block has 64 of these lines.
+// The latents of the contexts of a step's longer rows, out of the paged cache and one after the other, so that one
+// product makes all their keys and values. A block has 64 of these entries.
 #include "common/block.cuh"
 #include "common/pdl.cuh"
 #include "mla/latent.cuh"
@@ -8,10 +8,10 @@ using namespace latent;
 
 namespace {
 
-constexpr int kLines = 64;
+constexpr int kEntries = 64;
 constexpr int kMaxRows = 1024;
 constexpr int kEach = kMaxRows / kThreads;  // rows of a thread
-constexpr int kChunks = kEntry / 8;         // of 16 bytes, of a line
+constexpr int kChunks = kEntry / 8;         // of 16 bytes, of a entry
 
 struct Arguments {
   const bf16* cache;        // of the layer
@@ -19,9 +19,9 @@ struct Arguments {
   const int* block_tables;  // [R, table_stride]
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
-  bf16* latents;            // [lines, 512]
-  bf16* keys;               // [lines, 64]
-  int* starts;              // [R] first line of each row
+  bf16* latents;            // [entries, 512]
+  bf16* keys;               // [entries, 64]
+  int* starts;              // [R] first entry of each row
   int num_rows, table_stride, block_shift, least_tokens;
 };
 
@@ -31,14 +31,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) latent_gather(Arguments a
   __shared__ int starts[kMaxRows + 1];
   launch_dependents();
   wait_for_previous_kernel();
-  int lines[kEach], sum = 0;
+  int entries[kEach], sum = 0;
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     const int row = threadIdx.x * kEach + i;
-    lines[i] = 0;
+    entries[i] = 0;
     if (row < a.num_rows && __ldcg(a.query_starts + row + 1) - __ldcg(a.query_starts + row) >= a.least_tokens)
-      lines[i] = __ldcg(a.context_lens + row);
-    sum += lines[i];
+      entries[i] = __ldcg(a.context_lens + row);
+    sum += entries[i];
   }
   int before = int(block_sum_before(sum));
 #pragma unroll
@@ -46,23 +46,25 @@ extern "C" __global__ void __launch_bounds__(kThreads) latent_gather(Arguments a
     const int row = threadIdx.x * kEach + i;
     starts[row] = before;
     if (blockIdx.x == 0 && row < a.num_rows) a.starts[row] = before;
-    before += lines[i];
+    before += entries[i];
   }
   if (threadIdx.x == kThreads - 1) starts[kMaxRows] = before;
   __syncthreads();
-  const int first = blockIdx.x * kLines, last = min(first + kLines, starts[kMaxRows]);
+  const int first = blockIdx.x * kEntries, last = min(first + kEntries, starts[kMaxRows]);
   for (int i = threadIdx.x; i < (last - first) * kChunks; i += kThreads) {
-    const int line = first + i / kChunks, at = i % kChunks * 8;
-    int low = 0, high = kMaxRows;  // starts[low] <= line < starts[high]
+    const int entry = first + i / kChunks, at = i % kChunks * 8;
+    int low = 0, high = kMaxRows;  // starts[low] <= entry < starts[high]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (starts[middle] <= line) low = middle;
+      if (starts[middle] <= entry)
+        low = middle;
       else high = middle;
     }
-    const int token = line - starts[low];
+    const int token = entry - starts[low];
     const int block = __ldcg(a.block_tables + int64_t(low) * a.table_stride + (token >> a.block_shift));
     const bf16* from = a.cache + block * a.block_stride + int64_t(token & ((1 << a.block_shift) - 1)) * kEntry + at;
-    bf16* to = at < kLatent ? a.latents + int64_t(line) * kLatent + at : a.keys + int64_t(line) * kRope + at - kLatent;
+    bf16* to =
+        at < kLatent ? a.latents + int64_t(entry) * kLatent + at : a.keys + int64_t(entry) * kRope + at - kLatent;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
   }
 }

@@ -1,8 +1,8 @@
-// Adds the parts of items that several workers had: mixed latents of one head of one token per block. Four values per
-// thread; where tokens are few, 128 threads have every so-many-th part.
+// Adds the partials of items that several workers had: mixed latents of one head of one token per block. Four values
+// per thread; where tokens are few, 128 threads have every so-many-th partial.
 //
-// A part is an unnormalised sum under its own maximum, so parts are added as in Milakov and Gimelshein 2018, "Online
-// normalizer calculation for softmax", always in the same order: results do not depend on timing.
+// A partial is an unnormalised sum under its own maximum, so partials are added as in Milakov and Gimelshein 2018,
+// "Online normalizer calculation for softmax", always in the same order: results do not depend on timing.
 #include "common/pdl.cuh"
 #include "mla/latent.cuh"
 
@@ -15,10 +15,10 @@ namespace {
 
 constexpr int kFours = kLatent / 4;
 constexpr int kMostWays = 8;
-constexpr int kPartsAtOnce = 4;
+constexpr int kPartialsAtOnce = 4;
 
 struct Arguments {
-  const float* parts;  // [workers, 2, kPart]
+  const float* partials;  // [workers, 2, kPartial]
   const Item* items;   // [T, head tiles]
   bf16* whole;         // [T, H, 512]
   int num_heads;
@@ -29,7 +29,7 @@ struct Running {
   float4 sum = make_float4(0, 0, 0, 0);
   float top = kMinusInfinity, total = 0;
 
-  // How much something under the maximum `other` counts here; a part may have seen no key at all.
+  // How much something under the maximum `other` counts here; a partial may have seen no key at all.
   __device__ __forceinline__ float share(float other) const { return other == top ? 1.0f : exp2_fast(other - top); }
   __device__ __forceinline__ void raise(float highest) {
     const float factor = highest == top ? 1.0f : exp2_fast(top - highest);
@@ -53,25 +53,26 @@ extern "C" __global__ void __launch_bounds__(kMostWays * kFours) latent_merge(Ar
   wait_for_previous_kernel();
   const Item item = a.items[token * tiles + head / kHeads];
   if (item.count <= 1) return;
-  // The first worker's part lies in its second slot, as it begins the item; the others' in their first.
-  const float* begin = a.parts + int64_t(item.first_worker) * 2 * kPart;
+  // The first worker's partial lies in the second place of its workspace, as it begins the item; the others' in their
+  // first.
+  const float* begin = a.partials + int64_t(item.first_worker) * 2 * kPartial;
   Running all;
-  for (int c = way; c < item.count; c += ways * kPartsAtOnce) {
-    float4 values[kPartsAtOnce];
-    float tops[kPartsAtOnce], totals[kPartsAtOnce], highest = all.top;
+  for (int c = way; c < item.count; c += ways * kPartialsAtOnce) {
+    float4 values[kPartialsAtOnce];
+    float tops[kPartialsAtOnce], totals[kPartialsAtOnce], highest = all.top;
 #pragma unroll
-    for (int j = 0; j < kPartsAtOnce; j++) {
+    for (int j = 0; j < kPartialsAtOnce; j++) {
       const int index = min(c + j * ways, item.count - 1);
-      const float* part = begin + (int64_t(index) * 2 + (index == 0)) * kPart;
-      values[j] = __ldcg(reinterpret_cast<const float4*>(part + head % kHeads * kLatent) + four);
-      tops[j] = __ldcg(part + kHeads * kLatent + head % kHeads);
-      totals[j] = __ldcg(part + kHeads * (kLatent + 1) + head % kHeads);
+      const float* partial = begin + (int64_t(index) * 2 + (index == 0)) * kPartial;
+      values[j] = __ldcg(reinterpret_cast<const float4*>(partial + head % kHeads * kLatent) + four);
+      tops[j] = __ldcg(partial + kHeads * kLatent + head % kHeads);
+      totals[j] = __ldcg(partial + kHeads * (kLatent + 1) + head % kHeads);
     }
 #pragma unroll
-    for (int j = 0; j < kPartsAtOnce; j++) highest = fmaxf(highest, tops[j]);
+    for (int j = 0; j < kPartialsAtOnce; j++) highest = fmaxf(highest, tops[j]);
     all.raise(highest);
 #pragma unroll
-    for (int j = 0; j < kPartsAtOnce; j++)
+    for (int j = 0; j < kPartialsAtOnce; j++)
       if (c + j * ways < item.count) all.add(values[j], all.share(tops[j]), totals[j]);
   }
   if (way > 0) shared[(way - 1) * kFours + four] = all;

@@ -5,10 +5,10 @@
 //   producer     for each tile of keys, last to first: tensor copies of the head's own columns and of the shared ones
 //   2 consumers  64 tokens each:  S' = Q K'^T starts │ O += P V starts │ softmax of S' while O is made │ O scaled, P = S'
 //
-// The consumers take turns in starting products, so that one's softmax runs under the other's products. A tile of keys may
-// reach beyond the row: scores there are -inf, and values are set to zero, as they may be anything.
+// The consumers take turns in starting products, so that one's softmax runs under the other's products. A tile of keys
+// may reach beyond the row: scores there are -inf, and values are set to zero, as they may be anything.
 #include "attention/attention.cuh"
-#include "attention/attention_tiles.cuh"
+#include "attention/attention_query_tile.cuh"
 #include "attention/attention_wgmma.cuh"
 #include "common/hopper.cuh"
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kConsumers = 2;             // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kLines = kConsumers * 64;
+constexpr int kQueryRows = kConsumers * 64;
 constexpr int kKeys = 128;                // of a tile
 constexpr int kBox = 64;                  // values of one copy: 128 bytes, one swizzle row
 constexpr int kRowBytes = kBox * 2;
@@ -34,14 +34,14 @@ struct Arguments {
   bf16* out;                // [T, H, 128]
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
-  const int* starts;        // [R] first line of each row in the copies' arrays
+  const int* starts;        // [R] first entry of each row in the copies' arrays
   int num_rows, num_heads, least_tokens;
   int first_head;           // of those whose keys and values there are
   float scale;              // of scores, times log2(e)
 };
 
 struct Shared {
-  alignas(1024) uint8_t q[kLines * kHead * 2];                   // [boxes][lines][128 bytes]
+  alignas(1024) uint8_t q[kQueryRows * kHead * 2];               // [boxes][query_rows][128 bytes]
   alignas(1024) uint8_t k[kStages][kKeyBoxes * kBoxBytes];       // [boxes][keys][128 bytes]
   alignas(1024) uint8_t v[kStages][kValueBoxes * kBoxBytes];
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
@@ -65,26 +65,26 @@ __device__ __forceinline__ uint64_t value_descriptor(const uint8_t* tile) {
          (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
 }
 
-// Where 16 bytes of a line lie in [boxes][lines][128 bytes], swizzled as the copies and products expect.
-__device__ __forceinline__ int place(int line, int chunk) {
-  return (chunk / 8) * kLines * kRowBytes + line * kRowBytes + ((chunk % 8) ^ (line & 7)) * 16;
+// Where 16 bytes of a query row lie in [boxes][query_rows][128 bytes], swizzled as the copies and products expect.
+__device__ __forceinline__ int place(int query_row, int chunk) {
+  return (chunk / 8) * kQueryRows * kRowBytes + query_row * kRowBytes + ((chunk % 8) ^ (query_row & 7)) * 16;
 }
 
-__device__ void produce(Shared& s, const CUtensorMap& own, const CUtensorMap& shared, int first_line, int last_key,
+__device__ void produce(Shared& s, const CUtensorMap& own, const CUtensorMap& shared, int first_entry, int last_key,
                         int head) {
   const uint64_t policy = evict_last_policy();
   int step = 0;
   for (int first = last_key; first >= 0; first -= kKeys, step++) {
-    const int stage = step % kStages, line = first_line + first;
+    const int stage = step % kStages, entry = first_entry + first;
     if (step >= kStages) barrier_wait(&s.k_empty[stage], (step / kStages - 1) & 1);
     barrier_expect(&s.k_full[stage], kKeyBoxes * kBoxBytes);
     for (int box = 0; box < 2; box++)
-      load_box(s.k[stage] + box * kBoxBytes, &own, &s.k_full[stage], head * kOwn + box * kBox, line, policy);
-    load_box(s.k[stage] + 2 * kBoxBytes, &shared, &s.k_full[stage], 0, line, policy);
+      load_box(s.k[stage] + box * kBoxBytes, &own, &s.k_full[stage], head * kOwn + box * kBox, entry, policy);
+    load_box(s.k[stage] + 2 * kBoxBytes, &shared, &s.k_full[stage], 0, entry, policy);
     if (step >= kStages) barrier_wait(&s.v_empty[stage], (step / kStages - 1) & 1);
     barrier_expect(&s.v_full[stage], kValueBoxes * kBoxBytes);
     for (int box = 0; box < kValueBoxes; box++)
-      load_box(s.v[stage] + box * kBoxBytes, &own, &s.v_full[stage], head * kOwn + 128 + box * kBox, line, policy);
+      load_box(s.v[stage] + box * kBoxBytes, &own, &s.v_full[stage], head * kOwn + 128 + box * kBox, entry, policy);
   }
 }
 
@@ -99,7 +99,7 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < kHead / 16; step++) {
       const int box = step / 4, at = step % 4 * 2;
-      multiply_keys<kKeys>(scores, tile_descriptor(q + box * kLines * kRowBytes) + at,
+      multiply_keys<kKeys>(scores, tile_descriptor(q + box * kQueryRows * kRowBytes) + at,
                            tile_descriptor(k + box * kBoxBytes) + at, step);
     }
   }
@@ -142,7 +142,7 @@ struct Consumer {
       for (int i = 0; i < 4; i++) p[step][i] = packed(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
   }
 
-  // Scores of keys that a line does not see: `limits` are the last positions seen by this thread's two lines.
+  // Scores of keys that a query row does not see: `limits` are the last positions seen by this thread's two query_rows.
   static __device__ __forceinline__ void hide(float (&scores)[kScores], int first_key, const int (&limits)[2]) {
     const int t = threadIdx.x % 4;
 #pragma unroll
@@ -151,22 +151,23 @@ struct Consumer {
   }
 };
 
-// This warpgroup's 64 lines of queries to shared memory; absent lines are zero.
+// This warpgroup's 64 query rows of queries to shared memory; absent query rows are zero.
 __device__ void put_queries(Shared& s, const Arguments& a, const QueryTile& tile, int head, int group) {
   constexpr int kChunks = kHead / 8;
 #pragma unroll 4
   for (int i = threadIdx.x % 128; i < 64 * kChunks; i += 128) {
-    const int m = group * 64 + i / kChunks, chunk = i % kChunks, line = tile.first_line + m;
+    const int m = group * 64 + i / kChunks, chunk = i % kChunks, query_row = tile.first_query_row + m;
     uint4 values = make_uint4(0, 0, 0, 0);
-    if (line < tile.num_lines)
-      values = *reinterpret_cast<const uint4*>(a.q + (int64_t(tile.first_query + line) * a.num_heads + head) * kHead + chunk * 8);
+    if (query_row < tile.num_query_rows)
+      values = *reinterpret_cast<const uint4*>(
+          a.q + (int64_t(tile.first_query + query_row) * a.num_heads + head) * kHead + chunk * 8);
     *reinterpret_cast<uint4*>(s.q + place(m, chunk)) = values;
   }
   copies_see_writes();
   warpgroup_sync(group);
 }
 
-// Writes 64 lines through the queries' place in shared memory, so that whole lines go out.
+// Writes 64 query rows through the queries' place in shared memory, so that whole query rows go out.
 __device__ void store_sums(Shared& s, const Arguments& a, const QueryTile& tile, Consumer& c, int head, int group) {
   constexpr int kChunks = kValue / 8;
   const int thread = threadIdx.x % 128, first = group * 64 + thread / 32 * 16 + thread % 32 / 4;
@@ -183,10 +184,10 @@ __device__ void store_sums(Shared& s, const Arguments& a, const QueryTile& tile,
   warpgroup_sync(group);
 #pragma unroll 4
   for (int i = thread; i < 64 * kChunks; i += 128) {
-    const int m = group * 64 + i / kChunks, chunk = i % kChunks, line = tile.first_line + m;
-    if (line < tile.num_lines)
-      *reinterpret_cast<uint4*>(a.out + (int64_t(tile.first_query + line) * a.num_heads + head) * kValue + chunk * 8) =
-          *reinterpret_cast<const uint4*>(s.q + place(m, chunk));
+    const int m = group * 64 + i / kChunks, chunk = i % kChunks, query_row = tile.first_query_row + m;
+    if (query_row < tile.num_query_rows)
+      *reinterpret_cast<uint4*>(a.out + (int64_t(tile.first_query + query_row) * a.num_heads + head) * kValue +
+                                chunk * 8) = *reinterpret_cast<const uint4*>(s.q + place(m, chunk));
   }
 }
 
@@ -202,13 +203,14 @@ __device__ void clear_values(uint8_t* v, int valid, int group) {
 }
 
 __device__ void consume(Shared& s, const Arguments& a, const QueryTile& tile, int seen, int head, int group) {
-  const int thread = threadIdx.x % 128, line = tile.first_line + group * 64 + thread / 32 * 16 + thread % 32 / 4;
+  const int thread = threadIdx.x % 128,
+            query_row = tile.first_query_row + group * 64 + thread / 32 * 16 + thread % 32 / 4;
   const uint8_t* q = s.q + group * 64 * kRowBytes;
   const bool frees = thread % 32 == 0;
   if (group == 1) give_turn(0);
   put_queries(s, a, tile, head, group);
-  const int limits[2] = {tile.past + line, tile.past + line + 8};
-  const int seen_by_all = tile.past + tile.first_line + group * 64 + 1;
+  const int limits[2] = {tile.past + query_row, tile.past + query_row + 8};
+  const int seen_by_all = tile.past + tile.first_query_row + group * 64 + 1;
   const int last_key = (seen - 1) / kKeys * kKeys;
 
   Consumer c;
@@ -278,10 +280,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   launch_dependents();
   wait_for_previous_kernel();
   const int own_head = blockIdx.y, head = a.first_head + own_head;  // a head's tiles run side by side: it stays in the L2 cache
-  const QueryTile tile = find_tile<kThreads / 32>(blockIdx.x, a.query_starts, a.context_lens, a.num_rows, a.least_tokens, 1,
-                                                  kLines, s.scratch);
+  const QueryTile tile = find_tile<kThreads / 32>(blockIdx.x, a.query_starts, a.context_lens, a.num_rows,
+                                                  a.least_tokens, 1, kQueryRows, s.scratch);
   if (tile.row < 0) return;
-  const int seen = tile.past + min(tile.first_line + kLines, tile.num_lines);
+  const int seen = tile.past + min(tile.first_query_row + kQueryRows, tile.num_query_rows);
   if (threadIdx.x < 128) {
     leave_registers<24>();
     if (threadIdx.x == 0) produce(s, own, shared, __ldcg(a.starts + tile.row), (seen - 1) / kKeys * kKeys, own_head);

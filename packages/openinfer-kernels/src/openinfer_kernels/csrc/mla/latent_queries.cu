@@ -1,5 +1,5 @@
-// Queries over latents: of each head, its unrotated part times the rows of `kv_b_proj` that make keys, beside its rotated
-// part. A block has 64 of the 512 columns of one head, and up to 64 tokens.
+// Queries over latents: of each head, its unrotated part times the rows of `kv_b_proj` that make keys, beside its
+// rotated part. A block has 64 of the 512 columns of one head, and up to 64 tokens.
 //
 // The weights are on their way before the previous kernel has ended.
 #include "common/pdl.cuh"
@@ -14,7 +14,7 @@ namespace {
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kColumns = 64;  // of a block
 constexpr int kTokens = 64;   // of a block: 16 at a time
-constexpr int kLine = kColumns + kPad, kQueryLine = kNope + kPad;
+constexpr int kPitch = kColumns + kPad, kQueryPitch = kNope + kPad;
 
 struct Arguments {
   const bf16* q;        // [T, H, 192]
@@ -28,10 +28,10 @@ struct Arguments {
 __device__ void copy_rest(const Arguments& a, int head, int first) {
   const int count = min(kTokens, a.num_tokens - first);
   for (int i = threadIdx.x; i < count * (kRope / 8); i += kThreads) {
-    const int64_t line = int64_t(first + i / (kRope / 8)) * a.num_heads + head;
+    const int64_t query_row = int64_t(first + i / (kRope / 8)) * a.num_heads + head;
     const int at = i % (kRope / 8) * 8;
-    *reinterpret_cast<uint4*>(a.out + line * kEntry + kLatent + at) =
-        *reinterpret_cast<const uint4*>(a.q + line * kHead + kNope + at);
+    *reinterpret_cast<uint4*>(a.out + query_row * kEntry + kLatent + at) =
+        *reinterpret_cast<const uint4*>(a.q + query_row * kHead + kNope + at);
   }
   const int tiles = (a.num_heads + kHeads - 1) / kHeads;
   if (head % kHeads == 0)
@@ -41,8 +41,8 @@ __device__ void copy_rest(const Arguments& a, int head, int first) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) latent_queries(Arguments a) {
-  __shared__ __align__(16) bf16 weights[kNope * kLine];
-  __shared__ __align__(16) bf16 queries[kTokens * kQueryLine];
+  __shared__ __align__(16) bf16 weights[kNope * kPitch];
+  __shared__ __align__(16) bf16 queries[kTokens * kQueryPitch];
   const int head = blockIdx.x, column = blockIdx.y * kColumns, first = blockIdx.z * kTokens;
   const int count = min(kTokens, a.num_tokens - first);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -50,28 +50,28 @@ extern "C" __global__ void __launch_bounds__(kThreads) latent_queries(Arguments 
   const bf16* from = a.weight + int64_t(head) * (kNope + kValue) * kLatent + column;
   for (int i = threadIdx.x; i < kNope * (kColumns / 8); i += kThreads) {
     const int row = i / (kColumns / 8), at = i % (kColumns / 8) * 8;
-    copy_16(weights + row * kLine + at, from + row * kLatent + at);
+    copy_16(weights + row * kPitch + at, from + row * kLatent + at);
   }
   wait_for_previous_kernel();
   for (int i = threadIdx.x; i < (count + 15) / 16 * 16 * (kNope / 8); i += kThreads) {
     const int token = i / (kNope / 8), at = i % (kNope / 8) * 8;
     const bool is_there = token < count;
-    const int64_t line = int64_t(first + (is_there ? token : 0)) * a.num_heads + head;
-    copy_16(queries + token * kQueryLine + at, a.q + line * kHead + at, is_there);
+    const int64_t query_row = int64_t(first + (is_there ? token : 0)) * a.num_heads + head;
+    copy_16(queries + token * kQueryPitch + at, a.q + query_row * kHead + at, is_there);
   }
   commit_copies();
   if (blockIdx.y == 0) copy_rest(a, head, first);
   wait_for_copies<0>();
   __syncthreads();
-  // This warp's 16 columns: lanes name lines 0..15 of a step, and the column's half.
-  const bf16* matrices = weights + lane % 16 * kLine + warp * 16 + lane / 16 * 8;
+  // This warp's 16 columns: lanes name rows 0..15 of a step, and the column's half.
+  const bf16* matrices = weights + lane % 16 * kPitch + warp * 16 + lane / 16 * 8;
   for (int base = 0; base < count; base += 16) {
     float sums[2][4] = {};
 #pragma unroll
     for (int step = 0; step < kNope / 16; step++) {
       uint32_t x[4], w[4];
-      load_matrices(x, queries + (base + lane % 16) * kQueryLine + step * 16 + lane / 16 * 8);
-      load_transposed(w, matrices + step * 16 * kLine);
+      load_matrices(x, queries + (base + lane % 16) * kQueryPitch + step * 16 + lane / 16 * 8);
+      load_transposed(w, matrices + step * 16 * kPitch);
       mma(sums[0], x[0], x[1], x[2], x[3], w[0], w[1]);
       mma(sums[1], x[0], x[1], x[2], x[3], w[2], w[3]);
     }

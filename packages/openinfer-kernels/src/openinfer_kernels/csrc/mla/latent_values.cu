@@ -1,5 +1,5 @@
-// Values of mixed latents: of each head, its mixed latent times the rows of `kv_b_proj` that make values. A block has some
-// of the 128 rows of one head, and up to 32 tokens; its warps share the inner size.
+// Values of mixed latents: of each head, its mixed latent times the rows of `kv_b_proj` that make values. A block has
+// some of the 128 rows of one head, and up to 32 tokens; its warps share the inner size.
 //
 // The weights are on their way before the previous kernel has ended.
 #include "common/pdl.cuh"
@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kTokens = 32;              // of a block: 16 at a time
-constexpr int kLine = kLatent + kPad;
-constexpr int kChunks = kLatent / 8;     // of 16 bytes, of a line
+constexpr int kPitch = kLatent + kPad;
+constexpr int kChunks = kLatent / 8;     // of 16 bytes, of a query row
 constexpr int kEach = kLatent / kWarps;  // of the inner size, for each warp
 
 struct Arguments {
@@ -27,8 +27,8 @@ struct Arguments {
 
 template <int kRows>
 struct Shared {
-  alignas(16) bf16 weights[kRows * kLine];
-  alignas(16) bf16 mixed[kTokens * kLine];
+  alignas(16) bf16 weights[kRows * kPitch];
+  alignas(16) bf16 mixed[kTokens * kPitch];
   alignas(16) float sums[kWarps][kTokens][kRows];
   int counts[kTokens];
 };
@@ -43,13 +43,13 @@ __device__ void run(const Arguments& a) {
   launch_dependents();
   const bf16* from = a.weight + (int64_t(head) * (kNope + kValue) + kNope + row) * kLatent;
   for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads)
-    copy_16(s.weights + i / kChunks * kLine + i % kChunks * 8, from + i * 8);
+    copy_16(s.weights + i / kChunks * kPitch + i % kChunks * 8, from + i * 8);
   wait_for_previous_kernel();
   for (int i = threadIdx.x; i < (count + 15) / 16 * 16 * kChunks; i += kThreads) {
     const int token = i / kChunks, at = i % kChunks * 8;
     const bool is_there = token < count;
-    const int64_t line = int64_t(first + (is_there ? token : 0)) * a.num_heads + head;
-    copy_16(s.mixed + token * kLine + at, a.whole + line * kLatent + at, is_there);
+    const int64_t query_row = int64_t(first + (is_there ? token : 0)) * a.num_heads + head;
+    copy_16(s.mixed + token * kPitch + at, a.whole + query_row * kLatent + at, is_there);
   }
   commit_copies();
   if (threadIdx.x < count) s.counts[threadIdx.x] = a.items[(first + threadIdx.x) * tiles + head / kHeads].count;
@@ -61,11 +61,11 @@ __device__ void run(const Arguments& a) {
     for (int step = 0; step < kEach / 16; step++) {
       const int at = warp * kEach + step * 16;
       uint32_t x[4];
-      load_matrices(x, s.mixed + (base + lane % 16) * kLine + at + lane / 16 * 8);
+      load_matrices(x, s.mixed + (base + lane % 16) * kPitch + at + lane / 16 * 8);
 #pragma unroll
-      for (int n = 0; n < kRows / 16; n++) {  // 16 rows: lines 0..7, their second half, lines 8..15, their second half
+      for (int n = 0; n < kRows / 16; n++) {  // 16 rows: 0..7, their second half, 8..15, their second half
         uint32_t w[4];
-        load_matrices(w, s.weights + (n * 16 + lane / 16 * 8 + lane % 8) * kLine + at + lane / 8 % 2 * 8);
+        load_matrices(w, s.weights + (n * 16 + lane / 16 * 8 + lane % 8) * kPitch + at + lane / 8 % 2 * 8);
         mma(sums[2 * n], x[0], x[1], x[2], x[3], w[0], w[1]);
         mma(sums[2 * n + 1], x[0], x[1], x[2], x[3], w[2], w[3]);
       }

@@ -14,9 +14,9 @@ constexpr int kStreams = 4, kMixes = kStreams * (2 + kStreams);
 constexpr int kThreads = 256;
 constexpr int kTileColumns = 256;
 
-// Grid: (tiles of tokens, parts of the columns). A lane has columns lane * 4 of each 128; a warp has kTokens tokens and an
-// equal share of the outputs. What bounds it is reading weights from shared memory, which kTokens tokens do together.
-// parts: [parts, T, kOutputs + 1].
+// Grid: (tiles of tokens, parts of the columns). A lane has columns lane * 4 of each 128; a warp has kTokens tokens and
+// an equal share of the outputs. What bounds it is reading weights from shared memory, which kTokens tokens do
+// together. parts: [parts, T, kOutputs + 1].
 template <int kOutputs, int kTokens, int kShares>
 __device__ void project(const bf16* x, const float* fn, float* parts, int num_tokens, int columns, int part_columns) {
   constexpr int kOwn = kOutputs / kShares, kTileTokens = kThreads / 32 / kShares * kTokens;

@@ -1,9 +1,9 @@
 // The few likeliest entries of a row: found by the maxima of threads, collected and sorted by one block.
 //
-// Each thread of a cluster knows the largest of the values it holds. At least k values of a row reach the k-th largest of
-// these maxima, and hardly more than k do if there are many threads: a histogram of the maxima, one entry per thread,
-// gives a bound that keeps the k likeliest and little else. In the same way the maxima that hold a share of the sum of
-// all weights bound the fewest tokens that do.
+// Each thread of a cluster knows the largest of the values it holds. At least k values of a row reach the k-th largest
+// of these maxima, and hardly more than k do if there are many threads: a histogram of the maxima, one entry per
+// thread, gives a bound that keeps the k likeliest and little else. In the same way the maxima that hold a share of the
+// sum of all weights bound the fewest tokens that do.
 #pragma once
 #include "common/block.cuh"
 #include "sampling/cluster.cuh"
@@ -17,8 +17,8 @@ constexpr uint32_t kNoDistance = 0xFFFFFFFF;
 // An entry of a row: the likelier, then the lower id, is the smaller one.
 __device__ __forceinline__ uint64_t entry(uint32_t distance, uint32_t id) { return uint64_t(distance) << 32 | id; }
 
-// A distance within which the maxima of threads amount to what `wanted()` says, once the cluster has synchronised; if all
-// amount to less, kNoDistance. `mine` is the distance of this thread's largest value (kNoDistance if it has none),
+// A distance within which the maxima of threads amount to what `wanted()` says, once the cluster has synchronised; if
+// all amount to less, kNoDistance. `mine` is the distance of this thread's largest value (kNoDistance if it has none),
 // `range` the largest of the cluster's.
 template <class Wanted>
 __device__ __forceinline__ uint32_t candidate_bound(uint32_t mine, uint32_t range, uint64_t amount, Wanted wanted) {

@@ -1,5 +1,5 @@
-// Inverse-CDF sampling of few candidates, which one block has: it sorts them, applies top-k and top-p exactly and draws in
-// order of token id.
+// Inverse-CDF sampling of few candidates, which one block has: it sorts them, applies top-k and top-p exactly and draws
+// in order of token id.
 #pragma once
 #include "sampling/candidates.cuh"
 #include "sampling/softmax_weights.cuh"

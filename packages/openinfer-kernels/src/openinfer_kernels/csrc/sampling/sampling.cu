@@ -1,9 +1,10 @@
 // One token per row of logits [R, V]: `SamplingBatch` in ops.py has the rules, cpu/sampling.py the same in NumPy.
 //
-// A cluster of blocks owns a row, whose scores are its logits after penalties, bias and mask. Rows that have any of these
-// are first written to a scratch in float32. Scores are read several times, all but the first time from the caches.
-// Weights are exp((score - largest) / temperature) in fixed point, 44 bits behind the point: sums of integers do not
-// depend on their order, so neither the number of blocks nor the rest of the batch changes a bit of a row's answer.
+// A cluster of blocks owns a row, whose scores are its logits after penalties, bias and mask. Rows that have any of
+// these are first written to a scratch in float32. Scores are read several times, all but the first time from the
+// caches. Weights are exp((score - largest) / temperature) in fixed point, 44 bits behind the point: sums of integers
+// do not depend on their order, so neither the number of blocks nor the rest of the batch changes a bit of a row's
+// answer.
 //
 //   greedy           the largest score, the lowest id among equals
 //   no threshold     running sums per warp, then the one warp into which the draw fell looks for the token
@@ -102,7 +103,8 @@ __device__ __forceinline__ void choose_greedily(const Scores<Logit>& scores, int
 
 // --- rows that are drawn ----------------------------------------------------------------------------------------
 
-// Puts the tokens of this block that are within `bound` into `entries` and the number of all the cluster's into `*count`.
+// Puts the tokens of this block that are within `bound` into `entries` and the number of all the cluster's into
+// `*count`.
 template <class Logit>
 __device__ __forceinline__ int gather(const Scores<Logit>& scores, const Distances& distances, uint32_t bound,
                                       uint64_t* entries, uint64_t* count) {

@@ -1,5 +1,5 @@
-// What a step of an engine does around the model. Block tables, last ids and sampling state live on the device, one row per
-// slot, so that the host sends which slots run, where they stand, and ids that no slot has sampled.
+// What a step of an engine does around the model. Block tables, last ids and sampling state live on the device, one row
+// per slot, so that the host sends which slots run, where they stand, and ids that no slot has sampled.
 #include <cstdint>
 
 #include "common/pdl.cuh"
@@ -93,7 +93,8 @@ extern "C" __global__ void steps_start_slots(const SlotArrays slots, const SlotR
   slots.num_biased[record.slot] = record.num_biased;
 }
 
-// Tokens that a penalised sequence brings along: `seen` [V] of its prompt, `counts` [V] of its output; both are zero before.
+// Tokens that a penalised sequence brings along: `seen` [V] of its prompt, `counts` [V] of its output; both are zero
+// before.
 extern "C" __global__ void steps_count_tokens(uint8_t* seen, int* counts, const int* prompt, int num_prompt,
                                               const int* output, int num_output) {
   const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
@@ -101,8 +102,8 @@ extern "C" __global__ void steps_count_tokens(uint8_t* seen, int* counts, const 
   for (int i = first; i < num_output; i += stride) atomicAdd(counts + output[i], 1);
 }
 
-// A step of one token per row, the last one that its slot sampled, from `rows` [4, R]: slots, positions, whether the row
-// samples, unused here. A row with slot -1 is padding: it has no context, its KV goes nowhere, and its token is 0.
+// A step of one token per row, the last one that its slot sampled, from `rows` [4, R]: slots, positions, whether the
+// row samples, unused here. A row with slot -1 is padding: it has no context, its KV goes nowhere, and its token is 0.
 // `sampled_slots` has the slot of rows that sample, and -1.
 //
 // Grid: one block per row.
@@ -122,9 +123,10 @@ extern "C" __global__ void steps_prepare_decode(const int* rows, const Tables ta
   sampled_slots[row] = samples ? slot : -1;
 }
 
-// A step of pieces of any length, from `rows` [6, R]: slots, first positions, tokens, given ids of them, first token of the
-// row in the step, first of its ids in `given`. One id less given than there are tokens: the first is the slot's last id.
-// Rows behind the last piece are padding: slot -1, no tokens, the first token behind the last one. So are tokens there.
+// A step of pieces of any length, from `rows` [6, R]: slots, first positions, tokens, given ids of them, first token of
+// the row in the step, first of its ids in `given`. One id less given than there are tokens: the first is the slot's
+// last id. Rows behind the last piece are padding: slot -1, no tokens, the first token behind the last one. So are
+// tokens there.
 //
 // Grid: one block per row, and one for the tokens that are padding.
 extern "C" __global__ void steps_prepare_pieces(const int* rows, const int* given, const Tables tables,
@@ -177,8 +179,8 @@ extern "C" __global__ void steps_name_rows(const int* sampled_slots, int num_row
   }
 }
 
-// Notes what rows sampled, where a row does (slot >= 0) and had an answer (id >= 0): the slot's last id, and its count where the
-// slot has penalties. `counts` [slots, V] may be null if none has.
+// Notes what rows sampled, where a row does (slot >= 0) and had an answer (id >= 0): the slot's last id, and its count
+// where the slot has penalties. `counts` [slots, V] may be null if none has.
 extern "C" __global__ void steps_keep_sampled(const SlotArrays slots, int* counts, int64_t num_columns,
                                               const int* sampled_slots, const int* token_ids, int count) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -188,8 +190,9 @@ extern "C" __global__ void steps_keep_sampled(const SlotArrays slots, int* count
   if (counts && slots.is_penalised(sampled_slots[i])) counts[sampled_slots[i] * num_columns + token_ids[i]] += 1;
 }
 
-// A few bytes between pinned memory of the host and the device: a copy engine would bring them behind all copies that it
-// was given before, and those of KV tiers take a while. One block; 16 bytes at a time where both sides are aligned to that.
+// A few bytes between pinned memory of the host and the device: a copy engine would bring them behind all copies that
+// it was given before, and those of KV tiers take a while. One block; 16 bytes at a time where both sides are aligned
+// to that.
 extern "C" __global__ void __launch_bounds__(1024) small_copy(const uint8_t* from, uint8_t* to, int bytes) {
   const bool is_aligned = ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) & 15) == 0;
   const int vectors = is_aligned ? bytes / 16 : 0;

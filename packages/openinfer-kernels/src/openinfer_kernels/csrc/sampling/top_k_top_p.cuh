@@ -1,5 +1,5 @@
-// The threshold of top-k and top-p where it lies too deep for a few candidates: two ways to find the distance at which a
-// running sum over the whole row reaches a target, by the order of the few tokens near it, or bit by bit.
+// The threshold of top-k and top-p where it lies too deep for a few candidates: two ways to find the distance at which
+// a running sum over the whole row reaches a target, by the order of the few tokens near it, or bit by bit.
 #pragma once
 #include "sampling/candidates.cuh"
 #include "sampling/scores.cuh"

@@ -37,7 +37,7 @@ class _QueryArguments(ctypes.Structure):
 
 
 class _Arguments(ctypes.Structure):
-    """`latent::Arguments` of `latent_line.cuh`."""
+    """`latent::Arguments` of `latent_scheduler.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "whole", "cache")),

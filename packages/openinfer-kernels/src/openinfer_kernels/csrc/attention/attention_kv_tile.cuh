@@ -1,10 +1,11 @@
-// One warp's turn of 16 tokens of a KV head: their keys and values go to registers in the order that the tensor cores want.
-// The products are turned around, so that the narrow side of 8 is the query heads that share the KV head:
+// One warp's KV tile of 16 tokens of a KV head: keys and values go to registers in the order that the tensor cores
+// want. Operands of the products are swapped (swap-AB), so that the narrow side of 8 is the query heads that share the
+// KV head:
 //
 //   S^T [16 tokens x 8 heads] = K Q^T        K: 16 bytes of one token per load, the head dimension permuted alike in Q
 //   O^T [D x 8 heads]        += V^T P^T      V: two tokens' loads interleaved by byte permutes; P^T by `movmatrix`
 #pragma once
-#include "attention/attention_line.cuh"
+#include "attention/attention_decode_scheduler.cuh"
 
 namespace attention {
 
@@ -12,14 +13,15 @@ constexpr int kPadding = 8;             // floats between the heads of a sum in 
 
 template <int D, int kTiles>
 struct Shape {
-  static constexpr int kPiece = D < 128 ? D : 128;  // values of a token that are loaded together
-  static constexpr int kPieces = D / kPiece;
-  static constexpr int kRegisters = kPiece / 4;     // of a thread, for the piece of 16 tokens
-  static constexpr int kBlocks16 = kPiece / 16;     // tensor core tiles of a piece
+  static constexpr int kChunk = D < 128 ? D : 128;  // values of a token that are loaded together
+  static constexpr int kChunks = D / kChunk;
+  static constexpr int kRegisters = kChunk / 4;     // of a thread, for the chunk of 16 tokens
+  static constexpr int kBlocks16 = kChunk / 16;     // tensor core tiles of a chunk
   static constexpr int kHeads = 8 * kTiles;         // query heads of an item, at most
 };
 
-// One thread's 16 bytes. Not through the first-level cache: it may hold what was there before an overlapping kernel wrote.
+// One thread's 16 bytes. Not through the first-level cache: it may hold what was there before an overlapping kernel
+// wrote.
 struct FromMemory {
   static __device__ __forceinline__ void load(uint32_t* to, const bf16* from) {
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -47,13 +49,13 @@ struct Warp {
   using S = Shape<D, kTiles>;
   using Buffer = uint32_t[S::kRegisters];
 
-  uint32_t q[S::kPieces][kTiles][S::kPiece / 8];     // Q^T, as b
-  float sum[S::kPieces][S::kBlocks16][kTiles][4];    // O^T
+  uint32_t q[S::kChunks][kTiles][S::kChunk / 8];     // Q^T, as b
+  float sum[S::kChunks][S::kBlocks16][kTiles][4];    // O^T
   float top[kTiles][2], weight[kTiles][2];           // per head 8 tile + 2t + {0, 1}: maximum; this thread's exponentials
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int p = 0; p < S::kPieces; p++)
+    for (int p = 0; p < S::kChunks; p++)
 #pragma unroll
       for (int b = 0; b < S::kBlocks16; b++)
 #pragma unroll
@@ -72,47 +74,49 @@ struct Warp {
   // Queries of `heads` heads from `from` on; absent heads are zero.
   __device__ __forceinline__ void load_q(const bf16* from, int heads, int g, int t) {
 #pragma unroll
-    for (int p = 0; p < S::kPieces; p++)
+    for (int p = 0; p < S::kChunks; p++)
 #pragma unroll
       for (int n = 0; n < kTiles; n++)
 #pragma unroll
-        for (int j = 0; j < S::kPiece / 32; j++) {
+        for (int j = 0; j < S::kChunk / 32; j++) {
           uint32_t* to = &q[p][n][4 * j];
-          if (8 * n + g < heads) FromMemory::load(to, from + (8 * n + g) * D + p * S::kPiece + (4 * j + t) * 8);
+          if (8 * n + g < heads)
+            FromMemory::load(to, from + (8 * n + g) * D + p * S::kChunk + (4 * j + t) * 8);
           else to[0] = to[1] = to[2] = to[3] = 0;
         }
   }
 
   // Tokens g and g + 8: 16 bytes at 8 (4 j + t).
   template <class From>
-  static __device__ __forceinline__ void load_k(Buffer& k, const bf16* from, int piece, int g, int t) {
+  static __device__ __forceinline__ void load_k(Buffer& k, const bf16* from, int chunk, int g, int t) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
-      for (int j = 0; j < S::kPiece / 32; j++)
-        From::load(k + (half * (S::kPiece / 32) + j) * 4, from + (g + 8 * half) * D + piece * S::kPiece + (4 * j + t) * 8);
+      for (int j = 0; j < S::kChunk / 32; j++)
+        From::load(k + (half * (S::kChunk / 32) + j) * 4,
+                   from + (g + 8 * half) * D + chunk * S::kChunk + (4 * j + t) * 8);
   }
 
   // Tokens 2t, 2t + 1, 2t + 8, 2t + 9: 16 bytes at 8 g, and at 64 + 8 g.
   template <class From>
-  static __device__ __forceinline__ void load_v(Buffer& v, const bf16* from, int piece, int g, int t) {
+  static __device__ __forceinline__ void load_v(Buffer& v, const bf16* from, int chunk, int g, int t) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int h = 0; h < S::kPiece / 64; h++)
-        From::load(v + (i * (S::kPiece / 64) + h) * 4,
-               from + (2 * t + (i & 1) + 8 * (i >> 1)) * D + piece * S::kPiece + h * 64 + 8 * g);
+      for (int h = 0; h < S::kChunk / 64; h++)
+        From::load(v + (i * (S::kChunk / 64) + h) * 4,
+                   from + (2 * t + (i & 1) + 8 * (i >> 1)) * D + chunk * S::kChunk + h * 64 + 8 * g);
   }
 
-  __device__ __forceinline__ void multiply_k(float (&s)[kTiles][4], const Buffer& k, int piece) {
+  __device__ __forceinline__ void multiply_k(float (&s)[kTiles][4], const Buffer& k, int chunk) {
 #pragma unroll
-    for (int step = 0; step < S::kPiece / 16; step++) {
+    for (int step = 0; step < S::kChunk / 16; step++) {
       const int j = step / 2, r = (step % 2) * 2;
       const uint32_t* first = k + j * 4 + r;
-      const uint32_t* second = first + S::kPiece / 8;
+      const uint32_t* second = first + S::kChunk / 8;
 #pragma unroll
       for (int n = 0; n < kTiles; n++)
-        mma(s[n], first[0], second[0], first[1], second[1], q[piece][n][4 * j + r], q[piece][n][4 * j + r + 1]);
+        mma(s[n], first[0], second[0], first[1], second[1], q[chunk][n][4 * j + r], q[chunk][n][4 * j + r + 1]);
     }
   }
 
@@ -123,7 +127,7 @@ struct Warp {
     for (int n = 0; n < kTiles; n++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) s[n][i] *= scale;
-      if (left < kTurn) {
+      if (left < kKvTile) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
           if (g + 8 * (i >> 1) >= left) s[n][i] = kMinusInfinity;
@@ -143,30 +147,30 @@ struct Warp {
       }
       if (__any_sync(kAll, !(factor[0] == 1.0f) || !(factor[1] == 1.0f))) {
 #pragma unroll
-        for (int piece = 0; piece < S::kPieces; piece++)
+        for (int chunk = 0; chunk < S::kChunks; chunk++)
 #pragma unroll
           for (int b = 0; b < S::kBlocks16; b++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) sum[piece][b][n][i] *= factor[i & 1];
+            for (int i = 0; i < 4; i++) sum[chunk][b][n][i] *= factor[i & 1];
       }
       p[n][0] = transposed(packed(s[n][0], s[n][1]));
       p[n][1] = transposed(packed(s[n][2], s[n][3]));
     }
   }
 
-  __device__ __forceinline__ void multiply_v(const uint32_t (&p)[kTiles][2], Buffer& v, int piece, int left, int t) {
-    if (left < kTurn) {
+  __device__ __forceinline__ void multiply_v(const uint32_t (&p)[kTiles][2], Buffer& v, int chunk, int left, int t) {
+    if (left < kKvTile) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if (2 * t + (i & 1) + 8 * (i >> 1) >= left)
 #pragma unroll
-          for (int r = 0; r < S::kPiece / 16; r++) v[i * (S::kPiece / 16) + r] = 0;
+          for (int r = 0; r < S::kChunk / 16; r++) v[i * (S::kChunk / 16) + r] = 0;
     }
-    constexpr int kToken = S::kPiece / 16;  // registers of one token
+    constexpr int kToken = S::kChunk / 16;  // registers of one token
 #pragma unroll
     for (int b = 0; b < S::kBlocks16; b++) {
       uint32_t a[4];
-      if constexpr (S::kPiece == 128) {  // rows g: value 8 g + b, rows g + 8: value 64 + 8 g + b
+      if constexpr (S::kChunk == 128) {  // rows g: value 8 g + b, rows g + 8: value 64 + 8 g + b
         const int r = b / 2, selector = b % 2 ? 0x7632 : 0x5410;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -181,7 +185,7 @@ struct Warp {
         }
       }
 #pragma unroll
-      for (int n = 0; n < kTiles; n++) mma(sum[piece][b][n], a[0], a[1], a[2], a[3], p[n][0], p[n][1]);
+      for (int n = 0; n < kTiles; n++) mma(sum[chunk][b][n], a[0], a[1], a[2], a[3], p[n][0], p[n][1]);
     }
   }
 
@@ -202,8 +206,8 @@ struct Warp {
         }
         float* row = sums + head * (D + kPadding) + 8 * g;
 #pragma unroll
-        for (int p = 0; p < S::kPieces; p++) {
-          if constexpr (S::kPiece == 128) {
+        for (int p = 0; p < S::kChunks; p++) {
+          if constexpr (S::kChunk == 128) {
 #pragma unroll
             for (int h = 0; h < 2; h++)
 #pragma unroll

@@ -1,8 +1,9 @@
-// How attention over latents is divided: all units of all items stand in one line, cut into equal pieces.
+// The tile scheduler of attention over latents: the work tiles of all items form one flattened list, split evenly among
+// blocks.
 //
-// An item is a (token, tile of 16 query heads); a unit is `kUnit` tokens of its context. Each token of a row is an item of
-// its own, with as many units as the row's last token has; those that it does not see are empty. The line is made on the
-// device, from the rows' contexts.
+// An item is a (token, tile of 16 query heads); a work tile is `kWorkTile` tokens of its context. Each token of a row
+// is an item of its own, with as many work tiles as the row's last token has; those that it does not see are empty.
+// Blocks derive the list on the device from the rows' contexts, so that a captured graph serves any lengths.
 #pragma once
 #include "mla/latent.cuh"
 
@@ -16,7 +17,7 @@ struct Arguments {
   const int* block_tables;  // [R, table_stride]
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
-  float* parts;             // [workers, 2, kPart]
+  float* partials;          // [workers, 2, kPartial]
   Item* items;              // [T, head tiles]
   int num_rows, table_stride, num_heads, block_shift;
   int most_tokens;          // of a row, for it to be ours
@@ -25,7 +26,7 @@ struct Arguments {
 };
 
 struct Rows {
-  int* starts;    // [R + 1] first unit of each row
+  int* starts;    // [R + 1] first work tile of each row
   int* contexts;  // [R]
   int* queries;   // [R + 1] first token of each row
 
@@ -33,14 +34,15 @@ struct Rows {
       : starts(memory), contexts(memory + num_rows + 1), queries(memory + 2 * num_rows + 1) {}
 };
 
-template <int kUnit>
-__device__ __forceinline__ int units_of(int context) {
-  return (context + kUnit - 1) / kUnit;
+template <int kWorkTile>
+__device__ __forceinline__ int work_tiles_of(int context) {
+  return (context + kWorkTile - 1) / kWorkTile;
 }
 
-// Sums up the units of all rows that are ours; every thread takes consecutive rows. Returns the number of units.
-template <int kUnit, int kThreads>
-__device__ int count_units(const Arguments& a, int tiles, const Rows& rows, int* sums) {
+// Sums up the work tiles of all rows that are ours; every thread takes consecutive rows. Returns the number of
+// work_tiles.
+template <int kWorkTile, int kThreads>
+__device__ int count_work_tiles(const Arguments& a, int tiles, const Rows& rows, int* sums) {
   const int thread = threadIdx.x, each = (a.num_rows + kThreads - 1) / kThreads;
   const int first = min(thread * each, a.num_rows), last = min(first + each, a.num_rows);
   int mine = 0;
@@ -50,7 +52,7 @@ __device__ int count_units(const Arguments& a, int tiles, const Rows& rows, int*
     rows.queries[row] = start;
     rows.queries[row + 1] = start + count;
     rows.contexts[row] = context;
-    rows.starts[row] = units_of<kUnit>(context) * count * tiles;
+    rows.starts[row] = work_tiles_of<kWorkTile>(context) * count * tiles;
     mine += rows.starts[row];
   }
   int sum = mine;
@@ -68,56 +70,57 @@ __device__ int count_units(const Arguments& a, int tiles, const Rows& rows, int*
     total += sums[warp];
   }
   for (int row = first; row < last; row++) {
-    const int units = rows.starts[row];
+    const int work_tiles = rows.starts[row];
     rows.starts[row] = before;
-    before += units;
+    before += work_tiles;
   }
   if (thread == 0) rows.starts[a.num_rows] = total;
   __syncthreads();
   return total;
 }
 
-// The first `units % workers` workers have one unit more.
-struct Division {
-  int units, workers;
+// Of the flattened list: the first `work_tiles % workers` workers have one work tile more.
+struct Partition {
+  int work_tiles, workers;
 
   __device__ __forceinline__ int first_of(int worker) const {
-    return worker * (units / workers) + min(worker, units % workers);
+    return worker * (work_tiles / workers) + min(worker, work_tiles % workers);
   }
-  __device__ __forceinline__ int worker_of(int unit) const {
-    const int each = units / workers, more = units % workers;
-    return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each;
+  __device__ __forceinline__ int worker_of(int work_tile) const {
+    const int each = work_tiles / workers, more = work_tiles % workers;
+    return work_tile < more * (each + 1) ? work_tile / (each + 1) : more + (work_tile - more * (each + 1)) / each;
   }
 };
 
-// A place in the line.
-template <int kUnit>
-struct Place {
+// A work tile of the flattened list.
+template <int kWorkTile>
+struct WorkTile {
   int row, query, tile;  // `query`: token of the step
-  int unit, units;       // of this item
+  int index, count;      // of this item
   int seen;              // tokens that the query sees
 
   __device__ __forceinline__ void enter(int new_row, int item, int tiles, const Rows& rows) {
     row = new_row;
     query = rows.queries[row] + item / tiles;
     tile = item % tiles;
-    units = units_of<kUnit>(rows.contexts[row]);
+    count = work_tiles_of<kWorkTile>(rows.contexts[row]);
     seen = rows.contexts[row] - (rows.queries[row + 1] - query) + 1;
   }
-  __device__ __forceinline__ void find(int in_line, int tiles, int num_rows, const Rows& rows) {
-    int low = 0, high = num_rows;  // starts[low] <= in_line < starts[high]
+  __device__ __forceinline__ void find(int flat_index, int tiles, int num_rows, const Rows& rows) {
+    int low = 0, high = num_rows;  // starts[low] <= flat_index < starts[high]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (rows.starts[middle] <= in_line) low = middle;
+      if (rows.starts[middle] <= flat_index)
+        low = middle;
       else high = middle;
     }
-    const int here = in_line - rows.starts[low], each = units_of<kUnit>(rows.contexts[low]);
+    const int here = flat_index - rows.starts[low], each = work_tiles_of<kWorkTile>(rows.contexts[low]);
     enter(low, here / each, tiles, rows);
-    unit = here % each;
+    index = here % each;
   }
   __device__ __forceinline__ void advance(int tiles, int num_rows, const Rows& rows) {
-    if (++unit < units) return;
-    unit = 0;
+    if (++index < count) return;
+    index = 0;
     const int item = (query - rows.queries[row]) * tiles + tile + 1;
     if (item < (rows.queries[row + 1] - rows.queries[row]) * tiles) {
       enter(row, item, tiles, rows);
@@ -127,7 +130,7 @@ struct Place {
     while (next < num_rows && rows.contexts[next] == 0) next++;
     if (next < num_rows) enter(next, 0, tiles, rows);
   }
-  __device__ __forceinline__ bool is_empty() const { return unit * kUnit >= seen; }
+  __device__ __forceinline__ bool is_empty() const { return index * kWorkTile >= seen; }
 };
 
 }  // namespace latent

@@ -1,7 +1,8 @@
-// How attention of rows with one query token is divided: all units of all items stand in one line, cut into equal pieces.
+// The tile scheduler of decode attention: the work tiles of all items form one flattened list, split evenly among
+// blocks.
 //
-// A unit is 64 tokens (a turn of 16 for each warp of a block) of one item, a (row, KV head, tile of query heads). The line
-// is made on the device, from the rows' contexts.
+// A work tile is 64 tokens (a KV tile of 16 for each warp of a block) of one item, a (row, KV head, tile of query
+// heads). Blocks derive the list on the device from the rows' contexts, so that a captured graph serves any lengths.
 #pragma once
 #include "attention/attention.cuh"
 
@@ -9,8 +10,8 @@ namespace attention {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kTurn = 16;               // tokens
-constexpr int kUnit = kTurn * kWarps;   // tokens
+constexpr int kKvTile = 16;                  // tokens of a warp
+constexpr int kWorkTile = kKvTile * kWarps;  // tokens of a block
 constexpr int kRowsAtOnce = 2;          // rows that a thread reads together
 constexpr unsigned kAll = ~0u;
 
@@ -21,7 +22,7 @@ struct Arguments {
   const int* block_tables;  // [R, table_stride]
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
-  float* parts;             // [blocks, 2, part size]
+  float* partials;          // [blocks, 2, partial size]
   int* arrivals;            // [items], zero before and after
   int num_rows, table_stride, group;
   int early;                // nonzero: batch and older tokens may be read before the previous kernel has ended
@@ -29,7 +30,7 @@ struct Arguments {
 };
 
 struct Rows {
-  int* starts;    // [R + 1] first unit of each row
+  int* starts;    // [R + 1] first work tile of each row
   int* contexts;  // [R] 0 for rows of several tokens: those are not ours
   int* queries;   // [R] first token of each row
 
@@ -37,10 +38,10 @@ struct Rows {
       : starts(memory), contexts(memory + num_rows + 1), queries(memory + 2 * num_rows + 1) {}
 };
 
-__device__ __forceinline__ int units_of(int context) { return (context + kUnit - 1) / kUnit; }
+__device__ __forceinline__ int work_tiles_of(int context) { return (context + kWorkTile - 1) / kWorkTile; }
 
-// Sums up the units of all rows; every thread takes consecutive rows. Returns the number of units.
-__device__ int count_units(const Arguments& a, int heads, const Rows& rows, int* sums) {
+// Sums up the work tiles of all rows; every thread takes consecutive rows. Returns their number.
+__device__ int count_work_tiles(const Arguments& a, int heads, const Rows& rows, int* sums) {
   const int thread = threadIdx.x, each = (a.num_rows + kThreads - 1) / kThreads;
   const int first = min(thread * each, a.num_rows), last = min(first + each, a.num_rows);
   int mine = 0;
@@ -56,7 +57,7 @@ __device__ int count_units(const Arguments& a, int heads, const Rows& rows, int*
       const int context = queries[i + 1] - queries[i] == 1 ? contexts[i] : 0;
       rows.queries[base + i] = queries[i];
       rows.contexts[base + i] = context;
-      mine += units_of(context) * heads;
+      mine += work_tiles_of(context) * heads;
     }
   }
   int sum = mine;
@@ -75,69 +76,71 @@ __device__ int count_units(const Arguments& a, int heads, const Rows& rows, int*
   }
   for (int row = first; row < last; row++) {
     rows.starts[row] = before;
-    before += units_of(rows.contexts[row]) * heads;
+    before += work_tiles_of(rows.contexts[row]) * heads;
   }
   if (thread == 0) rows.starts[a.num_rows] = total;
   __syncthreads();
   return total;
 }
 
-// The first `units % workers` workers have one unit more.
-struct Division {
-  int units, workers;
+// Of the flattened list: the first `work_tiles % workers` workers have one work tile more.
+struct Partition {
+  int work_tiles, workers;
 
   __device__ __forceinline__ int first_of(int worker) const {
-    return worker * (units / workers) + min(worker, units % workers);
+    return worker * (work_tiles / workers) + min(worker, work_tiles % workers);
   }
-  __device__ __forceinline__ int worker_of(int unit) const {
-    const int each = units / workers, more = units % workers;
-    return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each;
+  __device__ __forceinline__ int worker_of(int work_tile) const {
+    const int each = work_tiles / workers, more = work_tiles % workers;
+    return work_tile < more * (each + 1) ? work_tile / (each + 1) : more + (work_tile - more * (each + 1)) / each;
   }
 };
 
-// A place in the line.
-struct Place {
-  int row, head, unit, units, context;  // `unit` of the `units` of this item; `head`: KV head and tile of query heads
+// A work tile of the flattened list.
+struct WorkTile {
+  int row, head, index, count, context;  // `index` of the `count` of this item; `head`: KV head and tile of query heads
 
   __device__ __forceinline__ void enter(int new_row, const Rows& rows) {
     row = new_row;
     context = rows.contexts[row];
-    units = units_of(context);
+    count = work_tiles_of(context);
   }
-  __device__ __forceinline__ void find(int in_line, int num_rows, const Rows& rows) {
-    int low = 0, high = num_rows;  // starts[low] <= in_line < starts[high]
+  __device__ __forceinline__ void find(int flat_index, int num_rows, const Rows& rows) {
+    int low = 0, high = num_rows;  // starts[low] <= flat_index < starts[high]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (rows.starts[middle] <= in_line) low = middle;
+      if (rows.starts[middle] <= flat_index)
+        low = middle;
       else high = middle;
     }
     enter(low, rows);
-    head = (in_line - rows.starts[low]) / units;
-    unit = (in_line - rows.starts[low]) % units;
+    head = (flat_index - rows.starts[low]) / count;
+    index = (flat_index - rows.starts[low]) % count;
   }
   __device__ __forceinline__ void advance(int heads, int num_rows, const Rows& rows) {
-    if (++unit < units) return;
-    unit = 0;
+    if (++index < count) return;
+    index = 0;
     if (++head < heads) return;
     head = 0;
     do row++;
     while (row < num_rows && rows.contexts[row] == 0);
     if (row < num_rows) enter(row, rows);
   }
-  // Tokens of the context from this warp's turn on; nothing to do where it is not positive.
-  __device__ __forceinline__ int left(int warp) const { return context - (unit * kUnit + warp * kTurn); }
+  // Tokens of the context from this warp's KV tile on; nothing to do where it is not positive.
+  __device__ __forceinline__ int left(int warp) const { return context - (index * kWorkTile + warp * kKvTile); }
 };
 
 // What a block has of the item at hand.
 struct Item {
-  int begin;          // its first unit
+  int begin;          // its first work tile
   int heads;          // query heads, at most 8 or 16
   int heads_per_row;  // items of each row
   int64_t query;      // first query head, in q and out
 
-  __device__ __forceinline__ void enter(const Arguments& a, const Rows& rows, const Place& here, int tiles, int most_heads) {
+  __device__ __forceinline__ void enter(const Arguments& a, const Rows& rows, const WorkTile& here, int tiles,
+                                        int most_heads) {
     const int head_begin = here.head % tiles * most_heads;
-    begin = here.unit;
+    begin = here.index;
     heads = min(a.group - head_begin, most_heads);
     heads_per_row = a.cache.num_heads * tiles;
     query = rows.queries[here.row] * int64_t(a.cache.num_heads * a.group) + here.head / tiles * a.group + head_begin;

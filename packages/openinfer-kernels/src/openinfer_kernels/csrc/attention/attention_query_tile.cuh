@@ -4,21 +4,22 @@
 
 namespace attention {
 
-// The query heads that share a KV head stand side by side: line m of a row is head m % group of its token m / group.
+// The query heads that share a KV head stand side by side: query row m of a row is head m % group of its token m /
+// group.
 struct QueryTile {
   int row;           // of the batch; -1: there is no such tile
-  int first_line;    // of the tile
-  int num_lines;     // of the row
+  int first_query_row;  // of the tile
+  int num_query_rows;   // of the row
   int first_query;   // token of the step
   int past;          // position of the row's first token
   int context;
 };
 
-// Tile `wanted` of all rows with `least_tokens` and a context, a row's last (and longest) first. For all threads of a block
-// of 32 `kWarps`; `scratch` is shared.
+// Tile `wanted` of all rows with `least_tokens` and a context, a row's last (and longest) first. For all threads of a
+// block of 32 `kWarps`; `scratch` is shared.
 template <int kWarps>
 __device__ QueryTile find_tile(int wanted, const int* query_starts, const int* context_lens, int num_rows,
-                               int least_tokens, int group, int tile_lines, int* scratch) {
+                               int least_tokens, int group, int tile_query_rows, int* scratch) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   QueryTile* found = reinterpret_cast<QueryTile*>(scratch + kWarps);
   if (thread == 0) found->row = -1;
@@ -30,7 +31,8 @@ __device__ QueryTile find_tile(int wanted, const int* query_starts, const int* c
       num_tokens = __ldcg(query_starts + row + 1) - start;
       context = __ldcg(context_lens + row);
     }
-    const int tiles = num_tokens >= least_tokens && context > 0 ? (num_tokens * group + tile_lines - 1) / tile_lines : 0;
+    const int tiles =
+        num_tokens >= least_tokens && context > 0 ? (num_tokens * group + tile_query_rows - 1) / tile_query_rows : 0;
     int sum = tiles;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -45,7 +47,9 @@ __device__ QueryTile find_tile(int wanted, const int* query_starts, const int* c
       before += scratch[w];
     }
     if (first <= wanted && wanted < first + tiles) {
-      *found = {row, (tiles - 1 - (wanted - first)) * tile_lines, num_tokens * group, start, context - num_tokens, context};
+      *found = {
+          row,    (tiles - 1 - (wanted - first)) * tile_query_rows, num_tokens * group, start, context - num_tokens,
+          context};
     }
     __syncthreads();
     if (wanted < before) break;
