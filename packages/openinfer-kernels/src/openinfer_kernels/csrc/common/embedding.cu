@@ -1,7 +1,7 @@
-// Rows of an embedding table: each block copies a piece of one row. Float32 is copied as twice as many BF16; where a
-// residual stream begins, BF16 is widened to float32.
+// Rows of an embedding table: each block copies a chunk of one row. Float32 is copied as twice as many BF16; where a
+// residual stream begins, BF16 becomes float32.
 //
-// The next kernel is let in behind the wait: decode attention reads keys early, and where it follows a choice of
+// The PDL trigger comes after the wait: decode attention reads keys early, and where it follows a choice of
 // queries (a model's last layer), these keys are of the same step. All kernels before this one have ended by then.
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"

@@ -34,7 +34,7 @@ struct Normals {
 
 }  // namespace
 
-// `to [size / columns, columns]` is the piece of a tensor with rows of `row_length` that begins at `origin`.
+// `to [size / columns, columns]` is the shard of a tensor with rows of `row_length` that begins at `origin`.
 extern "C" __global__ void random_weights(bf16* to, int64_t size, int64_t columns, int64_t row_length, int64_t origin,
                                           uint64_t seed, float mean, float spread) {
   const int64_t first = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kPerThread;

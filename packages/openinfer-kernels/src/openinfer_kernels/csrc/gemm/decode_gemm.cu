@@ -1,14 +1,14 @@
 // Y = X W^T for few tokens: weights are streamed once, by TMA, at the speed of memory.
 //
-// The product is turned around: a tile is 64 rows of W (output features) x all tokens, so the tensor cores' 64-row
+// Operands are swapped (swap-AB): a tile is 64 rows of W (output features) x all tokens, so the tensor cores' 64-row
 // side is the weights and the tokens are the narrow side. What a step of a model loses is not bandwidth but the time
 // between two products, so everything here keeps the tail of a kernel short and lets the next one begin early:
 //
 //   - a block has whole tiles, several one after the other, and no sums to share; where there are too few tiles for
-//     the chip, a cluster of blocks cuts K and the sums go to its first block through distributed shared memory;
+//     the chip, a cluster of blocks splits K and the partial sums go to its first block through distributed shared memory;
 //   - programmatic dependent launch: the next kernel's blocks move in while this one's drain, and fill their stages
 //     with weights, which depend on nothing; only X waits. Blocks take at most half of a multiprocessor's shared
-//     memory, so that those of the next kernel find room beside them.
+//     memory, so that those of the next kernel find room next to them.
 //
 //   producer warp:         wait for a free stage ─► TMA of a chunk of W and a chunk of X
 //   consumer warpgroup:    wait for a full stage ─► wgmma ─► free the stage ─► at the end of a tile: epilogue
@@ -45,8 +45,8 @@ struct Sizes {
   static constexpr int kSums = kTokens / 2;  // of a consumer
   static constexpr int kWeightBox = kRows * kBox * 2, kXBox = kTokens * kBox * 2;
   static constexpr int kStageBytes = (kWeightBox + kXBox) * kBoxes;
-  static constexpr int kPartBytes = (kMostBlocksPerTile - 1) * kSums * kConsumers * 4;
-  static constexpr int kStages = (kSharedBytes - kPartBytes - 8) / (kStageBytes + 16);
+  static constexpr int kPartialBytes = (kMostBlocksPerTile - 1) * kSums * kConsumers * 4;
+  static constexpr int kStages = (kSharedBytes - kPartialBytes - 8) / (kStageBytes + 16);
 };
 
 template <int kTokens>
@@ -54,11 +54,11 @@ struct Shared {
   using S = Sizes<kTokens>;
   alignas(kAlignment) uint8_t w[S::kStages][kBoxes][S::kWeightBox];
   alignas(kAlignment) uint8_t x[S::kStages][kBoxes][S::kXBox];
-  float parts[kMostBlocksPerTile - 1][S::kSums][kConsumers];
-  uint64_t full[S::kStages], empty[S::kStages], parts_full;
+  float partials[kMostBlocksPerTile - 1][S::kSums][kConsumers];
+  uint64_t full[S::kStages], empty[S::kStages], partials_full;
 };
 
-// Which tiles and which part of K a block multiplies.
+// Which tiles and which split of K a block multiplies.
 struct Work {
   int rank, size;               // in the cluster, which shares a tile
   int first_tile, tile_stride;
@@ -133,20 +133,20 @@ __device__ __forceinline__ void multiply(float (&d)[kTokens / 2], const Shared<k
 
 // Sends this block's sums to the cluster's first block, or, there, adds the others' in the order of ranks.
 template <int kTokens>
-__device__ bool gather_parts(float (&d)[kTokens / 2], const Work& work, Shared<kTokens>& s) {
+__device__ bool reduce_partials(float (&d)[kTokens / 2], const Work& work, Shared<kTokens>& s) {
   using S = Sizes<kTokens>;
   const int thread = threadIdx.x;
   if (work.rank != 0) {
-    const uint32_t parts = address_in(&s.parts[work.rank - 1][0][thread], 0);
+    const uint32_t partials = address_in(&s.partials[work.rank - 1][0][thread], 0);
 #pragma unroll
-    for (int i = 0; i < S::kSums; i++) store_in(parts + i * kConsumers * 4, d[i]);
-    barrier_arrive_in(address_in(&s.parts_full, 0));
+    for (int i = 0; i < S::kSums; i++) store_in(partials + i * kConsumers * 4, d[i]);
+    barrier_arrive_in(address_in(&s.partials_full, 0));
     return false;
   }
-  barrier_wait_cluster(&s.parts_full, 0);
+  barrier_wait_cluster(&s.partials_full, 0);
   for (int other = 0; other < work.size - 1; other++) {
 #pragma unroll
-    for (int i = 0; i < S::kSums; i++) d[i] += s.parts[other][i][thread];
+    for (int i = 0; i < S::kSums; i++) d[i] += s.partials[other][i][thread];
   }
   return true;
 }
@@ -198,7 +198,7 @@ __device__ void consume(Shared<kTokens>& s, const Work& work, Output<kEpilogue>*
     multiply<kTokens>(d, s, stage);
     if (threadIdx.x % 32 == 0) barrier_arrive(&s.empty[stage]);
     if (++chunk < work.num_chunks) continue;
-    if (work.size == 1 || gather_parts<kTokens>(d, work, s)) finish_tile<kTokens, kEpilogue>(d, tile, y, m, n);
+    if (work.size == 1 || reduce_partials<kTokens>(d, work, s)) finish_tile<kTokens, kEpilogue>(d, tile, y, m, n);
 #pragma unroll
     for (int j = 0; j < S::kSums; j++) d[j] = 0;
     chunk = 0;
@@ -218,7 +218,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], kConsumers / 32);
     }
-    if (work.size > 1) barrier_init(&s.parts_full, (work.size - 1) * kConsumers);
+    if (work.size > 1) barrier_init(&s.partials_full, (work.size - 1) * kConsumers);
     barrier_init_fence();
   }
   if (work.size > 1)

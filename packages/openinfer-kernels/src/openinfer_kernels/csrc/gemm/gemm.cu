@@ -6,11 +6,11 @@
 // A block has a multiprocessor to itself, but for a little shared memory in which the block of a norm waits: what few
 // tokens lack is bytes under way, and what many lack is room for sums.
 //
-// A cluster of blocks is `parts` x `sharers`:
-//   - sharers have the same tokens and neighbouring columns: each reads a share of X and sends it to all of them;
-//   - parts have the same tile and divide K (store only). At the end each leaves its sums in its shared memory, and
-//     each adds up some of the columns, in the order of parts: one run twice is bit-identical. Without parts, a token's
-//     sums are the same bits for any number of tokens.
+// A cluster of CTAs is `splits` x `multicast_ctas`:
+//   - multicast CTAs have the same tokens and neighbouring columns: each reads a share of X and multicasts it to all;
+//   - split-K (store only): splits have the same tile and divide K. At the end each leaves its sums in its shared memory,
+//     and each adds up some of the columns, in the order of splits: one run twice is bit-identical. Without split-K a
+//     token's sums are the same bits for any number of tokens.
 // Programmatic dependent launch as in decode_gemm.cu: stages fill with weights while the kernel ahead drains.
 //
 // gemm_epilogue.cuh says what becomes of the sums.
@@ -40,7 +40,7 @@ struct Sizes {
   static constexpr int kXBytes = kTokens * kRowBytes, kWeightBytes = kColumns * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kWeightBytes;
   static constexpr int kStages = kSharedBytes / (kStageBytes + 16);
-  static_assert(kTokens * kColumns * 4 <= kStages * kStageBytes, "the sums of a part must fit");
+  static_assert(kTokens * kColumns * 4 <= kStages * kStageBytes, "the sums of a split must fit");
 };
 
 template <class S>
@@ -54,26 +54,26 @@ struct Tile {
   int first_token, column_tile;
 };
 
-// Which tiles and which part of K a block multiplies.
+// Which tiles and which split of K a block multiplies.
 struct Work {
-  int sharers, sharer, parts, part;
-  int first, stride, tiles;         // of the cluster's tiles, each `sharers` columns wide
+  int multicast_ctas, multicast_rank, splits, split;
+  int first, stride, tiles;  // of the cluster's tiles, each `multicast_ctas` columns wide
   int token_tiles, wide_tiles, group;
   int first_chunk, num_chunks;      // of each tile
 
   template <class S>
-  static __device__ Work of(int m, int rows, int k, int sharers, int group) {
+  static __device__ Work of(int m, int rows, int k, int multicast_ctas, int group) {
     Work work;
     const int rank = cluster_rank(), size = cluster_size(), chunks = (k + kChunk - 1) / kChunk;
-    work.sharers = sharers, work.sharer = rank % sharers;
-    work.parts = size / sharers, work.part = rank / sharers;
+    work.multicast_ctas = multicast_ctas, work.multicast_rank = rank % multicast_ctas;
+    work.splits = size / multicast_ctas, work.split = rank / multicast_ctas;
     work.first = blockIdx.x / size, work.stride = gridDim.x / size;
     work.token_tiles = (m + S::kTokens - 1) / S::kTokens;
-    work.wide_tiles = (rows + S::kColumns * sharers - 1) / (S::kColumns * sharers);
+    work.wide_tiles = (rows + S::kColumns * multicast_ctas - 1) / (S::kColumns * multicast_ctas);
     work.tiles = work.token_tiles * work.wide_tiles;
     work.group = group;
-    work.first_chunk = chunks * work.part / work.parts;
-    work.num_chunks = chunks * (work.part + 1) / work.parts - work.first_chunk;
+    work.first_chunk = chunks * work.split / work.splits;
+    work.num_chunks = chunks * (work.split + 1) / work.splits - work.first_chunk;
     return work;
   }
 
@@ -82,7 +82,7 @@ struct Work {
   __device__ Tile tile(int index) const {
     const int of_group = group * wide_tiles, first_row = index / of_group * group;
     const int rows = min(group, token_tiles - first_row), within = index % of_group;
-    return {(first_row + within % rows) * S::kTokens, within / rows * sharers + sharer};
+    return {(first_row + within % rows) * S::kTokens, within / rows * multicast_ctas + multicast_rank};
   }
 };
 
@@ -92,16 +92,16 @@ __device__ __forceinline__ void load_w(Shared<S>& s, int stage, const CUtensorMa
   load_box(s.w[stage], &map, &s.full[stage], chunk * kChunk, 0, 0, column_tile * (S::kColumns / 16), policy);
 }
 
-// This block's share of X, into the stage of all sharers.
+// This block's share of X, into the stage of all multicast CTAs.
 template <class S>
 __device__ __forceinline__ void load_x(Shared<S>& s, int stage, const CUtensorMap& map, const Work& work,
                                        int first_token, int chunk, uint64_t policy) {
-  if (work.sharers == 1) {
+  if (work.multicast_ctas == 1) {
     load_box(s.x[stage], &map, &s.full[stage], chunk * kChunk, first_token, policy);
     return;
   }
-  const int tokens = S::kTokens / work.sharers, first = tokens * work.sharer;
-  const uint16_t targets = ((1 << work.sharers) - 1) << (work.part * work.sharers);
+  const int tokens = S::kTokens / work.multicast_ctas, first = tokens * work.multicast_rank;
+  const uint16_t targets = ((1 << work.multicast_ctas) - 1) << (work.split * work.multicast_ctas);
   load_box_into(s.x[stage] + first * kRowBytes, &map, &s.full[stage], chunk * kChunk, first_token + first, targets,
                 policy);
 }
@@ -139,14 +139,14 @@ __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map
   }
 }
 
-// Tells the sharers, who write into the stage, that this warp has read it.
+// Tells the multicast CTAs, which write into the stage, that this warp has read it.
 template <class S>
 __device__ __forceinline__ void release(Shared<S>& s, const Work& work, int stage) {
   const int lane = threadIdx.x % 32;
-  if (work.sharers == 1) {
+  if (work.multicast_ctas == 1) {
     if (lane == 0) barrier_arrive(&s.empty[stage]);
-  } else if (lane < work.sharers) {
-    barrier_arrive_nearby(address_in(&s.empty[stage], work.part * work.sharers + lane));
+  } else if (lane < work.multicast_ctas) {
+    barrier_arrive_nearby(address_in(&s.empty[stage], work.split * work.multicast_ctas + lane));
   }
 }
 
@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[S::kHigh][S::kSums], Sh
   release<S>(s, work, before);
 }
 
-// Puts this part's sums where its stages were, once all its warps have read the last one.
+// Puts this split's sums where its stages were, once all its warps have read the last one.
 template <class S>
 __device__ __forceinline__ void leave_sums(const float (&d)[S::kHigh][S::kSums], Shared<S>& s) {
   float4* mine = reinterpret_cast<float4*>(s.x) + threadIdx.x;
@@ -187,21 +187,21 @@ __device__ __forceinline__ void leave_sums(const float (&d)[S::kHigh][S::kSums],
           make_float4(d[high][at], d[high][at + 1], d[high][at + 2], d[high][at + 3]);
 }
 
-// Adds the sums of all parts for this part's share of the groups, and stores them.
+// Reduces the sums of all splits for this split's share of the groups, and stores them.
 template <class S>
-__device__ void store_parts(Shared<S>& s, const Work& work, const Target<kStore>& target, int high) {
+__device__ void store_splits(Shared<S>& s, const Work& work, const Target<kStore>& target, int high) {
   const float4* mine = reinterpret_cast<float4*>(s.x) + threadIdx.x + high * (S::kSums / 4 * S::kConsumers);
-  constexpr int kGroups = kGroupsOf<S, kStore>, kParts = 2;  // that are read at a time
+  constexpr int kGroups = kGroupsOf<S, kStore>, kSplitsAtOnce = 2;  // that are read at a time
 #pragma unroll 1
-  for (int group = kGroups * work.part / work.parts; group < kGroups * (work.part + 1) / work.parts; group++) {
+  for (int group = kGroups * work.split / work.splits; group < kGroups * (work.split + 1) / work.splits; group++) {
     float4 sums[kGroup] = {};
 #pragma unroll 1
-    for (int first = 0; first < work.parts; first += kParts) {
-      float4 more[kParts][kGroup] = {};
+    for (int first = 0; first < work.splits; first += kSplitsAtOnce) {
+      float4 more[kSplitsAtOnce][kGroup] = {};
 #pragma unroll
-      for (int i = 0; i < kParts; i++) {
-        if (first + i >= work.parts) break;
-        const uint32_t theirs = address_in(mine, (first + i) * work.sharers + work.sharer);
+      for (int i = 0; i < kSplitsAtOnce; i++) {
+        if (first + i >= work.splits) break;
+        const uint32_t theirs = address_in(mine, (first + i) * work.multicast_ctas + work.multicast_rank);
 #pragma unroll
         for (int block = 0; block < kGroup; block++) {
           const int at = group * kGroup + block;
@@ -209,7 +209,7 @@ __device__ void store_parts(Shared<S>& s, const Work& work, const Target<kStore>
         }
       }
 #pragma unroll
-      for (int i = 0; i < kParts; i++)
+      for (int i = 0; i < kSplitsAtOnce; i++)
 #pragma unroll
         for (int block = 0; block < kGroup; block++) {
           sums[block].x += more[i][block].x, sums[block].y += more[i][block].y;
@@ -233,10 +233,10 @@ __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n) {
     const int first_token = tile.first_token + warp / 4 * S::kHigh * 64 + warp % 4 * 16 + lane / 4;
     const Target<kEpilogue> target{y, m, n, first_token, first_column, min(n, first_column + kTileColumns)};
     if constexpr (kEpilogue == kStore) {
-      if (work.parts > 1) {  // there is one tile
+      if (work.splits > 1) {  // there is one tile
         leave_sums<S>(d, s);
         cluster_sync();
-        for (int high = 0; high < S::kHigh; high++) store_parts<S>(s, work, target.below(high), high);
+        for (int high = 0; high < S::kHigh; high++) store_splits<S>(s, work, target.below(high), high);
         return;
       }
     }
@@ -246,20 +246,20 @@ __device__ void consume(Shared<S>& s, const Work& work, void* y, int m, int n) {
 }
 
 template <class S, Epilogue kEpilogue>
-__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y, int m, int n, int k, int sharers,
-                    int group) {
+__device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y, int m, int n, int k,
+                    int multicast_ctas, int group) {
   static_assert(sizeof(Shared<S>) <= S::kSharedBytes && S::kStages >= 2);
   extern __shared__ __align__(kAlignment) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<S>*>(raw);
-  const Work work = Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, sharers, group);
+  const Work work = Work::of<S>(m, kEpilogue == kSwiglu ? 2 * n : n, k, multicast_ctas, group);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; i++) {
       barrier_init(&s.full[i], 1);
-      barrier_init(&s.empty[i], S::kConsumers / 32 * sharers);
+      barrier_init(&s.empty[i], S::kConsumers / 32 * multicast_ctas);
     }
     barrier_init_fence();
   }
-  const bool is_cluster = work.parts * work.sharers > 1;
+  const bool is_cluster = work.splits * work.multicast_ctas > 1;
   if (is_cluster)
     cluster_meet();
   else
@@ -273,19 +273,19 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y,
     if constexpr (S::kTrades) leave_registers<kProducerRegisters>();
     if (threadIdx.x == S::kConsumers) produce<S>(s, work, w_map, x_map);
     __syncwarp();
-    if (work.parts > 1) cluster_sync();
+    if (work.splits > 1) cluster_sync();
   }
-  if (is_cluster) cluster_meet();  // nobody leaves while others still reach into its memory
+  if (is_cluster) cluster_meet();  // no CTA may end while others still reach into its shared memory
 }
 
 }  // namespace
 
-#define GEMM(EPILOGUE, NAME, TOKENS, COLUMNS)                                                                       \
-  extern "C" __global__ void __launch_bounds__(Sizes<TOKENS, COLUMNS>::kThreads, 1)                                \
-      gemm_##NAME##_##TOKENS##x##COLUMNS(const __grid_constant__ CUtensorMap w_map,                                \
-                                         const __grid_constant__ CUtensorMap x_map, void* y, int m, int n, int k,  \
-                                         int sharers, int group) {                                                 \
-    run<Sizes<TOKENS, COLUMNS>, EPILOGUE>(w_map, x_map, y, m, n, k, sharers, group);                               \
+#define GEMM(EPILOGUE, NAME, TOKENS, COLUMNS)                                                                     \
+  extern "C" __global__ void __launch_bounds__(Sizes<TOKENS, COLUMNS>::kThreads, 1)                               \
+      gemm_##NAME##_##TOKENS##x##COLUMNS(const __grid_constant__ CUtensorMap w_map,                               \
+                                         const __grid_constant__ CUtensorMap x_map, void* y, int m, int n, int k, \
+                                         int multicast_ctas, int group) {                                         \
+    run<Sizes<TOKENS, COLUMNS>, EPILOGUE>(w_map, x_map, y, m, n, k, multicast_ctas, group);                       \
   }
 
 GEMM(kStore, store, 64, 96)

@@ -1,9 +1,9 @@
 // Products of several matrices, each with its own tokens: Y = X W_e^T for the rows of expert e; or each with its own
-// piece of every token, which is read and written where it lies. Any GPU from Ampere on.
+// part of every token, which is read and written where it lies. Any GPU from Ampere on.
 //
-// The product is turned around: a tile is kRows rows of W (output features) x kTokens tokens, so that few tokens waste
-// little and each weight is read once. Weights are copied into shared memory as they are stored and widened to BF16 in
-// registers, where `mma` takes them: formats differ in `weight_formats.cuh` alone.
+// Operands are swapped (swap-AB): a tile is kRows rows of W (output features) x kTokens tokens, so that few tokens
+// waste little and each weight is read once. Weights are copied into shared memory as they are stored and dequantised
+// to BF16 in registers, where `mma` takes them: formats differ in `weight_formats.cuh` alone.
 //
 // Where rows are few for the chip, a tile has 16 of them, and the four warps divide the columns of each chunk.
 //
@@ -13,7 +13,7 @@
 // Codes cost instructions as well as bytes. With few tokens they are multiplied as they are and the sums of 32 columns
 // scaled, in float32. With more tokens weights are scaled, and rounded to BF16, before they are multiplied.
 //
-// Stages of cp.async are kept full; x is gathered while it is copied, along the line of tokens of `plan_experts`.
+// Stages of cp.async are kept full; x is gathered while it is copied, in the order of `plan_experts`.
 // Epilogues: store, and swiglu, for which rows g and g + 8 of 16 are gate and up of one feature.
 #pragma once
 #include "common/pdl.cuh"
@@ -49,8 +49,8 @@ __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kToke
   const uint4* x = reinterpret_cast<const uint4*>(stage + S::kCodeBytes);
   const uint8_t* scales = stage + S::kCodeBytes + S::kXBytes;
 #pragma unroll
-  for (int i = 0; i < S::kUnits; i++) {
-    const int unit = warp.part * S::kUnits + i;
+  for (int i = 0; i < S::kVectors; i++) {
+    const int vector = warp.split * S::kVectors + i;
     uint4 raw[S::kRowTiles][2];
     Scales scale[S::kRowTiles][2];
 #pragma unroll
@@ -58,25 +58,27 @@ __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kToke
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = (warp.row_tile + m) * 16 + half * 8 + warp.g;
-        raw[m][half] = codes[place<S::kCodeUnits>(row, unit * 4 + warp.t)];
+        raw[m][half] = codes[swizzled<S::kCodeVectors>(row, vector * 4 + warp.t)];
         if constexpr (Format::kQuantised)
-          scale[m][half] = *reinterpret_cast<const Scales*>(scales + row * S::kScaleChunk + unit * sizeof(Scales));
+          scale[m][half] = *reinterpret_cast<const Scales*>(scales + row * S::kScaleChunk + vector * sizeof(Scales));
       }
     }
 #pragma unroll
-    for (int part = 0; part < S::kParts; part++) {
+    for (int fragment = 0; fragment < S::kFragments; fragment++) {
       uint4 b[S::kTokenTiles];
 #pragma unroll
       for (int n = 0; n < S::kTokenTiles; n++)
-        b[n] = x[place<S::kXUnits>((warp.token_tile + n) * 8 + warp.g, (unit * S::kParts + part) * 4 + warp.t)];
+        b[n] = x[swizzled<S::kXVectors>((warp.token_tile + n) * 8 + warp.g,
+                                        (vector * S::kFragments + fragment) * 4 + warp.t)];
 #pragma unroll
       for (int m = 0; m < S::kRowTiles; m++) {
-        const float low_scale = Format::scale(scale[m][0], part), high_scale = Format::scale(scale[m][1], part);
+        const float low_scale = Format::scale(scale[m][0], fragment), high_scale = Format::scale(scale[m][1], fragment);
         if constexpr (S::kScalesSums) {
-          add_scaled(d[m][0], Format::raw(raw[m][0], part), Format::raw(raw[m][1], part), b[0], low_scale, high_scale);
+          add_scaled(d[m][0], Format::raw(raw[m][0], fragment), Format::raw(raw[m][1], fragment), b[0], low_scale,
+                     high_scale);
         } else {
-          const uint4 low = Format::eight(raw[m][0], part, low_scale);
-          const uint4 high = Format::eight(raw[m][1], part, high_scale);
+          const uint4 low = Format::eight(raw[m][0], fragment, low_scale);
+          const uint4 high = Format::eight(raw[m][1], fragment, high_scale);
 #pragma unroll
           for (int n = 0; n < S::kTokenTiles; n++) {
             multiply(d[m][n], low.x, high.x, low.y, high.y, b[n].x, b[n].y);
@@ -88,7 +90,7 @@ __device__ __forceinline__ void multiply_chunk(float (&d)[S::kRowTiles][S::kToke
   }
 }
 
-// Adds up what warps made of their parts of the columns, in the order of parts, for the first of them.
+// Reduces what warps made of their splits of the columns, in the order of splits, for the first of them.
 template <typename S>
 __device__ __forceinline__ void gather_columns(float (&d)[S::kRowTiles][S::kTokenTiles][4], uint8_t* shared) {
   static_assert(S::kRowTiles == 1 && S::kTokenTiles == 1 && S::kWarpColumns == kWarps);
@@ -97,8 +99,8 @@ __device__ __forceinline__ void gather_columns(float (&d)[S::kRowTiles][S::kToke
   __syncthreads();
   float4 sum = sums[threadIdx.x % 32];
 #pragma unroll
-  for (int part = 1; part < kWarps; part++) {
-    const float4 more = sums[part * 32 + threadIdx.x % 32];
+  for (int split = 1; split < kWarps; split++) {
+    const float4 more = sums[split * 32 + threadIdx.x % 32];
     sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
   }
   d[0][0][0] = sum.x, d[0][0][1] = sum.y, d[0][0][2] = sum.z, d[0][0][3] = sum.w;
@@ -135,8 +137,8 @@ __device__ __forceinline__ void finish(const float (&d)[S::kRowTiles][S::kTokenT
   for (int i = threadIdx.x; i < work.count * (kFeatures / 8); i += kThreads) {
     const int token = i / (kFeatures / 8), feature = i % (kFeatures / 8) * 8;
     if (work.first_feature + feature >= features) continue;
-    *reinterpret_cast<uint4*>(p.y + work.place_of(work.begin + token) * features + work.first_feature + feature) =
-        *reinterpret_cast<const uint4*>(out + token * kPitch + feature);
+    *reinterpret_cast<uint4*>(p.y + work.row_of_position(work.begin + token) * features + work.first_feature +
+                              feature) = *reinterpret_cast<const uint4*>(out + token * kPitch + feature);
   }
 }
 
@@ -152,7 +154,7 @@ __device__ __forceinline__ void run(const Problem& p) {
   }
   for (int i = threadIdx.x; i < S::kTokens; i += kThreads) {
     const int at = work.begin + i;
-    x_rows[i] = i >= work.count ? -1 : p.line == nullptr ? int(work.place_of(at)) : p.line[at];
+    x_rows[i] = i >= work.count ? -1 : p.sorted_tokens == nullptr ? int(work.row_of_position(at)) : p.sorted_tokens[at];
   }
   const int chunks = (p.k + S::kColumns - 1) / S::kColumns;
   for (int i = 0; i < S::kStages - 1; i++) {
@@ -190,15 +192,15 @@ __device__ __forceinline__ void run(const Problem& p) {
 }  // namespace grouped
 
 // Tokens of a tile or `few`, the format, rows and tokens of a tile, warps along its rows and along a chunk's columns,
-// units, stages, blocks of a multiprocessor; grouped_gemm.py repeats the sizes.
-#define GROUPED_GEMM(NAME, SIZE, FORMAT, ROWS, TOKENS, WARP_ROWS, WARP_COLUMNS, UNITS, STAGES, BLOCKS)                \
-  extern "C" __global__ void __launch_bounds__(grouped::kThreads, BLOCKS)                                             \
-      grouped_gemm_##NAME##_store_##SIZE(const __grid_constant__ grouped::Problem p) {                                \
-    using Shape = grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, WARP_COLUMNS, UNITS, STAGES>;              \
-    grouped::run<Shape, grouped::kStore>(p);                                                                          \
-  }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(grouped::kThreads, BLOCKS)                                             \
-      grouped_gemm_##NAME##_swiglu_##SIZE(const __grid_constant__ grouped::Problem p) {                               \
-    using Shape = grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, WARP_COLUMNS, UNITS, STAGES>;              \
-    grouped::run<Shape, grouped::kSwiglu>(p);                                                                         \
+// vectors, stages, blocks of a multiprocessor; grouped_gemm.py repeats the sizes.
+#define GROUPED_GEMM(NAME, SIZE, FORMAT, ROWS, TOKENS, WARP_ROWS, WARP_COLUMNS, VECTORS, STAGES, BLOCKS)   \
+  extern "C" __global__ void __launch_bounds__(grouped::kThreads, BLOCKS)                                  \
+      grouped_gemm_##NAME##_store_##SIZE(const __grid_constant__ grouped::Problem p) {                     \
+    using Shape = grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, WARP_COLUMNS, VECTORS, STAGES>; \
+    grouped::run<Shape, grouped::kStore>(p);                                                               \
+  }                                                                                                        \
+  extern "C" __global__ void __launch_bounds__(grouped::kThreads, BLOCKS)                                  \
+      grouped_gemm_##NAME##_swiglu_##SIZE(const __grid_constant__ grouped::Problem p) {                    \
+    using Shape = grouped::Shape<formats::FORMAT, ROWS, TOKENS, WARP_ROWS, WARP_COLUMNS, VECTORS, STAGES>; \
+    grouped::run<Shape, grouped::kSwiglu>(p);                                                              \
   }

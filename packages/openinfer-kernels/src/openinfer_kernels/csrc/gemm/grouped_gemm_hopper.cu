@@ -1,5 +1,5 @@
-// Products of several BF16 matrices with many tokens each: a tile is kTokens positions of the line x kColumns rows of
-// one expert's weight. Rows of x lie in the line's order, so that the copy engine takes them; what a tile reads of the
+// Products of several BF16 matrices with many tokens each: a tile is kTokens sorted positions x kColumns rows of
+// one expert's weight. Rows of x are permuted into that order, so that TMA can load them; what a tile reads of the
 // next expert's tokens is multiplied and not stored.
 //
 //   producer thread:      wait for a free stage ─► TMA of a chunk of W and a chunk of X

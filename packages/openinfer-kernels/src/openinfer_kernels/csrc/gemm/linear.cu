@@ -3,7 +3,7 @@
 //     y[t, i] = bf16(silu(g) * u)      g = both[t, i] and u = both[t, F + i] in BF16, silu(g) = g / (1 + exp(-g))
 //
 // Shazeer 2020, "GLU Variants Improve Transformer", eq. 6. Kernels that gate their own sums round both to BF16 first,
-// so that they agree with this one bit for bit. Each block makes a piece of one token's row.
+// so that they agree with this one bit for bit. Each block makes a chunk of one token's row.
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
 

@@ -1,8 +1,8 @@
 // Codes of quantised weights on their way into the order that weight_formats.cuh reads; random ones, made where they
-// are used; and all of a weight widened to BF16.
+// are used; and all of a weight dequantised to BF16.
 //
-// 64 bytes of a row are 16 parts' worth for four threads: part p of thread t, which stands at p * 4 + t in the row,
-// comes to t * kParts + p. Inside a part the bits are put where few instructions widen them.
+// 64 bytes of a row are 16 fragments' worth for four threads: fragment p of thread t, which stands at p * 4 + t in the
+// row, comes to t * kFragments + p. Inside a fragment the bits are put where few instructions dequantise them.
 #include "common/pdl.cuh"
 #include "common/philox.cuh"
 #include "gemm/weight_formats.cuh"
@@ -13,7 +13,7 @@ constexpr int kWords = 16;
 
 // Even nibbles in order into the lower half, odd ones into the upper half.
 struct ArrangeInt4 {
-  static constexpr int kParts = 4;
+  static constexpr int kFragments = 4;
   static __device__ uint32_t arranged(uint32_t word) {
     uint32_t result = 0;
     for (int i = 0; i < 4; i++) {
@@ -25,7 +25,7 @@ struct ArrangeInt4 {
 };
 
 struct ArrangeFp4 {
-  static constexpr int kParts = 4;
+  static constexpr int kFragments = 4;
   static __device__ uint32_t arranged(uint32_t word) {
     uint32_t result = 0;
     for (int i = 0; i < 8; i++) {
@@ -40,13 +40,13 @@ struct ArrangeFp4 {
 
 // Bytes 2, 0, 3, 1.
 struct ArrangeFp8 {
-  static constexpr int kParts = 2;
+  static constexpr int kFragments = 2;
   static __device__ uint32_t arranged(uint32_t word) { return __byte_perm(word, 0, 0x1302); }
 };
 
 template <typename Format>
 __device__ void arrange(const uint32_t* from, uint32_t* to, int64_t count) {
-  constexpr int kPartWords = 4 / Format::kParts;
+  constexpr int kFragmentWords = 4 / Format::kFragments;
   const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kWords;
   if (at >= count) return;
   uint32_t words[kWords];
@@ -55,37 +55,37 @@ __device__ void arrange(const uint32_t* from, uint32_t* to, int64_t count) {
 #pragma unroll
   for (int thread = 0; thread < 4; thread++)
 #pragma unroll
-    for (int part = 0; part < Format::kParts; part++)
+    for (int fragment = 0; fragment < Format::kFragments; fragment++)
 #pragma unroll
-      for (int i = 0; i < kPartWords; i++)
-        to[at + (thread * Format::kParts + part) * kPartWords + i] =
-            Format::arranged(words[(part * 4 + thread) * kPartWords + i]);
+      for (int i = 0; i < kFragmentWords; i++)
+        to[at + (thread * Format::kFragments + fragment) * kFragmentWords + i] =
+            Format::arranged(words[(fragment * 4 + thread) * kFragmentWords + i]);
 }
 
-// Each thread widens 16 bytes of a row. The next kernel may not begin before: it would read what is written here as a
-// weight, which waits for nobody.
+// Each thread dequantises 16 bytes of a row. The next kernel may not begin before: it would read what is written here
+// as a weight, which is read before any wait.
 template <typename Format>
-__device__ void widen(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16* to, int k, int row_bytes,
-                      int scale_rows, int scale_pitch) {
-  const int units = row_bytes / 16, unit = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
-  if (unit >= units) return;
-  const uint4 held = *reinterpret_cast<const uint4*>(codes + int64_t(row) * row_bytes + unit * 16);
-  const int first = unit / 4 * Format::kParts;  // of 32 columns
+__device__ void dequantise(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16* to, int k, int row_bytes,
+                           int scale_rows, int scale_pitch) {
+  const int vectors = row_bytes / 16, vector = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+  if (vector >= vectors) return;
+  const uint4 held = *reinterpret_cast<const uint4*>(codes + int64_t(row) * row_bytes + vector * 16);
+  const int first = vector / 4 * Format::kFragments;  // of 32 columns
   const uint8_t* from = scales + int64_t(row / scale_rows) * scale_pitch + first * Format::kScaleBytes;
   const typename Format::Scales scale = *reinterpret_cast<const typename Format::Scales*>(from);
   wait_for_previous_kernel();
 #pragma unroll
-  for (int part = 0; part < Format::kParts; part++) {
-    const int column = (first + part) * 32 + unit % 4 * 8;
+  for (int fragment = 0; fragment < Format::kFragments; fragment++) {
+    const int column = (first + fragment) * 32 + vector % 4 * 8;
     if (column < k)
       *reinterpret_cast<uint4*>(to + int64_t(row) * k + column) =
-          Format::eight(held, part, Format::scale(scale, part));
+          Format::eight(held, fragment, Format::scale(scale, fragment));
   }
 }
 
 }  // namespace
 
-// `to [size / columns, columns]` bytes, the piece of a tensor with rows of `row_bytes` that begins at byte `origin`.
+// `to [size / columns, columns]` bytes, the shard of a tensor with rows of `row_bytes` that begins at byte `origin`.
 // `openinfer_kernels.weights.quantised.RandomCodes` says which byte stands where.
 extern "C" __global__ void random_codes(uint8_t* to, int64_t size, int64_t columns, int64_t row_bytes, int64_t origin,
                                         uint64_t seed, uint32_t mask) {
@@ -112,12 +112,12 @@ extern "C" __global__ void arrange_fp8(const uint32_t* from, uint32_t* to, int64
 }
 
 // `to [rows, k]` BF16 from codes in the kernels' order; arguments as in `grouped::Problem`.
-#define WIDEN(NAME, FORMAT)                                                                                       \
-  extern "C" __global__ void widen_##NAME(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16* to, int k, \
-                                          int row_bytes, int scale_rows, int scale_pitch) {                \
-    widen<formats::FORMAT>(codes, scales, to, k, row_bytes, scale_rows, scale_pitch);                       \
+#define DEQUANTISE(NAME, FORMAT)                                                                                      \
+  extern "C" __global__ void dequantise_##NAME(const uint8_t* codes, const uint8_t* scales, __nv_bfloat16* to, int k, \
+                                               int row_bytes, int scale_rows, int scale_pitch) {                      \
+    dequantise<formats::FORMAT>(codes, scales, to, k, row_bytes, scale_rows, scale_pitch);                            \
   }
 
-WIDEN(fp8, Fp8)
-WIDEN(int4, Int4)
-WIDEN(fp4, Fp4)
+DEQUANTISE(fp8, Fp8)
+DEQUANTISE(int4, Int4)
+DEQUANTISE(fp4, Fp4)

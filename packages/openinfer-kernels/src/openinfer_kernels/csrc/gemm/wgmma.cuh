@@ -25,7 +25,7 @@ __device__ __forceinline__ void wgmma_or_begin(float (&d)[N / 2], uint64_t a, ui
 #define SUMS_32(I) SUMS_16(I), SUMS_16(I + 16)
 #define SUMS_64(I) SUMS_32(I), SUMS_32(I + 32)
 
-// SUMS counts the N / 2 registers of d; A, B and ADDS are the numbers of the operands behind them.
+// SUMS counts the N / 2 registers of d; A, B and ADDS are the numbers of the operands after them.
 #define WGMMA_OR_BEGIN(N, REGISTERS, A, B, ADDS, ...)                                                              \
   template <>                                                                                                      \
   __device__ __forceinline__ void wgmma_or_begin<N>(float (&d)[N / 2], uint64_t a, uint64_t b, int adds) {         \

@@ -1,8 +1,9 @@
-// What stands around the products of experts: who multiplies which tokens, the sum over a token's experts, the gate.
+// What surrounds the products of experts: which expert multiplies which tokens, the sum over a token's experts, the
+// gate.
 //
-// A slot is one choice of one token, token * k + place. `plan_experts` puts the slots of this rank's experts in line,
-// expert by expert, and cuts the line into tiles, which the products take: nobody asks the host how many there are.
-// Products are stored in the line's order. The order of slots within an expert is not fixed; no result depends on it.
+// An expert slot is one choice of one token, token * k + place. `plan_experts` sorts the slots of this rank's experts
+// by expert, and cuts the sorted tokens into tiles, which the products take: the host never learns how many there are.
+// Products are stored in that order. The order of slots within an expert is not fixed; no result depends on it.
 #include "common/pdl.cuh"
 #include "gemm/limited_swiglu.cuh"
 
@@ -46,11 +47,11 @@ __device__ void gate(const bf16* both, bf16* y, int width, float limit) {
 
 }  // namespace
 
-// One block. `tiles [most_tiles]` become (expert, first position in the line, slots), `line [num_slots]` the tokens by
-// position, and `positions [num_slots]` where a slot stands, -1 where its expert is elsewhere.
+// One block. `tiles [most_tiles]` become (expert, first sorted position, slots), `sorted_tokens [num_expert_slots]` the
+// tokens by position, and `positions [num_expert_slots]` where an expert slot stands, -1 where its expert is elsewhere.
 extern "C" __global__ void __launch_bounds__(kMostExperts)
-    plan_experts(const int* ids, int num_slots, int per_token, int first_expert, int num_experts, int tile_tokens,
-                 int4* tiles, int most_tiles, int* line, int* positions) {
+    plan_experts(const int* ids, int num_expert_slots, int per_token, int first_expert, int num_experts,
+                 int tile_tokens, int4* tiles, int most_tiles, int* sorted_tokens, int* positions) {
   __shared__ int counts[kMostExperts];
   __shared__ int2 warp_sums[kMostExperts / 32];
   const int thread = threadIdx.x, threads = blockDim.x;
@@ -59,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(kMostExperts)
   launch_dependents();
   __syncthreads();
 #pragma unroll 4
-  for (int slot = thread; slot < num_slots; slot += threads) {
-    const int expert = ids[slot] - first_expert;
+  for (int expert_slot = thread; expert_slot < num_expert_slots; expert_slot += threads) {
+    const int expert = ids[expert_slot] - first_expert;
     if (expert >= 0 && expert < num_experts) atomicAdd(&counts[expert], 1);
   }
   __syncthreads();
@@ -73,25 +74,25 @@ extern "C" __global__ void __launch_bounds__(kMostExperts)
   counts[thread] = before.x;
   __syncthreads();
 #pragma unroll 4
-  for (int slot = thread; slot < num_slots; slot += threads) {
-    const int expert = ids[slot] - first_expert;
+  for (int expert_slot = thread; expert_slot < num_expert_slots; expert_slot += threads) {
+    const int expert = ids[expert_slot] - first_expert;
     int position = -1;
     if (expert >= 0 && expert < num_experts) {
       position = atomicAdd(&counts[expert], 1);
-      line[position] = slot / per_token;
+      sorted_tokens[position] = expert_slot / per_token;
     }
-    positions[slot] = position;
+    positions[expert_slot] = position;
   }
 }
 
-// Rows of `x [T, h]` in the line's order, for kernels that do not gather themselves.
-extern "C" __global__ void line_up(const bf16* x, const int* line, const int4* tiles, bf16* to, int h) {
+// Rows of `x [T, h]` in the order of `sorted_tokens`, for kernels that do not gather themselves.
+extern "C" __global__ void permute_tokens(const bf16* x, const int* sorted_tokens, const int4* tiles, bf16* to, int h) {
   constexpr int kWidth = 8;
   wait_for_previous_kernel();
   launch_dependents();
   const int4 tile = tiles[blockIdx.x];
   for (int i = blockIdx.y; i < tile.z; i += gridDim.y) {
-    const int64_t position = tile.y + i, token = line[position];
+    const int64_t position = tile.y + i, token = sorted_tokens[position];
     for (int at = threadIdx.x * kWidth; at < h; at += blockDim.x * kWidth)
       store(to + position * h + at, load<kWidth>(x + token * h + at));
   }

@@ -45,7 +45,7 @@ class Quantised:
         self._gemm = gemm
         self._memory = memory
         self._linear = linear
-        self._widenings = {each: device.kernel("quantised", f"widen_{NAMES[each]}") for each in WeightFormat}
+        self._widenings = {each: device.kernel("quantised", f"dequantise_{NAMES[each]}") for each in WeightFormat}
         self._random = device.kernel("quantised", "random_codes")
         self._arrangements = {each: device.kernel("quantised", f"arrange_{NAMES[each]}") for each in WeightFormat}
 

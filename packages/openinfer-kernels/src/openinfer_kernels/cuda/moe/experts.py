@@ -31,7 +31,7 @@ class Experts:
     def __init__(self, device: Device, gemm: GroupedGemm) -> None:
         self._gemm = gemm
         self._hopper = GroupedGemmHopper(device)
-        self._line_up = device.kernel("experts", "line_up")
+        self._line_up = device.kernel("experts", "permute_tokens")
         self._plan = device.kernel("experts", "plan_experts")
         self._combine = device.kernel("experts", "combine_experts")
         self._swiglu_vectors = device.kernel("experts", "limited_swiglu_vectors")
