@@ -2,7 +2,7 @@
 // token; float32 throughout. `cpu/compressor.py` has both rules.
 //
 // A block has one token, a thread one channel of the entry. Blocks of tokens that complete no window have nothing to
-// do: they leave at once. States are brought up to date by a launch of their own behind the entries, which read them;
+// do: they leave at once. States are brought up to date by a launch of their own after the entries, which read them;
 // where rows have one token each, by the same block.
 #include "attention/sparse.cuh"
 

@@ -4,9 +4,9 @@
 //     attended [T, H D], gates of projected  ─►  bf16(attended * sigmoid(gate))
 //
 // Per query head the projection has D query values, then D gates; key heads and value heads follow. Norms are
-// zero-centred, n = (1 + w) x / sqrt(mean(x^2) + eps). The first r dimensions turn in pairs (i, i + r/2) (Black et al.
-// 2022, "GPT-NeoX-20B", section 2.1). All of it is float32 and rounded once. A token with a negative slot is padding:
-// its K and V go nowhere.
+// zero-centred, n = (1 + w) x / sqrt(mean(x^2) + eps). The first r dimensions rotate in pairs (i, i + r/2) (Black et
+// al. 2022, "GPT-NeoX-20B", section 2.1). All of it is float32 and rounded once. A token with a negative slot is
+// padding: its K and V go nowhere.
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
@@ -123,7 +123,7 @@ __device__ void run_singles(const Arguments& a, int head_dim) {
 
 __device__ __forceinline__ float sigmoid(float value) { return __fdividef(1.0f, 1.0f + __expf(-value)); }
 
-// `kWidth` neighbouring values per thread; blocks are (T, pieces of H D).
+// `kWidth` neighbouring values per thread; blocks are (T, chunks of H D).
 template <int kWidth>
 __device__ void gate_output(const bf16* attended, const bf16* projected, bf16* out, int num_values, int row_values,
                             int head_dim) {

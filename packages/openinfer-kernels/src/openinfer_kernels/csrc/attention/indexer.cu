@@ -2,7 +2,7 @@
 //
 //     score[t, e] = sum_h weight[t, h] relu(scale * q[t, h] . key[e])        -inf where e is not complete at t
 //
-// A block has one token and a piece of the entries, a warp 8 entries at a time and all heads: its A operand is the
+// A block has one token and a chunk of the entries, a warp 8 entries at a time and all heads: its A operand is the
 // token's queries, held in registers. The dimensions of a product are taken in an order in which each lane's are
 // neighbours, so that keys come by 16 bytes per access; the order is the same on both sides and changes nothing.
 #include "attention/sparse.cuh"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kSize = 128;  // of a key
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kPieceEntries = 256;  // of one block
+constexpr int kChunkEntries = 256;  // of one block
 
 struct Arguments {
   const bf16* queries;   // [T, heads, 128]
@@ -27,12 +27,12 @@ struct Arguments {
 template <int kTiles>
 __device__ void score(const Arguments& a) {
   const int token = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  const int piece = blockIdx.x * kPieceEntries, piece_end = min(piece + kPieceEntries, a.num_entries);
+  const int chunk = blockIdx.x * kChunkEntries, chunk_end = min(chunk + kChunkEntries, a.num_entries);
   const sparse::Token at = sparse::find_token(a.rows, token);
   const int seen = at.position < 0 ? 0 : (at.position + 1) / a.entries.ratio;
   float* scores = a.scores + int64_t(token) * a.num_entries;
-  for (int entry = max(piece, seen) + threadIdx.x; entry < piece_end; entry += kThreads) scores[entry] = -CUDART_INF_F;
-  if (piece >= seen) return;
+  for (int entry = max(chunk, seen) + threadIdx.x; entry < chunk_end; entry += kThreads) scores[entry] = -CUDART_INF_F;
+  if (chunk >= seen) return;
   // Step `s` multiplies dimensions quad * 32 + 4 s .. + 3 of this lane.
   uint32_t queries[kTiles][8][4];
   float weights[kTiles][2];
@@ -53,8 +53,8 @@ __device__ void score(const Arguments& a) {
       }
     }
   }
-  const int end = min(piece_end, seen);
-  for (int first = piece + warp * 8; first < end; first += kWarps * 8) {
+  const int end = min(chunk_end, seen);
+  for (int first = chunk + warp * 8; first < end; first += kWarps * 8) {
     const int entry = first + group;
     uint4 key[4] = {};
     if (entry < end) {

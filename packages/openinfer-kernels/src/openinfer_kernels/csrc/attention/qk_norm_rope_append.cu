@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_floats(const float* from, float factor, flo
 }
 
 // Head dimensions of 8 * kLanes: kLanes neighbouring threads hold a head, 8 values each, and then the next of kHeads
-// heads, all of whose loads are under way at once. Blocks are (T, pieces of a token's heads).
+// heads, all of whose loads are under way at once. Blocks are (T, chunks of a token's heads).
 template <int kLanes, int kHeads, bool kNormed>
 __device__ void run_vectors(const Arguments& a) {
   constexpr int kHeadDim = 8 * kLanes;

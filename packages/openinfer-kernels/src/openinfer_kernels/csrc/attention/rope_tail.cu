@@ -1,6 +1,6 @@
 // RMSNorm of each vector, or none, then RoPE of its last dimensions in neighbouring pairs; float32, rounded once.
 //
-//     y = x / sqrt(mean(x^2) + eps) * w        (y_2i, y_2i+1) turned by the token's position: Su et al. 2021, eq. 34
+//     y = x / sqrt(mean(x^2) + eps) * w        (y_2i, y_2i+1) rotated by the token's position: Su et al. 2021, eq. 34
 //
 // A warp holds one vector, 8 values per access.
 #include "attention/sparse.cuh"

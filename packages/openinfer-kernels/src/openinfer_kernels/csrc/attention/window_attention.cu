@@ -3,10 +3,10 @@
 //
 //     P = exp(s - m) / (sum exp(s - m) + exp(sink_h - m)),  s = scale q . k;  o = sum P k, rotated back by its position
 //
-// A block has one token and a part of its keys: its heads are the rows of the tensor cores' tiles, so that every key is
-// read once for all of them. Keys come in tiles of 16 by two buffers; scores of a tile are 16 heads x 8 keys per warp,
-// and each warp sums 64 dimensions of all heads' values. Where a token's keys are cut into parts, a second kernel
-// merges them.
+// A block has one token and a split of its keys (split-KV): its heads are the rows of the tensor cores' tiles, so that
+// every key is read once for all of them. Keys come in tiles of 16 by two buffers; scores of a tile are 16 heads x 8
+// keys per warp, and each warp sums 64 dimensions of all heads' values. Where a token's keys are split, a second kernel
+// merges the partials.
 #include "attention/sparse.cuh"
 
 namespace {
@@ -24,18 +24,18 @@ struct Arguments {
   bf16* window;         // this layer of slot 0: [W, 512]
   const int* selected;  // [T, k] or null
   bf16* out;            // [T, heads * 512]
-  float* part_values;   // [T, parts, heads, 512]: not divided
-  float2* part_sums;    // [T, parts, heads]: the largest score, the sum of weights
+  float* partial_values;  // [T, splits, heads, 512]: not divided
+  float2* partial_sums;   // [T, splits, heads]: the largest score, the sum of weights
   StateRows rows;
   sparse::Entries entries;
   sparse::Rope rope;
   int64_t slot_stride;
-  int window_tokens, num_selected, heads, part_keys;
+  int window_tokens, num_selected, heads, split_keys;
   float scale;
 };
 
-// 16-byte pieces of a row in shared memory lie so that eight rows of one column are in different banks.
-__device__ __forceinline__ int place(int row, int piece) { return row * kRowBytes + (piece ^ (row & 7)) * 16; }
+// 16-byte chunks of a row in shared memory lie so that eight rows of one column are in different banks.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return row * kRowBytes + (chunk ^ (row & 7)) * 16; }
 
 struct Keys {
   sparse::Token at;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_pair(const Arguments& a, int token, int po
       __floats2bfloat162_rn(pair.x, pair.y);
 }
 
-// kTiles of 16 heads. Grid: (tokens, parts, groups of as many heads).
+// kTiles of 16 heads. Grid: (tokens, splits, groups of as many heads).
 template <int kTiles>
 __device__ void attend(const Arguments& a) {
   extern __shared__ __align__(128) char memory[];
@@ -86,27 +86,27 @@ __device__ void attend(const Arguments& a) {
   const int token = blockIdx.x, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int first_head = blockIdx.z * kTiles * 16;
   const Keys keys = keys_of(a, token);
-  const int begin = blockIdx.y * a.part_keys, end = min(begin + a.part_keys, keys.count);
+  const int begin = blockIdx.y * a.split_keys, end = min(begin + a.split_keys, keys.count);
   if (keys.at.position < 0 || begin >= end) {
     if (gridDim.y > 1 && blockIdx.z == 0 && thread < a.heads)
-      a.part_sums[(int64_t(token) * gridDim.y + blockIdx.y) * a.heads + thread] = {-CUDART_INF_F, 0};
+      a.partial_sums[(int64_t(token) * gridDim.y + blockIdx.y) * a.heads + thread] = {-CUDART_INF_F, 0};
     return;
   }
   const uint32_t query_base = __cvta_generic_to_shared(queries), key_base = __cvta_generic_to_shared(key_tiles);
   for (int i = thread; i < kTiles * 16 * 64; i += kThreads) {
-    const int head = i / 64, piece = i % 64;
+    const int head = i / 64, chunk = i % 64;
     const bool is_there = first_head + head < a.heads;
-    const bf16* from = a.q + (int64_t(token) * a.heads + (is_there ? first_head + head : 0)) * kSize + piece * 8;
-    sparse::copy_async(query_base + place(head, piece), from, is_there);
+    const bf16* from = a.q + (int64_t(token) * a.heads + (is_there ? first_head + head : 0)) * kSize + chunk * 8;
+    sparse::copy_async(query_base + swizzled(head, chunk), from, is_there);
   }
   const auto fetch = [&](int tile) {
     const int buffer = tile & 1;
     for (int i = thread; i < kTileKeys * 64; i += kThreads) {
-      const int row = i / 64, piece = i % 64, key = begin + tile * kTileKeys + row;
+      const int row = i / 64, chunk = i % 64, key = begin + tile * kTileKeys + row;
       const bf16* from = key < end ? keys.find(a, token, key) : nullptr;
-      if (piece == 0) is_seen[buffer][row] = from != nullptr;
-      sparse::copy_async(key_base + buffer * kTileKeys * kRowBytes + place(row, piece),
-                         from == nullptr ? a.kv : from + piece * 8, from != nullptr);
+      if (chunk == 0) is_seen[buffer][row] = from != nullptr;
+      sparse::copy_async(key_base + buffer * kTileKeys * kRowBytes + swizzled(row, chunk),
+                         from == nullptr ? a.kv : from + chunk * 8, from != nullptr);
     }
     sparse::commit_copies();
   };
@@ -124,16 +124,16 @@ __device__ void attend(const Arguments& a) {
     }
     __syncthreads();
     const uint32_t tile_base = key_base + (tile & 1) * kTileKeys * kRowBytes;
-    for (int part = warp; part < 2 * kTiles; part += kWarps) {  // 16 heads x 8 keys
-      const int heads = part / 2 * 16, columns = part % 2 * 8;
+    for (int block = warp; block < 2 * kTiles; block += kWarps) {  // 16 heads x 8 keys
+      const int heads = block / 2 * 16, columns = block % 2 * 8;
       float sums[4] = {0, 0, 0, 0}, other[4] = {0, 0, 0, 0};
 #pragma unroll 8
       for (int step = 0; step < kSize / 16; step += 2) {
         uint32_t left[2][4], right[4];
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          sparse::load_matrices(left[i], query_base + place(heads + lane % 16, (step + i) * 2 + lane / 16));
-        sparse::load_matrices(right, tile_base + place(columns + lane % 8, step * 2 + lane / 8));
+          sparse::load_matrices(left[i], query_base + swizzled(heads + lane % 16, (step + i) * 2 + lane / 16));
+        sparse::load_matrices(right, tile_base + swizzled(columns + lane % 8, step * 2 + lane / 8));
         sparse::mma(sums, left[0], right[0], right[1]);
         sparse::mma(other, left[1], right[2], right[3]);
       }
@@ -180,7 +180,7 @@ __device__ void attend(const Arguments& a) {
     uint32_t right[kWarpSize / 16][4];
 #pragma unroll
     for (int i = 0; i < kWarpSize / 16; i++)
-      sparse::load_transposed(right[i], tile_base + place(lane % 16, warp * (kWarpSize / 8) + i * 2 + lane / 16));
+      sparse::load_transposed(right[i], tile_base + swizzled(lane % 16, warp * (kWarpSize / 8) + i * 2 + lane / 16));
 #pragma unroll
     for (int t = 0; t < kTiles; t++) {
       const int row = t * 16 + lane / 4;
@@ -198,15 +198,15 @@ __device__ void attend(const Arguments& a) {
     }
     __syncthreads();
   }
-  // `scores` hold what divides each head, or tells the parts of it apart.
+  // `factors` now divide each head's sums; a split leaves its maximum and sum of weights instead.
   if (thread < kTiles * 64 && thread % 4 == 0) {
-    const int line = thread / 4, head = first_head + line;
+    const int row = thread / 4, head = first_head + row;
     if (gridDim.y == 1) {
       const float sink = head < a.heads ? a.sinks[head] : 0.0f, highest = fmaxf(top, sink);
       const float kept = __expf(top - highest);
-      factors[line] = kept / (total * kept + __expf(sink - highest));
+      factors[row] = kept / (total * kept + __expf(sink - highest));
     } else if (head < a.heads) {
-      a.part_sums[(int64_t(token) * gridDim.y + blockIdx.y) * a.heads + head] = {top, total};
+      a.partial_sums[(int64_t(token) * gridDim.y + blockIdx.y) * a.heads + head] = {top, total};
     }
   }
   __syncthreads();
@@ -214,9 +214,9 @@ __device__ void attend(const Arguments& a) {
   for (int t = 0; t < kTiles; t++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int line = t * 16 + half * 8 + lane / 4, head = first_head + line;
+      const int row = t * 16 + half * 8 + lane / 4, head = first_head + row;
       if (head >= a.heads) continue;
-      const float factor = factors[line];
+      const float factor = factors[row];
 #pragma unroll
       for (int n = 0; n < kWarpSize / 8; n++) {
         const int dim = warp * kWarpSize + n * 8 + lane % 4 * 2;
@@ -224,8 +224,8 @@ __device__ void attend(const Arguments& a) {
         if (gridDim.y == 1) {
           write_pair(a, token, keys.at.position, head, dim, {pair.x * factor, pair.y * factor});
         } else {
-          const int64_t part = (int64_t(token) * gridDim.y + blockIdx.y) * a.heads + head;
-          *reinterpret_cast<float2*>(a.part_values + part * kSize + dim) = pair;
+          const int64_t partial = (int64_t(token) * gridDim.y + blockIdx.y) * a.heads + head;
+          *reinterpret_cast<float2*>(a.partial_values + partial * kSize + dim) = pair;
         }
       }
     }
@@ -243,23 +243,24 @@ ATTEND(16, 1)
 ATTEND(32, 2)
 ATTEND(64, 4)
 
-// Parts of a token's keys, and the sink, become its output. Grid: (tokens, heads).
-extern "C" __global__ void __launch_bounds__(kThreads) merge_window_attention(const __grid_constant__ Arguments a, int parts) {
+// Partials of a token's splits, and the sink, become its output. Grid: (tokens, heads).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    merge_window_attention(const __grid_constant__ Arguments a, int splits) {
   const int token = blockIdx.x, head = blockIdx.y;
   const sparse::Token at = sparse::find_token(a.rows, token);
   if (at.position < 0) return;
-  const int64_t first = int64_t(token) * parts * a.heads + head;
+  const int64_t first = int64_t(token) * splits * a.heads + head;
   float top = a.sinks[head];
-  for (int part = 0; part < parts; part++) top = fmaxf(top, a.part_sums[first + int64_t(part) * a.heads].x);
+  for (int split = 0; split < splits; split++) top = fmaxf(top, a.partial_sums[first + int64_t(split) * a.heads].x);
   float total = __expf(a.sinks[head] - top);
   float2 sums = {0, 0};
-  for (int part = 0; part < parts; part++) {
-    const int64_t line = first + int64_t(part) * a.heads;
-    const float2 of_part = a.part_sums[line];
-    if (of_part.y == 0) continue;  // no key of this part
-    const float factor = __expf(of_part.x - top);
-    total += of_part.y * factor;
-    const float2 some = *reinterpret_cast<const float2*>(a.part_values + line * kSize + threadIdx.x * 2);
+  for (int split = 0; split < splits; split++) {
+    const int64_t row = first + int64_t(split) * a.heads;
+    const float2 of_split = a.partial_sums[row];
+    if (of_split.y == 0) continue;  // no key of this split
+    const float factor = __expf(of_split.x - top);
+    total += of_split.y * factor;
+    const float2 some = *reinterpret_cast<const float2*>(a.partial_values + row * kSize + threadIdx.x * 2);
     sums.x += factor * some.x, sums.y += factor * some.y;
   }
   write_pair(a, token, at.position, head, threadIdx.x * 2, {sums.x / total, sums.y / total});

@@ -1,4 +1,4 @@
-// Sums over ranks in one kernel, for the rows of a decode step or of a short piece of a prompt: each rank writes its
+// Sums over ranks in one kernel, for the rows of a decode step or of a short prefill chunk: each rank writes its
 // array into every other rank's memory over NVLink, and adds up what arrives in its own, in float32 in order of ranks,
 // rounded once. A norm in the same kernel saved 0.05 us of 4.05 at one row, which no other contract is worth.
 //
@@ -6,7 +6,7 @@
 // sender writes (a pair of zeros stands for it: the sign of a zero is lost), and is polled until it does not. A rank's
 // buffer has three turns: in turn t it takes what arrives in buffer t and empties buffer t - 1, which it has read.
 // Another rank writes to that one again in turn t + 2, hence after it has received what this rank sent in turn t + 1,
-// hence after this rank's kernel of turn t has ended: buffers are empty when they are written to, and nobody waits for
+// hence after this rank's kernel of turn t has ended: buffers are empty when they are written to, and no rank waits for
 // that. As the Lamport buffers of TensorRT-LLM have it (Lamport 1977, "Concurrent Reading and Writing").
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
@@ -32,7 +32,7 @@ struct Group {
   Buffers buffers;
   State* state;
   const volatile unsigned* is_aborted;  // in host memory
-  int64_t slot;                         // vectors of one rank's place
+  int64_t slot;                         // 16-byte vectors of one sender's place in a buffer
   int rank, size;
 
   __device__ uint4* place(int owner, int turn, int sender) const {

@@ -1,7 +1,7 @@
-// What collectives do to arrays beside moving them: sums over ranks, and two axes exchanged.
+// What collectives do to arrays besides moving them: sums over ranks, and two axes exchanged.
 //
 //     sum_over_ranks_T   out[i] = T(((x[0][i] + x[1][i]) + x[2][i]) + ...)     in float32, rounded once, in order of ranks
-//     exchange_axes      out[b][a] = in[a][b], of pieces of so many 16-byte, 4-byte or single units
+//     exchange_axes      out[b][a] = in[a][b], of chunks of so many 16-byte, 4-byte or single elements
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
@@ -24,15 +24,15 @@ __device__ void sum_bfloat16(const bf16* ranks, bf16* out, int64_t count, int si
   store(out + at, pack(total));
 }
 
-template <typename Unit>
-__device__ void exchange(const Unit* in, Unit* out, int first, int second, int units) {
-  const int unit = blockIdx.y * blockDim.x + threadIdx.x;
-  const int64_t piece = blockIdx.x;  // of the result
+template <typename Element>
+__device__ void exchange(const Element* in, Element* out, int first, int second, int elements) {
+  const int element = blockIdx.y * blockDim.x + threadIdx.x;
+  const int64_t chunk = blockIdx.x;  // of the result
   wait_for_previous_kernel();
   launch_dependents();
-  if (unit >= units) return;
-  const int64_t b = piece / first, a = piece % first;
-  out[piece * units + unit] = in[(a * second + b) * units + unit];
+  if (element >= elements) return;
+  const int64_t b = chunk / first, a = chunk % first;
+  out[chunk * elements + element] = in[(a * second + b) * elements + element];
 }
 
 }  // namespace
@@ -55,15 +55,15 @@ extern "C" __global__ void sum_over_ranks_float32(const float* ranks, float* out
   out[at] = total;
 }
 
-extern "C" __global__ void exchange_axes_16(const uint4* in, uint4* out, int first, int second, int units) {
-  exchange(in, out, first, second, units);
+extern "C" __global__ void exchange_axes_16(const uint4* in, uint4* out, int first, int second, int elements) {
+  exchange(in, out, first, second, elements);
 }
 
-extern "C" __global__ void exchange_axes_4(const unsigned* in, unsigned* out, int first, int second, int units) {
-  exchange(in, out, first, second, units);
+extern "C" __global__ void exchange_axes_4(const unsigned* in, unsigned* out, int first, int second, int elements) {
+  exchange(in, out, first, second, elements);
 }
 
 extern "C" __global__ void exchange_axes_1(const unsigned char* in, unsigned char* out, int first, int second,
-                                           int units) {
-  exchange(in, out, first, second, units);
+                                           int elements) {
+  exchange(in, out, first, second, elements);
 }

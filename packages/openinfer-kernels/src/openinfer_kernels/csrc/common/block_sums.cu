@@ -3,7 +3,7 @@
 //   word i of a block: x = w[i] + (i + 1) * 0x9E3779B97F4A7C15,  m = MurmurHash3's 64-bit finaliser of x
 //   sum: (Σ m, Σ m * (2 i + 1)), both modulo 2^64
 //
-// Any order of summation gives the same bits. blockIdx.y is the KV block, blockIdx.x one of the pieces that it is cut
+// Any order of summation gives the same bits. blockIdx.y is the KV block, blockIdx.x one of the chunks that it is split
 // into.
 #include <cstdint>
 
@@ -33,7 +33,7 @@ __device__ uint64_t add_warp(uint64_t value) {
 
 }  // namespace
 
-// addresses: of the KV blocks, each a multiple of 16; sums: [blocks, 2], zero; pairs: 16-byte pieces of one block.
+// addresses: of the KV blocks, each a multiple of 16; sums: [blocks, 2], zero; pairs: of 8-byte words, in one block.
 extern "C" __global__ void block_sums(const uint64_t* addresses, unsigned long long* sums, int pairs) {
   const ulonglong2* block = reinterpret_cast<const ulonglong2*>(addresses[blockIdx.y]);
   Sums mine{0, 0};

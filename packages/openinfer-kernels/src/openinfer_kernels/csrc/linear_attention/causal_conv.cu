@@ -1,4 +1,4 @@
-// The depthwise causal convolution in front of linear attention, with silu, and the inputs that later steps need.
+// The depthwise causal convolution before linear attention, with silu, and the inputs that later steps need.
 //
 //     y_t[c] = silu(sum_j w[c, j] x_{t - W + 1 + j}[c])       state [slots, layers, C, W - 1]: the last inputs, oldest first
 //
@@ -134,7 +134,7 @@ __device__ void walk(const Arguments& a, Window<kWidth, kTaps>& window, const St
   window.store_state(state);
 }
 
-// Grid: pieces of the channels, rows of one token each.
+// Grid: chunks of the channels, rows of one token each.
 template <int kWidth, int kTaps>
 __device__ void run_steps(const Arguments& a) {
   const int channel = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
@@ -146,7 +146,7 @@ __device__ void run_steps(const Arguments& a) {
   if (channel < a.channels && row.count > 0) walk(a, window, row, 0, channel);
 }
 
-// Grid: pieces of the channels, as many tiles as there can be.
+// Grid: chunks of the channels, as many tiles as there can be.
 template <int kWidth, int kTaps>
 __device__ void run_tiles(const Arguments& a) {
   __shared__ int scratch[attention::kTileScratch(kWarps)];

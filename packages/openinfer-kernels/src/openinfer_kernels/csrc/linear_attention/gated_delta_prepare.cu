@@ -1,4 +1,4 @@
-// The gated delta rule for pieces of prompts, 64 tokens at a time, heads of 128 x 128: what does not depend on the
+// The gated delta rule for prefill chunks, 64 tokens at a time, heads of 128 x 128: what does not depend on the
 // state, of all chunks at once. `gated_delta_walk.cu` does the rest.
 //
 //     A = strict_lower(beta_i (k_i . k_j) e^{G_i - G_j})   M = (I + A)^-1   G_i: log decays summed from the chunk's begin
@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply_lower(bf16* left, const bf16* right, bf
 #pragma unroll
     for (int n = 0; n < kDim / 16; n++) {
       uint32_t y[4];
-      Matrix<kWide>{right, lane}.b_turned(y, k, n * 16);
+      Matrix<kWide>{right, lane}.b_transposed(y, k, n * 16);
       multiply(sums[2 * n], sums[2 * n + 1], x, y);
     }
   }

@@ -1,9 +1,10 @@
-// The gated delta rule token by token, for decode rows and short pieces: the state is read once and written once.
+// The gated delta rule token by token, for decode rows and short prefill chunks: the state is read once and written
+// once.
 //
 //     S <- e^g S + k d^T     d = beta (v - e^g S^T k)     o = S^T q = e^g S_before^T q + (k . q) d
 //
 // Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", eq. 10. The second form of o needs one sum over the keys
-// per token for all of it: of k and q as they are, whose lengths are sums beside, and divide the results.
+// per token for all of it: of k and q as they are, whose lengths are further sums, and divide the results.
 #include "common/pdl.cuh"
 #include "linear_attention/gated_delta.cuh"
 

@@ -47,11 +47,11 @@ __device__ __forceinline__ void wait_for_copies() {
 // `count` of 64 rows of kValues values, `stride` apart, to rows of kRow values; the others become zeros.
 template <int kValues, int kRow>
 __device__ __forceinline__ void copy_rows(bf16* to, const bf16* from, int64_t stride, int count) {
-  constexpr int kPieces = kValues / 8;
+  constexpr int kVectors = kValues / 8;
 #pragma unroll
-  for (int i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
-    const int row = i / kPieces, piece = i % kPieces;
-    copy16(to + row * kRow + piece * 8, from + (row < count ? row * stride : 0) + piece * 8, row < count);
+  for (int i = threadIdx.x; i < kChunk * kVectors; i += kThreads) {
+    const int row = i / kVectors, vector = i % kVectors;
+    copy16(to + row * kRow + vector * 8, from + (row < count ? row * stride : 0) + vector * 8, row < count);
   }
 }
 
@@ -69,8 +69,8 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const bf16* fr
 }
 
 // Operands of `mma` from matrices in shared memory, in the thread's lane: 16 x 16 values from (row, column) on.
-//   a        of a matrix [m, k]              a_turned   of a matrix [k, m]
-//   b        of a matrix [n, k]              b_turned   of a matrix [k, n]     both for two products, 8 columns each
+//   a        of a matrix [m, k]              a_transposed   of a matrix [k, m]
+//   b        of a matrix [n, k]              b_transposed   of a matrix [k, n]     both for two products, 8 columns each
 template <int kRow>
 struct Matrix {
   const bf16* data;
@@ -79,13 +79,13 @@ struct Matrix {
   __device__ __forceinline__ void a(uint32_t (&r)[4], int row, int column) const {
     load_matrices(r, data + (row + lane % 16) * kRow + column + lane / 16 * 8);
   }
-  __device__ __forceinline__ void a_turned(uint32_t (&r)[4], int k, int m) const {
+  __device__ __forceinline__ void a_transposed(uint32_t (&r)[4], int k, int m) const {
     load_transposed(r, data + (k + lane % 8 + lane / 16 * 8) * kRow + m + lane / 8 % 2 * 8);
   }
   __device__ __forceinline__ void b(uint32_t (&r)[4], int n, int k) const {
     load_matrices(r, data + (n + lane % 8 + lane / 16 * 8) * kRow + k + lane / 8 % 2 * 8);
   }
-  __device__ __forceinline__ void b_turned(uint32_t (&r)[4], int k, int n) const {
+  __device__ __forceinline__ void b_transposed(uint32_t (&r)[4], int k, int n) const {
     load_transposed(r, data + (k + lane % 16) * kRow + n + lane / 16 * 8);
   }
 };

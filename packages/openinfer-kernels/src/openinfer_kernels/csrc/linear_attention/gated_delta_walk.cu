@@ -1,4 +1,4 @@
-// The gated delta rule for pieces of prompts: the walk over a row's chunks, with the state in registers.
+// The gated delta rule for prefill chunks: the walk over a row's chunks, with the state in registers.
 //
 //     V' = U - W S     O = diag(e^G) Q S + P V'     S <- e^{G_C} S + (diag(e^{G_C - G}) K)^T V'
 //
@@ -57,7 +57,7 @@ __device__ __forceinline__ void share_state(bf16* shared, const StateTile& state
 }
 
 // Each warp holds 16 rows of the state. Four of them find corrections, of 16 tokens each, the others outputs. Of
-// several stages, one is computed while the chunks behind it are on their way to the others.
+// several stages, one is computed while the next chunks are on their way to the others.
 template <int kStages>
 __device__ void walk(const Arguments& a, const Scratch& from) {
   extern __shared__ __align__(128) uint8_t raw[];
@@ -71,7 +71,7 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
   const StateRow row = state_row(a.rows, whole.row);
   const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices;
   constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // chunks on their way before the first is computed
-  const auto load = [&](int begin) {  // chunk by chunk, a group of copies each, also behind the last one
+  const auto load = [&](int begin) {  // chunk by chunk, a group of copies each, also after the last one
     Stage& stage = shared.stages[begin / kChunk % kStages];
     if (begin < row.count) load_chunk(stage, a, from, head, slice, row.first + begin, min(kChunk, row.count - begin));
     commit();
@@ -111,7 +111,7 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
 #pragma unroll
       for (int n = 0; n < kColumns / 16; n++) {
         uint32_t b[4];
-        Matrix<kSlim>{shared.state, lane}.b_turned(b, k, n * 16);
+        Matrix<kSlim>{shared.state, lane}.b_transposed(b, k, n * 16);
         multiply(sums[2 * n], sums[2 * n + 1], x, b);
       }
     }
@@ -141,11 +141,11 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
 #pragma unroll
     for (int k = 0; k < kChunk; k += 16) {
       uint32_t keys[4];
-      Matrix<kWide>{s.keys, lane}.a_turned(keys, k, warp * 16);
+      Matrix<kWide>{s.keys, lane}.a_transposed(keys, k, warp * 16);
 #pragma unroll
       for (int n = 0; n < kColumns / 16; n++) {
         uint32_t b[4];
-        Matrix<kSlim>{shared.decayed, lane}.b_turned(b, k, n * 16);
+        Matrix<kSlim>{shared.decayed, lane}.b_transposed(b, k, n * 16);
         multiply(state[2 * n], state[2 * n + 1], keys, b);
       }
     }
@@ -157,7 +157,7 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
 #pragma unroll
         for (int n = 0; n < kColumns / 16; n++) {
           uint32_t b[4];
-          Matrix<kSlim>{shared.corrections, lane}.b_turned(b, k, n * 16);
+          Matrix<kSlim>{shared.corrections, lane}.b_transposed(b, k, n * 16);
           multiply(sums[2 * n], sums[2 * n + 1], p, b);
         }
       }

@@ -1,6 +1,6 @@
 // Hyper-connections: how sublayers read and write several residual streams. Xie et al. 2026, "mHC", eq. 8; float32.
 //
-//     projected [T, outputs + 1]: fn @ flat(X), and the sum of squares of flat(X), in parts over the columns
+//     projected [T, outputs + 1]: fn @ flat(X), and the sum of squares of flat(X), in splits of the columns
 //     read:  weights from them, the mixing matrix by Sinkhorn's iterations, x = sum_i pre_i X_i
 //     write: X_k = post_k y + sum_j M[j, k] X_j
 //
@@ -14,17 +14,18 @@ constexpr int kStreams = 4, kMixes = kStreams * (2 + kStreams);
 constexpr int kThreads = 256;
 constexpr int kTileColumns = 256;
 
-// Grid: (tiles of tokens, parts of the columns). A lane has columns lane * 4 of each 128; a warp has kTokens tokens and
-// an equal share of the outputs. What bounds it is reading weights from shared memory, which kTokens tokens do
-// together. parts: [parts, T, kOutputs + 1].
+// Grid: (tiles of tokens, splits of the columns). A lane has columns lane * 4 of each 128; a warp has kTokens tokens
+// and an equal share of the outputs. What bounds it is reading weights from shared memory, which kTokens tokens do
+// together. partials: [splits, T, kOutputs + 1].
 template <int kOutputs, int kTokens, int kShares>
-__device__ void project(const bf16* x, const float* fn, float* parts, int num_tokens, int columns, int part_columns) {
+__device__ void project(const bf16* x, const float* fn, float* partials, int num_tokens, int columns,
+                        int split_columns) {
   constexpr int kOwn = kOutputs / kShares, kTileTokens = kThreads / 32 / kShares * kTokens;
   __shared__ float weights[kOutputs][kTileColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = warp % kShares;
-  const int token = blockIdx.x * kTileTokens + warp / kShares * kTokens, begin = blockIdx.y * part_columns;
+  const int token = blockIdx.x * kTileTokens + warp / kShares * kTokens, begin = blockIdx.y * split_columns;
   float sums[kTokens][kOwn] = {}, squares[kTokens] = {};
-  for (int column = begin; column < begin + part_columns; column += kTileColumns) {
+  for (int column = begin; column < begin + split_columns; column += kTileColumns) {
     __syncthreads();
     for (int i = threadIdx.x; i < kOutputs * kTileColumns / 4; i += kThreads) {
       const int o = i / (kTileColumns / 4), at = i % (kTileColumns / 4) * 4;
@@ -62,7 +63,7 @@ __device__ void project(const bf16* x, const float* fn, float* parts, int num_to
 #pragma unroll
   for (int t = 0; t < kTokens; t++) {
     if (token + t >= num_tokens) return;
-    float* out = parts + (int64_t(blockIdx.y) * num_tokens + token + t) * (kOutputs + 1);
+    float* out = partials + (int64_t(blockIdx.y) * num_tokens + token + t) * (kOutputs + 1);
 #pragma unroll
     for (int o = 0; o < kOwn; o++) {
       const float sum = sparse::warp_sum(sums[t][o]);
@@ -77,13 +78,13 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 
 struct Read {
   const bf16* residual;  // [T, 4, h]
-  const float* parts;    // [parts, T, outputs + 1]
+  const float* partials;  // [partials, T, outputs + 1]
   const float* base;
   const float* scale;
   bf16* x;               // [T, h]
   float* post;           // [T, 4]
   float* mixing;         // [T, 4, 4]
-  int num_parts, size, iterations;
+  int num_splits, size, iterations;
   float eps, mix_eps;
 };
 
@@ -120,8 +121,8 @@ __device__ void read(const Read& a) {
   launch_dependents();
   if (thread <= kOutputs) {
     float sum = 0;
-    for (int part = 0; part < a.num_parts; part++)
-      sum += a.parts[(int64_t(part) * gridDim.x + token) * (kOutputs + 1) + thread];
+    for (int split = 0; split < a.num_splits; split++)
+      sum += a.partials[(int64_t(split) * gridDim.x + token) * (kOutputs + 1) + thread];
     projected[thread] = sum;
   }
   __syncthreads();
@@ -161,7 +162,7 @@ __device__ __forceinline__ void load8(const float* from, float (&values)[8]) {
   }
 }
 
-// Grid: (tokens, pieces of h).
+// Grid: (tokens, chunks of h).
 template <class Output>
 __device__ void write(const Output* y, bf16* residual, const float* post, const float* mixing, int size) {
   const int token = blockIdx.x, at = (blockIdx.y * kThreads + threadIdx.x) * 8;
@@ -192,10 +193,10 @@ __device__ void write(const Output* y, bf16* residual, const float* post, const 
 }  // namespace
 
 // Tokens and shares of a warp; hyper_connections.py repeats the tokens of a block.
-#define PROJECT(NAME, OUTPUTS, TOKENS, SHARES)                                                                       \
-  extern "C" __global__ void __launch_bounds__(kThreads) hyper_project_##NAME(                                       \
-      const bf16* x, const float* fn, float* parts, int num_tokens, int columns, int part_columns) {                 \
-    project<OUTPUTS, TOKENS, SHARES>(x, fn, parts, num_tokens, columns, part_columns);                               \
+#define PROJECT(NAME, OUTPUTS, TOKENS, SHARES)                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads) hyper_project_##NAME(                           \
+      const bf16* x, const float* fn, float* partials, int num_tokens, int columns, int split_columns) { \
+    project<OUTPUTS, TOKENS, SHARES>(x, fn, partials, num_tokens, columns, split_columns);               \
   }
 
 PROJECT(mix, kMixes, 1, 1)

@@ -55,7 +55,7 @@ __device__ __forceinline__ int collect(uint64_t* entries, const uint64_t* count)
     for (int i = lane; i < size; i += 32) entries[first + i] = cluster_read(&entries[i], rank);
   }
   __syncthreads();
-  return __shfl_sync(~0u, before, 31);  // lanes behind the cluster's have none
+  return __shfl_sync(~0u, before, 31);  // lanes after the cluster's have none
 }
 
 // Bitonic sort in ascending order by one block; room for a power of two of entries is needed. Batcher 1968.

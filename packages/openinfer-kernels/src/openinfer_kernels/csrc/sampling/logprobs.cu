@@ -2,7 +2,7 @@
 // likeliest tokens. `Logprobs` in ops.py has the rules, cpu/logprobs.py the same in NumPy.
 //
 // A cluster of blocks owns a row and reads it twice (the second time from its caches): for the largest logit and the
-// rank, then for the sum of exponentials and the likeliest tokens. The sum is in fixed point, 44 bits behind the point,
+// rank, then for the sum of exponentials and the likeliest tokens. The sum is in fixed point, 44 bits after the point,
 // so that a row's answer has the same bits in any batch; the rest of the arithmetic is in float64.
 #include "common/block.cuh"
 #include "common/pdl.cuh"

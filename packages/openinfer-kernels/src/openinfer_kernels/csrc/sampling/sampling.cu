@@ -2,7 +2,7 @@
 //
 // A cluster of blocks owns a row, whose scores are its logits after penalties, bias and mask. Rows that have any of
 // these are first written to a scratch in float32. Scores are read several times, all but the first time from the
-// caches. Weights are exp((score - largest) / temperature) in fixed point, 44 bits behind the point: sums of integers
+// caches. Weights are exp((score - largest) / temperature) in fixed point, 44 bits after the point: sums of integers
 // do not depend on their order, so neither the number of blocks nor the rest of the batch changes a bit of a row's
 // answer.
 //

@@ -26,7 +26,7 @@ struct Scores {
 
   __device__ __forceinline__ void unpack(int at, const Stored<Logit, kWidth>& from, float (&values)[kWidth]) const {
     to_float32(from, values);
-    if (at + kWidth > slice.size) {  // what lies behind is never sampled
+    if (at + kWidth > slice.size) {  // what lies after it is never sampled
 #pragma unroll
       for (int i = 0; i < kWidth; i++)
         if (at + i >= slice.size) values[i] = -CUDART_INF_F;

@@ -1,12 +1,12 @@
 // What a step of an engine does around the model. Block tables, last ids and sampling state live on the device, one row
-// per slot, so that the host sends which slots run, where they stand, and ids that no slot has sampled.
+// per sequence slot, so that the host sends which slots run, where they stand, and ids that no slot has sampled.
 #include <cstdint>
 
 #include "common/pdl.cuh"
 
 namespace {
 
-// One slot's sampling parameters.
+// One sequence slot's sampling parameters.
 struct SlotParams {
   float temperature, top_p, min_p;
   int top_k;
@@ -123,13 +123,13 @@ extern "C" __global__ void steps_prepare_decode(const int* rows, const Tables ta
   sampled_slots[row] = samples ? slot : -1;
 }
 
-// A step of pieces of any length, from `rows` [6, R]: slots, first positions, tokens, given ids of them, first token of
-// the row in the step, first of its ids in `given`. One id less given than there are tokens: the first is the slot's
-// last id. Rows behind the last piece are padding: slot -1, no tokens, the first token behind the last one. So are
-// tokens there.
+// A step of prefill chunks of any length (a mixed batch), from `rows` [6, R]: slots, first positions, tokens, given ids
+// of them, first token of the row in the step, first of its ids in `given`. One id less given than there are tokens:
+// the first is the slot's last id. Rows after the last chunk are padding: slot -1, no tokens, the first token after the
+// last one. So are tokens there.
 //
 // Grid: one block per row, and one for the tokens that are padding.
-extern "C" __global__ void steps_prepare_pieces(const int* rows, const int* given, const Tables tables,
+extern "C" __global__ void steps_prepare_chunks(const int* rows, const int* given, const Tables tables,
                                                 const SlotArrays slots, const ModelInputs out, int* query_starts,
                                                 int num_tokens) {
   const int row = blockIdx.x, num_rows = gridDim.x - 1;
@@ -190,9 +190,9 @@ extern "C" __global__ void steps_keep_sampled(const SlotArrays slots, int* count
   if (counts && slots.is_penalised(sampled_slots[i])) counts[sampled_slots[i] * num_columns + token_ids[i]] += 1;
 }
 
-// A few bytes between pinned memory of the host and the device: a copy engine would bring them behind all copies that
-// it was given before, and those of KV tiers take a while. One block; 16 bytes at a time where both sides are aligned
-// to that.
+// A few bytes between pinned memory of the host and the device: a copy engine would bring them after all copies that it
+// was given before, and those of KV tiers take a while. One block; 16 bytes at a time where both sides are aligned to
+// that.
 extern "C" __global__ void __launch_bounds__(1024) small_copy(const uint8_t* from, uint8_t* to, int bytes) {
   const bool is_aligned = ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) & 15) == 0;
   const int vectors = is_aligned ? bytes / 16 : 0;

@@ -67,7 +67,7 @@ class SlotState:
             "start_slots",
             "count_tokens",
             "prepare_decode",
-            "prepare_pieces",
+            "prepare_chunks",
             "prepare_sampling",
             "name_rows",
             "keep_sampled",
@@ -140,7 +140,7 @@ class SlotState:
             inputs.batch.query_starts,
             _int(num_tokens),
         ]
-        self._kernels["prepare_pieces"]((num_rows + 1, 1, 1), (_THREADS, 1, 1), arguments)
+        self._kernels["prepare_chunks"]((num_rows + 1, 1, 1), (_THREADS, 1, 1), arguments)
 
     def prepare_sampling(self, sampled: SampledRows, positions: Array) -> None:
         """Fills how rows are sampled from their slots and `positions [R]` int32 of their tokens."""
