@@ -37,6 +37,22 @@ def test_defaults_stay_when_nothing_is_given() -> None:
     assert parse() == Options()
 
 
+def test_help_shows_defaults_as_they_are_typed() -> None:
+    class Shown(msgspec.Struct):
+        cache_bytes: int = 3 << 30
+        odd_bytes: int = 1000
+        fast: bool = True
+        key_file: str = ""
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, Shown)
+    said = " ".join(parser.format_help().split())
+    assert "(default: 3GiB)" in said
+    assert "(default: 1000)" in said
+    assert "(default: true)" in said
+    assert "--key-file FILE" in said
+
+
 def test_every_kind_of_value_is_converted() -> None:
     given = parse(
         "--count",

@@ -155,7 +155,9 @@ def _print(timings: Sequence[GrammarTiming], vocabulary: Vocabulary, ready_s: fl
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openinfer bench grammars", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", default="tiny", metavar="DIR", help="a model folder or the name of a checkpoint")
-    parser.add_argument("--grammar-compiler", default=LLGUIDANCE, metavar="NAME", help="which compiler")
-    parser.add_argument("--tokens", type=int, default=3000, metavar="N", help="tokens per grammar at least")
+    parser.add_argument(
+        "--grammar-compiler", default=LLGUIDANCE, metavar="NAME", help="the grammar compiler to measure"
+    )
+    parser.add_argument("--tokens", type=int, default=3000, metavar="N", help="least number of tokens per grammar")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser

@@ -1,4 +1,4 @@
-"""`openinfer bench kv-offload`: what a block costs in Python, and how fast bytes move, on a CPU."""
+"""`openinfer bench kv-offload`: host time per KV block, and bandwidth of saves and loads of each tier, on a CPU."""
 
 import argparse
 import contextlib
@@ -60,7 +60,9 @@ class OffloadReport(msgspec.Struct, frozen=True, kw_only=True):
 def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; `--json FILE` also writes it."""
     parser = argparse.ArgumentParser(prog="openinfer bench kv-offload", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--chain-blocks", type=int, default=1024, metavar="N", help="blocks of one find")
+    parser.add_argument(
+        "--chain-blocks", type=int, default=1024, metavar="N", help="blocks of the prefix that is looked up"
+    )
     parser.add_argument("--moved-blocks", type=int, default=64, metavar="N", help="blocks of one transfer")
     parser.add_argument("--servers", action="store_true", help="also Valkey and SeaweedFS, started on this machine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")

@@ -204,10 +204,18 @@ def _table(timings: Sequence[OfflineTiming]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openinfer bench offline", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--size", nargs="+", default=["1x1024", "8x1024"], metavar="BATCHxPROMPT")
+    parser.add_argument("--model", required=True, metavar="DIR", help="a model folder")
+    parser.add_argument(
+        "--size",
+        nargs="+",
+        default=["1x1024", "8x1024"],
+        metavar="BATCHxPROMPT",
+        help="requests x prompt tokens of each",
+    )
     parser.add_argument("--output", type=int, default=129, metavar="N", help="output tokens of each request")
-    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="the fastest of so many runs")
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="N", help="timed runs of each size; the fastest is shown"
+    )
     parser.add_argument(
         "--option",
         action="append",
@@ -215,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="an engine option: device=cuda, load_format=dummy",
     )
-    parser.add_argument("--commit", metavar="ID", help="of the code, where no checkout says")
+    parser.add_argument("--commit", metavar="ID", help="commit to record, where the code is in no checkout")
     parser.add_argument("--trace", metavar="FILE", help="write a trace of the runs to FILE, and print what it says")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser

@@ -1,4 +1,4 @@
-"""`openinfer bench scheduler`: what a step and a KV block cost on the host, in Python, without a device."""
+"""`openinfer bench scheduler`: host time of planning a step and of bookkeeping for a KV block; no device is needed."""
 
 import argparse
 import json
@@ -52,7 +52,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openinfer bench scheduler", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], metavar="N")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 16, 64, 256], metavar="N", help="sequences that decode"
+    )
     parser.add_argument("--steps", type=int, default=400, metavar="N", help="steps to time")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser

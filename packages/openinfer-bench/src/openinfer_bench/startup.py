@@ -92,8 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="All other flags are those of openinfer serve: --model DIR --device cuda --load-format dummy",
         allow_abbrev=False,
     )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="starts; the median is shown")
-    parser.add_argument("--keep", type=float, default=_SETTLE_S, metavar="S", help="seconds until memory is looked at")
-    parser.add_argument("--commit", metavar="ID", help="of the code, where no checkout says")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="number of starts; the median is shown")
+    parser.add_argument(
+        "--keep", type=float, default=_SETTLE_S, metavar="S", help="seconds from ready to the reading of memory"
+    )
+    parser.add_argument("--commit", metavar="ID", help="commit to record, where the code is in no checkout")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser

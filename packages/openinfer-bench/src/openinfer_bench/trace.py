@@ -75,7 +75,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> TraceSummary:
 def run(argv: Sequence[str]) -> int:
     """Prints the summary of a trace file."""
     parser = argparse.ArgumentParser(prog="openinfer bench trace", description=__doc__, allow_abbrev=False)
-    parser.add_argument("file", help="what --trace wrote")
+    parser.add_argument("file", help="the file that --trace FILE of serve, generate or bench offline wrote")
     sys.stdout.write(summarise_file(Path(parser.parse_args(argv).file)).table())
     return 0
 

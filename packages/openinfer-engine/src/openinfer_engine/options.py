@@ -61,29 +61,29 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpu_memory_fraction: float = 0.9
     """Share of a GPU's memory that weights, KV cache and workspaces may take together."""
     max_model_tokens: int | None = None
-    """Longest context, prompt and completion together; None takes the model's own."""
+    """Longest context, prompt and completion together; by default the model's own."""
     max_num_seqs: int = 256
     """Sequences that run at a time at most."""
     max_step_tokens: int = 4096
     """Token budget of one step: decode rows and prompt chunks together."""
     max_itl_ms: int | None = None
     """Milliseconds that a step with decode rows should take at most: prompts wait, or come in smaller chunks, so that
-    nobody's next token does. None gives prompts the whole token budget."""
+    the next tokens of other requests do not wait. By default prompts get the whole token budget."""
     max_waiting: int = 4096
     """Requests that wait at most; more are refused as overloaded."""
     block_size_tokens: int = 16
     """Tokens per KV block."""
     kv_cache_bytes: int | None = None
-    """Bytes of KV cache over all ranks; None takes what is left of gpu_memory_fraction on a GPU, and 1 GiB on a CPU, or
-    what max_num_seqs full sequences need if that is less."""
+    """Bytes of KV cache over all ranks; by default what is left of --gpu-memory-fraction on a GPU, and on a CPU 1 GiB,
+    or what --max-num-seqs full sequences need if that is less."""
     num_blocks: int | None = None
-    """KV blocks, instead of kv_cache_bytes."""
+    """KV blocks, instead of --kv-cache-bytes."""
     prefix_cache: bool = True
     """Whether requests share the KV of equal prompt prefixes."""
     kv_events: str | None = None
     """Where routers hear which prefixes are cached: a port of loopback, or an endpoint and fields, as in
     tcp://*:5557,replay=tcp://*:5558,topic=kv@POD@MODEL; see docs/reference/kv-events.md. Messages carry token ids and
-    cache salts, to whoever connects."""
+    cache salts, to every subscriber."""
     state_snapshot_bytes: int = 1 << 30
     """Bytes over all ranks for copies of recurrent states at prefix boundaries, for models that have such states: these
     share a prefix only where a copy is kept."""
@@ -112,7 +112,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensor_parallel_size: int = 1
     """Ranks that share each layer."""
     rank_host: RankHost | None = None
-    """Where ranks beside the first run; None takes threads on a CPU, and processes on GPUs, where nothing else is
+    """Where ranks other than the first run; by default threads on a CPU, and processes on GPUs, where nothing else is
     possible."""
     engine_host: EngineHost = EngineHost.PROCESS
     """Where the step loop runs."""

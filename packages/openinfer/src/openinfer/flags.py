@@ -37,7 +37,7 @@ def add_flags(
     parser: argparse.ArgumentParser, struct: type[msgspec.Struct], *, skip: frozenset[str] = frozenset()
 ) -> None:
     """Adds a flag for each field of a Struct, with the field's docstring as its help."""
-    group = parser.add_argument_group(f"{struct.__module__.split('.')[0]} options")
+    group = parser.add_argument_group(f"{struct.__module__.split('.')[0].removeprefix('openinfer_')} options")
     described = field_docstrings(struct)
     for field in msgspec.structs.fields(struct):
         if field.name in skip:
@@ -45,7 +45,7 @@ def add_flags(
         group.add_argument(
             flag_of(field.name),
             dest=f"{struct.__name__}.{field.name}",
-            metavar=_metavar(field.type),
+            metavar="FILE" if field.name.endswith("_file") else _metavar(field.type),
             action="append" if _is_list(field) else "store",
             default=argparse.SUPPRESS,
             help=(described.get(field.name, "") + _default(field)).replace("%", "%%"),
@@ -168,4 +168,14 @@ def _metavar(annotation: Any) -> str:
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is msgspec.NODEFAULT or field.default in (None, "", ()):
         return ""  # what an empty value means, the field's own text says
-    return f" (default: {field.default})"
+    return f" (default: {_as_typed(field)})"
+
+
+def _as_typed(field: msgspec.structs.FieldInfo) -> str:
+    """A default as the user would give it: `true`, `64MiB`."""
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    if field.name.endswith("_bytes") and field.default:
+        unit, size = next(((u, s) for u, s in reversed(_BYTE_UNITS.items()) if field.default % s == 0), ("", 1))
+        return f"{field.default // size}{unit}"
+    return str(field.default)

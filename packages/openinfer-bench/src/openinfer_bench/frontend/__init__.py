@@ -90,7 +90,7 @@ def _median(counts: Sequence[int | None]) -> float | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openinfer bench frontend", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--streams", type=int, nargs="+", default=[8, 64, 256], metavar="N")
+    parser.add_argument("--streams", type=int, nargs="+", default=[8, 64, 256], metavar="N", help="streams at a time")
     about = "; ".join(f"{answer.name}: {answer.about}" for answer in ANSWERS.values())
     parser.add_argument("--answers", nargs="+", choices=[*ANSWERS], default=["text"], metavar="NAME", help=about)
     also = "what the server does besides: " + "; ".join(f"{name}: {text}" for name, text in DUTIES.items())

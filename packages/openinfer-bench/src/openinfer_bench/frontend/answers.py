@@ -49,7 +49,7 @@ ANSWERS = {
         Answer("text", "a completion, nothing else", _COMPLETIONS, _completion()),
         Answer("stops", "with two stop strings", _COMPLETIONS, _completion(stop=["never", "\n\nnor this"])),
         Answer("logprobs", "with the log-probability of each token", _COMPLETIONS, _completion(logprobs=0)),
-        Answer("content", "a chat's answer behind both parsers", _CHAT, _chat(" 0001", tools=[_TOOL])),
+        Answer("content", "a chat's answer, read by both parsers", _CHAT, _chat(" 0001", tools=[_TOOL])),
         Answer("reasoning", "reasoning", _CHAT, _chat(" 0001" + OPEN_REASONING_TEXT, tools=[_TOOL])),
         Answer("arguments", "arguments of a call", _CHAT, _chat(" 0001", tools=[_TOOL]), OPEN_CALL),
     )

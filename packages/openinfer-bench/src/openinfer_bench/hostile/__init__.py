@@ -1,6 +1,6 @@
 """`openinfer bench hostile`: what good requests see while others attack, and what the attackers get.
 
-A server in a process of its own, before a simulated engine, answers good streams; then each attack of `attacks.py` runs
+A server in a process of its own, before a simulated engine, answers good streams; then each attack (--attacks) runs
 beside them, from a third process. Each row has the good requests' time to first token over the one without attacks,
 measured before it, the server's memory, and how often each outcome came. A row fails if an attacker gets what is
 not foreseen, or the server ends.

@@ -14,6 +14,10 @@ from openinfer_bench.kernels.sparse_cases import sparse_cases
 from openinfer_kernels.errors import DeviceUnavailableError
 
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
+_DESCRIPTION = (
+    "The time of each CUDA operator at the shapes of Qwen3-4B, of mixtures of experts and of DeepSeek-V4-Flash, and "
+    "its share of the roofline: the larger of bytes over memory bandwidth and FLOPs over peak."
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -48,15 +52,34 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="openinfer bench kernels", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="openinfer bench kernels", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=_TOKENS, help="tokens of a step (default: %(default)s)"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=_TOKENS,
+        metavar="N",
+        help="tokens of a step (default: 1 to 8192, nine sizes)",
     )
-    parser.add_argument("--context", type=int, default=1024, help="context of each decoding row (default: %(default)s)")
-    parser.add_argument("--operator", action="append", help="only this one; may be repeated")
-    parser.add_argument("--tbytes", type=float, default=4.3, help="memory's limit in TB/s (default: %(default)s)")
-    parser.add_argument("--tflops", type=float, default=790.0, help="BF16's limit in TFLOP/s (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    parser.add_argument(
+        "--context", type=int, default=1024, metavar="N", help="context of each decoding row (default: %(default)s)"
+    )
+    parser.add_argument("--operator", action="append", metavar="NAME", help="only this operator; may be repeated")
+    parser.add_argument(
+        "--tbytes",
+        type=float,
+        default=4.3,
+        metavar="X",
+        help="memory bandwidth of the roofline, TB/s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        default=790.0,
+        metavar="X",
+        help="BF16 peak of the roofline, TFLOP/s (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,7 @@
 """`openinfer bench serve`: latency and throughput of a server under load, ours or any other that speaks OpenAI's API.
 
 Prompts are random token ids, streams are followed to their end, and a request counts only if it ended with as many
-tokens as it asked for. The same seed sends the same requests to every server. `workloads.py` says what each one is.
+tokens as it asked for. The same seed sends the same requests to every server. Workloads are listed below.
 
     openinfer bench serve --url http://127.0.0.1:8000 --served-model NAME --workload bs1 qps=16 conc=64
     openinfer bench serve --model DIR --device cuda --load-format dummy --workload conc=64    (starts our server)
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from openinfer.models import name_of
+from openinfer_bench.serve import workloads
 from openinfer_bench.serve.figures import heading, line_of, row_of
 from openinfer_bench.serve.load import send_load
 from openinfer_bench.serve.messages import Target
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="openinfer bench serve",
         description=__doc__,
+        epilog=workloads.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -109,19 +111,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="W",
         help="bs1, qps=R, conc=N, prefill=L, warm=L1,L2; each may end in :PROMPTxOUTPUT tokens",
     )
-    add("--prompt-tokens", type=int, default=1024, metavar="N", help="of bs1, qps and conc")
-    add("--output-tokens", type=int, default=128, metavar="N", help="of bs1, qps and conc")
-    add("--seconds", type=float, default=20.0, metavar="S", help="of qps")
-    add("--num-token-ids", type=int, default=151_000, metavar="N", help="prompts hold ids below it")
+    add("--prompt-tokens", type=int, default=1024, metavar="N", help="prompt tokens of bs1, qps and conc")
+    add("--output-tokens", type=int, default=128, metavar="N", help="output tokens of bs1, qps and conc")
+    add("--seconds", type=float, default=20.0, metavar="S", help="length of qps")
+    add("--num-token-ids", type=int, default=151_000, metavar="N", help="vocabulary size: prompts hold ids below it")
     add(
         "--processes", type=int, default=max(1, min(6, (os.cpu_count() or 2) - 1)), metavar="N", help="client processes"
     )
-    add("--abort-share", type=float, default=0.0, metavar="X", help="of the requests of qps and conc, left early")
+    add(
+        "--abort-share",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="share of the requests of qps and conc whose client leaves early",
+    )
     add(
         "--watch", type=float, default=0.0, metavar="S", help="look at the server each S seconds: memory, open requests"
     )
-    add("--seed", type=int, default=42, metavar="N", help="of prompts, arrivals and aborts")
-    add("--commit", metavar="ID", help="of the code, where no checkout says")
+    add("--seed", type=int, default=42, metavar="N", help="random seed of prompts, arrivals and aborts")
+    add("--commit", metavar="ID", help="commit to record, where the code is in no checkout")
     add("--json", metavar="FILE", help="write the figures to FILE")
     add("--plot", metavar="FILE", help="draw them to FILE (needs openinfer[plot])")
     return parser

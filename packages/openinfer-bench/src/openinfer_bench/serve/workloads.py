@@ -1,4 +1,4 @@
-"""Workloads: from `qps=16` to the requests it sends, the same ones for a seed, whatever the server.
+"""Workloads: from `qps=16` to the requests it sends; one seed sends the same requests to every server.
 
     bs1              8 requests one after the other, after 2 that are thrown away
     qps=R            Poisson arrivals at R requests/s for --seconds
@@ -6,7 +6,7 @@
     prefill=L        5 prompts of L tokens that no cache knows, 1 output token, one at a time, after 1 thrown away
     warm=L1,L2,…     per length a new prompt (a row of its own, `cold=L`), then the same 10 times, after 1 thrown away
 
-`:64x512` behind a workload gives it prompts of 64 tokens and 512 output tokens. Prompts are random token ids, so that
+`:64x512` after a workload gives it prompts of 64 tokens and 512 output tokens. Prompts are random token ids, so that
 no tokenizer is needed here and none is measured there. All workloads begin with the same random numbers: two of them in
 one run may share prompts, which a prefix cache finds (`cached_tokens` of a row); other seeds share none.
 """

@@ -15,8 +15,8 @@ COMMANDS = "openinfer.commands"
 _COMMANDS = {
     "serve": "serve a model through an OpenAI-compatible API",
     "generate": "continue a prompt on the terminal",
-    "plan": "print what would serve a model: packages, kernels, memory",
-    "bench": "measure a part",
+    "plan": "print what would serve a model: packages, kernels, memory; loads nothing",
+    "bench": "run a benchmark of openinfer-bench",
     "demo": "load the tiny model, stream a completion and a chat turn",
 }
 """Modules beside this one, loaded when they are chosen, and what they do."""
