@@ -33,7 +33,7 @@ from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
 from openinfer_engine import GroupBroken, StepLoop, build_loop, resolve
 from openinfer_engine.engine_spec import EngineSpec
-from openinfer_engine.worker.process_group import start_ranks
+from openinfer_engine.worker.process_group import start_workers
 from openinfer_engine.worker.process_runner import ProcessRunner
 
 SIZES = ((1, 1024), (8, 1024), (64, 1024))
@@ -47,7 +47,7 @@ def main() -> None:
     given = {"device": "cuda", "load_format": "dummy", "tensor_parallel_size": ranks, "prefix_cache": False}
     options = msgspec.convert({**given, "grammar_compiler": "none"}, family.options_type)
     begin_s = time.perf_counter()
-    processes = start_ranks(EngineSpec.of(family.definition, model_dir, options), options)
+    processes = start_workers(EngineSpec.of(family.definition, model_dir, options), options)
     composition = resolve(family.definition, model_dir, options)
     loop = build_loop(composition, processes)
     start_s = time.perf_counter() - begin_s

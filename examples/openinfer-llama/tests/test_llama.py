@@ -7,7 +7,7 @@ import pytest
 
 from openinfer_core import FinishReason, InvalidCheckpoint, Refused, find_plugin, read_config
 from openinfer_core.plugins import MODELS
-from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
+from openinfer_engine.options import EngineOptions, LoadFormat, LoopHost
 from openinfer_engine.testing import ask_launched, check_family
 from openinfer_llama import Llama
 from openinfer_llama.rope import Llama3Scaling, rope_table
@@ -40,7 +40,7 @@ def test_engine_finds_the_family_by_its_name_and_generates(
     token_ids, logits = recorded
     family = find_plugin(MODELS, "llama").load()()
     assert family.refusal(read_config(FIXTURE)) is None
-    options = EngineOptions(engine_host=EngineHost.THREAD, num_blocks=32, max_num_seqs=4, load_format=load_format)
+    options = EngineOptions(engine_host=LoopHost.THREAD, num_blocks=32, max_num_seqs=4, load_format=load_format)
     answer = ask_launched(family, FIXTURE, options, token_ids)
     assert answer.finished is not None
     assert answer.finished.reason is FinishReason.LENGTH

@@ -13,8 +13,7 @@ from openinfer_deepseek.family import DeepseekV2Definition
 from openinfer_deepseek.model import DeepseekConfig, DeepseekModel, load
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.model import Cut, WeightSource
-from openinfer_engine.wanted_tokens import SelectiveModel
+from openinfer_engine.model import Cut, LastTokenModel, WeightSource
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels.cpu import CpuOps
@@ -125,10 +124,10 @@ def test_unknown_tensor_and_missing_tensor_are_refused(fixtures: Path, tmp_path:
 
 
 def test_wanted_tokens_alone_get_the_same_hidden_states(model_dir: Path, harness: Any) -> None:
-    assert issubclass(DeepseekModel, SelectiveModel)
+    assert issubclass(DeepseekModel, LastTokenModel)
     model = harness(model_dir)
     tokens = list(range(3, 60))
     whole = model.step({"a": tokens, "b": [7, 8, 9]})
-    wanted = harness(model_dir).step_wanted({"a": tokens, "b": [7, 8, 9]})
+    wanted = harness(model_dir).step_last_tokens({"a": tokens, "b": [7, 8, 9]})
     for sequence, logits in wanted.items():
         np.testing.assert_allclose(logits, whole[sequence][-1:], rtol=1e-4, atol=1e-4)

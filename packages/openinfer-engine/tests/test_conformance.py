@@ -6,10 +6,10 @@ import pytest
 
 from openinfer_core import EngineHandle, find_plugin
 from openinfer_core.testing.engine import ENGINE_CHECKS
-from openinfer_engine import EngineHost, EngineOptions
+from openinfer_engine import EngineOptions, LoopHost
 
 
-def make_engine(host: EngineHost) -> EngineHandle:
+def make_engine(host: LoopHost) -> EngineHandle:
     """The tiny model with few blocks, so that requests also wait and are preempted."""
     family = find_plugin("openinfer.models", "qwen3").load()()
     model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
@@ -17,10 +17,10 @@ def make_engine(host: EngineHost) -> EngineHandle:
     return family.launch(model_dir, options)
 
 
-@pytest.mark.parametrize("host", list(EngineHost))
+@pytest.mark.parametrize("host", list(LoopHost))
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
 def test_engine_keeps_the_contract(
-    check: Callable[[Callable[[], EngineHandle]], None], host: EngineHost, monkeypatch: pytest.MonkeyPatch
+    check: Callable[[Callable[[], EngineHandle]], None], host: LoopHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     check(lambda: make_engine(host))

@@ -26,7 +26,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
-from openinfer_engine.cpu.worker import RankRunner, RunnerLimits
+from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.scheduler import TokenBudgetScheduler
@@ -89,12 +89,12 @@ def make_loop(
         max_waiting=1000,
     )
     ops = CpuOps()
-    rank = RankRunner(
+    rank = CpuWorker(
         model or SumModel(),
         kv_cache=ops.zeros((num_blocks, 1, 1, 1, BLOCK, 1)),
         ops=ops,
         communicator=SoloCommunicator(),
-        limits=RunnerLimits(
+        limits=WorkerLimits(
             max_num_seqs=max_num_seqs,
             max_model_tokens=max_model_tokens,
             block_size_tokens=BLOCK,

@@ -9,7 +9,7 @@ import pytest
 from openinfer_core import Refused, find_plugin, read_config
 from openinfer_engine import EngineOptions, LocalGroup, resolve
 from openinfer_engine.cpu.backend import CpuBackend
-from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.memory_plan import plan_ranks, weights_bytes_of_rank
 from openinfer_engine.weights.dummy import DummyWeights
@@ -20,7 +20,7 @@ from openinfer_kernels.cpu import CpuOps
 DEFINITION: Any = find_plugin("openinfer.models", "qwen3").load()().definition
 MODEL_DIR: Path = find_plugin("openinfer.checkpoints", "tiny").load()()
 PUBLISHED = read_config(MODEL_DIR)
-LIMITS = RunnerLimits(
+LIMITS = WorkerLimits(
     max_num_seqs=4, max_model_tokens=64, block_size_tokens=16, num_token_ids=256, vocab_size=PUBLISHED["vocab_size"]
 )
 MIB = 1 << 20

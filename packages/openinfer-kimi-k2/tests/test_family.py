@@ -8,7 +8,7 @@ import pytest
 
 from openinfer_core import FinishReason, InvalidCheckpoint, ModelFamily, find_plugin
 from openinfer_core.plugins import MODELS
-from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
+from openinfer_engine.options import EngineOptions, LoadFormat, LoopHost
 from openinfer_engine.testing import ask_launched
 from openinfer_kimi_k2 import KimiK2
 
@@ -27,7 +27,7 @@ def test_launched_engine_says_the_token_that_the_reference_finds_likeliest(
     family: ModelFamily, name: str, ranks: int
 ) -> None:
     options = EngineOptions(
-        engine_host=EngineHost.THREAD, tensor_parallel_size=ranks, num_blocks=32, max_num_seqs=4, max_model_tokens=512
+        engine_host=LoopHost.THREAD, tensor_parallel_size=ranks, num_blocks=32, max_num_seqs=4, max_model_tokens=512
     )
     with np.load(FIXTURES / name / "logits.npz", allow_pickle=False) as recorded:
         prompt, logits = recorded["token_ids"].tolist(), recorded["logits"]
@@ -41,7 +41,7 @@ def test_launched_engine_says_the_token_that_the_reference_finds_likeliest(
 def test_dummy_weights_need_a_config_and_nothing_else(family: ModelFamily, name: str, tmp_path: Path) -> None:
     shutil.copy(FIXTURES / name / "config.json", tmp_path)
     options = EngineOptions(
-        engine_host=EngineHost.THREAD, num_blocks=32, max_num_seqs=4, max_model_tokens=512, load_format=LoadFormat.DUMMY
+        engine_host=LoopHost.THREAD, num_blocks=32, max_num_seqs=4, max_model_tokens=512, load_format=LoadFormat.DUMMY
     )
     answer = ask_launched(family, tmp_path, options, [5, 6, 7], max_tokens=4)
     assert answer.finished is not None

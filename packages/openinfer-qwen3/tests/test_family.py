@@ -7,7 +7,7 @@ import pytest
 
 from openinfer_core import InvalidCheckpoint, ModelFamily, Refused, find_plugin
 from openinfer_core.plugins import MODELS
-from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
+from openinfer_engine.options import EngineOptions, LoadFormat, LoopHost
 from openinfer_engine.testing import ask_launched, check_launched
 from openinfer_qwen3 import Qwen3
 
@@ -19,10 +19,10 @@ def family() -> ModelFamily:
     return found()
 
 
-@pytest.mark.parametrize("host", EngineHost)
+@pytest.mark.parametrize("host", LoopHost)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_launched_engine_says_the_token_that_the_reference_finds_likeliest(
-    family: ModelFamily, fixtures: Path, host: EngineHost, ranks: int
+    family: ModelFamily, fixtures: Path, host: LoopHost, ranks: int
 ) -> None:
     options = EngineOptions(engine_host=host, tensor_parallel_size=ranks, num_blocks=32, max_num_seqs=4)
     check_launched(family, fixtures / "tied", options, tolerance=1e-4)
@@ -39,7 +39,7 @@ def test_dummy_weights_need_a_config_and_nothing_else(family: ModelFamily, fixtu
     shutil.copy(fixtures / "tied" / "config.json", tmp_path)
     with pytest.raises(InvalidCheckpoint, match=r"has neither model.safetensors nor"):
         family.plan(tmp_path, EngineOptions())
-    options = EngineOptions(load_format=LoadFormat.DUMMY, engine_host=EngineHost.THREAD, num_blocks=32, max_num_seqs=4)
+    options = EngineOptions(load_format=LoadFormat.DUMMY, engine_host=LoopHost.THREAD, num_blocks=32, max_num_seqs=4)
     assert ask_launched(family, tmp_path, options, range(41)).finished is not None
 
 

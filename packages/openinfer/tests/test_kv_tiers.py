@@ -17,7 +17,7 @@ import pytest
 from openinfer_bench.served import served
 from openinfer_core import GenerateRequest, InvalidRequest, Plugin, Refused, RequestId, SamplingParams, find_plugin
 from openinfer_core.events import Finished, Tokens
-from openinfer_engine import Composition, EngineOptions, LoadFormat, StepLoop, build_loop, resolve
+from openinfer_engine import EngineOptions, EnginePlan, LoadFormat, StepLoop, build_loop, resolve
 from openinfer_engine.kv_tiers import ChosenTiers
 from openinfer_engine.options import DeviceKind, RankHost
 from openinfer_kv_cache import KvLayout, KvTier
@@ -45,14 +45,14 @@ def open_faulty(layout: KvLayout, setting: str) -> KvTier:
     return HostTier(layout, options, wrap_medium=FAULTS.wrap)
 
 
-def composed(model: str = "qwen3", **options: Any) -> Composition:
+def composed(model: str = "qwen3", **options: Any) -> EnginePlan:
     """A model's engine, not loaded; of one with states, room for three copies of them."""
     definition = find_plugin("openinfer.models", model).load().definition
     if model not in WITH_STATES:
         model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
         return resolve(definition, model_dir, EngineOptions(**{**POOL, **options}))
     given: dict[str, Any] = {**POOL, "load_format": LoadFormat.DUMMY, **options}
-    slot_bytes = resolve(definition, FIXTURES / model, EngineOptions(**given)).runner_limits.slot_bytes
+    slot_bytes = resolve(definition, FIXTURES / model, EngineOptions(**given)).worker_limits.slot_bytes
     return resolve(definition, FIXTURES / model, EngineOptions(state_snapshot_bytes=3 * slot_bytes, **given))
 
 

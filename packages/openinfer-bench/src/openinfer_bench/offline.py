@@ -69,9 +69,9 @@ def run(argv: Sequence[str]) -> int:
     if arguments.trace is not None:
         given["trace"] = arguments.trace
     options = msgspec.convert({"prefix_cache": False, **given}, family.options_type, strict=False)
-    composition = resolve(family.definition, model_dir, options)
+    engine_plan = resolve(family.definition, model_dir, options)
     begin_s = time.perf_counter()
-    loop = build_loop(composition)
+    loop = build_loop(engine_plan)
     load_s = time.perf_counter() - begin_s
     timings = [
         measure_offline(
@@ -92,7 +92,7 @@ def run(argv: Sequence[str]) -> int:
         report = {
             **msgspec.to_builtins(provenance(commit=arguments.commit)),
             "set_up": {
-                "model": msgspec.to_builtins(composition.plan()),
+                "model": msgspec.to_builtins(engine_plan.plan()),
                 "options": msgspec.to_builtins(options),
                 "load_s": load_s,
             },

@@ -31,8 +31,7 @@ from typing import Annotated, Any
 import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Cut, WeightSource
-from openinfer_engine.wanted_tokens import WantedTokens
+from openinfer_engine.model import Cut, LogitsIndices, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, stored_format
 from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec
@@ -438,16 +437,16 @@ class DeepseekModel:
             batch: where the tokens stand.
             kv_cache: `[blocks, L, 1, 1, block tokens, r + dr]`, mutated: this step's latents and keys are appended.
         """
-        return self._forward(token_ids, batch=batch, kv_cache=kv_cache, wanted=None)
+        return self._forward(token_ids, batch=batch, kv_cache=kv_cache, last=None)
 
-    def forward_wanted(
-        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, wanted: WantedTokens
+    def forward_last_tokens(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, last: LogitsIndices
     ) -> Array:
-        """As `forward`, for the wanted tokens alone, `[n, h]`; of the last layer, others have latents made only."""
-        return self._forward(token_ids, batch=batch, kv_cache=kv_cache, wanted=wanted)
+        """As `forward`, for the tokens of `last` alone, `[n, h]`; of the last layer, others have latents made only."""
+        return self._forward(token_ids, batch=batch, kv_cache=kv_cache, last=last)
 
     def _forward(
-        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, wanted: WantedTokens | None
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, last: LogitsIndices | None
     ) -> Array:
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
@@ -455,10 +454,10 @@ class DeepseekModel:
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             q = self._queries(x, layer, index, batch=batch, kv_cache=kv_cache)
-            if wanted is not None and index + 1 == len(weights.layers):
-                if not len(wanted.tokens):
+            if last is not None and index + 1 == len(weights.layers):
+                if not len(last.tokens):
                     return x[:0]
-                batch, residual, q = wanted.batch, ops.embedding(wanted.tokens, residual), self._rows(wanted.tokens, q)
+                batch, residual, q = last.batch, ops.embedding(last.tokens, residual), self._rows(last.tokens, q)
             x = self._attention(q, layer, index, batch=batch, kv_cache=kv_cache)
             x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
             x = self._mlp(x, layer.mlp) if layer.experts is None else self._mixture(x, layer, layer.experts, batch)

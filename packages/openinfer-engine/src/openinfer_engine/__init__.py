@@ -6,13 +6,13 @@ without a host; `TokenBudgetScheduler` is the default scheduler, found through t
 
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.engine_plan import Composition, resolve
+from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.launch import build_loop, launch, plan
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import Cut, Model, ModelDefinition, ModelLimits, WeightSource
-from openinfer_engine.options import EngineHost, EngineOptions, LoadFormat
+from openinfer_engine.options import EngineOptions, LoadFormat, LoopHost
 from openinfer_engine.scheduler import TokenBudgetScheduler
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
@@ -20,15 +20,15 @@ from openinfer_engine.weights.dummy import DummyWeights
 __all__ = [
     "Checkpoint",
     "Communicator",
-    "Composition",
     "Cut",
     "DummyWeights",
     "EngineFamily",
-    "EngineHost",
     "EngineOptions",
+    "EnginePlan",
     "GroupBroken",
     "LoadFormat",
     "LocalGroup",
+    "LoopHost",
     "Model",
     "ModelDefinition",
     "ModelLimits",

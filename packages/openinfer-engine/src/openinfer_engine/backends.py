@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from openinfer_core import Refused
-from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.stored_tensor import TensorSpec
-from openinfer_engine.worker.runner import Rank
+from openinfer_engine.worker.runner import Worker
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.driver import wake_driver
 from openinfer_kv_cache import KvDtype, KvLayout
@@ -62,7 +62,7 @@ class Backend(Protocol):
         """What was measured of some of them, and of what could stand in their place."""
         ...
 
-    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
+    def workspaces(self, limits: WorkerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
         """What steps need beside weights and KV, at most: purpose -> bytes on the device of one of so many ranks."""
         ...
 
@@ -86,7 +86,7 @@ class Backend(Protocol):
         """Random weights, made where that is quickest."""
         ...
 
-    def make_rank(
+    def make_worker(
         self,
         model: Model,
         *,
@@ -94,10 +94,10 @@ class Backend(Protocol):
         num_blocks: int,
         layout: KvLayout,
         communicator: Communicator,
-        limits: RunnerLimits,
+        limits: WorkerLimits,
         mark: Callable[[str], None],
         tracer: Tracer,
-    ) -> Rank:
+    ) -> Worker:
         """The rank that runs a loaded model, warmed up; `mark` is told the name of each phase that has ended."""
         ...
 

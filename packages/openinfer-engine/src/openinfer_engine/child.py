@@ -11,7 +11,7 @@ from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
-from openinfer_engine.worker.process_group import start_ranks
+from openinfer_engine.worker.process_group import start_workers
 
 SWITCH_INTERVAL_S = 2e-5
 """How long a thread of this process keeps the interpreter from another one that wants it.
@@ -25,15 +25,15 @@ def build(raw: msgspec.Raw) -> StepLoop:
     """Builds the engine that a spec describes; the timeline of its start begins with this process."""
     spec, timeline = msgspec.json.decode(raw, type=EngineSpec), Timeline()
     definition, options = spec.read()
-    processes = start_ranks(spec, options)  # they import and open their devices beside what follows
+    processes = start_workers(spec, options)  # they import and open their devices beside what follows
     try:
         timeline.mark("imports")
-        composition = resolve(definition, Path(spec.model_dir), options, timeline=timeline)
+        engine_plan = resolve(definition, Path(spec.model_dir), options, timeline=timeline)
     except BaseException:
         if processes is not None:
             processes.close(deadline_s=0)
         raise
-    return build_loop(composition, processes)
+    return build_loop(engine_plan, processes)
 
 
 if __name__ == "__main__":

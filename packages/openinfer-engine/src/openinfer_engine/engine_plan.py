@@ -15,7 +15,7 @@ from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
 from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig
 from openinfer_core.timeline import Timeline
 from openinfer_engine.backends import Backend, open_backend
-from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
 from openinfer_engine.kv_events.opening import open_kv_events
@@ -38,7 +38,7 @@ from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Composition:
+class EnginePlan:
     """Everything that is known before loading."""
 
     definition: ModelDefinition[Any]
@@ -48,7 +48,7 @@ class Composition:
     model_dir: Path
     options: EngineOptions
     backend: Backend
-    runner_limits: RunnerLimits
+    worker_limits: WorkerLimits
     """The sizes of each rank's state."""
     eos_token_ids: tuple[int, ...]
     layouts: tuple[KvLayout, ...]
@@ -70,10 +70,10 @@ class Composition:
         """Whether the model keeps recurrent states beside its KV; then prefixes are shared where copies are kept."""
         return self.layouts[0].slot_bytes > 0
 
-    def with_num_blocks(self, num_blocks: int) -> "Composition":
+    def with_num_blocks(self, num_blocks: int) -> "EnginePlan":
         """The same with a pool of so many blocks, which is no larger: the smallest that a rank has."""
-        copies = min(self.runner_limits.num_snapshots, num_blocks)
-        return replace(self, num_blocks=num_blocks, runner_limits=replace(self.runner_limits, num_snapshots=copies))
+        copies = min(self.worker_limits.num_snapshots, num_blocks)
+        return replace(self, num_blocks=num_blocks, worker_limits=replace(self.worker_limits, num_snapshots=copies))
 
     def mark(self, phase: str) -> None:
         """The phase of the start ends now."""
@@ -88,10 +88,10 @@ class Composition:
             block_size_tokens=options.block_size_tokens,
             max_num_seqs=options.max_num_seqs,
             max_step_tokens=options.max_step_tokens,
-            max_model_tokens=self.runner_limits.max_model_tokens,
+            max_model_tokens=self.worker_limits.max_model_tokens,
             max_waiting=options.max_waiting,
             prefix_cache=options.prefix_cache and not self.has_states,
-            num_snapshots=self.runner_limits.num_snapshots,
+            num_snapshots=self.worker_limits.num_snapshots,
             layout_digest=self.layouts[0].digest,
             max_itl_ms=options.max_itl_ms,
         )
@@ -102,8 +102,8 @@ class Composition:
         return EngineInfo(
             model=self.model_dir.name,
             family=self.definition.name,
-            max_model_tokens=self.runner_limits.max_model_tokens,
-            num_token_ids=self.runner_limits.num_token_ids,
+            max_model_tokens=self.worker_limits.max_model_tokens,
+            num_token_ids=self.worker_limits.num_token_ids,
             eos_token_ids=self.eos_token_ids,
             block_size_tokens=self.options.block_size_tokens,
             num_blocks=self.num_blocks,
@@ -135,7 +135,7 @@ class Composition:
         """The ledger: what all ranks take of their devices' memory, by purpose."""
         ranks, options = self.options.tensor_parallel_size, self.options
         steps = {"max_step_tokens": options.max_step_tokens, "num_ranks": ranks}
-        workspaces = self.backend.workspaces(self.runner_limits, **steps)
+        workspaces = self.backend.workspaces(self.worker_limits, **steps)
         return {
             "weights": ranks * self.weights_bytes,
             "kv_cache": ranks * self.layouts[0].pool_bytes(num_blocks=self.num_blocks),
@@ -148,14 +148,14 @@ class Composition:
         """Of all ranks: states of running sequences, and copies."""
         if not self.has_states:
             return {}
-        slot_bytes = self.options.tensor_parallel_size * self.runner_limits.slot_bytes
-        copies = self.runner_limits.num_snapshots
+        slot_bytes = self.options.tensor_parallel_size * self.worker_limits.slot_bytes
+        copies = self.worker_limits.num_snapshots
         return {"states": slot_bytes * self.options.max_num_seqs, "state_snapshots": slot_bytes * copies}
 
     @property
     def _prefix_cache(self) -> str:
         """Where a model with recurrent states shares prefixes."""
-        copies = self.runner_limits.num_snapshots
+        copies = self.worker_limits.num_snapshots
         return f"where one of {copies} copies of recurrent states is kept" if copies else "off"
 
     def make_grammar_compiler(self) -> GrammarCompiler | None:
@@ -167,7 +167,7 @@ class Composition:
         """
         vocabulary = Vocabulary(
             model_dir=self.model_dir,
-            num_token_ids=self.runner_limits.num_token_ids,
+            num_token_ids=self.worker_limits.num_token_ids,
             eos_token_ids=self.eos_token_ids,
         )
         return make_grammar_compiler(self.grammar_compiler, vocabulary)
@@ -210,7 +210,7 @@ class Composition:
             measured=self.backend.measured,
             memory_bytes=self.memory_bytes,
             limits={
-                "max_model_tokens": self.runner_limits.max_model_tokens,
+                "max_model_tokens": self.worker_limits.max_model_tokens,
                 "num_blocks": self.num_blocks,
                 "block_size_tokens": config.block_size_tokens,
                 "kv_cache_tokens": self.num_blocks * config.block_size_tokens,
@@ -219,7 +219,7 @@ class Composition:
                 **({} if config.max_itl_ms is None else {"max_itl_ms": config.max_itl_ms}),
                 "tensor_parallel_size": ranks,
             },
-            by_ranks=tuple(plan_ranks(self.definition, self.config, self.options, self.backend, self.runner_limits)),
+            by_ranks=tuple(plan_ranks(self.definition, self.config, self.options, self.backend, self.worker_limits)),
         )
 
 
@@ -230,7 +230,7 @@ def resolve(
     *,
     timeline: Timeline | None = None,
     rank: int = 0,
-) -> Composition:
+) -> EnginePlan:
     """Checks a model folder and options against each other; reads no weights.
 
     Args:
@@ -263,7 +263,7 @@ def resolve(
     specs = _specs(definition, config, tag, options, backend.dtype)
     layouts = tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)
     backend.check_layout(layouts[0])
-    sizes = RunnerLimits(
+    sizes = WorkerLimits(
         max_num_seqs=options.max_num_seqs,
         max_model_tokens=_max_model_tokens(options, limits),
         block_size_tokens=options.block_size_tokens,
@@ -281,14 +281,14 @@ def resolve(
     num_snapshots = _num_snapshots(options, layouts[0], num_blocks)
     if tiers is not None:
         require_snapshots(specs[0], num_snapshots)
-    return Composition(
+    return EnginePlan(
         definition=definition,
         config=config,
         model_type=str(published.get("model_type")),
         model_dir=model_dir,
         options=options,
         backend=backend,
-        runner_limits=replace(sizes, num_snapshots=num_snapshots),
+        worker_limits=replace(sizes, num_snapshots=num_snapshots),
         eos_token_ids=read_eos_token_ids(model_dir, published),
         layouts=layouts,
         num_blocks=num_blocks,
@@ -345,7 +345,7 @@ def _num_snapshots(options: EngineOptions, layout: KvLayout, num_blocks: int) ->
 
 
 def _num_blocks(
-    options: EngineOptions, layout: KvLayout, backend: Backend, sizes: RunnerLimits, *, weights_bytes: int
+    options: EngineOptions, layout: KvLayout, backend: Backend, sizes: WorkerLimits, *, weights_bytes: int
 ) -> int:
     """Blocks of the pool: as asked, or what the budget holds, at most what all slots can use."""
     if options.num_blocks is not None:

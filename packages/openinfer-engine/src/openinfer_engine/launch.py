@@ -17,7 +17,7 @@ from openinfer_core.scheduling import Scheduler
 from openinfer_core.timeline import Timeline
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.engine_plan import Composition, resolve
+from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.kv_tiers import (
     LocalShare,
@@ -31,10 +31,10 @@ from openinfer_engine.kv_tiers import (
 )
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.options import DeviceKind, EngineHost, EngineOptions
+from openinfer_engine.options import DeviceKind, EngineOptions, LoopHost
 from openinfer_engine.tracing.trace import NoTrace, Trace, Tracer
-from openinfer_engine.weights.loading import load_ranks
-from openinfer_engine.worker.process_group import RankProcesses, start_ranks
+from openinfer_engine.weights.loading import load_workers
+from openinfer_engine.worker.process_group import ProcessGroup, start_workers
 from openinfer_engine.worker.process_runner import ProcessRunner, load_with_processes
 from openinfer_engine.worker.runner import ThreadRunner
 
@@ -51,10 +51,10 @@ def plan(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptio
 def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> EngineHandle:
     """Loads a model and returns its running engine; see `resolve` for what it raises.
 
-    With `EngineHost.PROCESS`, the family must be installed under `definition.name` in the group
+    With `LoopHost.PROCESS`, the family must be installed under `definition.name` in the group
     `openinfer.models`, because the child finds it there.
     """
-    if options.engine_host is EngineHost.THREAD:
+    if options.engine_host is LoopHost.THREAD:
         from openinfer_core.process.local import InProcessEngine
 
         timeline = Timeline(begin_s=time.time())
@@ -64,11 +64,11 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
     return spawn_engine(CHILD_MODULE, EngineSpec.of(definition, model_dir, options))
 
 
-def build_loop(composition: Composition, processes: RankProcesses | None = None) -> StepLoop:
+def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -> StepLoop:
     """Loads the weights of every rank and puts the engine together, without a host.
 
     Args:
-        composition: of rank 0.
+        engine_plan: of rank 0.
         processes: of the other ranks, where they were started before it was resolved; the loop closes them.
 
     Raises:
@@ -76,30 +76,30 @@ def build_loop(composition: Composition, processes: RankProcesses | None = None)
         GroupBroken: the process of a rank died.
     """
     with contextlib.ExitStack() as undo:
-        processes = processes or _start_processes(composition)
+        processes = processes or _start_processes(engine_plan)
         if processes is not None:
             undo.callback(processes.close)
-            composition = composition.with_num_blocks(processes.smallest_pool(composition.num_blocks))
-        tracer = _make_tracer(composition.options.trace)
-        tiers = composition.open_tiers()
+            engine_plan = engine_plan.with_num_blocks(processes.smallest_pool(engine_plan.num_blocks))
+        tracer = _make_tracer(engine_plan.options.trace)
+        tiers = engine_plan.open_tiers()
         if tiers is not None:
             undo.callback(tiers.tier.close)
-        scheduler = composition.make_scheduler(digest_key=None if tiers is None else tiers.digest_key)
-        kv_events = composition.open_kv_events(scheduler)
+        scheduler = engine_plan.make_scheduler(digest_key=None if tiers is None else tiers.digest_key)
+        kv_events = engine_plan.open_kv_events(scheduler)
         if kv_events is not None:
             undo.callback(kv_events.close)
-        compiler = composition.make_grammar_compiler()  # before the weights: it reads the tokenizer beside them
+        compiler = engine_plan.make_grammar_compiler()  # before the weights: it reads the tokenizer beside them
         if compiler is not None:
             undo.callback(compiler.close)
-        pages = _prepare_tiers(composition, tiers, scheduler)
+        pages = _prepare_tiers(engine_plan, tiers, scheduler)
         undo.callback(pages.close)
-        runner = _make_runner(composition, processes, tracer)
+        runner = _make_runner(engine_plan, processes, tracer)
         undo.callback(runner.close)
         pages.finish()
-        port = _join_tiers(composition, tiers, scheduler, runner, processes)
+        port = _join_tiers(engine_plan, tiers, scheduler, runner, processes)
         undo.pop_all()
-    info = msgspec.structs.replace(composition.info, start=composition.timeline.phases)
-    logger.info("the engine started in %s", composition.timeline)
+    info = msgspec.structs.replace(engine_plan.info, start=engine_plan.timeline.phases)
+    logger.info("the engine started in %s", engine_plan.timeline)
     return StepLoop(
         info=info,
         scheduler=scheduler,
@@ -111,43 +111,43 @@ def build_loop(composition: Composition, processes: RankProcesses | None = None)
     )
 
 
-def _prepare_tiers(composition: Composition, tiers: OpenTiers | None, scheduler: Scheduler) -> PageTaking:
+def _prepare_tiers(engine_plan: EnginePlan, tiers: OpenTiers | None, scheduler: Scheduler) -> PageTaking:
     """What is checked, and what can begin, before the weights are loaded."""
     if tiers is None:
         return PageTaking([])
-    require_tiered(scheduler, name=composition.scheduler.name)
-    if composition.options.device is not DeviceKind.CUDA:
+    require_tiered(scheduler, name=engine_plan.scheduler.name)
+    if engine_plan.options.device is not DeviceKind.CUDA:
         return PageTaking([])
-    return take_pages(tiers, num_ranks=composition.options.tensor_parallel_size)
+    return take_pages(tiers, num_ranks=engine_plan.options.tensor_parallel_size)
 
 
 def _join_tiers(
-    composition: Composition,
+    engine_plan: EnginePlan,
     tiers: OpenTiers | None,
     scheduler: Scheduler,
     runner: ThreadRunner | ProcessRunner,
-    processes: RankProcesses | None,
+    processes: ProcessGroup | None,
 ) -> TierPort | None:
     if tiers is None:
         return None
     memories = runner.pool_memories()
-    load_timeout_s = composition.options.kv_load_timeout_ms / 1000
+    load_timeout_s = engine_plan.options.kv_load_timeout_ms / 1000
     with contextlib.ExitStack() as undo:
         shares: list[RankShare] = [] if processes is None else [*processes.shares]
         for rank, memory in enumerate(memories[1:], 1):
-            if (theirs := composition.open_tiers(rank=rank)) is not None:
+            if (theirs := engine_plan.open_tiers(rank=rank)) is not None:
                 undo.callback(theirs.tier.close)
                 shares.append(LocalShare(open_port(theirs, pool=memory, load_timeout_s=load_timeout_s)))
         port = open_port(tiers, pool=memories[0], load_timeout_s=load_timeout_s, shares=shares)
         undo.pop_all()
-    require_tiered(scheduler, name=composition.scheduler.name).use_tiers(port)
-    composition.mark("kv_tiers")
+    require_tiered(scheduler, name=engine_plan.scheduler.name).use_tiers(port)
+    engine_plan.mark("kv_tiers")
     return port
 
 
-def _start_processes(composition: Composition) -> RankProcesses | None:
-    spec = EngineSpec.of(composition.definition, composition.model_dir, composition.options)
-    return start_ranks(spec, composition.options)
+def _start_processes(engine_plan: EnginePlan) -> ProcessGroup | None:
+    spec = EngineSpec.of(engine_plan.definition, engine_plan.model_dir, engine_plan.options)
+    return start_workers(spec, engine_plan.options)
 
 
 def _make_tracer(path: str | None) -> Tracer:
@@ -158,10 +158,10 @@ def _make_tracer(path: str | None) -> Tracer:
 
 
 def _make_runner(
-    composition: Composition, processes: RankProcesses | None, tracer: Tracer
+    engine_plan: EnginePlan, processes: ProcessGroup | None, tracer: Tracer
 ) -> ThreadRunner | ProcessRunner:
-    size = composition.options.tensor_parallel_size
+    size = engine_plan.options.tensor_parallel_size
     if processes is not None:
-        return load_with_processes(composition, processes, tracer)
+        return load_with_processes(engine_plan, processes, tracer)
     communicators: Sequence[Communicator] = [SoloCommunicator()] if size == 1 else LocalGroup(size).communicators
-    return ThreadRunner(load_ranks(composition, communicators, tracer), tracer=tracer)
+    return ThreadRunner(load_workers(engine_plan, communicators, tracer), tracer=tracer)

@@ -5,7 +5,7 @@ from typing import Any
 
 from openinfer_core import OpenInferError, RankLedger
 from openinfer_engine.backends import Backend
-from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.weights.stored_tensor import spec_bytes
@@ -43,7 +43,7 @@ def most_snapshots(options: EngineOptions, layout: KvLayout, *, ranks: int) -> i
 
 
 def plan_ranks(
-    definition: ModelDefinition[Any], config: Any, options: EngineOptions, backend: Backend, limits: RunnerLimits
+    definition: ModelDefinition[Any], config: Any, options: EngineOptions, backend: Backend, limits: WorkerLimits
 ) -> Sequence[RankLedger]:
     """One per number of ranks, for devices like this one."""
     return [
@@ -58,7 +58,7 @@ def _ledger(
     *,
     options: EngineOptions,
     backend: Backend,
-    limits: RunnerLimits,
+    limits: WorkerLimits,
     ranks: int,
 ) -> RankLedger:
     try:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
 
@@ -80,6 +80,30 @@ class Model(Protocol):
 
     def logits(self, hidden: Array) -> Array:
         """`[n, V]` float32 for `hidden [n, h]`, whole vocabulary on every rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsIndices:
+    """The tokens whose logits are computed, each the last one of its row."""
+
+    tokens: Array
+    """`[n]` int32, ascending indices into the tokens of the step; n may be 0."""
+    batch: AttentionBatch
+    """Where they stand: n rows of one token each. Of no use where n is 0."""
+
+
+@runtime_checkable
+class LastTokenModel(Protocol):
+    """A `Model` with last-token selection: of a prefill chunk only the last token is sampled from.
+
+    It may leave out what its last layer would compute for the others, beside their keys and values: 2 % of a prompt.
+    """
+
+    def forward_last_tokens(
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, last: LogitsIndices
+    ) -> Array:
+        """As `Model.forward`, but for these tokens alone: `[n, h]`."""
         ...
 
 

@@ -17,7 +17,7 @@ class LoadFormat(StrEnum):
     """Random numbers of the right shapes: for sizing and speed. The folder needs no weights."""
 
 
-class EngineHost(StrEnum):
+class LoopHost(StrEnum):
     """Where the step loop runs."""
 
     PROCESS = "process"
@@ -114,7 +114,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rank_host: RankHost | None = None
     """Where ranks other than the first run; by default threads on a CPU, and processes on GPUs, where nothing else is
     possible."""
-    engine_host: EngineHost = EngineHost.PROCESS
+    engine_host: LoopHost = LoopHost.PROCESS
     """Where the step loop runs."""
     trace: str | None = None
     """Path of a trace of the run (Perfetto, chrome://tracing), written when the engine closes."""

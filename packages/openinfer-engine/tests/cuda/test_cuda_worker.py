@@ -1,4 +1,4 @@
-"""`CudaRank` in the step loop, with models whose right answer is known: captured steps and others, mixed and masked."""
+"""`CudaWorker` in the step loop, with models whose right answer is known: captured steps and others, also masked."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,7 +12,7 @@ from openinfer_core.grammars import MaskWords, TokenMatcher
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
-from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.scheduler import TokenBudgetScheduler
@@ -89,7 +89,7 @@ class OddCompiler:
 
 def make_loop(make_model: Callable[[Any], SumModel], *, capture: bool, num_blocks: int = NUM_BLOCKS) -> StepLoop:
     try:
-        from openinfer_engine.cuda.worker import CudaRank
+        from openinfer_engine.cuda.worker import CudaWorker
         from openinfer_kernels.cuda.common.libraries import cupy
         from openinfer_kernels.cuda.ops import CudaOps
 
@@ -101,12 +101,12 @@ def make_loop(make_model: Callable[[Any], SumModel], *, capture: bool, num_block
         "max_model_tokens": MAX_MODEL_TOKENS,
         "block_size_tokens": BLOCK,
     }
-    rank = CudaRank(
+    rank = CudaWorker(
         make_model(cupy),
         kv_cache=ops.zeros((NUM_BLOCKS + 1, 1, 1, 1, BLOCK, 1)),
         ops=ops,
         communicator=SoloCommunicator(),
-        limits=RunnerLimits(num_token_ids=VOCAB, vocab_size=VOCAB, **limits),
+        limits=WorkerLimits(num_token_ids=VOCAB, vocab_size=VOCAB, **limits),
     )
     rank.warm_up(capture=capture, mark=lambda _: None)
     config = SchedulerConfig(num_blocks=num_blocks, max_step_tokens=32, **limits)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from openinfer_core import Refused
-from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.memory_budget import kv_cache_share, workspaces
 
-LIMITS = RunnerLimits(
+LIMITS = WorkerLimits(
     max_num_seqs=256, max_model_tokens=4096, block_size_tokens=16, num_token_ids=151_000, vocab_size=151_936
 )
 
@@ -18,7 +18,7 @@ def ledger(**changes: Any) -> dict[str, int]:
     limits = dataclasses.replace(
         LIMITS, **{name: changes.pop(name) for name in ("vocab_size", "max_model_tokens") if name in changes}
     )
-    given = {"max_step_tokens": 2048, "slot_state_bytes": 1000, "decode_rows": (1, 256), "piece_tokens": (16, 512)}
+    given = {"max_step_tokens": 2048, "slot_state_bytes": 1000, "decode_rows": (1, 256), "mixed_tokens": (16, 512)}
     return dict(workspaces(limits, **(given | changes)))
 
 
@@ -32,13 +32,13 @@ def test_every_purpose_grows_with_what_it_is_for() -> None:
     assert changed(vocab_size=200_000) == {"logits"}
     assert changed(slot_state_bytes=2000) == {"slots"}
     assert changed(decode_rows=(1, 2, 256)) == {"graphs"}
-    assert changed(piece_tokens=(16, 32, 512)) == {"graphs"}
+    assert changed(mixed_tokens=(16, 32, 512)) == {"graphs"}
     assert changed(max_model_tokens=8192) == {"context", "graphs"}
 
 
 def test_scores_of_entries_grow_with_tokens_contexts_and_ranks() -> None:
     limits = dataclasses.replace(LIMITS, tokens_per_score=4)
-    sizes = {"max_step_tokens": 2048, "slot_state_bytes": 0, "decode_rows": (256,), "piece_tokens": (512,)}
+    sizes = {"max_step_tokens": 2048, "slot_state_bytes": 0, "decode_rows": (256,), "mixed_tokens": (512,)}
     assert workspaces(limits, **sizes)["scores"] == (2048 + 512) * 4096
     assert workspaces(limits, **sizes, num_ranks=8)["scores"] == 2 * (2048 + 512) * 4096
     longer = dataclasses.replace(limits, max_model_tokens=8192)
@@ -47,7 +47,7 @@ def test_scores_of_entries_grow_with_tokens_contexts_and_ranks() -> None:
 
 
 def test_nothing_is_kept_for_graphs_that_are_not_captured() -> None:
-    assert ledger(decode_rows=(), piece_tokens=())["graphs"] == 0
+    assert ledger(decode_rows=(), mixed_tokens=())["graphs"] == 0
     assert sum(ledger().values()) < 3 << 30
 
 

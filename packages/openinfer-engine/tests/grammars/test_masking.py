@@ -26,7 +26,7 @@ from openinfer_core.grammars import MaskWords, TokenMatcher, mask_words
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
-from openinfer_engine.cpu.worker import RankRunner, RunnerLimits
+from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.scheduler import TokenBudgetScheduler
@@ -110,12 +110,12 @@ def make_loop(compiler: WordCompiler, *, num_blocks: int = 64, max_waiting: int 
     limits: dict[str, Any] = {"max_num_seqs": 8, "max_model_tokens": 48, "block_size_tokens": BLOCK}
     config = SchedulerConfig(num_blocks=num_blocks, max_step_tokens=16, **limits)
     ops = CpuOps()
-    rank = RankRunner(
+    rank = CpuWorker(
         FlatModel(),
         kv_cache=ops.zeros((num_blocks, 1, 1, 1, BLOCK, 1)),
         ops=ops,
         communicator=SoloCommunicator(),
-        limits=RunnerLimits(num_token_ids=VOCAB, vocab_size=VOCAB, **limits),
+        limits=WorkerLimits(num_token_ids=VOCAB, vocab_size=VOCAB, **limits),
     )
     info = EngineInfo(
         model="flat",

@@ -9,7 +9,7 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.scheduler.itl_limit import FIRST_TOKENS, LEAST_TOKENS, StepPace
+from openinfer_engine.scheduler.itl_limit import FIRST_TOKENS, LEAST_TOKENS, ItlLimiter
 from openinfer_engine.scheduler.step_builder import StepInFlight
 
 DECODE_MS = 4.0
@@ -22,7 +22,7 @@ def make_step(*, planned_s: float, decode_rows: int, prompt_tokens: int) -> Step
     return StepInFlight(planned_s=planned_s, starts=[0] * len(counts), ends=counts, decode_rows=decode_rows, **fields)
 
 
-def teach(pace: StepPace, *, steps: int = 40, token_ms: float = TOKEN_MS) -> None:
+def teach(pace: ItlLimiter, *, steps: int = 40, token_ms: float = TOKEN_MS) -> None:
     now_s = 0.0
     for index in range(steps):
         tokens = 100 if index % 2 else 0
@@ -32,29 +32,29 @@ def teach(pace: StepPace, *, steps: int = 40, token_ms: float = TOKEN_MS) -> Non
 
 
 def test_without_a_limit_or_decode_rows_the_budget_is_whole() -> None:
-    assert StepPace(None).budget_tokens(2048, decode_rows=8) == 2048
-    assert StepPace(10).budget_tokens(2048, decode_rows=0) == 2048
+    assert ItlLimiter(None).budget_tokens(2048, decode_rows=8) == 2048
+    assert ItlLimiter(10).budget_tokens(2048, decode_rows=0) == 2048
 
 
 def test_the_budget_fills_the_time_that_decode_rows_leave() -> None:
-    pace = StepPace(10)
+    pace = ItlLimiter(10)
     teach(pace)
     assert pace.budget_tokens(2048, decode_rows=8) == pytest.approx((10 - DECODE_MS) / TOKEN_MS, rel=0.05)
     assert pace.budget_tokens(100, decode_rows=8) == 100
 
 
 def test_prompts_go_on_where_decode_rows_alone_take_too_long() -> None:
-    pace = StepPace(2)
+    pace = ItlLimiter(2)
     teach(pace)
     assert pace.budget_tokens(2048, decode_rows=8) == LEAST_TOKENS
 
 
 def test_before_anything_was_timed_chunks_are_small() -> None:
-    assert StepPace(10).budget_tokens(2048, decode_rows=1) == FIRST_TOKENS
+    assert ItlLimiter(10).budget_tokens(2048, decode_rows=1) == FIRST_TOKENS
 
 
 def test_costs_near_the_dearer_of_uneven_steps_are_expected() -> None:
-    pace = StepPace(10)
+    pace = ItlLimiter(10)
     for _ in range(8):
         teach(pace, steps=4)
         teach(pace, steps=4, token_ms=1.5 * TOKEN_MS)
@@ -62,7 +62,7 @@ def test_costs_near_the_dearer_of_uneven_steps_are_expected() -> None:
 
 
 def test_costs_follow_a_change_and_one_slow_step_hardly_counts() -> None:
-    pace = StepPace(10)
+    pace = ItlLimiter(10)
     teach(pace)
     before = pace.budget_tokens(2048, decode_rows=8)
     pace.note(make_step(planned_s=9.0, decode_rows=8, prompt_tokens=100), applied_s=9.0 + 5.0)

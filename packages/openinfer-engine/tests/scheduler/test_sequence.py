@@ -23,11 +23,11 @@ def test_move_follows_the_diagram(source: SequenceState, target: SequenceState, 
     sequence = make_sequence(make_request(3, (1, 2)))
     sequence.state = source
     if (source, target) in ARROWS:
-        sequence.move(target)
+        sequence.transition(target)
         assert sequence.state is target
     else:
         with pytest.raises(ContractViolation, match=f"request 3 cannot go from {source.name} to {target.name}"):
-            sequence.move(target)
+            sequence.transition(target)
         assert sequence.state is source
 
 

@@ -5,14 +5,14 @@ import pytest
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.scheduling import SlotStart, StepPlan
-from openinfer_engine.cpu.worker import RankRunner, RunnerLimits
+from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.worker.runner import ThreadRunner
 from openinfer_kernels import Array, AttentionBatch
 from openinfer_kernels.cpu import CpuOps
 
-LIMITS = RunnerLimits(max_num_seqs=2, max_model_tokens=16, block_size_tokens=4, num_token_ids=8, vocab_size=8)
+LIMITS = WorkerLimits(max_num_seqs=2, max_model_tokens=16, block_size_tokens=4, num_token_ids=8, vocab_size=8)
 
 
 class SummingModel:
@@ -35,7 +35,7 @@ def make_runner(size: int, failing_rank: int) -> ThreadRunner:
     ops = CpuOps()
     return ThreadRunner(
         [
-            RankRunner(
+            CpuWorker(
                 SummingModel(communicator, failing_rank),
                 kv_cache=ops.zeros((1,)),
                 ops=ops,

@@ -37,7 +37,7 @@ from openinfer_engine.distributed.socket_communicator import SocketCommunicator
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.options import LoadFormat, RankHost
-from openinfer_engine.worker.process_group import CHILD_MODULE, RankProcesses
+from openinfer_engine.worker.process_group import CHILD_MODULE, ProcessGroup
 from openinfer_engine.worker.process_runner import ProcessRunner
 from openinfer_engine.worker.runner import DoneStep
 
@@ -286,7 +286,7 @@ class WaitingRank:
 
 
 def test_close_kills_a_rank_that_hangs_and_frees_rank_0_that_waits_for_it() -> None:
-    processes = RankProcesses(make_spec(), 1)
+    processes = ProcessGroup(make_spec(), 1)
     ticket, communicator = SocketCommunicator.open(2)
     processes.agree(processes.smallest_pool(40), ticket, communicator)
     processes.wait_ready()
@@ -305,8 +305,8 @@ def test_close_kills_a_rank_that_hangs_and_frees_rank_0_that_waits_for_it() -> N
 ENGINE_THAT_STOPS_ITS_RANK = """
 import os, signal, sys, msgspec
 from openinfer_engine.engine_spec import EngineSpec
-from openinfer_engine.worker.process_group import RankProcesses
-processes = RankProcesses(msgspec.json.decode(sys.argv[1], type=EngineSpec), 1)
+from openinfer_engine.worker.process_group import ProcessGroup
+processes = ProcessGroup(msgspec.json.decode(sys.argv[1], type=EngineSpec), 1)
 processes.smallest_pool(40)
 (process_id,) = processes.process_ids
 os.kill(process_id, signal.SIGSTOP)
@@ -328,7 +328,7 @@ def test_a_rank_that_is_stopped_ends_with_its_engine() -> None:
 
 
 def test_what_is_no_error_does_not_wait_for_a_cause() -> None:
-    processes = RankProcesses(make_spec(), 0)
+    processes = ProcessGroup(make_spec(), 0)
     interrupt = KeyboardInterrupt()
     assert processes.cause_of(interrupt) is interrupt
     processes.close()

@@ -4,7 +4,7 @@ import numpy as np
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine.worker.sampling_state import SlotSampling
+from openinfer_engine.worker.sampling_state import SamplingState
 from openinfer_kernels import SamplingBatch
 from openinfer_kernels.cpu import CpuOps
 
@@ -23,14 +23,14 @@ def start(
     return SlotStart(slot=slot, request=request, seed=2**64 - 1 - slot, output_token_ids=outputs)
 
 
-def slots(*started: SlotStart) -> SlotSampling:
-    state = SlotSampling(max_num_seqs=4, num_token_ids=10, vocab_size=VOCAB)
+def slots(*started: SlotStart) -> SamplingState:
+    state = SamplingState(max_num_seqs=4, num_token_ids=10, vocab_size=VOCAB)
     for each in started:
         state.start(each)
     return state
 
 
-def batch_of(state: SlotSampling, rows: list[int], positions: list[int]) -> SamplingBatch:
+def batch_of(state: SamplingState, rows: list[int], positions: list[int]) -> SamplingBatch:
     return state.batch(np.asarray(rows, np.int32), np.asarray(positions, np.int64), OPS)
 
 

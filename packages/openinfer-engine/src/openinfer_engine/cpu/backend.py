@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 
-from openinfer_engine.cpu.worker import RankRunner, RunnerLimits, make_states
+from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.socket_communicator import SocketCommunicator
 from openinfer_engine.model import Model, WeightSource
@@ -11,7 +11,7 @@ from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors
-from openinfer_engine.worker.runner import Rank
+from openinfer_engine.worker.runner import Worker
 from openinfer_kernels import Ops
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
 from openinfer_kv_cache import KvDtype, KvLayout
@@ -50,7 +50,7 @@ class CpuBackend:
         operators += f", but {', '.join(sorted(provided))}" if provided else ""
         return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
 
-    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
+    def workspaces(self, limits: WorkerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
         """Not bounded: the system's allocator gives and takes."""
         del limits, max_step_tokens, num_ranks
         return {}
@@ -72,7 +72,7 @@ class CpuBackend:
         """Pieces of one sequence."""
         return DummyWeights(shapes, rank=rank, size=size)
 
-    def make_rank(
+    def make_worker(
         self,
         model: Model,
         *,
@@ -80,15 +80,15 @@ class CpuBackend:
         num_blocks: int,
         layout: KvLayout,
         communicator: Communicator,
-        limits: RunnerLimits,
+        limits: WorkerLimits,
         mark: Callable[[str], None],
         tracer: Tracer,
-    ) -> Rank:
+    ) -> Worker:
         """Needs no warming."""
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
-        return RankRunner(
+        return CpuWorker(
             model,
             kv_cache=kv_cache,
             ops=ops,

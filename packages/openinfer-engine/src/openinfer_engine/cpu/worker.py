@@ -1,4 +1,4 @@
-"""`RankRunner`: executes steps on one rank: input ids, forward, sampling, log-probabilities."""
+"""`CpuWorker`: executes steps on one rank: input ids, forward, sampling, log-probabilities."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from openinfer_engine.tracing.trace import DEVICE, NoTrace, Tracer
 from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.logprobs import HostLogprobs
 from openinfer_engine.worker.runner import DoneStep
-from openinfer_engine.worker.sampling_state import SlotSampling
+from openinfer_engine.worker.sampling_state import SamplingState
 from openinfer_engine.worker.state_slots import StateSlots
 from openinfer_kernels import Array, HostArray, Ops
 from openinfer_kv_cache import KvLayout
@@ -27,7 +27,7 @@ NOT_FINITE = "the model gave no finite logit to sample from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerLimits:
+class WorkerLimits:
     """Sizes of the runner's state."""
 
     max_num_seqs: int
@@ -48,7 +48,7 @@ class RunnerLimits:
         return 0 if self.tokens_per_score is None else 4 * -(-self.max_model_tokens // self.tokens_per_score)
 
 
-def make_states(layout: KvLayout, limits: RunnerLimits, *, ops: Ops) -> StateSlots | None:
+def make_states(layout: KvLayout, limits: WorkerLimits, *, ops: Ops) -> StateSlots | None:
     """Slots for the sequences that run and for copies; None for a model without recurrent states."""
     if not layout.slot_bytes:
         return None
@@ -56,7 +56,7 @@ def make_states(layout: KvLayout, limits: RunnerLimits, *, ops: Ops) -> StateSlo
     return StateSlots(layout, num_slots=num_slots, slot_bytes=limits.slot_bytes, ops=ops)
 
 
-class RankRunner:
+class CpuWorker:
     """One rank's state and its step. Steps run one after the other on one thread."""
 
     def __init__(
@@ -66,7 +66,7 @@ class RankRunner:
         kv_cache: Array,
         ops: Ops,
         communicator: Communicator,
-        limits: RunnerLimits,
+        limits: WorkerLimits,
         states: StateSlots | None = None,
         caches: Mapping[str, Array] = MappingProxyType({}),
         tracer: Tracer | None = None,
@@ -83,7 +83,7 @@ class RankRunner:
             max_model_tokens=limits.max_model_tokens,
             block_size_tokens=limits.block_size_tokens,
         )
-        self._sampling = SlotSampling(
+        self._sampling = SamplingState(
             max_num_seqs=limits.max_num_seqs, num_token_ids=limits.num_token_ids, vocab_size=limits.vocab_size
         )
         self._prompts: dict[int, tuple[int, ...]] = {}

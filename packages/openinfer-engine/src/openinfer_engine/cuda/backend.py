@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Self
 
 from openinfer_core import Refused
-from openinfer_engine.cpu.worker import RunnerLimits, make_states
+from openinfer_engine.cpu.worker import WorkerLimits, make_states
 from openinfer_engine.cuda.graphs import row_buckets, token_buckets
 from openinfer_engine.cuda.memory_budget import kv_cache_share, workspaces
 from openinfer_engine.cuda.slots import slot_sizes
-from openinfer_engine.cuda.worker import CudaRank
+from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
 from openinfer_engine.model import Model, WeightSource
@@ -17,7 +17,7 @@ from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.dummy import DeviceDummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_engine.worker.paged_tensors import make_pool, paged_regions, paged_tensors
-from openinfer_engine.worker.runner import Rank
+from openinfer_engine.worker.runner import Worker
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.catalogue import kernels_by_part, measured_by_part
 from openinfer_kernels.cuda.batch_invariant import BatchInvariantCudaOps
@@ -111,7 +111,7 @@ class CudaBackend:
         """On an H200."""
         return dict(measured_by_part(self._device.architecture))
 
-    def workspaces(self, limits: RunnerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
+    def workspaces(self, limits: WorkerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
         """See `memory_budget`."""
         is_capturing = self._options.cuda_graph
         return workspaces(
@@ -119,7 +119,7 @@ class CudaBackend:
             max_step_tokens=max_step_tokens,
             slot_state_bytes=state_bytes(slot_sizes(limits)),
             decode_rows=row_buckets(limits.max_num_seqs) if is_capturing else (),
-            piece_tokens=token_buckets(limits) if is_capturing else (),
+            mixed_tokens=token_buckets(limits) if is_capturing else (),
             num_ranks=num_ranks,
         )
 
@@ -150,7 +150,7 @@ class CudaBackend:
         """Computed on the GPU."""
         return DeviceDummyWeights(shapes, rank=rank, size=size)
 
-    def make_rank(
+    def make_worker(
         self,
         model: Model,
         *,
@@ -158,17 +158,17 @@ class CudaBackend:
         num_blocks: int,
         layout: KvLayout,
         communicator: Communicator,
-        limits: RunnerLimits,
+        limits: WorkerLimits,
         mark: Callable[[str], None],
         tracer: Tracer,
-    ) -> Rank:
+    ) -> Worker:
         """Warmed up, its decode steps captured."""
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
         if not isinstance(ops, CudaOps):
             raise TypeError("operators of another backend")
-        rank = CudaRank(
+        rank = CudaWorker(
             model,
             kv_cache=kv_cache,
             ops=ops,

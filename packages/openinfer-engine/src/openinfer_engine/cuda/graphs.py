@@ -1,25 +1,25 @@
-"""Steps that a GPU rank captures, so that replaying one costs the host next to nothing.
+"""Steps that a GPU worker captures, so that replaying one costs the host next to nothing.
 
 decode steps    one graph for the forward pass, one for each way of sampling: plain, or full with penalties, biases,
                 masks and log-probabilities
-short pieces    prompts' pieces and decode rows together, up to a number of tokens below which the device would wait
+mixed batches   prefill chunks and decode rows together, up to a number of tokens below which the device would wait
                 for launches: the forward pass alone
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_kernels import Array, Logprobs
 from openinfer_kernels.cuda.common.graphs import Graph, Stream
-from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, PieceInputs
+from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, MixedInputs
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of captured decode steps; a step is padded to the next one."""
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens of captured steps of pieces. Of more tokens the device has work for longer than it takes to launch them."""
+"""Tokens of captured mixed batches. Of more tokens the device has work for longer than it takes to launch them."""
 _CAPTURED_SCORE_BYTES = 1 << 26
-"""Of scores of a captured step of pieces, at most: to write and read more takes longer than to launch it."""
+"""Of scores of a captured mixed batch, at most: to write and read more takes longer than to launch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class CapturedDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedPieces:
-    """Steps of pieces of so many tokens; `hidden` is what the forward pass leaves."""
+class CapturedMixed:
+    """Mixed batches of so many tokens; `hidden` is what the forward pass leaves."""
 
-    inputs: PieceInputs
+    inputs: MixedInputs
     forward: Graph
     hidden: Array
 
@@ -57,7 +57,7 @@ class StepWork:
     decode_logits: Callable[[DecodeInputs], Array]
     sample: Callable[[Array, DecodeInputs], Array]
     sample_fully: Callable[[Array, DecodeInputs], tuple[Array, Logprobs]]
-    pieces_hidden: Callable[[PieceInputs], Array]
+    mixed_hidden: Callable[[MixedInputs], Array]
 
 
 def capture_decode(stream: Stream, inputs: DecodeInputs, work: StepWork) -> CapturedDecode:
@@ -70,14 +70,14 @@ def capture_decode(stream: Stream, inputs: DecodeInputs, work: StepWork) -> Capt
     )
 
 
-def capture_pieces(stream: Stream, inputs: PieceInputs, work: StepWork) -> CapturedPieces:
-    """Captures steps of pieces that read and write `inputs`."""
-    forward, hidden = stream.capture(lambda: work.pieces_hidden(inputs))
-    return CapturedPieces(inputs, forward, hidden)
+def capture_mixed(stream: Stream, inputs: MixedInputs, work: StepWork) -> CapturedMixed:
+    """Captures mixed batches that read and write `inputs`."""
+    forward, hidden = stream.capture(lambda: work.mixed_hidden(inputs))
+    return CapturedMixed(inputs, forward, hidden)
 
 
-def token_buckets(limits: RunnerLimits) -> tuple[int, ...]:
-    """The buckets of steps of pieces: a captured step computes scores of the longest context, whatever its own is."""
+def token_buckets(limits: WorkerLimits) -> tuple[int, ...]:
+    """The buckets of mixed batches: a captured one computes scores of the longest context, whatever its own is."""
     return tuple(each for each in TOKEN_BUCKETS if each * limits.score_bytes_per_token <= _CAPTURED_SCORE_BYTES)
 
 

@@ -7,7 +7,7 @@ The bounds are checked against the device: `openinfer bench startup` prints memo
 from collections.abc import Mapping, Sequence
 
 from openinfer_core import Refused
-from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, RunnerLimits
+from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -28,12 +28,12 @@ _LOGIT_BYTES = 12
 
 
 def workspaces(
-    limits: RunnerLimits,
+    limits: WorkerLimits,
     *,
     max_step_tokens: int,
     slot_state_bytes: int,
     decode_rows: Sequence[int],
-    piece_tokens: Sequence[int],
+    mixed_tokens: Sequence[int],
     num_ranks: int = 1,
 ) -> Mapping[str, int]:
     """Purpose -> bytes on one GPU.
@@ -43,16 +43,16 @@ def workspaces(
         max_step_tokens: tokens of the largest step.
         slot_state_bytes: of what the device keeps per slot.
         decode_rows: of each decode step that is captured.
-        piece_tokens: of each captured step of pieces.
+        mixed_tokens: of each captured mixed batch.
         num_ranks: that share each layer.
     """
     rows = limits.max_num_seqs + PROMPT_LOGPROB_ROWS
     gathered_bytes = rows * limits.vocab_size * _GATHERED_LOGIT_BYTES
-    scored_tokens = max_step_tokens + max((*decode_rows, *piece_tokens), default=0)  # graphs have memory of their own
+    scored_tokens = max_step_tokens + max((*decode_rows, *mixed_tokens), default=0)  # graphs have memory of their own
     score_bytes = scored_tokens * limits.score_bytes_per_token * (1 if num_ranks == 1 else 2)
     table_bytes = 4 * -(-limits.max_model_tokens // limits.block_size_tokens)
-    captured_rows = sum(decode_rows) + sum(min(each, limits.max_num_seqs) for each in piece_tokens)
-    graph_bytes = (len(decode_rows) + len(piece_tokens)) * _GRAPH_BYTES + captured_rows * table_bytes
+    captured_rows = sum(decode_rows) + sum(min(each, limits.max_num_seqs) for each in mixed_tokens)
+    graph_bytes = (len(decode_rows) + len(mixed_tokens)) * _GRAPH_BYTES + captured_rows * table_bytes
     shared = {"communicator": _COMMUNICATOR_BYTES + gathered_bytes} if num_ranks > 1 else {}
     return {
         **shared,

@@ -32,15 +32,15 @@ class ScoredPrompt:
     """What comes back of a row that owes log-probabilities of the prompt."""
 
     row: int
-    pieces: list[HostLogprobs]
+    chunks: list[HostLogprobs]
     top: int
 
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Of the prompt tokens that the row's positions predict."""
         return tuple(
             one
-            for piece in self.pieces
-            for one in piece.of_rows(range(len(piece.chosen)), [self.top] * len(piece.chosen))
+            for chunk in self.chunks
+            for one in chunk.of_rows(range(len(chunk.chosen)), [self.top] * len(chunk.chosen))
         )
 
 

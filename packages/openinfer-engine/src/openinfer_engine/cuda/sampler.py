@@ -6,8 +6,8 @@ import numpy as np
 
 from openinfer_core.grammars import MaskWords, mask_words
 from openinfer_core.sampling import MAX_LOGPROBS
-from openinfer_engine.cpu.worker import RunnerLimits
-from openinfer_engine.cuda.slots import CudaSlots
+from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.cuda.slots import CudaSamplingState
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_kernels import Array, HostArray, Logprobs, TokenMask
 from openinfer_kernels.cuda.common.pinned import PinnedTurn
@@ -16,7 +16,7 @@ from openinfer_kernels.cuda.sampling.step_inputs import DECODE_LINES, DecodeInpu
 
 
 class CudaSampler:
-    """Queues sampling of rows whose parameters are in `CudaSlots`.
+    """Queues sampling of rows whose parameters are in `CudaSamplingState`.
 
     Args:
         ops: the operators.
@@ -27,7 +27,7 @@ class CudaSampler:
     """
 
     def __init__(
-        self, ops: CudaOps, slots: CudaSlots, communicator: Communicator, limits: RunnerLimits, *, max_rows: int
+        self, ops: CudaOps, slots: CudaSamplingState, communicator: Communicator, limits: WorkerLimits, *, max_rows: int
     ) -> None:
         self._ops = ops
         self._slots = slots

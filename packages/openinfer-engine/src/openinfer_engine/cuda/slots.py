@@ -1,4 +1,4 @@
-"""`CudaSlots`: a GPU rank's slots: sampling state on the device, and on the host what decides how a step runs."""
+"""`CudaSamplingState`: how each sequence slot is sampled, on the device; what decides how a step runs, on the host."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from openinfer_core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from openinfer_core.scheduling import SlotStart, StepPlan
-from openinfer_engine.cpu.worker import RunnerLimits
+from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.worker.sampling_state import LogitChanges, has_penalties
 from openinfer_kernels import HostArray
 from openinfer_kernels.cuda.common.device import Device
@@ -26,10 +26,10 @@ class UnscoredRow:
     """Alternatives that were asked for."""
 
 
-class CudaSlots:
+class CudaSamplingState:
     """One slot per running sequence. Copies and kernels are queued; nothing is waited for."""
 
-    def __init__(self, device: Device, limits: RunnerLimits) -> None:
+    def __init__(self, device: Device, limits: WorkerLimits) -> None:
         self.state = SlotState(device, slot_sizes(limits))
         self._vocab_size = limits.vocab_size
         slots = limits.max_num_seqs
@@ -124,7 +124,7 @@ class CudaSlots:
         )
 
 
-def slot_sizes(limits: RunnerLimits) -> SlotSizes:
+def slot_sizes(limits: WorkerLimits) -> SlotSizes:
     """What the state on the device is made for."""
     return SlotSizes(
         max_num_seqs=limits.max_num_seqs,

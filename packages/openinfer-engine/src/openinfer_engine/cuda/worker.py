@@ -1,11 +1,11 @@
-"""`CudaRank`: a rank on a GPU. No step is waited for: it is queued, and its result is read when the loop asks.
+"""`CudaWorker`: the worker of one GPU. It queues steps and waits for none: results are read when the loop asks.
 
     plan ─► block tables, slots that begin ─► one small copy to the device
        ├─ decode rows alone ─► replay: forward ─► replay: sampling, plain or full ──────────► ids to the host
-       └─ pieces of prompts ─► replay, or launch one by one: forward ─► sampling launched ──► ids to the host
+       └─ prefill chunks too ─► replay, or launch one by one: forward ─► sampling launched ──► ids to the host
 
-What the host must know of a slot is known when it begins (`CudaSlots`), so nothing that a request may ask for makes a
-step wait, and what few rows ask for costs the others little.
+What the host must know of a sequence slot is known when it begins (`CudaSamplingState`), so nothing that a request may
+ask for makes a step wait, and what few rows ask for costs the others little.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,27 +15,26 @@ from types import MappingProxyType
 import numpy as np
 
 from openinfer_core.scheduling import StepPlan
-from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, RunnerLimits
+from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
 from openinfer_engine.cuda.graphs import (
     ROW_BUCKETS,
     TOKEN_BUCKETS,
     CapturedDecode,
-    CapturedPieces,
+    CapturedMixed,
     StepWork,
     bucket_of,
     capture_decode,
-    capture_pieces,
+    capture_mixed,
     row_buckets,
     token_buckets,
 )
 from openinfer_engine.cuda.results import QueuedStep, SampledTokens, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler
-from openinfer_engine.cuda.slots import CudaSlots, UnscoredRow, slot_sizes
+from openinfer_engine.cuda.slots import CudaSamplingState, UnscoredRow, slot_sizes
 from openinfer_engine.cuda.times import StepTimes
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Model
+from openinfer_engine.model import LastTokenModel, LogitsIndices, Model
 from openinfer_engine.tracing.trace import NoTrace, Tracer
-from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
 from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.logprobs import HostLogprobs
 from openinfer_engine.worker.runner import PendingStep
@@ -49,9 +48,9 @@ from openinfer_kernels.cuda.sampling.step_inputs import (
     DECODE_LINES,
     BatchMemory,
     DecodeInputs,
-    PieceInputs,
+    MixedInputs,
     SampledRows,
-    piece_record,
+    mixed_record,
 )
 
 _Columns = tuple[HostArray, HostArray, HostArray, HostArray, HostArray]
@@ -73,7 +72,7 @@ class _Rows:
     prompts: list[ScoredPrompt]
 
 
-class CudaRank:
+class CudaWorker:
     """Steps of one GPU, in order, on one stream."""
 
     def __init__(
@@ -83,7 +82,7 @@ class CudaRank:
         kv_cache: Array,
         ops: CudaOps,
         communicator: Communicator,
-        limits: RunnerLimits,
+        limits: WorkerLimits,
         states: StateSlots | None = None,
         caches: Mapping[str, Array] = MappingProxyType({}),
         tracer: Tracer | None = None,
@@ -106,11 +105,11 @@ class CudaRank:
             max_model_tokens=limits.max_model_tokens,
             block_size_tokens=limits.block_size_tokens,
         )
-        self._slots = CudaSlots(ops.device, limits)
+        self._slots = CudaSamplingState(ops.device, limits)
         max_rows = max(limits.max_num_seqs, ROW_BUCKETS[-1])
         self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
         self._decode: dict[int, CapturedDecode] = {}
-        self._pieces: dict[int, CapturedPieces] = {}
+        self._mixed: dict[int, CapturedMixed] = {}
         self._turns = PinnedTurns(ops.device, _TURNS)
 
     # --- start ------------------------------------------------------------------------------------------
@@ -126,23 +125,23 @@ class CudaRank:
             decode_logits=self._decode_logits,
             sample=lambda logits, inputs: self._sampler.sample(logits, inputs.sampled),
             sample_fully=self._sampler.sample_fully,
-            pieces_hidden=self._pieces_hidden,
+            mixed_hidden=self._mixed_hidden,
         )
         self._ops.device.synchronize()  # state and cache are filled on other streams, which this one does not wait for
         with self._stream:
             decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
-            pieces = [self._piece_inputs(tokens) for tokens in token_buckets(self._limits)]
+            mixed = [self._mixed_inputs(tokens) for tokens in token_buckets(self._limits)]
             with self._ops.tuning():
                 for inputs in decode:
                     self._sampler.sample_fully(self._decode_logits(inputs), inputs)
-                for inputs in pieces:
-                    self._pieces_hidden(inputs)
+                for inputs in mixed:
+                    self._mixed_hidden(inputs)
                 self._stream.synchronize()
             mark("tuning")
             if capture:
                 with self._stream.private_pool():  # every graph's scratch; inputs lie elsewhere
-                    for inputs in reversed(pieces):
-                        self._pieces[len(inputs.token_ids)] = capture_pieces(self._stream, inputs, work)
+                    for inputs in reversed(mixed):
+                        self._mixed[len(inputs.token_ids)] = capture_mixed(self._stream, inputs, work)
                     for inputs in reversed(decode):
                         self._decode[inputs.rows.shape[1]] = capture_decode(self._stream, inputs, work)
                 self._stream.synchronize()
@@ -157,9 +156,9 @@ class CudaRank:
             memory=self._memory,
         )
 
-    def _piece_inputs(self, num_tokens: int) -> PieceInputs:
+    def _mixed_inputs(self, num_tokens: int) -> MixedInputs:
         """For as many rows as so many tokens can have; two at least, since attention is told of no shorter row else."""
-        return PieceInputs.make(
+        return MixedInputs.make(
             max(2, min(num_tokens, self._limits.max_num_seqs)),
             num_tokens,
             max_blocks=slot_sizes(self._limits).max_blocks,
@@ -174,9 +173,9 @@ class CudaRank:
         self._slots.state.prepare_decode(inputs)
         return self._model.logits(self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache))
 
-    def _pieces_hidden(self, inputs: PieceInputs) -> Array:
-        """`[T, h]` hidden states of a step of pieces."""
-        self._slots.state.prepare_pieces(inputs)
+    def _mixed_hidden(self, inputs: MixedInputs) -> Array:
+        """`[T, h]` hidden states of a mixed batch."""
+        self._slots.state.prepare_mixed(inputs)
         return self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
 
     # --- steps ------------------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ class CudaRank:
         """Waits for what was queued, frees what was captured, and leaves the group."""
         self._stream.synchronize()
         self._decode.clear()
-        self._pieces.clear()
+        self._mixed.clear()
         self._communicator.close()
 
     def _queue(self, plan: StepPlan) -> QueuedStep:
@@ -215,7 +214,7 @@ class CudaRank:
         if self._states is not None:
             self._states.advance(plan)
         captured = self._captured_decode(plan)
-        rows = self._run_pieces(plan, turn) if captured is None else self._replay_decode(plan, captured, turn)
+        rows = self._run_mixed(plan, turn) if captured is None else self._replay_decode(plan, captured, turn)
         if self._states is not None:
             self._states.keep(plan)
         sampled = SampledTokens(
@@ -248,19 +247,19 @@ class CudaRank:
         sampled = np.flatnonzero(plan.sample)
         return _Rows(sampled, sampled, sampling.token_ids, sampling.logprobs, [])
 
-    def _run_pieces(self, plan: StepPlan, turn: PinnedTurn) -> _Rows:
+    def _run_mixed(self, plan: StepPlan, turn: PinnedTurn) -> _Rows:
         ends = np.cumsum(plan.counts)
         sampled = np.flatnonzero(plan.sample)
         places = np.arange(len(sampled))
         last_tokens, slots, positions = turn.upload(
             (ends[sampled] - 1).astype(np.int32), plan.slots[sampled], (plan.starts + plan.counts)[sampled]
         )
-        captured, unscored = self._captured_pieces(plan), self._slots.unscored(plan)
+        captured, unscored = self._captured_mixed(plan), self._slots.unscored(plan)
         prompts: list[ScoredPrompt] = []
-        if captured is None and not unscored and isinstance(self._model, SelectiveModel):
-            last = self._forward_wanted(self._model, plan, last_tokens, turn)
+        if captured is None and not unscored and isinstance(self._model, LastTokenModel):
+            last = self._forward_last_tokens(self._model, plan, last_tokens, turn)
         else:
-            hidden = self._launch_pieces(plan, turn) if captured is None else self._replay_pieces(plan, captured, turn)
+            hidden = self._launch_mixed(plan, turn) if captured is None else self._replay_mixed(plan, captured, turn)
             prompts = [
                 self._score(each, hidden[int(ends[each.row] - plan.counts[each.row]) :], turn) for each in unscored
             ]
@@ -279,43 +278,47 @@ class CudaRank:
         logprobs = self._ops.logprobs(logits, token_ids, top=top) if top >= 0 else None
         return _Rows(sampled, places, token_ids, logprobs, prompts)
 
-    def _captured_pieces(self, plan: StepPlan) -> CapturedPieces | None:
-        """The captured step of pieces that can hold a plan."""
+    def _captured_mixed(self, plan: StepPlan) -> CapturedMixed | None:
+        """The captured mixed batch that can hold a plan."""
         bucket = bucket_of(TOKEN_BUCKETS, plan.num_tokens)
-        return None if bucket is None else self._pieces.get(bucket)
+        return None if bucket is None else self._mixed.get(bucket)
 
-    def _replay_pieces(self, plan: StepPlan, captured: CapturedPieces, turn: PinnedTurn) -> Array:
+    def _replay_mixed(self, plan: StepPlan, captured: CapturedMixed, turn: PinnedTurn) -> Array:
         """`[T or more, h]` hidden states of a step."""
         inputs = captured.inputs
         sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
-        turn.upload_into(piece_record(*_columns(plan), sizes=sizes), inputs.record)
+        turn.upload_into(mixed_record(*_columns(plan), sizes=sizes), inputs.record)
         captured.forward.launch()
         return captured.hidden
 
-    def _launch_pieces(self, plan: StepPlan, turn: PinnedTurn) -> Array:
+    def _launch_mixed(self, plan: StepPlan, turn: PinnedTurn) -> Array:
         """`[T, h]` hidden states of a step of any shape."""
-        return self._pieces_hidden(self._inputs_of(_columns(plan), turn))
+        return self._mixed_hidden(self._inputs_of(_columns(plan), turn))
 
-    def _forward_wanted(self, model: SelectiveModel, plan: StepPlan, last_tokens: Array, turn: PinnedTurn) -> Array:
+    def _forward_last_tokens(self, model: LastTokenModel, plan: StepPlan, last: Array, turn: PinnedTurn) -> Array:
         """`[n, h]` hidden states of the last tokens of rows that sample."""
         inputs = self._inputs_of(_columns(plan), turn)
-        self._slots.state.prepare_pieces(inputs)
+        self._slots.state.prepare_mixed(inputs)
         batch, sampled = inputs.batch, plan.sample
-        if len(last_tokens):
-            ends, ones = (plan.starts + plan.counts)[sampled], np.ones(len(last_tokens), np.int32)
+        if len(last):
+            ends, ones = (plan.starts + plan.counts)[sampled], np.ones(len(last), np.int32)
             columns = plan.slots[sampled], ends - 1, ones, np.zeros_like(ones), plan.token_ids[:0]
-            last = self._inputs_of(columns, turn)
-            self._slots.state.prepare_pieces(last)
-            batch = last.batch
-        wanted = WantedTokens(tokens=last_tokens, batch=batch)
-        return model.forward_wanted(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache, wanted=wanted)
+            rows = self._inputs_of(columns, turn)
+            self._slots.state.prepare_mixed(rows)
+            batch = rows.batch
+        return model.forward_last_tokens(
+            inputs.token_ids,
+            batch=inputs.batch,
+            kv_cache=self._kv_cache,
+            last=LogitsIndices(tokens=last, batch=batch),
+        )
 
-    def _inputs_of(self, columns: _Columns, turn: PinnedTurn) -> PieceInputs:
+    def _inputs_of(self, columns: _Columns, turn: PinnedTurn) -> MixedInputs:
         """Inputs of a step that is not captured, on their way to the device."""
         _, starts, counts, _, _ = columns
         num_rows, num_tokens, longest = len(counts), int(counts.sum()), int((starts + counts).max())
-        (record,) = turn.upload(piece_record(*columns, sizes=(num_rows, num_tokens)))
-        return PieceInputs.make(
+        (record,) = turn.upload(mixed_record(*columns, sizes=(num_rows, num_tokens)))
+        return MixedInputs.make(
             num_rows,
             num_tokens,
             max_blocks=-(-longest // self._limits.block_size_tokens),
@@ -326,15 +329,15 @@ class CudaRank:
         )
 
     def _score(self, unscored: UnscoredRow, hidden: Array, turn: PinnedTurn) -> ScoredPrompt:
-        """Log-probabilities of a row's `targets`, which the first of `hidden` predict, piece by piece."""
+        """Log-probabilities of a row's `targets`, which the first of `hidden` predict, chunk by chunk."""
         targets: Sequence[int] = unscored.targets
         (token_ids,) = turn.upload(np.asarray(targets, np.int32))
-        pieces: list[HostLogprobs] = []
+        chunks: list[HostLogprobs] = []
         for begin in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-            piece = slice(begin, min(begin + PROMPT_LOGPROB_ROWS, len(targets)))
-            logits = self._model.logits(hidden[piece])
-            pieces.append(_download(self._ops.logprobs(logits, token_ids[piece], top=unscored.top), turn))
-        return ScoredPrompt(unscored.row, pieces, unscored.top)
+            chunk = slice(begin, min(begin + PROMPT_LOGPROB_ROWS, len(targets)))
+            logits = self._model.logits(hidden[chunk])
+            chunks.append(_download(self._ops.logprobs(logits, token_ids[chunk], top=unscored.top), turn))
+        return ScoredPrompt(unscored.row, chunks, unscored.top)
 
 
 def _columns(plan: StepPlan) -> _Columns:

@@ -1,4 +1,4 @@
-"""`Reserving`: blocks for sequences that are to run, those of their prefix that are in the cache first.
+"""`BlockAllocator`: blocks for sequences that are to run, those of their prefix that are in the cache first.
 
 A model with recurrent states shares a prefix up to where copies of the states are, in a slot or in KV tiers; what of it
 is cached beyond that is computed again, and given back before.
@@ -17,7 +17,7 @@ from openinfer_kv_cache import BlockPool, BlockSequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reserved:
+class BlockAllocation:
     """Blocks for every id of a sequence."""
 
     cached_tokens: int
@@ -26,7 +26,7 @@ class Reserved:
     """What tiers have beyond that, for a model with recurrent states."""
 
 
-class Reserving:
+class BlockAllocator:
     """Takes blocks from one pool.
 
     Args:
@@ -46,9 +46,9 @@ class Reserving:
         self.prefixes: StatePrefixes | None = None
         """With KV tiers, for a model with recurrent states."""
 
-    def reserve(
+    def allocate(
         self, sequence: Sequence, *, running: ListLike[Sequence], loading: ListLike[Sequence]
-    ) -> Reserved | None:
+    ) -> BlockAllocation | None:
         """Takes blocks for every id a sequence knows; each that runs or loads keeps one in reserve.
 
         Returns:
@@ -60,30 +60,30 @@ class Reserving:
             self._hurry()
             return None
         if not (self._matches_prefixes and sequence.may_match):
-            reserved = self._match_nothing(sequence, spare_blocks)
+            allocation = self._match_nothing(sequence, spare_blocks)
         elif self._snapshots is not None:
-            reserved = self._match_states(sequence, self._snapshots, spare_blocks, loading)
+            allocation = self._match_states(sequence, self._snapshots, spare_blocks, loading)
         elif self._is_being_computed(kv, running, loading):
             return None
         else:
-            reserved = Reserved(kv.match())
-        if reserved is not None and kv.reserve(sequence.known_tokens) is None:
+            allocation = BlockAllocation(kv.match())
+        if allocation is not None and kv.reserve(sequence.known_tokens) is None:
             raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
-        return reserved
+        return allocation
 
-    def _match_nothing(self, sequence: Sequence, spare_blocks: int) -> Reserved | None:
+    def _match_nothing(self, sequence: Sequence, spare_blocks: int) -> BlockAllocation | None:
         if not self._would_fit_behind(sequence, 0, spare_blocks):
             self._hurry()
             return None
         if self._snapshots is not None:
-            sequence.snapshot_places = self._snapshots.places(
+            sequence.snapshot_positions = self._snapshots.positions(
                 matched_tokens=0, begin_tokens=0, known_tokens=sequence.known_tokens
             )
-        return Reserved(0)
+        return BlockAllocation(0)
 
     def _match_states(
         self, sequence: Sequence, snapshots: Snapshots, spare_blocks: int, loading: ListLike[Sequence]
-    ) -> Reserved | None:
+    ) -> BlockAllocation | None:
         """Takes what is in the cache up to where states are, or can be loaded, if there is room for the rest."""
         kv = sequence.kv
         matched_tokens = known_tokens = kv.match()
@@ -101,10 +101,10 @@ class Reserving:
             found = self.prefixes.find(kv, matched_tokens=matched_tokens, cached_tokens=cached_tokens)
             begin_tokens, known_tokens = found.end_tokens, found.known_tokens
         kv.shrink(min(begin_tokens, matched_tokens))
-        sequence.snapshot_places = snapshots.places(
+        sequence.snapshot_positions = snapshots.positions(
             matched_tokens=known_tokens, begin_tokens=begin_tokens, known_tokens=sequence.known_tokens
         )
-        return Reserved(cached_tokens, found)
+        return BlockAllocation(cached_tokens, found)
 
     def _would_fit_behind(self, sequence: Sequence, num_tokens: int, spare_blocks: int) -> bool:
         """Whether there is room for all known tokens if only the first `num_tokens` stay shared."""

@@ -1,46 +1,46 @@
-"""`check_books`: do the line, the open requests and the steps in flight agree with each other?"""
+"""`check_integrity`: do the queue, the open requests and the steps in flight agree with each other?"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
 
 from openinfer_core.errors import ContractViolation
-from openinfer_engine.scheduler.run_queue import Line
+from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
 from openinfer_engine.scheduler.step_builder import StepInFlight
 
 
-def check_books(line: Line, *, open_requests: Collection[Sequence], in_flight: Iterable[StepInFlight]) -> None:
-    """Compares what the scheduler knows with what it ought to be.
+def check_integrity(queue: RunQueue, *, open_requests: Collection[Sequence], in_flight: Iterable[StepInFlight]) -> None:
+    """Compares the run queue, the open requests and the steps in flight.
 
     Raises:
         ContractViolation: with the first disagreement found.
     """
     flying = Counter(sequence for record in in_flight for sequence in record.rows)
-    everyone = {*open_requests, *flying, *line.given_up}
+    everyone = {*open_requests, *flying, *queue.given_up}
     for sequence in everyone:
         _check_sequence(sequence, rows_in_flight=flying[sequence])
-    _check_order(line, num_open=len(open_requests))
-    slots = sorted([*line.free_slots, *(sequence.slot for sequence in everyone if sequence.slot != NO_SLOT)])
-    _require(slots == list(range(line.num_slots)), f"of {line.num_slots} slots these are free or held: {slots}")
-    num_live = line.kv.num_live_sequences
+    _check_order(queue, num_open=len(open_requests))
+    slots = sorted([*queue.free_slots, *(sequence.slot for sequence in everyone if sequence.slot != NO_SLOT)])
+    _require(slots == list(range(queue.num_slots)), f"of {queue.num_slots} slots these are free or held: {slots}")
+    num_live = queue.kv.num_live_sequences
     _require(num_live == len(everyone), f"{num_live} sequences have KV and {len(everyone)} are known")
 
 
-def _check_order(line: Line, *, num_open: int) -> None:
-    loading = [] if line.loads is None else line.loads.sequences
-    num_in_line = len(line.running) + len(line.preempted) + len(line.waiting) + len(loading)
-    _require(num_in_line == num_open, f"{num_in_line} sequences stand in line and {num_open} are open")
+def _check_order(queue: RunQueue, *, num_open: int) -> None:
+    loading = [] if queue.loads is None else queue.loads.sequences
+    num_queued = len(queue.running) + len(queue.preempted) + len(queue.waiting) + len(loading)
+    _require(num_queued == num_open, f"{num_queued} sequences are queued and {num_open} are open")
     for state, members in (
-        (SequenceState.RUNNING, line.running),
-        (SequenceState.PREEMPTED, line.preempted),
+        (SequenceState.RUNNING, queue.running),
+        (SequenceState.PREEMPTED, queue.preempted),
         (SequenceState.LOADING, loading),
     ):
         wrong = [sequence.request_id for sequence in members if sequence.state is not state]
         _require(not wrong, f"requests {wrong} are listed as {state.name.lower()} and are not")
-    running = [sequence.admission for sequence in line.running]
-    preempted = [sequence.admission for sequence in reversed(line.preempted)]
-    parts = [[*running, *preempted]] if line.loads is None else [running, preempted]
-    _require(all(ages == sorted(ages) for ages in parts), f"the line is not sorted by age: {parts}")
+    running = [sequence.admission for sequence in queue.running]
+    preempted = [sequence.admission for sequence in reversed(queue.preempted)]
+    parts = [[*running, *preempted]] if queue.loads is None else [running, preempted]
+    _require(all(ages == sorted(ages) for ages in parts), f"the run queue is not sorted by age: {parts}")
 
 
 def _check_sequence(sequence: Sequence, *, rows_in_flight: int) -> None:

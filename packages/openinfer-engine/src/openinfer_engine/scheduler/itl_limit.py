@@ -1,4 +1,4 @@
-"""`StepPace`: how many prompt tokens a step may compute beside decode rows, so that these do not wait too long.
+"""`ItlLimiter`: how many prompt tokens a step may compute beside decode rows, so that these do not wait too long.
 
     predicted ms of a step  =  ms of the last steps without prompt tokens  +  tokens x ms per token
 
@@ -18,7 +18,7 @@ _MOST_GROWTH = 2.0
 """A step counts as at most so many times what is known: the host was busy with something else."""
 
 
-class StepPace:
+class ItlLimiter:
     """Keeps the cost of steps and the budget that follows from it.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Harvest`: what the result of one step means for its sequences."""
+"""`OutputProcessor`: what the result of one step means for its sequences."""
 
 from openinfer_core.events import (
     Failed,
@@ -13,7 +13,7 @@ from openinfer_core.events import (
 from openinfer_core.request import RequestId
 from openinfer_core.scheduling import StepResult
 from openinfer_engine.scheduler.counters import Counters
-from openinfer_engine.scheduler.run_queue import Line
+from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState
 from openinfer_engine.scheduler.step_builder import StepInFlight
 
@@ -22,29 +22,29 @@ _FINISHED = SequenceState.FINISHED
 _RUNNING = SequenceState.RUNNING
 
 
-class Harvest:
+class OutputProcessor:
     """Takes in the rows of one step; `events` (in row order) and `ended` fill up.
 
     Args:
-        line: sequences that end are taken out of it.
+        queue: the run queue, which loses the sequences that end.
         counters: are counted up.
         seals_blocks: whether blocks that are full now may be found by later requests.
     """
 
-    __slots__ = ("_counters", "_line", "_record", "_result", "_seals_blocks", "ended", "events")
+    __slots__ = ("_counters", "_queue", "_record", "_result", "_seals_blocks", "ended", "events")
 
     def __init__(
-        self, record: StepInFlight, result: StepResult, *, line: Line, counters: Counters, seals_blocks: bool
+        self, record: StepInFlight, result: StepResult, *, queue: RunQueue, counters: Counters, seals_blocks: bool
     ) -> None:
         self.events: list[TokenEvent] = []
         self.ended: list[RequestId] = []
         self._record = record
         self._result = result
-        self._line = line
+        self._queue = queue
         self._counters = counters
         self._seals_blocks = seals_blocks
 
-    def take_rows(self) -> None:
+    def process(self) -> None:
         """Takes all rows. What a sequence holds is given back with its last row in flight, if it runs no longer."""
         failures = {**self._result.failed_rows, **self._record.faults}
         computed: set[int] = set()
@@ -59,17 +59,17 @@ class Harvest:
                 computed.add(row)
             sequence.rows_in_flight -= 1
             if sequence.state is not _RUNNING and not sequence.rows_in_flight:
-                self._line.give_back(sequence)
+                self._queue.give_back(sequence)
         for row, copy in self._record.snapshots.items():
-            self._line.end_snapshot(copy, good=row in computed)
+            self._queue.end_snapshot(copy, good=row in computed)
         for hold in self._record.holds:
-            self._line.end_hold(hold)
+            self._queue.end_hold(hold)
 
     def _take_row(self, row: int, sequence: Sequence, token_id: int) -> None:
         record, result = self._record, self._result
         end = record.ends[row]
-        if self._seals_blocks and (sealed := sequence.kv.seal(end)) and self._line.saves is not None:
-            self._line.saves.note(sequence.kv, sealed)
+        if self._seals_blocks and (sealed := sequence.kv.seal(end)) and self._queue.saves is not None:
+            self._queue.saves.note(sequence.kv, sealed)
         if not sequence.is_announced:
             self._announce(sequence)
         prompt_logprobs = result.prompt_logprobs.get(row)
@@ -122,7 +122,7 @@ class Harvest:
         self.events.append(Failed(sequence.request_id, FailureKind.INTERNAL, message))
 
     def _end(self, sequence: Sequence) -> None:
-        self._line.finish(sequence)
+        self._queue.finish(sequence)
         self.ended.append(sequence.request_id)
 
 

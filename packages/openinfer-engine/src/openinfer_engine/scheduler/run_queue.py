@@ -1,15 +1,15 @@
-"""`Line`: everybody who is not finished, in the order in which they are served, with the slots and KV blocks they hold.
+"""`RunQueue`: the unfinished sequences in the order in which they are served, with the slots and KV blocks they hold.
 
     running  oldest … youngest │ preempted  oldest … youngest │ waiting  in policy order
              slot and blocks   │            nothing           │          nothing
 
 The order within the first two is that of first admission, and it keeps itself: only the youngest that runs is
-preempted, the oldest preempted is resumed first, and nobody is admitted from the queue before all have resumed. So
-the oldest never gives way, and as `Line.can_ever_hold` was asked before it entered, it can run to its end.
+preempted, the oldest preempted is resumed first, and none waiting is admitted before all have resumed. So
+the oldest never gives way, and as `RunQueue.can_ever_hold` was asked before it entered, it can run to its end.
 
-With KV tiers (`use_tiers`) somebody admitted whose prefix is on its way stands beside the line (`loads.py`), with slot
-and blocks, and takes his place in it when the load has ended; others may have been admitted behind him meanwhile. Where
-blocks run short, the youngest load is given up before anybody is preempted.
+With KV tiers (`use_tiers`) an admitted sequence whose prefix is being loaded is kept apart (`loads.py`), with slot and
+blocks, and is sorted in when the load has ended; later ones may have been admitted meanwhile. Where blocks run short,
+the youngest load is given up before a running sequence is preempted.
 """
 
 import bisect
@@ -21,7 +21,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StateCopy
 from openinfer_core.waiting_queue import WaitingQueue
 from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.scheduler.admission import Reserved, Reserving
+from openinfer_engine.scheduler.admission import BlockAllocation, BlockAllocator
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.loads import Loads
 from openinfer_engine.scheduler.saves import Saves
@@ -39,15 +39,15 @@ class Admission:
 
     sequence: Sequence
     start: SlotStart
-    is_spoilt: bool
-    """Whether the queue policy raised on it."""
+    has_policy_fault: bool
+    """Whether the queue policy raised on it: then its first row fails."""
     restore: StateCopy | None = None
     """Brings the recurrent states of the prefix that it begins on."""
     hold: StateSlotCopy | None = None
     """Of what is restored, until the step was applied; only with KV tiers."""
 
 
-class Line:
+class RunQueue:
     """See the module. Its methods keep the order; the lists are for reading."""
 
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy, counters: Counters) -> None:
@@ -79,7 +79,7 @@ class Line:
         self.num_slots = config.max_num_seqs
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.matches_prefixes = config.prefix_cache or self.snapshots is not None
-        self._reserving = Reserving(
+        self._allocator = BlockAllocator(
             self.kv.pool,
             matches_prefixes=self.matches_prefixes,
             snapshots=self.snapshots,
@@ -103,7 +103,7 @@ class Line:
             return
         if not port.pieces_per_slot:
             raise ContractViolation("KV tiers of a model with recurrent states need the states' memory")
-        self._reserving.prefixes = StatePrefixes(snapshots, port, self.kv.hasher, block_size_tokens=block_tokens)
+        self._allocator.prefixes = StatePrefixes(snapshots, port, self.kv.hasher, block_size_tokens=block_tokens)
         self._state_saves = StateSaves(snapshots, port, self.kv.hasher)
 
     @property
@@ -138,21 +138,21 @@ class Line:
     # --- in ---------------------------------------------------------------------------------------------
 
     def admit(self) -> Admission | None:
-        """Lets the next in line run if there is a slot, and blocks for every id it knows; nobody is passed over.
+        """Lets the next sequence run if there is a slot, and blocks for every id it knows; none is passed over.
 
-        One block per running sequence has to stay spare, lest the newcomer is preempted at their next block. Who has a
-        prefix in common with a prompt that is being computed waits for it, and computes it not a second time.
+        One block per running sequence has to stay spare, lest the newcomer is preempted at their next block. A sequence
+        that shares a prefix with a prompt that is being computed waits for it instead of computing it a second time.
         """
         while (ready := self._take_ready()) is None:
             sequence = self._next()
             if sequence is None or not self.free_slots:
                 return None
-            reserved = self._reserving.reserve(sequence, running=self.running, loading=self._loading)
-            if reserved is None:
+            allocation = self._allocator.allocate(sequence, running=self.running, loading=self._loading)
+            if allocation is None:
                 return None
             self._leave(sequence)
-            if not self._begin_load(sequence, reserved):
-                return self._start(sequence, reserved.cached_tokens)
+            if not self._begin_load(sequence, allocation):
+                return self._start(sequence, allocation.cached_tokens)
         return self._start(*ready)
 
     def _take_ready(self) -> tuple[Sequence, int] | None:
@@ -166,33 +166,35 @@ class Line:
         return None
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes the next in line out of the preempted or the queue, and gives it a slot."""
+        """Takes the next sequence out of the preempted or the waiting ones, and gives it a slot."""
         if sequence.state is SequenceState.PREEMPTED:
             self.preempted.pop()
         else:
-            sequence.is_spoilt = not self.waiting.admit_head()
+            sequence.has_policy_fault = not self.waiting.admit_head()
             sequence.admission, self._num_admitted = self._num_admitted, self._num_admitted + 1
         sequence.slot = self.free_slots.pop()
 
-    def _begin_load(self, sequence: Sequence, reserved: Reserved) -> bool:
+    def _begin_load(self, sequence: Sequence, allocation: BlockAllocation) -> bool:
         """Whether the tiers have more of the sequence's prefix, which is on its way then."""
         if self.loads is None:
             return False
-        if self._reserving.prefixes is not None:
-            is_loading = self._begin_state_load(sequence, reserved, self._reserving.prefixes, self.loads)
-        elif sequence.asked_tiers or sequence.is_spoilt or not sequence.may_match:
+        if self._allocator.prefixes is not None:
+            is_loading = self._begin_state_load(sequence, allocation, self._allocator.prefixes, self.loads)
+        elif sequence.asked_tiers or sequence.has_policy_fault or not sequence.may_match:
             return False
         else:
             sequence.asked_tiers = True
-            is_loading = self.loads.begin(sequence, reserved.cached_tokens)
+            is_loading = self.loads.begin(sequence, allocation.cached_tokens)
         if is_loading:
-            sequence.move(SequenceState.LOADING)
+            sequence.transition(SequenceState.LOADING)
         return is_loading
 
-    def _begin_state_load(self, sequence: Sequence, reserved: Reserved, prefixes: StatePrefixes, loads: Loads) -> bool:
-        if reserved.found is None:
+    def _begin_state_load(
+        self, sequence: Sequence, allocation: BlockAllocation, prefixes: StatePrefixes, loads: Loads
+    ) -> bool:
+        if allocation.found is None:
             return False
-        load = prefixes.begin(sequence.kv, reserved.found, cached_tokens=reserved.cached_tokens)
+        load = prefixes.begin(sequence.kv, allocation.found, cached_tokens=allocation.cached_tokens)
         if load is not None:
             loads.add(sequence, load)
         return load is not None
@@ -203,13 +205,13 @@ class Line:
             sequence.has_run = True
             sequence.cached_tokens = cached_tokens
             self._counters.cached_tokens += cached_tokens
-        sequence.move(SequenceState.RUNNING)
+        sequence.transition(SequenceState.RUNNING)
         bisect.insort(self.running, sequence, key=_age)
         start = sequence.take_slot(cached_tokens=cached_tokens)
-        admission = Admission(sequence, start, sequence.is_spoilt)
+        admission = Admission(sequence, start, sequence.has_policy_fault)
         if self.snapshots is not None and cached_tokens:
             admission.restore = self.snapshots.restore(sequence.kv, cached_tokens, start.slot)
-            if self._reserving.prefixes is not None:
+            if self._allocator.prefixes is not None:
                 admission.hold = self.snapshots.hold_behind(sequence.kv, cached_tokens)
         return admission
 
@@ -225,7 +227,7 @@ class Line:
     def begin_snapshot(self, sequence: Sequence) -> StateSlotCopy | None:
         """The copy of a running sequence's states behind the row planned last, if they are to be kept there."""
         end_tokens = sequence.computed_tokens
-        if self.snapshots is None or end_tokens not in sequence.snapshot_places:
+        if self.snapshots is None or end_tokens not in sequence.snapshot_positions:
             return None
         copy = self.snapshots.take(sequence.kv, end_tokens, sequence.slot)
         if copy is None and self._state_saves is not None and not self.snapshots.has_behind(sequence.kv, end_tokens):
@@ -249,10 +251,10 @@ class Line:
     # --- growth -----------------------------------------------------------------------------------------
 
     def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` computed positions fits, with everybody else preempted."""
+        """Whether a sequence of `num_tokens` computed positions fits, with all others preempted."""
         return self.kv.can_ever_fit(num_tokens)
 
-    def grow(self, sequence: Sequence, in_flight: Iterable[StepInFlight]) -> ListLike[int] | None:
+    def allocate_next(self, sequence: Sequence, in_flight: Iterable[StepInFlight]) -> ListLike[int] | None:
         """Makes room for one more position of a running sequence, preempting the youngest as needed.
 
         Returns:
@@ -275,7 +277,7 @@ class Line:
         """Sends the youngest running sequence back; what it has generated will be given when it resumes."""
         self.running.pop()
         self.preempted.append(sequence)
-        sequence.move(SequenceState.PREEMPTED)
+        sequence.transition(SequenceState.PREEMPTED)
         sequence.asked_tiers = False
         self._counters.preemptions += 1
         if not sequence.rows_in_flight:
@@ -304,7 +306,7 @@ class Line:
 
     def _step_back(self, sequence: Sequence) -> None:
         """One that loads no more resumes in its turn."""
-        sequence.move(SequenceState.PREEMPTED)
+        sequence.transition(SequenceState.PREEMPTED)
         bisect.insort(self.preempted, sequence, key=lambda each: -each.admission)
 
     # --- out --------------------------------------------------------------------------------------------
@@ -320,7 +322,7 @@ class Line:
                 self.loads.give_up(sequence)
             case _:
                 self.running.remove(sequence)
-        sequence.move(SequenceState.FINISHED)
+        sequence.transition(SequenceState.FINISHED)
         if not sequence.is_held:
             self.give_back(sequence)
 

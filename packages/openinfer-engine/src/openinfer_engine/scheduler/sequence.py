@@ -13,7 +13,7 @@
     preempted  gave way when blocks were short; resumes from the ids it knows, before anything waiting is admitted
     finished   its terminal event is out; it is never planned again
 
-`Sequence.move` enforces the diagram. A preempted or finished sequence keeps its slot and blocks while a step in
+`Sequence.transition` enforces the diagram. A preempted or finished sequence keeps its slot and blocks while a step in
 flight has a row of it (`rows_in_flight`), because that step still writes to them.
 
 Positions of a running sequence, each mark at or behind the one before it:
@@ -47,7 +47,7 @@ class SequenceState(IntEnum):
     LOADING = 4
 
 
-_MOVES = frozenset(
+_TRANSITIONS = frozenset(
     {
         (SequenceState.WAITING, SequenceState.RUNNING),
         (SequenceState.WAITING, SequenceState.FINISHED),
@@ -87,10 +87,10 @@ class Sequence:
         "computed_tokens",
         "final_tokens",
         "given_tokens",
+        "has_policy_fault",
         "has_run",
         "is_announced",
         "is_masked",
-        "is_spoilt",
         "known_tokens",
         "kv",
         "limit_tokens",
@@ -104,7 +104,7 @@ class Sequence:
         "seed",
         "sent_blocks",
         "slot",
-        "snapshot_places",
+        "snapshot_positions",
         "state",
         "stop_token_ids",
         "target_tokens",
@@ -132,7 +132,7 @@ class Sequence:
         self.samples = request.sampling.max_tokens > 0
         """Whether anything is generated; otherwise only the prompt's log-probabilities are wanted."""
         self.given_tokens = self.target_tokens = self.computed_tokens = self.capacity_tokens = self.sent_blocks = 0
-        self.snapshot_places: tuple[int, ...] = ()
+        self.snapshot_positions: tuple[int, ...] = ()
         """Positions at which rows end so that the recurrent states before them can be kept, ascending."""
         self.cached_tokens = 0
         """That it began to run with, the first time."""
@@ -141,7 +141,7 @@ class Sequence:
         """Its prefix on the way from KV tiers; until it is over its blocks stay."""
         self.asked_tiers = False
         """Whether tiers were asked for what it would compute: once, and again after a preemption."""
-        self.is_spoilt = False
+        self.has_policy_fault = False
         """Whether the queue policy raised on it; then its first row fails."""
         self.is_masked = request.sampling.is_masked
         """Whether it waits for each token before the next row is planned."""
@@ -149,13 +149,13 @@ class Sequence:
         """Whether `Scheduled` is out."""
         self.prompt_logprobs_sent = 0
 
-    def move(self, state: SequenceState) -> None:
+    def transition(self, state: SequenceState) -> None:
         """Changes the state.
 
         Raises:
             ContractViolation: the diagram has no such arrow.
         """
-        if (self.state, state) not in _MOVES:
+        if (self.state, state) not in _TRANSITIONS:
             raise ContractViolation(f"request {self.request_id} cannot go from {self.state.name} to {state.name}")
         self.state = state
 

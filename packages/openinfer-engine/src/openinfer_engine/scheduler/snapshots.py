@@ -63,7 +63,7 @@ class Snapshots:
         """As `has`, of the states behind `num_tokens`."""
         return self.has(self._digest(kv, num_tokens))
 
-    def places(self, *, matched_tokens: int, begin_tokens: int, known_tokens: int) -> tuple[int, ...]:
+    def positions(self, *, matched_tokens: int, begin_tokens: int, known_tokens: int) -> tuple[int, ...]:
         """Where the states of a sequence are to be kept, ascending.
 
         Args:
@@ -72,7 +72,7 @@ class Snapshots:
             known_tokens: its ids; at least the last of them is always computed.
         """
         last = (known_tokens - 1) // self._block_tokens * self._block_tokens
-        return tuple(sorted(place for place in {matched_tokens, last} if place > begin_tokens))
+        return tuple(sorted(position for position in {matched_tokens, last} if position > begin_tokens))
 
     def restore(self, kv: BlockSequence, num_tokens: int, slot: int) -> StateCopy:
         """The copy that brings the states behind `num_tokens` into a slot, before the step that is planned now.

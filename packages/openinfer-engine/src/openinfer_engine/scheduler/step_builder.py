@@ -32,7 +32,7 @@ class StepInFlight:
     """Snapshots that the step restores from, and that no tier may fill before it has run."""
 
 
-class StepDraft:
+class StepBuilder:
     """The columns of one step, grown row by row. Lists, because a NumPy scalar per row costs more than the row."""
 
     __slots__ = (
@@ -110,7 +110,7 @@ class StepDraft:
         """
         start = sequence.computed_tokens
         end = min(sequence.given_tokens, start + self.budget_tokens)
-        end = min([end, *(place for place in sequence.snapshot_places if place > start)])
+        end = min([end, *(position for position in sequence.snapshot_positions if position > start)])
         samples = end == sequence.given_tokens and sequence.samples
         new_blocks = sequence.kv.blocks[sequence.sent_blocks :]
         self.rows.append(sequence)
@@ -131,7 +131,7 @@ class StepDraft:
         sequence.rows_in_flight += 1
         return end - start
 
-    def finish(self, step: int, *, planned_s: float) -> tuple[StepPlan, StepInFlight]:
+    def build(self, step: int, *, planned_s: float) -> tuple[StepPlan, StepInFlight]:
         """The plan for the runner, and the scheduler's record of it."""
         plan = StepPlan(
             step=step,

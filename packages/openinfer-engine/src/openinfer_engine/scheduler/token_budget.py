@@ -1,15 +1,16 @@
 """`TokenBudgetScheduler`: every step has a budget of tokens, and everything that runs is a row of it.
 
-A plan is made by walking along the line of sequences (`run_queue.py`) until the budget is spent:
+A plan is made by walking along the run queue (`run_queue.py`) until the budget is spent:
 
     running, next id on the device    one token each; where blocks run short, the youngest of all is preempted;
                                       with a grammar every other step, once the last token is known
     running, given ids left           chunks of prompts, or of what a preemption made them lose
     preempted, then the queue's head  admitted while slots, blocks and budget last
 
-Nobody is passed over, so nobody starves, and the oldest always has a row, so a step is always possible.
+No sequence is passed over, so none starves, and the oldest always has a row, so a step is always possible.
 
-With KV tiers (`use_tiers`), who is admitted first loads what the tiers have of its prefix while others are planned.
+With KV tiers (`use_tiers`), an admitted sequence first loads what the tiers have of its prefix; others are planned
+meanwhile.
 
 A result is applied up to one plan late. Ends by length are known in advance and never planned past; an end by a
 stop token leaves one wasted row in the step that is in flight. Slots and blocks come back when no step in flight has
@@ -26,12 +27,12 @@ from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.counters import Counters
-from openinfer_engine.scheduler.integrity import check_books
-from openinfer_engine.scheduler.itl_limit import StepPace
-from openinfer_engine.scheduler.outputs import Harvest, finished
-from openinfer_engine.scheduler.run_queue import Line
+from openinfer_engine.scheduler.integrity import check_integrity
+from openinfer_engine.scheduler.itl_limit import ItlLimiter
+from openinfer_engine.scheduler.outputs import OutputProcessor, finished
+from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, count_final_tokens
-from openinfer_engine.scheduler.step_builder import StepDraft, StepInFlight
+from openinfer_engine.scheduler.step_builder import StepBuilder, StepInFlight
 from openinfer_kv_cache import BlockListener
 
 _POLICY_FAULT = "the queue policy failed on this request"
@@ -43,10 +44,10 @@ class TokenBudgetScheduler:
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
         self._config = config
         self._counters = Counters()
-        self._line = Line(config, policy, self._counters)
+        self._queue = RunQueue(config, policy, self._counters)
         self._open: dict[RequestId, Sequence] = {}
         self._in_flight: deque[StepInFlight] = deque()
-        self._pace = StepPace(config.max_itl_ms)
+        self._itl_limiter = ItlLimiter(config.max_itl_ms)
         self._port: TierPort | None = None
 
     def use_tiers(self, port: TierPort) -> None:
@@ -55,12 +56,12 @@ class TokenBudgetScheduler:
         Raises:
             ContractViolation: prefixes are not shared, or the port has no recurrent states of a model with such.
         """
-        self._line.use_tiers(port)
+        self._queue.use_tiers(port)
         self._port = port
 
     def listen(self, listener: BlockListener) -> None:
         """From now on `listener` hears which prefixes the block pool holds; called before the first request."""
-        self._line.kv.pool.listener = listener
+        self._queue.kv.pool.listener = listener
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -74,11 +75,11 @@ class TokenBudgetScheduler:
             raise ContractViolation(f"request id {request.request_id} is in use")
         if (reason := self._refusal(request)) is not None:
             return [self._failed(request, FailureKind.INVALID, reason)]
-        if len(self._line.waiting) >= self._config.max_waiting:
+        if len(self._queue.waiting) >= self._config.max_waiting:
             message = f"the queue is full: {self._config.max_waiting} requests are waiting; try again later"
             return [self._failed(request, FailureKind.OVERLOADED, message)]
         sequence = self._make_sequence(request, now_s)
-        if not self._line.waiting.add(sequence, request):
+        if not self._queue.waiting.add(sequence, request):
             sequence.kv.release()
             return [self._failed(request, FailureKind.INTERNAL, _POLICY_FAULT)]
         self._open[request.request_id] = sequence
@@ -89,7 +90,7 @@ class TokenBudgetScheduler:
         sequence = self._open.pop(request_id, None)
         if sequence is None:
             return []
-        self._line.finish(sequence)
+        self._queue.finish(sequence)
         return [finished(sequence, FinishReason.ABORT)]
 
     def _refusal(self, request: GenerateRequest) -> str | None:
@@ -99,7 +100,7 @@ class TokenBudgetScheduler:
         if prompt_tokens > room_tokens:
             return f"the prompt has {prompt_tokens} tokens; a context of {longest} has room for at most {room_tokens}"
         final_tokens = count_final_tokens(request, longest)
-        if not self._line.can_ever_hold(final_tokens):
+        if not self._queue.can_ever_hold(final_tokens):
             pool_tokens = self._config.num_blocks * self._config.block_size_tokens
             return (
                 f"prompt and completion need KV memory for {final_tokens} tokens and this engine has it for "
@@ -111,7 +112,7 @@ class TokenBudgetScheduler:
         seed = request.sampling.seed
         return Sequence(
             request,
-            self._line.kv.sequence(request.prompt_token_ids, lora_name=request.lora, cache_salt=request.cache_salt),
+            self._queue.kv.sequence(request.prompt_token_ids, lora_name=request.lora, cache_salt=request.cache_salt),
             seed=secrets.randbits(64) if seed is None else seed,
             arrived_s=now_s,
             max_model_tokens=self._config.max_model_tokens,
@@ -125,27 +126,27 @@ class TokenBudgetScheduler:
 
     def plan(self, *, now_s: float) -> StepPlan | None:
         """The next step, or None if nothing can run before a step in flight is applied, or at all."""
-        self._line.settle()
-        draft = StepDraft(self._config.max_step_tokens)
-        unfilled = self._plan_decode_rows(draft)
-        draft.budget_tokens = self._pace.budget_tokens(draft.budget_tokens, decode_rows=draft.decode_rows)
-        self._plan_chunks(draft, unfilled)
-        self._admit(draft)
-        if not draft.rows:
+        self._queue.settle()
+        builder = StepBuilder(self._config.max_step_tokens)
+        unfilled = self._plan_decode_rows(builder)
+        builder.budget_tokens = self._itl_limiter.budget_tokens(builder.budget_tokens, decode_rows=builder.decode_rows)
+        self._plan_chunks(builder, unfilled)
+        self._admit(builder)
+        if not builder.rows:
             return None
-        plan, record = draft.finish(self._counters.steps, planned_s=now_s)
+        plan, record = builder.build(self._counters.steps, planned_s=now_s)
         self._in_flight.append(record)
         self._counters.steps += 1
         return plan
 
-    def _plan_decode_rows(self, draft: StepDraft) -> list[Sequence]:
+    def _plan_decode_rows(self, builder: StepBuilder) -> list[Sequence]:
         """One token for every sequence that has its next id on the device; returns those with given ids left.
 
         Once blocks ran short for one, all younger ones that need a block sit the step out, too.
         """
         unfilled: list[Sequence] = []
         is_short = False
-        for sequence in self._line.running:  # a preemption takes from its end, behind or at this sequence
+        for sequence in self._queue.running:  # a preemption takes from its end, behind or at this sequence
             computed_tokens = sequence.computed_tokens
             if computed_tokens < sequence.given_tokens:
                 unfilled.append(sequence)
@@ -154,35 +155,35 @@ class TokenBudgetScheduler:
             elif sequence.is_masked and computed_tokens == sequence.known_tokens:
                 continue  # its last token is in flight, and the mask of the next one depends on it
             elif computed_tokens < sequence.capacity_tokens:
-                draft.add_decode_row(sequence, ())
-            elif not is_short and (new_blocks := self._line.grow(sequence, self._in_flight)) is not None:
-                draft.add_decode_row(sequence, new_blocks)
+                builder.add_decode_row(sequence, ())
+            elif not is_short and (new_blocks := self._queue.allocate_next(sequence, self._in_flight)) is not None:
+                builder.add_decode_row(sequence, new_blocks)
             else:
                 is_short = True
-        draft.close_decode_rows()
+        builder.close_decode_rows()
         return unfilled
 
-    def _plan_chunks(self, draft: StepDraft, unfilled: list[Sequence]) -> None:
+    def _plan_chunks(self, builder: StepBuilder, unfilled: list[Sequence]) -> None:
         for sequence in unfilled:
-            if draft.budget_tokens:
-                self._add_chunk(draft, sequence)
+            if builder.budget_tokens:
+                self._add_chunk(builder, sequence)
 
-    def _add_chunk(self, draft: StepDraft, sequence: Sequence) -> None:
-        self._counters.prompt_tokens += draft.add_chunk(sequence)
-        snapshot = self._line.begin_snapshot(sequence)
+    def _add_chunk(self, builder: StepBuilder, sequence: Sequence) -> None:
+        self._counters.prompt_tokens += builder.add_chunk(sequence)
+        snapshot = self._queue.begin_snapshot(sequence)
         if snapshot is not None:
-            draft.snapshots[len(draft.rows) - 1] = snapshot
+            builder.snapshots[len(builder.rows) - 1] = snapshot
 
-    def _admit(self, draft: StepDraft) -> None:
-        while draft.budget_tokens and (admission := self._line.admit()) is not None:
-            if admission.is_spoilt:
-                draft.faults[len(draft.rows)] = _POLICY_FAULT
-            draft.started.append(admission.start)
+    def _admit(self, builder: StepBuilder) -> None:
+        while builder.budget_tokens and (admission := self._queue.admit()) is not None:
+            if admission.has_policy_fault:
+                builder.faults[len(builder.rows)] = _POLICY_FAULT
+            builder.started.append(admission.start)
             if admission.restore is not None:
-                draft.restores.append(admission.restore)
+                builder.restores.append(admission.restore)
             if admission.hold is not None:
-                draft.holds.append(admission.hold)
-            self._add_chunk(draft, admission.sequence)
+                builder.holds.append(admission.hold)
+            self._add_chunk(builder, admission.sequence)
 
     # --- apply ------------------------------------------------------------------------------------------
 
@@ -192,23 +193,23 @@ class TokenBudgetScheduler:
         Raises:
             ContractViolation: `plan` is not the oldest one in flight, or the result has another number of rows.
         """
-        step = self._land(plan, result)
-        self._pace.note(step, applied_s=now_s)
-        harvest = Harvest(
+        step = self._take_in_flight(plan, result)
+        self._itl_limiter.note(step, applied_s=now_s)
+        outputs = OutputProcessor(
             step,
             result,
-            line=self._line,
+            queue=self._queue,
             counters=self._counters,
-            seals_blocks=self._line.matches_prefixes,
+            seals_blocks=self._queue.matches_prefixes,
         )
-        harvest.take_rows()
-        self._line.begin_saves()
-        for request_id in harvest.ended:
+        outputs.process()
+        self._queue.begin_saves()
+        for request_id in outputs.ended:
             del self._open[request_id]
-        return harvest.events
+        return outputs.events
 
-    def _land(self, plan: StepPlan, result: StepResult) -> StepInFlight:
-        """Takes the oldest step in flight off the books."""
+    def _take_in_flight(self, plan: StepPlan, result: StepResult) -> StepInFlight:
+        """Removes the oldest step from those in flight."""
         if not self._in_flight or self._in_flight[0].step != plan.step:
             oldest = self._in_flight[0].step if self._in_flight else "none"
             raise ContractViolation(f"step {plan.step} was applied; the oldest step in flight is {oldest}")
@@ -226,12 +227,12 @@ class TokenBudgetScheduler:
 
     def stats(self) -> EngineStats:
         """Gauges and counters; from another thread they may be of slightly different moments."""
-        line, counters, pool, snapshots = self._line, self._counters, self._line.kv.pool, self._line.snapshots
-        loads, port = line.loads, self._port
+        queue, counters, pool, snapshots = self._queue, self._counters, self._queue.kv.pool, self._queue.snapshots
+        loads, port = queue.loads, self._port
         loading = 0 if loads is None else len(loads.sequences)
         return EngineStats(
-            running=len(line.running),
-            waiting=len(line.waiting) + len(line.preempted) + loading,
+            running=len(queue.running),
+            waiting=len(queue.waiting) + len(queue.preempted) + loading,
             blocks_used=pool.num_blocks - pool.available_blocks,
             blocks_total=pool.num_blocks,
             steps=counters.steps,
@@ -241,22 +242,22 @@ class TokenBudgetScheduler:
             preemptions=counters.preemptions,
             wasted_rows=counters.wasted_rows,
             failed_requests=counters.failed_requests,
-            policy_faults=line.waiting.faults,
+            policy_faults=queue.waiting.faults,
             state_snapshots=0 if snapshots is None else snapshots.num_snapshots,
             evicted_state_snapshots=0 if snapshots is None else snapshots.evicted_snapshots,
             loading=loading,
             tier_tokens=0 if loads is None else loads.loaded_tokens,
-            unsaved_blocks=line.unsaved_blocks,
+            unsaved_blocks=queue.unsaved_blocks,
             kv_tier_faults=0 if port is None else port.faults,
             kv_tiers=() if port is None else port.stats(),
         )
 
     def check_integrity(self) -> None:
-        """Compares the books with each other; for tests and after faults, O(blocks + tokens).
+        """Compares the scheduler's records with each other; for tests and after faults, O(blocks + tokens).
 
         Raises:
             IntegrityError: the KV blocks contradict themselves.
-            ContractViolation: the line, the slots or the rows in flight do.
+            ContractViolation: the queue, the slots or the rows in flight do.
         """
-        self._line.kv.check_integrity()
-        check_books(self._line, open_requests=self._open.values(), in_flight=self._in_flight)
+        self._queue.kv.check_integrity()
+        check_integrity(self._queue, open_requests=self._open.values(), in_flight=self._in_flight)

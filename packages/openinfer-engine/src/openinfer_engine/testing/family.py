@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from openinfer_core import read_config
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.model import Model, ModelDefinition, WeightSource
-from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
+from openinfer_engine.model import LastTokenModel, LogitsIndices, Model, ModelDefinition, WeightSource
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.stored_config import check_stored
@@ -110,9 +109,9 @@ class FamilyHarness:
         return bool(self._ranks[0].states)
 
     @property
-    def is_selective(self) -> bool:
-        """Whether `step_wanted` is possible."""
-        return len(self._ranks) == 1 and isinstance(self._ranks[0].model, SelectiveModel)
+    def selects_last_tokens(self) -> bool:
+        """Whether `step_last_tokens` is possible."""
+        return len(self._ranks) == 1 and isinstance(self._ranks[0].model, LastTokenModel)
 
     def step(self, rows: Mapping[str, Sequence[int]]) -> dict[str, Logits]:
         """Computes the next tokens of some sequences: the logits `[tokens, V]` at each of them.
@@ -134,11 +133,11 @@ class FamilyHarness:
         pieces = np.split(results[0], batch.query_starts[1:-1])
         return dict(zip(rows, pieces, strict=True))
 
-    def step_wanted(self, rows: Mapping[str, Sequence[int]]) -> dict[str, Logits]:
+    def step_last_tokens(self, rows: Mapping[str, Sequence[int]]) -> dict[str, Logits]:
         """As `step`, but only the logits `[1, V]` at the last token of each sequence are asked for, on one rank.
 
         Raises:
-            TypeError: the model is no `SelectiveModel`.
+            TypeError: the model is no `LastTokenModel`.
         """
         batch = self._batch(rows)
         token_ids = np.asarray([token for tokens in rows.values() for token in tokens], np.int32)
@@ -150,9 +149,9 @@ class FamilyHarness:
             cache_slots=batch.cache_slots[last],
             max_query_tokens=1,
         )
-        wanted = WantedTokens(tokens=self._ops.upload(last), batch=self._uploaded(alone))
+        indices = LogitsIndices(tokens=self._ops.upload(last), batch=self._uploaded(alone))
         (rank,) = self._ranks
-        logits = self._ops.download(rank.wanted_logits(self._ops.upload(token_ids), self._uploaded(batch), wanted))
+        logits = self._ops.download(rank.last_token_logits(self._ops.upload(token_ids), self._uploaded(batch), indices))
         return dict(zip(rows, np.split(logits, len(rows)), strict=True))
 
     def restart(self, sequence: str) -> None:
@@ -250,12 +249,12 @@ class _Rank:
     def logits(self, token_ids: Array, batch: AttentionBatch) -> Logits:
         return self.model.logits(self.model.forward(token_ids, batch=self._own(batch), kv_cache=self._pool))
 
-    def wanted_logits(self, token_ids: Array, batch: AttentionBatch, wanted: WantedTokens) -> Logits:
+    def last_token_logits(self, token_ids: Array, batch: AttentionBatch, indices: LogitsIndices) -> Logits:
         model = self.model
-        if not isinstance(model, SelectiveModel):
-            raise TypeError(f"{type(model).__name__} computes all tokens: it has no forward_wanted")
-        own = replace(wanted, batch=self._own(wanted.batch))
-        hidden = model.forward_wanted(token_ids, batch=self._own(batch), kv_cache=self._pool, wanted=own)
+        if not isinstance(model, LastTokenModel):
+            raise TypeError(f"{type(model).__name__} computes all tokens: it has no forward_last_tokens")
+        own = replace(indices, batch=self._own(indices.batch))
+        hidden = model.forward_last_tokens(token_ids, batch=self._own(batch), kv_cache=self._pool, last=own)
         return self.model.logits(hidden)
 
     def _own(self, batch: AttentionBatch) -> AttentionBatch:
@@ -308,10 +307,10 @@ def check_steps(
     harness.restart("whole")
     compare("computed again from the beginning", harness.step({"whole": tokens})["whole"])
     harness.restart("whole")
-    if harness.is_selective:
-        last = harness.step_wanted({"wanted": tokens, "other": tokens[:3]})["wanted"]
-        compare("asked for at the last token alone", last, first=len(tokens) - 1)
-        harness.restart("wanted")
+    if harness.selects_last_tokens:
+        last = harness.step_last_tokens({"selected": tokens, "other": tokens[:3]})["selected"]
+        compare("logits of the last token alone", last, first=len(tokens) - 1)
+        harness.restart("selected")
         harness.restart("other")
     pieces = [harness.step({"prefilled": tokens[:boundary]})["prefilled"]]
     pieces += [harness.step({"prefilled": [token]})["prefilled"] for token in tokens[boundary:]]

@@ -1,4 +1,4 @@
-"""The process of one rank beside the first: what `RankProcesses` starts and tells what to run.
+"""The process of one rank beside the first: what `ProcessGroup` starts and tells what to run.
 
 It takes its orders from standard input and answers on standard output; whatever it prints goes to standard error. When
 its input ends without a `Leave`, the engine is gone, and so is the process, whatever it was waiting for; on Linux also
@@ -32,7 +32,7 @@ from openinfer_engine.kv_tiers import PageTaking, open_port, take_pages
 from openinfer_engine.kv_tiers.share_service import ShareOrder, ShareService
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.tracing.trace import NoTrace
-from openinfer_engine.weights.loading import load_ranks
+from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.messages import (
     Agree,
     Build,
@@ -48,7 +48,7 @@ from openinfer_engine.worker.messages import (
     send,
     to_rank_decoder,
 )
-from openinfer_engine.worker.runner import Rank
+from openinfer_engine.worker.runner import Worker
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -88,41 +88,41 @@ def _end_with_engine() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Rank, ShareService | None]":
+def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Worker, ShareService | None]":
     build = orders.take(Build)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(logging.Formatter(f"%(name)s, rank {build.rank}: %(message)s"))
     spec = msgspec.json.decode(build.spec, type=EngineSpec)
     definition, options = spec.read()
-    composition = resolve(definition, Path(spec.model_dir), options, rank=build.rank)
-    answers.send(Resolved(composition.num_blocks))
+    engine_plan = resolve(definition, Path(spec.model_dir), options, rank=build.rank)
+    answers.send(Resolved(engine_plan.num_blocks))
     agreed = orders.take(Agree)
-    composition = composition.with_num_blocks(agreed.num_blocks)
-    size = composition.options.tensor_parallel_size
-    tiers = composition.open_tiers(rank=build.rank)
-    is_on_device = composition.options.device is DeviceKind.CUDA
+    engine_plan = engine_plan.with_num_blocks(agreed.num_blocks)
+    size = engine_plan.options.tensor_parallel_size
+    tiers = engine_plan.open_tiers(rank=build.rank)
+    is_on_device = engine_plan.options.device is DeviceKind.CUDA
     pages = take_pages(tiers, num_ranks=size) if tiers is not None and is_on_device else PageTaking([])
-    communicator = composition.backend.join_group(agreed.ticket, rank=build.rank, size=size)
+    communicator = engine_plan.backend.join_group(agreed.ticket, rank=build.rank, size=size)
     try:
-        (rank,) = load_ranks(composition, [communicator], NoTrace(), stream=io.StringIO())
+        (rank,) = load_workers(engine_plan, [communicator], NoTrace(), stream=io.StringIO())
     except BaseException as error:
         communicator.abort(error)
         raise
     share = None
     if tiers is not None:
         pages.finish()
-        load_timeout_s = composition.options.kv_load_timeout_ms / 1000
+        load_timeout_s = engine_plan.options.kv_load_timeout_ms / 1000
         share = ShareService(
             open_port(tiers, pool=rank.pool_memory(), load_timeout_s=load_timeout_s),
             answer=answers.send,
             fail=orders.fail,
-            enter_thread=composition.backend.enter_thread,
+            enter_thread=engine_plan.backend.enter_thread,
         )
     answers.send(Ready())
     return rank, share
 
 
-def _serve(rank: Rank, share: ShareService | None, orders: "_Orders") -> None:
+def _serve(rank: Worker, share: ShareService | None, orders: "_Orders") -> None:
     while not isinstance(order := orders.next(), Leave):
         if isinstance(order, RunStep):
             rank.launch(order.plan())

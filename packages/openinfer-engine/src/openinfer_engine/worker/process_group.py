@@ -1,4 +1,4 @@
-"""`RankProcesses`: the ranks of an engine beside the first, each a process of its own with a device of its own.
+"""`ProcessGroup`: the ranks of an engine beside the first, each a process of its own with a device of its own.
 
     started ─► resolved ─► agreed on the smallest pool, joining ─► ready ─► steps … ─► left
        └──────────┴──────────────────┴───────────────────────────────┴──────┴──► failed: the engine ends
@@ -51,7 +51,7 @@ CAUSE_DEADLINE_S = 3.0
 """How long a failure that another one has caused waits for that one, which is what a user should read."""
 
 
-class RankProcesses:
+class ProcessGroup:
     """Starts the processes; `smallest_pool`, `agree` and `wait_ready` follow in this order, then `run` for each step.
 
     Args:
@@ -229,9 +229,9 @@ class RankProcesses:
             member.tell(message)
 
 
-def start_ranks(spec: EngineSpec, options: EngineOptions) -> RankProcesses | None:
+def start_workers(spec: EngineSpec, options: EngineOptions) -> ProcessGroup | None:
     """The processes of the ranks that need one; None if none does."""
-    return RankProcesses(spec, options.num_rank_processes) if options.num_rank_processes else None
+    return ProcessGroup(spec, options.num_rank_processes) if options.num_rank_processes else None
 
 
 class _Member:

@@ -4,20 +4,20 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from openinfer_core.scheduling import StepPlan, StepResult
-from openinfer_engine.engine_plan import Composition
+from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.tracing.trace import NoTrace, Tracer
-from openinfer_engine.weights.loading import load_ranks
-from openinfer_engine.worker.process_group import CLOSE_DEADLINE_S, RankProcesses
-from openinfer_engine.worker.runner import PendingStep, Rank
+from openinfer_engine.weights.loading import load_workers
+from openinfer_engine.worker.process_group import CLOSE_DEADLINE_S, ProcessGroup
+from openinfer_engine.worker.runner import PendingStep, Worker
 
 
-def load_with_processes(composition: Composition, processes: RankProcesses, tracer: Tracer) -> "ProcessRunner":
+def load_with_processes(engine_plan: EnginePlan, processes: ProcessGroup, tracer: Tracer) -> "ProcessRunner":
     """Loads rank 0 while the other ranks load, and returns the runner of all.
 
     Args:
-        composition: of rank 0, with the pool that all ranks use.
+        engine_plan: of rank 0, with the pool that all ranks use.
         processes: that have resolved; the runner closes them.
         tracer: of rank 0.
 
@@ -25,11 +25,11 @@ def load_with_processes(composition: Composition, processes: RankProcesses, trac
         Refused: a rank cannot be had.
         GroupBroken: the process of a rank died.
     """
-    size = composition.options.tensor_parallel_size
-    ticket, communicator = composition.backend.open_group(size)
+    size = engine_plan.options.tensor_parallel_size
+    ticket, communicator = engine_plan.backend.open_group(size)
     try:
-        processes.agree(composition.num_blocks, ticket, communicator)
-        (rank,) = load_ranks(composition, [communicator], tracer)
+        processes.agree(engine_plan.num_blocks, ticket, communicator)
+        (rank,) = load_workers(engine_plan, [communicator], tracer)
         processes.wait_ready()
     except BaseException as error:
         communicator.abort(error)
@@ -53,13 +53,13 @@ class ProcessRunner:
 
     def __init__(
         self,
-        rank: Rank,
-        processes: RankProcesses,
+        rank: Worker,
+        processes: ProcessGroup,
         *,
         tracer: Tracer | None = None,
         close_deadline_s: float = CLOSE_DEADLINE_S,
     ) -> None:
-        self._rank: Rank | None = rank
+        self._rank: Worker | None = rank
         self._processes = processes
         self._tracer = tracer or NoTrace()
         self._close_deadline_s = close_deadline_s
@@ -121,7 +121,7 @@ class ProcessRunner:
 
 
 class _PendingStep:
-    def __init__(self, future: "Future[PendingStep]", processes: RankProcesses) -> None:
+    def __init__(self, future: "Future[PendingStep]", processes: ProcessGroup) -> None:
         self._future = future
         self._processes = processes
 

@@ -11,7 +11,7 @@ from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.tracing.trace import NoTrace, Tracer
 
 
-class Rank(Protocol):
+class Worker(Protocol):
     """One rank, which executes steps one after the other on one thread."""
 
     def launch(self, plan: StepPlan) -> "PendingStep":
@@ -70,7 +70,7 @@ class DoneStep:
 class ThreadRunner:
     """One thread per rank; a step's result is rank 0's."""
 
-    def __init__(self, ranks: Sequence[Rank], *, tracer: Tracer | None = None) -> None:
+    def __init__(self, ranks: Sequence[Worker], *, tracer: Tracer | None = None) -> None:
         self._ranks = list(ranks)
         self._tracer = tracer or NoTrace()
         self._threads = [

@@ -1,4 +1,4 @@
-"""`SlotSampling`: how the sequence in each slot is sampled, and the sampling batch of a step."""
+"""`SamplingState`: how the sequence in each slot is sampled, and the sampling batch of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class LogitChanges:
         return ids, np.concatenate([self.values[self.no_stop], forbidden])
 
 
-class SlotSampling:
+class SamplingState:
     """One row of parameters per slot, written when a sequence takes the slot."""
 
     def __init__(self, *, max_num_seqs: int, num_token_ids: int, vocab_size: int) -> None:

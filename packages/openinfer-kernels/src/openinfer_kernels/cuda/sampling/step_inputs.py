@@ -1,7 +1,7 @@
 """The arrays that a step's model and sampler read, filled on the device by `steps.SlotState`.
 
 TokenInputs    one token per row, sizes fixed: what a captured step reads and writes
-PieceInputs    pieces of any length, made for one step
+MixedInputs    prefill chunks and decode rows, made for one step
 """
 
 import ctypes
@@ -17,8 +17,8 @@ from openinfer_kernels.ops import Array, AttentionBatch, Bias, HostArray, Penalt
 
 DECODE_LINES = 4
 """Of `DecodeInputs.rows`."""
-PIECE_LINES = 6
-"""Of `PieceInputs.record`: slots, first positions, tokens, given ids of them, first token in the step, first given."""
+MIXED_LINES = 6
+"""Of `MixedInputs.record`: slots, first positions, tokens, given ids of them, first token in the step, first given."""
 
 
 class _ModelInputs(ctypes.Structure):
@@ -157,11 +157,11 @@ class DecodeInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceInputs:
-    """A step of pieces of any length; rows and tokens behind the last piece are padding."""
+class MixedInputs:
+    """A mixed batch: rows of any length; rows and tokens after the last one are padding."""
 
     record: Array
-    """`[PIECE_LINES * R + T]` int32, the only thing the host writes: see `piece_record`."""
+    """`[MIXED_LINES * R + T]` int32, the only thing the host writes: see `mixed_record`."""
     token_ids: Array
     batch: AttentionBatch
 
@@ -176,7 +176,7 @@ class PieceInputs:
         chunk_context_tokens: int | None = None,
         record: Array | None = None,
         memory: BatchMemory = _NOTHING,
-    ) -> "PieceInputs":
+    ) -> "MixedInputs":
         """Arrays for steps of so many rows and tokens.
 
         Args:
@@ -208,13 +208,13 @@ class PieceInputs:
 
 
 def padding_record(num_rows: int, num_tokens: int) -> HostArray:
-    """`PieceInputs.record` of a step in which all is padding."""
-    record = np.zeros(PIECE_LINES * num_rows + num_tokens, np.int32)
+    """`MixedInputs.record` of a step in which all is padding."""
+    record = np.zeros(MIXED_LINES * num_rows + num_tokens, np.int32)
     record[:num_rows] = -1
     return record
 
 
-def piece_record(
+def mixed_record(
     slots: HostArray,
     starts: HostArray,
     counts: HostArray,
@@ -223,7 +223,7 @@ def piece_record(
     *,
     sizes: tuple[int, int],
 ) -> HostArray:
-    """`PieceInputs.record` of pieces: columns of a step's plan, padded.
+    """`MixedInputs.record` of a mixed batch: columns of a step's plan, padded.
 
     Args:
         slots: `[r]`.
@@ -235,13 +235,13 @@ def piece_record(
     """
     num_rows, (padded_rows, padded_tokens) = len(slots), sizes
     record = padding_record(padded_rows, padded_tokens)
-    lines = record[: PIECE_LINES * padded_rows].reshape(PIECE_LINES, padded_rows)
+    lines = record[: MIXED_LINES * padded_rows].reshape(MIXED_LINES, padded_rows)
     ends = np.cumsum(counts)
     lines[4, num_rows:] = ends[-1]
     firsts = (ends - counts, np.cumsum(given_counts) - given_counts)
     for line, column in zip(lines, (slots, starts, counts, given_counts, *firsts), strict=True):
         line[:num_rows] = column
-    record[PIECE_LINES * padded_rows :][: len(given_ids)] = given_ids
+    record[MIXED_LINES * padded_rows :][: len(given_ids)] = given_ids
     return record
 
 

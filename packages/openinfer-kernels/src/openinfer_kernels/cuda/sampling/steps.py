@@ -9,7 +9,7 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
-from openinfer_kernels.cuda.sampling.step_inputs import PIECE_LINES, DecodeInputs, PieceInputs, SampledRows
+from openinfer_kernels.cuda.sampling.step_inputs import MIXED_LINES, DecodeInputs, MixedInputs, SampledRows
 from openinfer_kernels.ops import Array, Bias, HostArray, Penalties
 
 _THREADS = 128
@@ -128,12 +128,12 @@ class SlotState:
         ]
         self._kernels["prepare_decode"]((inputs.rows.shape[1], 1, 1), (_THREADS, 1, 1), arguments)
 
-    def prepare_pieces(self, inputs: PieceInputs) -> None:
+    def prepare_mixed(self, inputs: MixedInputs) -> None:
         """Fills the arrays of a step of pieces of any length from its `record`."""
         num_rows, num_tokens = len(inputs.batch.context_lens), len(inputs.token_ids)
         arguments = [
             inputs.record,
-            inputs.record[PIECE_LINES * num_rows :],
+            inputs.record[MIXED_LINES * num_rows :],
             self._table_arrays(),
             self._slot_arrays(),
             inputs.model_inputs(),

@@ -1,4 +1,4 @@
-"""The last layer is left out for tokens that nobody asks about, and nothing else changes."""
+"""The last layer is left out for tokens whose logits are not computed, and nothing else changes."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 from openinfer_core import read_config
 from openinfer_engine.distributed.communicator import SoloCommunicator
-from openinfer_engine.wanted_tokens import SelectiveModel, WantedTokens
+from openinfer_engine.model import LastTokenModel, LogitsIndices
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cpu import CpuOps
@@ -68,7 +68,7 @@ def make_cache(config: Qwen3Config) -> np.ndarray:
     return np.full((NUM_BLOCKS, layers, 2, heads, BLOCK_TOKENS, config.head_dim), np.nan, np.float32)
 
 
-def test_wanted_tokens_have_the_hidden_states_of_a_whole_step_and_all_have_keys_and_values(
+def test_selected_tokens_have_the_hidden_states_of_a_whole_step_and_all_have_keys_and_values(
     model: Qwen3Model, config: Qwen3Config, ops: CountingOps
 ) -> None:
     token_ids = np.random.default_rng(0).integers(0, config.vocab_size, 20).astype(np.int32)
@@ -78,15 +78,15 @@ def test_wanted_tokens_have_the_hidden_states_of_a_whole_step_and_all_have_keys_
 
     ends = np.asarray([6, 9, 19], np.int32)
     batch = make_batch(tuple((start + count - 1, 1) for start, count in PIECES))
-    wanted = WantedTokens(tokens=ends, batch=batch)
-    hidden = model.forward_wanted(token_ids, batch=make_batch(PIECES), kv_cache=cache, wanted=wanted)
+    last = LogitsIndices(tokens=ends, batch=batch)
+    hidden = model.forward_last_tokens(token_ids, batch=make_batch(PIECES), kv_cache=cache, last=last)
 
     np.testing.assert_allclose(hidden, whole[ends], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(cache, whole_cache)
     assert ops.tokens == [20] * (config.num_hidden_layers - 1) + [3]
 
 
-def test_nothing_is_computed_behind_the_last_keys_where_nothing_is_wanted(
+def test_nothing_is_computed_behind_the_last_keys_where_nothing_is_selected(
     model: Qwen3Model, config: Qwen3Config, ops: CountingOps
 ) -> None:
     token_ids = np.arange(20, dtype=np.int32)
@@ -94,8 +94,8 @@ def test_nothing_is_computed_behind_the_last_keys_where_nothing_is_wanted(
     model.forward(token_ids, batch=make_batch(PIECES), kv_cache=whole_cache)
     ops.tokens.clear()
 
-    wanted = WantedTokens(tokens=np.empty(0, np.int32), batch=make_batch(PIECES))
-    hidden = model.forward_wanted(token_ids, batch=make_batch(PIECES), kv_cache=cache, wanted=wanted)
+    last = LogitsIndices(tokens=np.empty(0, np.int32), batch=make_batch(PIECES))
+    hidden = model.forward_last_tokens(token_ids, batch=make_batch(PIECES), kv_cache=cache, last=last)
 
     assert hidden.shape == (0, config.hidden_size)
     np.testing.assert_array_equal(cache, whole_cache)
@@ -103,4 +103,4 @@ def test_nothing_is_computed_behind_the_last_keys_where_nothing_is_wanted(
 
 
 def test_the_engine_sees_that_the_model_is_selective(model: Qwen3Model) -> None:
-    assert isinstance(model, SelectiveModel)
+    assert isinstance(model, LastTokenModel)
