@@ -18,8 +18,8 @@ from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 from openinfer_kv_cache.sequence import BlockSequence
-from openinfer_kv_cache.slots import CopyKind, StateSlotCopy, StateSlotPool, StateSlotStatus
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
+from openinfer_kv_cache.state_slots import CopyKind, StateSlotCopy, StateSlotPool, StateSlotStatus
 from openinfer_kv_cache.tier_traits import BlockMover, CopyingTier, DeviceBlock, DeviceTier, LastingTier
 from openinfer_kv_cache.tiers import (
     EvictingTier,

@@ -12,7 +12,7 @@ from openinfer_kv_cache.digest import PrefixHasher
 from openinfer_kv_cache.errors import IntegrityError, KvConfigError
 from openinfer_kv_cache.eviction import EvictionPolicy
 from openinfer_kv_cache.sequence import BlockSequence
-from openinfer_kv_cache.slots import StateSlotPool
+from openinfer_kv_cache.state_slots import StateSlotPool
 
 
 class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """States of numbered things, and the one function that changes them.
 
-Blocks (`blocks.py`) and slots (`slots.py`) each draw a diagram and list its arrows as `Transition`s; a `StateTable`
-lets nothing else happen.
+Blocks (`blocks.py`) and state slots (`state_slots.py`) each draw a diagram and list its arrows as `Transition`s; a
+`StateTable` lets nothing else happen.
 """
 
 from collections.abc import Collection
