@@ -196,7 +196,7 @@ def test_a_folder_that_is_no_store_of_this_release_is_refused(open_disk, tmp_pat
     with pytest.raises(StoreError, match="cannot be read"):
         open_disk()
     path.unlink()
-    with pytest.raises(StoreError, match="missing beside segments"):
+    with pytest.raises(StoreError, match="missing next to segments"):
         open_disk()
 
 

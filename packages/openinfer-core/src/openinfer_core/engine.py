@@ -84,7 +84,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Sequences whose prefix is on its way from a KV tier; part of `waiting`."""
     tier_tokens: int = 0
     """Of `cached_tokens` and of what preempted sequences resumed with, those that came from KV tiers; with recurrent
-    states, those that were not computed because tiers had their KV, or the states behind it."""
+    states, those that were not computed because tiers had their KV, or the states after it."""
     unsaved_blocks: int = 0
     """Blocks, and chunks of recurrent states, that KV tiers were not given, because too many were on their way."""
     kv_tier_faults: int = 0

@@ -1,4 +1,4 @@
-"""Model families: who serves a `config.json`, found through the entry-point group `openinfer.models`."""
+"""Model families: which of them serves a `config.json`, found through the entry-point group `openinfer.models`."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -69,7 +69,7 @@ class RankLedger(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of the whole group, each with a device of its own."""
     weights_bytes: int = 0
     workspace_bytes: int = 0
-    """Activations, graphs, recurrent states and all else beside weights and KV."""
+    """Activations, graphs, recurrent states and all else next to weights and KV."""
     kv_cache_bytes: int = 0
     kv_cache_tokens: int = 0
     """That the KV cache holds; each rank has its share of every token's."""

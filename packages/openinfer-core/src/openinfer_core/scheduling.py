@@ -27,7 +27,7 @@ BoolColumn: TypeAlias = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotStart:
-    """A sequence takes a slot in this step: for the first time, or again after a preemption."""
+    """A sequence takes a sequence slot in this step: for the first time, or again after a preemption."""
 
     slot: int
     request: GenerateRequest
@@ -39,12 +39,12 @@ class SlotStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCopy:
-    """All recurrent states of one slot are copied to another; see `SchedulerConfig.num_snapshots` for slots."""
+    """All recurrent states of one state slot are copied to another; see `SchedulerConfig.num_snapshots`."""
 
     source: int
     target: int
     loaded_tokens: int | None = None
-    """That the source has consumed, where a KV tier has written it since the last step that did."""
+    """Tokens that the source has consumed, where a KV tier has written it since the last step that did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class StepPlan:
     state_restores: tuple[StateCopy, ...] = ()
     """Run before the step's rows: a slot of `started` begins with the states that its sequence had at `starts`."""
     state_snapshots: tuple[StateCopy, ...] = ()
-    """Run behind the step's rows."""
+    """Run after the step's rows."""
     token_masks: Mapping[int, MaskWords] = field(default_factory=dict[int, MaskWords])
     """Row -> the tokens that it may sample; the loop adds them to a scheduler's plan, for requests with a grammar."""
 
@@ -102,7 +102,7 @@ class StepResult:
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(
         default_factory=dict[int, tuple[TokenLogprobs, ...]]
     )
-    """Row -> of the prompt tokens that this row's positions predict, for rows whose request asked."""
+    """Row -> those of the prompt tokens that this row's positions predict, for rows whose request asked."""
     failed_rows: Mapping[int, str] = field(default_factory=dict[int, str])
     """Row -> message, safe to show: the request fails, the others live."""
 
@@ -118,7 +118,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """KV blocks of the pool."""
     block_size_tokens: int
     max_num_seqs: int
-    """Slots, hence rows of one step, at most."""
+    """Sequence slots, hence rows of one step, at most."""
     max_step_tokens: int
     """Token budget of one step."""
     max_model_tokens: int
@@ -130,7 +130,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     digest_key: bytes | None = None
     """The secret that block identities are made with, where KV outlives this process; None draws one."""
     num_snapshots: int = 0
-    """Slots of recurrent states behind the first `max_num_seqs`, for copies. A model with states has `prefix_cache` off
+    """State slots after the first `max_num_seqs`, for copies. A model with states has `prefix_cache` off
     here; a scheduler that plans `StateCopy`s may share prefixes all the same, where it has copied the states."""
     max_itl_ms: int | None = None
     """What a step with decode rows should take at most: prompts are given as many tokens as fit. A scheduler that
@@ -166,7 +166,7 @@ class QueuePolicy(Protocol):
     """The order of the waiting queue: the small hook most people want.
 
     A plug-in of the group `openinfer.queue_policies` is a callable taking a `QueuePolicyConfig`. The queue serves
-    the smallest key first and never passes over its head, so that no request starves behind ones that fit.
+    the smallest key first and never passes over its head, so that no request starves while others fit.
 
     `key` is called once for each request, and then `admitted` or `withdrawn` once. What a hook raises fails the
     request it was called for and no other, and is counted.

@@ -1,7 +1,7 @@
 """A simulated engine: real requests, events and timing, no model. For tests and for measuring frontends.
 
 It takes requests in order of arrival, gives each its first token `ttft_s` after submission at the earliest and one more
-every `tpot_s`, at most `rows_per_step` of them in one step; who comes later waits until one of these has ended. Tokens
+every `tpot_s`, at most `rows_per_step` of them in one step; a later request waits until one of these has ended. Tokens
 are a function of the prompt and the position alone: two runs agree, whatever the seed, and what shapes a distribution
 (temperature, penalties, bias) shapes nothing here. Everything else of a request is honoured or refused.
 

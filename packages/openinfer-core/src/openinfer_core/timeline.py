@@ -3,7 +3,7 @@
     process begins ─ imports ─┤ config ─┤ device ─┤ weights ─┤ … ready
 
 Phases touch: each begins where the one before it ended, so that nothing is left out. An engine's phases go to its log
-and into `EngineInfo.start`; a frontend has a timeline of its own, which runs beside the engine's.
+and into `EngineInfo.start`; a frontend has a timeline of its own, which runs in parallel to the engine's.
 """
 
 import os
@@ -73,7 +73,7 @@ def process_age_s() -> float:
     """Seconds since this process began, to 10 ms; 0 where the system does not say (not Linux)."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), counted from behind the name
+        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), counted from after the name
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
     except (OSError, AttributeError):
         return 0.0

@@ -138,7 +138,7 @@ class KvCache:
                 )
 
     def _check_states(self, sequence: BlockSequence) -> None:
-        """Sealed in front, writable behind; a sealed block has the sequence's digest, or a voided one."""
+        """Sealed in front, writable after; a sealed block has the sequence's digest, or a voided one."""
         digests = sequence.prefix_digests()
         for position, block_id in enumerate(sequence.blocks):
             is_sealed = position < sequence.num_sealed_blocks

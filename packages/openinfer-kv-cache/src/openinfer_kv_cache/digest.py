@@ -2,12 +2,12 @@
 
     root      = H("openinfer-root",  version, block size, layout digest, LoRA name, cache salt)
     digest[i] = H("openinfer-block", digest[i - 1], or root for i = 0, token ids of block i as uint32 LE)
-    state[p]  = H("openinfer-state", digest[i], p as uint32 LE): chunk p of the recurrent states behind block i
+    state[p]  = H("openinfer-state", digest[i], p as uint32 LE): chunk p of the recurrent states after block i
     H(person, message) = BLAKE2b-128 with the key and the personalisation `person`
 
 A block's digest binds every token before it and, through the root, everything else that shapes its KV. Chains
 of different salts or adapters differ from the root on, so they share no digest. The key makes digests
-impossible to forge: who does not know it cannot search for tokens that collide with another tenant's (keyed
+impossible to forge: without it an attacker cannot search for tokens that collide with another tenant's (keyed
 BLAKE2b is a MAC, RFC 7693 section 2.9). With a random key (the default) digests mean something in this
 process only; give the same key to every process that shares a tier.
 """

@@ -1,4 +1,4 @@
-"""`KvLayout`: where every byte of a block and of a slot is, as data with a digest.
+"""`KvLayout`: where every byte of a block and of a state slot is, as data with a digest.
 
 Page-first: a block holds all groups and all layers of its tokens in one contiguous range, so that it moves with
 one copy. Groups follow each other; inside a group layers follow each other; inside a layer its tensors do, each as
@@ -10,7 +10,7 @@ tensor are contiguous:
     region "v"       base size, the same stride and size
     layer l of k     bytes base + l * stride .. + size
 
-A slot is laid out the same way from the slot groups. Padding appears only where a larger element follows a smaller
+A state slot is laid out the same way from its groups. Padding appears only where a larger element follows a smaller
 one.
 
 The digest covers every field. Code that moves KV between two owners compares digests first (`check_same_layout`):
@@ -40,7 +40,7 @@ class GroupKind(StrEnum):
     PAGED = "paged"
     """A block."""
     SLOT = "slot"
-    """A slot."""
+    """A state slot."""
 
 
 class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -111,7 +111,7 @@ class KvGroupLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """The bytes of one rank's blocks and slots. Build it with `from_spec`; decode it with msgspec.
+    """The bytes of one rank's blocks and state slots. Build it with `from_spec`; decode it with msgspec.
 
     Raises:
         KvConfigError: the fields contradict each other: regions overlap, or reach beyond the block.
@@ -198,7 +198,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return num_blocks * self.block_bytes + num_state_slots * self.slot_bytes
 
     def num_blocks_for(self, budget_bytes: int, *, num_state_slots: int = 0) -> int:
-        """Blocks that fit into a budget beside `num_state_slots` slots.
+        """Blocks that fit into a budget together with `num_state_slots` state slots.
 
         Raises:
             KvConfigError: not even one fits.

@@ -244,13 +244,13 @@ class BlockSequence:
         return sealed
 
     def shrink(self, num_tokens: int) -> int:
-        """Gives back the blocks behind the first `num_tokens` tokens; the ids stay.
+        """Gives back the blocks after the first `num_tokens` tokens; the ids stay.
 
         A sealed block that `num_tokens` cuts is given back as well, since sealed blocks are never written again.
         `shrink(0)` is preemption: the sequence can `match` and `reserve` again.
 
         Returns:
-            How many of the `num_tokens` tokens still have room; positions behind must be computed (again).
+            How many of the `num_tokens` tokens still have room; later positions must be computed (again).
 
         Raises:
             SequenceStateError: `num_tokens` is negative.

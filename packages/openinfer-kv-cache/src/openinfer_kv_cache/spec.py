@@ -100,7 +100,7 @@ class PagedGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class StateTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor of a slot group.
+    """One tensor of a group of state slots.
 
     Raises:
         KvConfigError: a field is out of range.

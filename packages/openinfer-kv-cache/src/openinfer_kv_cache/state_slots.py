@@ -18,7 +18,7 @@ ends (`BlockSequence.prefix_digests`). A copy runs on the device after the call 
 `StateSlotCopy`: until it is completed or cancelled, neither of its slots can be handed to another sequence, even if the
 sequence leaves meanwhile. `StateTable.move` enforces the diagram.
 
-KV tiers copy states beside the steps: into a snapshot that is being filled (`begin_load`), and out of one that is held
+KV tiers copy states during the steps: into a snapshot that is being filled (`begin_load`), and out of one that is held
 (`begin_hold`). These are `StateSlotCopy`s of one slot alone.
 """
 

@@ -85,7 +85,7 @@ class LastingTier(KvTier, Protocol):
 
     @property
     def digest_key(self) -> bytes | None:
-        """The key that is kept beside the blocks (see `PrefixHasher`); None if the user has to bring one."""
+        """The key that is kept with the blocks (see `PrefixHasher`); None if the user has to bring one."""
         ...
 
 

@@ -20,7 +20,7 @@ What a tier promises:
 
 - **Never wrong KV.** Bytes are given back under a digest only if a checksum made when they were saved, bound to that
   digest and to the layout, still fits. Anything else is dropped, counted and a miss. A tier that outlives its process
-  keeps the layout beside the bytes and refuses to open under another.
+  keeps the layout with the bytes and refuses to open under another.
 - **Never fatal.** What goes wrong while bytes move ends one transfer as partial, counted by reason; the caller computes
   the blocks. Only misuse raises (`KvTierError`).
 - **Isolation is in the digests.** Tenants' salts and LoRA names are part of every chain's root (`PrefixHasher`); stores

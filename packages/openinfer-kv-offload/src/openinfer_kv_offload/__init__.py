@@ -1,8 +1,8 @@
 """KV blocks in host memory, on disk and on servers: checksummed, asynchronous, stackable. No engine, no GPU needed."""
 
-from openinfer_kv_offload.disk.store import StoreAccess
 from openinfer_kv_offload.disk.tier import DiskTier, DiskTierOptions
 from openinfer_kv_offload.errors import KvOffloadError, StoreError, TierConfigError
+from openinfer_kv_offload.format.manifest import StoreAccess
 from openinfer_kv_offload.host.frequency import LeastFrequentlyUsed
 from openinfer_kv_offload.host.options import HostPolicy, HostTierOptions
 from openinfer_kv_offload.host.tier import HostTier

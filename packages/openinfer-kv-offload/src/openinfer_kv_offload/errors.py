@@ -1,4 +1,4 @@
-"""The exception tree of the package, beside what it raises of `openinfer_kv_cache.errors`.
+"""The exception tree of the package, next to what it raises of `openinfer_kv_cache.errors`.
 
     openinfer_core.errors.OpenInferError
     └── KvOffloadError

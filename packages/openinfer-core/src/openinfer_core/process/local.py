@@ -3,7 +3,7 @@
     engine thread                        the reader's event loop
     LoopRunner ─► _deliver ─► _arrived ──(one wake-up)──► _collect ─► Mailbox ─► events()
 
-What the thread delivers lies in `_arrived`, behind a lock, until the reader's event loop collects it. So nothing is
+What the thread delivers lies in `_arrived`, under a lock, until the reader's event loop collects it. So nothing is
 lost when there is no reader yet, or when its event loop has been closed and another one reads on.
 """
 

@@ -1,4 +1,4 @@
-"""`RemoteEngine`: an engine in a process of its own, behind a socket."""
+"""`RemoteEngine`: an engine in a process of its own, reached over a socket."""
 
 import asyncio
 import contextlib
@@ -130,7 +130,7 @@ class RemoteEngine:
     Args:
         connection: a connected socket whose Hello has been answered.
         info: that answer.
-        process: the child behind it, which `close` ends.
+        process: the child at its other end, which `close` ends.
         access: how other processes may join.
         close_deadline_s: how long `close` waits for the engine before it gives up on it.
     """

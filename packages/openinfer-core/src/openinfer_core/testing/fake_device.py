@@ -33,7 +33,7 @@ class _Slot:
     """The fake model's state at each of them."""
     blocks: list[int] = field(default_factory=list[int])
     end: int | None = None
-    """Position behind the last one computed; None before the first row."""
+    """Position after the last one computed; None before the first row."""
     num_sampled: int = 0
     """How many of `token_ids` were sampled in this sequence slot."""
 

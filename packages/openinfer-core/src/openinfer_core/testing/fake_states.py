@@ -1,7 +1,7 @@
 """`FakeStates`: the recurrent states of a fake device, one per slot, which can be neither set back nor skipped.
 
-A slot's state is the fake model's behind the last token that it has consumed: a hash of the whole prefix. So a sequence
-that begins on a prefix of another salt, or goes on from a copy of another boundary, is caught.
+A state slot's content is the fake model's state after the last token that it has consumed: a hash of the whole prefix.
+So a sequence that begins on a prefix of another salt, or goes on from a copy of another boundary, is caught.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from openinfer_core.testing.errors import require
 
 
 class FakeStates:
-    """States of slots `0 .. max_num_seqs - 1`, and of the `num_snapshots` slots behind them, for copies."""
+    """States of slots `0 .. max_num_seqs - 1`, and of the `num_snapshots` slots after them, for copies."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._num_running = config.max_num_seqs
@@ -38,7 +38,7 @@ class FakeStates:
         """A row advances its slot.
 
         Raises:
-            ConformanceError: the slot's state is not that behind the token before `start`.
+            ConformanceError: the slot's state is not that after the token before `start`.
         """
         right = states[start - 1] if start else None
         require(self._states.get(slot) == right, f"{what}: its slot holds the states of another prefix")

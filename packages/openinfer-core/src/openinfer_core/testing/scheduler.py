@@ -113,7 +113,7 @@ def check_full_queue(factory: SchedulerFactory) -> None:
 
 
 def check_queue_order(factory: SchedulerFactory) -> None:
-    """Requests are admitted in the order of the policy's keys, also where only one behind the head would fit."""
+    """Requests are admitted in the order of the policy's keys, also where only one after the head would fit."""
     for max_in_flight in OVERLAPS:
         config = _config(num_blocks=16, block_size_tokens=2, max_num_seqs=4, max_step_tokens=8, max_model_tokens=32)
         driver = SchedulerDriver(factory, config, policy=Priority(QueuePolicyConfig()), max_in_flight=max_in_flight)

@@ -1,4 +1,4 @@
-"""For those who extend or embed the package: a conformance test and a measurement.
+"""For code that extends or embeds the package: a conformance test and a measurement.
 
 `check_eviction_policy` is the contract of `EvictionPolicy` as code: call it from a test of your policy.
 `measure_bookkeeping` times the four verbs of a sequence on this machine.

@@ -1,4 +1,4 @@
-"""Blocks of a device that is none: memory behind a `BlockMover`, for tests of `DeviceTier`s."""
+"""Blocks of a device that is none: memory with a `BlockMover`, for tests of `DeviceTier`s."""
 
 from collections.abc import Sequence
 

@@ -79,7 +79,7 @@ class Segment:
             return False
 
     def delete(self) -> None:
-        """Deletes the file; who has it open can still read it."""
+        """Deletes the file; a reader that has it open can still read it."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 

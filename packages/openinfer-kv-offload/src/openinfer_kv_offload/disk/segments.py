@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from openinfer_kv_cache import Digest, IntegrityError
 from openinfer_kv_offload.disk.segment import Segment
-from openinfer_kv_offload.disk.store import StoreAccess, StoreFolder
+from openinfer_kv_offload.disk.store import StoreFolder
+from openinfer_kv_offload.format.manifest import StoreAccess
 from openinfer_kv_offload.transfer.memory import WrapMedium
 
 

@@ -1,4 +1,4 @@
-"""A store's folder: what it holds, whose it is, and who may write to it.
+"""A store's folder: what it holds, and which process may write to it.
 
 store.json            format version and layout; written once, moved into place whole
 digest.key            the secret that blocks are named with (see `openinfer_kv_cache.PrefixHasher`), for its owner only
@@ -10,24 +10,14 @@ import fcntl
 import os
 import re
 import secrets
-from enum import StrEnum
 from pathlib import Path
 
 from openinfer_kv_cache import KvLayout
 from openinfer_kv_offload.errors import StoreError
-from openinfer_kv_offload.format.manifest import check_manifest, encode_manifest
+from openinfer_kv_offload.format.manifest import StoreAccess, check_manifest, encode_manifest
 
 _KEY_BYTES = 32
 _SEGMENT = re.compile(r"segment-(\d{8})\.kv")
-
-
-class StoreAccess(StrEnum):
-    """What a process does with a store."""
-
-    WRITE = "write"
-    """Reads and writes; one process at a time."""
-    READ = "read"
-    """Reads what another writes; any number."""
 
 
 class StoreFolder:
@@ -81,7 +71,7 @@ class StoreFolder:
             if access is StoreAccess.READ:
                 raise StoreError(f"{self.folder} holds no KV store; start a process that writes to it first")
             if self.segment_paths():
-                raise StoreError(f"{path} is missing beside segments; restore it, or remove the folder")
+                raise StoreError(f"{path} is missing next to segments; restore it, or remove the folder")
             _write_whole(path, encode_manifest(layout))
             return
         check_manifest(path.read_bytes(), layout, where=str(path))

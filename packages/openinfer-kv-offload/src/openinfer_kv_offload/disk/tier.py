@@ -12,9 +12,10 @@ import msgspec
 from openinfer_kv_cache import Digest, KvLayout, TierFailure
 from openinfer_kv_cache.tier_traits import BlockMemory
 from openinfer_kv_offload.disk.segments import Recorded, SegmentIndex
-from openinfer_kv_offload.disk.store import StoreAccess, StoreFolder
+from openinfer_kv_offload.disk.store import StoreFolder
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.format.checksum import BlockChecksum
+from openinfer_kv_offload.format.manifest import StoreAccess
 from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, encode_header, record_bytes
 from openinfer_kv_offload.host.arena import Arena
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer

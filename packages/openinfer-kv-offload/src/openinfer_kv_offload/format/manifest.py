@@ -1,4 +1,6 @@
-"""What a store says of itself beside its blocks, wherever it is: format and layout."""
+"""What a store says of itself next to its blocks, wherever it is: format and layout."""
+
+from enum import StrEnum
 
 import msgspec
 
@@ -6,6 +8,15 @@ from openinfer_kv_cache import KvLayout, check_same_layout
 from openinfer_kv_offload.errors import StoreError
 
 FORMAT_VERSION = 1
+
+
+class StoreAccess(StrEnum):
+    """What a process does with a store."""
+
+    WRITE = "write"
+    """Reads and writes; one process at a time."""
+    READ = "read"
+    """Reads what another writes; any number."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""`ObjectIndex`: which blocks a server has, as far as this process knows, who holds them, and which goes first.
+"""`ObjectIndex`: which blocks a server has, as far as this process knows, which are held, and which is evicted first.
 
     filling ──add──► idle ⇄ held ──drop──► void ──last holder──► forgotten
                       │
@@ -89,7 +89,7 @@ class ObjectIndex:
             return False
         known.is_void = True
         del self._known[known.digest]
-        self._idle.pop(known.digest, None)  # who fetched it may have given it back in the meantime
+        self._idle.pop(known.digest, None)  # a load may have given it back in the meantime
         return True
 
     def forget(self, digests: Iterable[Digest]) -> int:

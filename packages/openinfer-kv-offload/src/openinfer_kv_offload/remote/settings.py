@@ -18,7 +18,7 @@ _Opened = TypeVar("_Opened")
 
 
 class _ServerFields(RemoteTierOptions, frozen=True, kw_only=True):
-    """What is said of either server beside its address and size."""
+    """What is said of either server next to its address and size."""
 
     timeout_s: float = 2.0
 
@@ -50,7 +50,9 @@ def open_valkey(layout: KvLayout, setting: str) -> RemoteTier:
     if url.partition("://")[0] not in _VALKEY_SCHEMES:
         raise TierConfigError(f"{url} is no address of a Valkey server; write for example {_VALKEY}")
     if urlsplit(url).password is not None:
-        raise TierConfigError("a password in the address is seen by all who see it; write password_file=PATH instead")
+        raise TierConfigError(
+            "a password in the address is shown wherever the address is; write password_file=PATH instead"
+        )
     options = convert(fields, _ValkeyFields)
     if options.ttl_s is not None and options.ttl_s <= 0:
         raise TierConfigError(f"ttl_s is {options.ttl_s}; it must be more than 0, or absent")

@@ -11,9 +11,9 @@ import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, TierFailure
 from openinfer_kv_cache.tier_traits import BlockMemory
-from openinfer_kv_offload.disk.store import StoreAccess
 from openinfer_kv_offload.errors import StoreError, TierConfigError
 from openinfer_kv_offload.format.checksum import BlockChecksum
+from openinfer_kv_offload.format.manifest import StoreAccess
 from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, encode_header
 from openinfer_kv_offload.remote.namespace import Namespace
 from openinfer_kv_offload.remote.object_index import KnownObject, ObjectIndex

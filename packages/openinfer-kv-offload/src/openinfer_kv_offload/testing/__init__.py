@@ -1,1 +1,1 @@
-"""For those who test with or against the tiers: cases for the conformance kit, and a soak with faults and kills."""
+"""For tests with or against the tiers: cases for the conformance kit, and a soak with faults and kills."""

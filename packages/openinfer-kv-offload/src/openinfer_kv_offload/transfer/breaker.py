@@ -8,6 +8,9 @@ from collections.abc import Callable
 class CircuitBreaker:
     """Counts failures in a row; safe to use from several threads.
 
+    A breaker that wraps calls, as libraries have, does not fit: a transfer ends in another thread than it began in, or
+    by its deadline, and `find` asks `is_open` without using up the trial.
+
         closed ── num_failures in a row ──► open ── cooldown_s ──► one trial ── success ──► closed
                                              ▲                        │
                                              └──────── failure ───────┘

@@ -50,7 +50,7 @@ class HeldHit(Generic[HeldBlock]):
 
 
 class BlockIndex(Protocol[HeldBlock]):
-    """Which blocks a tier has, and who holds them. Not thread-safe: the tier locks."""
+    """Which blocks a tier has, and which of them are held. Not thread-safe: the tier locks."""
 
     def __len__(self) -> int:
         """Blocks that can be found."""

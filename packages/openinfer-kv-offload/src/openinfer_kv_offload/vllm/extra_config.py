@@ -20,8 +20,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tiers: tuple[str, ...]
     """Settings as `open_tiers` takes them, fastest first; `{rank}` in one becomes the worker's rank."""
     digest_key_file: str | None = None
-    """16 to 64 secret bytes that name blocks; the same for all who share a tier. Only tiers of a process's own memory
-    do without: then a random key is drawn."""
+    """16 to 64 secret bytes that name blocks; the same for all processes that share a tier. Only tiers of a process's
+    own memory do without: then a random key is drawn."""
     load_timeout_s: float = 5.0
     """After which what did not arrive is computed."""
     staging_bytes: int = 4 << 30

@@ -19,7 +19,7 @@ class Load:
 
 @dataclass(slots=True)
 class Save:
-    """Sealed blocks of one request, to be copied behind this step's work."""
+    """Sealed blocks of one request, to be copied after this step's work."""
 
     digests: Sequence[Digest]
     block_ids: Sequence[int]

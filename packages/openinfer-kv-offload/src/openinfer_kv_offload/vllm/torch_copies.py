@@ -20,7 +20,7 @@ class _Steps:
     """Work of a device, each part begun when the one before it has ended: no stream ever waits for a copy.
 
     Args:
-        event: behind the first part. then: begins the next one and returns the event behind it.
+        event: after the first part. then: begins the next one and returns the event after it.
     """
 
     def __init__(self, event: Any, then: Callable[[], Any] | None = None) -> None:
@@ -91,7 +91,7 @@ class TorchCopies:
             return _Done()
         with self._torch.cuda.stream(self._stream):
             arrived = self._from_staging(staging_ids)
-        return _Steps(self._stream.record_event(), lambda: self._spread_behind(arrived, block_ids))
+        return _Steps(self._stream.record_event(), lambda: self._spread_in_order(arrived, block_ids))
 
     def _to_staging(self, gathered: Any, staging_ids: Sequence[int]) -> None:
         for row, staging_id in zip(gathered, staging_ids, strict=True):
@@ -103,7 +103,7 @@ class TorchCopies:
             row.copy_(self._staging[staging_id], non_blocking=True)
         return arrived
 
-    def _spread_behind(self, arrived: Any, block_ids: Sequence[int]) -> Any:
+    def _spread_in_order(self, arrived: Any, block_ids: Sequence[int]) -> Any:
         """Spreads on the stream of the model, so that steps which follow find the blocks."""
         current = self._torch.cuda.current_stream()
         arrived.record_stream(current)
@@ -128,7 +128,7 @@ def _block_dim(name: str, layer: Any, num_blocks: int) -> int:
         return 1
     raise TierConfigError(
         f"the KV cache of layer {name} is {shape or type(layer).__name__}; OpenInferConnector needs one tensor with "
-        f"a first or (behind keys and values) second dimension of {num_blocks} blocks"
+        f"a first or (after keys and values) second dimension of {num_blocks} blocks"
     )
 
 
