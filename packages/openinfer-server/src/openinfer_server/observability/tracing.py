@@ -16,9 +16,10 @@ import importlib.util
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -26,16 +27,8 @@ from openinfer_core.events import FailureKind, FinishReason
 from openinfer_core.request import GenerateRequest
 from openinfer_core.sampling import SamplingParams
 from openinfer_server.errors import ServerError
-
-if TYPE_CHECKING:
-    from openinfer_server.http.request import HttpRequest
-    from openinfer_server.output.response import Choice
-
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from openinfer_server.output.response import Choice
+from openinfer_server.http.request import HttpRequest
+from openinfer_server.output.response import Choice
 
 CHAT_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 """What the conventions call `chat`; every other route is `text_completion`."""
@@ -93,8 +86,9 @@ class Tracing:
         self._scope = instrumentation.InstrumentationScope(name, ours)
         self._operation = self._context.create_key("openinfer-operation")
         self._model_name = model_name
+        self._open: dict[Choice, ChoiceTrace] = {}
 
-    def begin(self, http_request: "HttpRequest") -> HttpTrace | None:
+    def begin(self, http_request: HttpRequest) -> HttpTrace | None:
         """Begins the span of a request; None for those that are not POST: probes and scrapes are no news."""
         if http_request.method != "POST":
             return None
@@ -104,7 +98,7 @@ class Tracing:
         context = self._context.set_value(self._operation, operation, self._trace.set_span_in_context(span))
         return HttpTrace(span, self._context.attach(context))
 
-    def end(self, http: HttpTrace, http_request: "HttpRequest", route: str) -> None:
+    def end(self, http: HttpTrace, http_request: HttpRequest, route: str) -> None:
         """Ends it."""
         self._context.detach(http.token)
         if not http.span.is_recording():
@@ -123,18 +117,18 @@ class Tracing:
             http.span.set_status(self._trace.StatusCode.ERROR)
         http.span.end()
 
-    def submit(self, choice: "Choice", request: GenerateRequest) -> GenerateRequest:
+    def submit(self, choice: Choice, request: GenerateRequest) -> GenerateRequest:
         """Begins the span of an engine request; returns the request as a child of that span."""
         parent = self._trace.get_current_span().get_span_context()
         if not parent.trace_flags.sampled:
             return request
         operation = self._context.get_value(self._operation) or "text_completion"
         context = self._child_context(parent)
-        choice.trace = ChoiceTrace(context, parent, operation, request.sampling, time.time_ns())
+        self._open[choice] = ChoiceTrace(context, parent, operation, request.sampling, time.time_ns())
         trace_parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
         return msgspec.structs.replace(request, trace_parent=trace_parent)
 
-    def ended(self, choice: "Choice", outcome: FinishReason | FailureKind, *, now_s: float) -> None:
+    def ended(self, choice: Choice, outcome: FinishReason | FailureKind, *, now_s: float) -> None:
         """Ends the span of an engine request.
 
         Args:
@@ -142,7 +136,7 @@ class Tracing:
             outcome: how it ended.
             now_s: the clock that the choice's times are of.
         """
-        trace, choice.trace = choice.trace, None
+        trace = self._open.pop(choice, None)
         if trace is None:
             return
 
@@ -240,7 +234,7 @@ def sampling_attributes(sampling: SamplingParams) -> dict[str, int | float]:
     return attributes
 
 
-def phases(choice: "Choice", now_s: float) -> Iterator[tuple[str, float, float]]:
+def phases(choice: Choice, now_s: float) -> Iterator[tuple[str, float, float]]:
     """Name, begin and end of each phase that the request reached."""
     if choice.queued_s is None:
         yield "queue", choice.submitted_s, now_s
@@ -254,7 +248,7 @@ def phases(choice: "Choice", now_s: float) -> Iterator[tuple[str, float, float]]
     yield "decode", choice.first_token_s, now_s
 
 
-def outcome_attributes(choice: "Choice", outcome: FinishReason | FailureKind) -> Iterator[tuple[str, Any]]:
+def outcome_attributes(choice: Choice, outcome: FinishReason | FailureKind) -> Iterator[tuple[str, Any]]:
     """What is known of a request that has ended."""
     yield "gen_ai.usage.cache_read.input_tokens", choice.cached_tokens
     if choice.first_token_s:

@@ -9,14 +9,27 @@ runs in the event loop's thread.
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, Tokens
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_server.observability.tracing import ChoiceTrace
+from openinfer_server.http.writers import StreamWriter
 
-if TYPE_CHECKING:
-    from openinfer_server.output.engine_link import EngineLink
+
+class EngineRequests(Protocol):
+    """What a response asks of the link to the engine; `EngineLink` is it."""
+
+    dirty: list[StreamWriter]
+
+    def new_id(self) -> RequestId: ...
+
+    def submit(self, choice: "Choice", request: GenerateRequest) -> None: ...
+
+    def replace(self, choice: "Choice", request: GenerateRequest) -> None: ...
+
+    def abort(self, choice: "Choice") -> None: ...
+
+    def stopped(self, choice: "Choice") -> None: ...
 
 
 class Choice:
@@ -30,7 +43,6 @@ class Choice:
         first_token_s: clock of the first token; 0 before it.
         last_token_s: clock of the last token; 0 before the first.
         completion_tokens: sampled tokens, the stop token included; known at the end.
-        trace: its span, if spans are made.
         reasoning_tokens: those of them that were spent on reasoning, as far as a parser told.
         finish_reason: None until it has ended well.
     """
@@ -48,7 +60,6 @@ class Choice:
         "request_id",
         "response",
         "submitted_s",
-        "trace",
     )
 
     def __init__(self, response: "Response", index: int, *, prompt_tokens: int) -> None:
@@ -64,7 +75,6 @@ class Choice:
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
-        self.trace: ChoiceTrace | None = None
 
     def scheduled(self, event: Scheduled) -> None:
         """The engine works on it."""
@@ -99,7 +109,7 @@ class Response:
         failure: why, if one failed.
     """
 
-    def __init__(self, link: "EngineLink") -> None:
+    def __init__(self, link: EngineRequests) -> None:
         loop = asyncio.get_running_loop()
         self.began: asyncio.Future[None] = loop.create_future()
         self.done: asyncio.Future[None] = loop.create_future()
