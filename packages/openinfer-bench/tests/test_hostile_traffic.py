@@ -93,7 +93,7 @@ PER_REQUEST = (
     "HttpRequest",
     "Response",
     "PlainStream",
-    "CollectedText",
+    "DeltaChoice",
     "DirectWriter",
     "RequestResponseCycle",
     "Counted",

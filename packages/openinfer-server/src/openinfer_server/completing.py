@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from openinfer_server.http.api_errors import invalid
 from openinfer_server.http.request import HttpRequest
+from openinfer_server.openai.completion_sinks import TextSink
 from openinfer_server.openai.types import GenerationFields
 from openinfer_server.output.delivery import await_whole
+from openinfer_server.output.pipeline import submit
 from openinfer_server.output.response import Response
-from openinfer_server.output.text_choices import CollectedText, TextOptions
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
     Prompt,
@@ -62,12 +63,11 @@ async def complete(http_request: HttpRequest, service: Service, prompt: str, fie
         scoring=Scoring(),
     )
     plan = constrained(plan, text_grammar(output_constraint(fields)))
-    text = TextOptions(tokenizer=service.tokenizer, stops=plan.stops, min_tokens=plan.min_tokens, echo=False)
-    response = Response(service.link)
-    choice = CollectedText(response, 0, prompt=plan.prompt_of(0), options=text)
-    response.submit([choice], plan.requests)
+    response, sink = Response(service.link), TextSink()
+    submit(service, response, plan, [sink])
     await await_whole(http_request, response)
-    return Completed(choice.text, str(choice.finish_reason), choice.prompt_tokens, choice.completion_tokens)
+    (choice,) = response.choices
+    return Completed(sink.text, str(choice.finish_reason), choice.prompt_tokens, choice.completion_tokens)
 
 
 async def _encoded(service: Service, prompt: str) -> Prompt:

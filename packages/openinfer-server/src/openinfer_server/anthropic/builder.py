@@ -32,7 +32,7 @@ from openinfer_server.anthropic.objects import (
 )
 from openinfer_server.http.named_events import NamedEvent
 from openinfer_server.http.writers import StreamWriter
-from openinfer_server.output.delta_choice import DeltaChoice
+from openinfer_server.output.delta_choice import DeltaChoice, Sink
 from openinfer_server.output.logprobs import ScoredToken
 from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
 
@@ -40,8 +40,8 @@ INVALID_JSON = "INVALID_JSON"
 """The key under which a call's input is given that is no JSON object; Anthropic's name for it."""
 
 
-class MessageBuilder:
-    """Implements `DeltaSink` for a message.
+class MessageBuilder(Sink):
+    """The sink of a message.
 
     Args:
         message: without content.

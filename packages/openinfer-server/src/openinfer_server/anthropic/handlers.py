@@ -31,8 +31,8 @@ from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.limits.conversation import read_conversation
 from openinfer_server.openai.types import GenerationFields, SamplingFields, SystemTurn, Turn, check_refused
-from openinfer_server.output.delivery import send_stream, send_whole
-from openinfer_server.output.parsing import OutputParsers, submit_parsed
+from openinfer_server.output.parsing import OutputParsers
+from openinfer_server.output.pipeline import deliver, submit
 from openinfer_server.output.response import Response
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
 from openinfer_server.request.structured import OutputConstraint, chat_grammar, constrained, output_constraint
@@ -73,14 +73,8 @@ class Messages:
         message = MessageObject(id=f"msg_{secrets.token_hex(16)}", model=model)
         builder = MessageBuilder(message, writer, shows_thinking=shows_thinking, full_context=full_context)
         response = Response(service.link)
-        submit_parsed(service, response, plan, parsers, builder)
-        if writer is None:
-            await send_whole(http_request, response, lambda: msgspec.json.encode(message))
-            return
-        try:
-            await send_stream(http_request, response, writer, _end)
-        finally:
-            service.metrics.slow_clients.value += writer.was_slow
+        submit(service, response, plan, [builder], parsers=parsers)
+        await deliver(http_request, service, response, writer, body=lambda: msgspec.json.encode(message), end=_end)
 
     async def count_tokens(self, http_request: HttpRequest) -> None:
         """How many tokens a prompt has."""

@@ -1,8 +1,6 @@
 """`POST /v1/chat/completions`."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import cast
 
 import msgspec
 
@@ -10,15 +8,14 @@ from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.limits.conversation import check_num_entries
-from openinfer_server.openai.chat_answers import ChatGeneration, ChatMessageSink
-from openinfer_server.openai.event_frames import ResponseHead, chat_frame
+from openinfer_server.openai.chat_sinks import ChatMessageSink, ChatStreamSink
+from openinfer_server.openai.event_frames import ResponseHead, chat_delta_frame, chat_frame
 from openinfer_server.openai.generation import Generation, ResponseShape
-from openinfer_server.openai.objects import ChatChoice, ChatCompletion, ChatMessage, Usage
+from openinfer_server.openai.objects import ChatChoice, ChatCompletion, Usage
 from openinfer_server.openai.types import AssistantTurn, ChatRequest, check_refused, thinks
-from openinfer_server.output.delta_choice import DeltaChoice
 from openinfer_server.output.logprobs import chat_format
 from openinfer_server.output.parsing import OutputParsers
-from openinfer_server.output.text_choices import CollectedText
+from openinfer_server.output.response import Choice
 from openinfer_server.request.plan import Prompt, Scoring, check_num_choices, check_stream_options, make_plan
 from openinfer_server.request.structured import chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
@@ -37,7 +34,10 @@ class ChatCompletions:
             id_prefix="chatcmpl",
             event_object="chat.completion.chunk",
             frame=chat_frame,
-            logprob_format=self._logprobs,
+            stream_sink=lambda head, index, writer, dirty: ChatStreamSink(
+                chat_delta_frame(head, index), writer, dirty, self._logprobs
+            ),
+            whole_sink=ChatMessageSink,
             body=self._body,
         )
 
@@ -63,15 +63,14 @@ class ChatCompletions:
             scoring=Scoring(output=(request.top_logprobs or 0) if request.logprobs else None),
         )
         plan = constrained(plan, chat_grammar(service, parsers.prompt, available, output_constraint(request)))
-        make = Generation if parsers.is_plain else partial(ChatGeneration, parsers=parsers)
-        generation = make(
+        generation = Generation(
             service=service,
             shape=self._shape,
             plan=plan,
             model=model,
             stream=bool(request.stream),
             include_usage=include_usage,
-            echo=False,
+            parsers=None if parsers.is_plain else parsers,
         )
         await generation.deliver(http_request)
 
@@ -82,22 +81,16 @@ class ChatCompletions:
                 return given
         return max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
 
-    def _body(self, head: ResponseHead, choices: Sequence[CollectedText | DeltaChoice], usage: Usage) -> ChatCompletion:
-        return ChatCompletion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=[self._choice(choice) for choice in choices],
-            usage=usage,
-        )
-
-    def _choice(self, choice: CollectedText | DeltaChoice) -> ChatChoice:
-        if isinstance(choice, CollectedText):
-            message, scores, reason = ChatMessage(content=choice.text), choice.scores, str(choice.finish_reason)
-        else:
-            kept = cast("ChatMessageSink", choice.sink)  # `ChatGeneration` makes no other choices for whole answers
-            message, scores, reason = kept.message, kept.scores, kept.finish_reason
-        return ChatChoice(choice.index, message, self._logprobs(scores) if scores else None, reason)
+    def _body(
+        self, head: ResponseHead, choices: Sequence[Choice], sinks: Sequence[ChatMessageSink], usage: Usage
+    ) -> ChatCompletion:
+        answers = [
+            ChatChoice(
+                choice.index, sink.message, self._logprobs(sink.scores) if sink.scores else None, sink.finish_reason
+            )
+            for choice, sink in zip(choices, sinks, strict=True)
+        ]
+        return ChatCompletion(id=head.id, created=head.created, model=head.model, choices=answers, usage=usage)
 
 
 def _check(request: ChatRequest) -> None:

@@ -7,12 +7,13 @@ import msgspec
 
 from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.http.request import HttpRequest
+from openinfer_server.openai.completion_sinks import TextSink, TextStreamSink
 from openinfer_server.openai.event_frames import ResponseHead, completion_frame
 from openinfer_server.openai.generation import Generation, ResponseShape
 from openinfer_server.openai.objects import Completion, CompletionChoice, Usage
 from openinfer_server.openai.types import CompletionRequest, check_refused
 from openinfer_server.output.logprobs import legacy_format
-from openinfer_server.output.text_choices import CollectedText
+from openinfer_server.output.response import Choice
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
     Prompt,
@@ -39,7 +40,10 @@ class Completions:
             id_prefix="cmpl",
             event_object="text_completion",
             frame=completion_frame,
-            logprob_format=self._logprobs,
+            stream_sink=lambda head, index, writer, dirty: TextStreamSink(
+                completion_frame(head, index), writer, dirty, self._logprobs
+            ),
+            whole_sink=TextSink,
             body=self._body,
         )
 
@@ -116,15 +120,16 @@ class Completions:
         text = self._service.tokenizer.decode_prompt(token_ids) if request.echo else ""
         return Prompt(tuple(token_ids), text, "prompt")
 
-    def _body(self, head: ResponseHead, choices: Sequence[CollectedText], usage: Usage) -> Completion:
-        return Completion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=[self._choice(choice) for choice in choices],
-            usage=usage,
-        )
-
-    def _choice(self, choice: CollectedText) -> CompletionChoice:
-        logprobs = self._logprobs(choice.scores) if choice.scores else None
-        return CompletionChoice(choice.index, choice.text, logprobs, str(choice.finish_reason))
+    def _body(
+        self, head: ResponseHead, choices: Sequence[Choice], sinks: Sequence[TextSink], usage: Usage
+    ) -> Completion:
+        completions = [
+            CompletionChoice(
+                choice.index,
+                sink.text,
+                self._logprobs(sink.scores) if sink.scores else None,
+                str(choice.finish_reason),
+            )
+            for choice, sink in zip(choices, sinks, strict=True)
+        ]
+        return Completion(id=head.id, created=head.created, model=head.model, choices=completions, usage=usage)

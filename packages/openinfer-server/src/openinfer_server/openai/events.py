@@ -1,4 +1,4 @@
-"""Events of OpenAI's two older streams as types: what `event_frames.py` and `chat_answers.py` write, for the document.
+"""Events of OpenAI's two older streams as types: what `event_frames.py` and `chat_sinks.py` write, for the document.
 
 The bytes are put together by hand, one event per token; Schemathesis holds them to these types
 (`tests/test_api_fuzz.py`).

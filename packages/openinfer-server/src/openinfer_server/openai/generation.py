@@ -1,4 +1,4 @@
-"""From a checked plan to a delivered answer: what `/v1/completions` and `/v1/chat/completions` have in common."""
+"""A completion or a chat on its way to its response: the plain path, or a sink per choice."""
 
 import secrets
 import time
@@ -13,11 +13,11 @@ from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import DONE, FrameMaker, ResponseHead, error_event
 from openinfer_server.openai.objects import Usage
-from openinfer_server.output.delivery import send_stream, send_whole
-from openinfer_server.output.logprobs import LogprobFormat
-from openinfer_server.output.plain_stream import PlainStream
+from openinfer_server.openai.plain_stream import PlainStream
+from openinfer_server.output.delta_choice import Sink
+from openinfer_server.output.parsing import OutputParsers
+from openinfer_server.output.pipeline import deliver, submit
 from openinfer_server.output.response import Choice, Response
-from openinfer_server.output.text_choices import CollectedText, StreamedText, TextOptions
 from openinfer_server.output.usage import usage_of
 from openinfer_server.request.plan import Plan
 from openinfer_server.service import Service
@@ -26,19 +26,23 @@ from openinfer_server.text.byte_table import ByteTable
 
 @dataclass(frozen=True, slots=True)
 class ResponseShape:
-    """What tells the answers of one route from those of another."""
+    """What tells the responses of one route from those of another."""
 
     id_prefix: str
     event_object: str
     frame: FrameMaker
-    logprob_format: LogprobFormat
-    body: Callable[[ResponseHead, Sequence[Any], Usage], msgspec.Struct]
-    """Makes the whole answer of the choices that its `Generation` makes."""
+    """Of events that are text and nothing else."""
+    stream_sink: Callable[[ResponseHead, int, StreamWriter, list[StreamWriter]], Sink]
+    """Makes what writes the events of the choice with this index."""
+    whole_sink: Callable[[], Sink]
+    """Makes what keeps a choice for one body."""
+    body: Callable[[ResponseHead, Sequence[Choice], Sequence[Any], Usage], msgspec.Struct]
+    """Makes the whole response of the choices and their whole sinks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One request of a client, checked, on its way to its answer."""
+    """One request of a client, checked, on its way to its response."""
 
     service: Service
     shape: ResponseShape
@@ -46,10 +50,12 @@ class Generation:
     model: str
     stream: bool
     include_usage: bool
-    echo: bool
+    echo: bool = False
+    parsers: OutputParsers | None = None
+    """None where all text is content."""
 
     async def deliver(self, http_request: HttpRequest) -> None:
-        """Submits all choices and sends their answer.
+        """Submits all choices and sends their response.
 
         Raises:
             ApiError: it failed before the response began.
@@ -62,73 +68,50 @@ class Generation:
             model=self.model,
             include_usage=self.include_usage,
         )
-        if self.stream:
-            await self._deliver_stream(http_request, head)
+        plan, response = self.plan, Response(self.service.link)
+        sinks: list[Sink] = []
+        writer = http_request.stream(len(plan.requests)) if self.stream else None
+        table = self._plain_table()
+        if writer is not None and table is not None:
+            self._submit_plain(response, head, writer, table)
         else:
-            await self._deliver_whole(http_request, head)
+            sinks += (self._sink(response, head, writer, index) for index in range(len(plan.requests)))
+            submit(self.service, response, plan, sinks, parsers=self.parsers, echo=self.echo)
 
-    async def _deliver_stream(self, http_request: HttpRequest, head: ResponseHead) -> None:
-        indices = range(len(self.plan.requests))
-        response, writer = Response(self.service.link), http_request.stream(len(indices))
-        response.submit([self.stream_choice(response, head, writer, index) for index in indices], self.plan.requests)
+        def body() -> bytes:
+            usage = usage_of(response.choices, plan.n)
+            return msgspec.json.encode(self.shape.body(head, response.choices, sinks, usage))
 
         def end(error: ApiError | None) -> bytes:
             if error is not None:
                 return error_event(error) + DONE
-            return (head.usage_event(usage_of(response.choices, self.plan.n)) if self.include_usage else b"") + DONE
+            return (head.usage_event(usage_of(response.choices, plan.n)) if self.include_usage else b"") + DONE
 
-        try:
-            await send_stream(http_request, response, writer, end)
-        finally:
-            self.service.metrics.slow_clients.value += writer.was_slow
+        await deliver(http_request, self.service, response, writer, body=body, end=end)
 
-    async def _deliver_whole(self, http_request: HttpRequest, head: ResponseHead) -> None:
-        response = Response(self.service.link)
-        choices = [self.whole_choice(response, index) for index in range(len(self.plan.requests))]
-        response.submit(choices, self.plan.requests)
-        await send_whole(
-            http_request,
-            response,
-            lambda: msgspec.json.encode(self.shape.body(head, choices, usage_of(choices, self.plan.n))),
-        )
+    def _sink(self, response: Response, head: ResponseHead, writer: StreamWriter | None, index: int) -> Sink:
+        if writer is None:
+            return self.shape.whole_sink()
+        return self.shape.stream_sink(head, index, writer, response.link.dirty)
 
-    def whole_choice(self, response: Response, index: int) -> Choice:
-        """A choice that is kept for one body."""
-        return CollectedText(response, index, prompt=self.plan.prompt_of(index), options=self.text_options())
-
-    def stream_choice(self, response: Response, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
-        """A choice that is written as it comes."""
-        frame = self.shape.frame(head, index)
-        prompt = self.plan.prompt_of(index)
-        table = self._plain_table()
-        if table is not None:
-            echo = prompt.text if self.echo else ""
-            num_prompt_tokens = len(prompt.token_ids)
-            return PlainStream(
-                response, index, prompt_tokens=num_prompt_tokens, echo=echo, table=table, frame=frame, writer=writer
+    def _submit_plain(self, response: Response, head: ResponseHead, writer: StreamWriter, table: ByteTable) -> None:
+        prompts = [self.plan.prompt_of(index) for index in range(len(self.plan.requests))]
+        choices = [
+            PlainStream(
+                response,
+                index,
+                prompt_tokens=len(prompt.token_ids),
+                echo=prompt.text if self.echo else "",
+                table=table,
+                frame=self.shape.frame(head, index),
+                writer=writer,
             )
-        return StreamedText(
-            response,
-            index,
-            prompt=prompt,
-            options=self.text_options(),
-            frame=frame,
-            writer=writer,
-            logprob_format=self.shape.logprob_format,
-        )
+            for index, prompt in enumerate(prompts)
+        ]
+        response.submit(choices, self.plan.requests)
 
     def _plain_table(self) -> ByteTable | None:
         """The byte table if the plain path serves this request."""
         scoring = self.plan.scoring
-        plain = not self.plan.stops and scoring.output is None and scoring.prompt is None
+        plain = self.parsers is None and not self.plan.stops and scoring.output is None and scoring.prompt is None
         return self.service.tokenizer.byte_table if plain else None
-
-    def text_options(self, visible_tokens: frozenset[str] = frozenset()) -> TextOptions:
-        """What is wanted of the choices' text."""
-        return TextOptions(
-            tokenizer=self.service.tokenizer,
-            stops=self.plan.stops,
-            min_tokens=self.plan.min_tokens,
-            echo=self.echo,
-            visible_tokens=visible_tokens,
-        )

@@ -1,6 +1,6 @@
 """`DeltaChoice`: a choice whose text is read by parsers, for every API that tells reasoning, answer and calls apart.
 
-    token ─► detokenizer ─► stop scanner ─► OutputParser ─► DeltaSink
+    token ─► detokenizer ─► stop scanner ─► OutputParser ─► Sink
 
     Scheduled ─► sink.begin      each token ─► sink.take(deltas, scores)      the end ─► sink.take, sink.conclude
 
@@ -11,7 +11,6 @@ there. To the sink it is one answer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -29,20 +28,25 @@ _TEXTS = frozenset((ContentDelta, ReasoningDelta, CallArguments))
 """Deltas that neither begin nor end a call."""
 
 
-class DeltaSink(Protocol):
-    """Where the deltas of one choice go."""
+class Sink:
+    """Where the output of one choice goes: an API's events, or what it keeps for one body."""
+
+    __slots__ = ()
 
     def begin(self, choice: "DeltaChoice") -> None:
         """The engine works on it."""
-        ...
+
+    def take_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        """Takes the echoed prompt, which may be large; only APIs with `echo` get it."""
+        raise NotImplementedError
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
         """Takes what came of one token, which may be nothing, or of text that no token brought."""
-        ...
+        raise NotImplementedError
 
     def conclude(self, choice: "DeltaChoice", reason: FinishReason) -> None:
-        """The answer has ended well; its counts are known."""
-        ...
+        """The choice has ended well; its counts are known."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,7 @@ class DeltaChoice(TextChoice):
         prompt: Prompt,
         options: TextOptions,
         parsing: ParsingOptions,
-        sink: DeltaSink,
+        sink: Sink,
     ) -> None:
         super().__init__(response, index, prompt=prompt, options=options)
         self.called = False
@@ -109,8 +113,13 @@ class DeltaChoice(TextChoice):
             super().scheduled(event)
             self.sink.begin(self)
 
+    def show_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        self.sink.take_prompt(text, scores)
+
     def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
-        """Reads a token's text."""
+        if self._parser.is_plain:  # also where the text is held back: its token has an event
+            self.sink.take((ContentDelta(text),), scores)
+            return
         deltas = self._parser.feed(text)
         if self._parser.reasoning:
             self.reasoning_tokens = self._num_tokens

@@ -6,11 +6,9 @@ from typing import Any
 
 from openinfer_core.request import GenerateRequest
 from openinfer_server.http.api_errors import invalid, refused
-from openinfer_server.output.delta_choice import DeltaChoice, DeltaSink, ParsingOptions
-from openinfer_server.output.response import Response
-from openinfer_server.output.text_choices import TextOptions
+from openinfer_server.output.delta_choice import ParsingOptions
 from openinfer_server.parsers.output import OutputParser
-from openinfer_server.request.plan import Plan, Prompt
+from openinfer_server.request.plan import Prompt
 from openinfer_server.service import Service
 from openinfer_server.tools.available import AvailableTools
 
@@ -85,23 +83,3 @@ def _with_closed_reasoning(service: Service, prompt: Prompt, parser: OutputParse
     closing = parser.closing_text
     token_ids = (*prompt.token_ids, *service.tokenizer.encode_short(closing))
     return Prompt(token_ids, prompt.text + closing, prompt.field)
-
-
-def submit_parsed(service: Service, response: Response, plan: Plan, parsers: OutputParsers, sink: DeltaSink) -> None:
-    """Hands the one request of a plan to the engine; what comes of it goes to the sink.
-
-    Raises:
-        ParserFault: a parser cannot be made.
-    """
-    (request,) = plan.requests
-    text = TextOptions(
-        tokenizer=service.tokenizer,
-        stops=plan.stops,
-        min_tokens=plan.min_tokens,
-        echo=False,
-        visible_tokens=service.parsers.visible_tokens,
-    )
-    choice = DeltaChoice(
-        response, 0, prompt=plan.prompt_of(0), options=text, parsing=parsers.parsing(request), sink=sink
-    )
-    response.submit([choice], [request])

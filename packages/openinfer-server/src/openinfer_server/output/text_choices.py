@@ -1,23 +1,17 @@
-"""Choices that know their text: stop strings, log-probabilities, echo, and whole answers.
+"""`TextChoice`: a choice that knows its text: stop strings, log-probabilities, echo.
 
-    token ─► detokenizer ─► stop scanner ─► show(text, scores)     StreamedText: an event; CollectedText: kept
+    token ─► detokenizer ─► stop scanner ─► show(text, scores)
 
-Only requests that ask for any of it take this path; both classes show the same text and scores in the same order,
-so that a streamed answer equals the whole one.
+Streamed and whole responses get the same text and scores in the same order, so that they are equal.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
-from openinfer_server.http.writers import StreamWriter
-from openinfer_server.openai.event_frames import EventFrame
-from openinfer_server.output.logprobs import LogprobFormat, ScoredToken, score_prompt
+from openinfer_server.output.logprobs import ScoredToken, score_prompt
 from openinfer_server.output.response import Choice, Response
 from openinfer_server.request.plan import Prompt
-from openinfer_server.text.byte_table import escape_json
 from openinfer_server.text.stop_strings import StopScanner
 from openinfer_server.text.tokenizer import Tokenizer
 
@@ -82,7 +76,7 @@ class TextChoice(Choice):
 
     def show_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
         """Takes the prompt, which may be large."""
-        self.show(text, scores)
+        raise NotImplementedError
 
     def tokens(self, event: Tokens) -> None:
         """Shows each token's text, up to the beginning of the first stop string."""
@@ -145,78 +139,3 @@ class TextChoice(Choice):
         self._offset = len(self._prompt.text)
         scores = score_prompt(self._tokenizer, self._prompt, self._prompt_logprobs) if self._prompt_logprobs else ()
         self.show_prompt(self._prompt.text, scores)
-
-
-class StreamedText(TextChoice):
-    """Writes an event per token, also when its text is still held back."""
-
-    __slots__ = ("_dirty", "_format", "_frame", "_writer")
-
-    def __init__(
-        self,
-        response: Response,
-        index: int,
-        *,
-        prompt: Prompt,
-        options: TextOptions,
-        frame: EventFrame,
-        writer: StreamWriter,
-        logprob_format: LogprobFormat,
-    ) -> None:
-        super().__init__(response, index, prompt=prompt, options=options)
-        self._dirty = response.link.dirty
-        self._format = logprob_format
-        self._frame = frame
-        self._writer = writer
-        if frame.first:
-            writer.events.append(frame.first)
-
-    def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
-        """Writes an event."""
-        self._write(self._event(text, scores))
-
-    def show_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
-        """Writes an event that the client need not read faster than any other."""
-        event = self._event(text, scores)
-        self._writer.max_buffered_bytes += len(event)
-        self._write(event)
-
-    def conclude(self, reason: FinishReason) -> None:
-        """Writes the last event."""
-        self._write(self._frame.finish_event(reason))
-        super().conclude(reason)
-
-    def _event(self, text: str, scores: Sequence[ScoredToken]) -> bytes:
-        frame = self._frame
-        if not scores:
-            return frame.before + escape_json(text) + frame.after
-        return frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores)))
-
-    def _write(self, event: bytes) -> None:
-        self._writer.events.append(event)
-        self._writer.mark_dirty(self._dirty)
-
-
-class CollectedText(TextChoice):
-    """Keeps text and scores for one body.
-
-    Attributes:
-        scores: of the tokens shown, if they were asked for.
-    """
-
-    __slots__ = ("_pieces", "scores")
-
-    def __init__(self, response: Response, index: int, *, prompt: Prompt, options: TextOptions) -> None:
-        super().__init__(response, index, prompt=prompt, options=options)
-        self._pieces: list[str] = []
-        self.scores: list[ScoredToken] = []
-
-    @property
-    def text(self) -> str:
-        """What has been shown."""
-        return "".join(self._pieces)
-
-    def show(self, text: str, scores: Sequence[ScoredToken]) -> None:
-        """Keeps a piece."""
-        self._pieces.append(text)
-        self.scores += scores

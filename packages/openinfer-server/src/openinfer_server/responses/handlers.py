@@ -8,8 +8,9 @@ import msgspec
 from openinfer_server.http.api_errors import ApiError, invalid
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.writers import StreamWriter
-from openinfer_server.output.delivery import await_end, send_stream, send_whole
-from openinfer_server.output.parsing import OutputParsers, submit_parsed
+from openinfer_server.output import pipeline
+from openinfer_server.output.delivery import await_end
+from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.request.structured import chat_grammar, constrained
 from openinfer_server.responses.checks import check_conversation, check_obfuscation, check_response
 from openinfer_server.responses.items import InputItem
@@ -87,7 +88,7 @@ class Responses:
         record = ResponseRecord(run.response_object, items, http_request.tenant)
 
         def submit() -> None:
-            submit_parsed(service, run.response, plan, parsers, run)
+            pipeline.submit(service, run.response, plan, [run], parsers=parsers)
 
         if request.background:
             await self._answer_later(http_request, run, submit, record, stream=bool(request.stream))
@@ -107,18 +108,18 @@ class Responses:
     async def _answer_now(
         self, http_request: HttpRequest, run: ResponseRun, submit: Callable[[], None], *, stream: bool
     ) -> None:
-        if not stream:
-            submit()
-            await send_whole(http_request, run.response, lambda: msgspec.json.encode(run.response_object))
-            return
-        writer = http_request.stream(1)
-        run.attach(writer)
+        writer = http_request.stream(1) if stream else None
+        if writer is not None:
+            run.attach(writer)
         submit()
-        try:
-            # the run itself writes the last event, whatever it is
-            await send_stream(http_request, run.response, writer, lambda error: b"")
-        finally:
-            self._service.metrics.slow_clients.value += writer.was_slow
+        await pipeline.deliver(
+            http_request,
+            self._service,
+            run.response,
+            writer,
+            body=lambda: msgspec.json.encode(run.response_object),
+            end=lambda error: b"",  # the run itself writes the last event, whatever it is
+        )
 
     async def _answer_later(
         self,

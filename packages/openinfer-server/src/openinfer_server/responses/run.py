@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from openinfer_core.events import FinishReason
 from openinfer_server.http.api_errors import ApiError, from_failed
 from openinfer_server.http.writers import StreamWriter
-from openinfer_server.output.delta_choice import DeltaChoice
+from openinfer_server.output.delta_choice import DeltaChoice, Sink
 from openinfer_server.output.engine_link import EngineLink
 from openinfer_server.output.logprobs import ScoredToken
 from openinfer_server.output.response import Response
@@ -31,8 +31,8 @@ _SMALL = (TextDelta, ReasoningDeltaEvent, ArgumentsDelta)
 ScoreFormat = Callable[[Sequence[ScoredToken]], list[OutputLogprob]]
 
 
-class ResponseRun:
-    """Implements `DeltaSink` for a response.
+class ResponseRun(Sink):
+    """The sink of a response.
 
     Attributes:
         answer: what the engine was asked.
@@ -84,7 +84,7 @@ class ResponseRun:
             self.builder.cancel()
             self._end()
 
-    # DeltaSink
+    # Sink
 
     def begin(self, choice: DeltaChoice) -> None:
         """The engine works on it."""

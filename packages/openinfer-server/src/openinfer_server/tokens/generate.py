@@ -13,8 +13,8 @@ from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import DONE, DONE_DATA, error_event
 from openinfer_server.openai.types import GenerationFields, check_refused
-from openinfer_server.output.delivery import send_stream, send_whole
 from openinfer_server.output.logprobs import LEAST_LOGPROB
+from openinfer_server.output.pipeline import deliver
 from openinfer_server.output.response import Choice, Response
 from openinfer_server.output.usage import usage_of
 from openinfer_server.request.plan import (
@@ -65,9 +65,6 @@ class TokenGeneration:
         writer = http_request.stream(plan.n) if request.stream else None
         choices = [_TokenIds(response, index, plan, head=head, writer=writer) for index in range(plan.n)]
         response.submit(choices, plan.requests)
-        if writer is None:
-            await send_whole(http_request, response, lambda: msgspec.json.encode(_whole(head, choices, plan)))
-            return
         include_usage = bool(request.stream_options and request.stream_options.include_usage)
 
         def end(error: ApiError | None) -> bytes:
@@ -76,10 +73,10 @@ class TokenGeneration:
             last = msgspec.structs.replace(head, usage=usage_of(choices, plan.n))
             return (_event(last) if include_usage else b"") + DONE
 
-        try:
-            await send_stream(http_request, response, writer, end)
-        finally:
-            service.metrics.slow_clients.value += writer.was_slow
+        def body() -> bytes:
+            return msgspec.json.encode(_whole(head, choices, plan))
+
+        await deliver(http_request, service, response, writer, body=body, end=end)
 
     def _plan(self, request: TokenRequest, tenant: str) -> Plan:
         info, sampling = self._service.info, request.sampling_params

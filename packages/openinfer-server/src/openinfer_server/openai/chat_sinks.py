@@ -1,20 +1,16 @@
-"""Answers of `/v1/chat/completions` that are read by parsers: as events, and as a message."""
+"""Sinks of `/v1/chat/completions`: deltas as events, and a message that is kept."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
 
 from openinfer_core.events import FinishReason
 from openinfer_server.http.writers import StreamWriter
-from openinfer_server.openai.event_frames import EventFrame, ResponseHead, chat_delta_frame
-from openinfer_server.openai.generation import Generation
+from openinfer_server.openai.event_frames import EventFrame
 from openinfer_server.openai.objects import ChatMessage, MessageFunction, MessageToolCall
-from openinfer_server.output.delta_choice import DeltaChoice, DeltaSink
+from openinfer_server.output.delta_choice import DeltaChoice, Sink
 from openinfer_server.output.logprobs import LogprobFormat, ScoredToken
-from openinfer_server.output.parsing import OutputParsers
-from openinfer_server.output.response import Choice, Response
 from openinfer_server.parsers.deltas import (
     CallArguments,
     CallEnd,
@@ -35,35 +31,7 @@ def finish_reason(choice: DeltaChoice, reason: FinishReason) -> str:
     return TOOL_CALLS if choice.called and reason is FinishReason.STOP else str(reason)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatGeneration(Generation):
-    """A chat whose answers are parsed."""
-
-    parsers: OutputParsers
-
-    def stream_choice(self, response: Response, head: ResponseHead, writer: StreamWriter, index: int) -> Choice:
-        """A choice that is written as it comes."""
-        frame = chat_delta_frame(head, index)
-        return self._choice(
-            response, index, ChatStreamSink(frame, writer, response.link.dirty, self.shape.logprob_format)
-        )
-
-    def whole_choice(self, response: Response, index: int) -> Choice:
-        """A choice that is kept for one body."""
-        return self._choice(response, index, ChatMessageSink())
-
-    def _choice(self, response: Response, index: int, sink: DeltaSink) -> DeltaChoice:
-        return DeltaChoice(
-            response,
-            index,
-            prompt=self.plan.prompt_of(index),
-            options=self.text_options(self.service.parsers.visible_tokens),
-            parsing=self.parsers.parsing(self.plan.requests[index]),
-            sink=sink,
-        )
-
-
-class ChatStreamSink:
+class ChatStreamSink(Sink):
     """A sink that writes an event per token, also when nothing came of it yet."""
 
     __slots__ = (
@@ -89,9 +57,6 @@ class ChatStreamSink:
         self._frame = frame
         self._writer = writer
         writer.events.append(frame.first)
-
-    def begin(self, choice: DeltaChoice) -> None:
-        """The first event is written already."""
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
         """Writes an event."""
@@ -121,7 +86,7 @@ class ChatStreamSink:
         self._writer.mark_dirty(self._dirty)
 
 
-class ChatMessageSink:
+class ChatMessageSink(Sink):
     """A sink that keeps a message.
 
     Attributes:
@@ -136,9 +101,6 @@ class ChatMessageSink:
         self._calls: list[CallStart] = []
         self._content: list[str] = []
         self._reasoning: list[str] = []
-
-    def begin(self, choice: DeltaChoice) -> None:
-        """Nothing to keep."""
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
         """Keeps what came of a token."""

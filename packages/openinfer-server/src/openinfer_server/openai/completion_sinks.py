@@ -1,0 +1,82 @@
+"""Sinks of `/v1/completions`: text as events, and text that is kept."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from openinfer_core.events import FinishReason
+from openinfer_server.http.writers import StreamWriter
+from openinfer_server.openai.event_frames import EventFrame
+from openinfer_server.output.delta_choice import DeltaChoice, Sink
+from openinfer_server.output.logprobs import LogprobFormat, ScoredToken
+from openinfer_server.parsers.deltas import ContentDelta, Delta
+from openinfer_server.text.byte_table import escape_json
+
+
+def text_of(deltas: Sequence[Delta]) -> str:
+    """The text of deltas that are content and nothing else."""
+    return "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+
+
+class TextStreamSink(Sink):
+    """Writes an event per token, also when its text is still held back."""
+
+    __slots__ = ("_dirty", "_format", "_frame", "_writer")
+
+    def __init__(
+        self, frame: EventFrame, writer: StreamWriter, dirty: list[StreamWriter], logprob_format: LogprobFormat
+    ) -> None:
+        self._dirty = dirty
+        self._format = logprob_format
+        self._frame = frame
+        self._writer = writer
+
+    def take_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        event = self._event(text, scores)
+        self._writer.max_buffered_bytes += len(event)  # the client need not read it faster than any other event
+        self._write(event)
+
+    def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
+        self._write(self._event(text_of(deltas), scores))
+
+    def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
+        self._write(self._frame.finish_event(reason))
+
+    def _event(self, text: str, scores: Sequence[ScoredToken]) -> bytes:
+        frame = self._frame
+        if not scores:
+            return frame.before + escape_json(text) + frame.after
+        return frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores)))
+
+    def _write(self, event: bytes) -> None:
+        self._writer.events.append(event)
+        self._writer.mark_dirty(self._dirty)
+
+
+class TextSink(Sink):
+    """Keeps text and scores for one body.
+
+    Attributes:
+        scores: of the tokens shown, if they were asked for.
+    """
+
+    __slots__ = ("_texts", "scores")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.scores: list[ScoredToken] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def take_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
+        self._texts.append(text)
+        self.scores += scores
+
+    def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
+        self._texts.append(text_of(deltas))
+        self.scores += scores
+
+    def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
+        pass

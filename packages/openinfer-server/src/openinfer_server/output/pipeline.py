@@ -1,0 +1,84 @@
+"""From a checked plan to a delivered response: what all generating APIs have in common.
+
+    plan ─► DeltaChoice per request ─► the API's Sink ─► events of a stream, or one body
+
+An API brings its sinks and what ends its streams; making text of tokens, submitting and delivering are here.
+"""
+
+from collections.abc import Callable, Sequence
+
+from openinfer_server.http.request import HttpRequest
+from openinfer_server.http.writers import StreamWriter
+from openinfer_server.output.delivery import StreamEnd, send_stream, send_whole
+from openinfer_server.output.delta_choice import DeltaChoice, ParsingOptions, Sink
+from openinfer_server.output.parsing import OutputParsers
+from openinfer_server.output.response import Response
+from openinfer_server.output.text_choices import TextOptions
+from openinfer_server.parsers.output import OutputParser
+from openinfer_server.request.plan import Plan
+from openinfer_server.service import Service
+
+
+def submit(
+    service: Service,
+    response: Response,
+    plan: Plan,
+    sinks: Sequence[Sink],
+    *,
+    parsers: OutputParsers | None = None,
+    echo: bool = False,
+) -> None:
+    """Hands every request of a plan to the engine; what comes of each goes to its sink.
+
+    Args:
+        service: whose tokenizer and parsers.
+        response: gets the choices.
+        plan: what the engine is asked.
+        sinks: one per request.
+        parsers: of the text; None for text that is content and nothing else.
+        echo: whether the prompt comes first.
+
+    Raises:
+        ParserFault: a parser cannot be made.
+    """
+    options = TextOptions(
+        tokenizer=service.tokenizer,
+        stops=plan.stops,
+        min_tokens=plan.min_tokens,
+        echo=echo,
+        visible_tokens=frozenset() if parsers is None else service.parsers.visible_tokens,
+    )
+    choices: list[DeltaChoice] = []
+    for index, (request, sink) in enumerate(zip(plan.requests, sinks, strict=True)):
+        parsing = (
+            ParsingOptions(parser=OutputParser(), request=request, max_model_tokens=service.info.max_model_tokens)
+            if parsers is None
+            else parsers.parsing(request)
+        )
+        prompt = plan.prompt_of(index)
+        choices.append(DeltaChoice(response, index, prompt=prompt, options=options, parsing=parsing, sink=sink))
+    response.submit(choices, plan.requests)
+
+
+async def deliver(
+    http_request: HttpRequest,
+    service: Service,
+    response: Response,
+    writer: StreamWriter | None,
+    *,
+    body: Callable[[], bytes],
+    end: StreamEnd,
+) -> None:
+    """Sends a submitted response: as a stream where there is a writer, else in one body.
+
+    Raises:
+        ApiError: it failed before the response began.
+        ClientDisconnected: the client left.
+    """
+    if writer is None:
+        await send_whole(http_request, response, body)
+        return
+    try:
+        await send_stream(http_request, response, writer, end)
+    finally:
+        service.metrics.slow_clients.value += writer.was_slow
