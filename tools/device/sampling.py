@@ -24,12 +24,13 @@ from openinfer_kernels.cuda.common.launch import Module
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.sampling.logprobs import LogprobsKernels
 from openinfer_kernels.cuda.sampling.sampling import Sampling
+from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS
 
 PEAK_BYTES_PER_S = 4.3e12
 VOCABULARY, NUM_TOKEN_IDS = 151936, 151669
 ROUNDING = 2e-6
 """Of a uniform number or a share of the sum: the weights are products of a few float32 roundings."""
-COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+COLUMNS = tuple(COLUMN_DTYPES)
 
 
 class Loaded:
@@ -59,12 +60,15 @@ def random_batch(rng, num_rows, num_token_ids, **changes):
     def column(values, dtype):
         return rng.choice(values, size=num_rows).astype(dtype)
 
+    choices = {
+        "temperature": [0.0, 0.3, 0.7, 1.0, 1.0, 2.5],
+        "top_k": [0, 0, 0, 1, 5, 50, 1000, 1024, 1025, 20000, num_token_ids, 10**6],
+        "top_p": [1.0, 1.0, 0.1, 0.8, 0.95, 0.999],
+        "min_p": [0.0, 0.0, 0.0, 1e-4, 0.05, 0.5],
+    }
     return SamplingBatch(
         num_token_ids=num_token_ids,
-        temperature=column([0.0, 0.3, 0.7, 1.0, 1.0, 2.5], np.float32),
-        top_k=column([0, 0, 0, 1, 5, 50, 1000, 1024, 1025, 20000, num_token_ids, 10**6], np.int32),
-        top_p=column([1.0, 1.0, 0.1, 0.8, 0.95, 0.999], np.float32),
-        min_p=column([0.0, 0.0, 0.0, 1e-4, 0.05, 0.5], np.float32),
+        **{name: column(choices.get(name, [off]), COLUMN_DTYPES[name]) for name, off in DEFAULTS.items()},
         seeds=rng.integers(0, 2**64, size=num_rows, dtype=np.uint64),
         positions=rng.integers(0, 2**34, size=num_rows),
         **changes,
@@ -329,7 +333,7 @@ def measure(sampling, logprobs, results):
                     sets[i % len(sets)], tokens, top=top
                 )
             else:
-                columns = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | options
+                columns = {**DEFAULTS, **options}
                 like = random_batch(rng, num_rows, NUM_TOKEN_IDS)
                 batch = to_device(
                     dataclasses.replace(

@@ -23,6 +23,7 @@ from openinfer_kernels.catalogue import WITHOUT_GPU_KERNEL  # noqa: E402
 from openinfer_kernels.cpu import CpuOps  # noqa: E402
 from openinfer_kernels.cuda import CudaOps  # noqa: E402
 from openinfer_kernels.ops import SamplingBatch  # noqa: E402
+from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS  # noqa: E402
 from openinfer_kernels.providers import PROVIDABLE  # noqa: E402
 from openinfer_kernels.testing.paged import make_paged_case  # noqa: E402
 from openinfer_kernels.testing.providers import check_operator  # noqa: E402
@@ -106,6 +107,7 @@ class Larger:
         for rows, vocabulary in ((1, 1031), (5, 151_936), (70, 2048)):
             logits = rng.normal(size=(rows, vocabulary)).astype(np.float32) * 3
             options = {
+                **{name: np.full(rows, off, COLUMN_DTYPES[name]) for name, off in DEFAULTS.items()},
                 "temperature": rng.choice([0, 0.7, 1.3], rows).astype(np.float32),
                 "top_k": rng.choice([0, 1, 50], rows).astype(np.int32),
                 "top_p": rng.choice([0.3, 0.95, 1], rows).astype(np.float32),

@@ -15,6 +15,7 @@ import pytest
 
 from openinfer_kernels import DeviceUnavailableError, Ops, SamplingBatch
 from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS
 from openinfer_kernels.testing.paged import PagedCase, make_paged_case
 
 
@@ -134,10 +135,6 @@ def sampling() -> Callable[..., SamplingBatch]:
         num_rows: int,
         *,
         num_token_ids: int,
-        temperature: Any = 1.0,
-        top_k: Any = 0,
-        top_p: Any = 1.0,
-        min_p: Any = 0.0,
         seeds: Any = None,
         positions: Any = 0,
         **changes: Any,
@@ -147,10 +144,7 @@ def sampling() -> Callable[..., SamplingBatch]:
 
         return SamplingBatch(
             num_token_ids=num_token_ids,
-            temperature=column(temperature, np.float32),
-            top_k=column(top_k, np.int32),
-            top_p=column(top_p, np.float32),
-            min_p=column(min_p, np.float32),
+            **{name: column(changes.pop(name, off), COLUMN_DTYPES[name]) for name, off in DEFAULTS.items()},
             seeds=column(np.arange(num_rows) if seeds is None else seeds, np.uint64),
             positions=column(positions, np.int64),
             **changes,

@@ -7,6 +7,8 @@ from typing import cast
 import msgspec
 
 from openinfer_core.errors import InvalidRequest
+from openinfer_core.sampling_numbers import SamplingNumbers
+from openinfer_core.sampling_parameters import PARAMETERS, SamplingParameter
 
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids are int32 on every device."""
@@ -73,7 +75,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one request is sampled. The order of operations is `openinfer_kernels.SamplingBatch`'s.
 
     Raises:
@@ -82,18 +84,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     max_tokens: int
     """Tokens to generate at most, the stop token included; 0 only scores the prompt (`prompt_logprobs`)."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_k: int = 0
-    """0 keeps all."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     seed: int | None = None
     """An unsigned 64-bit number; None draws one when the engine takes the request."""
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict[int, float])
     """Added to the logits; `-inf` forbids a token."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends the request; the ids of end of text are among them unless the caller ignores them."""
@@ -108,15 +101,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         check_integer("max_tokens", self.max_tokens, low=0, high=MAX_TOKENS)
         check_integer("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
-        _check_number("temperature", self.temperature, low=0.0, high=100.0)
-        check_integer("top_k", self.top_k, low=0, high=MAX_TOKEN_ID)
-        _check_number("top_p", self.top_p, low=0.0, high=1.0)
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p is 0; it must be in (0, 1]", field="top_p")
-        _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
+        for parameter in PARAMETERS:
+            _check_parameter(parameter, getattr(self, parameter.name))
         if self.seed is not None:
             check_integer("seed", self.seed, low=0, high=2**64 - 1)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
@@ -143,6 +129,16 @@ def check_integer(name: str, value: object, *, low: int, high: int) -> None:
         raise InvalidRequest(f"{name} is of type {type(value).__name__}; it must be an integer", field=name)
     if not low <= value <= high:
         raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", field=name)
+
+
+def _check_parameter(parameter: SamplingParameter, value: object) -> None:
+    name = parameter.name
+    if parameter.kind is int:
+        check_integer(name, value, low=int(parameter.low), high=int(parameter.high))
+    else:
+        _check_number(name, value, low=parameter.low, high=parameter.high)
+    if parameter.excludes_low and value == parameter.low:
+        raise InvalidRequest(f"{name} is {parameter.low:g}; it must be in {parameter.bounds}", field=name)
 
 
 def _check_number(name: str, value: object, *, low: float, high: float) -> None:

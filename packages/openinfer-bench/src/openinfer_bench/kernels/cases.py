@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from openinfer_kernels.ops import Array, AttentionBatch, Ops, SamplingBatch
+from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS
 from openinfer_kernels.rope import RopeParameters, rope_table
 
 _BLOCK_TOKENS = 16
@@ -232,16 +233,14 @@ _SAMPLINGS: dict[str, dict[str, float]] = {
 
 def _sample(kind: str, rows: int, vocabulary: int, options: dict[str, float]) -> Case:
     def prepare(ops: Ops, fill: Filler) -> Call:
-        def column(value: float, dtype: Any) -> Array:
-            return ops.upload(np.full(rows, value, dtype))
-
         logits = fill(rows, vocabulary).astype(np.float32)
+        columns: dict[str, Any] = {
+            name: ops.upload(np.full(rows, options.get(name, default), COLUMN_DTYPES[name]))
+            for name, default in DEFAULTS.items()
+        }
         batch = SamplingBatch(
             num_token_ids=vocabulary,
-            temperature=column(options["temperature"], np.float32),
-            top_k=column(options.get("top_k", 0), np.int32),
-            top_p=column(options.get("top_p", 1.0), np.float32),
-            min_p=column(0.0, np.float32),
+            **columns,
             seeds=ops.upload(np.arange(rows, dtype=np.uint64)),
             positions=ops.upload(np.arange(rows, dtype=np.int64)),
         )

@@ -7,11 +7,12 @@ import numpy as np
 from openinfer_core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from openinfer_core.scheduling import SlotStart, StepPlan
 from openinfer_engine.cpu.worker import WorkerLimits
-from openinfer_engine.worker.sampling_state import LogitChanges, has_penalties
+from openinfer_engine.worker.sampling_state import LogitChanges, has_penalties, row_values
 from openinfer_kernels import HostArray
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.pinned import PinnedTurn
-from openinfer_kernels.cuda.sampling.steps import SLOT_RECORD, SlotSizes, SlotState, make_record
+from openinfer_kernels.cuda.sampling.slot_record import SLOT_RECORD
+from openinfer_kernels.cuda.sampling.steps import SlotSizes, SlotState, make_record
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -112,10 +113,7 @@ class CudaSamplingState:
             self.state.set_bias(start.slot, *turn.upload(token_ids, values))
         return make_record(
             start.slot,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            top_k=min(params.top_k, self._vocab_size),
+            **row_values(params, self._vocab_size),
             seed=start.seed,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,

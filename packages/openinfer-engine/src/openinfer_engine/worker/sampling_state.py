@@ -9,6 +9,7 @@ from openinfer_core import SamplingParams
 from openinfer_core.grammars import MaskWords, mask_words
 from openinfer_core.scheduling import SlotStart
 from openinfer_kernels import Bias, HostArray, Ops, Penalties, SamplingBatch, TokenMask
+from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS
 
 
 @dataclass(slots=True)
@@ -66,11 +67,11 @@ class SamplingState:
         """Alternatives per sampled token that each slot's request asked for; -1 for no log-probabilities."""
         self.prompt_logprobs: HostArray = np.full(max_num_seqs, -1, np.int32)
         """The same for prompt tokens."""
-        self._temperature = np.zeros(max_num_seqs, np.float32)
-        self._top_k = np.zeros(max_num_seqs, np.int32)
-        self._top_p = np.ones(max_num_seqs, np.float32)
-        self._min_p = np.zeros(max_num_seqs, np.float32)
-        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._columns: dict[str, HostArray] = {
+            name: np.full(max_num_seqs, DEFAULTS.get(name, 0), dtype)
+            for name, dtype in COLUMN_DTYPES.items()
+            if name != "positions"
+        }
         self._prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self._min_tokens = np.zeros(max_num_seqs, np.int64)
         self._penalised: dict[int, _Penalised] = {}
@@ -81,11 +82,8 @@ class SamplingState:
         slot, params = start.slot, start.request.sampling
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = min(params.top_k, self._vocab_size)
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        self._seeds[slot] = start.seed
+        for name, value in {**row_values(params, self._vocab_size), "seeds": start.seed}.items():
+            self._columns[name][slot] = value
         self._prompt_tokens[slot] = len(start.request.prompt_token_ids)
         self._min_tokens[slot] = params.min_tokens
         self._penalised.pop(slot, None)
@@ -108,15 +106,11 @@ class SamplingState:
         """
         return SamplingBatch(
             num_token_ids=self._num_token_ids,
-            temperature=ops.upload(self._temperature[slots]),
-            top_k=ops.upload(self._top_k[slots]),
-            top_p=ops.upload(self._top_p[slots]),
-            min_p=ops.upload(self._min_p[slots]),
-            seeds=ops.upload(self._seeds[slots]),
             positions=ops.upload(positions),
             bias=self._bias(slots, positions, ops) if self._changes else None,
             penalties=self._penalties(slots, ops) if self._penalised else None,
             token_mask=self._token_mask(masks, ops),
+            **{name: ops.upload(column[slots]) for name, column in self._columns.items()},
         )
 
     def count(self, slots: HostArray, token_ids: HostArray) -> None:
@@ -175,6 +169,12 @@ class SamplingState:
             token_ids=ops.upload(ids),
             values=ops.upload(values),
         )
+
+
+def row_values(params: SamplingParams, vocab_size: int) -> dict[str, float]:
+    """What a slot's row of the sampling columns is, by column; seed and position are not the request's to say."""
+    values = {name: getattr(params, name) for name in DEFAULTS}
+    return {**values, "top_k": min(params.top_k, vocab_size)}
 
 
 def has_penalties(params: SamplingParams) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
+from openinfer_kernels.ops.sampling_columns import SamplingColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class TokenMask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingBatch:
+class SamplingBatch(SamplingColumns):
     """How each row of a `[R, V]` logits array is sampled; all arrays `[R]` unless said otherwise.
 
     The order is: repetition, frequency and presence penalties; bias; token mask; division by the temperature;
@@ -72,18 +73,6 @@ class SamplingBatch:
     """
 
     num_token_ids: int
-    temperature: Array
-    """float32, >= 0."""
-    top_k: Array
-    """0 keeps all."""
-    top_p: Array
-    """float32 in (0, 1]; 1 keeps all."""
-    min_p: Array
-    """float32 in [0, 1]; 0 keeps all. Drops tokens less likely than `min_p` times the likeliest."""
-    seeds: Array
-    """uint64."""
-    positions: Array
-    """int64, the position in its sequence that the sampled token will have."""
     bias: Bias | None = None
     penalties: Penalties | None = None
     token_mask: TokenMask | None = None

@@ -14,20 +14,14 @@ from openinfer_server.request.fields import (
     Count,
     LogitBias,
     Logprobs,
-    MinP,
     NonNegative,
-    Penalty,
     Priority,
-    RepetitionPenalty,
     RequestFields,
     Salt,
     Seed,
     Stop,
     Stops,
     StopTokenIds,
-    Temperature,
-    TopK,
-    TopP,
 )
 from openinfer_server.request.structured_types import GuidedFields, ResponseFormat
 from openinfer_server.tools.types import Tool, ToolChoice
@@ -61,15 +55,8 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
 
     seed: Seed | None = None
     stop: Stop | Stops | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     # ours and vLLM's
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: NonNegative | None = None
     ignore_eos: bool | None = None
     stop_token_ids: StopTokenIds | None = None

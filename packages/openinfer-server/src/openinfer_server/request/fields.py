@@ -11,6 +11,7 @@ import msgspec
 
 from openinfer_core.request import MAX_NAME_LENGTH
 from openinfer_core.sampling import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
+from openinfer_core.sampling_parameters import PARAMETERS
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,14 +34,15 @@ def _documented(**schema: Any) -> msgspec.Meta:
     return msgspec.Meta(extra_json_schema=schema)
 
 
+def bounded(name: str) -> msgspec.Meta:
+    """The bounds of a sampling parameter."""
+    parameter = next(each for each in PARAMETERS if each.name == name)
+    low, high = (int(bound) if bound == int(bound) else bound for bound in (parameter.low, parameter.high))
+    return _documented(**{"exclusiveMinimum" if parameter.excludes_low else "minimum": low, "maximum": high})
+
+
 Count = Annotated[int, _documented(minimum=1)]
 Seed = Annotated[int, _documented(minimum=-(2**63), maximum=2**64 - 1)]
-Temperature = Annotated[float, _documented(minimum=0, maximum=100)]
-TopP = Annotated[float, _documented(exclusiveMinimum=0, maximum=1)]
-MinP = Annotated[float, _documented(minimum=0, maximum=1)]
-Penalty = Annotated[float, _documented(minimum=-2, maximum=2)]
-RepetitionPenalty = Annotated[float, _documented(minimum=0.01, maximum=100)]
-TopK = Annotated[int, _documented(minimum=0, maximum=MAX_TOKEN_ID)]
 Logprobs = Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)]
 Priority = Annotated[int, _documented(minimum=-(2**31), maximum=2**31 - 1)]
 NonNegative = Annotated[int, _documented(minimum=0)]

@@ -14,6 +14,7 @@ from openinfer_core.engine import EngineInfo
 from openinfer_core.errors import InvalidRequest
 from openinfer_core.request import MAX_NAME_LENGTH, GenerateRequest, RequestId
 from openinfer_core.sampling import SamplingParams
+from openinfer_core.sampling_parameters import PARAMETERS
 from openinfer_server.http.api_errors import ApiError, from_invalid_request, invalid, refused
 from openinfer_server.limits.request_cost import PromptCost, RequestCost
 from openinfer_server.openai.types import GenerationFields
@@ -211,13 +212,7 @@ def _sampling(
     try:
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=_or(fields.temperature, 1.0),
-            top_k=_or(fields.top_k, 0),
-            top_p=_or(fields.top_p, 1.0),
-            min_p=_or(fields.min_p, 0.0),
-            presence_penalty=_or(fields.presence_penalty, 0.0),
-            frequency_penalty=_or(fields.frequency_penalty, 0.0),
-            repetition_penalty=_or(fields.repetition_penalty, 1.0),
+            **{each.name: _or(getattr(fields, each.name), each.default) for each in PARAMETERS},
             seed=_seed(fields, choice),
             logit_bias=_logit_bias(fields, info),
             stop_token_ids=_stop_token_ids(fields, info),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.sampling_fields import SamplingNumberFields
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _WHITE_SPACE = "a schema's x-guidance has whitespace_flexible and whitespace_pattern"
@@ -70,7 +71,7 @@ class StructuredOutputs(RequestFields, frozen=True, kw_only=True, forbid_unknown
     IGNORED: ClassVar[Mapping[str, str]] = {"disable_fallback": "there is one backend and no fallback"}
 
 
-class GuidedFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GuidedFields(SamplingNumberFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Structured output on routes that generate, under both names that vLLM has had for it."""
 
     structured_outputs: StructuredOutputs | None = None

@@ -11,39 +11,27 @@ from openinfer_server.request.fields import (
     Count,
     LogitBias,
     Logprobs,
-    MinP,
     NonNegative,
-    Penalty,
     Priority,
-    RepetitionPenalty,
     RequestFields,
     Salt,
     Seed,
     StopTokenIds,
-    Temperature,
     TokenId,
-    TopK,
-    TopP,
 )
+from openinfer_server.request.sampling_fields import SamplingNumberFields
 from openinfer_server.request.structured_types import StructuredOutputs
 
 NO_TEXT = "no text is made here; /v1/completions makes some"
 
 
-class TokenSampling(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenSampling(SamplingNumberFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The object under `sampling_params`."""
 
     max_tokens: NonNegative | None = None
     min_tokens: NonNegative | None = None
     n: Count | None = None
     seed: Seed | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None

@@ -22,6 +22,7 @@
 #include "sampling/logit_changes.cuh"
 #include "sampling/logits.cuh"
 #include "sampling/ordered.cuh"
+#include "sampling/sampling_record.cuh"
 #include "sampling/scores.cuh"
 #include "sampling/softmax_weights.cuh"
 #include "sampling/top_k_top_p.cuh"
@@ -34,11 +35,7 @@ struct Arguments {
   const void* logits;
   float* scratch;  // [R, cluster * slice], null if no row can need it
   int* tokens;
-  const float* temperature;
-  const int* top_k;
-  const float *top_p, *min_p;
-  const uint64_t* seeds;
-  const int64_t* positions;
+  SamplingColumns columns;
   int num_columns, num_token_ids, slice, is_wide;
   Bias bias;
   Penalties penalties;
@@ -182,7 +179,7 @@ __device__ __forceinline__ void choose(const Arguments& a, const Scores<Logit>& 
   constexpr int kWidth = Scores<Logit>::kWidth;
   __shared__ uint64_t extremes;
   const int index = cluster_row();
-  const float temperature = a.temperature[index];
+  const float temperature = a.columns.temperature[index];
   if (temperature == 0) return choose_greedily(scores, token);
   float largest = -CUDART_INF_F;
   scores.template each_access<kAhead>(
@@ -197,10 +194,10 @@ __device__ __forceinline__ void choose(const Arguments& a, const Scores<Logit>& 
     if (threadIdx.x == 0 && cluster_rank() == 0) *token = -1;
     return;
   }
-  const int top_k = a.top_k[index];
-  const Draw draw = {top_k < a.num_token_ids ? top_k : 0, a.top_p[index],
-                     philox_word(a.seeds[index], a.positions[index])};
-  const SoftmaxWeights softmax_weight(from_ordered(distances.largest), temperature, a.min_p[index]);
+  const int top_k = a.columns.top_k[index];
+  const Draw draw = {top_k < a.num_token_ids ? top_k : 0, a.columns.top_p[index],
+                     philox_word(a.columns.seeds[index], a.columns.positions[index])};
+  const SoftmaxWeights softmax_weight(from_ordered(distances.largest), temperature, a.columns.min_p[index]);
   sample_token(scores, distances, softmax_weight, draw, a.num_token_ids, {mine, ~uint32_t(all)}, work, token);
 }
 

@@ -3,15 +3,9 @@
 #include <cstdint>
 
 #include "common/pdl.cuh"
+#include "sampling/sampling_record.cuh"
 
 namespace {
-
-// One sequence slot's sampling parameters.
-struct SlotParams {
-  float temperature, top_p, min_p;
-  int top_k;
-  uint64_t seed;
-};
 
 // What begins in a slot.
 struct SlotRecord {
@@ -29,23 +23,6 @@ struct SlotArrays {
 
   __device__ __forceinline__ bool is_penalised(int slot) const {
     return presence[slot] != 0.0f || frequency[slot] != 0.0f || repetition[slot] != 1.0f;
-  }
-};
-
-// How rows are sampled, `[rows]` each.
-struct SampledRows {
-  float *temperature, *top_p, *min_p;
-  int* top_k;
-  uint64_t* seeds;
-  int64_t* positions;
-
-  __device__ __forceinline__ void set(int row, const SlotParams& p, int position) const {
-    temperature[row] = p.temperature;
-    top_p[row] = p.top_p;
-    min_p[row] = p.min_p;
-    top_k[row] = p.top_k;
-    seeds[row] = p.seed;
-    positions[row] = position;
   }
 };
 
@@ -119,7 +96,7 @@ extern "C" __global__ void steps_prepare_decode(const int* rows, const Tables ta
   out.positions[row] = position;
   out.context_lens[row] = slot < 0 ? 0 : position + 1;
   out.cache_slots[row] = slot < 0 ? -1 : tables.place(table, position);
-  sampled.set(row, samples ? slots.params[slot] : SlotParams{0.0f, 1.0f, 0.0f, 0, 0}, position + 1);
+  sampled.set(row, samples ? slots.params[slot] : NOT_SAMPLED, position + 1);
   sampled_slots[row] = samples ? slot : -1;
 }
 

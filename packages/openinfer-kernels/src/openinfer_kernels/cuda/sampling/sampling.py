@@ -11,17 +11,10 @@ from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.sampling.teams import THREADS, require_logits, slice_columns, team_blocks
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, Bias, Penalties, SamplingBatch, TokenMask
+from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES
 
-_INT32, _INT64, _UINT32, _UINT64 = (np.dtype(dtype) for dtype in (np.int32, np.int64, np.uint32, np.uint64))
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 _FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
-_COLUMNS = {
-    "temperature": _FLOAT32,
-    "top_k": _INT32,
-    "top_p": _FLOAT32,
-    "min_p": _FLOAT32,
-    "seeds": _UINT64,
-    "positions": _INT64,
-}
 
 
 class _Bias(ctypes.Structure):
@@ -58,7 +51,7 @@ class _Arguments(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in _COLUMNS),
+        *((name, ctypes.c_void_p) for name in COLUMN_DTYPES),
         ("num_columns", ctypes.c_int),
         ("num_token_ids", ctypes.c_int),
         ("slice", ctypes.c_int),
@@ -98,7 +91,7 @@ class Sampling:
             logits=address(logits),
             scratch=_pointer(scratch),
             tokens=address(tokens),
-            **{name: address(getattr(sampling, name)) for name in _COLUMNS},
+            **{name: address(getattr(sampling, name)) for name in COLUMN_DTYPES},
             num_columns=num_columns,
             num_token_ids=sampling.num_token_ids,
             slice=columns,
@@ -153,7 +146,7 @@ def _check(sampling: SamplingBatch, num_rows: int, num_columns: int) -> None:
         raise ArrayMismatchError(
             f"num_token_ids is {sampling.num_token_ids}; it must be from 1 to {num_columns}, the columns of the logits"
         )
-    for name, dtype in _COLUMNS.items():
+    for name, dtype in COLUMN_DTYPES.items():
         _require(getattr(sampling, name), dtype, (num_rows,), f"sampling.{name}")
     if sampling.bias is not None:
         _check_bias(sampling.bias)

@@ -13,7 +13,9 @@ import numpy as np
 
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.libraries import cupy
+from openinfer_kernels.cuda.sampling.slot_record import ROW_COLUMNS
 from openinfer_kernels.ops import Array, AttentionBatch, Bias, HostArray, Penalties, SamplingBatch, TokenMask
+from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES
 
 DECODE_LINES = 4
 """Of `DecodeInputs.rows`."""
@@ -32,9 +34,7 @@ class _ModelInputs(ctypes.Structure):
 
 
 class _SampledRows(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seeds", "positions")
-    )
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ROW_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +61,15 @@ class SampledRows:
 
     slots: Array
     """int32; -1 where a row is not sampled."""
-    temperature: Array
-    top_p: Array
-    min_p: Array
-    top_k: Array
-    seeds: Array
-    positions: Array
+    columns: Mapping[str, Array]
+    """Of a `SamplingBatch`, by name."""
 
     @classmethod
     def make(cls, num_rows: int, *, slots: Array | None = None) -> "SampledRows":
         """Arrays without contents, but for `slots` if given."""
-        temperature, top_p, min_p = (cupy.empty(num_rows, np.float32) for _ in range(3))
         return cls(
             slots=cupy.empty(num_rows, np.int32) if slots is None else slots,
-            temperature=temperature,
-            top_p=top_p,
-            min_p=min_p,
-            top_k=cupy.empty(num_rows, np.int32),
-            seeds=cupy.empty(num_rows, np.uint64),
-            positions=cupy.empty(num_rows, np.int64),
+            columns={name: cupy.empty(num_rows, dtype) for name, dtype in COLUMN_DTYPES.items()},
         )
 
     def batch(
@@ -93,21 +83,15 @@ class SampledRows:
         bias, penalties = (None, None) if changes is None else changes
         return SamplingBatch(
             num_token_ids=num_token_ids,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seeds=self.seeds,
-            positions=self.positions,
             bias=bias,
             penalties=penalties,
             token_mask=token_mask,
+            **self.columns,
         )
 
     def pointers(self) -> _SampledRows:
         """As the kernels take it."""
-        arrays = (self.temperature, self.top_p, self.min_p, self.top_k, self.seeds, self.positions)
-        return _SampledRows(*map(address, arrays))
+        return _SampledRows(*(address(self.columns[name]) for name in ROW_COLUMNS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

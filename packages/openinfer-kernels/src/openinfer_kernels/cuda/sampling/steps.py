@@ -9,29 +9,12 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
+from openinfer_kernels.cuda.sampling.slot_record import PARAMS_BYTES, SLOT_RECORD
 from openinfer_kernels.cuda.sampling.step_inputs import MIXED_LINES, DecodeInputs, MixedInputs, SampledRows
 from openinfer_kernels.ops import Array, Bias, HostArray, Penalties
 
 _THREADS = 128
 _ONE_BLOCK_THREADS = 1024
-SLOT_RECORD: np.dtype[Any] = np.dtype(
-    [
-        ("temperature", "f4"),
-        ("top_p", "f4"),
-        ("min_p", "f4"),
-        ("top_k", "i4"),
-        ("seed", "u8"),
-        ("presence", "f4"),
-        ("frequency", "f4"),
-        ("repetition", "f4"),
-        ("num_biased", "i4"),
-        ("slot", "i4"),
-        ("unused", "i4"),
-    ]
-)
-"""`SlotRecord` of the kernels: how the sequence that begins in a slot is sampled."""
-_PARAMS_BYTES = 24
-"""Of one slot's `SlotParams`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +60,7 @@ class SlotState:
         slots = sizes.max_num_seqs
         self._tables = cupy.zeros((slots, sizes.max_blocks), np.int32)
         self._last_ids = cupy.zeros(slots, np.int32)
-        self._params = cupy.zeros(slots * _PARAMS_BYTES, np.uint8)
+        self._params = cupy.zeros(slots * PARAMS_BYTES, np.uint8)
         self._presence, self._frequency = cupy.zeros(slots, np.float32), cupy.zeros(slots, np.float32)
         self._repetition = cupy.asarray(np.ones(slots, np.float32))
         self._num_biased = cupy.zeros(slots, np.int32)
@@ -212,7 +195,7 @@ class SlotState:
 
 def state_bytes(sizes: SlotSizes) -> int:
     """Device memory that a `SlotState` takes."""
-    per_slot = 4 * sizes.max_blocks + 5 * sizes.num_columns + 8 * sizes.max_biased + _PARAMS_BYTES + 32
+    per_slot = 4 * sizes.max_blocks + 5 * sizes.num_columns + 8 * sizes.max_biased + PARAMS_BYTES + 32
     return sizes.max_num_seqs * per_slot
 
 
