@@ -139,7 +139,7 @@ def cuda_record() -> str:
 
 namespace {{
 
-// One slot's sampling parameters.
+// One sequence slot's sampling parameters.
 struct SlotParams {{
 {_declared(RECORD)}{padding}  uint64_t seed;
 }};

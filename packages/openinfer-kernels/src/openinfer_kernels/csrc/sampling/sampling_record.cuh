@@ -5,7 +5,7 @@
 
 namespace {
 
-// One slot's sampling parameters.
+// One sequence slot's sampling parameters.
 struct SlotParams {
   float temperature, top_p, min_p;
   int top_k;
