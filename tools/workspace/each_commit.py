@@ -10,7 +10,8 @@ What passed is written to `.run/each-commit/results.jsonl` at once and not done 
 start it with the same range to go on. A step that failed is tried again; its output is kept beside that file.
 
 Tests that a commit must pass: those of each package and example that it touches, and `tests/` where it touches
-anything else. A commit that only touches the changelogs and pages of a package is tested too: tests read them.
+anything else, or a package's `pyproject.toml`. A commit that only touches the changelogs and pages of a package is
+tested too: tests read them.
 """
 
 import argparse
@@ -174,10 +175,13 @@ def commands_of(commit: Commit, step: str) -> Iterator[tuple[str, ...]]:
 
 
 def test_folders(commit: Commit) -> list[str]:
-    touched = {
-        f"{parts[0]}/{parts[1]}/tests" if parts[0] in {"packages", "examples"} and len(parts) > 2 else "tests"
-        for parts in (path.split("/") for path in commit.touched)
-    }
+    touched: set[str] = set()
+    for parts in (path.split("/") for path in commit.touched):
+        is_in_package = parts[0] in {"packages", "examples"} and len(parts) > 2
+        if is_in_package:
+            touched.add(f"{parts[0]}/{parts[1]}/tests")
+        if not is_in_package or parts[-1] == "pyproject.toml":
+            touched.add("tests")
     return sorted(folder for folder in touched if (TREE / folder).is_dir())
 
 
