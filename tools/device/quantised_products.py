@@ -1,4 +1,4 @@
-"""Times every way of multiplying matrices of few bits, at the sizes of DeepSeek-V4-Flash and Kimi-K2.
+"""Times every way of multiplying low-bit matrices, at the sizes of DeepSeek-V4-Flash and Kimi-K2.
 
     python3 tools/device/quantised_products.py [--models 'V4 FP8' ...] [--ranks 1 8] [--tokens N ...] [--json FILE]
 

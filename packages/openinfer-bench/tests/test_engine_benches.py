@@ -87,7 +87,7 @@ def test_gaps_count_only_while_a_request_is_open(tmp_path: Path) -> None:
         trace.add(Span(DEVICE, "step", begin_s, end_s, {}))
     summary = summarise(trace.events())
     assert summary.steps == 4
-    assert summary.gaps_us == (0.0, 5e5, 0.0)  # nobody was there between the third step and the fourth
+    assert summary.gaps_us == (0.0, 5e5, 0.0)  # no request was open between the third step and the fourth
     assert summary.busy_share == pytest.approx(3.5 / 4.0)
     assert "4 steps" in summary.table()
 

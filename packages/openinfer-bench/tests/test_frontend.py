@@ -1,4 +1,4 @@
-"""`openinfer bench frontend` runs, whatever it asks for; what it measures is nobody's business here."""
+"""`openinfer bench frontend` runs, whatever it asks for; the figures are not checked here."""
 
 import json
 import shutil

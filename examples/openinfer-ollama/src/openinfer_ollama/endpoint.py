@@ -27,7 +27,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `POST /api/generate`."""
+    """Response of `POST /api/generate`."""
 
     model: str
     response: str
@@ -44,7 +44,7 @@ class Tag(msgspec.Struct, frozen=True):
 
 
 class Tags(msgspec.Struct, frozen=True):
-    """Answer of `GET /api/tags`."""
+    """Response of `GET /api/tags`."""
 
     models: list[Tag]
 

@@ -1,4 +1,4 @@
-"""A queue policy for openinfer: the shortest request first, and nobody is forgotten."""
+"""A queue policy for openinfer: the shortest request first, and none waits forever."""
 
 from openinfer_shortest_first.policy import AGE_TOKENS, ShortestFirst
 

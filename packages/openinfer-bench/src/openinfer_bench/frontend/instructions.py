@@ -1,4 +1,4 @@
-"""Instructions that a process executes, where `perf` can count them: whoever else uses the machine does not matter."""
+"""Instructions that a process executes, where `perf` can count them; other load on the machine does not change them."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""Requests nobody should send, and what each may be answered.
+"""Requests of an attacker, and how each may be answered.
 
 An outcome is a status, `closed` (the server ended the connection without one), `left` (the attacker did), or `hang`
 (nothing came within `PATIENCE_S`).
