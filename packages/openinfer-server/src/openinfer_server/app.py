@@ -71,7 +71,6 @@ class App:
                 http_request.close()
 
     def start(self) -> None:
-        """Begins to take the engine's events."""
         self._link_task = asyncio.create_task(self._run_link(), name="openinfer-link")
 
     async def stop(self) -> None:

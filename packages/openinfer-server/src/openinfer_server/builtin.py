@@ -25,7 +25,6 @@ GENERATION_ERRORS = (404, 408, 413, 415, 429, 503)
 
 
 def completion_routes(service: Service) -> list[Route]:
-    """OpenAI's completions and chat completions."""
     return [
         Route(
             method="POST",

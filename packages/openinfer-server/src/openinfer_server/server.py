@@ -239,7 +239,6 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept."""
         await super().startup(sockets)
         self._on_started()
 

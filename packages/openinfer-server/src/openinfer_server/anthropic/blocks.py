@@ -110,7 +110,6 @@ def turns_of(messages: Sequence[MessageParam]) -> list[Turn]:
 
 
 def system_text(system: str | Sequence[TextBlock]) -> str:
-    """The system prompt as one text."""
     return system if isinstance(system, str) else "".join(block.text for block in system)
 
 

@@ -62,13 +62,11 @@ class MessageBuilder(Sink):
         self._dirty: list[StreamWriter] = []
 
     def begin(self, choice: DeltaChoice) -> None:
-        """The engine works on it."""
         self._dirty = choice.response.link.dirty
         self.message.usage = _usage(choice)
         self._emit(MessageStart(message=self.message))
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
-        """The answer goes on."""
         del scores
         for delta in deltas:
             match delta:
@@ -85,7 +83,6 @@ class MessageBuilder(Sink):
                     self._stop_block()
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
-        """The answer has ended well."""
         self._stop_block()
         message = self.message
         message.usage = _usage(choice)

@@ -56,7 +56,6 @@ class Messages:
         self._service = service
 
     async def create(self, http_request: HttpRequest) -> None:
-        """Answers a conversation with a message."""
         service = self._service
         service.check_serving()
         request = await http_request.read_json(_decoder)
@@ -77,7 +76,6 @@ class Messages:
         await deliver(http_request, service, response, writer, body=lambda: msgspec.json.encode(message), end=_end)
 
     async def count_tokens(self, http_request: HttpRequest) -> None:
-        """How many tokens a prompt has."""
         request = await http_request.read_json(_count_decoder)
         check_prompting(request)
         self._service.resolve_model(request.model)
@@ -171,7 +169,6 @@ def _constraint(request: MessagesRequest) -> OutputConstraint:
 
 
 def message_routes(service: Service) -> list[Route]:
-    """Anthropic's messages."""
     messages = Messages(service)
     return [
         Route(

@@ -159,7 +159,6 @@ class _GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2's declaration
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Returns the nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -39,7 +39,6 @@ def template_turns(turns: Sequence[Turn], *, developer_role: str, text_arguments
 
 
 def num_characters(turns: Sequence[TemplateTurn]) -> int:
-    """Size of the turns' text."""
     return sum(len(value) for turn in turns for value in turn.values() if isinstance(value, str))
 
 

@@ -122,7 +122,6 @@ class Access:
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether users need a key."""
         return self._keys is not None
 
     def admit(self, level: Level, authorization: bytes | None, api_key: bytes | None) -> str:

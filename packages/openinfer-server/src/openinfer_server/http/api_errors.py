@@ -76,18 +76,15 @@ class ApiError(Exception):
         self.body = ErrorBody(message, _type_of(status), param, code)
 
     def to_json(self) -> bytes:
-        """The response body in OpenAI's shape."""
         return msgspec.json.encode(ErrorResponse(self.body))
 
     @property
     def anthropic_body(self) -> AnthropicErrorBody:
-        """What is told Anthropic's clients."""
         kind, code = _ANTHROPIC_TYPES.get(self.status, _type_of(self.status)), self.body.code
         details = msgspec.UNSET if code is None else AnthropicErrorDetails(code)
         return AnthropicErrorBody(kind, self.body.message, details)
 
     def to_anthropic_json(self) -> bytes:
-        """The response body in Anthropic's shape."""
         return msgspec.json.encode(AnthropicErrorResponse(error=self.anthropic_body))
 
     def with_names(self, names: Mapping[str, str]) -> "ApiError":
@@ -133,12 +130,10 @@ def invalid(field: str, message: str) -> ApiError:
 
 
 def from_invalid_request(error: InvalidRequest) -> ApiError:
-    """The contract refused a value."""
     return ApiError(400, str(error), param=error.field, code="invalid_value")
 
 
 def overloaded(message: str) -> ApiError:
-    """The queue is full."""
     return ApiError(429, message, code="queue_full", headers=((b"retry-after", b"%d" % RETRY_AFTER_S),))
 
 

@@ -60,7 +60,6 @@ class BodyBudget:
 
     @property
     def held_bytes(self) -> int:
-        """What open requests have drawn."""
         return self._held_bytes
 
     def take(self, num_bytes: int) -> None:
@@ -74,5 +73,4 @@ class BodyBudget:
         self._held_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Returns what was drawn."""
         self._held_bytes -= num_bytes

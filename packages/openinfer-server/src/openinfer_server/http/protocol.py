@@ -71,7 +71,6 @@ class BoundedProtocol(HttpToolsProtocol):
             writer.resume()
 
     def detach(self) -> None:
-        """The writer's response is complete."""
         self._writer = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -95,7 +94,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends a connection."""
         self._stop_timers()
         self.idle_connections.pop(self, None)
         for timer in (self._unread_deadline, self._body_deadline, self._lingering):
@@ -106,13 +104,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # after a reset uvicorn leaves it, and it would keep all this a minute
 
     def pause_writing(self) -> None:
-        """The transport's buffer is full."""
         super().pause_writing()
         if self._writer is not None:
             self._writer.pause()
 
     def resume_writing(self) -> None:
-        """The transport takes more."""
         super().resume_writing()
         if self._unread_deadline is not None:
             self._unread_deadline.cancel()
@@ -136,7 +132,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._measure_unfinished_head()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
@@ -144,14 +139,12 @@ class BoundedProtocol(HttpToolsProtocol):
         cast("dict[str, Any]", self.scope)["extensions"] = {DIRECT_WRITE: self}
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the URL."""
         super().on_url(url)
         if len(self.url) > self.options.max_url_bytes:
             self._refuse(ApiError(414, f"the URL exceeds {self.options.max_url_bytes} bytes", code="url_too_long"))
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A whole header."""
         super().on_header(name, value)
         self._count(len(name) + len(value) + 4)
 
@@ -163,7 +156,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The body is whole."""
         if self._body_deadline is not None:
             self._body_deadline.cancel()
             self._body_deadline = None
@@ -242,7 +234,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
-    """The protocol class for some options."""
     return type("BoundedProtocol", (BoundedProtocol,), {"options": options, "unasked": {}})
 
 

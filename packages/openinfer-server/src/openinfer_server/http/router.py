@@ -41,7 +41,6 @@ class Router:
 
     @property
     def routes(self) -> list[Route]:
-        """All routes, path by path."""
         return [route for methods in self._methods.values() for route in methods.values()]
 
     def find(self, method: str, path: str) -> Match:

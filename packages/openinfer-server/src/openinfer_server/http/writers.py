@@ -154,7 +154,6 @@ class DirectWriter(StreamWriter):
         self._transport.abort()
 
     def pause(self) -> None:
-        """The transport's buffer is full."""
         self._blocked = True
 
     def lost(self) -> None:
@@ -164,7 +163,6 @@ class DirectWriter(StreamWriter):
         self._set_writable()
 
     def resume(self) -> None:
-        """The transport takes more."""
         if self._lost:
             return
         self._blocked = False

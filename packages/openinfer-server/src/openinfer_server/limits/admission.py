@@ -31,7 +31,6 @@ class AdmissionControl:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of all waiting requests."""
         return self._total_tokens
 
     def check_open(self) -> None:
@@ -58,7 +57,6 @@ class AdmissionControl:
             )
 
     def enter(self, request_id: RequestId, num_tokens: int) -> None:
-        """A request was submitted."""
         self._num_tokens[request_id] = num_tokens
         self._total_tokens += num_tokens
 

@@ -66,7 +66,6 @@ class ServerMetrics:
         self.queue_s.observe(queued_s)
 
     def count_first_token(self, *, since_submission_s: float, queued_s: float) -> None:
-        """Counts a request's first token."""
         self.time_to_first_token_s.observe(since_submission_s)
         self.prefill_s.observe(max(0.0, since_submission_s - queued_s))
 

@@ -22,7 +22,6 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def of(cls, metrics: ServerMetrics, *, open_requests: int) -> "MetricsSnapshot":
-        """What has been counted until now."""
         numbers: dict[str, object] = vars(metrics)
         tallies = {name: cast("Counts[object]", value) for name, value in numbers.items() if isinstance(value, Counts)}
         histograms = {name: value for name, value in numbers.items() if isinstance(value, Histogram)}
@@ -48,7 +47,6 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def summed(snapshots: Iterable[MetricsSnapshot], *, max_model_tokens: int) -> ServerMetrics:
-    """What several workers have counted together."""
     metrics = ServerMetrics(max_model_tokens=max_model_tokens)
     for snapshot in snapshots:
         snapshot.add_to(metrics)

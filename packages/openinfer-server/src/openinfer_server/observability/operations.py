@@ -84,7 +84,6 @@ class Operations:
         await http_request.send(200, body, content_type=CONTENT_TYPE)
 
     async def version(self, http_request: HttpRequest) -> None:
-        """The server's version."""
         await http_request.send(200, msgspec.json.encode(VersionInfo(version(DISTRIBUTION))))
 
     async def _stats(self) -> EngineStats | None:
@@ -96,7 +95,6 @@ class Operations:
 
 
 def operation_routes(service: Service) -> list[Route]:
-    """What probes and scrapers ask."""
     operations = Operations(service)
 
     def get(path: str, handler: Handler, summary: str, **doc: Any) -> Route:

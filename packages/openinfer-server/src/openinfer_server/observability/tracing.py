@@ -99,7 +99,6 @@ class Tracing:
         return HttpTrace(span, self._context.attach(context))
 
     def end(self, http: HttpTrace, http_request: HttpRequest, route: str) -> None:
-        """Ends it."""
         self._context.detach(http.token)
         if not http.span.is_recording():
             return
@@ -219,7 +218,6 @@ def _processor(endpoint: str) -> Any:
 
 
 def sampling_attributes(sampling: SamplingParams) -> dict[str, int | float]:
-    """What was asked of the sampler."""
     attributes: dict[str, int | float] = {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,

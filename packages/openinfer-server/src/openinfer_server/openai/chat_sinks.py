@@ -59,7 +59,6 @@ class ChatStreamSink(Sink):
         writer.events.append(frame.first)
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
-        """Writes an event."""
         if scores:
             self._write(self._frame.text_event(delta_json(deltas), msgspec.json.encode(self._format(scores))))
             return
@@ -78,7 +77,6 @@ class ChatStreamSink(Sink):
         self._write(self._frame.before + delta_json(deltas) + self._frame.after)
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
-        """Writes the last event."""
         self._write(self._frame.finish_event(finish_reason(choice, reason)))
 
     def _write(self, event: bytes) -> None:
@@ -103,7 +101,6 @@ class ChatMessageSink(Sink):
         self._reasoning: list[str] = []
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
-        """Keeps what came of a token."""
         self.scores += scores
         for delta in deltas:
             match delta:
@@ -120,12 +117,10 @@ class ChatMessageSink(Sink):
                     pass
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
-        """Keeps why it ended."""
         self.finish_reason = finish_reason(choice, reason)
 
     @property
     def message(self) -> ChatMessage:
-        """What has been kept."""
         content = "".join(self._content)
         calls = [
             MessageToolCall(call.call_id, MessageFunction(call.name, "".join(arguments)))

@@ -32,7 +32,6 @@ class ResponseHead:
     """Whether a stream ends with its usage; its other events then say that theirs is null."""
 
     def begin(self) -> bytes:
-        """An event up to its choices."""
         fields = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
         return b"data: " + msgspec.json.encode(fields)[:-1] + b',"choices":['
 
@@ -41,7 +40,6 @@ class ResponseHead:
         return b"]" + (b',"usage":null' if self.include_usage else b"") + _END
 
     def usage_event(self, usage: Usage) -> bytes:
-        """The event after the last choice."""
         return self.begin() + b'],"usage":' + msgspec.json.encode(usage) + _END
 
 
@@ -65,7 +63,6 @@ class EventFrame:
         return b"".join((self.before, escaped, self._between, logprobs, b',"finish_reason":null}', self._end))
 
     def finish_event(self, reason: str) -> bytes:
-        """The last event of the choice."""
         return b"".join((self._finish, b'null,"finish_reason":"', reason.encode(), b'"}', self._end))
 
 

@@ -60,7 +60,6 @@ class Models:
         self._service = service
 
     async def list(self, http_request: HttpRequest) -> None:
-        """Names the server answers to."""
         query = http_request.read_query(ModelQuery)
         if query.workspace_id is not None:
             raise refused("workspace_id", "this server has no workspaces")
@@ -75,7 +74,6 @@ class Models:
             await http_request.send(200, msgspec.json.encode(ModelList(data=[self._model(name) for name in page])))
 
     async def retrieve(self, http_request: HttpRequest) -> None:
-        """One of them."""
         name = self._service.resolve_model(http_request.parameters["model"])
         model = self._anthropic_model(name) if http_request.for_anthropic else self._model(name)
         await http_request.send(200, msgspec.json.encode(model))
@@ -115,7 +113,6 @@ def _index(names: Sequence[str], name: str, field: str) -> int:
 
 
 def model_routes(service: Service) -> list[Route]:
-    """The models there are."""
     models = Models(service)
     return [
         Route(

@@ -44,7 +44,6 @@ class PlainStream(Choice):
             writer.max_buffered_bytes += len(event)
 
     def tokens(self, event: Tokens) -> None:
-        """One event per token, also when its text is still incomplete."""
         for token_id in event.token_ids:
             escaped = self._escaped[token_id]
             if escaped is None or self._pending:
@@ -56,7 +55,6 @@ class PlainStream(Choice):
             self._dirty.append(writer)
 
     def conclude(self, reason: FinishReason) -> None:
-        """Writes what was held and the last event."""
         rest = self._detokenizer.finish()
         if rest:
             self._events.append(self._before + escape_json(rest) + self._after)

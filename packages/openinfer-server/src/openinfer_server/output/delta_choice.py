@@ -147,7 +147,6 @@ class DeltaChoice(TextChoice):
         super().finished(event)
 
     def conclude(self, reason: FinishReason) -> None:
-        """Hands on what the parser held, then the end."""
         if not self._call_ended:
             rest = self._with_calls_noted(self._parser.finish())
             if rest:

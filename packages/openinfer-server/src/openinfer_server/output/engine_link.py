@@ -63,7 +63,6 @@ class EngineLink:
 
     @property
     def num_open(self) -> int:
-        """Choices that have not ended."""
         return len(self._choices)
 
     async def run(self) -> None:

@@ -127,12 +127,10 @@ class Response:
                 self.link.submit(choice, request)
 
     def begin(self) -> None:
-        """The engine works on it."""
         if not self.began.done():
             self.began.set_result(None)
 
     def choice_ended(self) -> None:
-        """A choice ended well."""
         self._open -= 1
         if self._open == 0:
             self._end()

@@ -79,7 +79,6 @@ class TextChoice(Choice):
         raise NotImplementedError
 
     def tokens(self, event: Tokens) -> None:
-        """Shows each token's text, up to the beginning of the first stop string."""
         if event.prompt_logprobs is not None:
             self._prompt_logprobs += event.prompt_logprobs
         if self._echo and event.token_ids:
@@ -98,7 +97,6 @@ class TextChoice(Choice):
                 return
 
     def finished(self, event: Finished) -> None:
-        """The engine ended it well: shows what was held."""
         if self._echo:
             self._show_prompt()
         rest = self.take_held()
@@ -107,7 +105,6 @@ class TextChoice(Choice):
         super().finished(event)
 
     def complete(self) -> None:
-        """Ends a text that is complete."""
         self.end_early(FinishReason.STOP)
 
     def end_early(self, reason: FinishReason) -> None:

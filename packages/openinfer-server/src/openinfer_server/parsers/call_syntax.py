@@ -119,7 +119,6 @@ class LarkTexts:
 
 
 def _pattern(text: str) -> str:
-    """A regular expression of a text."""
     return _SPECIAL.sub(r"\\\1", text).replace("\n", "\\n")
 
 

@@ -34,12 +34,10 @@ class DeepSeekV3Parser(CallParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template writes sections."""
         return SECTION_BEGIN in traits.template
 
     @classmethod
     def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
-        """A call in the format of V3.1, which the parser reads whichever version the model is."""
         end = lark.text(CALL_END)
         calls = [f"{lark.text(CALL_BEGIN + each.name + SEPARATOR)} {lark.arguments(each)} {end}" for each in functions]
         return CallSyntax(
@@ -50,7 +48,6 @@ class DeepSeekV3Parser(CallParser):
         )
 
     def run(self) -> Script[None]:
-        """Content and calls, to the end."""
         while marker := (yield from self.content_until(_MARKERS)):
             if marker != CALL_BEGIN:
                 self.content.at_tag()

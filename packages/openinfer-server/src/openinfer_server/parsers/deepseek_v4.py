@@ -42,7 +42,6 @@ class DeepSeekV4Parser(TaggedArgumentsParser):
 
     @classmethod
     def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
-        """A call as V4 writes it, in a section of its own."""
         free, rules = lark.free_value(f"{PARAMETER_END}\n", (PARAMETER_END, CALL_END))
         tags = ParameterTags(begin=_opening, end=f"{PARAMETER_END}\n", free=free)
         begins = [lark.text(f'{CALL_BEGIN}{each.name}">\n') for each in functions]
@@ -54,7 +53,6 @@ class DeepSeekV4Parser(TaggedArgumentsParser):
         return CallSyntax(calls=calls, before=before, after=after, triggers=(*SECTIONS, CALL_BEGIN), rules=rules)
 
     def run(self) -> Script[None]:
-        """Content and calls, to the end."""
         while marker := (yield from self.content_until(_MARKERS)):
             if marker != CALL_BEGIN:
                 self.content.at_tag()

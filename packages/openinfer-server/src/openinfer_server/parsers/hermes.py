@@ -40,7 +40,6 @@ class HermesParser(CallParser):
 
     @classmethod
     def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
-        """A call as the templates write it."""
         end = lark.text(f"}}\n{CLOSE}")
         begins = [f'{OPEN}\n{{"name": "{lark.name_of(each)}", "arguments": ' for each in functions]
         calls = [
@@ -49,7 +48,6 @@ class HermesParser(CallParser):
         return CallSyntax(calls=calls, between=lark.text("\n"), triggers=(OPEN,))
 
     def run(self) -> Script[None]:
-        """Content and calls, to the end."""
         while (yield from self.content_until(_OPEN)):
             self.begin_tentative(OPEN)
             if (yield from self._call()):
@@ -102,7 +100,6 @@ class HermesParser(CallParser):
         return True
 
     def _null(self) -> Script[str | None]:
-        """No arguments, said so."""
         return "{}" if (yield from self.literal("null")) else None
 
     def _arguments_first(self) -> Script[bool]:

@@ -37,7 +37,6 @@ class KimiK2Parser(CallParser):
 
     @classmethod
     def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
-        """A call with any number in its id: the model counts."""
         end = lark.text(CALL_END)
         calls = [
             f"{lark.text(f'{CALL_BEGIN}functions.{each.name}:')} /[0-9]{{1,4}}/ "
@@ -52,7 +51,6 @@ class KimiK2Parser(CallParser):
         )
 
     def run(self) -> Script[None]:
-        """Content and calls, to the end."""
         while marker := (yield from self.content_until(_MARKERS)):
             if marker != CALL_BEGIN:
                 self.content.at_tag()

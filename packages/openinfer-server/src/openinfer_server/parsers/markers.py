@@ -23,7 +23,6 @@ class Markers:
         """A piece of text in which no marker may begin, and which does not end with white space."""
 
     def find(self, text: str) -> "re.Match[str] | None":
-        """The first marker in a text."""
         return self._pattern.search(text)
 
     def num_held(self, text: str) -> int:

@@ -64,7 +64,6 @@ class OutputParser:
 
     @property
     def reasoning(self) -> bool:
-        """Whether what comes next is reasoning."""
         return not self._is_told_apart and self._reasoning is not None and self._reasoning.reasoning
 
     @property
@@ -73,7 +72,6 @@ class OutputParser:
         return "" if self._reasoning is None else self._reasoning.closing_text
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece of text."""
         if self._is_told_apart or self._reasoning is None:
             return self._content(text)
         try:
@@ -87,7 +85,6 @@ class OutputParser:
         return self._with_calls(deltas)
 
     def finish(self) -> list[Delta]:
-        """The text has ended."""
         rest = self._reasoning.finish if self._reasoning is not None and not self._is_told_apart else None
         deltas = [] if rest is None else self._with_calls(fault_boundary("reasoning", rest))
         return deltas if self._tools is None else deltas + fault_boundary("tool", self._tools.finish)

@@ -47,7 +47,6 @@ class Qwen3CoderParser(TaggedArgumentsParser):
 
     @classmethod
     def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
-        """A call as the templates write it."""
         end = f"\n{PARAMETER_END}\n"
         free, rules = lark.free_value(end, (PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END))
         tags = ParameterTags(begin=lambda name, _: f"{PARAMETER}{name}>\n", end=end, free=free)
@@ -60,7 +59,6 @@ class Qwen3CoderParser(TaggedArgumentsParser):
         return CallSyntax(calls=calls, between=lark.text("\n"), triggers=triggers, rules=rules)
 
     def run(self) -> Script[None]:
-        """Content and calls, to the end."""
         while marker := (yield from self.content_until(_MARKERS)):
             self.begin_tentative(marker)
             name = yield from self._name(marker)

@@ -17,16 +17,13 @@ class TaggedArgumentsParser(CallParser):
     _num_parameters = 0
 
     def begin_arguments(self) -> None:
-        """The object begins."""
         self._num_parameters = 0
         self.arguments("{")
 
     def end_arguments(self) -> None:
-        """The object is whole."""
         self.arguments("}")
 
     def begin_parameter(self, name: str) -> None:
-        """Its name."""
         comma = ", " if self._num_parameters else ""
         self._num_parameters += 1
         self.arguments(f"{comma}{_quote(name)}: ")
@@ -69,7 +66,6 @@ class _Value:
             parser.arguments('"')
 
     def write(self, text: str) -> None:
-        """Takes the next piece."""
         text = self._newline + text
         self._newline = ""
         if self._own_lines and text.endswith("\n"):
@@ -85,11 +81,9 @@ class _Value:
             self._held.clear()
 
     def close(self, types: frozenset[str]) -> None:
-        """It is whole."""
         self._parser.arguments('"' if self._streamed else as_json("".join(self._held), types))
 
     def cut(self) -> None:
-        """The text ended inside it."""
         self._parser.arguments("".join(self._held))
 
 

@@ -40,7 +40,6 @@ class TrimmedText:
         self._space = ""
 
     def write(self, text: str) -> None:
-        """Takes the next piece."""
         if self.skipping:
             text = text.lstrip(SPACE)
             if not text:
@@ -63,7 +62,6 @@ class TrimmedText:
         self.skipping, self.is_clear = True, False
 
     def flush(self) -> None:
-        """The text has ended: its white space is its own."""
         if self._space:
             self._say(self.kind(self._space))
             self._space = ""

@@ -82,7 +82,6 @@ def _own_types(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[object]:
-    """Schemas that a schema stands for."""
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
             yield from schema[word]

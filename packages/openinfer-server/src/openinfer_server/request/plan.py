@@ -62,7 +62,6 @@ class Plan:
     scoring: Scoring
 
     def prompt_of(self, index: int) -> Prompt:
-        """The prompt of a choice."""
         return self.prompts[index // self.n]
 
 
@@ -164,7 +163,6 @@ def check_prompt_token_ids(token_ids: Sequence[int], info: EngineInfo, field: st
 
 
 def too_long(num_tokens: str, info: EngineInfo, field: str) -> ApiError:
-    """The prompt exceeds the context."""
     message = f"the prompt has {num_tokens} tokens; the model's context holds {info.max_model_tokens}"
     return ApiError(400, message, param=field, code="context_length_exceeded")
 

@@ -74,22 +74,18 @@ class ResponseBuilder:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more can happen."""
         return self.response.status in ENDED
 
     @property
     def numbered(self) -> bool:
-        """Whether there have been events."""
         return self._number >= 0
 
     def queue(self) -> None:
-        """The response exists and waits."""
         self.response.status = "queued"
         self._tell(Created)
         self._tell(Queued)
 
     def begin(self) -> None:
-        """The engine works on it."""
         if self.response.status == "queued":
             self.response.status = "in_progress"
         else:
@@ -118,7 +114,6 @@ class ResponseBuilder:
                     self._close("completed" if _is_json("".join(self._pieces)) else "incomplete")
 
     def finish(self, reason: FinishReason, usage: ResponseUsage) -> None:
-        """The answer has ended well, or at its length."""
         cut = reason is FinishReason.LENGTH
         self._close("incomplete" if cut else "completed")
         self.response.usage = usage
@@ -127,13 +122,11 @@ class ResponseBuilder:
         self._end("incomplete" if cut else "completed", Incomplete if cut else Completed)
 
     def fail(self, code: str, message: str) -> None:
-        """The answer has failed."""
         self._close("incomplete")
         self.response.error = ResponseFault(code=code, message=message)
         self._end("failed", FailedEvent)
 
     def cancel(self) -> None:
-        """A client has cancelled it."""
         self._close("incomplete")
         self._end("cancelled", Incomplete)
 

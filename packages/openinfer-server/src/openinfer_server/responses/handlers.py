@@ -206,7 +206,6 @@ class Responses:
         await http_request.send(200, msgspec.json.encode(body))
 
     async def input_tokens(self, http_request: HttpRequest) -> None:
-        """How many tokens a prompt has."""
         request = await http_request.read_json(_count_decoder)
         check_conversation(request)
         self._service.resolve_model(request.model)

@@ -186,7 +186,6 @@ def new_response(request: ResponseRequest, model: str) -> ResponseObject:
 
 
 def score_format(tokenizer: Tokenizer) -> Callable[[Sequence[ScoredToken]], list[OutputLogprob]]:
-    """Log-probabilities as this API shows them."""
     build = chat_format(tokenizer)
 
     def scores(tokens: Sequence[ScoredToken]) -> list[OutputLogprob]:

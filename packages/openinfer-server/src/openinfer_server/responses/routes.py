@@ -16,7 +16,6 @@ from openinfer_server.service import Service
 
 
 def response_routes(service: Service) -> list[Route]:
-    """OpenAI's responses."""
     responses = Responses(service)
 
     def route(method: str, path: str, name: str, doc: RouteDoc) -> Route:

@@ -57,7 +57,6 @@ class ResponseRun(Sink):
 
     @property
     def response_object(self) -> ResponseObject:
-        """As it is now."""
         return self.builder.response
 
     def attach(self, writer: StreamWriter, *, after: int = -1) -> None:
@@ -73,7 +72,6 @@ class ResponseRun(Sink):
         self._writers.append(writer)
 
     def detach(self, writer: StreamWriter) -> None:
-        """Sends no more to a writer."""
         if writer in self._writers:
             self._writers.remove(writer)
 
@@ -87,20 +85,17 @@ class ResponseRun(Sink):
     # Sink
 
     def begin(self, choice: DeltaChoice) -> None:
-        """The engine works on it."""
         del choice
         if not self.builder.ended:
             self.builder.begin()
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
-        """The answer goes on. Log-probabilities wait for the text that their tokens make."""
         self._waiting += scores
         if deltas:
             self.builder.take(deltas, self._scores(self._waiting) if self._waiting else ())
             self._waiting.clear()
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
-        """The answer has ended well."""
         self.builder.finish(reason, _usage(choice))
         self._end()
 

@@ -63,7 +63,6 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """What all of them count for."""
         return self._num_bytes
 
     def add(self, record: ResponseRecord) -> None:
@@ -104,7 +103,6 @@ class ResponseStore:
         return record
 
     def remove(self, record: ResponseRecord) -> None:
-        """Forgets a response."""
         if self._records.pop(record.response.id, None) is not None:
             self._num_bytes -= record.num_bytes
 

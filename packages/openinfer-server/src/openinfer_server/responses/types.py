@@ -97,7 +97,6 @@ class SchemaFormat(
 
     @property
     def wanted(self) -> JsonSchema | None:
-        """The schema of the text."""
         return self.schema
 
 

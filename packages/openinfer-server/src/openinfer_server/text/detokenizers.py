@@ -39,7 +39,6 @@ class ByteDetokenizer:
 
     @property
     def pending(self) -> bool:
-        """Whether a character has begun and is not whole."""
         return bool(self._decoder.getstate()[0])
 
     def finish(self) -> str:
@@ -78,7 +77,6 @@ class WindowDetokenizer:
         return self._show(text)
 
     def finish(self) -> str:
-        """Returns what was held."""
         return self._show(self._decode(self._ids[self._begin :]))
 
     def _show(self, text: str) -> str:

@@ -39,7 +39,6 @@ class StopScanner:
         return text[:shown]
 
     def finish(self) -> str:
-        """The text has ended: returns what was held."""
         held, self._held = self._held, ""
         return held
 

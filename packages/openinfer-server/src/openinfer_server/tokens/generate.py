@@ -52,7 +52,6 @@ class TokenGeneration:
         self._service = service
 
     async def __call__(self, http_request: HttpRequest) -> None:
-        """Continues a list of token ids."""
         service = self._service
         service.check_serving()
         request = await http_request.read_json(_decoder)
@@ -148,7 +147,6 @@ class _TokenIds(Choice):
         self.stop_token_id: int | None = None
 
     def tokens(self, event: Tokens) -> None:
-        """Takes new ids."""
         self.prompt_scores += event.prompt_logprobs or ()
         if not event.token_ids:
             return
@@ -161,18 +159,15 @@ class _TokenIds(Choice):
         self._write(TokenChoice(index=self.index, token_ids=[*event.token_ids], logprobs=scores, finish_reason=None))
 
     def finished(self, event: Finished) -> None:
-        """The engine ended it well."""
         self.stop_token_id = event.stop_token_id
         super().finished(event)
 
     def conclude(self, reason: FinishReason) -> None:
-        """Writes the last event."""
         if self._writer is not None:
             self._write(self.choice(reason))
         super().conclude(reason)
 
     def choice(self, reason: FinishReason | None) -> TokenChoice:
-        """What has been kept."""
         return TokenChoice(
             index=self.index,
             token_ids=self.token_ids,
@@ -217,7 +212,6 @@ def _scored(token_id: int, logprobs: TokenLogprobs) -> ScoredTokenId:
 
 
 def token_generation_routes(service: Service) -> list[Route]:
-    """Tokens in, tokens out."""
     doc = RouteDoc(
         summary="Continues token ids with token ids.",
         tag="Tokens",

@@ -93,7 +93,6 @@ class Tokens:
         return list(prompt.token_ids)
 
     async def detokenize(self, http_request: HttpRequest) -> None:
-        """The text of token ids."""
         request = await http_request.read_json(_detokenize_decoder)
         self._service.resolve_model(request.model)
         info = self._service.info
@@ -114,7 +113,6 @@ def template_variables(request: TokenizeRequest) -> Mapping[str, object]:
 
 
 def token_routes(service: Service) -> list[Route]:
-    """The tokenizer's routes."""
     tokens = Tokens(service)
     return [
         Route(

@@ -62,7 +62,6 @@ class Fields:
     schema: str = "parameters"
 
     def of(self, index: int, name: str) -> str:
-        """A field of a function."""
         return f"{self.tools}[{index}]{self.function}.{name}"
 
 

@@ -49,19 +49,16 @@ class _Worker:
         self._asked: deque[asyncio.Future[MetricsSnapshot]] = deque()
 
     def say(self, message: WorkerLaunch | ToWorker) -> None:
-        """Sends a line."""
         if self.process.stdin is not None and not self.process.stdin.is_closing():
             self.process.stdin.write(line_of(message))
 
     async def counts(self) -> MetricsSnapshot:
-        """What it has counted."""
         answer: asyncio.Future[MetricsSnapshot] = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
         self.say(AskCounts())
         return await answer
 
     def told(self, counts: Counts) -> None:
-        """It answered the oldest question."""
         if self._asked and not (answer := self._asked.popleft()).done():
             answer.set_result(counts.snapshot)
 

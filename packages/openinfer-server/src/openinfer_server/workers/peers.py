@@ -32,5 +32,4 @@ class NoPeers:
     lost: str | None = None
 
     async def snapshots(self) -> Sequence[MetricsSnapshot]:
-        """None."""
         return ()

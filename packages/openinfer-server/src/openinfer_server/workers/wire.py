@@ -58,5 +58,4 @@ from_worker_decoder: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(Fro
 
 
 def line_of(message: WorkerLaunch | ToWorker | FromWorker) -> bytes:
-    """A message as it is sent."""
     return msgspec.json.encode(message) + b"\n"

@@ -66,7 +66,6 @@ class FirstWorker:
             return await answer
 
     def take(self, line: bytes) -> None:
-        """The first worker said something."""
         message = to_worker_decoder.decode(line)
         if not isinstance(message, Others):
             self._say(Counts(self._own()))
@@ -108,7 +107,6 @@ async def _listen(reader: asyncio.StreamReader, first: FirstWorker, stop: asynci
 
 
 def main() -> int:
-    """Serves until standard input ends."""
     logging.basicConfig(level=os.environ.get("OPENINFER_LOG_LEVEL", "INFO"), format="%(name)s: %(message)s")
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing printed can break the protocol
