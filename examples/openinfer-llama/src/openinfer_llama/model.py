@@ -21,7 +21,7 @@ import msgspec
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_kernels import Array, AttentionBatch, Ops
+from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops
 from openinfer_llama.rope import Llama3Scaling, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -105,15 +105,15 @@ class LayerWeights:
 
     input_layernorm: Array
     """`[h]`"""
-    qkv_proj: Array
+    qkv_proj: LinearWeight
     """`[(H + 2 K) D, h]`: query rows, then key rows, then value rows."""
-    o_proj: Array
+    o_proj: LinearWeight
     """`[h, H D]`"""
     post_attention_layernorm: Array
     """`[h]`"""
-    gate_up_proj: Array
+    gate_up_proj: LinearWeight
     """`[2 F, h]`: gate rows, then up rows."""
-    down_proj: Array
+    down_proj: LinearWeight
     """`[h, F]`"""
 
 

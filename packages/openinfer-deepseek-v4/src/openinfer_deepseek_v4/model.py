@@ -41,7 +41,7 @@ from openinfer_deepseek_v4.weights import (
 from openinfer_deepseek_v4.weights import tensors as tensors  # noqa: PLC0414 - of `ModelDefinition.module`
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import WeightSource
-from openinfer_kernels import Array, AttentionBatch, CompressedEntries, Ops, project, rope_table
+from openinfer_kernels import Array, AttentionBatch, CompressedEntries, Ops, rope_table
 
 
 def load(
@@ -152,8 +152,8 @@ class Block:
         """`[T, h]` for the normed `x [T, h]`."""
         ops, d, eps = self._ops, self._config.head_dim, self._config.rms_norm_eps
         rope = self._ropes.get(weights.kind, self._compress_rope)
-        low = ops.rms_norm(project(ops, x, weights.wq_a), weights.q_norm, eps=eps)  # [T, q_lora_rank]
-        kv = project(ops, x, weights.wkv).reshape(len(x), 1, d)
+        low = ops.rms_norm(ops.linear(x, weights.wq_a), weights.q_norm, eps=eps)  # [T, q_lora_rank]
+        kv = ops.linear(x, weights.wkv).reshape(len(x), 1, d)
         kv = ops.norm_rope_tail(kv, weights.kv_norm, eps=eps, rope=rope, batch=batch)
         attended = ops.window_attention(  # [T, H D]
             self._queries(low, weights, rope, batch=batch),
@@ -167,11 +167,11 @@ class Block:
             batch=batch,
         )
         grouped = ops.grouped_linear(attended, weights.wo_a)  # [T, G o_lora_rank]
-        return self._communicator.all_reduce(project(ops, grouped, weights.wo_b))
+        return self._communicator.all_reduce(ops.linear(grouped, weights.wo_b))
 
     def _queries(self, low: Array, weights: AttentionWeights, rope: Array, *, batch: AttentionBatch) -> Array:
         """`[T, H, D]`; nobody holds them but the attention, as they are the largest array of a step."""
-        q = project(self._ops, low, weights.wq_b).reshape(len(low), -1, self._config.head_dim)
+        q = self._ops.linear(low, weights.wq_b).reshape(len(low), -1, self._config.head_dim)
         return self._ops.norm_rope_tail(q, None, eps=self._config.rms_norm_eps, rope=rope, batch=batch)
 
     def _entries(
@@ -219,7 +219,7 @@ class Block:
         """`[T, index_topk]`: the entries that each token sees."""
         ops, config = self._ops, self._config
         self._compress(x, indexer.compressor, weights, INDEX, batch=batch)
-        q = project(ops, low, indexer.wq_b).reshape(len(x), -1, config.index_head_dim)  # [T, Hi, di]
+        q = ops.linear(low, indexer.wq_b).reshape(len(x), -1, config.index_head_dim)  # [T, Hi, di]
         scores = ops.index_scores(
             ops.rope_tail(q, rope=self._compress_rope, batch=batch),
             ops.logits(x, indexer.weights_proj),
@@ -239,7 +239,7 @@ class Block:
             choice = ops.top_experts(logits, routing=config.routing, cache_slots=slots, bias=weights.bias)
         else:
             choice = ops.table_experts(logits, token_ids, weights.table, routing=config.routing, cache_slots=slots)
-        shared = ops.swiglu(project(ops, x, weights.shared_gate_up), limit=config.shared_limit)  # [T, F]
+        shared = ops.swiglu(ops.linear(x, weights.shared_gate_up), limit=config.shared_limit)  # [T, F]
         first = self._communicator.rank * (config.n_routed_experts // self._communicator.size)
         mixed = ops.experts(
             x,
@@ -248,7 +248,7 @@ class Block:
             weights.down,
             first_expert=first,
             limit=config.swiglu_limit,
-            shared=project(ops, shared, weights.shared_down),
+            shared=ops.linear(shared, weights.shared_down),
         )
         return self._communicator.all_reduce(mixed)
 

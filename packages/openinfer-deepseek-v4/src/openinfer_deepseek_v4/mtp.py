@@ -21,7 +21,7 @@ from openinfer_deepseek_v4.weights import (
 )
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import WeightSource
-from openinfer_kernels import Array, AttentionBatch, Ops, Weight, project
+from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops
 from openinfer_kv_cache import KvDtype, StateSlotGroup, StateTensor
 
 WINDOW = "mtp_window"
@@ -36,9 +36,9 @@ class MtpWeights:
     """`[h]`"""
     hnorm: Array
     """`[h]`"""
-    e_proj: Weight
+    e_proj: LinearWeight
     """`[h, h]`"""
-    h_proj: Weight
+    h_proj: LinearWeight
     """`[h, h]`"""
     layer: LayerWeights
     hyper_head: HyperHead
@@ -98,9 +98,9 @@ class DeepseekV4Mtp:
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         tokens, num_streams, h = streams.shape
         embedded = ops.embedding(next_ids, self._model.weights.embed)
-        embedded = project(ops, ops.rms_norm(embedded, weights.enorm, eps=eps), weights.e_proj)  # [T, h]
+        embedded = ops.linear(ops.rms_norm(embedded, weights.enorm, eps=eps), weights.e_proj)  # [T, h]
         normed = ops.rms_norm(streams.reshape(tokens * num_streams, h), weights.hnorm, eps=eps)
-        residual = project(ops, normed, weights.h_proj).reshape(tokens, num_streams, h)
+        residual = ops.linear(normed, weights.h_proj).reshape(tokens, num_streams, h)
         residual += embedded[:, None]
         self._model.block.forward(residual, weights.layer, next_ids, batch=batch, window=WINDOW)
         x = self._model.block.read_out(residual, weights.hyper_head)

@@ -30,7 +30,7 @@ from openinfer_engine.weights.loader import WeightLoader
 from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix
 from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_engine.weights.stored_tensor import RandomIds, StoredTensor, TensorSpec
-from openinfer_kernels import Array, HyperWeights, Ops, Weight, WeightFormat, WeightPart
+from openinfer_kernels import Array, HyperWeights, LinearWeight, Ops, WeightFormat, WeightPart
 
 # --- tensors of a checkpoint --------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class CompressorWeights:
 class IndexerWeights:
     """What selects compressed entries."""
 
-    wq_b: Weight
+    wq_b: LinearWeight
     """`[Hi di, q_lora_rank]`"""
     weights_proj: Array
     """`[Hi, h]`"""
@@ -282,21 +282,21 @@ class AttentionWeights:
     """Index of its window."""
     index: int
     """Among the layers of its kind, hence in the compressed entries."""
-    wq_a: Weight
+    wq_a: LinearWeight
     """`[q_lora_rank, h]`"""
     q_norm: Array
     """`[q_lora_rank]`"""
-    wq_b: Weight
+    wq_b: LinearWeight
     """`[H D, q_lora_rank]`"""
-    wkv: Weight
+    wkv: LinearWeight
     """`[D, h]`"""
     kv_norm: Array
     """`[D]`"""
     sinks: Array
     """`[H]` float32."""
-    wo_a: Weight
+    wo_a: LinearWeight
     """`[G, o_lora_rank, H D / G]`"""
-    wo_b: Weight
+    wo_b: LinearWeight
     """`[h, G o_lora_rank]`"""
     compressor: CompressorWeights | None
     indexer: IndexerWeights | None
@@ -312,13 +312,13 @@ class MixtureWeights:
     """`[experts]` float32; None in a layer that chooses by table."""
     table: Array | None
     """`[V, experts per token]` int32."""
-    gate_up: Weight
+    gate_up: LinearWeight
     """`[E, 2 F, h]`"""
-    down: Weight
+    down: LinearWeight
     """`[E, h, F]`"""
-    shared_gate_up: Weight
+    shared_gate_up: LinearWeight
     """`[2 F, h]`"""
-    shared_down: Weight
+    shared_down: LinearWeight
     """`[h, F]`"""
 
 

@@ -39,13 +39,11 @@ from openinfer_kernels import (
     Array,
     AttentionBatch,
     GroupScore,
+    LinearWeight,
     Ops,
-    QuantisedWeight,
     RopeParameters,
     Routing,
     Scoring,
-    Weight,
-    project,
     rope_table,
     softmax_factor,
 )
@@ -281,11 +279,11 @@ def tensors(config: DeepseekConfig) -> Mapping[str, TensorSpec]:
 class QueryLora:
     """The bottleneck of the queries."""
 
-    a_proj: Weight
+    a_proj: LinearWeight
     """`[rq, h]`, on every rank whole."""
     a_layernorm: Array
     """`[rq]`"""
-    b_proj: Weight
+    b_proj: LinearWeight
     """`[H (dn + dr), rq]`: of each head the rotated rows last."""
 
 
@@ -293,9 +291,9 @@ class QueryLora:
 class MlpWeights:
     """A plain MLP, or the shared experts, on one rank; `F` is the width of either."""
 
-    gate_up_proj: Weight
+    gate_up_proj: LinearWeight
     """`[2 F, h]`: gate rows, then up rows."""
-    down_proj: Weight
+    down_proj: LinearWeight
     """`[h, F]`"""
 
 
@@ -307,9 +305,9 @@ class ExpertWeights:
     """`[all experts, h]`, on every rank whole."""
     correction_bias: Array | None
     """`[all experts]` float32, on every rank whole; None: experts are chosen by their scores alone."""
-    gate_up_proj: Weight
+    gate_up_proj: LinearWeight
     """`[E, 2 M, h]`: of each routed expert gate rows, then up rows."""
-    down_proj: Weight
+    down_proj: LinearWeight
     """`[E, h, M]`"""
 
 
@@ -320,14 +318,14 @@ class LayerWeights:
     input_layernorm: Array
     """`[h]`"""
     query_lora: QueryLora | None
-    input_proj: Weight
+    input_proj: LinearWeight
     """`[H (dn + dr) + r + dr, h]`: query rows, of each head the rotated ones last; then latent rows, then those of the
     rotated key. With `query_lora` the query rows are not here."""
     kv_a_layernorm: Array
     """`[r]`"""
     kv_b_proj: Array
     """`[H (dn + dv), r]`: of each head key rows, then value rows; in the compute dtype, however it is stored."""
-    o_proj: Weight
+    o_proj: LinearWeight
     """`[h, H dv]`"""
     post_attention_layernorm: Array
     """`[h]`"""
@@ -487,12 +485,12 @@ class DeepseekModel:
     def _projections(self, x: Array, layer: LayerWeights) -> tuple[Array, Array]:
         """`[T, H (dn + dr)]` and `[T, r + dr]` for the normed `x [T, h]`."""
         ops, lora = self._ops, layer.query_lora
-        projected = project(ops, x, layer.input_proj)
+        projected = ops.linear(x, layer.input_proj)
         if lora is None:
             rows = projected.shape[1] - self._config.kv_lora_rank - self._config.qk_rope_head_dim
             return projected[:, :rows], projected[:, rows:]
-        narrow = ops.rms_norm(project(ops, x, lora.a_proj), lora.a_layernorm, eps=LATENT_NORM_EPS)  # [T, rq]
-        return project(ops, narrow, lora.b_proj), projected
+        narrow = ops.rms_norm(ops.linear(x, lora.a_proj), lora.a_layernorm, eps=LATENT_NORM_EPS)  # [T, rq]
+        return ops.linear(narrow, lora.b_proj), projected
 
     def _rows(self, tokens: Array, q: Array) -> Array:
         """`q[tokens]`, `[n, H, dn + dr]`."""
@@ -503,7 +501,7 @@ class DeepseekModel:
         attended = self._ops.latent_attention(  # [T, H dv]
             q, kv_cache, kv_b_proj=layer.kv_b_proj, layer=index, batch=batch, scale=self._scale
         )
-        return self._communicator.all_reduce(project(self._ops, attended, layer.o_proj))
+        return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj))
 
     def _mlp(self, x: Array, mlp: MlpWeights) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
@@ -511,12 +509,8 @@ class DeepseekModel:
 
     def _gated(self, x: Array, mlp: MlpWeights) -> Array:
         """What this rank's piece of an MLP makes of `x [T, h]`: `[T, h]`."""
-        ops, gate_up = self._ops, mlp.gate_up_proj
-        if isinstance(gate_up, QuantisedWeight):
-            gated = ops.swiglu(ops.quantised_linear(x, gate_up))
-        else:
-            gated = ops.linear_swiglu(x, gate_up)  # [T, F]
-        return project(ops, gated, mlp.down_proj)
+        gated = self._ops.linear_swiglu(x, mlp.gate_up_proj)  # [T, F]
+        return self._ops.linear(gated, mlp.down_proj)
 
     def _mixture(self, x: Array, layer: LayerWeights, experts: ExpertWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` float32 for the normed `x [T, h]`: what the experts of all ranks and the shared ones add."""

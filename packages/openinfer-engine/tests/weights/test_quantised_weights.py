@@ -91,7 +91,7 @@ def values(weights: Any, name: str, cut: Cut = Cut.WHOLE, *, rank: int = 0, size
     """What a rank's piece stands for: products with unit vectors."""
     part = read_quantised(weights, MATRICES[name], MATRICES[name].format, cut, Rank(rank, size))
     weight = CpuOps().upload_quantised(part)
-    return CpuOps().quantised_linear(np.eye(weight.shape[1], dtype=np.float32), weight).T
+    return CpuOps().linear(np.eye(weight.shape[1], dtype=np.float32), weight).T
 
 
 def test_checkpoint_of_every_format_is_valid_and_read_as_its_bits(checkpoint: Checkpoint) -> None:

@@ -25,6 +25,7 @@ from openinfer_kernels.ops import (
     HostArray,
     HyperMix,
     HyperWeights,
+    LinearWeight,
     Logprobs,
     Ops,
     Penalties,
@@ -33,9 +34,7 @@ from openinfer_kernels.ops import (
     SamplingBatch,
     Scoring,
     TokenMask,
-    Weight,
 )
-from openinfer_kernels.projection import project
 from openinfer_kernels.rope import RopeParameters, YarnScaling, attention_factor, rope_table, softmax_factor
 from openinfer_kernels.weights.plain import RandomWeight, WeightPart
 from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
@@ -56,6 +55,7 @@ __all__ = [
     "KernelBuildError",
     "KernelProviderError",
     "KernelsError",
+    "LinearWeight",
     "Logprobs",
     "OperatorMissingError",
     "Ops",
@@ -70,13 +70,11 @@ __all__ = [
     "SamplingBatch",
     "Scoring",
     "TokenMask",
-    "Weight",
     "WeightDtypeError",
     "WeightFormat",
     "WeightPart",
     "YarnScaling",
     "attention_factor",
-    "project",
     "rope_table",
     "softmax_factor",
 ]

@@ -150,7 +150,7 @@ def test_quantised_experts_equal_those_of_their_values(ops, weight_format):
 
     stacks = [[part(*shape) for _ in range(experts)] for shape in ((2 * width, h), (h, width))]
     values = [
-        np.stack([CpuOps().quantised_linear(np.eye(each.shape[1], dtype=np.float32),
+        np.stack([CpuOps().linear(np.eye(each.shape[1], dtype=np.float32),
                                             CpuOps().upload_quantised(each)).T for each in stack])
         for stack in stacks
     ]  # fmt: skip

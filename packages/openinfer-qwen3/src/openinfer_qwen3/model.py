@@ -26,7 +26,7 @@ import msgspec
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, LogitsIndices, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, rope_table
+from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, RopeParameters, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -106,7 +106,7 @@ class LayerWeights:
 
     input_layernorm: Array
     """`[h]`"""
-    qkv_proj: Array
+    qkv_proj: LinearWeight
     """`[(H + 2 K) D, h]`: query rows, then key rows, then value rows."""
     qkv_bias: Array | None
     """`[(H + 2 K) D]`"""
@@ -114,15 +114,15 @@ class LayerWeights:
     """`[D]`, shared by all query heads."""
     k_norm: Array
     """`[D]`, shared by all key heads."""
-    o_proj: Array
+    o_proj: LinearWeight
     """`[h, H D]`"""
     o_bias: Array | None
     """`[h]`, on rank 0 alone, so that the sum over the ranks has it once."""
     post_attention_layernorm: Array
     """`[h]`"""
-    gate_up_proj: Array
+    gate_up_proj: LinearWeight
     """`[2 F, h]`: gate rows, then up rows."""
-    down_proj: Array
+    down_proj: LinearWeight
     """`[h, F]`"""
 
 

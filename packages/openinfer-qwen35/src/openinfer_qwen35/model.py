@@ -36,7 +36,7 @@ import msgspec
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, rope_table
+from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, RopeParameters, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -230,13 +230,13 @@ class AttentionWeights:
 
     index: int
     """Among the layers of its kind, hence in the KV cache."""
-    qkv_proj: Array
+    qkv_proj: LinearWeight
     """`[(2 H + 2 K) D, h]`: per query head its rows, then those of its gate; then key rows, then value rows."""
     q_norm: Array
     """`[D]`, shared by all query heads."""
     k_norm: Array
     """`[D]`, shared by all key heads."""
-    o_proj: Array
+    o_proj: LinearWeight
     """`[h, H D]`"""
 
 
@@ -246,7 +246,7 @@ class LinearAttentionWeights:
 
     index: int
     """Among the layers of its kind, hence in the states."""
-    in_proj: Array
+    in_proj: LinearWeight
     """`[C + N dv + 2 N, h]`: query rows, then key rows, then value rows; rows of `z`; rows of `b`, then of `a`."""
     conv1d: Array
     """`[C, W]`"""
@@ -256,7 +256,7 @@ class LinearAttentionWeights:
     """`[N]` float32"""
     norm: Array
     """`[dv]` float32, shared by all value heads; not zero-centred."""
-    out_proj: Array
+    out_proj: LinearWeight
     """`[h, N dv]`"""
 
 
@@ -269,9 +269,9 @@ class LayerWeights:
     mixer: AttentionWeights | LinearAttentionWeights
     post_attention_layernorm: Array
     """`[h]`"""
-    gate_up_proj: Array
+    gate_up_proj: LinearWeight
     """`[2 F, h]`: gate rows, then up rows."""
-    down_proj: Array
+    down_proj: LinearWeight
     """`[h, F]`"""
 
 
@@ -348,7 +348,7 @@ class _LayerReader:
     def _plain(self, name: str) -> Array:
         return self._loader.plain(f"{self._prefix}.{name}")
 
-    def _linear(self, *names: str, cut: Cut) -> Array:
+    def _linear(self, *names: str, cut: Cut) -> LinearWeight:
         return self._loader.linear(*(f"{self._prefix}.{name}" for name in names), cut=cut)
 
     def _float32(self, name: str, cut: Cut) -> Array:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from openinfer_bench.kernels.cases import Call, Case, Filler
-from openinfer_kernels.ops import ExpertChoice, HostArray, Ops, Routing, Scoring, Weight
+from openinfer_kernels.ops import ExpertChoice, HostArray, LinearWeight, Ops, Routing, Scoring
 from openinfer_kernels.weights.plain import RandomWeight
 from openinfer_kernels.weights.quantised import BLOCKS, CODES_PER_ENTRY, QuantisedPart, RandomCodes, WeightFormat
 
@@ -142,7 +142,7 @@ def _choices(shape: ExpertShape, tokens: int) -> list[HostArray]:
     return [np.argsort(each, axis=1)[:, : shape.per_token].astype(np.int32) for each in drawn]
 
 
-def random_matrices(ops: Ops, weight_format: WeightFormat | None, shape: tuple[int, int, int]) -> Weight:
+def random_matrices(ops: Ops, weight_format: WeightFormat | None, shape: tuple[int, int, int]) -> LinearWeight:
     """Some matrices, `[matrices, out, in]`; None is BF16."""
     count, rows, columns = shape
     if weight_format is None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from openinfer_engine.testing.answers import Answer
 from openinfer_engine.testing.family import FamilyHarness
-from openinfer_kernels import Array, AttentionBatch, ExpertChoice, Weight
+from openinfer_kernels import Array, AttentionBatch, ExpertChoice, LinearWeight
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.cpu.gemm.linear import linear
 from openinfer_kernels.cpu.moe.experts import experts
@@ -52,8 +52,8 @@ class RoundedOps:
         self,
         x: Array,
         choice: ExpertChoice,
-        gate_up: Weight,
-        down: Weight,
+        gate_up: LinearWeight,
+        down: LinearWeight,
         *,
         first_expert: int = 0,
         limit: float | None = None,

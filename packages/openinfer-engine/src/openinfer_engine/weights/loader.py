@@ -1,7 +1,6 @@
 """`WeightLoader`: a rank's weights, from the tensors of a checkpoint to arrays and weight matrices on its device."""
 
 from collections.abc import Iterable, Sequence
-from typing import overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -10,7 +9,7 @@ from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Cut, WeightSource
 from openinfer_engine.weights.fused import pad_rows, rows_of_rank, stacked_rows_of_rank
 from openinfer_engine.weights.quantised import StoredMatrix, read_quantised
-from openinfer_kernels import Array, Ops, QuantisedPart, Weight, WeightPart
+from openinfer_kernels import Array, LinearWeight, Ops, QuantisedPart, WeightPart
 
 
 class WeightLoader:
@@ -33,11 +32,9 @@ class WeightLoader:
         """A whole `StoredTensor`, in its own dtype unless another is named: a bias in float32, a table of ids."""
         return self._ops.upload(np.ascontiguousarray(self._weights.read_stored(name), dtype))
 
-    @overload
-    def linear(self, *matrices: str, cut: Cut = Cut.WHOLE) -> Array: ...
-    @overload
-    def linear(self, *matrices: StoredMatrix, cut: Cut = Cut.WHOLE, whole: Sequence[StoredMatrix] = ()) -> Weight: ...
-    def linear(self, *matrices: StoredMatrix | str, cut: Cut = Cut.WHOLE, whole: Sequence[StoredMatrix] = ()) -> Weight:
+    def linear(
+        self, *matrices: StoredMatrix | str, cut: Cut = Cut.WHOLE, whole: Sequence[StoredMatrix] = ()
+    ) -> LinearWeight:
         """`[out, in]`: matrices of one format below each other, cut alike, and below them some that are not cut.
 
         A name alone is that of a plain matrix, without `.weight`.
@@ -48,7 +45,7 @@ class WeightLoader:
             return self._ops.upload_weight(*(self._weights.read(f"{each.name}.weight", at) for each, at in parts))
         return self._ops.upload_quantised(*self._parts(parts))
 
-    def stack(self, *matrices: StoredMatrix, num_matrices: int, cut: Cut = Cut.WHOLE) -> Weight:
+    def stack(self, *matrices: StoredMatrix, num_matrices: int, cut: Cut = Cut.WHOLE) -> LinearWeight:
         """`[num_matrices, out, in]`, of as many in a row as make one."""
         if matrices[0].format is None:
             plain = self.plain(*(f"{each.name}.weight" for each in matrices), cut=cut)
@@ -59,7 +56,7 @@ class WeightLoader:
         """This rank's rows of each of several arrays of such heights, which lie below each other in one tensor."""
         return self._ops.upload_weight(*self._stacked_parts(name, heights))
 
-    def stacked_linear(self, name: str, heights: Sequence[int], *below: str) -> Array:
+    def stacked_linear(self, name: str, heights: Sequence[int], *below: str) -> LinearWeight:
         """The same of a plain matrix, and below it those of further matrices, cut by rows."""
         further = (self._weights.read(f"{each}.weight", Cut.ROWS) for each in below)
         return self._ops.upload_weight(*self._stacked_parts(f"{name}.weight", heights), *further)

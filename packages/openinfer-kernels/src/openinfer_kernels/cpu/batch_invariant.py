@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.attention.indexer import index_scores
 from openinfer_kernels.cpu.attention.window import window_attention
-from openinfer_kernels.cpu.gemm.linear import linear, swiglu
-from openinfer_kernels.cpu.gemm.quantised import grouped_linear, quantised_linear
+from openinfer_kernels.cpu.gemm.linear import linear
+from openinfer_kernels.cpu.gemm.quantised import grouped_linear, weight_linear, weight_linear_swiglu
 from openinfer_kernels.cpu.linear_attention.gated_delta_rule import gated_delta_rule
 from openinfer_kernels.cpu.mla.latent_attention import latent_queries, latent_values
 from openinfer_kernels.cpu.moe.experts import experts
@@ -42,10 +42,6 @@ def _sliced_linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | N
 
 def _sliced_logits(hidden: NDArray[Any], head: NDArray[Any]) -> NDArray[Any]:
     return _sliced_linear(hidden, head)
-
-
-def _sliced_linear_swiglu(x: NDArray[Any], gate_up: NDArray[Any]) -> NDArray[Any]:
-    return swiglu(_sliced_linear(x, gate_up))
 
 
 def _slices(x: NDArray[Any]) -> NDArray[Any]:
@@ -146,10 +142,9 @@ def _attend(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], see
 class BatchInvariantCpuOps(CpuOps):
     """`CpuOps` with results that are the same, bit for bit, in any batch; a product of one token is one of eight."""
 
-    linear = staticmethod(_sliced_linear)
+    linear = staticmethod(partial(weight_linear, multiply=_sliced_linear))
     logits = staticmethod(_sliced_logits)
-    linear_swiglu = staticmethod(_sliced_linear_swiglu)
-    quantised_linear = staticmethod(partial(quantised_linear, multiply=_sliced_linear))
+    linear_swiglu = staticmethod(partial(weight_linear_swiglu, multiply=_sliced_linear))
     grouped_linear = staticmethod(partial(grouped_linear, multiply=_sliced_linear))
     experts = staticmethod(partial(experts, multiply=_sliced_linear))
     hyper_read = staticmethod(partial(hyper_read, multiply=_sliced_linear))

@@ -14,8 +14,14 @@ from openinfer_kernels.cpu.attention.qk_norm_rope_append import qk_norm_rope_app
 from openinfer_kernels.cpu.attention.rope_tail import norm_rope_tail, rope_tail
 from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.common.weights import upload_weight
-from openinfer_kernels.cpu.gemm.linear import linear, linear_swiglu, logits
-from openinfer_kernels.cpu.gemm.quantised import grouped_linear, quantised_linear, upload_quantised, upload_widened
+from openinfer_kernels.cpu.gemm.linear import logits
+from openinfer_kernels.cpu.gemm.quantised import (
+    grouped_linear,
+    upload_quantised,
+    upload_widened,
+    weight_linear,
+    weight_linear_swiglu,
+)
 from openinfer_kernels.cpu.linear_attention.causal_conv import causal_conv_silu
 from openinfer_kernels.cpu.linear_attention.gated_delta_rule import gated_delta_rule
 from openinfer_kernels.cpu.mla.latent_attention import latent_attention, latent_norm_rope_append
@@ -44,10 +50,9 @@ class CpuOps:
     upload_quantised = staticmethod(upload_quantised)
     upload_widened = staticmethod(upload_widened)
 
-    linear = staticmethod(linear)
+    linear = staticmethod(weight_linear)
     logits = staticmethod(logits)
-    linear_swiglu = staticmethod(linear_swiglu)
-    quantised_linear = staticmethod(quantised_linear)
+    linear_swiglu = staticmethod(weight_linear_swiglu)
     grouped_linear = staticmethod(grouped_linear)
 
     rms_norm = staticmethod(rms_norm)

@@ -29,6 +29,7 @@ from openinfer_kernels.cuda.gemm.grouped_gemm import GroupedGemm
 from openinfer_kernels.cuda.gemm.grouped_linear import GroupedLinear
 from openinfer_kernels.cuda.gemm.library_products import LibraryProducts
 from openinfer_kernels.cuda.gemm.linear import Linear
+from openinfer_kernels.cuda.gemm.projections import Projections
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
 from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
@@ -116,6 +117,10 @@ class CudaOps:
     @cached_property
     def _quantised(self) -> Quantised:
         return Quantised(self.device, self._grouped_gemm, self._memory, self._linear)
+
+    @cached_property
+    def _projections(self) -> Projections:
+        return Projections(self._linear, lambda: self._quantised, lambda: self._experts)
 
     @cached_property
     def _grouped_linear(self) -> GroupedLinear:
@@ -213,10 +218,9 @@ class CudaOps:
 
     embedding = served_by(_embedding, Embedding.embedding)
     residual_embedding = served_by(_embedding, Embedding.residual_embedding)
-    linear = served_by(_linear, Linear.linear)
+    linear = served_by(_projections, Projections.linear)
     logits = served_by(_linear, Linear.logits)
-    linear_swiglu = served_by(_linear, Linear.linear_swiglu)
-    quantised_linear = served_by(_quantised, Quantised.quantised_linear)
+    linear_swiglu = served_by(_projections, Projections.linear_swiglu)
     grouped_linear = served_by(_grouped_linear, GroupedLinear.grouped_linear)
 
     rms_norm = served_by(_norm, Norm.rms_norm)

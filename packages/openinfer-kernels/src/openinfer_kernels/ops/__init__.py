@@ -23,7 +23,7 @@ from openinfer_kernels.ops.latent_attention import LatentAttentionOps
 from openinfer_kernels.ops.linear_attention import LinearAttentionOps
 from openinfer_kernels.ops.memory import MemoryOps
 from openinfer_kernels.ops.norms import NormOps
-from openinfer_kernels.ops.quantised import QuantisedOps, QuantisedWeight, Weight
+from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.ops.sampling import Bias, Logprobs, Penalties, SamplingBatch, SamplingOps, TokenMask
 from openinfer_kernels.ops.sparse_attention import CompressedEntries, SparseAttentionOps
 
@@ -43,12 +43,12 @@ __all__ = [
     "HyperWeights",
     "LatentAttentionOps",
     "LinearAttentionOps",
+    "LinearWeight",
     "Logprobs",
     "MemoryOps",
     "NormOps",
     "Ops",
     "Penalties",
-    "QuantisedOps",
     "QuantisedWeight",
     "Routing",
     "RoutingOps",
@@ -57,7 +57,6 @@ __all__ = [
     "Scoring",
     "SparseAttentionOps",
     "TokenMask",
-    "Weight",
 ]
 
 
@@ -72,7 +71,6 @@ class Ops(
     HyperConnectionOps,
     RoutingOps,
     ExpertOps,
-    QuantisedOps,
     SamplingOps,
     Protocol,
 ):

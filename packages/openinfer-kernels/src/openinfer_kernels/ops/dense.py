@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
+from openinfer_kernels.ops.quantised import LinearWeight
 
 
 class DenseOps(Protocol):
@@ -16,8 +17,8 @@ class DenseOps(Protocol):
         """Rows of `table [V, h]` of the compute dtype for `token_ids [T]`: `[T, h]` float32, a residual stream."""
         ...
 
-    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`."""
+    def linear(self, x: Array, weight: LinearWeight, bias: Array | None = None) -> Array:
+        """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`; a quantised weight has no bias."""
         ...
 
     def logits(self, hidden: Array, head: Array) -> Array:
@@ -27,7 +28,7 @@ class DenseOps(Protocol):
         """
         ...
 
-    def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
+    def linear_swiglu(self, x: Array, gate_up: LinearWeight) -> Array:
         """`silu(x @ gate.T) * (x @ up.T)`: `[T, F]`, with `gate_up [2 F, h]` = gate rows, then up rows.
 
         Both products are rounded to the compute dtype first, as `linear` rounds them, and the result once.

@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
-from openinfer_kernels.ops.quantised import Weight
+from openinfer_kernels.ops.quantised import LinearWeight
 
 
 class Scoring(StrEnum):
@@ -114,8 +114,8 @@ class ExpertOps(Protocol):
         self,
         x: Array,
         choice: ExpertChoice,
-        gate_up: Weight,
-        down: Weight,
+        gate_up: LinearWeight,
+        down: LinearWeight,
         *,
         first_expert: int = 0,
         limit: float | None = None,

@@ -1,7 +1,7 @@
-"""Products with weights of few bits, which are widened where they are multiplied."""
+"""A weight matrix as a model holds it: of the compute dtype, or quantised."""
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from openinfer_kernels.ops.arrays import Array
 from openinfer_kernels.weights.quantised import WeightFormat
@@ -26,13 +26,5 @@ class QuantisedWeight:
     """Columns that share a scale."""
 
 
-Weight: TypeAlias = Array | QuantisedWeight
-"""Of the compute dtype, or of few bits."""
-
-
-class QuantisedOps(Protocol):
-    """Products with weights of few bits, which are widened where they are multiplied."""
-
-    def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
-        """`x [T, in] @ weight [out, in].T`: `[T, out]`."""
-        ...
+LinearWeight: TypeAlias = Array | QuantisedWeight
+"""A weight matrix, or a stack of them: of the compute dtype, or quantised. Models hand it to operators, which ask."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
 from openinfer_kernels.ops.batch import AttentionBatch
-from openinfer_kernels.ops.quantised import Weight
+from openinfer_kernels.ops.quantised import LinearWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +183,6 @@ class SparseAttentionOps(Protocol):
         """
         ...
 
-    def grouped_linear(self, x: Array, weight: Weight) -> Array:
+    def grouped_linear(self, x: Array, weight: LinearWeight) -> Array:
         """Piece `g` of each row of `x [T, G in]` times matrix `g` of `weight [G, out, in]`: `[T, G out]`."""
         ...

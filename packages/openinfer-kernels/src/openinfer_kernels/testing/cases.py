@@ -8,7 +8,7 @@ import numpy as np
 from openinfer_kernels.ops import HostArray
 from openinfer_kernels.rope import RopeParameters, rope_table
 from openinfer_kernels.testing.case import Case
-from openinfer_kernels.testing.expert_cases import EXPERT_CASES
+from openinfer_kernels.testing.expert_cases import EXPERT_CASES, quantised_linear_cases, quantised_swiglu_cases
 from openinfer_kernels.testing.paged import PagedCase, make_paged_case, make_state_case
 from openinfer_kernels.testing.sparse_cases import SPARSE_CASES
 
@@ -40,6 +40,7 @@ def _linear(rng: np.random.Generator) -> Iterable[Case]:
         yield Case(name=f"{tokens} x {inner} -> {outer}", positional=(x, weight), keywords={})
         with_bias = (_with_nan(x), weight, _floats(rng, outer))
         yield Case(name=f"{tokens} x {inner} -> {outer}, bias, NaN", positional=with_bias, keywords={})
+    yield from quantised_linear_cases(rng)
 
 
 def _linear_swiglu(rng: np.random.Generator) -> Iterable[Case]:
@@ -48,6 +49,7 @@ def _linear_swiglu(rng: np.random.Generator) -> Iterable[Case]:
         name = f"{tokens} x {inner} -> {width}"
         yield Case(name=name, positional=(x, gate_up), keywords={})
         yield Case(name=f"{name}, NaN", positional=(_with_nan(x), gate_up), keywords={})
+    yield from quantised_swiglu_cases(rng)
 
 
 def _logits(rng: np.random.Generator) -> Iterable[Case]:

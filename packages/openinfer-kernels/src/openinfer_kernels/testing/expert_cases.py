@@ -81,13 +81,22 @@ def _experts(rng: np.random.Generator) -> Iterable[Case]:
         yield Case(name=f"{weight_format}", positional=(x, choice, *quantised), keywords={"limit": 2.0}, **_EXPERTS)
 
 
-def _quantised_linear(rng: np.random.Generator) -> Iterable[Case]:
+def quantised_linear_cases(rng: np.random.Generator) -> Iterable[Case]:
     """Whole and partial blocks."""
     for weight_format in WeightFormat:
         for tokens, inner, outer in ((1, 256, 64), (7, 128, 192), (130, 64, 72)):
             weight = HostQuantised(parts=(random_part(rng, weight_format, outer, inner),))
             x = _with_nan(_floats(rng, tokens, inner))
             yield Case(name=f"{weight_format}, {tokens} x {inner} -> {outer}", positional=(x, weight), keywords={})
+
+
+def quantised_swiglu_cases(rng: np.random.Generator) -> Iterable[Case]:
+    """Few tokens, and more than multiply codes on a GPU."""
+    for weight_format in WeightFormat:
+        for tokens in (5, 70):
+            gate_up = HostQuantised(parts=tuple(random_part(rng, weight_format, 64, 128) for _ in range(2)))
+            name = f"{weight_format}, {tokens} x 128 -> 64"
+            yield Case(name=name, positional=(_with_nan(_floats(rng, tokens, 128)), gate_up), keywords={})
 
 
 def _swiglu(rng: np.random.Generator) -> Iterable[Case]:
@@ -116,6 +125,5 @@ def _with_nan(x: HostArray) -> HostArray:
 
 EXPERT_CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "experts": _experts,
-    "quantised_linear": _quantised_linear,
     "swiglu": _swiglu,
 }

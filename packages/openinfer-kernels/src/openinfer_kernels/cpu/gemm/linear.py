@@ -29,12 +29,6 @@ def logits(hidden: NDArray[Any], head: NDArray[Any]) -> NDArray[Any]:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def linear_swiglu(x: NDArray[Any], gate_up: NDArray[Any]) -> NDArray[Any]:
-    """`silu(x @ gate.T) * (x @ up.T)` for `gate_up [2 F, h]`: `[T, F]`."""
-    return swiglu(x @ gate_up.T)
-
-
-@np.errstate(over="ignore", invalid="ignore")
 def swiglu(both: NDArray[Any]) -> NDArray[Any]:
     """`silu(gate) * up` for `both [T, 2 F]`, gate before up: `[T, F]`.
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.common.random_weight import random_codes
-from openinfer_kernels.cpu.gemm.linear import Multiply, linear
-from openinfer_kernels.ops.quantised import QuantisedWeight, Weight
+from openinfer_kernels.cpu.gemm.linear import Multiply, linear, swiglu
+from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
 from openinfer_kernels.weights.scale_blocks import common_block, scales_of, stacked_shape, widened_scales
 
@@ -37,11 +37,27 @@ def upload_widened(*parts: QuantisedPart) -> NDArray[np.float32]:
     return widened(upload_quantised(*parts))
 
 
-def quantised_linear(x: NDArray[Any], weight: QuantisedWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
-    return multiply(x, widened(weight))
+@np.errstate(over="ignore", invalid="ignore")
+def weight_linear(
+    x: NDArray[Any], weight: LinearWeight, bias: NDArray[Any] | None = None, *, multiply: Multiply = linear
+) -> NDArray[Any]:
+    """`Ops.linear`: a product with a weight of either kind."""
+    if isinstance(weight, QuantisedWeight):
+        if bias is not None:
+            raise ValueError("a quantised weight has no bias")
+        weight = widened(weight)
+    out = multiply(x, weight)
+    if bias is not None:
+        out += bias
+    return out
 
 
-def grouped_linear(x: NDArray[Any], weight: Weight, *, multiply: Multiply = linear) -> NDArray[Any]:
+def weight_linear_swiglu(x: NDArray[Any], gate_up: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
+    """`Ops.linear_swiglu`: the same, gated."""
+    return swiglu(weight_linear(x, gate_up, multiply=multiply))
+
+
+def grouped_linear(x: NDArray[Any], weight: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
     """One product after the other."""
     pieces = np.split(x, weight.shape[0], axis=1)
     return np.concatenate([multiply(piece, matrix_of(weight, i)) for i, piece in enumerate(pieces)], axis=1)
@@ -56,7 +72,7 @@ def widened(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[np.fl
     return (blocks * scales[:, None, :, None]).reshape(values.shape)
 
 
-def matrix_of(weight: Weight, index: int) -> NDArray[Any]:
+def matrix_of(weight: LinearWeight, index: int) -> NDArray[Any]:
     """One matrix `[out, in]` of several, of either kind."""
     return widened(weight, index) if isinstance(weight, QuantisedWeight) else weight[index]
 

@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 from openinfer_kernels.cpu.gemm.linear import Multiply, linear, swiglu
 from openinfer_kernels.cpu.gemm.quantised import matrix_of
 from openinfer_kernels.ops.experts import ExpertChoice
-from openinfer_kernels.ops.quantised import Weight
+from openinfer_kernels.ops.quantised import LinearWeight
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def experts(
     x: NDArray[Any],
     choice: ExpertChoice,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: LinearWeight,
+    down: LinearWeight,
     *,
     first_expert: int = 0,
     limit: float | None = None,

@@ -7,7 +7,7 @@ from enum import StrEnum
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
-from openinfer_kernels.ops import Array, QuantisedWeight, Weight
+from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
 from openinfer_kernels.weights.quantised import WeightFormat
 
 _THREADS = 128
@@ -121,7 +121,7 @@ class GroupedGemm:
     def multiply(
         self,
         x: Array,
-        weight: Weight,
+        weight: LinearWeight,
         out: Array,
         *,
         epilogue: Epilogue,

@@ -6,7 +6,7 @@ from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.tensor_maps import Cut, TensorMaps
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, Plan
-from openinfer_kernels.ops import Array, QuantisedWeight, Weight
+from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
 
 _STEM = "grouped_gemm_hopper"
 _BF16_BYTES = 2
@@ -28,7 +28,7 @@ class GroupedGemmHopper:
         self._num_multiprocessors = device.num_multiprocessors
         self._maps = TensorMaps()
 
-    def serves(self, weight: Weight, plan: Plan, *, limit: float) -> bool:
+    def serves(self, weight: LinearWeight, plan: Plan, *, limit: float) -> bool:
         """Whether it multiplies `weight [matrices, out, in]`: many tokens for each, no limit, whole groups of rows."""
         if isinstance(weight, QuantisedWeight) or not self._kernels or limit != float("inf"):
             return False

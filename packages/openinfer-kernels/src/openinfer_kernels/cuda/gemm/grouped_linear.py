@@ -7,7 +7,7 @@ from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.moe.experts import check_weight
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, QuantisedWeight, Weight
+from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
 from openinfer_kernels.quantised_ways import tile_of
 
 
@@ -19,7 +19,7 @@ class GroupedLinear:
         self._quantised = quantised
         self._linear = linear
 
-    def grouped_linear(self, x: Array, weight: Weight) -> Array:
+    def grouped_linear(self, x: Array, weight: LinearWeight) -> Array:
         """`quantised_ways.py` says which tokens are few.
 
         Raises:

@@ -81,8 +81,10 @@ class Quantised:
         check_weight(weight, ndim=len(shape), what=f"a weight of {parts[0].format}")
         return weight
 
-    def quantised_linear(self, x: Array, weight: QuantisedWeight) -> Array:
-        """`quantised_ways.py` says which tokens multiply a copy of the weight in BF16.
+    def linear(self, x: Array, weight: QuantisedWeight) -> Array:
+        """`x [T, in] @ weight [out, in].T`: `[T, out]`.
+
+        `quantised_ways.py` says which tokens multiply a copy of the weight in BF16.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.

@@ -10,7 +10,7 @@ from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, GroupedGemm, Plan
 from openinfer_kernels.cuda.gemm.grouped_gemm_hopper import GroupedGemmHopper
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, ExpertChoice, QuantisedWeight, Weight
+from openinfer_kernels.ops import Array, ExpertChoice, LinearWeight, QuantisedWeight
 
 _MOST_EXPERTS = 1024
 """And threads of a plan, of which each has an expert and some choices."""
@@ -41,8 +41,8 @@ class Experts:
         self,
         x: Array,
         choice: ExpertChoice,
-        gate_up: Weight,
-        down: Weight,
+        gate_up: LinearWeight,
+        down: LinearWeight,
         *,
         first_expert: int = 0,
         limit: float | None = None,
@@ -83,7 +83,7 @@ class Experts:
             kernel((num_tokens, -(-accesses // _THREADS), 1), (_THREADS, 1, 1), arguments, overlap=True)
         return out
 
-    def _gate(self, x: Array, gate_up: Weight, gated: Array, plan: Plan, *, scratch: Array, limit: float) -> None:
+    def _gate(self, x: Array, gate_up: LinearWeight, gated: Array, plan: Plan, *, scratch: Array, limit: float) -> None:
         """Writes `silu(gate x) * up x` of every position into `gated`; `scratch [positions, h]` may be overwritten."""
         if isinstance(gate_up, QuantisedWeight) or not self._hopper.serves(gate_up, plan, limit=limit):
             gemm, epilogue = self._gemm, Epilogue.SWIGLU
@@ -111,7 +111,7 @@ class Experts:
         return Plan(tiles=tiles, line=line, positions=positions, tile_tokens=tokens, expected_tiles=expected)
 
 
-def check_weight(weight: Weight, *, ndim: int, what: str) -> None:
+def check_weight(weight: LinearWeight, *, ndim: int, what: str) -> None:
     """Refuses a weight that the products do not take.
 
     Raises:
@@ -127,7 +127,7 @@ def check_weight(weight: Weight, *, ndim: int, what: str) -> None:
         )
 
 
-def _check(x: Array, choice: ExpertChoice, gate_up: Weight, down: Weight, shared: Array | None) -> None:
+def _check(x: Array, choice: ExpertChoice, gate_up: LinearWeight, down: LinearWeight, shared: Array | None) -> None:
     require(x, bfloat16, ndim=2, what="x")
     require(choice.ids, _INT32, ndim=2, what="the ids of experts")
     require(choice.weights, _FLOAT32, ndim=2, what="the weights of experts")
