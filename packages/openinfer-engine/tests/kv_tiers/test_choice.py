@@ -14,8 +14,8 @@ from openinfer_core.scheduling import Scheduler
 from openinfer_engine import EngineOptions
 from openinfer_engine.kv_tiers import OpenTiers, PageTaking, choose_tiers, open_port, require_tiered, take_pages
 from openinfer_engine.kv_tiers.choice import ChosenTiers, require_snapshots
-from openinfer_engine.kv_tiers.page_taking import available_bytes
 from openinfer_engine.kv_tiers.pool import HostPool
+from openinfer_engine.kv_tiers.prefault import available_bytes
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, KvTier, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 from openinfer_kv_cache.tiers import KV_TIERS
 

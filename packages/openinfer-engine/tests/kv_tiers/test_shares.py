@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.move import RankedMove
 from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.kv_tiers.remote_share import RemoteShare
 from openinfer_engine.kv_tiers.share_service import ShareService
 from openinfer_engine.kv_tiers.stats import total_of_ranks
+from openinfer_engine.kv_tiers.transfer import RankedMove
 from openinfer_engine.worker.messages import CancelMove, LoadShare, MoveEnded, SaveShare
 from openinfer_kv_cache import Digest
 

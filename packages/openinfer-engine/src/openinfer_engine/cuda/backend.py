@@ -7,7 +7,7 @@ from openinfer_core import Refused
 from openinfer_engine.cpu.worker import WorkerLimits, make_states
 from openinfer_engine.cuda.graphs import row_buckets, token_buckets
 from openinfer_engine.cuda.memory_budget import kv_cache_share, workspaces
-from openinfer_engine.cuda.slots import slot_sizes
+from openinfer_engine.cuda.sampling_state import slot_sizes
 from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator

@@ -7,7 +7,7 @@ import numpy as np
 from openinfer_core.grammars import MaskWords, mask_words
 from openinfer_core.sampling import MAX_LOGPROBS
 from openinfer_engine.cpu.worker import WorkerLimits
-from openinfer_engine.cuda.slots import CudaSamplingState
+from openinfer_engine.cuda.sampling_state import CudaSamplingState
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_kernels import Array, HostArray, Logprobs, TokenMask
 from openinfer_kernels.cuda.common.pinned import PinnedTurn

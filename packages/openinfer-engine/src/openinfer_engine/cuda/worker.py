@@ -30,7 +30,7 @@ from openinfer_engine.cuda.graphs import (
 )
 from openinfer_engine.cuda.results import QueuedStep, SampledTokens, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler
-from openinfer_engine.cuda.slots import CudaSamplingState, UnscoredRow, slot_sizes
+from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow, slot_sizes
 from openinfer_engine.cuda.times import StepTimes
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import LastTokenModel, LogitsIndices, Model

@@ -10,13 +10,13 @@ share.py    RankShare: another rank's share of it, in this process (local_share.
 """
 
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers
-from openinfer_engine.kv_tiers.found import FoundBlocks
 from openinfer_engine.kv_tiers.joining import open_port, require_tiered, take_pages
 from openinfer_engine.kv_tiers.local_share import LocalShare
-from openinfer_engine.kv_tiers.move import Move
-from openinfer_engine.kv_tiers.page_taking import PageTaking
 from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
+from openinfer_engine.kv_tiers.prefault import PageTaking
+from openinfer_engine.kv_tiers.prefix_hit import FoundBlocks
 from openinfer_engine.kv_tiers.share import RankShare
+from openinfer_engine.kv_tiers.transfer import Move
 
 __all__ = [
     "ChosenTiers",

@@ -6,9 +6,9 @@ from openinfer_core import Refused
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.kv_tiers.choice import OpenTiers
-from openinfer_engine.kv_tiers.page_taking import PageTaking, available_bytes
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
+from openinfer_engine.kv_tiers.prefault import PageTaking, available_bytes
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_kv_cache import DeviceTier, KvTier
 

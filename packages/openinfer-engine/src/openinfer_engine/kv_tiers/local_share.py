@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.move import BlockMove, Move
 from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_engine.kv_tiers.transfer import BlockMove, Move
 from openinfer_kv_cache import Digest
 
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.found import FoundBlocks
-from openinfer_engine.kv_tiers.move import BlockMove, Move, RankedMove
+from openinfer_engine.kv_tiers.prefix_hit import FoundBlocks
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.kv_tiers.stats import stats_of, total_of_ranks
+from openinfer_engine.kv_tiers.transfer import BlockMove, Move, RankedMove
 from openinfer_kv_cache import Digest, KvTier, TierHit, Transfer
 from openinfer_kv_cache.tier_traits import BlockMemory
 

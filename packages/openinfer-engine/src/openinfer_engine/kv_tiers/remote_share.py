@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.move import Move
+from openinfer_engine.kv_tiers.transfer import Move
 from openinfer_engine.worker.messages import CancelMove, LoadShare, MoveEnded, SaveShare, ToRank
 from openinfer_kv_cache import Digest
 

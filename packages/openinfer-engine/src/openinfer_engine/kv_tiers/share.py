@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.move import Move
+from openinfer_engine.kv_tiers.transfer import Move
 from openinfer_kv_cache import Digest
 
 

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from openinfer_engine.kv_tiers.move import Move
 from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_engine.kv_tiers.transfer import Move
 from openinfer_engine.worker.messages import CancelMove, LoadShare, MoveEnded, SaveShare
 from openinfer_kv_cache import Digest
 from openinfer_kv_cache.digest import DIGEST_BYTES

@@ -8,8 +8,8 @@ for somebody, copies that take longer than `PATIENCE_S` are cancelled.
 
 from collections.abc import Sequence
 
-from openinfer_engine.kv_tiers.move import Move
 from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_engine.kv_tiers.transfer import Move
 from openinfer_kv_cache import BlockPin, BlockPool, BlockSequence, Digest
 
 PATIENCE_S = 0.05

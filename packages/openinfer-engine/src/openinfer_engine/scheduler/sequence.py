@@ -30,7 +30,7 @@ from enum import IntEnum
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine.kv_tiers.move import Move
+from openinfer_engine.kv_tiers.transfer import Move
 from openinfer_engine.scheduler.state_load import StateLoad
 from openinfer_kv_cache import BlockSequence
 

@@ -1,6 +1,6 @@
 """`StateLoad`: a prefix of a model with recurrent states on its way from KV tiers: blocks, and states behind them."""
 
-from openinfer_engine.kv_tiers.move import Move
+from openinfer_engine.kv_tiers.transfer import Move
 from openinfer_kv_cache import StateSlotCopy
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
-from openinfer_engine.kv_tiers.found import FoundBlocks
 from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_engine.kv_tiers.prefix_hit import FoundBlocks
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_load import StateLoad
 from openinfer_kv_cache import BlockSequence, CopyKind, Digest, PrefixHasher, StateSlotCopy

@@ -4,8 +4,8 @@ As for blocks (`saves.py`), only a share of the snapshots is saved at a time; wh
 counted. Where snapshots are short for somebody, copies that take longer than `PATIENCE_S` are cancelled.
 """
 
-from openinfer_engine.kv_tiers.move import Move
 from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_engine.kv_tiers.transfer import Move
 from openinfer_engine.scheduler.saves import PATIENCE_S
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_kv_cache import Digest, PrefixHasher, StateSlotCopy
