@@ -34,7 +34,7 @@ from openinfer_core import (
 from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
 from openinfer_engine import StepLoop, build_loop, resolve
-from openinfer_engine.kv_tiers import PageTaking, TierPort
+from openinfer_engine.kv_tiers import MemoryPrefault, TierPort
 from openinfer_kernels.cuda.common.block_copies import DevicePool
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
@@ -156,7 +156,7 @@ def measure_decode(engine: Engine) -> dict[str, Any]:
     engine.rest()
     layout = engine.composition.layouts[0]
     tier: Any = open_tiers(["host=8GiB"], layout)
-    PageTaking(tier.pinnable_memory()).finish()
+    MemoryPrefault(tier.pinnable_memory()).finish()
     pool = cupy.zeros((COPIED_BLOCKS, layout.block_bytes), np.uint8)
     memory = DevicePool(pool, Device.open())
     memory.lock(tier.pinnable_memory())

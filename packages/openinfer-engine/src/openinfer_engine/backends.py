@@ -54,7 +54,7 @@ class Backend(Protocol):
         ...
 
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
-        """Which implementation serves each phase, for `openinfer plan`; `provided` operators are somebody else's."""
+        """Which implementation serves each phase, for `openinfer plan`; `provided` operators are another package's."""
         ...
 
     @property

@@ -21,13 +21,13 @@ from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.kv_tiers import (
     LocalShare,
+    MemoryPrefault,
     OpenTiers,
-    PageTaking,
     RankShare,
     TierPort,
+    begin_prefault,
     open_port,
     require_tiered,
-    take_pages,
 )
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
@@ -111,14 +111,14 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
     )
 
 
-def _prepare_tiers(engine_plan: EnginePlan, tiers: OpenTiers | None, scheduler: Scheduler) -> PageTaking:
+def _prepare_tiers(engine_plan: EnginePlan, tiers: OpenTiers | None, scheduler: Scheduler) -> MemoryPrefault:
     """What is checked, and what can begin, before the weights are loaded."""
     if tiers is None:
-        return PageTaking([])
+        return MemoryPrefault([])
     require_tiered(scheduler, name=engine_plan.scheduler.name)
     if engine_plan.options.device is not DeviceKind.CUDA:
-        return PageTaking([])
-    return take_pages(tiers, num_ranks=engine_plan.options.tensor_parallel_size)
+        return MemoryPrefault([])
+    return begin_prefault(tiers, num_ranks=engine_plan.options.tensor_parallel_size)
 
 
 def _join_tiers(

@@ -12,7 +12,7 @@ from openinfer_core import InvalidRequest, Plugin, Refused, UnknownPlugin
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine import EngineOptions
-from openinfer_engine.kv_tiers import OpenTiers, PageTaking, choose_tiers, open_port, require_tiered, take_pages
+from openinfer_engine.kv_tiers import MemoryPrefault, OpenTiers, begin_prefault, choose_tiers, open_port, require_tiered
 from openinfer_engine.kv_tiers.choice import ChosenTiers, require_snapshots
 from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.kv_tiers.prefault import available_bytes
@@ -144,7 +144,7 @@ def test_a_device_needs_tiers_that_take_its_blocks() -> None:
     tiers = OpenTiers(tier=cast("KvTier", PlainTier()), digest_key=None)
     pool = np.zeros((3, LAYOUT.block_bytes // 4), np.float32)
     with pytest.raises(Refused, match="use it with --device cpu"):
-        take_pages(tiers)
+        begin_prefault(tiers)
     with pytest.raises(Refused, match="use it with --device cpu"):
         open_port(tiers, pool=_OnDevice(pool), load_timeout_s=1.0)
     port = open_port(tiers, pool=HostPool(pool), load_timeout_s=1.0)
@@ -186,12 +186,12 @@ def test_memory_that_is_there_is_the_machine_s_and_the_container_s(tmp_path: Pat
 def test_more_memory_than_there_is_is_refused_before_it_is_taken() -> None:
     tiers = OpenTiers(tier=cast("KvTier", HugeTier()), digest_key=None)
     with pytest.raises(Refused, match="want 1048576"):
-        take_pages(tiers)
+        begin_prefault(tiers)
 
 
 def test_pages_are_taken_by_threads() -> None:
     memory = memoryview(bytearray(b"\1" * 10_000))
-    taking = PageTaking([memory])
+    taking = MemoryPrefault([memory])
     taking.finish()
     taking.close()
     assert [memory[place] for place in (0, 1, 4096, 8192)] == [0, 1, 0, 0]

@@ -12,8 +12,8 @@ from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.kv_tiers.remote_share import RemoteShare
 from openinfer_engine.kv_tiers.share_service import ShareService
 from openinfer_engine.kv_tiers.stats import total_of_ranks
-from openinfer_engine.kv_tiers.transfer import RankedMove
-from openinfer_engine.worker.messages import CancelMove, LoadShare, MoveEnded, SaveShare
+from openinfer_engine.kv_tiers.transfer import RankedTransfer
+from openinfer_engine.worker.messages import CancelTransfer, LoadShare, SaveShare, TransferEnded
 from openinfer_kv_cache import Digest
 
 DIGESTS = [Digest(bytes([number]) * 16) for number in range(3)]
@@ -46,7 +46,7 @@ class FakeMove:
 
 def test_blocks_have_landed_as_far_as_they_have_on_every_rank() -> None:
     shares = [FakeMove(), FakeMove(), FakeMove()]
-    move = RankedMove(shares)
+    move = RankedTransfer(shares)
     assert (move.num_blocks, move.is_over()) == (3, False)
     shares[0].end(3)
     assert not move.is_over()
@@ -61,7 +61,7 @@ def test_blocks_have_landed_as_far_as_they_have_on_every_rank() -> None:
 
 def test_cancelling_reaches_the_ranks_where_it_is_pending() -> None:
     shares = [FakeMove(), FakeMove()]
-    move = RankedMove(shares)
+    move = RankedTransfer(shares)
     shares[0].end(3)
     assert not move.is_over()
     move.wait(0.1)
@@ -78,12 +78,12 @@ def test_loads_and_saves_are_sent_and_end_when_the_rank_says_so() -> None:
         SaveShare(1, DIGESTS[0], bytes([7, 0, 0, 0])),
     ]
     assert (share.faults, share.stats()) == (0, ())
-    share.hear(MoveEnded(1, 1, 0, STATS))
+    share.hear(TransferEnded(1, 1, 0, STATS))
     assert (load.is_over(), save.is_over(), save.completed_blocks) == (False, True, 1)
     for _ in range(2):
         load.cancel()
-    assert told[2:] == [CancelMove(0)]
-    share.hear(MoveEnded(0, 2, 1, STATS))
+    assert told[2:] == [CancelTransfer(0)]
+    share.hear(TransferEnded(0, 2, 1, STATS))
     load.wait(1)
     assert (load.is_over(), load.completed_blocks, load.num_blocks) == (True, 2, 3)
     assert (share.faults, share.stats()) == (1, STATS)
@@ -95,7 +95,7 @@ def test_nothing_of_a_rank_that_is_gone_is_waited_for() -> None:
     share.end_all()
     after = share.save(DIGESTS, PLACES)
     assert [(move.is_over(), move.completed_blocks) for move in (before, after)] == [(True, 0)] * 2
-    share.hear(MoveEnded(0, 3, 0, STATS))
+    share.hear(TransferEnded(0, 3, 0, STATS))
     assert before.completed_blocks == 0
 
 
@@ -140,7 +140,7 @@ class Service:
 
     def __init__(self) -> None:
         self.port = FakePort()
-        self.said: queue.SimpleQueue[MoveEnded] = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[TransferEnded] = queue.SimpleQueue()
         self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self.entered = threading.Event()
         self._sent = RemoteShare(lambda message: self.service.take(cast("Any", message), self.fence))
@@ -171,9 +171,9 @@ def test_rank_does_as_ordered_behind_its_steps_and_says_what_has_landed(service:
     assert service.port.asked == [("load", DIGESTS, PLACES), ("save", DIGESTS[:1], PLACES[:1])]
     assert service.entered.is_set()
     save.end(1)
-    assert service.said.get(timeout=10) == MoveEnded(1, 1, 0, STATS)
+    assert service.said.get(timeout=10) == TransferEnded(1, 1, 0, STATS)
     load.end(2)
-    assert service.said.get(timeout=10) == MoveEnded(0, 2, 0, STATS)
+    assert service.said.get(timeout=10) == TransferEnded(0, 2, 0, STATS)
     service.service.close()
     assert service.port.is_closed
 
@@ -181,7 +181,7 @@ def test_rank_does_as_ordered_behind_its_steps_and_says_what_has_landed(service:
 def test_rank_whose_tiers_have_nothing_says_so(service: Service) -> None:
     service.port.has_anything = False
     service.sent.load(DIGESTS, PLACES)
-    assert service.said.get(timeout=10) == MoveEnded(0, 0, 0, STATS)
+    assert service.said.get(timeout=10) == TransferEnded(0, 0, 0, STATS)
     service.service.close()
 
 
@@ -194,7 +194,7 @@ def test_rank_cancels_what_is_on_its_way_and_ignores_what_is_over(service: Servi
     assert move.is_cancelled
     move.end(0)
     assert service.said.get(timeout=10).number == 0
-    service.service.take(CancelMove(0), service.fence)
+    service.service.take(CancelTransfer(0), service.fence)
     second.end(3)
     assert service.said.get(timeout=10).number == 1
     service.service.close()

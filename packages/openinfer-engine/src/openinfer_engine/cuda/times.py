@@ -42,7 +42,7 @@ class StepTimes:
 
 
 def _nothing() -> None:
-    """Nobody listens."""
+    """No tracer listens."""
 
 
 def _no_end() -> Callable[[], None]:

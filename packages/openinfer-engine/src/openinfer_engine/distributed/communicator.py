@@ -1,6 +1,6 @@
 """How ranks exchange arrays: the `Communicator` protocol, and the one of a rank that is alone.
 
-All ranks call the same collectives in the same order, with arrays of the same shape and dtype. Nobody asks how
+All ranks call the same collectives in the same order, with arrays of the same shape and dtype. No caller asks how
 many ranks there are: `SoloCommunicator` answers every collective with what it was given.
 
 Sums of floating-point numbers are accumulated in float32 in the order of ranks and rounded once to the dtype of
@@ -64,7 +64,7 @@ class Communicator(Protocol):
         ...
 
     def abort(self, error: BaseException) -> None:
-        """Tells the group that this rank cannot go on because of `error`, so that nobody waits for it.
+        """Tells the group that this rank cannot go on because of `error`, so that none waits for it.
 
         Every rank's pending and later collectives raise `GroupBroken`. The first call counts. Never blocks.
         """
@@ -116,7 +116,7 @@ class SoloCommunicator:
         """Returns at once."""
 
     def abort(self, error: BaseException) -> None:
-        """Nobody waits."""
+        """No other rank waits."""
 
     def close(self) -> None:
         """Holds nothing."""

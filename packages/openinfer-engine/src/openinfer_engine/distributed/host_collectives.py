@@ -1,4 +1,4 @@
-"""What each collective computes from the arrays of all ranks, over NumPy; how the arrays meet is somebody else's."""
+"""What each collective computes from the arrays of all ranks, over NumPy; how the arrays meet is the communicator's."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

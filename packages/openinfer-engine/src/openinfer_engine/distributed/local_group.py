@@ -2,7 +2,7 @@
 
 A collective is two meetings of all ranks:
 
-    offer my array ─► meet ─► read everybody's array, compute my result ─► meet ─► return
+    offer my array ─► meet ─► read all ranks' arrays, compute my result ─► meet ─► return
 
 After the first, all arrays can be read; until the second, none may be changed. A rank that waits sleeps on a
 condition; it is woken when the last rank arrives or when the group breaks.
@@ -70,7 +70,7 @@ class LocalCommunicator(HostCommunicator):
         self._meeting.break_up(f"rank {self._rank} failed: {type(error).__name__}: {error}", error)
 
     def leave(self) -> None:
-        """This rank takes part in no further collective; whoever waits for it, now or later, gets `GroupBroken`."""
+        """This rank takes part in no further collective; a rank that waits for it, now or later, gets `GroupBroken`."""
         self._meeting.leave(self._rank)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class _Meeting:
                 self._check()
 
     def reopen(self) -> None:
-        """Everybody takes part again."""
+        """All ranks take part again."""
         with self._changed:
             self._left.clear()
 

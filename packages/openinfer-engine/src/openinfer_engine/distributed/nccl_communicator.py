@@ -155,7 +155,7 @@ class NcclCommunicator:
             group = NcclGroup(group_id, rank=self._rank, size=self._size)
             self._warm_up(group)
             one_shot = open_one_shot(group, self._device, rank=self._rank, size=self._size)
-        except Exception as error:  # whoever waits for this thread must hear of it, whatever it is
+        except Exception as error:  # a thread that waits for this one must hear of it, whatever it is
             logger.exception("rank %d cannot join", self._rank)
             self._break(GroupBroken(f"rank {self._rank} cannot join: {type(error).__name__}: {error}"))
             return

@@ -5,7 +5,7 @@
     rank 3 ──my array──►┘
 
 It is how several ranks of a CPU engine run in processes of their own, and what tests the machinery that ranks on GPUs
-need. A rank that dies or aborts closes its link; rank 0 then closes all others, so that nobody waits.
+need. A rank that dies or aborts closes its link; rank 0 then closes all others, so that none waits.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class SocketCommunicator(HostCommunicator):
     def open(cls, size: int) -> "tuple[bytes, SocketCommunicator]":
         """Rank 0 of a group, which waits for the others at its first collective, and the ticket that they join by.
 
-        Whoever has the ticket can take part.
+        The ticket is a secret: a process that has it can take part.
         """
         door = _Door()
         return msgspec.json.encode(door.ticket), cls(0, size, links={}, door=door)
@@ -105,7 +105,7 @@ class SocketCommunicator(HostCommunicator):
         self._break(GroupBroken(f"rank {self._rank} failed: {type(error).__name__}: {error}"))
 
     def close(self) -> None:
-        """Closes the links: whoever still waits gets `GroupBroken`."""
+        """Closes the links: ranks that still wait get `GroupBroken`."""
         self._break(GroupBroken(f"rank {self._rank} has closed its end"))
         if self._admitting is not None:
             self._admitting.join()
@@ -128,7 +128,7 @@ class SocketCommunicator(HostCommunicator):
             raise GroupBroken("the group is broken: rank 0 has left while others wait for a collective") from error
 
     def _serve(self, collective: HostCollective, mine: Offer) -> HostArray:
-        """Rank 0's part: waits for everybody's array and sends each its result."""
+        """Rank 0's part: waits for every rank's array and sends each its result."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_whole or self._broken is not None)
         self._check()
@@ -203,7 +203,7 @@ class _Door:
         return None
 
     def close(self) -> None:
-        """Nobody else can come. Idempotent."""
+        """No further rank can join. Idempotent."""
         self._closing.close()
 
 
@@ -245,7 +245,7 @@ class _Link:
         return self._arrived.popleft()
 
     def close(self) -> None:
-        """Wakes whoever waits at either end."""
+        """Wakes the threads that wait at either end."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

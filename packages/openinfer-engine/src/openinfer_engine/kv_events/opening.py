@@ -17,7 +17,7 @@ def open_kv_events(text: str, scheduler: Scheduler, *, block_size_tokens: int) -
         block_size_tokens: of each block.
 
     Raises:
-        Refused: the scheduler tells nobody of its blocks, pyzmq is not installed, or an endpoint cannot be had.
+        Refused: the scheduler does not tell of its blocks, pyzmq is not installed, or an endpoint cannot be had.
         ValueError: the text is not of its form.
     """
     setting = parse_kv_events(text)

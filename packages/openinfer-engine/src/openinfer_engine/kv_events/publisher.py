@@ -1,4 +1,4 @@
-"""`KvEventPublisher`: a thread that sends KV events to whoever subscribes, and again to whoever missed some.
+"""`KvEventPublisher`: a thread that sends KV events to subscribers, and again to those that missed some.
 
     PUB     [topic, sequence number, batch]                         to all, one message per step with changes
     ROUTER  asked [client, "", first sequence number]
@@ -129,7 +129,7 @@ class KvEventPublisher:
                     self._send(encoder, *self._waiting.popleft())
                 if self._replay in ready:
                     self._answer()
-            except Exception:  # the fence: events are advice, and never take the engine down
+            except Exception:  # the fault boundary: events are advice, and never take the engine down
                 logger.exception("KV events: a message could not be sent")
 
     def _send(

@@ -4,32 +4,32 @@ choice.py   `--kv-tier`: plug-ins and settings, what they are refused for, and o
 pool.py     PoolMemory: a pool's blocks and states as tiers copy them
 joining.py  tiers and pools put together; page_taking.py: a tier's memory, taken beside the weights
 port.py     TierPort: loads and saves of the pool's blocks and states, all that a scheduler and the loop ask
-found.py    FoundBlocks: what tiers hold for a load; move.py: what is on its way
+found.py    PrefixHit: what tiers hold for a load; transfer.py: what is on its way
 share.py    RankShare: another rank's share of it, in this process (local_share.py) or another (remote_share.py asks,
             share_service.py answers)
 """
 
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers
-from openinfer_engine.kv_tiers.joining import open_port, require_tiered, take_pages
+from openinfer_engine.kv_tiers.joining import begin_prefault, open_port, require_tiered
 from openinfer_engine.kv_tiers.local_share import LocalShare
 from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
-from openinfer_engine.kv_tiers.prefault import PageTaking
-from openinfer_engine.kv_tiers.prefix_hit import FoundBlocks
+from openinfer_engine.kv_tiers.prefault import MemoryPrefault
+from openinfer_engine.kv_tiers.prefix_hit import PrefixHit
 from openinfer_engine.kv_tiers.share import RankShare
-from openinfer_engine.kv_tiers.transfer import Move
+from openinfer_engine.kv_tiers.transfer import TierTransfer
 
 __all__ = [
     "ChosenTiers",
-    "FoundBlocks",
     "LocalShare",
-    "Move",
+    "MemoryPrefault",
     "OpenTiers",
-    "PageTaking",
+    "PrefixHit",
     "RankShare",
     "TierPort",
+    "TierTransfer",
     "TieredScheduler",
+    "begin_prefault",
     "choose_tiers",
     "open_port",
     "require_tiered",
-    "take_pages",
 ]

@@ -8,7 +8,7 @@ from openinfer_core.scheduling import Scheduler
 from openinfer_engine.kv_tiers.choice import OpenTiers
 from openinfer_engine.kv_tiers.pool import PoolMemory
 from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
-from openinfer_engine.kv_tiers.prefault import PageTaking, available_bytes
+from openinfer_engine.kv_tiers.prefault import MemoryPrefault, available_bytes
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_kv_cache import DeviceTier, KvTier
 
@@ -26,7 +26,7 @@ def require_tiered(scheduler: Scheduler, *, name: str) -> TieredScheduler:
     return scheduler
 
 
-def take_pages(tiers: OpenTiers, *, num_ranks: int = 1) -> PageTaking:
+def begin_prefault(tiers: OpenTiers, *, num_ranks: int = 1) -> MemoryPrefault:
     """Begins to take the memory of tiers that a device is to copy from and to, beside what else a start does.
 
     Args:
@@ -43,7 +43,7 @@ def take_pages(tiers: OpenTiers, *, num_ranks: int = 1) -> PageTaking:
             f"--kv-tier: tiers in memory want {wanted_bytes / _GIB:.1f} GiB, which a GPU's copies need at once, and "
             f"{room_bytes / _GIB:.1f} GiB are available; give them less"
         )
-    return PageTaking(memory)
+    return MemoryPrefault(memory)
 
 
 def open_port(
@@ -54,7 +54,7 @@ def open_port(
     Args:
         tiers: of the rank.
         pool: of the rank.
-        load_timeout_s: after which what has not landed is computed instead.
+        load_timeout_s: after which what has not completed is computed instead.
         shares: of the other ranks, on rank 0.
 
     Raises:

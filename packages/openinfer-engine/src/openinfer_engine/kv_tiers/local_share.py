@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from openinfer_core.engine import KvTierStats
 from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.kv_tiers.transfer import BlockMove, Move
+from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, TierTransfer
 from openinfer_kv_cache import Digest
 
 
@@ -18,12 +18,12 @@ class LocalShare:
     def __init__(self, port: TierPort) -> None:
         self._port = port
 
-    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
         """As the rank's port does."""
         self._port.settle()
         return self._port.load(self._port.find(digests), places) or self._nothing()
 
-    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
         """As the rank's port does."""
         self._port.settle()
         return self._port.save(digests, places) or self._nothing()
@@ -41,5 +41,5 @@ class LocalShare:
         """Closes the rank's port."""
         self._port.close()
 
-    def _nothing(self) -> Move:
-        return BlockMove((), num_blocks=0, begin_s=self._port.clock())
+    def _nothing(self) -> TierTransfer:
+        return ChunkedTransfer((), num_blocks=0, begin_s=self._port.clock())

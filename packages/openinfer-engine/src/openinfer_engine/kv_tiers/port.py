@@ -7,8 +7,8 @@
 A place is a block, by its id, or one of the pieces of a slot of recurrent states, which is as large (`state_places`).
 
 Nothing here waits but `wait` and `close`. A tier that raises is left alone from then on: its fault is counted and
-logged, and everything it was asked for is computed instead. A transfer that raises ends the engine: nobody knows then
-what still touches the pool's blocks.
+logged, and everything it was asked for is computed instead. A transfer that raises ends the engine, since what
+still touches the pool's blocks is not known then.
 """
 
 import logging
@@ -17,16 +17,16 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.prefix_hit import FoundBlocks
+from openinfer_engine.kv_tiers.prefix_hit import PrefixHit
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.kv_tiers.stats import stats_of, total_of_ranks
-from openinfer_engine.kv_tiers.transfer import BlockMove, Move, RankedMove
+from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, RankedTransfer, TierTransfer
 from openinfer_kv_cache import Digest, KvTier, TierHit, Transfer
 from openinfer_kv_cache.tier_traits import BlockMemory
 
 logger = logging.getLogger("openinfer.engine")
 
-PIECE_BLOCKS = 32
+CHUNK_BLOCKS = 32
 """Blocks of one transfer: enough for its cost to vanish, few enough for several threads of a tier to share a prompt."""
 _LAND_S, _CLOSE_S = 2.0, 10.0
 """When an engine ends: for copies to land, and to stop."""
@@ -49,7 +49,7 @@ class TierPort:
         blocks: the pool's, by block id.
         states: the pieces of each slot of recurrent states; none for a model without.
         shares: of the other ranks, which do the same with theirs; closed by `close`.
-        load_timeout_s: after which what has not landed is computed instead.
+        load_timeout_s: after which what has not completed is computed instead.
         save_timeout_s: after which a save is given up.
         before_close: called when nothing touches the blocks any more, before the tier is closed.
         clock: monotonic seconds.
@@ -77,26 +77,26 @@ class TierPort:
         self._save_timeout_s = save_timeout_s
         self._before_close = before_close
         self.clock = clock
-        self._moves: set[Move] = set()
+        self._transfers: set[TierTransfer] = set()
         self._is_broken = False
         self._faults = 0
 
     @property
     def is_moving(self) -> bool:
         """Whether something is on its way, or was when it was last looked at."""
-        return bool(self._moves)
+        return bool(self._transfers)
 
     def state_places(self, slot: int) -> Sequence[int]:
         """The places of a slot of recurrent states."""
         begin = self._num_blocks + slot * self.pieces_per_slot
         return range(begin, begin + self.pieces_per_slot)
 
-    def find(self, digests: Sequence[Digest]) -> FoundBlocks:
+    def find(self, digests: Sequence[Digest]) -> PrefixHit:
         """The longest beginning of a chain that the tiers hold, maybe empty."""
         hits: list[TierHit] = []
         try:
-            for begin in range(0, 0 if self._is_broken else len(digests), PIECE_BLOCKS):
-                asked = digests[begin : begin + PIECE_BLOCKS]
+            for begin in range(0, 0 if self._is_broken else len(digests), CHUNK_BLOCKS):
+                asked = digests[begin : begin + CHUNK_BLOCKS]
                 hit = self._tier.find(asked)
                 if hit.digests:
                     hits.append(hit)
@@ -104,16 +104,16 @@ class TierPort:
                     hit.close()
                 if len(hit.digests) < len(asked):
                     break
-        except Exception as error:  # noqa: BLE001 -- the fence: a tier's fault costs a recomputation, not the engine
+        except Exception as error:  # noqa: BLE001 -- the fault boundary: a tier's fault costs a recomputation, not the engine
             self._break("find", error)
-        return FoundBlocks(hits)
+        return PrefixHit(hits)
 
-    def load(self, found: FoundBlocks, places: Sequence[int]) -> Move | None:
+    def load(self, found: PrefixHit, places: Sequence[int]) -> TierTransfer | None:
         """Begins to fill places with what was found; None if that is nothing, or cannot be loaded.
 
         Args:
             found: is spent.
-            places: writable, as many as were found or more; those that the move does not cover stay as they are.
+            places: writable, as many as were found or more; those that the transfer does not cover stay as they are.
         """
         pieces: list[Transfer] = []
         hits, found.hits = found.hits, []
@@ -124,7 +124,7 @@ class TierPort:
                 into = self._memory(places[place : place + len(hit.digests)])
                 pieces.append(self._tier.load(hit, into, timeout_s=self._load_timeout_s))
                 place += len(into)
-        except Exception as error:  # noqa: BLE001 -- the fence, as above
+        except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
             self._break("load", error)
             for hit in hits[len(pieces) :]:
                 hit.close()
@@ -132,37 +132,37 @@ class TierPort:
             return None
         return self._begin(pieces, [share.load(digests, places) for share in self._shares])
 
-    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> Move | None:
-        """Begins to copy what nobody writes to any more into the tiers; None if these take none."""
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer | None:
+        """Begins to copy what no step writes to any more into the tiers; None if these take none."""
         if self._is_broken or not self._tier.accepts_saves:
             return None
         pieces: list[Transfer] = []
         try:
-            for begin in range(0, len(digests), PIECE_BLOCKS):
-                piece = slice(begin, begin + PIECE_BLOCKS)
+            for begin in range(0, len(digests), CHUNK_BLOCKS):
+                piece = slice(begin, begin + CHUNK_BLOCKS)
                 memory = self._memory(places[piece])
                 pieces.append(self._tier.save(digests[piece], memory, timeout_s=self._save_timeout_s))
-        except Exception as error:  # noqa: BLE001 -- the fence, as above
+        except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
             self._break("save", error)
         if not pieces:
             return None
         return self._begin(pieces, [share.save(digests, places) for share in self._shares])
 
     def settle(self) -> None:
-        """Forgets the moves that are over."""
-        self._moves = {move for move in self._moves if not move.is_over()}
+        """Forgets the transfers that are over."""
+        self._transfers = {transfer for transfer in self._transfers if not transfer.is_over()}
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until one of the moves has come further, at most so long."""
-        for move in self._moves:
-            move.wait(timeout_s)
+        """Waits until one of the transfers has come further, at most so long."""
+        for transfer in self._transfers:
+            transfer.wait(timeout_s)
             break
 
     def stats(self) -> tuple[KvTierStats, ...]:
         """One entry for each tier, of all ranks; from any thread."""
         try:
             counted = self._tier.counters()
-        except Exception as error:  # noqa: BLE001 -- the fence, as above
+        except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
             self._break("counters", error)
             return ()
         return total_of_ranks([stats_of(counted), *(share.stats() for share in self._shares)])
@@ -178,17 +178,17 @@ class TierPort:
         Idempotent.
         """
         self._wait_for_all(_LAND_S)
-        for move in self._moves:
-            move.cancel()
+        for transfer in self._transfers:
+            transfer.cancel()
         self._wait_for_all(_CLOSE_S)
-        if self._moves:
-            logger.warning("KV tiers: %d transfers hang in their medium and are left behind", len(self._moves))
-        self._moves.clear()
+        if self._transfers:
+            logger.warning("KV tiers: %d transfers hang in their medium and are left behind", len(self._transfers))
+        self._transfers.clear()
         before_close, self._before_close = self._before_close, lambda: None
         before_close()
         try:
             self._tier.close()
-        except Exception as error:  # noqa: BLE001 -- the fence, as above: what the engine closes next is closed
+        except Exception as error:  # noqa: BLE001 -- the fault boundary, as above: what the engine closes next is closed
             self._break("close", error)
         for share in self._shares:
             share.close()
@@ -196,22 +196,22 @@ class TierPort:
     def _wait_for_all(self, timeout_s: float) -> None:
         until_s = self.clock() + timeout_s
         self.settle()
-        while self._moves and self.clock() < until_s:
+        while self._transfers and self.clock() < until_s:
             self.wait(0.1)
             self.settle()
 
     def _memory(self, places: Sequence[int]) -> list[memoryview]:
-        """Places as the tier takes them; whoever made the port has seen to it that it takes the pool's kind."""
+        """Places as the tier takes them; its maker has checked that it takes the pool's kind."""
         memory = cast("Sequence[memoryview]", self._places)
         return [memory[place] for place in places]
 
-    def _begin(self, pieces: Sequence[Transfer], others: Sequence[Move]) -> Move:
+    def _begin(self, pieces: Sequence[Transfer], others: Sequence[TierTransfer]) -> TierTransfer:
         num_blocks = sum(piece.num_blocks for piece in pieces)
-        move: Move = BlockMove(pieces, num_blocks=num_blocks, begin_s=self.clock())
+        transfer: TierTransfer = ChunkedTransfer(pieces, num_blocks=num_blocks, begin_s=self.clock())
         if others:
-            move = RankedMove([move, *others])
-        self._moves.add(move)
-        return move
+            transfer = RankedTransfer([transfer, *others])
+        self._transfers.add(transfer)
+        return transfer
 
     def _break(self, verb: str, error: Exception) -> None:
         self._faults += 1

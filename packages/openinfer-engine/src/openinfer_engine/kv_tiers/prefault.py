@@ -12,8 +12,8 @@ _PAGE_BYTES = 4096
 _PIECE_PAGES = 1 << 16
 
 
-class PageTaking:
-    """Writes to every page of memory that nobody uses yet, in threads.
+class MemoryPrefault:
+    """Writes to every page of memory that is not in use yet, in threads.
 
     Args:
         memory: writable; its content is void afterwards.
@@ -39,7 +39,7 @@ class PageTaking:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that may still be taken: of the machine, and at most what a container may have; None if nobody says.
+    """Memory that may still be taken: of the machine, and at most what a container may have; None if unknown.
 
     Args:
         root: of the file system.

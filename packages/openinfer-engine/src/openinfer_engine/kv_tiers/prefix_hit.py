@@ -1,11 +1,11 @@
-"""`FoundBlocks`: a beginning of a chain that tiers hold for whoever asked, in pieces that are moved side by side."""
+"""`PrefixHit`: a beginning of a chain that tiers hold for the caller, in chunks that are transferred side by side."""
 
 from collections.abc import Sequence
 
 from openinfer_kv_cache import TierHit
 
 
-class FoundBlocks:
+class PrefixHit:
     """Held until they are loaded or closed.
 
     Args:

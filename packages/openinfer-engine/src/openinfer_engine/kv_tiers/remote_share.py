@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.transfer import Move
-from openinfer_engine.worker.messages import CancelMove, LoadShare, MoveEnded, SaveShare, ToRank
+from openinfer_engine.kv_tiers.transfer import TierTransfer
+from openinfer_engine.worker.messages import CancelTransfer, LoadShare, SaveShare, ToRank, TransferEnded
 from openinfer_kv_cache import Digest
 
 
@@ -24,21 +24,21 @@ class RemoteShare:
         self._tell = tell
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._moves: dict[int, _RemoteMove] = {}
+        self._transfers: dict[int, _RemoteTransfer] = {}
         self._is_gone = False
-        self._last: MoveEnded | None = None
+        self._last: TransferEnded | None = None
 
-    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
         """Sends the rank a load."""
-        move = self._begin(len(digests))
-        self._tell(LoadShare(move.number, b"".join(digests), _packed(places)))
-        return move
+        transfer = self._begin(len(digests))
+        self._tell(LoadShare(transfer.number, b"".join(digests), _packed(places)))
+        return transfer
 
-    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
         """Sends the rank a save."""
-        move = self._begin(len(digests))
-        self._tell(SaveShare(move.number, b"".join(digests), _packed(places)))
-        return move
+        transfer = self._begin(len(digests))
+        self._tell(SaveShare(transfer.number, b"".join(digests), _packed(places)))
+        return transfer
 
     @property
     def faults(self) -> int:
@@ -52,33 +52,33 @@ class RemoteShare:
     def close(self) -> None:
         """The rank closes its tiers when it leaves."""
 
-    def hear(self, message: MoveEnded) -> None:
+    def hear(self, message: TransferEnded) -> None:
         """The rank has ended a load or a save; by the thread that listens to it."""
         self._last = message
         with self._lock:
-            move = self._moves.pop(message.number, None)
-        if move is not None:
-            move.end(message.completed_blocks)
+            transfer = self._transfers.pop(message.number, None)
+        if transfer is not None:
+            transfer.end(message.completed_blocks)
 
     def end_all(self) -> None:
         """The rank is gone, and with it whatever it copied; by the thread that listened to it."""
         with self._lock:
             self._is_gone = True
-            moves, self._moves = list(self._moves.values()), {}
-        for move in moves:
-            move.end(0)
+            transfers, self._transfers = list(self._transfers.values()), {}
+        for transfer in transfers:
+            transfer.end(0)
 
-    def _begin(self, num_blocks: int) -> "_RemoteMove":
-        move = _RemoteMove(next(self._numbers), self._tell, num_blocks=num_blocks)
+    def _begin(self, num_blocks: int) -> "_RemoteTransfer":
+        transfer = _RemoteTransfer(next(self._numbers), self._tell, num_blocks=num_blocks)
         with self._lock:
             if not self._is_gone:
-                self._moves[move.number] = move
-                return move
-        move.end(0)
-        return move
+                self._transfers[transfer.number] = transfer
+                return transfer
+        transfer.end(0)
+        return transfer
 
 
-class _RemoteMove:
+class _RemoteTransfer:
     def __init__(self, number: int, tell: Callable[[ToRank], None], *, num_blocks: int) -> None:
         self.number = number
         self.num_blocks = num_blocks
@@ -94,7 +94,7 @@ class _RemoteMove:
     def cancel(self) -> None:
         if not self._is_cancelled:
             self._is_cancelled = True
-            self._tell(CancelMove(self.number))
+            self._tell(CancelTransfer(self.number))
 
     def wait(self, timeout_s: float) -> None:
         self._over.wait(timeout_s)

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.transfer import Move
+from openinfer_engine.kv_tiers.transfer import TierTransfer
 from openinfer_kv_cache import Digest
 
 
 class RankShare(Protocol):
     """What rank 0's port asks of another rank, by one thread but for `stats` and `faults`."""
 
-    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
+    def load(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
         """Begins to fill places with as much of a chain as the rank's tiers hold."""
         ...
 
-    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> Move:
-        """Begins to copy what nobody writes to any more into the rank's tiers."""
+    def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
+        """Begins to copy what no step writes to any more into the rank's tiers."""
         ...
 
     @property

@@ -12,12 +12,12 @@ from typing import TypeAlias
 import numpy as np
 
 from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.kv_tiers.transfer import Move
-from openinfer_engine.worker.messages import CancelMove, LoadShare, MoveEnded, SaveShare
+from openinfer_engine.kv_tiers.transfer import TierTransfer
+from openinfer_engine.worker.messages import CancelTransfer, LoadShare, SaveShare, TransferEnded
 from openinfer_kv_cache import Digest
 from openinfer_kv_cache.digest import DIGEST_BYTES
 
-ShareOrder: TypeAlias = LoadShare | SaveShare | CancelMove
+ShareOrder: TypeAlias = LoadShare | SaveShare | CancelTransfer
 _POLL_S = 0.001
 
 
@@ -35,7 +35,7 @@ class ShareService:
         self,
         port: TierPort,
         *,
-        answer: Callable[[MoveEnded], None],
+        answer: Callable[[TransferEnded], None],
         fail: Callable[[BaseException], None],
         enter_thread: Callable[[], None],
     ) -> None:
@@ -44,7 +44,7 @@ class ShareService:
         self._fail = fail
         self._enter_thread = enter_thread
         self._orders: queue.SimpleQueue[tuple[ShareOrder, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._moves: dict[int, Move] = {}
+        self._transfers: dict[int, TierTransfer] = {}
         self._thread = threading.Thread(target=self._run, name="openinfer-kv-share", daemon=True)
         self._thread.start()
 
@@ -68,7 +68,7 @@ class ShareService:
 
     def _next(self) -> "tuple[ShareOrder, Callable[[], None]] | None":
         """Waits for the next order, and meanwhile for what is on its way."""
-        while self._moves:
+        while self._transfers:
             try:
                 return self._orders.get(timeout=_POLL_S)
             except queue.Empty:
@@ -76,30 +76,30 @@ class ShareService:
         return self._orders.get()
 
     def _do(self, order: ShareOrder, fence: Callable[[], None]) -> None:
-        if isinstance(order, CancelMove):
-            if order.number in self._moves:
-                self._moves[order.number].cancel()
+        if isinstance(order, CancelTransfer):
+            if order.number in self._transfers:
+                self._transfers[order.number].cancel()
             return
         fence()
         digests, places = _unpacked(order)
         if isinstance(order, LoadShare):
-            move = self._port.load(self._port.find(digests), places)
+            transfer = self._port.load(self._port.find(digests), places)
         else:
-            move = self._port.save(digests, places)
-        if move is None:
+            transfer = self._port.save(digests, places)
+        if transfer is None:
             self._end(order.number, 0)
         else:
-            self._moves[order.number] = move
+            self._transfers[order.number] = transfer
 
     def _report(self) -> None:
-        for number, move in list(self._moves.items()):
-            if move.is_over():
-                del self._moves[number]
-                self._end(number, move.completed_blocks)
+        for number, transfer in list(self._transfers.items()):
+            if transfer.is_over():
+                del self._transfers[number]
+                self._end(number, transfer.completed_blocks)
         self._port.settle()
 
     def _end(self, number: int, completed_blocks: int) -> None:
-        self._answer(MoveEnded(number, completed_blocks, self._port.faults, self._port.stats()))
+        self._answer(TransferEnded(number, completed_blocks, self._port.faults, self._port.stats()))
 
 
 def _unpacked(order: LoadShare | SaveShare) -> tuple[Sequence[Digest], Sequence[int]]:

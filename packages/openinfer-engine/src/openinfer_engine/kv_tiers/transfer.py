@@ -1,4 +1,4 @@
-"""What is on its way between a pool and tiers: `BlockMove` of one rank, `RankedMove` of all."""
+"""What is on its way between a pool and tiers: `ChunkedTransfer` of one rank, `RankedTransfer` of all."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 from openinfer_kv_cache import Transfer, TransferState
 
 
-class Move(Protocol):
+class TierTransfer(Protocol):
     """One load or save. Until `is_over` its places are the tiers': hold them."""
 
     @property
@@ -20,7 +20,7 @@ class Move(Protocol):
         ...
 
     def is_over(self) -> bool:
-        """Whether nothing is pending; what follows a piece that fell short is cancelled, as it is of no use."""
+        """Whether nothing is pending; what follows a piece that was partial is cancelled, as it is of no use."""
         ...
 
     @property
@@ -37,8 +37,8 @@ class Move(Protocol):
         ...
 
 
-class BlockMove:
-    """Neighbouring blocks of one chain, in pieces that a tier moves side by side.
+class ChunkedTransfer:
+    """Neighbouring blocks of one chain, in pieces that a tier transfers side by side.
 
     Args:
         pieces: in the order of their blocks.
@@ -57,7 +57,7 @@ class BlockMove:
     def is_over(self) -> bool:
         """Whether no piece is pending."""
         still_open = [piece for piece in self._open if piece.poll() is TransferState.PENDING]
-        if len(still_open) < len(self._open) and still_open and self._has_fallen_short():
+        if len(still_open) < len(self._open) and still_open and self._is_partial():
             for piece in still_open:
                 piece.cancel()
         self._open = still_open
@@ -66,12 +66,12 @@ class BlockMove:
     @property
     def completed_blocks(self) -> int:
         """Those of the leading pieces."""
-        landed = 0
+        completed = 0
         for piece in self._pieces:
-            landed += piece.completed_blocks
+            completed += piece.completed_blocks
             if piece.completed_blocks < piece.num_blocks:
                 break
-        return landed
+        return completed
 
     def cancel(self) -> None:
         """Cancels the pieces that are pending."""
@@ -83,12 +83,12 @@ class BlockMove:
         if self._open:
             self._open[0].wait(timeout_s)
 
-    def _has_fallen_short(self) -> bool:
+    def _is_partial(self) -> bool:
         return any(piece.poll() in (TransferState.PARTIAL, TransferState.CANCELLED) for piece in self._pieces)
 
 
-class RankedMove:
-    """The same blocks on every rank, each of which has a share of them; what one has not landed, none has.
+class RankedTransfer:
+    """The same blocks on every rank, each of which has a share of them; what one has not completed, none has.
 
     Args:
         shares: of each rank, the first rank 0's.
@@ -96,14 +96,14 @@ class RankedMove:
 
     __slots__ = ("_pending", "_shares", "begin_s", "num_blocks")
 
-    def __init__(self, shares: Sequence[Move]) -> None:
+    def __init__(self, shares: Sequence[TierTransfer]) -> None:
         self._shares = shares
         self._pending = list(shares)
         self.num_blocks = shares[0].num_blocks
         self.begin_s = shares[0].begin_s
 
     def is_over(self) -> bool:
-        """Whether it is on every rank; where one fell short, the others are cancelled."""
+        """Whether it is on every rank; where one was partial, the others are cancelled."""
         before, self._pending = self._pending, [share for share in self._pending if not share.is_over()]
         ended = [share for share in before if share not in self._pending]
         if any(share.completed_blocks < self.num_blocks for share in ended):

@@ -12,7 +12,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_load import StateLoad
-from openinfer_engine.scheduler.state_prefixes import FoundPrefix, StatePrefixes
+from openinfer_engine.scheduler.state_prefixes import StatePrefixes, StatePrefixHit
 from openinfer_kv_cache import BlockPool, BlockSequence
 
 
@@ -22,7 +22,7 @@ class BlockAllocation:
 
     cached_tokens: int
     """Of the pool, that it can begin behind."""
-    found: FoundPrefix | None = None
+    found: StatePrefixHit | None = None
     """What tiers have beyond that, for a model with recurrent states."""
 
 
@@ -114,12 +114,12 @@ class BlockAllocator:
         return missing_blocks + spare_blocks <= pool.available_blocks + given_back
 
     def _is_coming(self, kv: BlockSequence, cached_tokens: int, loading: ListLike[Sequence]) -> bool:
-        """Whether somebody loads states that a sequence could begin on, too."""
+        """Whether another sequence loads states that a sequence could begin on, too."""
         loads = [each.load for each in loading if isinstance(each.load, StateLoad)]
         return self.prefixes is not None and self.prefixes.is_coming(kv, cached_tokens=cached_tokens, loads=loads)
 
     def _is_being_computed(self, kv: BlockSequence, running: ListLike[Sequence], loading: ListLike[Sequence]) -> bool:
-        """Whether the prompt of somebody who runs or loads has the block that `kv` would have to compute first."""
+        """Whether the prompt of a sequence that runs or loads has the block that `kv` would have to compute first."""
         block_tokens = self._pool.block_size_tokens
         return any(
             other.kv.num_sealed_blocks < other.prompt_tokens // block_tokens and kv.would_wait_for(other.kv)

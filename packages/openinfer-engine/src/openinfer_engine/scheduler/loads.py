@@ -1,6 +1,6 @@
 """`Loads`: sequences whose prefix comes from KV tiers, from their admission until they run.
 
-    admitted ── begin ──► loading ── its load ends ──► ready ──► running, behind what has landed
+    admitted ── begin ──► loading ── its load ends ──► ready ──► running, behind what has completed
                              │                           │
                              └──────── give up ──────────┴──► preempted or finished
 
@@ -43,10 +43,10 @@ class Loads:
     def begin(self, sequence: Sequence, cached_tokens: int) -> bool:
         """Asks the tiers for what a sequence with reserved blocks would compute; whether anything is on its way."""
         kv, begin = sequence.kv, cached_tokens // self._block_tokens
-        move = self._port.load(self._port.find(kv.matchable_digests()[begin:]), kv.blocks[begin:])
-        if move is None:
+        transfer = self._port.load(self._port.find(kv.matchable_digests()[begin:]), kv.blocks[begin:])
+        if transfer is None:
             return False
-        sequence.load = move
+        sequence.load = transfer
         self.sequences.append(sequence)
         return True
 
@@ -74,7 +74,7 @@ class Loads:
         self.given_up.append(sequence)
 
     def settle(self) -> list[Sequence]:
-        """Sequences that were given up and whose blocks nothing touches any more; what had landed is kept."""
+        """Sequences that were given up and whose blocks nothing touches any more; what had completed is kept."""
         over = [sequence for sequence in self.given_up if sequence.load is None or sequence.load.is_over()]
         if over:
             self.given_up = [sequence for sequence in self.given_up if sequence not in over]
@@ -83,22 +83,22 @@ class Loads:
         return over
 
     def _seal(self, sequence: Sequence) -> int | None:
-        """Makes what has landed part of the prefix cache; returns where the sequence can begin."""
+        """Makes what has completed part of the prefix cache; returns where the sequence can begin."""
         kv, load = sequence.kv, sequence.load
-        landed_tokens = 0 if load is None else load.completed_blocks * self._block_tokens
-        tokens = kv.num_sealed_blocks * self._block_tokens + landed_tokens
+        loaded_tokens = 0 if load is None else load.completed_blocks * self._block_tokens
+        tokens = kv.num_sealed_blocks * self._block_tokens + loaded_tokens
         kv.seal(tokens)
         sequence.load = None
         if isinstance(load, StateLoad):
             return self._end_states(load)
-        self.loaded_tokens += landed_tokens
+        self.loaded_tokens += loaded_tokens
         return tokens
 
     def _end_states(self, load: StateLoad) -> int | None:
         if self._snapshots is None:
             raise ContractViolation("recurrent states were loaded, and none are kept")
-        self._snapshots.end(load.copy, good=load.have_states_landed)
-        if not load.has_landed:
+        self._snapshots.end(load.copy, good=load.are_states_complete)
+        if not load.is_complete:
             return None
         self.loaded_tokens += load.end_tokens - load.cached_tokens
         return load.end_tokens

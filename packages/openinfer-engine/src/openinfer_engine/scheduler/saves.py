@@ -3,13 +3,13 @@
 A block is sealed when the step that computed it was applied, so nothing writes to it any more, and a copy may begin
 on any stream. While copies run, their blocks cannot be evicted. So that slow tiers do not take the pool away from
 requests, only a share of it is saved at a time; what comes beyond it is not saved, and counted. Where blocks are short
-for somebody, copies that take longer than `PATIENCE_S` are cancelled.
+for a sequence, copies that take longer than `PATIENCE_S` are cancelled.
 """
 
 from collections.abc import Sequence
 
 from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.kv_tiers.transfer import Move
+from openinfer_engine.kv_tiers.transfer import TierTransfer
 from openinfer_kv_cache import BlockPin, BlockPool, BlockSequence, Digest
 
 PATIENCE_S = 0.05
@@ -33,7 +33,7 @@ class Saves:
         self._digests: list[Digest] = []
         self._pins: list[BlockPin] = []
         """Of blocks sealed by the step that is applied now, in the order of `_digests`."""
-        self._moving: list[tuple[Move, list[BlockPin]]] = []
+        self._in_flight: list[tuple[TierTransfer, list[BlockPin]]] = []
         self._num_blocks = 0
         self.unsaved_blocks = 0
 
@@ -53,36 +53,36 @@ class Saves:
             return
         digests, self._digests = self._digests, []
         pins, self._pins = self._pins, []
-        move = self._port.save(digests, [block_id for pin in pins for block_id in pin.block_ids])
-        if move is None:
+        transfer = self._port.save(digests, [block_id for pin in pins for block_id in pin.block_ids])
+        if transfer is None:
             self._unpin(pins)
         else:
-            self._moving.append((move, pins))
+            self._in_flight.append((transfer, pins))
 
     def settle(self) -> None:
         """Gives back the blocks of copies that have ended."""
-        if not self._moving:
+        if not self._in_flight:
             return
-        still: list[tuple[Move, list[BlockPin]]] = []
-        for move, pins in self._moving:
-            if move.is_over():
+        still: list[tuple[TierTransfer, list[BlockPin]]] = []
+        for transfer, pins in self._in_flight:
+            if transfer.is_over():
                 self._unpin(pins)
             else:
-                still.append((move, pins))
-        self._moving = still
+                still.append((transfer, pins))
+        self._in_flight = still
 
     def are_blocks_coming(self) -> bool:
         """Whether blocks come back that only copies hold; asked when blocks are short, so cancels the slow ones."""
-        if not self._moving:
+        if not self._in_flight:
             return False
         latest_s = self._port.clock() - PATIENCE_S
-        for move, _ in self._moving:
-            if move.begin_s < latest_s:
-                move.cancel()
+        for transfer, _ in self._in_flight:
+            if transfer.begin_s < latest_s:
+                transfer.cancel()
         pool = self._pool
         return any(
             pool.num_users(block_id) == pool.num_pins(block_id)
-            for _, pins in self._moving
+            for _, pins in self._in_flight
             for pin in pins
             for block_id in pin.block_ids
         )

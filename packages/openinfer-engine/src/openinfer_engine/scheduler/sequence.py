@@ -19,7 +19,7 @@ flight has a row of it (`rows_in_flight`), because that step still writes to the
 Positions of a running sequence, each mark at or behind the one before it:
 
     0 ──── given ────► given_tokens ──── from the device ────► target_tokens ────► final_tokens
-                computed_tokens moves from the cached prefix to target_tokens
+                computed_tokens transfers from the cached prefix to target_tokens
 
 `given_tokens` ids were known when it took its slot and are sent by the host. Every later id is sampled in the
 slot and read on the device, one per step, so that a step can be planned before the last one's ids are known.
@@ -30,7 +30,7 @@ from enum import IntEnum
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine.kv_tiers.transfer import Move
+from openinfer_engine.kv_tiers.transfer import TierTransfer
 from openinfer_engine.scheduler.state_load import StateLoad
 from openinfer_kv_cache import BlockSequence
 
@@ -137,7 +137,7 @@ class Sequence:
         self.cached_tokens = 0
         """That it began to run with, the first time."""
         self.has_run = False
-        self.load: Move | StateLoad | None = None
+        self.load: TierTransfer | StateLoad | None = None
         """Its prefix on the way from KV tiers; until it is over its blocks stay."""
         self.asked_tiers = False
         """Whether tiers were asked for what it would compute: once, and again after a preemption."""

@@ -77,7 +77,7 @@ class Snapshots:
     def restore(self, kv: BlockSequence, num_tokens: int, slot: int) -> StateCopy:
         """The copy that brings the states behind `num_tokens` into a slot, before the step that is planned now.
 
-        It counts as completed at once: steps run in order, so whoever writes to its source next does it later.
+        It counts as completed at once: steps run in order, so what writes to its source next does it later.
         """
         copy = self._pool.begin_restore(self._digest(kv, num_tokens), slot)
         if copy is None or copy.num_tokens != num_tokens:

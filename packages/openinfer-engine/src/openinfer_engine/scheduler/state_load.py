@@ -1,6 +1,6 @@
 """`StateLoad`: a prefix of a model with recurrent states on its way from KV tiers: blocks, and states behind them."""
 
-from openinfer_engine.kv_tiers.transfer import Move
+from openinfer_engine.kv_tiers.transfer import TierTransfer
 from openinfer_kv_cache import StateSlotCopy
 
 
@@ -25,9 +25,9 @@ class StateLoad:
         end_tokens: int,
         cached_tokens: int,
         copy: StateSlotCopy,
-        blocks: Move | None,
+        blocks: TierTransfer | None,
         num_blocks: int,
-        states: Move | None,
+        states: TierTransfer | None,
         num_pieces: int,
     ) -> None:
         self.end_tokens = end_tokens
@@ -40,35 +40,37 @@ class StateLoad:
 
     def is_over(self) -> bool:
         """Whether no copy touches the blocks and the snapshot any more."""
-        pending = [move for move in self._moves if not move.is_over()]
-        if pending and any(move.completed_blocks < move.num_blocks for move in self._moves if move not in pending):
+        pending = [transfer for transfer in self._transfers if not transfer.is_over()]
+        if pending and any(
+            transfer.completed_blocks < transfer.num_blocks for transfer in self._transfers if transfer not in pending
+        ):
             self.cancel()
         return not pending
 
     @property
     def completed_blocks(self) -> int:
         """Of a load that is over, how many leading blocks hold their right bytes."""
-        return _landed(self._blocks)
+        return _completed(self._blocks)
 
     @property
-    def have_states_landed(self) -> bool:
+    def are_states_complete(self) -> bool:
         """Of a load that is over, whether the snapshot is whole."""
-        return _landed(self._states) == self._num_pieces
+        return _completed(self._states) == self._num_pieces
 
     @property
-    def has_landed(self) -> bool:
+    def is_complete(self) -> bool:
         """Of a load that is over, whether the sequence can begin at the boundary."""
-        return self.completed_blocks == self._num_blocks and self.have_states_landed
+        return self.completed_blocks == self._num_blocks and self.are_states_complete
 
     def cancel(self) -> None:
         """Asks for an early end."""
-        for move in self._moves:
-            move.cancel()
+        for transfer in self._transfers:
+            transfer.cancel()
 
     @property
-    def _moves(self) -> list[Move]:
-        return [move for move in (self._blocks, self._states) if move is not None]
+    def _transfers(self) -> list[TierTransfer]:
+        return [transfer for transfer in (self._blocks, self._states) if transfer is not None]
 
 
-def _landed(move: Move | None) -> int:
-    return 0 if move is None else move.completed_blocks
+def _completed(transfer: TierTransfer | None) -> int:
+    return 0 if transfer is None else transfer.completed_blocks

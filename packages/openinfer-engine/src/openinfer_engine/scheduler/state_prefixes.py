@@ -14,7 +14,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.kv_tiers.prefix_hit import FoundBlocks
+from openinfer_engine.kv_tiers.prefix_hit import PrefixHit
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_load import StateLoad
 from openinfer_kv_cache import BlockSequence, CopyKind, Digest, PrefixHasher, StateSlotCopy
@@ -24,15 +24,15 @@ _MOST_BOUNDARIES = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundPrefix:
+class StatePrefixHit:
     """What the tiers have of a sequence's prefix, held until its load begins."""
 
     known_tokens: int
     """Up to where blocks are known, here or there."""
     end_tokens: int
     """Where the sequence begins."""
-    blocks: FoundBlocks
-    states: FoundBlocks
+    blocks: PrefixHit
+    states: PrefixHit
     copy: StateSlotCopy | None
     """Of the snapshot that it begins on; None if the tiers bring it no further."""
 
@@ -53,7 +53,7 @@ class StatePrefixes:
         self._hasher = hasher
         self._block_tokens = block_size_tokens
 
-    def find(self, kv: BlockSequence, *, matched_tokens: int, cached_tokens: int) -> FoundPrefix:
+    def find(self, kv: BlockSequence, *, matched_tokens: int, cached_tokens: int) -> StatePrefixHit:
         """The deepest boundary that the tiers can bring a sequence to.
 
         Args:
@@ -73,9 +73,9 @@ class StatePrefixes:
             end_tokens = cached_tokens
             blocks.close()
             states.close()
-        return FoundPrefix(known_tokens, end_tokens, blocks, states, copy)
+        return StatePrefixHit(known_tokens, end_tokens, blocks, states, copy)
 
-    def begin(self, kv: BlockSequence, found: FoundPrefix, *, cached_tokens: int) -> StateLoad | None:
+    def begin(self, kv: BlockSequence, found: StatePrefixHit, *, cached_tokens: int) -> StateLoad | None:
         """Begins to load what was found, into reserved blocks and the snapshot; None if that is nothing."""
         if found.copy is None:
             return None
@@ -100,9 +100,9 @@ class StatePrefixes:
             for load in loads
         )
 
-    def _find_states(self, digests: ListLike[Digest], *, begin_tokens: int, end_tokens: int) -> tuple[int, FoundBlocks]:
+    def _find_states(self, digests: ListLike[Digest], *, begin_tokens: int, end_tokens: int) -> tuple[int, PrefixHit]:
         """The deepest boundary behind `begin_tokens` with states, and these if they are in the tiers alone."""
-        nothing = FoundBlocks([])
+        nothing = PrefixHit([])
         first = max(begin_tokens, end_tokens - _MOST_BOUNDARIES * self._block_tokens)
         for tokens in range(end_tokens, first, -self._block_tokens):
             digest = digests[tokens // self._block_tokens - 1]
@@ -113,7 +113,7 @@ class StatePrefixes:
                 return tokens, states
         return begin_tokens, nothing
 
-    def _find_pieces(self, digest: Digest) -> FoundBlocks:
+    def _find_pieces(self, digest: Digest) -> PrefixHit:
         """All pieces of the states behind a prefix, or none; most prefixes have none."""
         first = self._port.find(self._hasher.state_digests(digest, 1))
         if not first.num_blocks:
@@ -125,12 +125,12 @@ class StatePrefixes:
             states.close()
         return states
 
-    def _cut(self, found: FoundBlocks, digests: ListLike[Digest]) -> FoundBlocks:
+    def _cut(self, found: PrefixHit, digests: ListLike[Digest]) -> PrefixHit:
         """What was found, as far as these digests go; pieces that go further are asked for again."""
         held = found.take_back(len(digests))
-        return FoundBlocks([*found.hits, *self._port.find(digests[held:]).hits])
+        return PrefixHit([*found.hits, *self._port.find(digests[held:]).hits])
 
-    def _begin_copy(self, digest: Digest, num_tokens: int, states: FoundBlocks) -> StateSlotCopy | None:
+    def _begin_copy(self, digest: Digest, num_tokens: int, states: PrefixHit) -> StateSlotCopy | None:
         if states.num_blocks:
             return self._snapshots.begin_load(digest, num_tokens)
         return self._snapshots.hold(digest)

@@ -21,7 +21,7 @@ def random_weights(definition: ModelDefinition[Any], config: Mapping[str, Any]) 
 
     Raises:
         Refused: the family does not compute this model.
-        TypeError: it has weights of few bits or tables of ids.
+        TypeError: it has quantised weights or tables of ids.
     """
     rng = np.random.default_rng(0)
     weights: dict[str, NDArray[np.float32]] = {}

@@ -45,7 +45,7 @@ class Tracer(Protocol):
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody listens, for what is dear to find out."""
+        """Whether spans are kept, for what is dear to find out."""
         ...
 
     def clock(self) -> float:
@@ -74,7 +74,7 @@ class Tracer(Protocol):
 
 
 class NoTrace:
-    """Nobody listens."""
+    """Keeps nothing."""
 
     is_on = False
     _nothing = nullcontext()

@@ -85,7 +85,7 @@ class Pieces:
         """The whole tensor; a copy where it was cut.
 
         Raises:
-            InvalidCheckpoint: nobody said what whole tensors are.
+            InvalidCheckpoint: it is not known what whole tensors are.
         """
         if self._axis is not None:
             return np.concatenate([file.read(self._name) for file in self.files], axis=self._axis)

@@ -72,7 +72,7 @@ class _Shapes:
         self._size = size
 
     def read(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
-        """A recipe that nobody computes."""
+        """A recipe that is never computed."""
         spec = self._specs[name]
         shape = spec.shape if isinstance(spec, StoredTensor) else spec
         return _without_memory(self._piece(name, shape, cut), np.dtype(np.uint16))

@@ -1,9 +1,9 @@
 """What the engine and the processes of its other ranks say to each other, over two pipes each; no pickle.
 
     engine ─► Build · Agree · RunStep … · Leave          (the child's standard input)
-              LoadShare, SaveShare, CancelMove between the steps, with KV tiers
-    rank   ─► Resolved · Ready · Fault                   (its standard output)
-              MoveEnded, once for each load and save
+              LoadShare, SaveShare, CancelTransfer between the steps, with KV tiers
+    rank   ─► Resolved · WorkerReady · Fault                   (its standard output)
+              TransferEnded, once for each load and save
 
 Frames are those of `openinfer_core.process.wire`. End of file means that the other side is gone. Only the two ends
 have the pipes, so no token is needed.
@@ -131,7 +131,7 @@ class SaveShare(msgspec.Struct, frozen=True, array_like=True, tag="save"):
     places: bytes
 
 
-class CancelMove(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+class CancelTransfer(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """A load or save is to end early; one that has ended is not meant."""
 
     number: int
@@ -148,11 +148,11 @@ class Resolved(msgspec.Struct, frozen=True, array_like=True, tag="resolved"):
     """Of its own pool."""
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The rank is loaded and warm."""
 
 
-class MoveEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """A load or save touches the rank's pool no more."""
 
     number: int
@@ -182,8 +182,8 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
     message: str
 
 
-ToRank: TypeAlias = Build | Agree | RunStep | LoadShare | SaveShare | CancelMove | Leave
-FromRank: TypeAlias = Resolved | Ready | MoveEnded | Fault
+ToRank: TypeAlias = Build | Agree | RunStep | LoadShare | SaveShare | CancelTransfer | Leave
+FromRank: TypeAlias = Resolved | WorkerReady | TransferEnded | Fault
 
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -28,7 +28,7 @@ from openinfer_engine.child import SWITCH_INTERVAL_S
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.errors import GroupBroken
-from openinfer_engine.kv_tiers import PageTaking, open_port, take_pages
+from openinfer_engine.kv_tiers import MemoryPrefault, begin_prefault, open_port
 from openinfer_engine.kv_tiers.share_service import ShareOrder, ShareService
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.tracing.trace import NoTrace
@@ -40,10 +40,10 @@ from openinfer_engine.worker.messages import (
     FaultKind,
     FromRank,
     Leave,
-    Ready,
     Resolved,
     RunStep,
     ToRank,
+    WorkerReady,
     bodies,
     send,
     to_rank_decoder,
@@ -101,7 +101,7 @@ def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Worker, ShareService
     size = engine_plan.options.tensor_parallel_size
     tiers = engine_plan.open_tiers(rank=build.rank)
     is_on_device = engine_plan.options.device is DeviceKind.CUDA
-    pages = take_pages(tiers, num_ranks=size) if tiers is not None and is_on_device else PageTaking([])
+    pages = begin_prefault(tiers, num_ranks=size) if tiers is not None and is_on_device else MemoryPrefault([])
     communicator = engine_plan.backend.join_group(agreed.ticket, rank=build.rank, size=size)
     try:
         (rank,) = load_workers(engine_plan, [communicator], NoTrace(), stream=io.StringIO())
@@ -118,7 +118,7 @@ def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Worker, ShareService
             fail=orders.fail,
             enter_thread=engine_plan.backend.enter_thread,
         )
-    answers.send(Ready())
+    answers.send(WorkerReady())
     return rank, share
 
 

@@ -4,7 +4,7 @@
        └──────────┴──────────────────┴───────────────────────────────┴──────┴──► failed: the engine ends
 
 A thread per process reads what it says and notices its end. The first failure counts: it aborts rank 0's end of the
-group, so that rank 0 waits for nobody, and the other processes are killed.
+group, so that rank 0 waits for none, and the other processes are killed.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ from openinfer_engine.worker.messages import (
     FaultKind,
     FromRank,
     Leave,
-    MoveEnded,
     Resolved,
     RunStep,
     ToRank,
+    TransferEnded,
     bodies,
     from_rank_decoder,
     send,
@@ -66,19 +66,19 @@ class ProcessGroup:
         self._failure: BaseException | None = None
         self._is_leaving = False
         self._communicator: Communicator | None = None
-        self._members: list[_Member] = []
+        self._workers: list[_WorkerProcess] = []
         self._watching: list[threading.Thread] = []
         self._starting = ThreadPoolExecutor(1, thread_name_prefix="openinfer-start-ranks")
         try:
             for rank in range(
                 1, count + 1
             ):  # on a thread that lives as long as they do: they end with the one they are of
-                self._members.append(self._starting.submit(_Member, rank).result())
-            for member in self._members:
-                name = f"openinfer-watch-{member.rank}"
-                self._watching.append(threading.Thread(target=self._watch, args=(member,), name=name, daemon=True))
+                self._workers.append(self._starting.submit(_WorkerProcess, rank).result())
+            for worker in self._workers:
+                name = f"openinfer-watch-{worker.rank}"
+                self._watching.append(threading.Thread(target=self._watch, args=(worker,), name=name, daemon=True))
                 self._watching[-1].start()
-                member.tell(Build(msgspec.json.encode(spec), member.rank))
+                worker.tell(Build(msgspec.json.encode(spec), worker.rank))
         except BaseException:
             self.close(deadline_s=0)
             raise
@@ -91,7 +91,7 @@ class ProcessGroup:
     @property
     def process_ids(self) -> list[int]:
         """Of rank 1 and those that follow."""
-        return [member.process_id for member in self._members]
+        return [worker.process_id for worker in self._workers]
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class ProcessGroup:
             Refused: a rank has no device, or what was asked does not fit into it.
             GroupBroken: a rank's process died.
         """
-        self._wait_for(lambda: len(self._pools) == len(self._members))
+        self._wait_for(lambda: len(self._pools) == len(self._workers))
         return min(num_blocks, *self._pools)
 
     def agree(self, num_blocks: int, ticket: bytes, communicator: Communicator) -> None:
@@ -119,12 +119,12 @@ class ProcessGroup:
 
     def wait_ready(self) -> None:
         """Returns once all ranks are loaded and warm; raises as `smallest_pool`."""
-        self._wait_for(lambda: self._num_ready == len(self._members))
+        self._wait_for(lambda: self._num_ready == len(self._workers))
 
     @property
     def shares(self) -> list[RemoteShare]:
         """Of blocks and slots, of rank 1 and those that follow."""
-        return [member.share for member in self._members]
+        return [worker.share for worker in self._workers]
 
     # --- steps and end ----------------------------------------------------------------------------------
 
@@ -162,8 +162,8 @@ class ProcessGroup:
         logger.error("%s; the group of ranks ends", error)
         if communicator is not None:
             communicator.abort(error)
-        for member in self._members:
-            member.kill()
+        for worker in self._workers:
+            worker.kill()
 
     def leave(self) -> None:
         """Asks all ranks to leave; their ends are no failures from here on."""
@@ -176,31 +176,31 @@ class ProcessGroup:
         with self._changed:
             self._is_leaving = True
         end_s = time.monotonic() + (0 if self._failure is not None else deadline_s)
-        for member in self._members:
-            member.end(deadline_s=max(0.0, end_s - time.monotonic()))
+        for worker in self._workers:
+            worker.end(deadline_s=max(0.0, end_s - time.monotonic()))
         for thread in self._watching:
             thread.join()
         self._starting.shutdown()
 
     # --- watching ---------------------------------------------------------------------------------------
 
-    def _watch(self, member: "_Member") -> None:
+    def _watch(self, worker: "_WorkerProcess") -> None:
         """Reads what a process says until it ends."""
         try:
-            for body in bodies(member.says.fileno()):
-                self._hear(member, from_rank_decoder.decode(body))
+            for body in bodies(worker.says.fileno()):
+                self._hear(worker, from_rank_decoder.decode(body))
         except (OSError, ValueError, OpenInferError, msgspec.MsgspecError) as error:
-            logger.error("rank %d: %s", member.rank, error)
-        member.says.close()
-        member.share.end_all()
-        self.fail(GroupBroken(f"rank {member.rank} has died: its process ended with {member.how_it_ended()}"))
+            logger.error("rank %d: %s", worker.rank, error)
+        worker.says.close()
+        worker.share.end_all()
+        self.fail(GroupBroken(f"rank {worker.rank} has died: its process ended with {worker.how_it_ended()}"))
 
-    def _hear(self, member: "_Member", message: FromRank) -> None:
+    def _hear(self, worker: "_WorkerProcess", message: FromRank) -> None:
         if isinstance(message, Fault):
-            self._fail_with(member, message)
+            self._fail_with(worker, message)
             return
-        if isinstance(message, MoveEnded):
-            member.share.hear(message)
+        if isinstance(message, TransferEnded):
+            worker.share.hear(message)
             return
         with self._changed:
             if isinstance(message, Resolved):
@@ -209,14 +209,14 @@ class ProcessGroup:
                 self._num_ready += 1
             self._changed.notify_all()
 
-    def _fail_with(self, member: "_Member", fault: Fault) -> None:
+    def _fail_with(self, worker: "_WorkerProcess", fault: Fault) -> None:
         if fault.kind is FaultKind.REFUSED:
-            self.fail(Refused(f"rank {member.rank}: {fault.message}"))
+            self.fail(Refused(f"rank {worker.rank}: {fault.message}"))
             return
         if fault.kind is FaultKind.BROKEN:
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None, CAUSE_DEADLINE_S)
-        self.fail(GroupBroken(f"rank {member.rank} failed: {fault.message}"))
+        self.fail(GroupBroken(f"rank {worker.rank} failed: {fault.message}"))
 
     def _wait_for(self, is_so: Callable[[], bool]) -> None:
         with self._changed:
@@ -225,8 +225,8 @@ class ProcessGroup:
             raise self._failure
 
     def _tell_all(self, message: ToRank) -> None:
-        for member in self._members:
-            member.tell(message)
+        for worker in self._workers:
+            worker.tell(message)
 
 
 def start_workers(spec: EngineSpec, options: EngineOptions) -> ProcessGroup | None:
@@ -234,8 +234,8 @@ def start_workers(spec: EngineSpec, options: EngineOptions) -> ProcessGroup | No
     return ProcessGroup(spec, options.num_rank_processes) if options.num_rank_processes else None
 
 
-class _Member:
-    """One process."""
+class _WorkerProcess:
+    """The process of one worker."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -253,7 +253,7 @@ class _Member:
         return self._process.pid
 
     def tell(self, message: ToRank) -> None:
-        """Sends a message; the watching thread finds out if nobody is there."""
+        """Sends a message; the watching thread finds out if the process is gone."""
         with contextlib.suppress(OSError, ValueError):
             send(self._hears.fileno(), message)
 
