@@ -24,12 +24,10 @@ class EngineFamily:
 
     @property
     def name(self) -> str:
-        """The definition's."""
         return self.definition.name
 
     @property
     def options_type(self) -> type[EngineOptions]:
-        """The engine's options; a family adds none."""
         return EngineOptions
 
     def refusal(self, config: Mapping[str, Any]) -> str | None:

@@ -93,6 +93,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
             undo.callback(compiler.close)
         pages = _prepare_tiers(engine_plan, tiers, scheduler)
         undo.callback(pages.close)
+        # Gigabytes of pages take seconds: they are taken while the weights are loaded, and waited for afterwards.
         runner = _make_runner(engine_plan, processes, tracer)
         undo.callback(runner.close)
         pages.finish()

@@ -125,7 +125,6 @@ class StepLoop:
         return self._scheduler.add(request, now_s=self._clock())
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
-        """Ends a request."""
         events = self._end(request_id)
         self._tracer.told(events)
         return events
@@ -174,7 +173,6 @@ class StepLoop:
             return self._scheduler.apply(step.plan, result, now_s=self._clock())
 
     def stats(self) -> EngineStats:
-        """The scheduler's snapshot."""
         return self._scheduler.stats()
 
     def close(self) -> None:

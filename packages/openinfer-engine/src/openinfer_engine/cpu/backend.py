@@ -30,46 +30,37 @@ class CpuBackend:
         self._batch_invariant = options.batch_invariant
 
     def enter_thread(self) -> None:
-        """All threads are alike."""
+        pass
 
     def open_group(self, size: int) -> tuple[bytes, Communicator]:
-        """Over sockets."""
         return SocketCommunicator.open(size)
 
     def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
-        """Over sockets."""
         return SocketCommunicator.join(ticket, rank=rank, size=size)
 
     def check_layout(self, layout: KvLayout) -> None:
-        """All are served."""
         del layout
 
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
-        """NumPy alone, but for what is provided."""
         operators = "cpu NumPy, float32" + (", batch-invariant" if self._batch_invariant else "")
         operators += f", but {', '.join(sorted(provided))}" if provided else ""
         return {"prefill": operators, "decode": operators, "sampling": "cpu NumPy, float64 sums"}
 
     def workspaces(self, limits: WorkerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
-        """Not bounded: the system's allocator gives and takes."""
         del limits, max_step_tokens, num_ranks
-        return {}
+        return {}  # not bounded: memory is the system allocator's
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
-        """1 GiB."""
         del weights_bytes, workspace_bytes
         return _CPU_KV_CACHE_BYTES
 
     def used_bytes(self) -> int:
-        """None of its own."""
         return 0
 
     def make_ops(self) -> Ops:
-        """Stateless."""
         return BatchInvariantCpuOps() if self._batch_invariant else CpuOps()
 
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
-        """Pieces of one sequence."""
         return DummyWeights(shapes, rank=rank, size=size)
 
     def make_worker(
@@ -84,7 +75,6 @@ class CpuBackend:
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
-        """Needs no warming."""
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")

@@ -108,7 +108,6 @@ class CpuWorker:
             raise
 
     def pool_memory(self) -> HostPool:
-        """Its blocks and slots."""
         return HostPool(self._kv_cache, None if self._states is None else self._states.memory)
 
     def fence(self) -> Callable[[], None]:
@@ -116,7 +115,6 @@ class CpuWorker:
         return _nothing
 
     def close(self) -> None:
-        """Leaves the group."""
         self._communicator.close()
 
     def _compute(self, plan: StepPlan) -> StepResult:

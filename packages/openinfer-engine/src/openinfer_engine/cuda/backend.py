@@ -55,25 +55,21 @@ class CudaBackend:
             raise Refused(f"--device cuda: {error}") from error
 
     def enter_thread(self) -> None:
-        """Threads begin on GPU 0."""
+        # A thread begins with GPU 0 as its current device, whatever the device of the one that started it.
         self._device.use()
 
     def open_group(self, size: int) -> tuple[bytes, Communicator]:
-        """Over NCCL."""
         ticket = unique_id()
         return ticket, self.join_group(ticket, rank=0, size=size)
 
     def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
-        """Over NCCL; joins beside what follows."""
         return NcclCommunicator(ticket, rank=rank, size=size, device=self._device)
 
     @property
     def architecture(self) -> str:
-        """Of the GPU."""
         return self._device.architecture
 
     def check_layout(self, layout: KvLayout) -> None:
-        """Raises `Refused` for blocks that no attention kernel is for."""
         try:
             _require_blocks(layout)
         except KernelsError as error:
@@ -85,7 +81,6 @@ class CudaBackend:
             )
 
     def kernels(self, *, provided: Collection[str]) -> dict[str, str]:
-        """Of the catalogue of `openinfer_kernels`, in BF16."""
         replay = "captured once, replayed" if self._options.cuda_graph else "launched one by one"
         found: dict[str, str] = {
             "device": f"{self._device.name} ({self._device.architecture})",
@@ -108,11 +103,9 @@ class CudaBackend:
 
     @property
     def measured(self) -> dict[str, str]:
-        """On an H200."""
         return dict(measured_by_part(self._device.architecture))
 
     def workspaces(self, limits: WorkerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
-        """See `memory_budget`."""
         is_capturing = self._options.cuda_graph
         return workspaces(
             limits,
@@ -139,15 +132,12 @@ class CudaBackend:
         )
 
     def used_bytes(self) -> int:
-        """Of this GPU."""
         return self._device.used_bytes()
 
     def make_ops(self) -> Ops:
-        """On this GPU."""
         return BatchInvariantCudaOps(self._device) if self._options.batch_invariant else CudaOps(self._device)
 
     def dummy_weights(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int) -> WeightSource:
-        """Computed on the GPU."""
         return DeviceDummyWeights(shapes, rank=rank, size=size)
 
     def make_worker(
@@ -162,7 +152,6 @@ class CudaBackend:
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
-        """Warmed up, its decode steps captured."""
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")

@@ -56,7 +56,6 @@ class QueuedStep:
     """Called once the step is over."""
 
     def result(self) -> StepResult:
-        """Waits for the step."""
         self.done.wait()
         self.after()
         sampled = self.sampled

@@ -190,7 +190,6 @@ class CudaWorker:
             raise
 
     def pool_memory(self) -> DevicePool:
-        """Its blocks and slots."""
         slots = None if self._states is None else self._states.memory
         return DevicePool(self._kv_cache, self._ops.device, slots=slots)
 
@@ -201,6 +200,7 @@ class CudaWorker:
 
     def close(self) -> None:
         """Waits for what was queued, frees what was captured, and leaves the group."""
+        # Graphs hold collectives of the communicator: they go first, once nothing of them runs.
         self._stream.synchronize()
         self._decode.clear()
         self._mixed.clear()
@@ -225,7 +225,7 @@ class CudaWorker:
             tops=self._slots.logprobs[plan.slots[rows.sampled]],
         )
         after = note_times()
-        turn.done.record()
+        turn.done.record()  # after the downloads: the step's host memory is reused once this event has passed
         return QueuedStep(turn.done, plan.num_rows, sampled, rows.prompts, after)
 
     def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:

@@ -26,40 +26,32 @@ class HostCommunicator(ABC):
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
         return self._size
 
     def all_reduce(self, array: HostArray) -> HostArray:
-        """The sum over all ranks, a new array."""
         return self._exchange(host_collectives.ALL_REDUCE, array)
 
     def all_gather(self, array: HostArray, *, axis: int) -> HostArray:
-        """All ranks' arrays joined along `axis`, a new array."""
         check_axis(array, axis)
         return self._exchange(host_collectives.all_gather(axis), array)
 
     def reduce_scatter(self, array: HostArray, *, axis: int) -> HostArray:
-        """This rank's piece of the sum, a new array."""
         check_axis(array, axis, pieces=self._size)
         return self._exchange(host_collectives.reduce_scatter(axis), array)
 
     def all_to_all(self, array: HostArray) -> HostArray:
-        """Element `i` came from rank `i`, a new array."""
         check_pieces(array, self._size)
         return self._exchange(host_collectives.ALL_TO_ALL, array)
 
     def broadcast(self, array: HostArray, *, root: int) -> HostArray:
-        """A copy of the array of rank `root`."""
         check_root(root, self._size)
         return self._exchange(host_collectives.broadcast(root), array)
 
     def barrier(self) -> None:
-        """Returns once every rank has called it."""
         self._exchange(host_collectives.BARRIER, np.empty(0, np.uint8))
 
     @abstractmethod

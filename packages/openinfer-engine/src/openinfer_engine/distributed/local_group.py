@@ -66,7 +66,6 @@ class LocalCommunicator(HostCommunicator):
         self._meeting = meeting
 
     def abort(self, error: BaseException) -> None:
-        """Breaks the group, unless it is broken already."""
         self._meeting.break_up(f"rank {self._rank} failed: {type(error).__name__}: {error}", error)
 
     def leave(self) -> None:
@@ -74,7 +73,7 @@ class LocalCommunicator(HostCommunicator):
         self._meeting.leave(self._rank)
 
     def close(self) -> None:
-        """Holds nothing of its own."""
+        pass
 
     def _exchange(self, collective: HostCollective, array: HostArray) -> HostArray:
         offers = self._meeting.offer(self._rank, Offer(collective.name, array))

@@ -64,12 +64,10 @@ class NcclCommunicator:
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
         return self._size
 
     def all_reduce(self, array: Array) -> Array:
@@ -82,7 +80,6 @@ class NcclCommunicator:
         return array
 
     def all_gather(self, array: Array, *, axis: int) -> Array:
-        """All ranks' arrays joined along `axis`, a new array."""
         check_axis(array, axis)
         axis %= array.ndim
         before, after = array.shape[:axis], array.shape[axis:]
@@ -111,7 +108,6 @@ class NcclCommunicator:
         return out
 
     def all_to_all(self, array: Array) -> Array:
-        """Element `i` came from rank `i`, a new array."""
         check_pieces(array, self._size)
         received = cupy.empty_like(array)
         with self._collective() as joined:

@@ -101,7 +101,6 @@ class SocketCommunicator(HostCommunicator):
         return cls(rank, size, links={0: link})
 
     def abort(self, error: BaseException) -> None:
-        """Breaks the group, unless it is broken already."""
         self._break(GroupBroken(f"rank {self._rank} failed: {type(error).__name__}: {error}"))
 
     def close(self) -> None:

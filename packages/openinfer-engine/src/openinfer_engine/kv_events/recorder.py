@@ -43,15 +43,12 @@ class KvEventRecorder:
         """At first: whatever a router remembers of an earlier process at this address is void."""
 
     def stored(self, blocks: StoredBlocks) -> None:
-        """Blocks can be found from now on."""
         self._changes.append(blocks)
 
     def removed(self, digests: Sequence[Digest]) -> None:
-        """Blocks can be found no longer."""
         self._changes.append(digests)
 
     def cleared(self) -> None:
-        """Nothing can be found."""
         self._changes.append(None)
 
     def flush(self) -> None:

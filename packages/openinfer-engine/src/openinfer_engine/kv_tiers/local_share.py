@@ -19,26 +19,21 @@ class LocalShare:
         self._port = port
 
     def load(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
-        """As the rank's port does."""
         self._port.settle()
         return self._port.load(self._port.find(digests), places) or self._nothing()
 
     def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
-        """As the rank's port does."""
         self._port.settle()
         return self._port.save(digests, places) or self._nothing()
 
     @property
     def faults(self) -> int:
-        """Of the rank's port."""
         return self._port.faults
 
     def stats(self) -> tuple[KvTierStats, ...]:
-        """Of the rank's port."""
         return self._port.stats()
 
     def close(self) -> None:
-        """Closes the rank's port."""
         self._port.close()
 
     def _nothing(self) -> TierTransfer:

@@ -52,11 +52,10 @@ class HostPool:
         self.states: Sequence[Sequence[BlockMemory]] = () if slots is None else [_pieces(slot, size) for slot in slots]
 
     def lock(self, memory: Sequence[memoryview]) -> None:
-        """Nothing to do."""
         del memory
 
     def unlock(self) -> None:
-        """Nothing to do."""
+        pass
 
 
 def _pieces(array: Array, num_bytes: int) -> list[BlockMemory]:

@@ -29,13 +29,11 @@ class RemoteShare:
         self._last: TransferEnded | None = None
 
     def load(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
-        """Sends the rank a load."""
         transfer = self._begin(len(digests))
         self._tell(LoadShare(transfer.number, b"".join(digests), _packed(places)))
         return transfer
 
     def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:
-        """Sends the rank a save."""
         transfer = self._begin(len(digests))
         self._tell(SaveShare(transfer.number, b"".join(digests), _packed(places)))
         return transfer

@@ -55,7 +55,6 @@ class ChunkedTransfer:
         self.begin_s = begin_s
 
     def is_over(self) -> bool:
-        """Whether no piece is pending."""
         still_open = [piece for piece in self._open if piece.poll() is TransferState.PENDING]
         if len(still_open) < len(self._open) and still_open and self._is_partial():
             for piece in still_open:
@@ -65,7 +64,6 @@ class ChunkedTransfer:
 
     @property
     def completed_blocks(self) -> int:
-        """Those of the leading pieces."""
         completed = 0
         for piece in self._pieces:
             completed += piece.completed_blocks
@@ -74,12 +72,10 @@ class ChunkedTransfer:
         return completed
 
     def cancel(self) -> None:
-        """Cancels the pieces that are pending."""
         for piece in self._open:
             piece.cancel()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for a piece that is pending."""
         if self._open:
             self._open[0].wait(timeout_s)
 
@@ -112,15 +108,12 @@ class RankedTransfer:
 
     @property
     def completed_blocks(self) -> int:
-        """On every rank."""
         return min(share.completed_blocks for share in self._shares)
 
     def cancel(self) -> None:
-        """On every rank where it is pending."""
         for share in self._pending:
             share.cancel()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for the first rank where it is pending."""
         if self._pending:
             self._pending[0].wait(timeout_s)

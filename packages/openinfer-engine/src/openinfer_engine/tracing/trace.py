@@ -80,25 +80,23 @@ class NoTrace:
     _nothing = nullcontext()
 
     def clock(self) -> float:
-        """The system's."""
         return time.monotonic()
 
     def span(self, track: str, name: str, **details: int) -> AbstractContextManager[None]:
-        """Takes no time."""
         del track, name, details
         return self._nothing
 
     def add(self, span: Span) -> None:
-        """Forgets it."""
+        pass
 
     def submitted(self, request: GenerateRequest) -> None:
-        """Forgets it."""
+        pass
 
     def told(self, events: Iterable[TokenEvent]) -> None:
-        """Forgets them."""
+        pass
 
     def close(self) -> None:
-        """Has nothing to write."""
+        pass
 
 
 @dataclass(slots=True)
@@ -136,12 +134,10 @@ class Trace:
         self._is_closed = False
 
     def clock(self) -> float:
-        """The one that it was given."""
         return self._clock()
 
     @contextmanager
     def span(self, track: str, name: str, **details: int) -> Generator[None]:
-        """Takes the time of a block of code."""
         begin_s = self.clock()
         try:
             yield
@@ -149,16 +145,13 @@ class Trace:
             self._spans.append(Span(track, name, begin_s, self.clock(), details))
 
     def add(self, span: Span) -> None:
-        """Notes a span that was timed elsewhere, on the same clock."""
         self._spans.append(span)
 
     def submitted(self, request: GenerateRequest) -> None:
-        """A request begins to wait."""
         num_tokens, parent = len(request.prompt_token_ids), request.trace_parent
         self._open[request.request_id] = _Open(num_tokens, "queue", self.clock(), parent)
 
     def told(self, events: Iterable[TokenEvent]) -> None:
-        """Requests go from one phase to the next."""
         now_s = self.clock()
         for event in events:
             request = self._open.get(event.request_id)

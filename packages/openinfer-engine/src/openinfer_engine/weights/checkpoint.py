@@ -165,15 +165,9 @@ class RankWeights:
         self._size = size
 
     def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
-        """This rank's piece, a view of the file's memory map.
-
-        Raises:
-            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
-        """
         return cut_for_rank(self._checkpoint.read(name), name, cut, rank=self._rank, size=self._size)
 
     def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
-        """The same, whatever the dtype."""
         return self.read(name, cut)
 
 

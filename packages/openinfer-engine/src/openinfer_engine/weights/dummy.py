@@ -47,11 +47,6 @@ class DeviceDummyWeights:
         self._size = size
 
     def read(self, name: str, cut: Cut = Cut.WHOLE) -> RandomWeight:
-        """This rank's piece: equal to the same piece of the whole tensor.
-
-        Raises:
-            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
-        """
         shape = _shape_of(name, self._shapes)
         spread = _spread_of(name, shape)
         whole = RandomWeight.whole(shape, seed=_place(name, self._seed), mean=spread.mean, spread=spread.deviation)
@@ -61,11 +56,6 @@ class DeviceDummyWeights:
         return whole.rows(begin, end) if cut is Cut.ROWS else whole.columns(begin, end)
 
     def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray | RandomCodes:
-        """This rank's piece; codes are a recipe, what else there is comes as an array.
-
-        Raises:
-            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
-        """
         spec = _stored_of(name, self._shapes)
         if not isinstance(spec.dummy, RandomBytes):
             whole = dummy_array(spec, seed=_place(name, self._seed))

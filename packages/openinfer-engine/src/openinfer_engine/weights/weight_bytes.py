@@ -72,13 +72,11 @@ class _Shapes:
         self._size = size
 
     def read(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
-        """A recipe that is never computed."""
         spec = self._specs[name]
         shape = spec.shape if isinstance(spec, StoredTensor) else spec
         return _without_memory(self._piece(name, shape, cut), np.dtype(np.uint16))
 
     def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
-        """Small ones with the values of a dummy."""
         spec = self._specs[name]
         if not isinstance(spec, StoredTensor):
             raise _NotCounted(f"{name} is no stored tensor")

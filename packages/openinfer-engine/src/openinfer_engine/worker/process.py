@@ -62,6 +62,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _end_with_engine()
+    # Standard output is the pipe to the engine: what a library prints must not get into it.
     answers = _Answers(os.dup(1))
     os.dup2(2, 1)
     orders = _Orders(0)

@@ -70,9 +70,8 @@ class ProcessGroup:
         self._watching: list[threading.Thread] = []
         self._starting = ThreadPoolExecutor(1, thread_name_prefix="openinfer-start-ranks")
         try:
-            for rank in range(
-                1, count + 1
-            ):  # on a thread that lives as long as they do: they end with the one they are of
+            # Started by a thread that lives as long as they do: PR_SET_PDEATHSIG kills a child when that thread ends.
+            for rank in range(1, count + 1):
                 self._workers.append(self._starting.submit(_WorkerProcess, rank).result())
             for worker in self._workers:
                 name = f"openinfer-watch-{worker.rank}"

@@ -67,7 +67,6 @@ class ProcessRunner:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why a rank is gone."""
         return self._processes.failure
 
     @property
@@ -86,8 +85,7 @@ class ProcessRunner:
         return [self._rank.pool_memory()]
 
     def launch(self, plan: StepPlan) -> "_PendingStep":
-        """Queues a step on every rank: first on the others, which it takes longer to reach."""
-        self._processes.run(plan)
+        self._processes.run(plan)  # before rank 0 launches, since the others are reached through pipes and take longer
         return _PendingStep(self._thread.submit(self._launch, plan), self._processes)
 
     def _launch(self, plan: StepPlan) -> PendingStep:
@@ -113,7 +111,7 @@ class ProcessRunner:
             error = GroupBroken(
                 f"rank 0 has not left within {self._close_deadline_s:g} s: it, or who it waits for, hangs"
             )
-            self._processes.end_group(error)
+            self._processes.end_group(error)  # aborts the communicator, which is what rank 0 may be waiting in
             raise error from late
         finally:
             self._thread.shutdown(wait=closing.done(), cancel_futures=True)

@@ -63,7 +63,6 @@ class DoneStep:
     step_result: StepResult
 
     def result(self) -> StepResult:
-        """What it produced."""
         return self.step_result
 
 
@@ -79,15 +78,12 @@ class ThreadRunner:
 
     @property
     def failure(self) -> BaseException | None:
-        """What fails is a step, which says so itself."""
-        return None
+        return None  # a thread cannot die between steps: what fails is a step, whose result raises
 
     def pool_memories(self) -> list[PoolMemory]:
-        """Of each rank."""
         return [rank.pool_memory() for rank in self._ranks]
 
     def launch(self, plan: StepPlan) -> "_PendingStep":
-        """Queues a step on every rank."""
         return _PendingStep([thread.submit(self._launch, index, plan) for index, thread in enumerate(self._threads)])
 
     def _launch(self, index: int, plan: StepPlan) -> PendingStep:
@@ -95,7 +91,6 @@ class ThreadRunner:
             return self._ranks[index].launch(plan)
 
     def close(self) -> None:
-        """Waits for the threads and closes the ranks."""
         for thread in self._threads:
             thread.shutdown()
         for rank in self._ranks:
