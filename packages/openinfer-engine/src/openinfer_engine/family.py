@@ -31,7 +31,6 @@ class EngineFamily:
         return EngineOptions
 
     def refusal(self, config: Mapping[str, Any]) -> str | None:
-        """The definition's."""
         return self.definition.refusal(config)
 
     def plan(self, model_dir: Path, options: msgspec.Struct) -> FamilyPlan:

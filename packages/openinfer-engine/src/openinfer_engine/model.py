@@ -228,5 +228,4 @@ class ModelDefinition(ABC, Generic[Config]):
     def load(
         self, config: Config, weights: WeightSource, *, ops: Ops, communicator: Communicator, max_model_tokens: int
     ) -> Model:
-        """The module's."""
         return self.module.load(config, weights, ops=ops, communicator=communicator, max_model_tokens=max_model_tokens)

@@ -151,7 +151,6 @@ class CpuWorker:
         return token_ids
 
     def _take(self, array: Array, rows: HostArray) -> Array:
-        """Rows of a device array."""
         return self._ops.embedding(self._ops.upload(rows.astype(np.int32)), array)
 
     def _sample(self, plan: StepPlan, rows: HostArray, logits: Array) -> HostArray:

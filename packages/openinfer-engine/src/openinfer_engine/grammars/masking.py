@@ -63,7 +63,6 @@ class MaskedRequests:
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is a compiler."""
         return self._compiler is not None
 
     @property
@@ -74,7 +73,6 @@ class MaskedRequests:
     # --- before they are scheduled ----------------------------------------------------------------------
 
     def begin(self, request: GenerateRequest, *, now_s: float) -> None:
-        """Has a request's grammar compiled."""
         if self._compiler is None:
             raise InvalidRequest("there is no grammar compiler", field="grammar")
         self._compiling[request.request_id] = _Compiling(request, now_s, self._compiler.compile(request))

@@ -30,11 +30,9 @@ class TokenBits:
         self._bits: NDArray[np.uint32] = np.array(list(bits.values()), np.uint32)
 
     def allow(self, words: MaskWords) -> None:
-        """Sets them."""
         words[self._places] |= self._bits
 
     def forbid(self, words: MaskWords) -> None:
-        """Clears them."""
         words[self._places] &= ~self._bits
 
 

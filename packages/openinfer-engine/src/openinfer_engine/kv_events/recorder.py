@@ -58,6 +58,5 @@ class KvEventRecorder:
             self._publisher.publish(changes)
 
     def close(self) -> None:
-        """Publishes the rest."""
         self.flush()
         self._publisher.close()

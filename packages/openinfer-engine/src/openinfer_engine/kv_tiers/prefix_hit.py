@@ -19,7 +19,6 @@ class PrefixHit:
 
     @property
     def num_blocks(self) -> int:
-        """How many were found."""
         return sum(len(hit.digests) for hit in self.hits)
 
     def take_back(self, num_blocks: int) -> int:
@@ -29,5 +28,4 @@ class PrefixHit:
         return self.num_blocks
 
     def close(self) -> None:
-        """Gives all back."""
         self.take_back(0)

@@ -166,7 +166,6 @@ class Sequence:
 
     @property
     def completion_tokens(self) -> int:
-        """Ids generated and known."""
         return self.known_tokens - self.prompt_tokens
 
     @property

@@ -39,12 +39,10 @@ class Snapshots:
 
     @property
     def num_snapshots(self) -> int:
-        """Those that can be found."""
         return self._pool.num_snapshots
 
     @property
     def evicted_snapshots(self) -> int:
-        """Those given up for others."""
         return self._pool.evicted_snapshots
 
     def longest_prefix(self, kv: BlockSequence, cached_tokens: int) -> int:

@@ -27,7 +27,6 @@ class Golden:
                 self.sequences[name] = token_ids, arrays[f"positions_{name}"], arrays[f"logits_{name}"]
 
     def tokens(self, sequence: str) -> list[int]:
-        """All ids of a sequence."""
         return self.sequences[sequence][0]
 
     def error(self, sequence: str, logits: Logits, *, first: int = 0) -> float:

@@ -110,7 +110,6 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
         return sum(pieces.num_bytes for pieces in self._pieces_of.values())
 
     def validate(

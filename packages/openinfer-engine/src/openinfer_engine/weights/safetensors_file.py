@@ -65,7 +65,6 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def num_bytes(self) -> int:
-        """Of its data."""
         return self.data_offsets[1] - self.data_offsets[0]
 
     @property
