@@ -27,6 +27,7 @@ from openai.types.responses import (
 )
 
 from openinfer_core.request import GenerateRequest
+from openinfer_core.sampling_parameters import PARAMETERS, SamplingParameter
 from openinfer_server.anthropic import blocks
 from openinfer_server.anthropic import types as messages
 from openinfer_server.openai import types as api_types
@@ -213,17 +214,18 @@ CLIENT_TOOL = {"name": "weather", "input_schema": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 USER = {"role": "user"}
 
+
+def number_probe(parameter: SamplingParameter) -> Probe:
+    value = parameter.kind(parameter.low + 0.75 * (parameter.high - parameter.low))
+    assert value != parameter.default
+    return Probe(value, lambda told: getattr(told.sampling, parameter.name) == value)
+
+
 SAMPLING = {
+    **{each.name: number_probe(each) for each in PARAMETERS},
     "seed": Probe(7, lambda told: told.sampling.seed == 7),
     "stop": Probe([" sto"], lambda told: "A" in told.body and "ne." not in told.body),
-    "temperature": Probe(0.5, lambda told: told.sampling.temperature == 0.5),
-    "top_p": Probe(0.5, lambda told: told.sampling.top_p == 0.5),
-    "presence_penalty": Probe(0.5, lambda told: told.sampling.presence_penalty == 0.5),
-    "frequency_penalty": Probe(0.5, lambda told: told.sampling.frequency_penalty == 0.5),
     "logit_bias": Probe({"5": 2}, lambda told: told.sampling.logit_bias == {5: 2.0}),
-    "top_k": Probe(5, lambda told: told.sampling.top_k == 5),
-    "min_p": Probe(0.5, lambda told: told.sampling.min_p == 0.5),
-    "repetition_penalty": Probe(1.5, lambda told: told.sampling.repetition_penalty == 1.5),
     "min_tokens": Probe(2, lambda told: told.sampling.min_tokens == 2),
     "ignore_eos": Probe(True, lambda told: told.sampling.stop_token_ids == ()),
     "stop_token_ids": Probe([9], lambda told: 9 in told.sampling.stop_token_ids),
