@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES
+
 SEEDS = st.integers(0, 2**32 - 1)
 MANY = 6000
 
@@ -21,7 +23,7 @@ def run(ops, upload, logits, batch):
 
 def rows_of(batch, rows):
     """The same batch with these rows only; bias, penalties and masks are not carried."""
-    columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    columns = tuple(COLUMN_DTYPES)
     return dataclasses.replace(batch, **{name: getattr(batch, name)[rows] for name in columns})
 
 
