@@ -5,7 +5,7 @@
 The ways: tiles of 8 tokens (`8` has the kernel of 16 rows where rows are few, `8 wide` never), of 32 and of 128, and
 the matrices widened to BF16, then multiplied as any other. `wo_a` is a product per group. Copies of a matrix take
 turns, so that it comes from memory. Behind the matrices of a model stands the sum of each way over all of them: from
-these the table in `openinfer_kernels/quantised_ways.py` is made. INT4 and FP4, in which published checkpoints have
+these the table in `openinfer_kernels/cuda/gemm/dispatch.py` is made. INT4 and FP4, in which published checkpoints have
 experts alone, are measured at the sizes of the shared one.
 """
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from openinfer_kernels.gemm_tiles import CHUNK, TILES, Division, Epilogue, Room, Tile, divide
+from openinfer_kernels.cuda.gemm.tiles import CHUNK, TILES, Division, Epilogue, Room, Tile, divide
 
 TOKENS = (33, 63, 64, 65, 127, 129, 255, 256, 257, 700, 1000)
 POISON = 0x7FC0  # a NaN

@@ -14,8 +14,8 @@ from openinfer_kernels.catalogue import (
     servings,
 )
 from openinfer_kernels.cubins import ARCHITECTURES, sources
+from openinfer_kernels.cuda.missing import missing_on_gpu
 from openinfer_kernels.errors import OperatorMissingError
-from openinfer_kernels.missing import missing_on_gpu
 
 ROOT = Path(__file__).parents[4]
 OF_MEMORY = {"upload", "upload_float32", "download", "zeros", "copy_rows", "name", "loading", "random_weight"}

@@ -27,7 +27,7 @@ constexpr int kRowBytes = kChunk * 2;
 constexpr int kAlignment = 1024;  // of swizzled boxes
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // where they are traded
 
-// Sizes of a kernel; gemm_tiles.py repeats those of launches.
+// Sizes of a kernel; cuda/gemm/tiles.py repeats those of launches.
 template <int kTokens_, int kColumns_>
 struct Sizes {
   static constexpr int kTokens = kTokens_, kColumns = kColumns_;

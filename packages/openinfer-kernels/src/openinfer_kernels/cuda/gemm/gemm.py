@@ -6,7 +6,7 @@ from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.tensor_maps import Cut, TensorMaps
-from openinfer_kernels.gemm_tiles import CHUNK, SHARED_BYTES, TILES, Division, Epilogue, Room, Tile, divide
+from openinfer_kernels.cuda.gemm.tiles import CHUNK, SHARED_BYTES, TILES, Division, Epilogue, Room, Tile, divide
 from openinfer_kernels.ops import Array
 
 _STEM = "gemm"

@@ -2,13 +2,13 @@
 
 from openinfer_kernels.cuda.common.arrays import require
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
+from openinfer_kernels.cuda.gemm.dispatch import tile_of
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, GroupedGemm
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.moe.experts import check_weight
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
-from openinfer_kernels.quantised_ways import tile_of
 
 
 class GroupedLinear:
@@ -20,7 +20,7 @@ class GroupedLinear:
         self._linear = linear
 
     def grouped_linear(self, x: Array, weight: LinearWeight) -> Array:
-        """`quantised_ways.py` says which tokens are few.
+        """`cuda/gemm/dispatch.py` says which tokens are few.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.

@@ -15,8 +15,8 @@ from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm
 from openinfer_kernels.cuda.gemm.invariant_products import InvariantProducts
 from openinfer_kernels.cuda.gemm.library_products import LibraryProducts
+from openinfer_kernels.cuda.gemm.tiles import Epilogue
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.gemm_tiles import Epilogue
 from openinfer_kernels.ops import Array
 
 _THREADS = 256

@@ -15,12 +15,12 @@ from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.memory import Memory
 from openinfer_kernels.cuda.common.uploads import Convert
+from openinfer_kernels.cuda.gemm.dispatch import tile_of
 from openinfer_kernels.cuda.gemm.grouped_gemm import NAMES, Epilogue, GroupedGemm
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.moe.experts import check_weight
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
-from openinfer_kernels.quantised_ways import tile_of
 from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
 from openinfer_kernels.weights.scale_blocks import common_block, scales_of, stacked_shape, widened_scales
 
@@ -84,7 +84,7 @@ class Quantised:
     def linear(self, x: Array, weight: QuantisedWeight) -> Array:
         """`x [T, in] @ weight [out, in].T`: `[T, out]`.
 
-        `quantised_ways.py` says which tokens multiply a copy of the weight in BF16.
+        `cuda/gemm/dispatch.py` says which tokens multiply a copy of the weight in BF16.
 
         Raises:
             ArrayMismatchError: another dtype, layout or shape.

@@ -8,7 +8,7 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
-from openinfer_kernels.cuda.sampling.teams import THREADS, require_logits, slice_columns, team_blocks
+from openinfer_kernels.cuda.sampling.clusters import THREADS, require_logits, slice_columns, team_blocks
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, Bias, Penalties, SamplingBatch, TokenMask
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES
