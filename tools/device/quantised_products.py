@@ -3,7 +3,7 @@
     python3 tools/device/quantised_products.py [--models 'V4 FP8' ...] [--ranks 1 8] [--tokens N ...] [--json FILE]
 
 The ways: tiles of 8 tokens (`8` has the kernel of 16 rows where rows are few, `8 wide` never), of 32 and of 128, and
-the matrices widened to BF16, then multiplied as any other. `wo_a` is a product per group. Copies of a matrix take
+the matrices dequantised to BF16, then multiplied as any other. `wo_a` is a product per group. Copies of a matrix take
 turns, so that it comes from memory. Behind the matrices of a model stands the sum of each way over all of them: from
 these the table in `openinfer_kernels/cuda/gemm/dispatch.py` is made. INT4 and FP4, in which published checkpoints have
 experts alone, are measured at the sizes of the shared one.
@@ -107,7 +107,7 @@ class Ways:
     def names(self, tokens: int) -> list[str]:
         """Those worth measuring."""
         tiles = {"8": 8, "8 wide": 8, "32": 32, "128": 128}
-        return [*(name for name, tile in tiles.items() if tokens <= MOST_TILES * tile), "widened"]
+        return [*(name for name, tile in tiles.items() if tokens <= MOST_TILES * tile), "dequantised"]
 
     def case(self, way: str, weight_format: WeightFormat, shape: tuple[int, int, int], tokens: int) -> Case:
         """One product of so many tokens."""
@@ -115,13 +115,13 @@ class Ways:
 
         def prepare(ops, fill) -> Callable[[], object]:
             x, weight = fill(tokens, groups * columns), random_matrices(ops, weight_format, shape)
-            if way != "widened":
+            if way != "dequantised":
                 gemm, tile_tokens = self._tiles[way]
                 out = cupy.empty((tokens, groups * rows), bfloat16)
                 return lambda: gemm.multiply(x, weight, out, epilogue=Epilogue.STORE, tile_tokens=tile_tokens)
 
             def call() -> object:
-                return self._linear.grouped_linear(x, self._quantised.widened(weight), weights_first=False)
+                return self._linear.grouped_linear(x, self._quantised.dequantised(weight), weights_first=False)
 
             with self._linear.tuning():
                 call()

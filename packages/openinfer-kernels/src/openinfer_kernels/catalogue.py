@@ -251,7 +251,7 @@ SERVINGS = (
     Serving(
         part="quantised products",
         phase=Phase.ANY,
-        operators=("upload_quantised", "upload_widened", "linear", "linear_swiglu", "grouped_linear"),
+        operators=("upload_quantised", "upload_dequantised", "linear", "linear_swiglu", "grouped_linear"),
         kernel="quantised",
         when="more than 32 tokens multiply a copy of the weight in BF16",
     ),

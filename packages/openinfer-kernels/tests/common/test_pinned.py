@@ -14,20 +14,20 @@ def test_what_is_uploaded_comes_back(offset: int) -> None:
     from openinfer_kernels.cuda import Device
     from openinfer_kernels.cuda.common.graphs import Stream
     from openinfer_kernels.cuda.common.libraries import cupy
-    from openinfer_kernels.cuda.common.pinned import PinnedTurns
+    from openinfer_kernels.cuda.common.pinned import StagingRing
 
     device = Device.open()
-    turns, rng = PinnedTurns(device, 2), np.random.default_rng(0)
+    ring, rng = StagingRing(device, 2), np.random.default_rng(0)
     with Stream(device):
-        for _ in range(3):  # turns come round again
-            turn = turns.take()
+        for _ in range(3):  # the ring comes round again
+            staging = ring.take()
             hosts = [rng.integers(0, 1 << 30, size + offset).astype(np.int32) for size in SIZES]
-            there = [array[offset:] for array in turn.upload(*hosts)]
+            there = [array[offset:] for array in staging.upload(*hosts)]
             target = cupy.full(max(SIZES) + 2, -1, np.int32)
-            turn.upload_into(hosts[-1], target)
-            back = [turn.download(array) for array in [*there, target[offset:]]]
-            turn.done.record()
-            turn.done.wait()
+            staging.upload_into(hosts[-1], target)
+            back = [staging.download(array) for array in [*there, target[offset:]]]
+            staging.done.record()
+            staging.done.wait()
             for host, found in zip(hosts, back, strict=False):
                 np.testing.assert_array_equal(found, host[offset:])
             end = len(hosts[-1])

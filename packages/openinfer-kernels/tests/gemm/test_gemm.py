@@ -1,49 +1,49 @@
-"""The products for more tokens than decode_gemm serves: exact sums over every way to divide the work."""
+"""The products for more tokens than decode_gemm serves: exact sums over every partition of the work."""
 
 import numpy as np
 import pytest
 
-from openinfer_kernels.cuda.gemm.tiles import CHUNK, TILES, Division, Epilogue, Room, Tile, divide
+from openinfer_kernels.cuda.gemm.tiles import CHUNK, TILES, Epilogue, Partition, Room, Tile, partition_product
 
 TOKENS = (33, 63, 64, 65, 127, 129, 255, 256, 257, 700, 1000)
 POISON = 0x7FC0  # a NaN
 H200 = Room(132, {1: 132, 2: 66, 3: 42, 4: 30}.__getitem__)
 
 
-def division_of(epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int = 2560) -> Division | None:
-    return divide(epilogue, num_tokens, num_rows, num_columns, H200)
+def partition_of(epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int = 2560) -> Partition | None:
+    return partition_product(epilogue, num_tokens, num_rows, num_columns, H200)
 
 
 def test_divide_cuts_k_where_there_are_few_tiles_and_clusters_fit():
-    assert division_of(Epilogue.STORE, 64, 2560) == Division(Tile(64, 96), 1, 4)
-    assert division_of(Epilogue.STORE, 33, 6144) == Division(Tile(64, 96), 1, 2)
-    assert division_of(Epilogue.STORE, 65, 4096) == Division(Tile(128, 112), 1, 3)
-    assert division_of(Epilogue.STORE, 64, 2560, 130) is None
+    assert partition_of(Epilogue.STORE, 64, 2560) == Partition(Tile(64, 96), 1, 4)
+    assert partition_of(Epilogue.STORE, 33, 6144) == Partition(Tile(64, 96), 1, 2)
+    assert partition_of(Epilogue.STORE, 65, 4096) == Partition(Tile(128, 112), 1, 3)
+    assert partition_of(Epilogue.STORE, 64, 2560, 130) is None
 
 
 @pytest.mark.parametrize(("num_rows", "columns"), [(12288, 96), (19456, 160), (24576, 192), (34816, 96)])
 @pytest.mark.parametrize(("num_tokens", "tokens"), [(33, 64), (64, 64), (65, 128), (128, 128), (192, 192)])
 def test_divide_gives_the_gates_product_tiles_that_fill_the_multiprocessors(num_tokens, tokens, num_rows, columns):
-    assert division_of(Epilogue.SWIGLU, num_tokens, num_rows) == Division(Tile(tokens, columns), 1, 1)
+    assert partition_of(Epilogue.SWIGLU, num_tokens, num_rows) == Partition(Tile(tokens, columns), 1, 1)
 
 
 @pytest.mark.parametrize(
     ("epilogue", "num_tokens", "num_rows", "expected"),
     [
         (Epilogue.STORE, 256, 2560, None),
-        (Epilogue.STORE, 8192, 2560, Division(Tile(256, 160), 2, 1)),
+        (Epilogue.STORE, 8192, 2560, Partition(Tile(256, 160), 2, 1)),
         (Epilogue.STORE, 8192, 6144, None),
         (Epilogue.STORE, 8500, 2560, None),
         (Epilogue.SWIGLU, 64, 6144, None),
-        (Epilogue.SWIGLU, 256, 19456, Division(Tile(256, 160), 1, 1)),
-        (Epilogue.SWIGLU, 8192, 19456, Division(Tile(256, 160), 2, 1)),
+        (Epilogue.SWIGLU, 256, 19456, Partition(Tile(256, 160), 1, 1)),
+        (Epilogue.SWIGLU, 8192, 19456, Partition(Tile(256, 160), 2, 1)),
         (Epilogue.SWIGLU, 384, 19456, None),
-        (Epilogue.FLOAT32, 128, 151936, Division(Tile(128, 128), 1, 1)),
+        (Epilogue.FLOAT32, 128, 151936, Partition(Tile(128, 128), 1, 1)),
         (Epilogue.FLOAT32, 129, 151936, None),
     ],
 )
 def test_divide_takes_what_keeps_the_multiprocessors_busy(epilogue, num_tokens, num_rows, expected):
-    assert division_of(epilogue, num_tokens, num_rows) == expected
+    assert partition_of(epilogue, num_tokens, num_rows) == expected
 
 
 def eighths(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -79,14 +79,16 @@ def poisoned(cuda):
     return make
 
 
-DIVISIONS = [
+PARTITIONS = [
     pytest.param(
-        epilogue, Division(tile, sharers, parts), id=f"{epilogue}-{tile.tokens}x{tile.columns}-{sharers}-{parts}"
+        epilogue,
+        Partition(tile, multicast_ctas, split_k),
+        id=f"{epilogue}-{tile.tokens}x{tile.columns}-{multicast_ctas}-{split_k}",
     )
     for epilogue, tiles in TILES.items()
     for tile in tiles
-    for sharers, parts in ((1, 1), (2, 1), (1, 2), (1, 3), (1, 4))
-    if parts == 1 or epilogue is Epilogue.STORE
+    for multicast_ctas, split_k in ((1, 1), (2, 1), (1, 2), (1, 3), (1, 4))
+    if split_k == 1 or epilogue is Epilogue.STORE
 ]
 SHAPES = [  # (n, k)
     pytest.param(16, 8, id="less than a tile and a chunk"),
@@ -96,13 +98,13 @@ SHAPES = [  # (n, k)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("epilogue", "division"), DIVISIONS)
+@pytest.mark.parametrize(("epilogue", "partition"), PARTITIONS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_gemm_is_exact_but_for_one_rounding(
-    gemm, poisoned, activation, host, rounded, rounded_once, epilogue, division, n, k
+    gemm, poisoned, activation, host, rounded, rounded_once, epilogue, partition, n, k
 ):
-    if division.parts > -(-k // CHUNK):
-        pytest.skip("more parts than chunks of K")
+    if partition.split_k > -(-k // CHUNK):
+        pytest.skip("more splits than chunks of K")
     rng = np.random.default_rng(n + k)
     x, weight = eighths(rng, TOKENS[-1] + 1, k), eighths(rng, n, k)
     x[-1] = np.nan  # beyond the tokens of any call
@@ -112,7 +114,7 @@ def test_gemm_is_exact_but_for_one_rounding(
         tokens, expected = x_device[-1 - num_tokens : -1], sums[len(sums) - num_tokens :]
         width = n // 2 if epilogue is Epilogue.SWIGLU else n
         out = poisoned(num_tokens + 1, width, dtype="float32" if epilogue is Epilogue.FLOAT32 else "bfloat16")
-        gemm.multiply(epilogue, division, tokens, weight_device, out[:num_tokens])
+        gemm.multiply(epilogue, partition, tokens, weight_device, out[:num_tokens])
         found = host(out)
         assert np.isnan(found[num_tokens]).all()
         if epilogue is Epilogue.SWIGLU:
@@ -134,24 +136,24 @@ def test_gemm_rows_have_the_same_bits_for_any_number_of_tokens_where_k_is_whole(
     dtype = "float32" if epilogue is Epilogue.FLOAT32 else dtype
     results = []
     for tile in TILES[epilogue]:
-        for sharers, num_tokens in ((1, 600), (2, 600), (1, 40)):
+        for multicast_ctas, num_tokens in ((1, 600), (2, 600), (1, 40)):
             out = poisoned(num_tokens, width, dtype=dtype)
-            gemm.multiply(epilogue, Division(tile, sharers, 1), x[:num_tokens], weight, out)
+            gemm.multiply(epilogue, Partition(tile, multicast_ctas, 1), x[:num_tokens], weight, out)
             results.append(host(out)[:40])
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_gemm_token_with_nan_stays_alone(gemm, poisoned, activation, host, parts):
+@pytest.mark.parametrize("split_k", [1, 2, 3, 4])
+def test_gemm_token_with_nan_stays_alone(gemm, poisoned, activation, host, split_k):
     rng = np.random.default_rng(0)
     x, weight = eighths(rng, 40, 512), activation(eighths(rng, 192, 512))
-    division = Division(TILES[Epilogue.STORE][0], 1, parts)
+    partition = Partition(TILES[Epilogue.STORE][0], 1, split_k)
     clean, dirty = poisoned(40, 192), poisoned(40, 192)
-    gemm.multiply(Epilogue.STORE, division, activation(x), weight, clean)
+    gemm.multiply(Epilogue.STORE, partition, activation(x), weight, clean)
     x[3, 17], x[35] = np.nan, np.inf
-    gemm.multiply(Epilogue.STORE, division, activation(x), weight, dirty)
+    gemm.multiply(Epilogue.STORE, partition, activation(x), weight, dirty)
     others = [i for i in range(40) if i not in (3, 35)]
     np.testing.assert_array_equal(host(dirty)[others], host(clean)[others])
     assert not np.isfinite(host(dirty)[[3, 35]]).any()

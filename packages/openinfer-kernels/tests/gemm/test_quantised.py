@@ -6,7 +6,7 @@ import pytest
 
 from openinfer_kernels import QuantisedPart, RandomCodes, WeightDtypeError, WeightFormat
 from openinfer_kernels.cpu import CpuOps
-from openinfer_kernels.cpu.gemm.quantised import widened
+from openinfer_kernels.cpu.gemm.quantised import dequantised
 
 FP8, INT4, FP4 = WeightFormat.FP8_BLOCKS, WeightFormat.INT4_GROUPS, WeightFormat.FP4_GROUPS
 
@@ -68,20 +68,20 @@ def test_values_equal_those_of_other_packers(weight_format, rows, columns):
     part, values = make_part(weight_format, rows, columns)
     weight = CpuOps().upload_quantised(part)
     assert weight.shape == (rows, columns)
-    np.testing.assert_array_equal(widened(weight), values.astype(np.float32))
+    np.testing.assert_array_equal(dequantised(weight), values.astype(np.float32))
 
 
 def test_every_code_has_its_value():
     codes = np.arange(256, dtype=np.uint8)
     one = np.ones((1, 2), np.float32)
     fp8 = CpuOps().upload_quantised(QuantisedPart(format=FP8, codes=codes[None], scales=one))
-    np.testing.assert_array_equal(widened(fp8)[0], codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    np.testing.assert_array_equal(dequantised(fp8)[0], codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
     powers = QuantisedPart(format=FP8, codes=np.full((256 * 128, 1), 0x38, np.uint8), scales=codes[:, None])
-    found = widened(CpuOps().upload_quantised(powers))[::128, 0]
+    found = dequantised(CpuOps().upload_quantised(powers))[::128, 0]
     np.testing.assert_array_equal(found, codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
     low_first = QuantisedPart(format=FP4, codes=np.repeat(np.array([[0x21]], np.uint8), 16, axis=1),
                               scales=np.array([[127]], np.uint8))  # fmt: skip
-    assert widened(CpuOps().upload_quantised(low_first))[0, :2].tolist() == [0.5, 1.0]
+    assert dequantised(CpuOps().upload_quantised(low_first))[0, :2].tolist() == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("weight_format", list(WeightFormat))
@@ -115,10 +115,10 @@ def test_parts_lie_below_each_other_and_make_matrices(weight_format):
     (one, first), (other, second) = make_part(weight_format, 64, 96), make_part(weight_format, 32, 96)
     stacked = np.concatenate([first, second, first, second]).astype(np.float32)
     weight = CpuOps().upload_quantised(one, other, one, other)
-    np.testing.assert_array_equal(widened(weight), stacked)
+    np.testing.assert_array_equal(dequantised(weight), stacked)
     matrices = CpuOps().upload_quantised(one, other, one, other, num_matrices=2)
     assert matrices.shape == (2, 96, 96)
-    np.testing.assert_array_equal(widened(matrices, 1), stacked[96:])
+    np.testing.assert_array_equal(dequantised(matrices, 1), stacked[96:])
 
 
 def test_random_codes_of_a_piece_are_those_of_the_whole_in_its_place():
@@ -190,7 +190,7 @@ def test_products_of_groups_equal_float64(ops, activation, host, weight_format, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "rows"), [(20, 1024), (64, 4096), (1024, 16384)])
-def test_products_wait_for_the_widened_copies_that_they_multiply(ops, activation, tokens, rows):
+def test_products_wait_for_the_dequantised_copies_that_they_multiply(ops, activation, tokens, rows):
     """In one place in memory, one after the other, without a gap: kernels of our own read weights before they wait."""
     if ops.name == "cpu":
         pytest.skip("kernels overlap on a GPU")
@@ -212,12 +212,14 @@ def test_products_wait_for_the_widened_copies_that_they_multiply(ops, activation
     x = activation(np.random.default_rng(0).normal(size=(tokens, columns)).astype(np.float32))
     expected = []
     for weight in weights:
-        dense = quantised.widened(weight)
+        dense = quantised.dequantised(weight)
         device.synchronize()
         expected.append(ops.download(linear.linear(x, dense)).view(np.uint16))
 
     def run():
-        return [linear.linear(x, quantised.widened(each), weights_first=False) for _ in range(5) for each in weights]
+        return [
+            linear.linear(x, quantised.dequantised(each), weights_first=False) for _ in range(5) for each in weights
+        ]
 
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -236,7 +238,7 @@ def test_products_wait_for_the_widened_copies_that_they_multiply(ops, activation
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_format", list(WeightFormat))
 @pytest.mark.parametrize("tokens", [33, 600])
-def test_many_tokens_multiply_a_widened_copy(ops, activation, host, weight_format, tokens):
+def test_many_tokens_multiply_a_dequantised_copy(ops, activation, host, weight_format, tokens):
     part, values = make_part(weight_format, 72, 96)
     x = activation(np.random.default_rng(1).normal(size=(tokens, 96)).astype(np.float32))
     expected = host(x).astype(np.float64) @ values.astype(np.float64).T
@@ -262,11 +264,11 @@ def test_codes_that_are_loaded_beside_each_other_are_those_loaded_alone(ops, act
 
 
 @pytest.mark.parametrize("weight_format", list(WeightFormat))
-def test_widened_weight_may_be_read_while_others_are_loaded(ops, rounded, host, weight_format):
+def test_dequantised_weight_may_be_read_while_others_are_loaded(ops, rounded, host, weight_format):
     (part, values), (other, _) = make_part(weight_format, 40, 96), make_part(weight_format, 24, 96)
     with ops.loading():
         ops.upload_quantised(part)
-        weight = ops.upload_widened(part, other)
+        weight = ops.upload_dequantised(part, other)
         found = host(weight)
     assert weight.shape == (64, 96)
     np.testing.assert_array_equal(found[:40], rounded(values.astype(np.float32)))

@@ -55,7 +55,7 @@ def test_reasons_say_what_is_possible():
 def test_every_operator_of_the_contract_is_providable_but_for_memory_and_sampling():
     """A new one must be listed; if it fuses others, it has to be made of the provided ones where there are any."""
     contract = {name for name in dir(Ops) if not name.startswith("_")}
-    uploads = {"upload", "upload_weight", "upload_float32", "upload_quantised", "upload_widened"}
+    uploads = {"upload", "upload_weight", "upload_float32", "upload_quantised", "upload_dequantised"}
     memory = {"name", "download", "zeros", "copy_rows", "loading", *uploads}
     choices = {"sample", "logprobs", "top_experts", "table_experts"}
     assert contract - memory - choices == {*PROVIDABLE}

@@ -10,7 +10,7 @@ from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.sampling_state import CudaSamplingState
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_kernels import Array, HostArray, Logprobs, TokenMask
-from openinfer_kernels.cuda.common.pinned import PinnedTurn
+from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.sampling.step_inputs import DECODE_LINES, DecodeInputs, SampledRows
 
@@ -64,17 +64,17 @@ class CudaSampler:
         token_ids = self.sample(logits, inputs.sampled, changes=True, mask=mask)
         return token_ids, self._ops.logprobs(logits, token_ids, top=min(MAX_LOGPROBS, self._limits.vocab_size))
 
-    def token_mask(self, masks: Iterable[tuple[int, MaskWords]], num_rows: int, turn: PinnedTurn) -> TokenMask:
+    def token_mask(self, masks: Iterable[tuple[int, MaskWords]], num_rows: int, staging: StagingBuffer) -> TokenMask:
         """Brings the masks of some of `num_rows` rows to the device."""
-        (rows,) = turn.upload(self.send_masks(masks, num_rows, turn))
+        (rows,) = staging.upload(self.send_masks(masks, num_rows, staging))
         return TokenMask(rows=rows, bits=self._mask_bits[:num_rows])
 
-    def send_masks(self, masks: Iterable[tuple[int, MaskWords]], num_rows: int, turn: PinnedTurn) -> HostArray:
+    def send_masks(self, masks: Iterable[tuple[int, MaskWords]], num_rows: int, staging: StagingBuffer) -> HostArray:
         """Brings masks to where captured steps read them; returns the rows that they are for, then -1: `[num_rows]`."""
         present = list(masks)
         bits = np.zeros((len(present), self._mask_bits.shape[1]), np.uint32)
         rows = np.full(num_rows, -1, np.int32)
         for index, (row, words) in enumerate(present):
             bits[index, : len(words)], rows[index] = words, row
-        turn.upload_into(bits, self._mask_bits)
+        staging.upload_into(bits, self._mask_bits)
         return rows

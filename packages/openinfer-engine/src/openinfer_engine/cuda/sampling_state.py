@@ -10,7 +10,7 @@ from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.worker.sampling_state import LogitChanges, has_penalties, row_values
 from openinfer_kernels import HostArray
 from openinfer_kernels.cuda.common.device import Device
-from openinfer_kernels.cuda.common.pinned import PinnedTurn
+from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.sampling.slot_record import SLOT_RECORD
 from openinfer_kernels.cuda.sampling.steps import SlotSizes, SlotState, make_record
 
@@ -43,21 +43,21 @@ class CudaSamplingState:
         """Position from which on the bias of a slot with `min_tokens` no longer forbids its stop tokens."""
         self._starts: dict[int, SlotStart] = {}
 
-    def update(self, plan: StepPlan, entries: HostArray, turn: PinnedTurn) -> None:
+    def update(self, plan: StepPlan, entries: HostArray, staging: StagingBuffer) -> None:
         """Brings the device up to date before a step.
 
         Args:
             plan: the step.
             entries: of the block tables, see `BlockTables.advance`.
-            turn: the step's host memory.
+            staging: the step's host memory.
         """
-        begun = [self._begin(start, turn) for start in plan.started]
+        begun = [self._begin(start, staging) for start in plan.started]
         ends = plan.starts + plan.counts
         late = plan.slots[ends >= self._stop_allowed_from[plan.slots]].tolist()
-        begun += [self._allow_stop(slot, turn) for slot in late]
+        begun += [self._allow_stop(slot, staging) for slot in late]
         if begun or len(entries):
             records = np.concatenate(begun) if begun else np.zeros(0, SLOT_RECORD)
-            table_entries, slot_records = turn.upload(entries, records.view(np.uint8))
+            table_entries, slot_records = staging.upload(entries, records.view(np.uint8))
             self.state.append_blocks(table_entries)
             self.state.start(slot_records)
 
@@ -80,7 +80,7 @@ class CudaSamplingState:
             found.append(UnscoredRow(row, targets, request.sampling.prompt_logprobs or 0))
         return found
 
-    def _begin(self, start: SlotStart, turn: PinnedTurn) -> HostArray:
+    def _begin(self, start: SlotStart, staging: StagingBuffer) -> HostArray:
         """Takes over a slot; everything of its last owner is void. Returns its record."""
         slot, request = start.slot, start.request
         params, prompt_tokens = request.sampling, len(request.prompt_token_ids)
@@ -94,23 +94,23 @@ class CudaSamplingState:
         self._changes_logits[slot] = is_penalised or changes is not None
         if is_penalised:
             ids = [np.asarray(each, np.int32) for each in (request.prompt_token_ids, start.output_token_ids)]
-            self.state.count_tokens(slot, *turn.upload(*ids))
-        return self._record(start, changes, turn, forbid_stop=is_early)
+            self.state.count_tokens(slot, *staging.upload(*ids))
+        return self._record(start, changes, staging, forbid_stop=is_early)
 
-    def _allow_stop(self, slot: int, turn: PinnedTurn) -> HostArray:
+    def _allow_stop(self, slot: int, staging: StagingBuffer) -> HostArray:
         """Enough tokens are there: lifts the ban of the stop tokens. Returns the slot's new record."""
         start = self._starts[slot]
         self._stop_allowed_from[slot] = _NEVER
-        return self._record(start, LogitChanges.of(start.request.sampling), turn, forbid_stop=False)
+        return self._record(start, LogitChanges.of(start.request.sampling), staging, forbid_stop=False)
 
     def _record(
-        self, start: SlotStart, changes: LogitChanges | None, turn: PinnedTurn, *, forbid_stop: bool
+        self, start: SlotStart, changes: LogitChanges | None, staging: StagingBuffer, *, forbid_stop: bool
     ) -> HostArray:
         params, num_biased = start.request.sampling, 0
         if changes is not None:
             token_ids, values = changes.at(forbid_stop=forbid_stop)
             num_biased = len(token_ids)
-            self.state.set_bias(start.slot, *turn.upload(token_ids, values))
+            self.state.set_bias(start.slot, *staging.upload(token_ids, values))
         return make_record(
             start.slot,
             **row_values(params, self._vocab_size),

@@ -42,7 +42,7 @@ from openinfer_engine.worker.state_slots import StateSlots
 from openinfer_kernels import Array, HostArray, Logprobs
 from openinfer_kernels.cuda.common.block_copies import DevicePool
 from openinfer_kernels.cuda.common.graphs import Fence, Stream
-from openinfer_kernels.cuda.common.pinned import PinnedTurn, PinnedTurns
+from openinfer_kernels.cuda.common.pinned import StagingBuffer, StagingRing
 from openinfer_kernels.cuda.ops import CudaOps
 from openinfer_kernels.cuda.sampling.step_inputs import (
     DECODE_LINES,
@@ -55,7 +55,7 @@ from openinfer_kernels.cuda.sampling.step_inputs import (
 
 _Columns = tuple[HostArray, HostArray, HostArray, HostArray, HostArray]
 """Slots, starts, counts, given counts and given ids of rows, as in a plan."""
-_TURNS = 3
+_STAGING_BUFFERS = 3
 """Steps whose host memory is in use at a time, at most: one running, one queued, one being read."""
 
 
@@ -110,7 +110,7 @@ class CudaWorker:
         self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
         self._decode: dict[int, CapturedDecode] = {}
         self._mixed: dict[int, CapturedMixed] = {}
-        self._turns = PinnedTurns(ops.device, _TURNS)
+        self._staging = StagingRing(ops.device, _STAGING_BUFFERS)
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -208,25 +208,25 @@ class CudaWorker:
 
     def _queue(self, plan: StepPlan) -> QueuedStep:
         entries = self._tables.advance(plan)
-        turn = self._turns.take()
+        staging = self._staging.take()
         note_times = self._times.begin(plan)
-        self._slots.update(plan, entries, turn)
+        self._slots.update(plan, entries, staging)
         if self._states is not None:
             self._states.advance(plan)
         captured = self._captured_decode(plan)
-        rows = self._run_mixed(plan, turn) if captured is None else self._replay_decode(plan, captured, turn)
+        rows = self._run_mixed(plan, staging) if captured is None else self._replay_decode(plan, captured, staging)
         if self._states is not None:
             self._states.keep(plan)
         sampled = SampledTokens(
             rows=rows.sampled,
             places=rows.places,
-            token_ids=turn.download(rows.token_ids),
-            logprobs=None if rows.logprobs is None else _download(rows.logprobs, turn),
+            token_ids=staging.download(rows.token_ids),
+            logprobs=None if rows.logprobs is None else _download(rows.logprobs, staging),
             tops=self._slots.logprobs[plan.slots[rows.sampled]],
         )
         after = note_times()
-        turn.done.record()  # after the downloads: the step's host memory is reused once this event has passed
-        return QueuedStep(turn.done, plan.num_rows, sampled, rows.prompts, after)
+        staging.done.record()  # after the downloads: the step's host memory is reused once this event has passed
+        return QueuedStep(staging.done, plan.num_rows, sampled, rows.prompts, after)
 
     def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
         """The captured decode step that can hold a plan, if it is one."""
@@ -234,34 +234,36 @@ class CudaWorker:
         bucket = bucket_of(ROW_BUCKETS, plan.num_rows) if is_decode else None
         return None if bucket is None else self._decode.get(bucket)
 
-    def _replay_decode(self, plan: StepPlan, captured: CapturedDecode, turn: PinnedTurn) -> _Rows:
+    def _replay_decode(self, plan: StepPlan, captured: CapturedDecode, staging: StagingBuffer) -> _Rows:
         num_rows = plan.num_rows
         rows = np.full((DECODE_LINES, captured.inputs.rows.shape[1]), -1, np.int32)
         rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = plan.slots, plan.starts, plan.sample
         if plan.token_masks:
-            rows[DECODE_LINES - 1] = self._sampler.send_masks(plan.token_masks.items(), rows.shape[1], turn)
-        turn.upload_into(rows, captured.inputs.rows)
+            rows[DECODE_LINES - 1] = self._sampler.send_masks(plan.token_masks.items(), rows.shape[1], staging)
+        staging.upload_into(rows, captured.inputs.rows)
         captured.forward.launch()
         sampling = captured.plain if self._slots.is_plain(plan) else captured.full
         sampling.graph.launch()
         sampled = np.flatnonzero(plan.sample)
         return _Rows(sampled, sampled, sampling.token_ids, sampling.logprobs, [])
 
-    def _run_mixed(self, plan: StepPlan, turn: PinnedTurn) -> _Rows:
+    def _run_mixed(self, plan: StepPlan, staging: StagingBuffer) -> _Rows:
         ends = np.cumsum(plan.counts)
         sampled = np.flatnonzero(plan.sample)
         places = np.arange(len(sampled))
-        last_tokens, slots, positions = turn.upload(
+        last_tokens, slots, positions = staging.upload(
             (ends[sampled] - 1).astype(np.int32), plan.slots[sampled], (plan.starts + plan.counts)[sampled]
         )
         captured, unscored = self._captured_mixed(plan), self._slots.unscored(plan)
         prompts: list[ScoredPrompt] = []
         if captured is None and not unscored and isinstance(self._model, LastTokenModel):
-            last = self._forward_last_tokens(self._model, plan, last_tokens, turn)
+            last = self._forward_last_tokens(self._model, plan, last_tokens, staging)
         else:
-            hidden = self._launch_mixed(plan, turn) if captured is None else self._replay_mixed(plan, captured, turn)
+            hidden = (
+                self._launch_mixed(plan, staging) if captured is None else self._replay_mixed(plan, captured, staging)
+            )
             prompts = [
-                self._score(each, hidden[int(ends[each.row] - plan.counts[each.row]) :], turn) for each in unscored
+                self._score(each, hidden[int(ends[each.row] - plan.counts[each.row]) :], staging) for each in unscored
             ]
             last = self._ops.embedding(last_tokens, hidden) if len(sampled) else hidden[:0]
         if not len(sampled):
@@ -272,7 +274,7 @@ class CudaWorker:
         masks = [
             (place, plan.token_masks[row]) for place, row in enumerate(sampled.tolist()) if row in plan.token_masks
         ]
-        mask = self._sampler.token_mask(masks, len(sampled), turn) if masks else None
+        mask = self._sampler.token_mask(masks, len(sampled), staging) if masks else None
         token_ids = self._sampler.sample(logits, rows, changes=self._slots.changes_logits(plan), mask=mask)
         top = int(self._slots.logprobs[plan.slots[sampled]].max())
         logprobs = self._ops.logprobs(logits, token_ids, top=top) if top >= 0 else None
@@ -283,27 +285,27 @@ class CudaWorker:
         bucket = bucket_of(TOKEN_BUCKETS, plan.num_tokens)
         return None if bucket is None else self._mixed.get(bucket)
 
-    def _replay_mixed(self, plan: StepPlan, captured: CapturedMixed, turn: PinnedTurn) -> Array:
+    def _replay_mixed(self, plan: StepPlan, captured: CapturedMixed, staging: StagingBuffer) -> Array:
         """`[T or more, h]` hidden states of a step."""
         inputs = captured.inputs
         sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
-        turn.upload_into(mixed_record(*_columns(plan), sizes=sizes), inputs.record)
+        staging.upload_into(mixed_record(*_columns(plan), sizes=sizes), inputs.record)
         captured.forward.launch()
         return captured.hidden
 
-    def _launch_mixed(self, plan: StepPlan, turn: PinnedTurn) -> Array:
+    def _launch_mixed(self, plan: StepPlan, staging: StagingBuffer) -> Array:
         """`[T, h]` hidden states of a step of any shape."""
-        return self._mixed_hidden(self._inputs_of(_columns(plan), turn))
+        return self._mixed_hidden(self._inputs_of(_columns(plan), staging))
 
-    def _forward_last_tokens(self, model: LastTokenModel, plan: StepPlan, last: Array, turn: PinnedTurn) -> Array:
+    def _forward_last_tokens(self, model: LastTokenModel, plan: StepPlan, last: Array, staging: StagingBuffer) -> Array:
         """`[n, h]` hidden states of the last tokens of rows that sample."""
-        inputs = self._inputs_of(_columns(plan), turn)
+        inputs = self._inputs_of(_columns(plan), staging)
         self._slots.state.prepare_mixed(inputs)
         batch, sampled = inputs.batch, plan.sample
         if len(last):
             ends, ones = (plan.starts + plan.counts)[sampled], np.ones(len(last), np.int32)
             columns = plan.slots[sampled], ends - 1, ones, np.zeros_like(ones), plan.token_ids[:0]
-            rows = self._inputs_of(columns, turn)
+            rows = self._inputs_of(columns, staging)
             self._slots.state.prepare_mixed(rows)
             batch = rows.batch
         return model.forward_last_tokens(
@@ -313,11 +315,11 @@ class CudaWorker:
             last=LogitsIndices(tokens=last, batch=batch),
         )
 
-    def _inputs_of(self, columns: _Columns, turn: PinnedTurn) -> MixedInputs:
+    def _inputs_of(self, columns: _Columns, staging: StagingBuffer) -> MixedInputs:
         """Inputs of a step that is not captured, on their way to the device."""
         _, starts, counts, _, _ = columns
         num_rows, num_tokens, longest = len(counts), int(counts.sum()), int((starts + counts).max())
-        (record,) = turn.upload(mixed_record(*columns, sizes=(num_rows, num_tokens)))
+        (record,) = staging.upload(mixed_record(*columns, sizes=(num_rows, num_tokens)))
         return MixedInputs.make(
             num_rows,
             num_tokens,
@@ -328,15 +330,15 @@ class CudaWorker:
             memory=self._memory,
         )
 
-    def _score(self, unscored: UnscoredRow, hidden: Array, turn: PinnedTurn) -> ScoredPrompt:
+    def _score(self, unscored: UnscoredRow, hidden: Array, staging: StagingBuffer) -> ScoredPrompt:
         """Log-probabilities of a row's `targets`, which the first of `hidden` predict, chunk by chunk."""
         targets: Sequence[int] = unscored.targets
-        (token_ids,) = turn.upload(np.asarray(targets, np.int32))
+        (token_ids,) = staging.upload(np.asarray(targets, np.int32))
         chunks: list[HostLogprobs] = []
         for begin in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             chunk = slice(begin, min(begin + PROMPT_LOGPROB_ROWS, len(targets)))
             logits = self._model.logits(hidden[chunk])
-            chunks.append(_download(self._ops.logprobs(logits, token_ids[chunk], top=unscored.top), turn))
+            chunks.append(_download(self._ops.logprobs(logits, token_ids[chunk], top=unscored.top), staging))
         return ScoredPrompt(unscored.row, chunks, unscored.top)
 
 
@@ -344,6 +346,6 @@ def _columns(plan: StepPlan) -> _Columns:
     return plan.slots, plan.starts, plan.counts, plan.given_counts, plan.token_ids
 
 
-def _download(logprobs: Logprobs, turn: PinnedTurn) -> HostLogprobs:
+def _download(logprobs: Logprobs, staging: StagingBuffer) -> HostLogprobs:
     columns = (logprobs.chosen, logprobs.ranks, logprobs.top_ids, logprobs.top)
-    return HostLogprobs(*map(turn.download, columns))
+    return HostLogprobs(*map(staging.download, columns))

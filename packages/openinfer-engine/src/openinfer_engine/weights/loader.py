@@ -65,7 +65,7 @@ class WeightLoader:
         """In the compute dtype, however it is stored: for a matrix that the model takes apart."""
         if matrix.format is None:
             return self.plain(f"{matrix.name}.weight", cut=cut)
-        return self._ops.upload_widened(*self._parts([(matrix, cut)]))
+        return self._ops.upload_dequantised(*self._parts([(matrix, cut)]))
 
     def vocabulary(self, embedding: str, head: str | None) -> tuple[Array, Array]:
         """The embedding `[V', h]`, whole on every rank, and this rank's share of the head, `[V' / ranks, h]`.

@@ -123,7 +123,7 @@ class _CountingOps:
             block_columns=block_columns,
         )
 
-    def upload_widened(self, *parts: QuantisedPart) -> HostArray:
+    def upload_dequantised(self, *parts: QuantisedPart) -> HostArray:
         return self._counted((sum(part.shape[0] for part in parts), parts[0].shape[1]), self.itemsize_bytes)
 
     def upload(self, host: HostArray) -> HostArray:

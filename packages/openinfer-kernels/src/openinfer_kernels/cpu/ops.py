@@ -17,8 +17,8 @@ from openinfer_kernels.cpu.common.weights import upload_weight
 from openinfer_kernels.cpu.gemm.linear import logits
 from openinfer_kernels.cpu.gemm.quantised import (
     grouped_linear,
+    upload_dequantised,
     upload_quantised,
-    upload_widened,
     weight_linear,
     weight_linear_swiglu,
 )
@@ -48,7 +48,7 @@ class CpuOps:
     upload_weight = staticmethod(upload_weight)
     upload_float32 = upload_weight  # the compute dtype is float32
     upload_quantised = staticmethod(upload_quantised)
-    upload_widened = staticmethod(upload_widened)
+    upload_dequantised = staticmethod(upload_dequantised)
 
     linear = staticmethod(weight_linear)
     logits = staticmethod(logits)

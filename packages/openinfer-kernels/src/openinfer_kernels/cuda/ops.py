@@ -214,7 +214,7 @@ class CudaOps:
     zeros = served_by(_memory, Memory.zeros)
     copy_rows = served_by(_memory, Memory.copy_rows)
     upload_quantised = served_by(_quantised, Quantised.upload_quantised)
-    upload_widened = served_by(_quantised, Quantised.upload_widened)
+    upload_dequantised = served_by(_quantised, Quantised.upload_dequantised)
 
     embedding = served_by(_embedding, Embedding.embedding)
     residual_embedding = served_by(_embedding, Embedding.residual_embedding)

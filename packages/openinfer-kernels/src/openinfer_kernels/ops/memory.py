@@ -52,7 +52,7 @@ class MemoryOps(Protocol):
         """
         ...
 
-    def upload_widened(self, *parts: QuantisedPart) -> Array:
+    def upload_dequantised(self, *parts: QuantisedPart) -> Array:
         """What parts of one format, below each other, stand for: `[out, in]` in the compute dtype, there at once.
 
         For matrices that a model takes apart; otherwise `upload_quantised` keeps them small. It may be read within

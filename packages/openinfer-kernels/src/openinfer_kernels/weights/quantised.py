@@ -1,4 +1,4 @@
-"""What a weight of few bits is uploaded from: codes and scales of a checkpoint, or random codes that no host holds."""
+"""What a quantised weight is uploaded from: codes and scales of a checkpoint, or random codes that no host holds."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class WeightFormat(StrEnum):
-    """How checkpoints store weights of few bits: codes, and a scale per block of them, which multiplies."""
+    """How checkpoints store quantised weights: codes, and a scale per block of them, which multiplies."""
 
     FP8_BLOCKS = "fp8_blocks"
     """E4M3 with a scale per block of 128 x 128: DeepSeek-V3, 2024, section 3.3."""
@@ -58,7 +58,7 @@ class RandomCodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedPart:
-    """Rows of a weight of few bits, as a checkpoint has them; arrays of any strides.
+    """Rows of a quantised weight, as a checkpoint has them; arrays of any strides.
 
     FP8_BLOCKS: codes uint8 `[out, in]`, E4M3 bits; scales per 128 x 128, float32, or uint8 for E8M0.
     INT4_GROUPS: codes int32 `[out, in / 8]`, column `8 j + n` is nibble `n` of word `j`, the lowest bits nibble 0;

@@ -62,7 +62,7 @@ def scales_of(part: QuantisedPart, block: tuple[int, int]) -> NDArray[Any]:
     return part.scales[rows[:, None], columns]
 
 
-def widened_scales(scales: NDArray[Any]) -> NDArray[np.float32]:
+def float32_scales(scales: NDArray[Any]) -> NDArray[np.float32]:
     """Scales as float32: which holds BF16 (uint16 bits) and E8M0 (uint8) exactly."""
     if scales.dtype == np.float32:
         return scales

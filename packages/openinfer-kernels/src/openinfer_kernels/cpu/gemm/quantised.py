@@ -1,4 +1,4 @@
-"""Quantised weights in NumPy: codes stay as they are and are widened by table where they are multiplied."""
+"""Quantised weights in NumPy: codes stay as they are and are dequantised by table where they are multiplied."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from openinfer_kernels.cpu.common.random_weight import random_codes
 from openinfer_kernels.cpu.gemm.linear import Multiply, linear, swiglu
 from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
-from openinfer_kernels.weights.scale_blocks import common_block, scales_of, stacked_shape, widened_scales
+from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, scales_of, stacked_shape
 
 _E4M3_NAN = 0x7F
 _E4M3_BIAS = 7
@@ -21,7 +21,7 @@ def upload_quantised(*parts: QuantisedPart, num_matrices: int | None = None) -> 
     """The bytes of the codes `[..., out, bytes of a row]` and float32 scales."""
     shape = stacked_shape(parts, num_matrices)
     block_rows, block_columns = common_block(parts, shape)
-    scales = np.concatenate([widened_scales(scales_of(part, (block_rows, block_columns))) for part in parts])
+    scales = np.concatenate([float32_scales(scales_of(part, (block_rows, block_columns))) for part in parts])
     codes = np.concatenate([_bytes_of(part) for part in parts])
     return QuantisedWeight(
         format=parts[0].format,
@@ -33,8 +33,8 @@ def upload_quantised(*parts: QuantisedPart, num_matrices: int | None = None) -> 
     )
 
 
-def upload_widened(*parts: QuantisedPart) -> NDArray[np.float32]:
-    return widened(upload_quantised(*parts))
+def upload_dequantised(*parts: QuantisedPart) -> NDArray[np.float32]:
+    return dequantised(upload_quantised(*parts))
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -45,7 +45,7 @@ def weight_linear(
     if isinstance(weight, QuantisedWeight):
         if bias is not None:
             raise ValueError("a quantised weight has no bias")
-        weight = widened(weight)
+        weight = dequantised(weight)
     out = multiply(x, weight)
     if bias is not None:
         out += bias
@@ -63,7 +63,7 @@ def grouped_linear(x: NDArray[Any], weight: LinearWeight, *, multiply: Multiply 
     return np.concatenate([multiply(piece, matrix_of(weight, i)) for i, piece in enumerate(pieces)], axis=1)
 
 
-def widened(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[np.float32]:
+def dequantised(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[np.float32]:
     """The values of a weight `[out, in]`, or of one matrix of several."""
     codes = weight.codes if matrix is None else weight.codes[matrix]
     scales = weight.scales if matrix is None else weight.scales[matrix]
@@ -74,7 +74,7 @@ def widened(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[np.fl
 
 def matrix_of(weight: LinearWeight, index: int) -> NDArray[Any]:
     """One matrix `[out, in]` of several, of either kind."""
-    return widened(weight, index) if isinstance(weight, QuantisedWeight) else weight[index]
+    return dequantised(weight, index) if isinstance(weight, QuantisedWeight) else weight[index]
 
 
 def _bytes_of(part: QuantisedPart) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Pinned host memory of steps in flight: copies to and from the device that nobody waits for.
+"""Pinned host memory of steps in flight: copies to and from the device that no step waits for.
 
 Small ones are made by a kernel (`csrc/sampling/steps.cu`), so that a step does not wait for the copy engines, which may
 be busy with KV blocks; the device reaches pinned memory by its address on the host.
@@ -39,7 +39,7 @@ class _Copies:
             self._kernel((1, 1, 1), (threads, 1, 1), arguments)
 
 
-class PinnedTurn:
+class StagingBuffer:
     """Host memory of one step, and the event behind its last copy."""
 
     def __init__(self, copies: _Copies) -> None:
@@ -49,7 +49,7 @@ class PinnedTurn:
         self._used = 0
 
     def take(self, nbytes: int) -> HostArray:
-        """`[nbytes]` uint8 that stays as it is until the turn comes round again."""
+        """`[nbytes]` uint8 that stays as it is until the ring comes round to this buffer again."""
         buffer, begin = self._buffers[-1], self._used
         if begin + nbytes > buffer.size:
             buffer, begin = _pinned(max(2 * buffer.size, nbytes)), 0
@@ -91,25 +91,25 @@ class PinnedTurn:
         self._used = 0
 
 
-class PinnedTurns:
-    """Turns that steps take one after the other.
+class StagingRing:
+    """Staging buffers that steps take one after the other.
 
     Args:
         device: that copies go to and come from.
-        turns: steps whose host memory is in use at a time, at most.
+        buffers: steps whose host memory is in use at a time, at most.
     """
 
-    def __init__(self, device: Device, turns: int) -> None:
+    def __init__(self, device: Device, buffers: int) -> None:
         copies = _Copies(device)
-        self._turns = [PinnedTurn(copies) for _ in range(turns)]
+        self._ring = [StagingBuffer(copies) for _ in range(buffers)]
         self._next = 0
 
-    def take(self) -> PinnedTurn:
+    def take(self) -> StagingBuffer:
         """The next one, once its last step is over."""
-        turn = self._turns[self._next]
-        self._next = (self._next + 1) % len(self._turns)
-        turn.begin()
-        return turn
+        buffer = self._ring[self._next]
+        self._next = (self._next + 1) % len(self._ring)
+        buffer.begin()
+        return buffer
 
 
 def _aligned(nbytes: int) -> int:

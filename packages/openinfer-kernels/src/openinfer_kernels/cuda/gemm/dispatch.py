@@ -1,7 +1,7 @@
 """How a matrix is multiplied by few tokens' kernels, and up to how many tokens: by measurement.
 
     few tokens    csrc/gemm/grouped_gemm.cuh, tiles of 8, 32 or 128 tokens: each tile widens codes in registers
-    more          the matrix is widened to BF16 in memory, once, and multiplied as any other
+    more          the matrix is dequantised to BF16 in memory, once, and multiplied as any other
 
 A table per format, a function of the number of tokens alone. `tools/device/quantised_products.py` measures all ways at
 the sizes of published models.
@@ -21,5 +21,5 @@ MOST_TOKENS: Mapping[WeightFormat | None, Mapping[int, int]] = {
 
 
 def tile_of(weight_format: WeightFormat | None, num_tokens: int) -> int | None:
-    """Tokens of the tile that multiplies so many; None where the matrix is widened first, if it is not BF16 already."""
+    """Tokens of the tile that multiplies so many; None: by another kernel, a quantised matrix in BF16."""
     return next((tile for tile, most in MOST_TOKENS[weight_format].items() if num_tokens <= most), None)

@@ -6,7 +6,16 @@ from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.tensor_maps import Cut, TensorMaps
-from openinfer_kernels.cuda.gemm.tiles import CHUNK, SHARED_BYTES, TILES, Division, Epilogue, Room, Tile, divide
+from openinfer_kernels.cuda.gemm.tiles import (
+    CHUNK,
+    SHARED_BYTES,
+    TILES,
+    Epilogue,
+    Partition,
+    Room,
+    Tile,
+    partition_product,
+)
 from openinfer_kernels.ops import Array
 
 _STEM = "gemm"
@@ -23,7 +32,7 @@ class Gemm:
         self._room = Room(device.num_multiprocessors, self._clusters_of)
         self._kernels = _kernels(device)
         self._most_clusters = {1: device.num_multiprocessors}
-        self._divisions: dict[tuple[Epilogue, int, int, int], Division | None] = {}
+        self._partitions: dict[tuple[Epilogue, int, int, int], Partition | None] = {}
         self._maps = TensorMaps()
 
     def serves(self, epilogue: Epilogue, x: Array, weight: Array) -> bool:
@@ -32,7 +41,7 @@ class Gemm:
         whole = n % 16 == 0 and k % 8 == 0 and n > 0 and k > 0 and len(x) > 0
         if not whole or not self._kernels or not fits_vectors(x, weight):
             return False
-        return self._divide(epilogue, x, weight) is not None
+        return self._partition_of(epilogue, x, weight) is not None
 
     def linear(self, x: Array, weight: Array, out: Array, *, weights_first: bool = True) -> None:
         """Writes `x [T, k] @ weight [n, k].T` into `out [T, n]`; contiguous BF16 arrays that it serves.
@@ -40,57 +49,57 @@ class Gemm:
         With `weights_first` the weight may be read while operators ahead on the stream still run, so it must not be
         what they write.
         """
-        division = self._division(Epilogue.STORE, x, weight)
-        self.multiply(Epilogue.STORE, division, x, weight, out, weights_first=weights_first)
+        partition = self._partition(Epilogue.STORE, x, weight)
+        self.multiply(Epilogue.STORE, partition, x, weight, out, weights_first=weights_first)
 
     def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
         """As `linear`, into float32 `out`: the sums, unrounded."""
-        self.multiply(Epilogue.FLOAT32, self._division(Epilogue.FLOAT32, x, weight), x, weight, out)
+        self.multiply(Epilogue.FLOAT32, self._partition(Epilogue.FLOAT32, x, weight), x, weight, out)
 
     def linear_swiglu(self, x: Array, gate_up: Array, out: Array) -> None:
         """Writes `silu(x @ gate.T) * (x @ up.T)` into `out [T, F]` for `gate_up [2 F, k]`; otherwise as `linear`."""
-        self.multiply(Epilogue.SWIGLU, self._division(Epilogue.SWIGLU, x, gate_up), x, gate_up, out)
+        self.multiply(Epilogue.SWIGLU, self._partition(Epilogue.SWIGLU, x, gate_up), x, gate_up, out)
 
     def multiply(
         self,
         epilogue: Epilogue,
-        division: Division,
+        partition: Partition,
         x: Array,
         weight: Array,
         out: Array,
         *,
         weights_first: bool = True,
     ) -> None:
-        """Writes a product divided in a way of the caller's: K into no more parts than it has chunks."""
-        tile, sharers, parts = division
+        """Writes a product divided in a way of the caller's: K into no more splits than it has chunks."""
+        tile, multicast_ctas, split_k = partition
         num_tokens, k = x.shape
-        cluster = sharers * parts
-        clusters = -(-num_tokens // tile.tokens) * -(-len(weight) // (tile.columns * sharers))
-        if parts == 1:  # a block takes tile after tile
+        cluster = multicast_ctas * split_k
+        clusters = -(-num_tokens // tile.tokens) * -(-len(weight) // (tile.columns * multicast_ctas))
+        if split_k == 1:  # a block takes tile after tile
             clusters = min(clusters, self._clusters_of(cluster))
-        x_cut = Cut(address(x), (k, num_tokens), (k * _BF16_BYTES,), (CHUNK, tile.tokens // sharers))
+        x_cut = Cut(address(x), (k, num_tokens), (k * _BF16_BYTES,), (CHUNK, tile.tokens // multicast_ctas))
         arguments = [
             self._maps.of(_weight_cut(epilogue, tile, weight)),
             self._maps.of(x_cut),
             out,
-            *(ctypes.c_int(size) for size in (num_tokens, out.shape[1], k, sharers, _GROUP)),
+            *(ctypes.c_int(size) for size in (num_tokens, out.shape[1], k, multicast_ctas, _GROUP)),
         ]
         kernel = self._kernels[epilogue, tile]
         kernel((clusters * cluster, 1, 1), (tile.threads, 1, 1), arguments, overlap=weights_first, cluster=cluster)
 
-    def _divide(self, epilogue: Epilogue, x: Array, weight: Array) -> Division | None:
+    def _partition_of(self, epilogue: Epilogue, x: Array, weight: Array) -> Partition | None:
         n, k = weight.shape
         key = epilogue, len(x), n, k
-        if key not in self._divisions:
-            if len(self._divisions) >= _MOST_KEPT:
-                self._divisions.clear()
-            self._divisions[key] = divide(epilogue, len(x), n, k, self._room)
-        return self._divisions[key]
+        if key not in self._partitions:
+            if len(self._partitions) >= _MOST_KEPT:
+                self._partitions.clear()
+            self._partitions[key] = partition_product(epilogue, len(x), n, k, self._room)
+        return self._partitions[key]
 
-    def _division(self, epilogue: Epilogue, x: Array, weight: Array) -> Division:
-        division = self._divide(epilogue, x, weight)
-        assert division is not None  # noqa: S101 - `serves` has said so
-        return division
+    def _partition(self, epilogue: Epilogue, x: Array, weight: Array) -> Partition:
+        partition = self._partition_of(epilogue, x, weight)
+        assert partition is not None  # noqa: S101 - `serves` has said so
+        return partition
 
     def _clusters_of(self, blocks: int) -> int:
         """Clusters that run at a time, which is alike for all tiles: a block has a multiprocessor to itself."""

@@ -33,7 +33,7 @@ class GroupedLinear:
         quantised = isinstance(weight, QuantisedWeight)
         tile_tokens = tile_of(weight.format if quantised else None, len(x))
         if self._gemm.chooses and (tile_tokens is None or (groups == 1 and not quantised)):
-            dense = self._quantised.widened(weight) if quantised else weight
+            dense = self._quantised.dequantised(weight) if quantised else weight
             return self._linear.grouped_linear(x, dense, weights_first=not quantised)
         out = cupy.empty((len(x), groups * rows), bfloat16)
         if len(x):

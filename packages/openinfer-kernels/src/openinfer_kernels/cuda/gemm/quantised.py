@@ -22,7 +22,7 @@ from openinfer_kernels.cuda.moe.experts import check_weight
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, HostArray, QuantisedWeight
 from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
-from openinfer_kernels.weights.scale_blocks import common_block, scales_of, stacked_shape, widened_scales
+from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, scales_of, stacked_shape
 
 _THREADS = 128
 _UNIT_BYTES = 16
@@ -45,7 +45,7 @@ class Quantised:
         self._gemm = gemm
         self._memory = memory
         self._linear = linear
-        self._widenings = {each: device.kernel("quantised", f"dequantise_{NAMES[each]}") for each in WeightFormat}
+        self._dequantise = {each: device.kernel("quantised", f"dequantise_{NAMES[each]}") for each in WeightFormat}
         self._random = device.kernel("quantised", "random_codes")
         self._arrangements = {each: device.kernel("quantised", f"arrange_{NAMES[each]}") for each in WeightFormat}
 
@@ -59,8 +59,8 @@ class Quantised:
         """
         return self._upload(parts, num_matrices, self._memory.upload_codes)
 
-    def upload_widened(self, *parts: QuantisedPart) -> Array:
-        return self.widened(self._upload(parts, None, self._memory.upload_codes_now))
+    def upload_dequantised(self, *parts: QuantisedPart) -> Array:
+        return self.dequantised(self._upload(parts, None, self._memory.upload_codes_now))
 
     def _upload(self, parts: tuple[QuantisedPart, ...], num_matrices: int | None, bring: _Bring) -> QuantisedWeight:
         shape = stacked_shape(parts, num_matrices)
@@ -95,13 +95,13 @@ class Quantised:
             raise ArrayMismatchError(f"x {x.shape} and the weight {weight.shape} do not agree on the inner size")
         tile_tokens = tile_of(weight.format, len(x))
         if self._gemm.chooses and tile_tokens is None:
-            return self._linear.linear(x, self.widened(weight), weights_first=False)
+            return self._linear.linear(x, self.dequantised(weight), weights_first=False)
         out = cupy.empty((len(x), weight.shape[0]), bfloat16)
         if len(x):
             self._gemm.multiply(x, weight, out, epilogue=Epilogue.STORE, tile_tokens=tile_tokens)
         return out
 
-    def widened(self, weight: QuantisedWeight) -> Array:
+    def dequantised(self, weight: QuantisedWeight) -> Array:
         """The same in BF16."""
         *matrices, height, k = weight.shape
         rows = math.prod(matrices) * height
@@ -110,7 +110,7 @@ class Quantised:
         sizes = k, row_bytes, weight.block_rows, weight.scales.strides[-2]
         grid = (-(-row_bytes // (_UNIT_BYTES * _THREADS)), rows, 1)
         arguments = [weight.codes, weight.scales, out, *map(ctypes.c_int, sizes)]
-        self._widenings[weight.format](grid, (_THREADS, 1, 1), arguments, overlap=True)
+        self._dequantise[weight.format](grid, (_THREADS, 1, 1), arguments, overlap=True)
         return out
 
     def _upload_codes(self, parts: tuple[QuantisedPart, ...], shape: tuple[int, ...], bring: _Bring) -> Array:
@@ -133,7 +133,7 @@ class Quantised:
         """`[matrices.., out / block rows, 32 columns each]`: as they are stored, but float32 for FP8."""
         scales = np.concatenate([scales_of(part, block) for part in parts])
         if parts[0].format is WeightFormat.FP8_BLOCKS:
-            scales = widened_scales(scales)
+            scales = float32_scales(scales)
         if block[1] > _GROUP:
             scales = np.repeat(scales, block[1] // _GROUP, axis=1)
         if scales.shape[1] % _PITCH:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 CHUNK = 64
 """Of K, that is read at a time: a part has at least one."""
 _LARGE_TOKENS = 256
-_MOST_PARTS = 4
-_SHARERS = 2
+_MOST_SPLIT_K = 4
+_MULTICAST_CTAS = 2
 _LEAST_BUSY = 0.75
 
 
@@ -58,13 +58,13 @@ TILES = {
 """All that are compiled, by tokens."""
 
 
-class Division(NamedTuple):
+class Partition(NamedTuple):
     """How a product is divided among blocks."""
 
     tile: Tile
-    sharers: int
+    multicast_ctas: int
     """Blocks of a cluster that read their tokens together."""
-    parts: int
+    split_k: int
     """Blocks of a cluster that divide K."""
 
 
@@ -76,8 +76,10 @@ class Room(NamedTuple):
     """Clusters of so many blocks, with a multiprocessor for each block: fewer than the multiprocessors would hold."""
 
 
-def divide(epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int, room: Room) -> Division | None:
-    """The division of a product, None where cuBLASLt is faster.
+def partition_product(
+    epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int, room: Room
+) -> Partition | None:
+    """The partition of a product, None where cuBLASLt is faster.
 
     Args:
         epilogue: of the product.
@@ -89,30 +91,32 @@ def divide(epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int,
     tokens = next((tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens), _LARGE_TOKENS)
     tiles = [tile for tile in TILES[epilogue] if tile.tokens == tokens]
     if tokens == _LARGE_TOKENS:
-        return _divide_large(epilogue, tiles[0], num_tokens, num_rows, room) if tiles else None
-    most_parts = min(_MOST_PARTS, -(-num_columns // CHUNK)) if epilogue is Epilogue.STORE else 1
+        return _partition_large(epilogue, tiles[0], num_tokens, num_rows, room) if tiles else None
+    most_split_k = min(_MOST_SPLIT_K, -(-num_columns // CHUNK)) if epilogue is Epilogue.STORE else 1
     candidates = [
-        (_share_busy(tile, parts, num_rows, room), Division(tile, 1, parts))
+        (_share_busy(tile, split_k, num_rows, room), Partition(tile, 1, split_k))
         for tile in tiles
-        for parts in range(1, most_parts + 1)
+        for split_k in range(1, most_split_k + 1)
     ]
-    busy, division = max(candidates)
-    return division if busy >= _LEAST_BUSY else None
+    busy, partition = max(candidates)
+    return partition if busy >= _LEAST_BUSY else None
 
 
-def _share_busy(tile: Tile, parts: int, num_rows: int, room: Room) -> float:
+def _share_busy(tile: Tile, split_k: int, num_rows: int, room: Room) -> float:
     """Of the multiprocessors' time; 0 where clusters do not run all at a time, which they must to divide K."""
     num_tiles = -(-num_rows // tile.columns)
-    if parts > 1:
-        return num_rows * parts / (room.multiprocessors * tile.columns) if num_tiles <= room.clusters(parts) else 0.0
+    if split_k > 1:
+        return (
+            num_rows * split_k / (room.multiprocessors * tile.columns) if num_tiles <= room.clusters(split_k) else 0.0
+        )
     rounds = -(-num_tiles // room.multiprocessors)
     return num_rows / (rounds * room.multiprocessors * tile.columns)
 
 
-def _divide_large(epilogue: Epilogue, tile: Tile, num_tokens: int, num_rows: int, room: Room) -> Division | None:
+def _partition_large(epilogue: Epilogue, tile: Tile, num_tokens: int, num_rows: int, room: Room) -> Partition | None:
     token_tiles = -(-num_tokens // tile.tokens)
-    sharers = 1 if token_tiles == 1 else _SHARERS
-    clusters = token_tiles * -(-num_rows // (tile.columns * sharers))
-    rounds = -(-clusters // room.clusters(sharers))
+    multicast_ctas = 1 if token_tiles == 1 else _MULTICAST_CTAS
+    clusters = token_tiles * -(-num_rows // (tile.columns * multicast_ctas))
+    rounds = -(-clusters // room.clusters(multicast_ctas))
     busy = num_tokens * num_rows / (rounds * room.multiprocessors * tile.tokens * tile.columns)
-    return Division(tile, sharers, 1) if busy >= _LEAST_BUSY_LARGE[epilogue] else None
+    return Partition(tile, multicast_ctas, 1) if busy >= _LEAST_BUSY_LARGE[epilogue] else None

@@ -1,4 +1,4 @@
-"""The blocks that share one row of logits: `csrc/sampling/cluster.cuh`."""
+"""The cluster of blocks that share one row of logits: `csrc/sampling/cluster.cuh`."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ _CLUSTER_CAPABILITY = (9, 0)
 _MULTIPLE = 128
 
 
-def team_blocks(device: Device) -> int:
+def cluster_blocks(device: Device) -> int:
     """Blocks per row."""
     return _BLOCKS if device.capability >= _CLUSTER_CAPABILITY else 1
 

@@ -7,7 +7,7 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
-from openinfer_kernels.cuda.sampling.clusters import THREADS, require_logits, slice_columns, team_blocks
+from openinfer_kernels.cuda.sampling.clusters import THREADS, cluster_blocks, require_logits, slice_columns
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, Logprobs
 
@@ -36,7 +36,7 @@ class LogprobsKernels:
     """The operator on one device."""
 
     def __init__(self, device: Device) -> None:
-        self._team = team_blocks(device)
+        self._cluster_blocks = cluster_blocks(device)
         self._kernels = {name: device.kernel("logprobs", f"logprobs_{name}") for name in ("bfloat16", "float32")}
 
     def logprobs(self, logits: Array, token_ids: Array, *, top: int) -> Logprobs:
@@ -73,8 +73,8 @@ class LogprobsKernels:
             top=address(result.top),
             num_columns=num_columns,
             num_top=result.top.shape[1],
-            slice=slice_columns(num_columns, self._team),
+            slice=slice_columns(num_columns, self._cluster_blocks),
             is_wide=num_columns % 8 == 0 and fits_vectors(logits),
         )
         kernel = self._kernels[logits.dtype.name]
-        kernel((num_rows * self._team, 1, 1), (THREADS, 1, 1), [arguments], overlap=True)
+        kernel((num_rows * self._cluster_blocks, 1, 1), (THREADS, 1, 1), [arguments], overlap=True)

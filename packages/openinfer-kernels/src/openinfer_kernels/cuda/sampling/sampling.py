@@ -8,7 +8,7 @@ import numpy as np
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
-from openinfer_kernels.cuda.sampling.clusters import THREADS, require_logits, slice_columns, team_blocks
+from openinfer_kernels.cuda.sampling.clusters import THREADS, cluster_blocks, require_logits, slice_columns
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array, Bias, Penalties, SamplingBatch, TokenMask
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES
@@ -66,7 +66,7 @@ class Sampling:
     """The operator on one device."""
 
     def __init__(self, device: Device) -> None:
-        self._team = team_blocks(device)
+        self._cluster_blocks = cluster_blocks(device)
         self._kernels = {name: device.kernel("sampling", f"sample_{name}") for name in ("bfloat16", "float32")}
 
     def sample(self, logits: Array, sampling: SamplingBatch) -> Array:
@@ -83,10 +83,10 @@ class Sampling:
         tokens = cupy.empty(num_rows, np.int32)
         if num_rows == 0:
             return tokens
-        columns = slice_columns(sampling.num_token_ids, self._team)
+        columns = slice_columns(sampling.num_token_ids, self._cluster_blocks)
         is_wide = num_columns % 8 == 0 and fits_vectors(*_read_in_vectors(logits, sampling.penalties))
         needs_scratch = not is_wide or _has_changes(sampling)
-        scratch = cupy.empty(num_rows * self._team * columns, np.float32) if needs_scratch else None
+        scratch = cupy.empty(num_rows * self._cluster_blocks * columns, np.float32) if needs_scratch else None
         arguments = _Arguments(
             logits=address(logits),
             scratch=_pointer(scratch),
@@ -101,7 +101,7 @@ class Sampling:
             mask=_mask(sampling.token_mask),
         )
         kernel = self._kernels[logits.dtype.name]
-        kernel((num_rows * self._team, 1, 1), (THREADS, 1, 1), [arguments], overlap=True)
+        kernel((num_rows * self._cluster_blocks, 1, 1), (THREADS, 1, 1), [arguments], overlap=True)
         return tokens
 
 
