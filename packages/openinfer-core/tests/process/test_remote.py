@@ -355,6 +355,14 @@ def test_engine_module_that_prints_before_its_address_is_a_violation(monkeypatch
         spawn_engine("chatty_engine", FaultySpec("x"))
 
 
+def test_engine_process_that_dies_before_it_is_connected_to_is_told_by_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(CHILDREN))
+    with pytest.raises(EngineClosed, match=r"engine process cannot be reached: .* \(exit code 7\)"):
+        spawn_engine("brief_engine", FaultySpec("x"))
+
+
 def test_engine_that_prints_while_it_loads_does_not_break_the_protocol(
     spawn_faulty: Callable[..., RemoteEngine], run_async: RunAsync, capfd: pytest.CaptureFixture[str]
 ) -> None:

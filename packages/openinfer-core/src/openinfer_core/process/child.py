@@ -12,6 +12,9 @@ import msgspec
 from openinfer_core.errors import ContractViolation, EngineClosed
 from openinfer_core.process.engine_process import Address, Launch, LinkKind, remove_socket_file
 
+_LAST_WORDS_S = 2.0
+"""How long a child whose link broke while it was loading may take to end, to be told how."""
+
 
 class EngineChild:
     """A process that runs `run_engine_process`.
@@ -41,10 +44,10 @@ class EngineChild:
         """None while the process runs; negative numbers are signals."""
         return self._process.poll()
 
-    def how_it_ended(self, *, wait_s: float) -> str:
+    def how_it_ended(self) -> str:
         """For a message about a child that is gone, or about to be: its exit code or the signal that killed it."""
         try:
-            code = self._process.wait(wait_s)
+            code = self._process.wait(_LAST_WORDS_S)
         except subprocess.TimeoutExpired:
             return "it still runs"
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
@@ -56,7 +59,11 @@ class EngineChild:
             EngineClosed: the child died.
             ContractViolation: it said something else than its address.
         """
-        return connect_to(self.address)
+        address = self.address
+        try:
+            return connect_to(address)
+        except EngineClosed as error:  # it died after it had said where it listens: say how, as for later deaths
+            raise EngineClosed(f"{error} ({self.how_it_ended()})") from error
 
     @property
     def address(self) -> Address:

@@ -37,8 +37,6 @@ logger = logging.getLogger("openinfer.engine")
 
 DIED = "the engine process died; its last words are in the log"
 BROKE_PROTOCOL = "the engine process broke the protocol; the log says how"
-_LAST_WORDS_S = 2.0
-"""How long a child whose link broke while it was loading may take to end, to be told how."""
 CLOSE_DEADLINE_S = 10.0
 """How long `close` waits for an engine process before it kills it."""
 
@@ -66,7 +64,7 @@ def spawn_engine(
             try:
                 info = _greet(connection, token)
             except EngineClosed as error:
-                raise EngineClosed(f"{error} ({child.how_it_ended(wait_s=_LAST_WORDS_S)})") from error
+                raise EngineClosed(f"{error} ({child.how_it_ended()})") from error
             access = EngineAccess(address=child.address, token=token)
             return RemoteEngine(connection, info, process=child, access=access, close_deadline_s=close_deadline_s)
         except BaseException:
