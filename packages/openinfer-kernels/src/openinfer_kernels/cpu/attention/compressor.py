@@ -81,7 +81,6 @@ def compress_windows(
     layer: int,
     batch: AttentionBatch,
 ) -> None:
-    """Entries of windows that stand alone; `state [slots, layers, 3, d]`."""
     ratio, width = len(ape), len(ape[0])
     writer = EntryWriter(norm, eps, rope, cache, layer, ratio, batch)
     for row in rows_of(batch):
@@ -129,7 +128,6 @@ def compress_overlapping_windows(
     layer: int,
     batch: AttentionBatch,
 ) -> None:
-    """Entries over two windows each; `state [slots, layers, 2 m, 4 d]`."""
     ratio, width = len(ape), len(ape[0])
     ring = 2 * ratio
     writer = EntryWriter(norm, eps, rope, cache, layer, ratio, batch)

@@ -22,7 +22,6 @@ def gated_qk_norm_rope_append(
     layer: int,
     batch: AttentionBatch,
 ) -> NDArray[Any]:
-    """Writes K and V of `projected [T, (2 H + 2 K) D]` into `kv_cache` and returns Q, `[T, H, D]`."""
     num_kv_heads, head_dim = kv_cache.shape[3], q_norm.shape[0]
     heads = projected.reshape(len(projected), -1, head_dim)
     queries_gates, k, v = np.split(heads, [heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads], axis=1)
@@ -35,7 +34,6 @@ def gated_qk_norm_rope_append(
 
 @np.errstate(over="ignore", invalid="ignore")
 def output_gate(attended: NDArray[Any], projected: NDArray[Any], *, head_dim: int) -> NDArray[Any]:
-    """`attended [T, H D] * sigmoid(gate)`, the gates from `projected [T, (2 H + 2 K) D]`: `[T, H D]`."""
     pairs = projected[:, : 2 * attended.shape[1]].reshape(len(projected), -1, 2, head_dim)
     gate = pairs[:, :, 1].reshape(attended.shape)
     return attended / (1.0 + np.exp(-gate))

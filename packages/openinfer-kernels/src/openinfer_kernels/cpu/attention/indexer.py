@@ -23,7 +23,6 @@ def index_scores(
     batch: AttentionBatch,
     tokens_at_once: int | None = None,
 ) -> NDArray[Any]:
-    """`[T, E]` for `queries [T, Hi, di]`, row by row, as many tokens at a time as are asked for."""
     num_tokens, num_heads, _ = queries.shape
     out = np.full((num_tokens, max(1, batch.max_context_tokens // ratio)), -np.inf, np.float32)
     for row in rows_of(batch):
@@ -45,7 +44,6 @@ def index_scores(
 
 
 def select_entries(scores: NDArray[Any], k: int) -> NDArray[np.int32]:
-    """`[T, k]` of `scores [T, E]`, ascending, -1 behind the last."""
     chosen = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     beyond = scores.shape[1]
     is_seen = np.take_along_axis(scores, chosen, axis=1) > -np.inf

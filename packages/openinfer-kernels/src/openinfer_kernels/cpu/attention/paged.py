@@ -42,7 +42,6 @@ class _RowGroup:
 def paged_attention(
     q: NDArray[Any], kv_cache: NDArray[Any], *, layer: int, batch: AttentionBatch, scale: float
 ) -> NDArray[Any]:
-    """Attention of `q [T, H, D]` over `kv_cache [blocks, layers, 2, K, B, D]`: `[T, H * D]`."""
     num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
     out = np.empty((q.shape[0], q.shape[1] * head_dim), q.dtype)
     for group in _row_groups(batch, max_tokens=_KEY_NUMBERS_AT_ONCE // (num_kv_heads * head_dim)):

@@ -21,7 +21,6 @@ def qk_norm_rope_append(
     layer: int,
     batch: AttentionBatch,
 ) -> NDArray[Any]:
-    """Writes K and V of `qkv [T, (H + 2 K) D]` into `kv_cache` and returns Q after norm and RoPE, `[T, H, D]`."""
     q, k, v = _heads(qkv, kv_cache)
     cos, sin = _angles(rope, batch)
     append(kv_cache, layer, _norm_rope(k, k_norm, eps, cos, sin), v, batch.cache_slots)
@@ -31,7 +30,6 @@ def qk_norm_rope_append(
 def rope_append(
     qkv: NDArray[Any], *, rope: NDArray[Any], kv_cache: NDArray[Any], layer: int, batch: AttentionBatch
 ) -> NDArray[Any]:
-    """The same without the norms."""
     q, k, v = _heads(qkv, kv_cache)
     cos, sin = _angles(rope, batch)
     append(kv_cache, layer, rotate(k, cos, sin), v, batch.cache_slots)

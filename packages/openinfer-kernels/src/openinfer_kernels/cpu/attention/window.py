@@ -27,7 +27,6 @@ def window_attention(
     batch: AttentionBatch,
     tokens_at_once: int = _TOKENS_AT_ONCE,
 ) -> NDArray[Any]:
-    """`[T, H D]` for `q [T, H, D]` and `kv [T, D]`, row by row, so many tokens at a time."""
     out = np.empty_like(q)
     width = window.shape[2]
     for row in rows_of(batch):

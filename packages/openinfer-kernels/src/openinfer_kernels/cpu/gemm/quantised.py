@@ -41,7 +41,6 @@ def upload_dequantised(*parts: QuantisedPart) -> NDArray[np.float32]:
 def weight_linear(
     x: NDArray[Any], weight: LinearWeight, bias: NDArray[Any] | None = None, *, multiply: Multiply = linear
 ) -> NDArray[Any]:
-    """`Ops.linear`: a product with a weight of either kind."""
     if isinstance(weight, QuantisedWeight):
         if bias is not None:
             raise ValueError("a quantised weight has no bias")
@@ -53,7 +52,6 @@ def weight_linear(
 
 
 def weight_linear_swiglu(x: NDArray[Any], gate_up: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
-    """`Ops.linear_swiglu`: the same, gated."""
     return swiglu(weight_linear(x, gate_up, multiply=multiply))
 
 

@@ -17,7 +17,6 @@ from openinfer_kernels.ops import AttentionBatch
 def causal_conv_silu(
     x: NDArray[Any], weight: NDArray[Any], *, state: NDArray[Any], layer: int, batch: AttentionBatch
 ) -> NDArray[Any]:
-    """`silu` of the convolution of `x [T, C]` with `weight [C, W]`: `[T, C]`; `state` takes the last inputs."""
     out = np.empty_like(x)
     slots = batch_slots(batch)
     single = single_rows(batch)

@@ -28,7 +28,6 @@ def latent_norm_rope_append(
     layer: int,
     batch: AttentionBatch,
 ) -> NDArray[Any]:
-    """Writes `latent [T, r + dr]` into `kv_cache` and returns the queries `q [T, H (dn + dr)]` as `[T, H, dn + dr]`."""
     latent_dim, rope_dim = len(norm), 2 * rope.shape[2]
     cos, sin = rope[0][batch.positions], rope[1][batch.positions]
     key = _rotate_pairs(latent[:, latent_dim:], cos, sin)
@@ -51,7 +50,6 @@ def latent_attention(
     batch: AttentionBatch,
     scale: float,
 ) -> NDArray[Any]:
-    """Attention of `q [T, H, dn + dr]` over `kv_cache [blocks, layers, 1, 1, B, r + dr]`: `[T, H dv]`."""
     shape = LatentShape.of(q.shape, kv_cache.shape, kv_b_proj.shape)
     by_head = kv_b_proj.reshape(shape.num_heads, -1, shape.latent_dim)
     out = np.empty((len(q), shape.num_heads * shape.value_dim), q.dtype)

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 @np.errstate(over="ignore", invalid="ignore")
 def rms_norm(x: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[Any]:
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last axis of `x [..., n]`."""
     out = x * inverse_rms(x, eps=eps)
     out *= weight
     return out
@@ -16,14 +15,12 @@ def rms_norm(x: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[An
 
 @np.errstate(over="ignore", invalid="ignore")
 def add_rms_norm(x: NDArray[Any], residual: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[Any]:
-    """Adds `x` into `residual` in place and returns `rms_norm(residual)`."""
     residual += x
     return rms_norm(residual, weight, eps=eps)
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def zero_centred_rms_norm(x: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[Any]:
-    """`(1 + weight) * x / sqrt(mean(x^2) + eps)` over the last axis of `x [..., n]`."""
     return rms_norm(x, 1.0 + weight, eps=eps)
 
 
@@ -31,14 +28,12 @@ def zero_centred_rms_norm(x: NDArray[Any], weight: NDArray[Any], *, eps: float) 
 def add_zero_centred_rms_norm(
     x: NDArray[Any], residual: NDArray[Any], weight: NDArray[Any], *, eps: float
 ) -> NDArray[Any]:
-    """Adds `x` into `residual` in place and returns `zero_centred_rms_norm(residual)`."""
     residual += x
     return zero_centred_rms_norm(residual, weight, eps=eps)
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def gated_rms_norm(x: NDArray[Any], gate: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[Any]:
-    """`rms_norm` of each piece of `weight [n]`'s length in `x [T, heads n]`, times `silu(gate [T, heads n])`."""
     heads = x.reshape(len(x), -1, len(weight))
     out = rms_norm(heads, weight, eps=eps).reshape(x.shape)
     out *= gate / (1.0 + np.exp(-gate))

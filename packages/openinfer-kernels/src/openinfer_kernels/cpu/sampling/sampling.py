@@ -20,7 +20,6 @@ _WEIGHTS_AT_ONCE = 1 << 18
 
 @np.errstate(over="ignore", invalid="ignore")
 def sample(logits: NDArray[Any], sampling: SamplingBatch) -> NDArray[np.int32]:
-    """One token per row of `logits [R, V]`, -1 where a row has no finite maximum: `[R]` int32."""
     scores = changed_logits(logits, sampling)
     best = scores.argmax(axis=1)
     maxima = scores[np.arange(scores.shape[0]), best]

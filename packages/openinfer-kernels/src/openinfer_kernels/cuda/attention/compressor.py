@@ -54,11 +54,7 @@ class Compressor:
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        """Appends entries of at most 512 channels, a multiple of 32.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
+        """Appends entries of at most 512 channels, a multiple of 32."""
         require(projected, FLOAT32, ndim=2, what="the projected tokens")
         require(ape, FLOAT32, ndim=2, what="ape")
         require(norm, bfloat16, ndim=1, what="the weight of the norm")

@@ -58,9 +58,6 @@ class GatedAttention:
         """Writes K and V of `projected [T, (2 H + 2 K) D]` into `kv_cache` and returns Q, `[T, H, D]`.
 
         K and V of a token whose cache slot is negative are written nowhere: it is padding of a captured step.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
         """
         _check(projected, q_norm=q_norm, k_norm=k_norm, rope=rope, kv_cache=kv_cache, batch=batch)
         num_tokens, head_dim, rotated = projected.shape[0], q_norm.shape[0], 2 * rope.shape[2]
@@ -90,11 +87,6 @@ class GatedAttention:
         return out
 
     def output_gate(self, attended: Array, projected: Array, *, head_dim: int) -> Array:
-        """`attended [T, H D] * sigmoid(gate)`, the gates from `projected [T, (2 H + 2 K) D]`.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
-        """
         require(attended, bfloat16, ndim=2, what="attended")
         require(projected, bfloat16, ndim=2, what="projected")
         (num_tokens, values), row_values = attended.shape, projected.shape[1]

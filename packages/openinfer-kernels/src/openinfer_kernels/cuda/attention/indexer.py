@@ -47,11 +47,7 @@ class Indexer:
         scale: float,
         batch: AttentionBatch,
     ) -> Array:
-        """`[T, E]` float32 of up to 64 heads of 128.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
+        """`[T, E]` float32 of up to 64 heads of 128."""
         require(queries, bfloat16, ndim=3, what="the index queries")
         require(weights, FLOAT32, ndim=2, what="the weights of the index heads")
         tokens, heads, size = queries.shape
@@ -76,11 +72,6 @@ class Indexer:
         return out
 
     def select(self, scores: Array, k: int) -> Array:
-        """`[T, k]` int32, ascending.
-
-        Raises:
-            ArrayMismatchError: another dtype or layout.
-        """
         require(scores, FLOAT32, ndim=2, what="the scores of entries")
         tokens, num_entries = scores.shape
         out = empty((tokens, k), INT32)

@@ -35,9 +35,6 @@ class Attention:
 
         D and B are as `require_attention` says, H / K at most 16, `scale` positive. A row whose context is empty, which
         is padding of a captured step, gets no result.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
         """
         _check(q, kv_cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens

@@ -53,9 +53,6 @@ class QkNormRopeAppend:
         """Writes K and V of `qkv [T, (H + 2 K) D]` into `kv_cache` and returns Q after norm and RoPE, `[T, H, D]`.
 
         K and V of a token whose cache slot is negative are written nowhere: it is padding of a captured step.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
         """
         require(q_norm, bfloat16, ndim=1, what="q_norm")
         require(k_norm, bfloat16, ndim=1, what="k_norm")
@@ -64,7 +61,6 @@ class QkNormRopeAppend:
         )
 
     def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
-        """The same without the norms."""
         return self._plain.launch(qkv, norms=(), eps=0.0, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
 
 

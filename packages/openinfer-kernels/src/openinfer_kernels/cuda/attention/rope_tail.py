@@ -36,21 +36,12 @@ class RopeTail:
     def norm_rope_tail(
         self, x: Array, weight: Array | None, *, eps: float, rope: Array, batch: AttentionBatch
     ) -> Array:
-        """RMSNorm of each vector of `x [T, n, d]`, d at most 1,024, then RoPE.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
+        """RMSNorm of each vector of `x [T, n, d]`, d at most 1,024, then RoPE."""
         if weight is not None:
             require(weight, bfloat16, ndim=1, what="the weight of the norm")
         return self._run(self._norm_rope, x, weight, eps=eps, rope=rope, batch=batch)
 
     def rope_tail(self, x: Array, *, rope: Array, batch: AttentionBatch) -> Array:
-        """RoPE alone.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
         return self._run(self._rope, x, None, eps=0.0, rope=rope, batch=batch)
 
     def _run(

@@ -30,11 +30,7 @@ class Rope(ctypes.Structure):
 
 
 def entries_of(cache: Array, layer: int, *, ratio: int, batch: AttentionBatch) -> Entries:
-    """One layer of a cache `[blocks, layers, 1, rows, d]`, a view whose blocks may lie further apart.
-
-    Raises:
-        ArrayMismatchError: another dtype or layout, or a batch that does not say how long its blocks are.
-    """
+    """One layer of a cache `[blocks, layers, 1, rows, d]`, a view whose blocks may lie further apart."""
     rows, size = -(-batch.block_tokens // ratio), cache.shape[4]
     layer_bytes = rows * size * cache.dtype.itemsize
     is_dense = cache[0].flags.c_contiguous if len(cache) else True
@@ -56,11 +52,7 @@ def entries_of(cache: Array, layer: int, *, ratio: int, batch: AttentionBatch) -
 
 
 def rope_of(rope: Array) -> Rope:
-    """A table `[2, positions, pairs]`; its pairs come in fours, as accesses do.
-
-    Raises:
-        ArrayMismatchError: another dtype or layout.
-    """
+    """A table `[2, positions, pairs]`; its pairs come in fours, as accesses do."""
     require(rope, FLOAT32, ndim=3, what="the RoPE table")
     if rope.shape[2] % 4:
         raise ArrayMismatchError(f"{2 * rope.shape[2]} rotated dimensions are not supported: they must divide by 8")

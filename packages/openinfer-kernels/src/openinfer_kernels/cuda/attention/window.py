@@ -69,11 +69,7 @@ class WindowAttention:
         scale: float,
         batch: AttentionBatch,
     ) -> Array:
-        """`[T, H * 512]` for keys of 512.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
+        """`[T, H * 512]` for keys of 512."""
         require(q, bfloat16, ndim=3, what="the queries")
         require(kv, bfloat16, ndim=2, what="kv")
         require(sinks, FLOAT32, ndim=1, what="the sinks")

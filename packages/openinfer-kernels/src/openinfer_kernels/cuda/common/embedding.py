@@ -23,11 +23,7 @@ class Embedding:
         self._widen = _Lookup(device, "residual_embedding")
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
-        """Rows of `table [V, h]`, BF16 or float32, for `token_ids [T]`, each of 0..V - 1 (not checked): `[T, h]`.
-
-        Raises:
-            ArrayMismatchError: another dtype or layout.
-        """
+        """Rows of `table [V, h]`, BF16 or float32, for `token_ids [T]`, each of 0..V - 1 (not checked): `[T, h]`."""
         require(token_ids, _INT32, ndim=1, what="token_ids")
         dtype = require_floats(table, ndim=2, what="the embedding table")
         out = cupy.empty((token_ids.shape[0], table.shape[1]), dtype)
@@ -35,11 +31,6 @@ class Embedding:
         return out
 
     def residual_embedding(self, token_ids: Array, table: Array) -> Array:
-        """As `embedding`, of a table of BF16 into float32.
-
-        Raises:
-            ArrayMismatchError: another dtype or layout.
-        """
         require(token_ids, _INT32, ndim=1, what="token_ids")
         require(table, bfloat16, ndim=2, what="the embedding table")
         out = cupy.empty((token_ids.shape[0], table.shape[1]), _FLOAT32)

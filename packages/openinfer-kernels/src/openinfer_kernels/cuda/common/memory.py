@@ -46,7 +46,6 @@ class Memory:
         }
 
     def upload(self, host: HostArray) -> Array:
-        """A copy of `host`, dtype unchanged."""
         contiguous = np.ascontiguousarray(host).reshape(host.shape)
         out = cupy.empty(host.shape, host.dtype)
         _copy(contiguous, out)
@@ -109,11 +108,6 @@ class Memory:
 
     @contextmanager
     def loading(self, progress: Progress = lambda num_bytes: None) -> Generator[None]:
-        """Within it `upload_weight` returns before its array is filled; leaving waits for all of them.
-
-        Args:
-            progress: told what arrives.
-        """
         if self._uploads is not None:
             raise RuntimeError("weights are being loaded already")
         cupy.cuda.get_current_stream().synchronize()  # the copies have streams of their own
@@ -132,11 +126,9 @@ class Memory:
         return cupy.asnumpy(array)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any] | type[Any] | None = None) -> Array:
-        """Zeros, BF16 unless said otherwise."""
         return cupy.zeros(shape, bfloat16 if dtype is None else dtype)
 
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies `array[source]` over `array[target]` for each pair, on the current stream."""
         row_bytes, stream = array[0].nbytes, cupy.cuda.get_current_stream().ptr
         for source, target in zip(sources, targets, strict=True):
             places = (address(array) + row * row_bytes for row in (target, source))

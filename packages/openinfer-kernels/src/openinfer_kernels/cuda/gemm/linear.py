@@ -47,9 +47,6 @@ class Linear:
             weight: BF16.
             bias: BF16.
             weights_first: False for a weight that an operator ahead on the stream has made.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
         """
         _check(x, weight, bias)
         out = cupy.empty((x.shape[0], weight.shape[0]), bfloat16)
@@ -61,11 +58,7 @@ class Linear:
         return out
 
     def grouped_linear(self, x: Array, weight: Array, *, weights_first: bool = True) -> Array:
-        """Piece `g` of each row of `x [T, G in]` times `weight[g]` of `[G, out, in]`: `[T, G out]`, in one launch.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
-        """
+        """Piece `g` of each row of `x [T, G in]` times `weight[g]` of `[G, out, in]`: `[T, G out]`, in one launch."""
         require(x, bfloat16, ndim=2, what="x")
         require(weight, bfloat16, ndim=3, what="the weight")
         groups, rows, columns = weight.shape
@@ -79,11 +72,6 @@ class Linear:
         return out
 
     def logits(self, hidden: Array, head: Array) -> Array:
-        """`hidden [T, h] @ head [V, h].T`: `[T, V]` float32, the sums as they are.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
-        """
         _check(hidden, head, None)
         out = cupy.empty((hidden.shape[0], head.shape[0]), np.float32)
         own = self._own(Epilogue.FLOAT32, hidden, head)
@@ -94,11 +82,7 @@ class Linear:
         return out
 
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
-        """`silu(x @ gate.T) * (x @ up.T)` for `gate_up [2 F, h]`: `[T, F]`.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
-        """
+        """`silu(x @ gate.T) * (x @ up.T)` for `gate_up [2 F, h]`: `[T, F]`."""
         _check(x, gate_up, None)
         num_tokens, width = x.shape[0], gate_up.shape[0] // 2
         out = cupy.empty((num_tokens, width), bfloat16)

@@ -33,11 +33,7 @@ class Projections:
         return self._quantised().linear(x, weight)
 
     def linear_swiglu(self, x: Array, gate_up: LinearWeight) -> Array:
-        """As `Linear.linear_swiglu`; after a quantised product, `Experts.swiglu`.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
-        """
+        """As `Linear.linear_swiglu`; after a quantised product, `Experts.swiglu`."""
         if not isinstance(gate_up, QuantisedWeight):
             return self._linear.linear_swiglu(x, gate_up)
         return self._experts().swiglu(self._quantised().linear(x, gate_up))

@@ -85,9 +85,6 @@ class Quantised:
         """`x [T, in] @ weight [out, in].T`: `[T, out]`.
 
         `cuda/gemm/dispatch.py` says which tokens multiply a copy of the weight in BF16.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
         """
         require(x, bfloat16, ndim=2, what="x")
         check_weight(weight, ndim=2, what="the weight")

@@ -55,11 +55,6 @@ class CausalConv:
         )
 
     def causal_conv_silu(self, x: Array, weight: Array, *, state: Array, layer: int, batch: AttentionBatch) -> Array:
-        """`silu` of the convolution of `x [T, C]` with `weight [C, W]`, W 2 to 4; `state` takes the last inputs.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
-        """
         require_rows(x, bfloat16, what="x")
         require(weight, bfloat16, ndim=2, what="the weight of the convolution")
         require_states(state, bfloat16, ndim=4, what="the state of the convolution")

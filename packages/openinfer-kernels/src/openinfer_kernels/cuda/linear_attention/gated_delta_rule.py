@@ -100,11 +100,6 @@ class GatedDeltaRule:
         layer: int,
         batch: AttentionBatch,
     ) -> Array:
-        """`[T, N dv]` for `qkv [T, 2 Hk dk + N dv]`, `gates [T, 2 N]`; `state [slots, layers, N, dk, dv]` is mutated.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
-        """
         key_heads = _check(qkv, gates, a_log=a_log, dt_bias=dt_bias, state=state)
         heads, key_dim, value_dim = state.shape[2:]
         rows, most = state_rows(batch), batch.max_query_tokens

@@ -48,9 +48,6 @@ class LatentAppend:
         """Writes `latent [T, r + dr]` into `kv_cache` and returns `q [T, H (dn + dr)]` after RoPE, `[T, H, dn + dr]`.
 
         The latent of a token whose cache slot is negative is written nowhere: it is padding of a captured step.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape; sizes must be multiples of 8.
         """
         latent_dim, rope_dim = norm.shape[0], 2 * rope.shape[2]
         _check(q, latent, head_dim=head_dim, norm=norm, rope=rope, kv_cache=kv_cache, batch=batch)

@@ -38,9 +38,6 @@ class LatentAttention:
         Rows long enough for the expanded form get it where the host knows their contexts and there is room for it.
         Sizes are those of every published model (`require_latents`). A row whose context is empty, which is padding of
         a captured step, gets no result.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
         """
         shape = _check(q, kv_cache, kv_b_proj, batch)
         out = cupy.empty((len(q), shape.num_heads * shape.value_dim), bfloat16)

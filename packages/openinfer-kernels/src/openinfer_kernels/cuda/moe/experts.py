@@ -48,11 +48,7 @@ class Experts:
         limit: float | None = None,
         shared: Array | None = None,
     ) -> Array:
-        """At most 1,024 experts of this rank, `h` and `F` multiples of 8 (32 with four bits).
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
+        """At most 1,024 experts of this rank, `h` and `F` multiples of 8 (32 with four bits)."""
         _check(x, choice, gate_up, down, shared)
         (num_tokens, h), per_token, num_experts = x.shape, choice.ids.shape[1], gate_up.shape[0]
         out = cupy.empty((num_tokens, h), np.float32)

@@ -39,11 +39,7 @@ class Router:
     def top_experts(
         self, logits: Array, *, routing: Routing, cache_slots: Array | None = None, bias: Array | None = None
     ) -> ExpertChoice:
-        """At most 1,024 experts, 32 groups and 32 experts per token.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
+        """At most 1,024 experts, 32 groups and 32 experts per token."""
         if bias is not None:
             require(bias, _FLOAT32, ndim=1, what="the bias of the router")
             if len(bias) != routing.num_experts:

@@ -62,11 +62,6 @@ class HyperConnections:
         self._streams = device.kernel("hyper_connections", "hyper_streams")
 
     def streams(self, x: Array, num_streams: int) -> Array:
-        """`x [T, h]` in every stream.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
         require(x, bfloat16, ndim=2, what="x")
         _require_vectors(x.shape[1], num_streams)
         out = empty((x.shape[0], num_streams, x.shape[1]), bfloat16)
@@ -77,11 +72,6 @@ class HyperConnections:
     def read(
         self, residual: Array, weights: HyperWeights, *, eps: float, mix_eps: float, num_iterations: int
     ) -> tuple[Array, HyperMix]:
-        """What a sublayer computes on, and the way back.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
         tokens = len(residual)
         mix = HyperMix(post=empty((tokens, _STREAMS), FLOAT32), mixing=empty((tokens, _STREAMS, _STREAMS), FLOAT32))
         x = self._run(
@@ -90,11 +80,7 @@ class HyperConnections:
         return x, mix
 
     def write(self, y: Array, residual: Array, mix: HyperMix) -> None:
-        """Changes `residual [T, 4, h]` by `y [T, h]` of BF16 or float32.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
+        """Changes `residual [T, 4, h]` by `y [T, h]` of BF16 or float32."""
         require(y, FLOAT32 if y.dtype == FLOAT32 else bfloat16, ndim=2, what="y")
         require(residual, bfloat16, ndim=3, what="the residual streams")
         tokens, size = y.shape
@@ -106,11 +92,6 @@ class HyperConnections:
         self._write[y.dtype](grid, (_THREADS, 1, 1), arguments, overlap=True)
 
     def head(self, residual: Array, fn: Array, base: Array, scale: Array, *, eps: float, mix_eps: float) -> Array:
-        """One vector of all streams.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
         return self._run(residual, fn, base, scale, None, eps=eps, mix_eps=mix_eps, iterations=0)
 
     def _run(

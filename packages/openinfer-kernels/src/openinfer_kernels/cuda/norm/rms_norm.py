@@ -30,27 +30,16 @@ class Norm:
         }
 
     def rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """`rms_norm(x)` in BF16 for `x [T, n]` of BF16 or float32, n at most 24,576, or 8,192 if no multiple of 8.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
+        """`rms_norm(x)` in BF16 for `x [T, n]` of BF16 or float32, n at most 24,576, or 8,192 if no multiple of 8."""
         return self._norm(_PLAIN, x, weight, eps)
 
     def add_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """Adds `x [T, n]` of BF16 or float32 into the float32 `residual` in place and returns `rms_norm(residual)`.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or size.
-        """
         return self._add_norm(_PLAIN, x, residual, weight, eps)
 
     def zero_centred_rms_norm(self, x: Array, weight: Array, *, eps: float) -> Array:
-        """As `rms_norm`, with `1 + weight`."""
         return self._norm(_ZERO_CENTRED, x, weight, eps)
 
     def add_zero_centred_rms_norm(self, x: Array, residual: Array, weight: Array, *, eps: float) -> Array:
-        """As `add_rms_norm`, with `1 + weight`."""
         return self._add_norm(_ZERO_CENTRED, x, residual, weight, eps)
 
     def _norm(self, convention: str, x: Array, weight: Array, eps: float) -> Array:

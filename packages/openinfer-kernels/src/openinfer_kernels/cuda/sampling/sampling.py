@@ -73,9 +73,6 @@ class Sampling:
         """One token per row of `logits [R, V]`, BF16 or float32: `[R]` int32; `SamplingBatch` has the rules.
 
         Nothing is read by the host; the launch depends on R, V and which changes are there.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
         """
         require_logits(logits)
         num_rows, num_columns = logits.shape
