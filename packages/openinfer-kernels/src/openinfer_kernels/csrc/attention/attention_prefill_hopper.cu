@@ -109,14 +109,6 @@ __device__ __forceinline__ uint64_t value_descriptor(const uint8_t* tile) {
 
 __device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 __device__ __forceinline__ void copies_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-template <int kRegisters>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
 
 // The consumers' turns: each waits for its own and gives the other its next.
 __device__ __forceinline__ void wait_for_turn(int group) {
@@ -535,10 +527,10 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
                      a.num_kv_heads, a.least_tokens, a.partials != nullptr};
   const int num_work_tiles = count_work_tiles<S::kKeys>(s.work_tiles, rows, gridDim.x) * a.num_kv_heads;
   if (threadIdx.x < 128) {
-    fewer_registers<40>();
+    leave_registers<40>();
     produce(s, map, a, rows, num_work_tiles, int(threadIdx.x) / 32);
   } else {
-    more_registers<232>();
+    take_registers<232>();
     consume(s, a, rows, num_work_tiles, int(threadIdx.x) / 128 - 1);
   }
 }

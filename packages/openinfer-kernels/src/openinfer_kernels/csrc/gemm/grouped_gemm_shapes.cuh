@@ -42,7 +42,6 @@ struct Shape {
   static constexpr int kScaleCopyBytes = kScaleChunk < kVectorBytes ? kScaleChunk : kVectorBytes;  // of one copy
   static constexpr int kCodeBytes = kRows * kCodeVectors * kVectorBytes, kXBytes = kTokens * kXVectors * kVectorBytes;
   static constexpr int kStageBytes = kCodeBytes + kXBytes + kRows * kScaleChunk;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kTokens * 4;
   static constexpr bool kScalesSums = Format::kQuantised && kTokenTiles == 1;
 };
 
