@@ -6,9 +6,9 @@
 //   producer     for each tile of keys, last to first: 16 tokens at a time by tensor copies, each from its own page
 //   2 consumers  64 query rows each:  S' = Q K'^T starts │ O += P V starts │ softmax of S' while O is made │ O scaled, P = S'
 //
-// The consumers take turns in starting products, so that one's softmax runs under the other's products. Blocks stay and
-// take tile after tile, so that keys of the next tile arrive while this one is written; the longest are handed out
-// first in each row. The list of tiles is made on the device from `query_starts` (attention_prefill_scheduler.cuh).
+// The consumers start products alternately (ping-pong), so that one's softmax runs under the other's products. Blocks
+// stay and take tile after tile, so that keys of the next tile arrive while this one is written; the longest are handed
+// out first in each row. The list of tiles is made on the device from `query_starts` (attention_prefill_scheduler.cuh).
 //
 // Values beyond what the tile's last query row sees are set to zero in shared memory, as they may be anything, and 0 *
 // NaN is not 0; their scores are -inf.
@@ -110,11 +110,12 @@ __device__ __forceinline__ uint64_t value_descriptor(const uint8_t* tile) {
 __device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 __device__ __forceinline__ void copies_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The consumers' turns: each waits for its own and gives the other its next.
-__device__ __forceinline__ void wait_for_turn(int group) {
+// Ping-pong scheduling, as FlashAttention-3 has it: a consumer starts products once the other one has started its own.
+// Each has a named barrier, at which the other one only arrives, so that it goes on to its softmax.
+__device__ __forceinline__ void warp_scheduler_barrier_sync(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
 }
-__device__ __forceinline__ void give_turn(int group) {
+__device__ __forceinline__ void warp_scheduler_barrier_arrive(int group) {
   asm volatile("bar.arrive %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
 }
 
@@ -397,7 +398,7 @@ __device__ __forceinline__ void clear_values(uint8_t* v, int valid, int group) {
   warpgroup_sync(group);
 }
 
-// A warpgroup without query rows lets a tile's keys and values pass, and gives the other one its turns.
+// A warpgroup without query rows lets a tile's keys and values pass, and takes part in the consumers' barriers.
 template <class S>
 __device__ __forceinline__ void let_pass(Shared<S>& s, const WorkTile& tile, int& step, int group) {
   const bool frees = threadIdx.x % 32 == 0;
@@ -407,8 +408,8 @@ __device__ __forceinline__ void let_pass(Shared<S>& s, const WorkTile& tile, int
     barrier_wait(&s.k_full[stage], phase);
     if (frees) barrier_arrive(&s.k_empty[stage]);
     if (first < last_key) {
-      wait_for_turn(group);
-      give_turn(1 - group);
+      warp_scheduler_barrier_sync(group);
+      warp_scheduler_barrier_arrive(1 - group);
     }
     barrier_wait(&s.v_full[stage], phase);
     if (frees) barrier_arrive(&s.v_empty[stage]);
@@ -421,7 +422,7 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
   const int thread = threadIdx.x % 128, in_group = group * 64 + thread / 32 * 16 + thread % 32 / 4;
   const uint8_t* q = s.q + group * 64 * kRowBytes;
   const bool frees = thread % 32 == 0;
-  if (group == 1) give_turn(0);
+  if (group == 1) warp_scheduler_barrier_arrive(0);
   constexpr bool kPrefetches = S::D <= 128;  // the next tile's queries, while the last products of a tile run
   int step = 0, index = blockIdx.x;
   WorkTile tile, next;
@@ -467,7 +468,7 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
     for (int first = last_key - S::kKeys; first >= tile.begin_key; first -= S::kKeys, step++) {
       const int stage = step % kStages, before = (step - 1) % kStages;
       barrier_wait(&s.k_full[stage], (step / kStages) & 1);
-      wait_for_turn(group);
+      warp_scheduler_barrier_sync(group);
       wgmma_fence();
       C::start_scores(scores, q, s.k[stage]);
       wgmma_commit();
@@ -475,7 +476,7 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
       wgmma_fence();
       c.start_sums(s.v[before]);
       wgmma_commit();
-      give_turn(1 - group);
+      warp_scheduler_barrier_arrive(1 - group);
       wgmma_wait<1>();
       if (frees) barrier_arrive(&s.k_empty[stage]);
       if (first + S::kKeys > seen_by_all) hide(scores, first, limits);

@@ -36,8 +36,8 @@ __device__ void write_entry(const Arguments& a, int row, int window, float value
   const float other = __shfl_xor_sync(~0u, value, 1);
   const int tail = size - 2 * a.rope.pairs;
   if (channel >= tail) {
-    const float2 turn = a.rope.at(window * a.entries.ratio, (channel - tail) / 2);
-    value = channel % 2 == 0 ? value * turn.x - other * turn.y : other * turn.y + value * turn.x;
+    const float2 rotation = a.rope.at(window * a.entries.ratio, (channel - tail) / 2);
+    value = channel % 2 == 0 ? value * rotation.x - other * rotation.y : other * rotation.y + value * rotation.x;
   }
   a.cache[a.entries.offset(row, window) + channel] = __float2bfloat16_rn(value);
 }

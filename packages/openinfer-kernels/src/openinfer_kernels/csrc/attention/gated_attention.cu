@@ -5,7 +5,7 @@
 //
 // Per query head the projection has D query values, then D gates; key heads and value heads follow. Norms are
 // zero-centred, n = (1 + w) x / sqrt(mean(x^2) + eps). The first r dimensions rotate in pairs (i, i + r/2) (Black et
-// al. 2022, "GPT-NeoX-20B", section 2.1). All of it is float32 and rounded once. A token with a negative slot is
+// al. 2022, "GPT-NeoX-20B", section 2.1). All of it is float32 and rounded once. A token with a negative KV slot is
 // padding: its K and V go nowhere.
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
@@ -18,7 +18,7 @@ struct Arguments {
   const bf16* k_norm;
   const float* rope;         // [2, rope_positions, r / 2]
   const int* positions;      // [T]
-  const int64_t* slots;      // [T]
+  const int64_t* kv_slots;   // [T]
   bf16* q;
   bf16* cache;               // this layer of block 0: [2, K, B, D]
   int64_t block_stride;      // values from one block of the cache to the next
@@ -42,10 +42,12 @@ __device__ __forceinline__ Head find_head(const Arguments& a, int token, int hea
     return {row + 2 * head * head_dim, to, a.q_norm};
   }
   const int kv = head - a.num_heads;  // keys, then values, as in a block of the cache
-  const int64_t slot = a.slots[token];
-  const uint32_t block = uint32_t(slot) / uint32_t(a.block_tokens), offset = uint32_t(slot) - block * a.block_tokens;
+  const int64_t kv_slot = a.kv_slots[token];
+  const uint32_t block = uint32_t(kv_slot) / uint32_t(a.block_tokens);
+  const uint32_t offset = uint32_t(kv_slot) - block * a.block_tokens;
   bf16* to = a.cache + block * a.block_stride + (int64_t(kv) * a.block_tokens + offset) * head_dim;
-  return {row + (2 * a.num_heads + kv) * head_dim, slot < 0 ? nullptr : to, kv < a.num_kv_heads ? a.k_norm : nullptr};
+  return {row + (2 * a.num_heads + kv) * head_dim, kv_slot < 0 ? nullptr : to,
+          kv < a.num_kv_heads ? a.k_norm : nullptr};
 }
 
 // Head dimensions of 8 * kLanes, rotated ones a multiple of 16: kLanes neighbouring threads hold a head.
@@ -72,14 +74,14 @@ __device__ void run_vectors(const Arguments& a) {
     for (int i = 0; i < 8; i++) values[i] *= scale * (1.0f + factors[i]);
   }
   const int half_lanes = a.rotated / 16;  // threads that hold the first values of the pairs
-  const bool is_first = lane < half_lanes, turns = lane < 2 * half_lanes && head.weight != nullptr;
+  const bool is_first = lane < half_lanes, rotates = lane < 2 * half_lanes && head.weight != nullptr;
   const int partner = threadIdx.x % 32 + (is_first ? half_lanes : -half_lanes);
   const int column = (is_first ? lane : lane - half_lanes) * 8;
   const float* table = a.rope + int64_t(a.positions[token]) * (a.rotated / 2) + column;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    const float other = __shfl_sync(~0u, values[i], turns ? partner : threadIdx.x % 32);
-    if (turns) {
+    const float other = __shfl_sync(~0u, values[i], rotates ? partner : threadIdx.x % 32);
+    if (rotates) {
       const float cosine = table[i], sine = table[int64_t(a.rope_positions) * (a.rotated / 2) + i];
       values[i] = is_first ? values[i] * cosine - other * sine : values[i] * cosine + other * sine;
     }

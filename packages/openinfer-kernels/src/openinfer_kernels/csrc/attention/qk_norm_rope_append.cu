@@ -1,5 +1,5 @@
 // From the projection of a step's tokens to what attention reads: Q and K are normed per head and rotated, Q is
-// returned, K and V are written to their slots of the paged cache.
+// returned, K and V are written to their KV slots of the paged cache.
 //
 //     qkv [T, (H + 2 K) D]  ─►  q [T, H, D],  cache [blocks, layers, 2, K, B, D]
 //
@@ -8,7 +8,7 @@
 //
 // All of it is float32, rounded once. rope_append does the same without the norm.
 //
-// A slot is block * B + offset; a token with a negative slot is padding, whose K and V are written nowhere.
+// A KV slot is block * B + offset; a token with a negative KV slot is padding, whose K and V are written nowhere.
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
@@ -20,7 +20,7 @@ struct Arguments {
   const bf16* k_norm;
   const float* rope;         // [2, rope_positions, D / 2]
   const int* positions;      // [T]
-  const int64_t* slots;      // [T]
+  const int64_t* kv_slots;   // [T]
   bf16* q;
   bf16* cache;               // this layer of block 0: [2, K, B, D]
   int64_t block_stride;      // values from one block of the cache to the next
@@ -42,13 +42,14 @@ struct Targets {
   bf16* cache;  // its first key head; null for padding
   int64_t cache_stride;
 
-  // A cache has fewer than 2^32 slots: the short division is many times faster.
-  __device__ Targets(int token, int64_t slot, int head_dim, const Arguments& a)
+  // A cache has fewer than 2^32 KV slots: the short division is many times faster.
+  __device__ Targets(int token, int64_t kv_slot, int head_dim, const Arguments& a)
       : q(a.q + int64_t(token) * a.num_heads * head_dim),
         cache(nullptr),
         cache_stride(int64_t(a.block_tokens) * head_dim) {
-    const uint32_t block = uint32_t(slot) / uint32_t(a.block_tokens), offset = uint32_t(slot) - block * a.block_tokens;
-    if (slot >= 0) cache = a.cache + block * a.block_stride + int64_t(offset) * head_dim;
+    const uint32_t block = uint32_t(kv_slot) / uint32_t(a.block_tokens);
+    const uint32_t offset = uint32_t(kv_slot) - block * a.block_tokens;
+    if (kv_slot >= 0) cache = a.cache + block * a.block_stride + int64_t(offset) * head_dim;
   }
 
   // Null where the head goes nowhere.
@@ -109,7 +110,7 @@ __device__ void run_vectors(const Arguments& a) {
   launch_dependents();
   wait_for_previous_kernel();
   const int position = a.positions[token];
-  const int64_t slot = a.slots[token];
+  const int64_t kv_slot = a.kv_slots[token];
   const bf16* heads = a.qkv + int64_t(token) * all_heads * kHeadDim + lane * 8;
   Vector<8> given[kHeads];
 #pragma unroll
@@ -118,7 +119,7 @@ __device__ void run_vectors(const Arguments& a) {
   float cosines[8], sines[8];
   load_floats(table, 1.0f, cosines);
   load_floats(table + int64_t(a.rope_positions) * (kHeadDim / 2), lane < kLanes / 2 ? -1.0f : 1.0f, sines);
-  const Targets targets(token, slot, kHeadDim, a);
+  const Targets targets(token, kv_slot, kHeadDim, a);
 #pragma unroll
   for (int i = 0; i < kHeads; i++) {  // also beyond the last head, as a warp shuffles together
     const int head = first + i * at_once;
@@ -134,7 +135,7 @@ __device__ void run_vectors(const Arguments& a) {
 
 constexpr int kMaxPairs = 8;  // per thread: head dimensions up to 512
 
-// Any even head dimension: a warp holds a head, its threads take turns at the pairs; blocks (T, heads).
+// Any even head dimension: a warp holds a head, every 32nd pair is of one thread; blocks (T, heads).
 template <bool kNormed>
 __device__ void run_pairs(const Arguments& a, int head_dim) {
   const int token = blockIdx.x, head = blockIdx.y, half = head_dim / 2;
@@ -142,7 +143,7 @@ __device__ void run_pairs(const Arguments& a, int head_dim) {
   launch_dependents();
   wait_for_previous_kernel();
   const bf16* given = a.qkv + (int64_t(token) * a.all_heads() + head) * head_dim;
-  bf16* target = Targets(token, a.slots[token], head_dim, a).of(head, head_dim, a);
+  bf16* target = Targets(token, a.kv_slots[token], head_dim, a).of(head, head_dim, a);
   if (target == nullptr) return;
   if (kind == Kind::kValue) {
     for (int i = threadIdx.x; i < head_dim; i += 32) target[i] = given[i];

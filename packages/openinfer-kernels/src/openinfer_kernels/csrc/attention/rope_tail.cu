@@ -52,8 +52,8 @@ __device__ void run(const Arguments& a) {
     if (at * 8 >= tail) {
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
-        const float2 turn = a.rope.at(position, (at * 8 + j - tail) / 2);
-        const float2 pair = sparse::rotated({values[i][j], values[i][j + 1]}, turn, 1.0f);
+        const float2 rotation = a.rope.at(position, (at * 8 + j - tail) / 2);
+        const float2 pair = sparse::rotated({values[i][j], values[i][j + 1]}, rotation, 1.0f);
         values[i][j] = pair.x;
         values[i][j + 1] = pair.y;
       }

@@ -65,9 +65,9 @@ struct Rope {
   }
 };
 
-__device__ __forceinline__ float2 rotated(float2 pair, float2 turn, float direction) {
-  const float sine = direction * turn.y;
-  return {pair.x * turn.x - pair.y * sine, pair.x * sine + pair.y * turn.x};
+__device__ __forceinline__ float2 rotated(float2 pair, float2 rotation, float direction) {
+  const float sine = direction * rotation.y;
+  return {pair.x * rotation.x - pair.y * sine, pair.x * sine + pair.y * rotation.x};
 }
 
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -15,7 +15,7 @@ struct Arguments {
   const bf16* norm;        // [latent_dim]
   const float* rope;       // [2, rope_positions, rope_dim / 2]
   const int* positions;    // [T]
-  const int64_t* slots;    // [T]
+  const int64_t* kv_slots; // [T]
   bf16* out;               // [T, num_heads, head_dim]
   bf16* cache;             // of the layer
   int64_t block_stride;    // values between blocks
@@ -59,9 +59,10 @@ __device__ void append(const Arguments& a, int token) {
   for (int mask = 16; mask > 0; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
   __syncthreads();
-  const int64_t slot = a.slots[token];
-  if (slot < 0 || !(is_latent || is_key)) return;
-  bf16* to = a.cache + slot / a.block_tokens * a.block_stride + slot % a.block_tokens * (a.latent_dim + a.rope_dim) + at;
+  const int64_t kv_slot = a.kv_slots[token];
+  if (kv_slot < 0 || !(is_latent || is_key)) return;
+  bf16* to = a.cache + kv_slot / a.block_tokens * a.block_stride +
+             kv_slot % a.block_tokens * (a.latent_dim + a.rope_dim) + at;
   if (is_key) {
     store(to, rotated(vector, a, a.positions[token], (at - a.latent_dim) / 2));
     return;

@@ -101,7 +101,7 @@ __device__ __forceinline__ void copies_see_zeros() {}
 
 #endif
 
-// Lines from `first` to `last` of 16 bytes a chunk.
+// Zeros in the vectors from `first` to `last`, 16 bytes at a time.
 __device__ __forceinline__ void clear_vectors(bf16* vectors, int first, int last, int lane) {
   if (first >= last) return;
   for (int i = first * kChunks + lane; i < last * kChunks; i += 32)

@@ -5,8 +5,8 @@
 //   producer     for each tile of keys, last to first: tensor copies of the head's own columns and of the shared ones
 //   2 consumers  64 tokens each:  S' = Q K'^T starts │ O += P V starts │ softmax of S' while O is made │ O scaled, P = S'
 //
-// The consumers take turns in starting products, so that one's softmax runs under the other's products. A tile of keys
-// may reach beyond the row: scores there are -inf, and values are set to zero, as they may be anything.
+// The consumers start products alternately (ping-pong), so that one's softmax runs under the other's products. A tile of
+// keys may reach beyond the row: scores there are -inf, and values are set to zero, as they may be anything.
 #include "attention/attention.cuh"
 #include "attention/attention_query_tile.cuh"
 #include "attention/attention_wgmma.cuh"
@@ -51,11 +51,12 @@ struct Shared {
 __device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 __device__ __forceinline__ void copies_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The consumers' turns: each waits for its own and gives the other its next.
-__device__ __forceinline__ void wait_for_turn(int group) {
+// Ping-pong scheduling, as FlashAttention-3 has it: a consumer starts products once the other one has started its own.
+// Each has a named barrier, at which the other one only arrives, so that it goes on to its softmax.
+__device__ __forceinline__ void warp_scheduler_barrier_sync(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
 }
-__device__ __forceinline__ void give_turn(int group) {
+__device__ __forceinline__ void warp_scheduler_barrier_arrive(int group) {
   asm volatile("bar.arrive %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
 }
 
@@ -207,7 +208,7 @@ __device__ void consume(Shared& s, const Arguments& a, const QueryTile& tile, in
             query_row = tile.first_query_row + group * 64 + thread / 32 * 16 + thread % 32 / 4;
   const uint8_t* q = s.q + group * 64 * kRowBytes;
   const bool frees = thread % 32 == 0;
-  if (group == 1) give_turn(0);
+  if (group == 1) warp_scheduler_barrier_arrive(0);
   put_queries(s, a, tile, head, group);
   const int limits[2] = {tile.past + query_row, tile.past + query_row + 8};
   const int seen_by_all = tile.past + tile.first_query_row + group * 64 + 1;
@@ -232,7 +233,7 @@ __device__ void consume(Shared& s, const Arguments& a, const QueryTile& tile, in
   for (int first = last_key - kKeys; first >= 0; first -= kKeys, step++) {
     const int stage = step % kStages, before = (step - 1) % kStages;
     barrier_wait(&s.k_full[stage], (step / kStages) & 1);
-    wait_for_turn(group);
+    warp_scheduler_barrier_sync(group);
     wgmma_fence();
     Consumer::start_scores(scores, q, s.k[stage]);
     wgmma_commit();
@@ -240,7 +241,7 @@ __device__ void consume(Shared& s, const Arguments& a, const QueryTile& tile, in
     wgmma_fence();
     c.start_sums(s.v[before]);
     wgmma_commit();
-    give_turn(1 - group);
+    warp_scheduler_barrier_arrive(1 - group);
     wgmma_wait<1>();
     if (frees) barrier_arrive(&s.k_empty[stage]);
     if (first + kKeys > seen_by_all) Consumer::hide(scores, first, limits);

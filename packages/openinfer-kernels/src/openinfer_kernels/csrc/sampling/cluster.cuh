@@ -53,10 +53,10 @@ __device__ __forceinline__ uint32_t cluster_read(const uint32_t* mine, int rank)
 #endif
 }
 
-// `combine` over what each block of the cluster has in `slot`, for every thread of full warps.
+// `combine` over what each block of the cluster has in `mine`, for every thread of full warps.
 template <class Combine>
-__device__ __forceinline__ uint64_t cluster_fold(const uint64_t* slot, Combine combine) {
-  uint64_t value = cluster_read(slot, threadIdx.x % kClusterSize);
+__device__ __forceinline__ uint64_t cluster_fold(const uint64_t* mine, Combine combine) {
+  uint64_t value = cluster_read(mine, threadIdx.x % kClusterSize);
 #pragma unroll
   for (int mask = kClusterSize / 2; mask > 0; mask /= 2) value = combine(value, __shfl_xor_sync(~0u, value, mask));
   return value;

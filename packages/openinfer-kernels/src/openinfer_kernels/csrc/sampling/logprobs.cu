@@ -57,7 +57,7 @@ __device__ __forceinline__ double log_sum(float largest, uint64_t sum) {
 template <int kWidth, class Logit>
 __device__ void select_one_by_one(const Logit* row, int first, int end, const Distances& distances, int num_top,
                                   uint64_t* entries) {
-  __shared__ uint64_t slots[2];
+  __shared__ uint64_t of_block[2];
   uint64_t last = 0;
   for (int i = 0; i < num_top; i++) {
     uint64_t least = ~uint64_t(0);
@@ -69,9 +69,9 @@ __device__ void select_one_by_one(const Logit* row, int first, int end, const Di
       }
     });
     least = block_fold(least, Least());
-    if (threadIdx.x == 0) slots[i % 2] = least;  // the one before may still be read
+    if (threadIdx.x == 0) of_block[i % 2] = least;  // the one before may still be read
     cluster_sync();
-    last = cluster_fold(slots + i % 2, Least());
+    last = cluster_fold(of_block + i % 2, Least());
     if (threadIdx.x == 0) entries[i] = last;
   }
   __syncthreads();
@@ -79,7 +79,7 @@ __device__ void select_one_by_one(const Logit* row, int first, int end, const Di
 
 template <int kWidth, class Logit>
 __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries) {
-  __shared__ uint64_t extremes, rank_slot, sum_slot, count_slot;
+  __shared__ uint64_t extremes, rank_of_block, sum_of_block, count_of_block;
   __shared__ uint32_t appended;
   const int index = cluster_row(), chosen = a.token_ids[index];
   const int first = cluster_rank() * a.slice, end = min(first + a.slice, a.num_columns);
@@ -104,11 +104,11 @@ __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries)
   const uint64_t above = block_fold(uint64_t(largest != largest) << 32 | uint32_t(num_above), Sum());
   if (threadIdx.x == 0) {
     extremes = folded;
-    rank_slot = above;
+    rank_of_block = above;
   }
   cluster_sync();
   folded = cluster_fold(&extremes, MostOfHalves());
-  const uint64_t all_above = cluster_fold(&rank_slot, Sum());
+  const uint64_t all_above = cluster_fold(&rank_of_block, Sum());
   const Distances distances = {uint32_t(folded >> 32)};
   const bool has_sum = is_finite(distances.largest) && all_above >> 32 == 0;
   const float maximum = from_ordered(distances.largest);
@@ -134,12 +134,12 @@ __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries)
   });
   sum = block_fold(sum, Sum());
   if (threadIdx.x == 0) {
-    sum_slot = sum;
-    count_slot = appended;
+    sum_of_block = sum;
+    count_of_block = appended;
   }
   cluster_sync();
-  sum = cluster_fold(&sum_slot, Sum());
-  const uint64_t num_candidates = cluster_fold(&count_slot, Sum());
+  sum = cluster_fold(&sum_of_block, Sum());
+  const uint64_t num_candidates = cluster_fold(&count_of_block, Sum());
   const double log_total = has_sum ? log_sum(maximum, sum) : CUDART_NAN;
   const bool leads = cluster_rank() == 0;
   if (leads && threadIdx.x == 0) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void score_row(const Arguments& a, uint64_t* entries)
   if (num_candidates > kCandidates || num_candidates < a.num_top) {
     select_one_by_one<kWidth>(row, first, end, distances, a.num_top, entries);
   } else if (leads) {
-    const int count = collect(entries, &count_slot);
+    const int count = collect(entries, &count_of_block);
     sort(entries, count);
   }
   if (!leads) return;

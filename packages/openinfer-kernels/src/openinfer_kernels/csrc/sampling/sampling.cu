@@ -71,7 +71,7 @@ __device__ __forceinline__ uint64_t preference(uint32_t key, uint32_t id) { retu
 template <class Logit>
 __device__ __forceinline__ void choose_greedily(const Scores<Logit>& scores, int* token) {
   constexpr int kWidth = Scores<Logit>::kWidth;
-  __shared__ uint64_t slot;
+  __shared__ uint64_t of_block;
   float largest = -CUDART_INF_F;
   int best_at = -1;
   bool has_nan = false;
@@ -92,9 +92,9 @@ __device__ __forceinline__ void choose_greedily(const Scores<Logit>& scores, int
       if (values[i] == largest) best = preference(ordered(largest), scores.slice.first + best_at + i);
   }
   best = block_fold(best, Most());
-  if (threadIdx.x == 0) slot = best;
+  if (threadIdx.x == 0) of_block = best;
   cluster_sync();
-  best = cluster_fold(&slot, Most());
+  best = cluster_fold(&of_block, Most());
   if (threadIdx.x == 0 && cluster_rank() == 0) *token = is_finite(uint32_t(best >> 32)) ? int(~uint32_t(best)) : -1;
 }
 
@@ -131,7 +131,7 @@ template <class Logit>
 __device__ __forceinline__ void sample_token(const Scores<Logit>& scores, const Distances& distances,
                                              const SoftmaxWeights& softmax_weight, const Draw& draw, int num_token_ids,
                                              const Maxima& maxima, uint64_t* work, int* token) {
-  __shared__ uint64_t sum_slot, count_slot;
+  __shared__ uint64_t sum_of_block, count_of_block;
   if (draw.top_k == 0 && draw.top_p >= 1)
     return sample_inverse_cdf(scores, distances, softmax_weight, {kNoDistance, 0}, draw, token);
   const bool is_short = num_token_ids <= kCandidates;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void sample_token(const Scores<Logit>& scores, const 
   if (!is_short && !is_top_k) {
     scores.template each<2>([&](int, float score) { sum += softmax_weight(score); });
     sum = block_fold(sum, Sum());
-    if (threadIdx.x == 0) sum_slot = sum;
+    if (threadIdx.x == 0) sum_of_block = sum;
   }
   uint32_t bound = distances.of_lowest_finite();
   if (!is_short) {
@@ -149,26 +149,26 @@ __device__ __forceinline__ void sample_token(const Scores<Logit>& scores, const 
     const uint64_t amount = is_top_k ? 1 : is_some ? softmax_weight(from_ordered(maxima.mine)) : 0;
     bound = candidate_bound(mine, distances.largest - maxima.worst, amount, [&]() -> uint64_t {
       if (is_top_k) return draw.top_k;
-      sum = cluster_fold(&sum_slot, Sum());
+      sum = cluster_fold(&sum_of_block, Sum());
       return draw.top_k > 0 ? ~uint64_t(0) : share_of(sum, draw.top_p);
     });
   }
   if (bound != kNoDistance) {
-    const int count = gather(scores, distances, min(bound, distances.of_lowest_finite()), work, &count_slot);
+    const int count = gather(scores, distances, min(bound, distances.of_lowest_finite()), work, &count_of_block);
     if (count <= kCandidates) {
       if (cluster_rank() > 0) return;
-      collect(work, &count_slot);
+      collect(work, &count_of_block);
       if (count <= kThreads) return sample_few_candidates(work, count, distances, softmax_weight, draw, sum, token);
       return sample_many_candidates(work, count, distances, softmax_weight, draw, sum, token);
     }
   }
   if (sum == 0) {
-    __shared__ uint64_t slot;
+    __shared__ uint64_t of_block;
     scores.template each<2>([&](int, float score) { sum += softmax_weight(score); });
     sum = block_fold(sum, Sum());
-    if (threadIdx.x == 0) slot = sum;
+    if (threadIdx.x == 0) of_block = sum;
     cluster_sync();
-    sum = cluster_fold(&slot, Sum());
+    sum = cluster_fold(&of_block, Sum());
   }
   const Threshold threshold = find_kept(scores, distances, softmax_weight, work, sum, num_token_ids, draw);
   sample_inverse_cdf(scores, distances, softmax_weight, threshold, draw, token);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kBins = 2048, kBinBits = 11, kFineBins = 4096;
 
-static_assert(kBins == kCandidates && kFineBins == 2 * kCandidates, "bins and candidates take turns in one place");
+static_assert(kBins == kCandidates && kFineBins == 2 * kCandidates, "bins and candidates share one place");
 
 // Bins of equal width over the scores from the largest down to where nothing matters.
 struct Ruler {
@@ -60,7 +60,7 @@ template <class Logit, class Value>
 __device__ __noinline__ Reached reach_by_order(Scores<Logit> scores, Distances distances, uint64_t* work, Ruler ruler,
                                                uint64_t target, Value value) {
   constexpr int kWidth = Scores<Logit>::kWidth, kMine = kFineBins / kThreads;
-  __shared__ uint64_t sum_slot, count_slot, distance_slot, before_slot;
+  __shared__ uint64_t sum_of_block, count_of_block, reached_distance, reached_before;
   __shared__ uint32_t appended;
   __shared__ int first_bin, last_bin;
   uint32_t* counts = reinterpret_cast<uint32_t*>(work);
@@ -68,7 +68,7 @@ __device__ __noinline__ Reached reach_by_order(Scores<Logit> scores, Distances d
   if (threadIdx.x == 0) {
     appended = 0;
     first_bin = last_bin = kFineBins - 1;
-    distance_slot = kTooMany;
+    reached_distance = kTooMany;
   }
   __syncthreads();
   scores.template each_access<2>([&](int, const float (&values)[kWidth]) {
@@ -125,14 +125,14 @@ __device__ __noinline__ Reached reach_by_order(Scores<Logit> scores, Distances d
   });
   above = block_fold(above, Sum());
   if (threadIdx.x == 0) {
-    sum_slot = above;
-    count_slot = appended;
+    sum_of_block = above;
+    count_of_block = appended;
   }
   cluster_sync();
-  above = cluster_fold(&sum_slot, Sum());
-  const int count = int(cluster_fold(&count_slot, Sum()));
+  above = cluster_fold(&sum_of_block, Sum());
+  const int count = int(cluster_fold(&count_of_block, Sum()));
   if (cluster_rank() == 0 && count > 0 && count <= kCandidates && above < target) {
-    collect(work, &count_slot);
+    collect(work, &count_of_block);
     sort(work, count);
     uint64_t running[kHeld];
     const auto amount = [&](int at) {
@@ -153,14 +153,14 @@ __device__ __noinline__ Reached reach_by_order(Scores<Logit> scores, Distances d
           else
             high = middle;
         }
-        distance_slot = distance;
-        before_slot = before - uint64_t(at - low) * amount(at);
+        reached_distance = distance;
+        reached_before = before - uint64_t(at - low) * amount(at);
       }
       before = above + running[i];
     }
   }
   cluster_sync();
-  return {uint32_t(cluster_read(&distance_slot, 0)), cluster_read(&before_slot, 0)};
+  return {uint32_t(cluster_read(&reached_distance, 0)), cluster_read(&reached_before, 0)};
 }
 
 // The distance at which the running sum of `value(distance, score)`, in order of distance, reaches `target`, and the
@@ -225,7 +225,7 @@ __device__ __forceinline__ Reached reach_anyhow(const Scores<Logit>& scores, con
 template <class Logit>
 __device__ __noinline__ Threshold find_kept(Scores<Logit> scores, Distances distances, SoftmaxWeights softmax_weight,
                                             uint64_t* work, uint64_t sum, int num_token_ids, Draw draw) {
-  __shared__ uint64_t slot;
+  __shared__ uint64_t of_block;
   Threshold threshold = {kNoDistance, 0};
   uint64_t sum_before = sum;
   if (draw.top_k > 0) {
@@ -237,9 +237,9 @@ __device__ __noinline__ Threshold find_kept(Scores<Logit> scores, Distances dist
         if (distances.of(score) < threshold.end) sum_before += softmax_weight(score);
       });
       sum_before = block_fold(sum_before, Sum());
-      if (threadIdx.x == 0) slot = sum_before;
+      if (threadIdx.x == 0) of_block = sum_before;
       cluster_sync();
-      sum_before = cluster_fold(&slot, Sum());
+      sum_before = cluster_fold(&of_block, Sum());
       sum = sum_before + threshold.num_ties * softmax_weight(distances.value(threshold.end));
     }
   }
