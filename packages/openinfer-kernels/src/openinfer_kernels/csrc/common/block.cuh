@@ -40,7 +40,7 @@ __device__ uint64_t block_fold(uint64_t value, Combine combine) {
   __shared__ uint64_t partial[kWarps];
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) value = combine(value, __shfl_xor_sync(~0u, value, mask));
-  __syncthreads();
+  __syncthreads();  // `partial` may still be read for the call before
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
   value = partial[threadIdx.x % kWarps];
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint64_t block_sum_before(uint64_t value) {
   __shared__ uint64_t totals[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint64_t before = warp_sum_before(value);
-  __syncthreads();
+  __syncthreads();  // `totals` may still be read for the call before
   if (lane == 31) totals[warp] = before + value;
   __syncthreads();
 #pragma unroll
@@ -74,7 +74,8 @@ __device__ __forceinline__ uint64_t block_sum_before(uint64_t value) {
   return before;
 }
 
-// Adds to an integer in shared memory, which has no 64-bit atomics of its own: the halves one by one, with carry.
+// Adds to an integer in shared memory, which has no 64-bit atomics of its own: the halves one by one, with carry. The
+// sum is right once all threads have added; between the two halves it may lack a carry.
 __device__ __forceinline__ void add_to(uint64_t* sum, uint64_t amount) {
   uint32_t* halves = reinterpret_cast<uint32_t*>(sum);
   const uint32_t low = amount;

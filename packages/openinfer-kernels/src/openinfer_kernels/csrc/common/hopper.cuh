@@ -16,8 +16,11 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
+// The copy engine and other blocks of the cluster see that barriers are initialised only after this fence; threads,
+// after a synchronisation that must follow.
 __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;"); }
 
+// One arrival, which also announces the bytes of the copies to come: the phase ends when both are complete.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes));
 }
@@ -26,6 +29,9 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)));
 }
 
+// `parity` is that of the phase waited for, 0 for the first one. One bit is enough, as no thread is more than a phase
+// late. `try_wait` gives up after a while, hence the loop; the braces keep its labels apart where it is
+// inlined twice.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -59,7 +65,8 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// All threads of the cluster have come here; what they wrote before may not have.
+// All threads of the cluster have come here; what they wrote before may not have. It is for the lifetime of shared
+// memory (of barriers that a fence has made visible, of what other blocks still read), not for data.
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -84,6 +91,7 @@ __device__ __forceinline__ float4 load_in(uint32_t address) {
   return value;
 }
 
+// Releases what was stored in the other block's memory before; `barrier_wait_cluster` there acquires it.
 __device__ __forceinline__ void barrier_arrive_in(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -109,6 +117,7 @@ __device__ __forceinline__ void barrier_wait_cluster(uint64_t* barrier, uint32_t
 
 // --- bulk tensor copies ---------------------------------------------------------------------------------------
 
+// The first copy would otherwise wait for its own descriptor.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -126,6 +135,7 @@ __device__ __forceinline__ uint64_t evict_normal_policy() {
   return policy;
 }
 
+// For what other blocks read again soon: activations of a product, keys that several query tiles see.
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -168,6 +178,9 @@ __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("gridd
 
 // --- registers of a warpgroup -----------------------------------------------------------------------------------
 
+// A block is launched with the same number for all threads. A warpgroup that only starts copies leaves most of its own
+// to those that hold sums; all warps of a warpgroup must execute the same one, and `inc` waits until others have left
+// enough.
 template <int Count>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
@@ -180,12 +193,16 @@ __device__ __forceinline__ void leave_registers() {
 
 // --- wgmma ----------------------------------------------------------------------------------------------------
 
-// A K-major tile in shared memory with rows of 128 bytes, swizzled by 128 bytes; 8 rows are 1024 bytes.
+// A K-major tile in shared memory with rows of 128 bytes, swizzled by 128 bytes; 8 rows are 1024 bytes. The swizzle is
+// a function of address bits, so that tiles begin at multiples of 1024; the next 16 values of K are 32 bytes further,
+// 2 in the descriptor, whose addresses are in units of 16 bytes.
 __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
   uint64_t address = shared_address(tile);
   return ((address & 0x3FFFF) >> 4) | (uint64_t(1) << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
 }
 
+// The sums are registers that the tensor cores write while the threads go on: they may be touched before this fence and
+// after `wgmma_wait`, not between.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int Pending>

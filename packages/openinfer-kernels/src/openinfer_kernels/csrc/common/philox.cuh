@@ -18,7 +18,6 @@ __device__ __forceinline__ uint4 philox_words(uint64_t seed, uint64_t position) 
   return {c0, c1, c2, c3};
 }
 
-// The first of them.
 __device__ __forceinline__ uint32_t philox_word(uint64_t seed, uint64_t position) {
   return philox_words(seed, position).x;
 }

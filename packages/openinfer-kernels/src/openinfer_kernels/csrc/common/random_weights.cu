@@ -9,6 +9,7 @@ constexpr int kPerThread = 8;
 
 // Two normal numbers from two words: Box and Muller 1958.
 __device__ float2 normal_pair(uint32_t first, uint32_t second) {
+  // Half a step off zero, whose logarithm is infinite.
   const float radius = sqrtf(-2.0f * logf((float(first) + 0.5f) * 0x1p-32f));
   float sine, cosine;
   sincospif(float(second) * 0x1p-31f, &sine, &cosine);

@@ -5,14 +5,14 @@
 struct StateRows {
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]; 0: padding
-  const int* slots;         // [R]
+  const int* slots;         // [R] state slots
   int num_rows;
 };
 
 struct StateRow {
   int first, count;  // tokens of the step
-  int slot;
-  bool begins;       // its sequence: what the slot holds is not its state
+  int slot;          // state slot
+  bool begins;       // the sequence begins: what the state slot holds was left by another one
 };
 
 __device__ __forceinline__ StateRow state_row(const StateRows& rows, int row) {

@@ -80,7 +80,6 @@ __device__ __forceinline__ void store_values(float* to, const float (&values)[8]
 
 __device__ __forceinline__ void store_values(float* to, const float (&values)[1]) { *to = values[0]; }
 
-// BF16 as float32.
 template <int kWidth>
 __device__ __forceinline__ void store(float* to, const Vector<kWidth>& vector) {
   float values[kWidth];

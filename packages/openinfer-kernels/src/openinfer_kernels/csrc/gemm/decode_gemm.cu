@@ -28,17 +28,19 @@ namespace {
 
 constexpr int kBox = 64;                     // K of one box: 128 bytes, one swizzle row
 constexpr int kBoxes = 2;
-constexpr int kColumns = kBox * kBoxes;      // K of a chunk
+constexpr int kColumns = kBox * kBoxes;      // K of a chunk: with one box there are twice the waits
 constexpr int kRows = 64;                    // features of a tile
 constexpr int kConsumers = 128;              // one warpgroup
 constexpr int kThreads = kConsumers + 32;    // and the producer
-constexpr int kMostBlocksPerTile = 3;        // a cluster
+constexpr int kMostBlocksPerTile = 3;        // a cluster: 40 tiles (`down`) for 132 multiprocessors
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kAlignment = 1024;             // of swizzled boxes
 
 enum Epilogue { kStore, kSwiglu, kFloat32 };
 
-// Sizes for up to kTokens tokens; decode_gemm.py repeats those of launches.
+// Sizes for up to kTokens tokens; decode_gemm.py repeats those of launches. At most half of a multiprocessor's shared
+// memory, and the division of L1 cache and shared memory that all kernels ask for: another one would have to wait until
+// the multiprocessor is empty.
 template <int kTokens>
 struct Sizes {
   static constexpr int kSharedBytes = (kTokens == 8 ? 113 : 89) * 1024;
@@ -102,6 +104,7 @@ __device__ void produce(Shared<kTokens>& s, const Work& work, const CUtensorMap&
       tile += work.tile_stride;
     }
   };
+  // At first all stages are free. They are full only with their chunks of X, which the kernel ahead may write.
   for (int i = 0; i < ahead; i++, advance()) {
     barrier_expect(&s.full[i], S::kStageBytes);
     load_w<kTokens>(s, i, w_map, tile, work.first_chunk + chunk, once);
@@ -143,7 +146,7 @@ __device__ bool reduce_partials(float (&d)[kTokens / 2], const Work& work, Share
     barrier_arrive_in(address_in(&s.partials_full, 0));
     return false;
   }
-  barrier_wait_cluster(&s.partials_full, 0);
+  barrier_wait_cluster(&s.partials_full, 0);  // the only phase: a cluster has one tile
   for (int other = 0; other < work.size - 1; other++) {
 #pragma unroll
     for (int i = 0; i < S::kSums; i++) d[i] += s.partials[other][i][thread];
@@ -222,9 +225,11 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
     barrier_init_fence();
   }
   if (work.size > 1)
-    cluster_sync();
+    cluster_sync();  // the others arrive at the first block's barrier
   else
     __syncthreads();
+  // Before the wait, so that the next kernel's weights are on their way during all of this one; after it, the
+  // products of a step of 8 tokens take 2.46 ms instead of 2.3.
   launch_dependents();
   if (threadIdx.x < kConsumers) {
     wait_for_previous_kernel();
@@ -232,7 +237,9 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, Output<k
   } else if (threadIdx.x == kConsumers) {
     produce<kTokens>(s, work, w_map, x_map);
   }
-  if (work.size > 1 && work.rank == 0) {  // stays until the others, which write to its memory, have left
+  // The first block stays until the others, which write to its memory, have left: a thread that has ended counts as
+  // arrived.
+  if (work.size > 1 && work.rank == 0) {
     __syncwarp();
     cluster_meet();
   }

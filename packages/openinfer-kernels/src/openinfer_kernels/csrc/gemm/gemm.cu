@@ -25,7 +25,8 @@ namespace {
 constexpr int kChunk = 64;        // of K: 128 bytes, one swizzle row
 constexpr int kRowBytes = kChunk * 2;
 constexpr int kAlignment = 1024;  // of swizzled boxes
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // where they are traded
+// Where they are traded: 384 threads begin with 168 each, and 40 + 2 * 232 is three times that.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 // Sizes of a kernel; cuda/gemm/tiles.py repeats those of launches.
 template <int kTokens_, int kColumns_>
@@ -35,7 +36,7 @@ struct Sizes {
   static constexpr int kConsumers = kTokens / kHigh * 2;
   static constexpr bool kTrades = kHigh > 1;  // registers, for which a producer must be a whole warpgroup
   static constexpr int kThreads = kConsumers + (kTrades ? 128 : 32);
-  static constexpr int kSharedBytes = 225 * 1024;
+  static constexpr int kSharedBytes = 225 * 1024;  // all but 3 KiB, in which the block of a norm waits
   static constexpr int kSums = kColumns / 2;
   static constexpr int kXBytes = kTokens * kRowBytes, kWeightBytes = kColumns * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kWeightBytes;
@@ -108,6 +109,7 @@ __device__ __forceinline__ void load_x(Shared<S>& s, int stage, const CUtensorMa
 
 template <class S>
 __device__ void produce(Shared<S>& s, const Work& work, const CUtensorMap& w_map, const CUtensorMap& x_map) {
+  // With one tile of tokens each weight is read once, and X by every block; with several, both are read again.
   const bool is_once = work.token_tiles == 1;
   const uint64_t again = is_once ? evict_last_policy() : evict_normal_policy();
   const uint64_t weights = is_once ? evict_first_policy() : again;
@@ -166,7 +168,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[S::kHigh][S::kSums], Sh
         wgmma_or_begin<S::kColumns>(d[high], x + step * 2 + high * (64 * kRowBytes / 16), w + step * 2, chunk + step);
     wgmma_commit();
     wgmma_wait<1>();
-    if (chunk > 0) release<S>(s, work, before);
+    if (chunk > 0) release<S>(s, work, before);  // one group is pending, so the products before it have ended
     before = stage;
     if (++stage == S::kStages) stage = 0, phase ^= 1;
   }
@@ -261,7 +263,7 @@ __device__ void run(const CUtensorMap& w_map, const CUtensorMap& x_map, void* y,
   }
   const bool is_cluster = work.splits * work.multicast_ctas > 1;
   if (is_cluster)
-    cluster_meet();
+    cluster_meet();  // multicast copies arrive at the barriers of all blocks of the cluster
   else
     __syncthreads();
   launch_dependents();

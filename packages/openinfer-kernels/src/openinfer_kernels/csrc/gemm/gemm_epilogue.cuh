@@ -49,12 +49,12 @@ struct Target {
   int m, n;  // of y
   int token, first_column, end_column;
 
-  // Of the next 64 tokens, and so on.
+  // The target of the same thread `high` times 64 tokens further.
   __device__ __forceinline__ Target below(int high) const {
     return {y, m, n, token + high * 64, first_column, end_column};
   }
 
-  // The sums of a group's column blocks; swiglu: of gates and ups in turn.
+  // Stores the sums of a group's column blocks; for swiglu those of gates and ups alternate.
   __device__ __forceinline__ void store(int group, const float4 (&sums)[kHeld<kEpilogue>]) const {
     const int quarter = threadIdx.x % 4;
     if constexpr (kEpilogue == kFloat32) {

@@ -166,7 +166,7 @@ __device__ __forceinline__ void run(const Problem& p) {
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; i++) {
     if (i < chunks) load_x<S>(shared + i * S::kStageBytes, p, x_rows, i);
-    commit();
+    commit();  // also an empty group: `wait` counts groups, one for each stage
   }
   float d[S::kRowTiles][S::kTokenTiles][4] = {};
   int stage = 0, next_stage = S::kStages - 1;

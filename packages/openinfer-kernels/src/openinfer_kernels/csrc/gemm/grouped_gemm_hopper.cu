@@ -28,7 +28,7 @@ constexpr int kRowBytes = kChunk * 2;
 constexpr int kAlignment = 1024;
 constexpr int kConsumers = 256;
 constexpr int kThreads = kConsumers + 128;
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // with two consumers, three times the 168 of a launch
 
 struct Sizes {
   static constexpr int kTokens = 128, kColumns = 256, kStages = 4;
@@ -74,7 +74,7 @@ __device__ void produce(Shared& s, Walk walk, const CUtensorMap& w_map, const CU
                         int chunks) {
   const uint64_t policy = evict_normal_policy();
   Ring ring;
-  bool is_first = true;  // round, in which all stages are free
+  bool is_first = true;  // round of the ring, in which all stages are free and no barrier has a phase to wait for
   while (walk.next()) {
     const int first_group = (walk.tile.x * rows + walk.column_tile * kTileFeatures) / kGroupRows;
     for (int i = 0; i < chunks; i++) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void multiply(float (&d)[Sizes::kSums], Shared& s, Ri
     before = ring.stage;
     ring.advance();
   }
-  wgmma_wait<0>();
+  wgmma_wait<0>();  // the epilogue reads the sums, while the producer fills the last stage for the next tile
   if (lane == 0) barrier_arrive(&s.empty[before]);
 }
 

@@ -34,7 +34,7 @@ __device__ __forceinline__ uint4 scaled(uint4 pairs, float scale) {
   return {scaled(pairs.x, scale), scaled(pairs.y, scale), scaled(pairs.z, scale), scaled(pairs.w, scale)};
 }
 
-// By a BF16 number, as a float whose lower half is zero.
+// Pairs times a BF16 number, which comes as a float whose lower half is zero.
 __device__ __forceinline__ uint4 product(uint4 pairs, float scale) {
   const uint32_t twice = __byte_perm(__float_as_uint(scale), 0, 0x3232);
   return {product(pairs.x, twice), product(pairs.y, twice), product(pairs.z, twice), product(pairs.w, twice)};
