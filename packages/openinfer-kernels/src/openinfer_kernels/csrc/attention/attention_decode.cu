@@ -27,7 +27,7 @@ __device__ void run(const Arguments& a) {
   const int work_tiles = count_work_tiles(a, heads, rows, s.counts);
   const Partition partition = {work_tiles, min(work_tiles, int(gridDim.x))};
   if (int(blockIdx.x) >= partition.workers) {
-    if (a.early) wait_for_previous_kernel();
+    if (a.early) wait_for_previous_kernel();  // also without work: a kernel's end stands for all before it
     return;
   }
   const int first = partition.first_of(blockIdx.x), last = partition.first_of(blockIdx.x + 1);

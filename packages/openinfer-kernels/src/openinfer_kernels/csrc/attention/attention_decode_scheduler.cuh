@@ -83,7 +83,7 @@ __device__ int count_work_tiles(const Arguments& a, int heads, const Rows& rows,
   return total;
 }
 
-// Of the flattened list: the first `work_tiles % workers` workers have one work tile more.
+// How the flattened list is split: the first `work_tiles % workers` workers have one work tile more.
 struct Partition {
   int work_tiles, workers;
 
@@ -130,7 +130,7 @@ struct WorkTile {
   __device__ __forceinline__ int left(int warp) const { return context - (index * kWorkTile + warp * kKvTile); }
 };
 
-// What a block has of the item at hand.
+// A block's share of the item at hand.
 struct Item {
   int begin;          // its first work tile
   int heads;          // query heads, at most 8 or 16

@@ -145,6 +145,7 @@ struct Warp {
         s[n][2 + e] = exp2_fast(s[n][2 + e] - highest);
         weight[n][e] = weight[n][e] * factor[e] + (s[n][e] + s[n][2 + e]);
       }
+      // Mostly no maximum has changed, and the sums may stay as they are.
       if (__any_sync(kAll, !(factor[0] == 1.0f) || !(factor[1] == 1.0f))) {
 #pragma unroll
         for (int chunk = 0; chunk < S::kChunks; chunk++)

@@ -143,7 +143,7 @@ __device__ void run(const Arguments& a) {
       bf16* next = tiles + ((n + 1) & 1) * 2 * S::kTile;
       self.load_keys(next, next + S::kTile, (n + 1) * S::kKeys);
     }
-    commit();
+    commit();  // also after the last tile, an empty group, so that one pending group is always the next tile's
     wait<1>();
     __syncthreads();
 
@@ -212,7 +212,7 @@ __device__ void run(const Arguments& a) {
         mma(o[2 * d + 1], p[j][0], p[j][1], p[j][2], p[j][3], b[2], b[3]);
       }
     }
-    __syncthreads();
+    __syncthreads();  // the next round fills the buffers that were read here
   }
 
 #pragma unroll

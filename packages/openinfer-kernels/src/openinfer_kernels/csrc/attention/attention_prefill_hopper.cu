@@ -96,7 +96,7 @@ __device__ __forceinline__ int take_next(Shared<S>& s, int round) {
 
 // The block that has nothing left last sets the counters back.
 __device__ __forceinline__ void stop_asking(const Arguments& a) {
-  __threadfence();
+  __threadfence();  // this block's atomics on the other counter come before
   if (atomicAdd(&a.counters[1], 1) == int(gridDim.x) - 1) a.counters[0] = a.counters[1] = 0;
 }
 
@@ -108,6 +108,7 @@ __device__ __forceinline__ uint64_t value_descriptor(const uint8_t* tile) {
 }
 
 __device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+// wgmma and the copy engine reach shared memory by another way (the async proxy) than the stores of threads.
 __device__ __forceinline__ void copies_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Ping-pong scheduling, as FlashAttention-3 has it: a consumer starts products once the other one has started its own.
@@ -163,6 +164,7 @@ __device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a
                                            (tile.kv_head << a.block_shift) + (token & ((1 << a.block_shift) - 1))
                                      : 0;
       const int chunks = min(kLanes, (tile.end_key - first + kChunk - 1) / kChunk);
+      // The phase that ends the stage's use before this one; in the first round it has none.
       if (step >= kStages) barrier_wait(&empty[stage], (step / kStages - 1) & 1);
       if (lane == 0) barrier_expect(&full[stage], chunks * kBoxesEach * kChunk * kRowBytes);
       __syncwarp();
@@ -215,6 +217,7 @@ struct Consumer {
       for (int c = 0; c < kScores / 4; c++) highest = fmaxf(highest, fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+      // Where nothing has been seen, -inf less -inf would be NaN.
       const float shift = highest == kMinusInfinity ? 0.0f : highest * scale;
       factor[r] = highest == top[r] ? 1.0f : exp2_fast(top[r] * scale - shift);
       top[r] = highest;
@@ -231,7 +234,7 @@ struct Consumer {
     }
   }
 
-  // Of a query row: its four threads have each a quarter.
+  // The four threads of a query row have a quarter of its weights each. Added once: only the quotient needs them.
   __device__ __forceinline__ void add_up_weights() {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -289,7 +292,8 @@ struct Partial {
   }
 };
 
-// Counts an arrival, with all that the warpgroup wrote before; who arrives last sees what the others wrote.
+// Counts an arrival. It releases what the warpgroup wrote before (a barrier has brought that to this thread), and the
+// last one to arrive acquires what the others wrote.
 __device__ __forceinline__ int arrive(int* arrivals) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
@@ -305,7 +309,7 @@ __device__ __forceinline__ bool reduce_partials(Shared<S>& s, const Arguments& a
   if (threadIdx.x % 128 == 0) {
     int* arrivals = a.arrivals + work_tile.first_of_tile * kConsumers + group;
     s.is_last[group] = arrive(arrivals) == work_tile.splits - 1;
-    if (s.is_last[group]) *arrivals = 0;
+    if (s.is_last[group]) *arrivals = 0;  // for the next launch, which may be the replay of a graph
   }
   warpgroup_sync(group);
   if (!s.is_last[group]) return false;
@@ -478,7 +482,7 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
       wgmma_commit();
       warp_scheduler_barrier_arrive(1 - group);
       wgmma_wait<1>();
-      if (frees) barrier_arrive(&s.k_empty[stage]);
+      if (frees) barrier_arrive(&s.k_empty[stage]);  // the scores are there; the product with V is still under way
       if (first + S::kKeys > seen_by_all) hide(scores, first, limits);
       c.exponentials(scores, factor, a.scale);
       wgmma_wait<0>();
@@ -507,6 +511,7 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
 template <class S>
 __device__ void run(const CUtensorMap& map, const Arguments& a) {
   extern __shared__ uint8_t raw[];
+  // Swizzled boxes begin at multiples of 1024, to which dynamic shared memory need not be aligned.
   auto& s = *reinterpret_cast<Shared<S>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
@@ -517,7 +522,7 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
     }
     for (int i = 0; i < 2; i++) {
       barrier_init(&s.next_full[i], 1);
-      barrier_init(&s.next_empty[i], 2 * S::kLoaders - 1 + kConsumers * 4);
+      barrier_init(&s.next_empty[i], 2 * S::kLoaders - 1 + kConsumers * 4);  // all warps but the one that asks
     }
     barrier_init_fence();
     prefetch_map(&map);
@@ -528,7 +533,7 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
                      a.num_kv_heads, a.least_tokens, a.partials != nullptr};
   const int num_work_tiles = count_work_tiles<S::kKeys>(s.work_tiles, rows, gridDim.x) * a.num_kv_heads;
   if (threadIdx.x < 128) {
-    leave_registers<40>();
+    leave_registers<40>();  // 384 threads begin with 168 each; 40 + 2 * 232 is three times that
     produce(s, map, a, rows, num_work_tiles, int(threadIdx.x) / 32);
   } else {
     take_registers<232>();

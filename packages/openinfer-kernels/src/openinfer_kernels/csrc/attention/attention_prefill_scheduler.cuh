@@ -22,7 +22,7 @@ struct Rows {
   bool may_split;
 };
 
-// In shared memory, of each row.
+// What every thread of a block looks up about rows, in shared memory.
 struct RowTable {
   int sums[kSchedulerThreads / 32];
   int work;  // tiles of keys of one KV head

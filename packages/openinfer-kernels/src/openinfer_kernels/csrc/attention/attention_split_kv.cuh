@@ -53,6 +53,7 @@ __device__ void add_warps(const Shared<D, kTiles>& s, bf16* out, float* partial,
       store(out + head * D + at, scaled(sum, 1.0f / weight));
       continue;
     }
+    // Past the first-level cache: a block on another multiprocessor reads it.
     __stcg(reinterpret_cast<float4*>(partial + head * D + at), sum);
     if (at == 0) {
       __stcg(partial + kHeads * D + head, highest);
@@ -131,7 +132,8 @@ __device__ __noinline__ void reduce_partials(Shared<D, kTiles>& s, const float* 
   __syncthreads();
 }
 
-// Counts an arrival, with all that the block wrote before; who arrives last sees what the others wrote.
+// Counts an arrival. It releases what the block wrote before (a barrier has brought that to this thread), and the last
+// one to arrive acquires what the others wrote.
 __device__ __forceinline__ int arrive(int* arrivals) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
@@ -160,7 +162,7 @@ __device__ __forceinline__ void finish_item(Shared<D, kTiles>& s, Warp<D, kTiles
   if (threadIdx.x == 0) {
     int* arrivals = a.arrivals + here.row * item.heads_per_row + here.head;
     s.is_last = arrive(arrivals) == count - 1;
-    if (s.is_last) *arrivals = 0;
+    if (s.is_last) *arrivals = 0;  // for the next launch, which may be the replay of a graph
   }
   __syncthreads();
   if (s.is_last) reduce_partials<D, kTiles>(s, a.partials, first_worker, count, out, item.heads);

@@ -14,7 +14,7 @@ struct Arguments {
   const float* projected;  // [T, 2 w]: values, then weights
   const float* ape;        // [ratio, w]
   const bf16* norm;        // [d]
-  float* state;            // this layer of slot 0
+  float* state;            // this layer of state slot 0
   bf16* cache;             // this layer
   StateRows rows;
   sparse::Entries entries;

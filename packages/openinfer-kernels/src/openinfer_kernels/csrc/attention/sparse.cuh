@@ -33,7 +33,7 @@ __device__ __forceinline__ int row_of_token(const StateRows& rows, int token) {
 }
 
 struct Token {
-  int row, slot;
+  int row, slot;  // `slot`: state slot
   int position;  // below 0: padding
   int start;     // position of the row's first token
   int first;     // that token

@@ -21,7 +21,7 @@ struct Arguments {
   const bf16* q;        // [T, heads, 512]
   const bf16* kv;       // [T, 512]
   const float* sinks;   // [heads]
-  bf16* window;         // this layer of slot 0: [W, 512]
+  bf16* window;         // this layer of state slot 0: [W, 512]
   const int* selected;  // [T, k] or null
   bf16* out;            // [T, heads * 512]
   float* partial_values;  // [T, splits, heads, 512]: not divided
@@ -157,6 +157,7 @@ __device__ void attend(const Arguments& a) {
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
       highest = fmaxf(highest, top);
+      // Where all keys so far are masked, -inf less -inf would be NaN.
       const float factor = highest == -CUDART_INF_F ? 1.0f : __expf(top - highest);
       float sum = 0;
 #pragma unroll

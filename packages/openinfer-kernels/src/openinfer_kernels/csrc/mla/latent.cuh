@@ -18,7 +18,7 @@ constexpr int kPad = 8;                  // values between vectors in shared mem
 constexpr int kPartial =
     kHeads * (kLatent + 2);  // floats of a partial: sums [heads, 512], maxima, sums of exponentials
 
-// Of an item, a (token, tile of 16 query heads): where its sums are.
+// Where the sums of an item, a (token, tile of 16 query heads), are.
 struct Item {
   int first_worker;  // of its partials, if there are several
   int count;         // of partials; 1: all is in `whole`; 0: nothing was computed

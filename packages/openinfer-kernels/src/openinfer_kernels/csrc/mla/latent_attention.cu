@@ -85,6 +85,8 @@ __device__ __forceinline__ void wait_for_vectors(uint64_t* arrived, int parity) 
       : "memory");
 }
 
+// Zeros are plain stores, and the copies that later come to the same place are the copy engine's: without the fence the
+// two have no order.
 __device__ __forceinline__ void copies_see_zeros() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #else
@@ -141,7 +143,7 @@ __device__ __forceinline__ int block_of(const Arguments& a, const WorkTile<S::kW
 
 // --- products ---------------------------------------------------------------------------------------------------------
 
-// What a warp has of an item.
+// A warp's sums of an item.
 template <class S>
 struct Work {
   float sums[S::kSums][4];

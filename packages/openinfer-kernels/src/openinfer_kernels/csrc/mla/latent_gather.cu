@@ -11,7 +11,7 @@ namespace {
 constexpr int kEntries = 64;
 constexpr int kMaxRows = 1024;
 constexpr int kEach = kMaxRows / kThreads;  // rows of a thread
-constexpr int kChunks = kEntry / 8;         // of 16 bytes, of a entry
+constexpr int kChunks = kEntry / 8;         // of 16 bytes, of an entry
 
 struct Arguments {
   const bf16* cache;        // of the layer

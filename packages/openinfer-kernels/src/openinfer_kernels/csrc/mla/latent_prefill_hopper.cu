@@ -49,6 +49,7 @@ struct Shared {
 };
 
 __device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+// wgmma and the copy engine reach shared memory by another way (the async proxy) than the stores of threads.
 __device__ __forceinline__ void copies_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Ping-pong scheduling, as FlashAttention-3 has it: a consumer starts products once the other one has started its own.
@@ -120,6 +121,7 @@ struct Consumer {
       for (int c = 0; c < kScores / 4; c++) highest = fmaxf(highest, fmaxf(scores[4 * c + 2 * r], scores[4 * c + 2 * r + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+      // Where nothing has been seen, -inf less -inf would be NaN.
       const float shift = highest == kMinusInfinity ? 0.0f : highest * scale;
       factor[r] = highest == top[r] ? 1.0f : exp2_fast(top[r] * scale - shift);
       top[r] = highest;
@@ -243,7 +245,7 @@ __device__ void consume(Shared& s, const Arguments& a, const QueryTile& tile, in
     wgmma_commit();
     warp_scheduler_barrier_arrive(1 - group);
     wgmma_wait<1>();
-    if (frees) barrier_arrive(&s.k_empty[stage]);
+    if (frees) barrier_arrive(&s.k_empty[stage]);  // the scores are there; the product with V is still under way
     if (first + kKeys > seen_by_all) Consumer::hide(scores, first, limits);
     c.exponentials(scores, factor, a.scale);
     wgmma_wait<0>();
@@ -266,6 +268,7 @@ __device__ void consume(Shared& s, const Arguments& a, const QueryTile& tile, in
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     latent_prefill_hopper(const __grid_constant__ CUtensorMap own, const __grid_constant__ CUtensorMap shared, Arguments a) {
   extern __shared__ uint8_t raw[];
+  // Swizzled boxes begin at multiples of 1024, to which dynamic shared memory need not be aligned.
   auto& s = *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
@@ -286,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (tile.row < 0) return;
   const int seen = tile.past + min(tile.first_query_row + kQueryRows, tile.num_query_rows);
   if (threadIdx.x < 128) {
-    leave_registers<24>();
+    leave_registers<24>();  // 384 threads begin with 168 each; 24 + 2 * 240 is three times that
     if (threadIdx.x == 0) produce(s, own, shared, __ldcg(a.starts + tile.row), (seen - 1) / kKeys * kKeys, own_head);
   } else {
     take_registers<240>();

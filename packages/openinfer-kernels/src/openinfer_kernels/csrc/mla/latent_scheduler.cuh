@@ -79,7 +79,7 @@ __device__ int count_work_tiles(const Arguments& a, int tiles, const Rows& rows,
   return total;
 }
 
-// Of the flattened list: the first `work_tiles % workers` workers have one work tile more.
+// How the flattened list is split: the first `work_tiles % workers` workers have one work tile more.
 struct Partition {
   int work_tiles, workers;
 
