@@ -31,7 +31,7 @@ struct State {
 struct Group {
   Buffers buffers;
   State* state;
-  const volatile unsigned* is_aborted;  // in host memory
+  const volatile unsigned* is_aborted;  // in host memory: each look crosses the bus
   int64_t slot;                         // 16-byte vectors of one sender's place in a buffer
   int rank, size;
 

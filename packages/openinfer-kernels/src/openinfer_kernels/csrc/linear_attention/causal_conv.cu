@@ -3,7 +3,8 @@
 //     y_t[c] = silu(sum_j w[c, j] x_{t - W + 1 + j}[c])       state [slots, layers, C, W - 1]: the last inputs, oldest first
 //
 // A thread walks over a tile of a row's tokens with the last inputs in registers. Tiles begin at the row's first token
-// and are longer than the taps, so a row's first tile alone reads what the slot holds, and writes what it will hold.
+// and are longer than the taps, so only a row's first tile reads the state slot and writes it: no two blocks race for
+// one.
 #include "attention/attention_query_tile.cuh"
 #include "common/pdl.cuh"
 #include "common/state_rows.cuh"
@@ -18,7 +19,7 @@ constexpr int kAhead = 4;  // tokens that are on their way while one is computed
 struct Arguments {
   const bf16* x;        // [T, C], rows `x_stride` apart
   const bf16* weight;   // [C, W]
-  bf16* state;          // this layer of slot 0: [C, W - 1]
+  bf16* state;          // this layer of state slot 0: [C, W - 1]
   bf16* out;            // [T, C]
   StateRows rows;
   int64_t x_stride, slot_stride;

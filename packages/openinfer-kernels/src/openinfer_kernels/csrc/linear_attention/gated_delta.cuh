@@ -13,7 +13,7 @@ struct Arguments {
   const float* a_log;     // [N]
   const bf16* dt_bias;    // [N], or
   const float* dt_bias32; // where this is not null
-  float* state;           // this layer of slot 0: [N, dk, dv]
+  float* state;           // this layer of state slot 0: [N, dk, dv]
   bf16* out;              // [T, N dv]
   StateRows rows;
   int64_t qkv_stride, gates_stride, slot_stride;

@@ -76,7 +76,7 @@ __device__ __forceinline__ void invert_block(float* m, int i, int j, int lane) {
   store_block(place, sums, -1.0f, lane);
 }
 
-// By all threads of the block, 128 for each head; `is_there` says whether a thread has one.
+// For all threads of the block, 128 for each head; `is_there` says whether a thread has one.
 __device__ __forceinline__ void invert(float* m, bool is_there, int thread, int lane) {
   const int warp = thread / 32;
   if (is_there && thread < kChunk) invert_diagonal(m, thread);

@@ -178,6 +178,7 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
 #pragma unroll
           for (int c = 0; c < 2; c++) {
             const int j = begin + c;
+            // G falls: up to the diagonal exponents are at most 0, beyond it they could overflow.
             const float decay = j <= i ? __expf(total - s.total[h][j]) * s.of_key[j] : 0.0f;
             weights[c] = of_queries[n][half * 2 + c] * decay * of_query;
             overlaps[c] = j < i ? of_keys[n][half * 2 + c] * decay * of_row : 0.0f;

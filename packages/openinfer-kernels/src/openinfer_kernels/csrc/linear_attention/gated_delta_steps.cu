@@ -164,7 +164,8 @@ __device__ void run_any(const Arguments& a) {
 
 }  // namespace
 
-// Grid: heads in slices of so many columns, rows.
+// Grid: heads in slices of so many columns, rows. At 64 rows a layer takes 82 us with slices of 32 columns, 76 with 64,
+// and 113 with whole heads.
 #define GATED_DELTA_STEPS(COLUMNS, BLOCKS)                                       \
   extern "C" __global__ void __launch_bounds__(Shape<COLUMNS>::kThreads, BLOCKS) \
       gated_delta_steps_##COLUMNS(const __grid_constant__ Arguments a) {         \

@@ -12,7 +12,7 @@ constexpr int kDim = 128, kChunk = 64;
 constexpr int kThreads = 256, kWarps = 8;
 constexpr int kWide = kDim + 8, kNarrow = kChunk + 8;  // rows in shared memory, in values, against bank conflicts
 
-// What the walk over the chunks is left by `gated_delta_prepare.cu`.
+// What `gated_delta_prepare.cu` leaves for the walk over the chunks.
 struct Scratch {
   bf16 *u, *w;            // [T, N, 128]
   bf16* p;                // [T, N, 64]
@@ -38,7 +38,7 @@ __device__ __forceinline__ void copy4(float* to, const float* from, bool is_ther
                : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all groups but the last `kPending` have come.
+// Waits until all groups but the last `kPending` have come.
 template <int kPending = 0>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

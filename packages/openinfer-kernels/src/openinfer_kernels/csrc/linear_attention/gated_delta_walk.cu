@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kColumns = 32, kSlices = kDim / kColumns, kSlim = kColumns + 8;
 
-// What is read of a chunk.
+// One chunk's operands.
 struct Stage {
   bf16 w[kChunk * kWide], queries[kChunk * kWide], keys[kChunk * kWide];
   bf16 p[kChunk * kNarrow];
@@ -188,7 +188,8 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
 
 }  // namespace
 
-// Grid: heads in slices of 32 columns, as many long rows as there can be.
+// Grid: heads in slices of 32 columns, as many long rows as there can be. With one stage two blocks share a
+// multiprocessor, which is best for several prompts (8 x 1,024 tokens: 496 us a layer, 611 with three stages).
 #define GATED_DELTA_WALK(STAGES)                                                                             \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                     \
       gated_delta_walk_##STAGES(const __grid_constant__ Arguments a, const __grid_constant__ Scratch from) { \

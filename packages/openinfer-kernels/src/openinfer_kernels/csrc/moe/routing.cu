@@ -169,8 +169,9 @@ __device__ void route(const float* logits, const float* bias, const int* token_i
 
 }  // namespace
 
-// Of `logits [T, E]` into `ids [T, k]` and `weights [T, k]`; at most MOST experts. With a `table [V, k]` the experts
-// are those of the tokens' ids; otherwise `bias [E]` may be null. `slots` may be null; below 0 a token is padding.
+// Routes by `logits [T, E]` into `ids [T, k]` and `weights [T, k]`; at most MOST experts. With a `table [V, k]` the
+// experts are those of the tokens' ids; otherwise `bias [E]` may be null. `slots` (KV slots) may be null; below 0 a
+// token is padding.
 #define ROUTE(MOST)                                                                                                 \
   extern "C" __global__ void __launch_bounds__(kLanes)                                                              \
       route_##MOST(const float* logits, const float* bias, const int* token_ids, const int* table,                  \

@@ -16,7 +16,7 @@ __device__ __forceinline__ int cluster_row() { return blockIdx.x / kClusterSize;
 
 __device__ __forceinline__ int cluster_rank() { return blockIdx.x % kClusterSize; }
 
-// A barrier of all threads of the cluster, which orders their accesses to shared and global memory.
+// A barrier of all threads of the cluster, which orders their accesses to shared and global memory (release, acquire).
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -6,7 +6,7 @@
 
 namespace {
 
-// Of a part of a row: the weight of what is certainly kept, and how many tokens lie exactly at the threshold.
+// What part of a row holds: the weight of what is certainly kept, and how many tokens lie exactly at the threshold.
 struct Mass {
   uint64_t weight;
   uint32_t ties;

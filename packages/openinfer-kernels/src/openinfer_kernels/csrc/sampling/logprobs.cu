@@ -172,7 +172,7 @@ __device__ __forceinline__ void score(const Arguments& a) {
     score_row<kWide<Logit>, Logit>(a, entries);
   else
     score_row<1, Logit>(a, entries);
-  cluster_sync();
+  cluster_sync();  // other blocks may still read this one's shared memory
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ __device__ __forceinline__ void write_scores(const Arguments& a, const Logit* lo
 #pragma unroll
     for (int i = 0; i < kWidth; i++) scores[at + i] = allowed >> i & 1 ? values[i] : -CUDART_INF_F;
   }
-  __syncthreads();
+  __syncthreads();  // a bias is added to what another thread has written
   if (bias.count > 0) bias.add(scores, slice.first, slice.size);
   __syncthreads();
 }
@@ -222,7 +222,7 @@ __device__ __forceinline__ void sample(const Arguments& a) {
       write_scores<Logit, 1>(a, logits, slice, penalties, bias, mask, scores);
     choose(a, Scores<float>{scores, slice}, work, a.tokens + index);
   }
-  cluster_sync();
+  cluster_sync();  // other blocks may still read this one's shared memory
 }
 
 }  // namespace

@@ -4,9 +4,12 @@
 
 namespace {
 
-constexpr float kOctaves = 46;  // so far below the likeliest token none weighs anything
+constexpr float kOctaves = 46;  // so far below the likeliest token none weighs anything: 2^44 2^-46 rounds to 0
 
-// Weights relative to the likeliest token, which has 2^44.
+// Weights relative to the likeliest token, which has 2^44: fewer than 2^20 of them add up to less than 2^64.
+//
+// The scale is two floats, as up to 46 octaves multiply its rounding. At a temperature next to 0 it is bounded: 0 times
+// infinity, of the likeliest token, would be NaN.
 struct SoftmaxWeights {
   float largest, min_p, scale, scale_rest;
 
@@ -40,7 +43,7 @@ __device__ __forceinline__ uint64_t share_of(uint64_t sum, float share) {
   return max(uint64_t(1), min(sum, uint64_t(ceil(double(share) * double(sum)))));
 }
 
-// What is kept of candidates, and the draw.
+// A row's top-k and top-p, and its random word.
 struct Draw {
   int top_k;  // 0 if it cuts nothing
   float top_p;

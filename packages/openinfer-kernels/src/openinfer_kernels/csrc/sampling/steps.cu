@@ -1,5 +1,6 @@
 // What a step of an engine does around the model. Block tables, last ids and sampling state live on the device, one row
-// per sequence slot, so that the host sends which slots run, where they stand, and ids that no slot has sampled.
+// per sequence slot, so that the host sends which slots run, where they stand, and ids that no slot has sampled. A slot
+// is a sequence slot here; KV slots are named so.
 #include <cstdint>
 
 #include "common/pdl.cuh"
@@ -7,14 +8,14 @@
 
 namespace {
 
-// What begins in a slot.
+// What a slot is given when a sequence begins in it.
 struct SlotRecord {
   SlotParams params;
   float presence, frequency, repetition;
   int num_biased, slot, unused;
 };
 
-// What every slot has, `[slots]` each.
+// The state of all slots, `[slots]` each.
 struct SlotArrays {
   int* last_ids;
   SlotParams* params;
@@ -100,10 +101,10 @@ extern "C" __global__ void steps_prepare_decode(const int* rows, const Tables ta
   sampled_slots[row] = samples ? slot : -1;
 }
 
-// A step of prefill chunks of any length (a mixed batch), from `rows` [6, R]: slots, first positions, tokens, given ids
-// of them, first token of the row in the step, first of its ids in `given`. One id less given than there are tokens:
-// the first is the slot's last id. Rows after the last chunk are padding: slot -1, no tokens, the first token after the
-// last one. So are tokens there.
+// A step of prefill chunks of any length (a mixed batch), from `rows` [6, R]: slots, first positions, tokens, host
+// token ids of them, first token of the row in the step, first of its ids in `given`. Where the host gives one id less than
+// there are tokens, the first is the slot's last id. Rows after the last chunk are padding: slot -1, no tokens, the
+// first token after the last one. So are tokens there.
 //
 // Grid: one block per row, and one for the tokens that are padding.
 extern "C" __global__ void steps_prepare_chunks(const int* rows, const int* given, const Tables tables,

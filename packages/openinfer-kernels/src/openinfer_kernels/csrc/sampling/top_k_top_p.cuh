@@ -181,7 +181,7 @@ __device__ __noinline__ Reached reach(Scores<Logit> scores, Distances distances,
       const uint64_t amount = value(distance, score);
       if (amount > 0) add_to(&bins[bin], amount);
     });
-    cluster_sync();
+    cluster_sync();  // the bins of all blocks are complete
     constexpr int kMine = kBins / kThreads;
     uint64_t sums[kMine], sum = 0;
 #pragma unroll
@@ -198,7 +198,7 @@ __device__ __noinline__ Reached reach(Scores<Logit> scores, Distances distances,
         reached = {from.distance + (uint32_t(threadIdx.x * kMine + i) << shift), before};
       before += sums[i];
     }
-    cluster_sync();
+    cluster_sync();  // all blocks have read them, and may clear their own
     from = reached;
     if (shift == 0 || from.distance == kNoDistance) return from;
     __syncthreads();
@@ -210,7 +210,7 @@ __device__ __forceinline__ uint32_t ties_that_reach(uint64_t missing, uint64_t w
   return weight == 0 ? most : uint32_t(min(uint64_t(most), (missing + weight - 1) / weight));
 }
 
-// The same by whichever way finds it.
+// `reach_by_order`, or `reach` where too many tokens are near the target.
 template <class Logit, class Value>
 __device__ __forceinline__ Reached reach_anyhow(const Scores<Logit>& scores, const Distances& distances,
                                                 const SoftmaxWeights& softmax_weight, uint64_t* work, float octaves,
@@ -221,7 +221,8 @@ __device__ __forceinline__ Reached reach_anyhow(const Scores<Logit>& scores, con
   return reach(scores, distances, work, softmax_weight.range(distances), target, value);
 }
 
-// The threshold of top-k, then top-p, at any depth.
+// The threshold of top-k, then top-p, at any depth. (ptxas lays out functions that are not inlined by their names: one
+// that sorts before `reach` gives the kernels other registers.)
 template <class Logit>
 __device__ __noinline__ Threshold find_kept(Scores<Logit> scores, Distances distances, SoftmaxWeights softmax_weight,
                                             uint64_t* work, uint64_t sum, int num_token_ids, Draw draw) {
