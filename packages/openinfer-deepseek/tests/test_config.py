@@ -175,5 +175,5 @@ def test_family_refuses_options_of_another_family(fixtures: Path) -> None:
 def test_public_names_are_sorted_and_there() -> None:
     import openinfer_deepseek
 
-    assert openinfer_deepseek.__all__ == ["DeepseekV2"]
+    assert openinfer_deepseek.__all__ == ["DeepseekV2", "DeepseekV3"]
     assert openinfer_deepseek.DeepseekV2 is DeepseekV2

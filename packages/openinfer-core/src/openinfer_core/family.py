@@ -15,6 +15,7 @@ KNOWN_FAMILIES: Mapping[str, str] = {
     "qwen3_5": "openinfer-qwen35",
     "qwen3_5_text": "openinfer-qwen35",
     "deepseek_v2": "openinfer-deepseek",
+    "deepseek_v3": "openinfer-deepseek",
     "deepseek_v4": "openinfer-deepseek-v4",
     "kimi_k2": "openinfer-kimi-k2",
     "kimi_k25": "openinfer-kimi-k2",

@@ -1,5 +1,5 @@
-"""DeepSeek-V2: found by openinfer through the entry point `deepseek_v2` of the group `openinfer.models`."""
+"""DeepSeek-V2 and V3: found by openinfer through the entry points `deepseek_v2` and `deepseek_v3`."""
 
-from openinfer_deepseek.family import DeepseekV2
+from openinfer_deepseek.family import DeepseekV2, DeepseekV3
 
-__all__ = ["DeepseekV2"]
+__all__ = ["DeepseekV2", "DeepseekV3"]

@@ -1,4 +1,4 @@
-"""DeepSeek-V2's entry point, which configs it serves, and what the engine asks of latent models before it loads."""
+"""The entry points of DeepSeek-V2 and V3, which configs they serve, and what the engine asks before it loads."""
 
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from openinfer_engine.refusals import (
     rope_reasons,
     value_reasons,
 )
+from openinfer_engine.weights.quantised import FP8_BLOCKS, stored_format
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
 
 _V2_ALONE = {
@@ -80,10 +81,31 @@ class DeepseekV2Definition(LatentDefinition):
         return {**config, **_V2_ALONE}
 
 
+class DeepseekV3Definition(LatentDefinition):
+    """DeepSeek-V3, R1 and Moonlight, in FP8 blocks or BF16."""
+
+    name = "deepseek_v3"
+
+    def refusal(self, config: Mapping[str, Any]) -> str | None:
+        model_type = config.get("model_type")
+        if model_type != self.name:
+            return f"not a {self.name} model: its model_type is {model_type!r}"
+        return "; ".join(_v3_reasons(config)) or None
+
+    def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**V3_ROUTER, **config, "tensor_prefix": ""}
+
+
 class DeepseekV2(EngineFamily):
     """Implements `openinfer_core.ModelFamily` for DeepSeek-V2-Lite and its relatives with a softmax router."""
 
     definition = DeepseekV2Definition()
+
+
+class DeepseekV3(EngineFamily):
+    """Implements `openinfer_core.ModelFamily` for DeepSeek-V3 and its relatives."""
+
+    definition = DeepseekV3Definition()
 
 
 def latent_reasons(config: Mapping[str, Any]) -> Iterator[str]:
@@ -100,6 +122,18 @@ def v3_reasons(config: Mapping[str, Any]) -> Iterator[str]:
     only = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}
     yield from value_reasons(config, only)
     yield from latent_reasons(config)
+
+
+def _v3_reasons(config: Mapping[str, Any]) -> Iterator[str]:
+    yield from architecture_reasons(config, "DeepseekV3ForCausalLM")
+    yield from key_reasons(config, {**PLAIN_DECODER, "compression_config": PLAIN_WEIGHTS["compression_config"]})
+    yield from code_reasons(config, prefix="AutoModelForCausalLM", published="modeling_deepseek.DeepseekV3ForCausalLM")
+    yield from v3_reasons(config)
+    try:
+        if stored_format(config.get("quantization_config")) not in (None, FP8_BLOCKS):
+            yield "quant_method is 'compressed-tensors': only fp8 is served"
+    except ValueError as error:
+        yield str(error)
 
 
 def _v2_reasons(config: Mapping[str, Any]) -> Iterator[str]:

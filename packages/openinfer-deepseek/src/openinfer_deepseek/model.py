@@ -265,7 +265,7 @@ def tensors(config: DeepseekConfig) -> Mapping[str, TensorSpec]:
             whole[f"{layer.prefix}.mlp.gate.weight"] = (config.n_routed_experts, h)
         if layer.experts and config.corrects_choice:
             whole[f"{layer.prefix}.mlp.gate.e_score_correction_bias"] = StoredTensor(
-                shape=(config.n_routed_experts,), dtypes=("F32",), dummy=Repeated(values=(0.0, 0.01, -0.01))
+                shape=(config.n_routed_experts,), dtypes=("F32", "BF16"), dummy=Repeated(values=(0.0, 0.01, -0.01))
             )
         for matrix in layer.matrices:
             whole |= matrix.tensors()
@@ -407,7 +407,7 @@ def _load_experts(
     bias = f"{layer.prefix}.mlp.gate.e_score_correction_bias"
     return ExpertWeights(
         router=loader.plain(f"{layer.prefix}.mlp.gate.weight"),
-        correction_bias=loader.stored(bias) if config.corrects_choice else None,
+        correction_bias=loader.stored_float32(bias) if config.corrects_choice else None,
         gate_up_proj=loader.stack(*gate_up, num_matrices=count),
         down_proj=loader.stack(*(expert.down for expert in experts), num_matrices=count),
     )

@@ -29,8 +29,12 @@ class WeightLoader:
         return self._ops.upload_float32(self._weights.read(name, cut))
 
     def stored(self, name: str, dtype: DTypeLike | None = None) -> Array:
-        """A whole `StoredTensor`, in its own dtype unless another is named: a bias in float32, a table of ids."""
+        """A whole `StoredTensor`, in its own dtype unless another is named: a table of ids."""
         return self._ops.upload(np.ascontiguousarray(self._weights.read_stored(name), dtype))
+
+    def stored_float32(self, name: str) -> Array:
+        """A whole `StoredTensor` of float32 or BF16, in float32."""
+        return self._ops.upload_float32(self._weights.read_stored(name))
 
     def linear(
         self, *matrices: StoredMatrix | str, cut: Cut = Cut.WHOLE, whole: Sequence[StoredMatrix] = ()
