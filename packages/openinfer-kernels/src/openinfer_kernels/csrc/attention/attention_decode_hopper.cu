@@ -3,7 +3,7 @@
 //
 // Each warp has a ring of KV tiles (attention_kv_tile.cuh) in shared memory. As soon as a tile's keys have been
 // multiplied, a lane asks for the keys of the tile that comes a ring later, and so for values: memory is busy while
-// items end and partials are reduced, and before the previous kernel has ended. Bytes on their way need no L1 cache, so
+// items end and partials are reduced, and before the previous kernel has ended. Bytes in flight need no L1 cache, so
 // that this kernel divides it as all others do. attention_decode_scheduler.cuh divides the work, attention_split_kv.cuh
 // reduces it.
 #include "attention/attention_split_kv.cuh"
@@ -40,7 +40,7 @@ __device__ __forceinline__ void copy(void* target, const bf16* from, int bytes, 
 // one tile ago waits for it: 274 instead of 260 us a layer at 256 rows of 1,024 tokens.
 struct KvTiles {
   static constexpr int kWindow = 32;
-  int block;       // of the cache; it may still be on its way
+  int block;       // of the cache; its load may still be in flight
   int64_t offset;  // of the keys in the block
   int left;        // tokens of the context from the tile on; nothing to do where it is not positive
 
@@ -182,7 +182,7 @@ __device__ void run(const Arguments& a) {
 }  // namespace
 
 // Rings are 128 KiB of a multiprocessor for every head dimension. At 128, one block has too few bytes
-// on their way, and three blocks with rings of one KV tile are 1 to 2 us a layer slower at 1 and 8 rows.
+// in flight, and three blocks with rings of one KV tile are 1 to 2 us a layer slower at 1 and 8 rows.
 #define ATTENTION_DECODE(D, TILES, DEPTH, BLOCKS)                                                                      \
   extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_decode_hopper_##D##_##TILES(Arguments arguments) { \
     run<D, TILES, DEPTH>(arguments);                                                                                   \

@@ -31,7 +31,7 @@ struct Arguments {
 
 struct Rows {
   int* starts;    // [R + 1] first work tile of each row
-  int* contexts;  // [R] 0 for rows of several tokens: those are not ours
+  int* contexts;  // [R] 0 for rows of several tokens, which prefill attention serves
   int* queries;   // [R] first token of each row
 
   __device__ __forceinline__ Rows(int* memory, int num_rows)
@@ -130,7 +130,7 @@ struct WorkTile {
   __device__ __forceinline__ int left(int warp) const { return context - (index * kWorkTile + warp * kKvTile); }
 };
 
-// A block's share of the item at hand.
+// A block's share of its current item.
 struct Item {
   int begin;          // its first work tile
   int heads;          // query heads, at most 8 or 16

@@ -20,7 +20,7 @@ struct Arguments {
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
   int num_rows, table_stride, group;
-  int least_tokens;         // of a row, for it to be ours
+  int least_tokens;         // of a row that this kernel serves
   float scale;              // of scores, times log2(e)
 };
 

@@ -1,7 +1,7 @@
 // Causal attention of rows with several query tokens over their paged context, with Hopper's warpgroup products.
 //
 // FlashAttention-3 (Shah et al. 2024, algorithm 2) over pages. A block holds a tile of 128 query rows, which are
-// (token, query head) pairs; those that share a KV head lie side by side. Three warpgroups:
+// (token, query head) pairs; those that share a KV head are contiguous. Three warpgroups:
 //
 //   producer     for each tile of keys, last to first: 16 tokens at a time by tensor copies, each from its own page
 //   2 consumers  64 query rows each:  S' = Q K'^T starts │ O += P V starts │ softmax of S' while O is made │ O scaled, P = S'
@@ -45,7 +45,7 @@ struct Arguments {
   float4* partials;         // of tiles that are divided, `Partial` each; null: none may be
   int* arrivals;            // [work_tiles, 2] warpgroups that left their partial: zero before and after
   int num_rows, table_stride, group, num_kv_heads, block_shift;
-  int least_tokens;         // of a row, for it to be ours
+  int least_tokens;         // of a row that this kernel serves
   int block_rows;           // rows of the cache [blocks, layers, 2, K, B] x [D] from one block to the next
   int layer_row;            // first row of the layer in a block
   unsigned group_reciprocal;  // 2**32 / group, rounded up
@@ -74,8 +74,8 @@ struct Shared {
 
 // --- work tiles, one after the other ---------------------------------------------------------------------------------
 
-// Tiles are handed out to blocks as they ask, but for the first of each. A producer warp asks for tile `round + 1` of
-// its block while tile `round` is under way, and leaves the answer for the block's other warps.
+// Tiles are handed out on demand by a counter, but for the first of each block. A producer warp asks for tile `round +
+// 1` of its block while tile `round` is under way, and leaves the answer for the block's other warps.
 template <class S>
 __device__ __forceinline__ int ask_for_next(Shared<S>& s, const Arguments& a, int round) {
   if (round >= 2) barrier_wait(&s.next_empty[round % 2], (round / 2 - 1) & 1);
@@ -337,7 +337,7 @@ __device__ __forceinline__ void hide(float (&scores)[kScores], int first_key, co
     if (first_key + i / 4 * 8 + 2 * t + (i & 1) > limits[(i >> 1) & 1]) scores[i] = kMinusInfinity;
 }
 
-// This warpgroup's 64 query rows of queries on their way to shared memory; absent query rows are zero.
+// This warpgroup's 64 query rows, in registers between global and shared memory; absent query rows are zero.
 template <class S>
 struct Queries {
   static constexpr int kChunks = S::D / 8, kEach = 64 * kChunks / 128;

@@ -18,7 +18,7 @@ struct Rows {
   const int* query_starts;  // [R + 1]
   const int* context_lens;  // [R]
   int num_rows, group, num_kv_heads;
-  int least_tokens;         // of a row, for it to be ours
+  int least_tokens;         // of a row that this kernel serves
   bool may_split;
 };
 

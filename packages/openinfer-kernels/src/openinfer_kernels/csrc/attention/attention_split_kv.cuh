@@ -77,7 +77,7 @@ struct Running {
 
 // Reduces the partials of an item in the order of workers. The first worker's lies in the second place of its
 // workspace, as it begins the item; the others' in their first. Where threads are many, several share four values, each
-// with every so many partials.
+// with every `ways`-th partial.
 template <int D, int kTiles>
 __device__ __noinline__ void reduce_partials(Shared<D, kTiles>& s, const float* partials, int first, int count,
                                              bf16* out, int heads) {

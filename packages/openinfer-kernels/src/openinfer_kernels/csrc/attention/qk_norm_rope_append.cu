@@ -107,6 +107,8 @@ __device__ void run_vectors(const Arguments& a) {
     q_weight = load<8>(a.q_norm + lane * 8);
     k_weight = load<8>(a.k_norm + lane * 8);
   }
+  // The trigger comes first: attention reads the batch and older tokens before this kernel has ended, the product after
+  // it its weights, which saves 2 us a layer up to 16 rows.
   launch_dependents();
   wait_for_previous_kernel();
   const int position = a.positions[token];

@@ -111,7 +111,7 @@ __device__ void attend(const Arguments& a) {
     sparse::commit_copies();
   };
   float values[kTiles][kWarpSize / 8][4] = {};
-  // Heads are weighed by 4 neighbouring threads each, 4 keys a thread.
+  // The softmax of a head is computed by 4 neighbouring threads, 4 keys each.
   float top = -CUDART_INF_F, total = 0;
   const int num_tiles = (end - begin + kTileKeys - 1) / kTileKeys;
   fetch(0);

@@ -30,6 +30,8 @@ constexpr int kConsumers = 256;
 constexpr int kThreads = kConsumers + 128;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // with two consumers, three times the 168 of a launch
 
+// Tiles of 128 x 128, two blocks on a multiprocessor, read shared memory more often for each product: 1,995 us instead
+// of 1,623 for 8,192 tokens of DeepSeek-V2-Lite.
 struct Sizes {
   static constexpr int kTokens = 128, kColumns = 256, kStages = 4;
   static constexpr int kSums = kColumns / 2;

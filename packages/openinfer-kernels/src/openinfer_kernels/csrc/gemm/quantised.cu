@@ -38,7 +38,7 @@ struct ArrangeFp4 {
   }
 };
 
-// Bytes 2, 0, 3, 1.
+// Bytes 2, 0, 3, 1: codes 0 and 1 are the upper bytes of both halves, and codes 2 and 3 after one shift.
 struct ArrangeFp8 {
   static constexpr int kFragments = 2;
   static __device__ uint32_t arranged(uint32_t word) { return __byte_perm(word, 0, 0x1302); }

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kTileTokens = 32;
-constexpr int kAhead = 4;  // tokens that are on their way while one is computed
+constexpr int kAhead = 4;  // tokens whose loads are in flight while one is computed
 
 struct Arguments {
   const bf16* x;        // [T, C], rows `x_stride` apart

@@ -164,7 +164,7 @@ __device__ void run_any(const Arguments& a) {
 
 }  // namespace
 
-// Grid: heads in slices of so many columns, rows. At 64 rows a layer takes 82 us with slices of 32 columns, 76 with 64,
+// Grid: heads in slices of COLUMNS columns, rows. At 64 rows a layer takes 82 us with slices of 32 columns, 76 with 64,
 // and 113 with whole heads.
 #define GATED_DELTA_STEPS(COLUMNS, BLOCKS)                                       \
   extern "C" __global__ void __launch_bounds__(Shape<COLUMNS>::kThreads, BLOCKS) \

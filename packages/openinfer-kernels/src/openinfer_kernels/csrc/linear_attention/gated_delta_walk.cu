@@ -57,7 +57,7 @@ __device__ __forceinline__ void share_state(bf16* shared, const StateTile& state
 }
 
 // Each warp holds 16 rows of the state. Four of them find corrections, of 16 tokens each, the others outputs. Of
-// several stages, one is computed while the next chunks are on their way to the others.
+// several stages, one is computed while the next chunks are copied to the others.
 template <int kStages>
 __device__ void walk(const Arguments& a, const Scratch& from) {
   extern __shared__ __align__(128) uint8_t raw[];
@@ -70,7 +70,7 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
   if (whole.row < 0) return;
   const StateRow row = state_row(a.rows, whole.row);
   const int head = blockIdx.x / kSlices, slice = blockIdx.x % kSlices;
-  constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // chunks on their way before the first is computed
+  constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // chunks in flight before the first is computed
   const auto load = [&](int begin) {  // chunk by chunk, a group of copies each, also after the last one
     Stage& stage = shared.stages[begin / kChunk % kStages];
     if (begin < row.count) load_chunk(stage, a, from, head, slice, row.first + begin, min(kChunk, row.count - begin));

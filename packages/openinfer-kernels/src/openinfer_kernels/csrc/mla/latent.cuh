@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t shared_of(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes on their way to shared memory; zeros where `is_there` is false.
+// Starts a copy of 16 bytes to shared memory; zeros where `is_there` is false.
 __device__ __forceinline__ void copy_16(void* to, const void* from, bool is_there = true) {
   const int size = is_there ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_of(to)), "l"(from), "r"(size) : "memory");

@@ -38,7 +38,7 @@ struct Shape {
 template <class S>
 struct Shared {
   alignas(16) bf16 entries[kStages][S::kWorkTile * kPitch];
-  alignas(16) bf16 q[kHeads * kPitch];  // of the item at hand
+  alignas(16) bf16 q[kHeads * kPitch];  // of the current item
   alignas(16) bf16 p[kHeads * S::kProbabilities];
   float tops[S::kWarps][kHeads], totals[S::kWarps][kHeads];
   int counts[S::kWarps];
@@ -111,7 +111,7 @@ __device__ __forceinline__ void clear_vectors(bf16* vectors, int first, int last
   copies_see_zeros();
 }
 
-// A work tile, of which a warp's 8 tokens lie side by side in one block of the cache.
+// A work tile, of which a warp's 8 tokens are contiguous in one block of the cache.
 template <class S>
 __device__ __forceinline__ void copy_work_tile(Shared<S>& s, int stage, const Arguments& a,
                                                const WorkTile<S::kWorkTile>& place, int block) {

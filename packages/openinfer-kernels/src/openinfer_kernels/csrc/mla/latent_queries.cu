@@ -1,7 +1,7 @@
 // Queries over latents: of each head, its unrotated part times the rows of `kv_b_proj` that make keys, next to its
 // rotated part. A block has 64 of the 512 columns of one head, and up to 64 tokens.
 //
-// The weights are on their way before the previous kernel has ended.
+// The weights depend on no kernel: they are asked for before the previous one has ended.
 #include "common/pdl.cuh"
 #include "mla/latent.cuh"
 

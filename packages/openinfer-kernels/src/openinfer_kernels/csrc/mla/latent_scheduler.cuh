@@ -20,7 +20,7 @@ struct Arguments {
   float* partials;          // [workers, 2, kPartial]
   Item* items;              // [T, head tiles]
   int num_rows, table_stride, num_heads, block_shift;
-  int most_tokens;          // of a row, for it to be ours
+  int most_tokens;          // of a row that this kernel serves
   int early;                // nonzero: the batch may be read before the previous kernel has ended
   float scale;              // of scores, times log2(e)
 };
@@ -39,8 +39,8 @@ __device__ __forceinline__ int work_tiles_of(int context) {
   return (context + kWorkTile - 1) / kWorkTile;
 }
 
-// Sums up the work tiles of all rows that are ours; every thread takes consecutive rows. Returns the number of
-// work_tiles.
+// Sums up the work tiles of all rows that this kernel serves; every thread takes consecutive rows. Returns their
+// number.
 template <int kWorkTile, int kThreads>
 __device__ int count_work_tiles(const Arguments& a, int tiles, const Rows& rows, int* sums) {
   const int thread = threadIdx.x, each = (a.num_rows + kThreads - 1) / kThreads;

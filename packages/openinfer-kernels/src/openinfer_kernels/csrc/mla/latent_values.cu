@@ -1,7 +1,7 @@
 // Values of mixed latents: of each head, its mixed latent times the rows of `kv_b_proj` that make values. A block has
 // some of the 128 rows of one head, and up to 32 tokens; its warps share the inner size.
 //
-// The weights are on their way before the previous kernel has ended.
+// The weights depend on no kernel: they are asked for before the previous one has ended.
 #include "common/pdl.cuh"
 #include "mla/latent.cuh"
 

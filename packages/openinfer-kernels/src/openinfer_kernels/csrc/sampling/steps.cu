@@ -102,9 +102,9 @@ extern "C" __global__ void steps_prepare_decode(const int* rows, const Tables ta
 }
 
 // A step of prefill chunks of any length (a mixed batch), from `rows` [6, R]: slots, first positions, tokens, host
-// token ids of them, first token of the row in the step, first of its ids in `given`. Where the host gives one id less than
-// there are tokens, the first is the slot's last id. Rows after the last chunk are padding: slot -1, no tokens, the
-// first token after the last one. So are tokens there.
+// token ids of them, first token of the row in the step, first of its ids in `given`. Where the host gives one id less
+// than there are tokens, the first is the slot's last id. Rows after the last chunk are padding: slot -1, no tokens,
+// the first token after the last one. So are tokens there.
 //
 // Grid: one block per row, and one for the tokens that are padding.
 extern "C" __global__ void steps_prepare_chunks(const int* rows, const int* given, const Tables tables,
