@@ -12,6 +12,7 @@ from openinfer_engine.testing.family import FamilyHarness, check_family, check_s
 from openinfer_engine.testing.golden import Golden
 from openinfer_engine.testing.launched import ask_launched, check_launched
 from openinfer_engine.testing.random_weights import bf16_exact, random_weights
+from openinfer_engine.testing.recorded import RecordedModel
 from openinfer_engine.testing.rounding import (
     Distance,
     QueriesOneOff,
@@ -27,6 +28,7 @@ __all__ = [
     "FamilyHarness",
     "Golden",
     "QueriesOneOff",
+    "RecordedModel",
     "RoundedOps",
     "Traffic",
     "answered_logprobs",
