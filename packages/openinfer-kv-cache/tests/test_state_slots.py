@@ -54,7 +54,7 @@ def test_live_verbs_on_what_is_not_live_raise(pool, verb, state):
     assert pool.state(slot).name.lower() == state
 
 
-def test_snapshot_is_found_only_after_it_landed(pool):
+def test_snapshot_is_found_only_after_its_copy_completed(pool):
     live = pool.allocate()
     copy = pool.begin_snapshot(live, A, num_tokens=8)
     assert (copy.kind, copy.source, copy.num_tokens) == (CopyKind.SNAPSHOT, live, 8)
@@ -206,7 +206,7 @@ def test_copy_ends_once(pool, first, second):
         getattr(pool, second)(copy)
 
 
-def test_load_fills_a_snapshot_that_is_found_once_it_landed(pool):
+def test_load_fills_a_snapshot_that_is_found_once_it_completed(pool):
     copy = pool.begin_load(A, num_tokens=8)
     assert (copy.kind, copy.source, copy.num_tokens) == (CopyKind.LOAD, copy.target, 8)
     assert pool.state(copy.target) is StateSlotStatus.FILLING

@@ -154,7 +154,7 @@ def _servers(scratch: Path) -> Generator[dict[str, Callable[[KvLayout, int], KvT
 
 def _bookkeeping_us(tier: KvTier, num_blocks: int) -> float:
     digests = chain(0, num_blocks)
-    _landed(
+    _require_completed(
         tier.save(digests, block_views(np.zeros((num_blocks, tier.layout.block_bytes), np.uint8), tier.layout)).wait()
     )
     rounds_s: list[float] = []
@@ -177,14 +177,14 @@ def _move(tier: KvTier, num_blocks: int) -> tuple[float, float]:
     for seed in range(4):
         digests = chain(seed, num_blocks)
         begin_s = time.perf_counter()
-        _landed(tier.save(digests, blocks).wait())
+        _require_completed(tier.save(digests, blocks).wait())
         saves_s.append(time.perf_counter() - begin_s)
         begin_s = time.perf_counter()
-        _landed(tier.load(tier.find(digests), blocks).wait())
+        _require_completed(tier.load(tier.find(digests), blocks).wait())
         loads_s.append(time.perf_counter() - begin_s)
     tier.close()
     return pool.nbytes / min(saves_s) / 1e9, pool.nbytes / min(loads_s) / 1e9
 
 
-def _landed(state: TransferState) -> None:
+def _require_completed(state: TransferState) -> None:
     assert state is TransferState.COMPLETED, f"a transfer of the bench ended {state}"  # noqa: S101

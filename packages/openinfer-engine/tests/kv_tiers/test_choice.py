@@ -162,11 +162,11 @@ def test_blocks_of_a_host_pool_are_its_memory() -> None:
     assert pool[1, 0, 0] == 7.0
 
 
-def test_pieces_of_slots_are_their_memory() -> None:
+def test_chunks_of_slots_are_their_memory() -> None:
     pool, slots = np.zeros((3, 2, 4), np.float32), np.zeros((5, 64), np.uint8)
-    pieces: Sequence[Any] = HostPool(pool, slots).states
-    assert [len(each) for each in pieces] == [2] * 5
-    pieces[4][1][:2] = bytes([1, 2])
+    chunks: Sequence[Any] = HostPool(pool, slots).states
+    assert [len(each) for each in chunks] == [2] * 5
+    chunks[4][1][:2] = bytes([1, 2])
     assert slots[4, 32:34].tolist() == [1, 2]
 
 

@@ -57,7 +57,7 @@ class FakeBlock:
 
 
 @dataclass
-class FakePiece:
+class FakeChunk:
     """Half of the states of a slot: 32 bits of them."""
 
     device: FakeDevice
@@ -89,7 +89,7 @@ class FakeTransfer:
 
     tier: "FakeTier"
     digests: tuple[Digest, ...]
-    blocks: list[FakeBlock | FakePiece]
+    blocks: list[FakeBlock | FakeChunk]
     is_load: bool
     polls_left: int
     completed_blocks: int = 0
@@ -177,14 +177,14 @@ class FakeTier:
         return FakeHit(tuple(digests[:found]))
 
     def load(
-        self, hit: FakeHit, blocks: list[FakeBlock | FakePiece], *, timeout_s: float | None = None
+        self, hit: FakeHit, blocks: list[FakeBlock | FakeChunk], *, timeout_s: float | None = None
     ) -> FakeTransfer:
         transfer = FakeTransfer(self, hit.digests, blocks, True, self._draw(self.load_polls))
         self.loads.append(transfer)
         return transfer
 
     def save(
-        self, digests: Sequence[Digest], blocks: list[FakeBlock | FakePiece], *, timeout_s: float | None = None
+        self, digests: Sequence[Digest], blocks: list[FakeBlock | FakeChunk], *, timeout_s: float | None = None
     ) -> FakeTransfer:
         transfer = FakeTransfer(self, tuple(digests), blocks, False, self._draw(self.save_polls))
         self.saves.append(transfer)
@@ -289,7 +289,7 @@ class Rig:
         device = self.driver.device
         blocks = [FakeBlock(device, block_id) for block_id in range(config.num_blocks)]
         num_slots = config.max_num_seqs + config.num_snapshots if config.num_snapshots and has_states else 0
-        states = [[FakePiece(device, slot, half) for half in range(2)] for slot in range(num_slots)]
+        states = [[FakeChunk(device, slot, half) for half in range(2)] for slot in range(num_slots)]
         self.port = TierPort(
             cast("KvTier", tier),
             cast("Any", blocks),
@@ -564,7 +564,7 @@ def test_slow_saves_of_states_give_way_to_snapshots_that_find_no_room(
     rig.driver.submit(request_of(0, range(9)))
     for _ in range(6):
         rig.driver.step()
-    states = [transfer for transfer in tier.saves if isinstance(transfer.blocks[0], FakePiece)]
+    states = [transfer for transfer in tier.saves if isinstance(transfer.blocks[0], FakeChunk)]
     assert states
     assert not any(transfer.is_cancelled for transfer in states)
     now_s[0] = 1.0

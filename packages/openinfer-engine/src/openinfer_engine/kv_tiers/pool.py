@@ -24,7 +24,7 @@ class PoolMemory(Protocol):
 
     @property
     def states(self) -> Sequence[Sequence[BlockMemory]]:
-        """The pieces of each slot, each as large as a block; none without states."""
+        """The chunks of each slot, each as large as a block; none without states."""
         ...
 
     def lock(self, memory: Sequence[memoryview]) -> None:
@@ -47,9 +47,9 @@ class HostPool:
     is_on_device = False
 
     def __init__(self, kv_cache: Array, slots: Array | None = None) -> None:
-        self.blocks: Sequence[BlockMemory] = _pieces(kv_cache, np.asarray(kv_cache).nbytes // len(kv_cache))
+        self.blocks: Sequence[BlockMemory] = _chunks(kv_cache, np.asarray(kv_cache).nbytes // len(kv_cache))
         size = self.blocks[0].nbytes
-        self.states: Sequence[Sequence[BlockMemory]] = () if slots is None else [_pieces(slot, size) for slot in slots]
+        self.states: Sequence[Sequence[BlockMemory]] = () if slots is None else [_chunks(slot, size) for slot in slots]
 
     def lock(self, memory: Sequence[memoryview]) -> None:
         del memory
@@ -58,6 +58,6 @@ class HostPool:
         pass
 
 
-def _pieces(array: Array, num_bytes: int) -> list[BlockMemory]:
+def _chunks(array: Array, num_bytes: int) -> list[BlockMemory]:
     whole = np.asarray(array).reshape(-1).view(np.uint8).data
     return [whole[begin : begin + num_bytes] for begin in range(0, len(whole), num_bytes)]

@@ -4,7 +4,7 @@
     load(found, places)     what was found, on its way into those places
     save(digests, places)   sealed blocks on their way out
 
-A place is a block, by its id, or one of the pieces of a slot of recurrent states, which is as large (`state_places`).
+A place is a block, by its id, or one of the chunks of a slot of recurrent states, which is as large (`state_places`).
 
 Nothing here waits but `wait` and `close`. A tier that raises is left alone from then on: its fault is counted and
 logged, and everything it was asked for is computed instead. A transfer that raises ends the engine, since what
@@ -29,7 +29,7 @@ logger = logging.getLogger("openinfer.engine")
 CHUNK_BLOCKS = 32
 """Blocks of one transfer: enough for its cost to vanish, few enough for several threads of a tier to share a prompt."""
 _LAND_S, _CLOSE_S = 2.0, 10.0
-"""When an engine ends: for copies to land, and to stop."""
+"""When an engine ends: for copies to complete, and to stop."""
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class TierPort:
     Args:
         tier: a tier, or a stack of them; closed by `close`.
         blocks: the pool's, by block id.
-        states: the pieces of each slot of recurrent states; none for a model without.
+        states: the chunks of each slot of recurrent states; none for a model without.
         shares: of the other ranks, which do the same with theirs; closed by `close`.
         load_timeout_s: after which what has not completed is computed instead.
         save_timeout_s: after which a save is given up.
@@ -68,10 +68,10 @@ class TierPort:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
-        self._places = [*blocks, *(piece for slot in states for piece in slot)]
+        self._places = [*blocks, *(chunk for slot in states for chunk in slot)]
         self._num_blocks = len(blocks)
         self._shares = shares
-        self.pieces_per_slot = len(states[0]) if states else 0
+        self.chunks_per_slot = len(states[0]) if states else 0
         """Of the recurrent states of one sequence; 0 for a model without."""
         self._load_timeout_s = load_timeout_s
         self._save_timeout_s = save_timeout_s
@@ -88,8 +88,8 @@ class TierPort:
 
     def state_places(self, slot: int) -> Sequence[int]:
         """The places of a slot of recurrent states."""
-        begin = self._num_blocks + slot * self.pieces_per_slot
-        return range(begin, begin + self.pieces_per_slot)
+        begin = self._num_blocks + slot * self.chunks_per_slot
+        return range(begin, begin + self.chunks_per_slot)
 
     def find(self, digests: Sequence[Digest]) -> PrefixHit:
         """The longest beginning of a chain that the tiers hold, maybe empty."""
@@ -115,38 +115,38 @@ class TierPort:
             found: is spent.
             places: writable, as many as were found or more; those that the transfer does not cover stay as they are.
         """
-        pieces: list[Transfer] = []
+        chunks: list[Transfer] = []
         hits, found.hits = found.hits, []
         digests = [digest for hit in hits for digest in hit.digests]
         try:
             place = 0
             for hit in hits:
                 into = self._memory(places[place : place + len(hit.digests)])
-                pieces.append(self._tier.load(hit, into, timeout_s=self._load_timeout_s))
+                chunks.append(self._tier.load(hit, into, timeout_s=self._load_timeout_s))
                 place += len(into)
         except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
             self._break("load", error)
-            for hit in hits[len(pieces) :]:
+            for hit in hits[len(chunks) :]:
                 hit.close()
-        if not pieces:
+        if not chunks:
             return None
-        return self._begin(pieces, [share.load(digests, places) for share in self._shares])
+        return self._begin(chunks, [share.load(digests, places) for share in self._shares])
 
     def save(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer | None:
         """Begins to copy what no step writes to any more into the tiers; None if these take none."""
         if self._is_broken or not self._tier.accepts_saves:
             return None
-        pieces: list[Transfer] = []
+        chunks: list[Transfer] = []
         try:
             for begin in range(0, len(digests), CHUNK_BLOCKS):
-                piece = slice(begin, begin + CHUNK_BLOCKS)
-                memory = self._memory(places[piece])
-                pieces.append(self._tier.save(digests[piece], memory, timeout_s=self._save_timeout_s))
+                chunk = slice(begin, begin + CHUNK_BLOCKS)
+                memory = self._memory(places[chunk])
+                chunks.append(self._tier.save(digests[chunk], memory, timeout_s=self._save_timeout_s))
         except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
             self._break("save", error)
-        if not pieces:
+        if not chunks:
             return None
-        return self._begin(pieces, [share.save(digests, places) for share in self._shares])
+        return self._begin(chunks, [share.save(digests, places) for share in self._shares])
 
     def settle(self) -> None:
         """Forgets the transfers that are over."""
@@ -173,7 +173,7 @@ class TierPort:
         return self._faults + sum(share.faults for share in self._shares)
 
     def close(self) -> None:
-        """Lets what is on its way land, not for long, then ends it; closes the tiers once no copy touches the pool.
+        """Lets transfers complete, not for long, then ends them; closes the tiers once no copy touches the pool.
 
         Idempotent.
         """
@@ -205,9 +205,9 @@ class TierPort:
         memory = cast("Sequence[memoryview]", self._places)
         return [memory[place] for place in places]
 
-    def _begin(self, pieces: Sequence[Transfer], others: Sequence[TierTransfer]) -> TierTransfer:
-        num_blocks = sum(piece.num_blocks for piece in pieces)
-        transfer: TierTransfer = ChunkedTransfer(pieces, num_blocks=num_blocks, begin_s=self.clock())
+    def _begin(self, chunks: Sequence[Transfer], others: Sequence[TierTransfer]) -> TierTransfer:
+        num_blocks = sum(chunk.num_blocks for chunk in chunks)
+        transfer: TierTransfer = ChunkedTransfer(chunks, num_blocks=num_blocks, begin_s=self.clock())
         if others:
             transfer = RankedTransfer([transfer, *others])
         self._transfers.add(transfer)

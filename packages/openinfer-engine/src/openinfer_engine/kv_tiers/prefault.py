@@ -9,7 +9,7 @@ import numpy as np
 
 _THREADS = 8
 _PAGE_BYTES = 4096
-_PIECE_PAGES = 1 << 16
+_CHUNK_PAGES = 1 << 16
 
 
 class MemoryPrefault:
@@ -21,16 +21,16 @@ class MemoryPrefault:
 
     def __init__(self, memory: Sequence[memoryview]) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="openinfer-pages")
-        self._pieces: list[Future[None]] = [
-            self._threads.submit(_take, piece[begin : begin + _PIECE_PAGES * _PAGE_BYTES])
-            for piece in memory
-            for begin in range(0, len(piece), _PIECE_PAGES * _PAGE_BYTES)
+        self._chunks: list[Future[None]] = [
+            self._threads.submit(_take, region[begin : begin + _CHUNK_PAGES * _PAGE_BYTES])
+            for region in memory
+            for begin in range(0, len(region), _CHUNK_PAGES * _PAGE_BYTES)
         ]
 
     def finish(self) -> None:
         """Waits until all pages are taken."""
-        for piece in self._pieces:
-            piece.result()
+        for chunk in self._chunks:
+            chunk.result()
         self._threads.shutdown()
 
     def close(self) -> None:
@@ -53,5 +53,5 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min(found, default=None)
 
 
-def _take(piece: memoryview) -> None:
-    np.frombuffer(piece, np.uint8)[::_PAGE_BYTES] = 0
+def _take(chunk: memoryview) -> None:
+    np.frombuffer(chunk, np.uint8)[::_PAGE_BYTES] = 0

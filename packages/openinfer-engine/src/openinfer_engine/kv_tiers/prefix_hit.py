@@ -9,7 +9,7 @@ class PrefixHit:
     """Held until they are loaded or closed.
 
     Args:
-        hits: of neighbouring pieces of the chain, none of them empty.
+        hits: of neighbouring chunks of the chain, none of them empty.
     """
 
     __slots__ = ("hits",)
@@ -22,7 +22,7 @@ class PrefixHit:
         return sum(len(hit.digests) for hit in self.hits)
 
     def take_back(self, num_blocks: int) -> int:
-        """Gives back the pieces that go beyond `num_blocks`; returns how many blocks are held still."""
+        """Gives back the chunks that go beyond `num_blocks`; returns how many blocks are held still."""
         while self.num_blocks > num_blocks:
             self.hits.pop().close()
         return self.num_blocks

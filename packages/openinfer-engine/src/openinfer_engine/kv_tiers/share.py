@@ -1,7 +1,7 @@
 """`RankShare`: another rank's share of every block and slot, in tiers of its own.
 
 Rank 0 decides what is loaded and saved; each other rank does the same with its share. What rank 0's tiers have and
-another's do not falls short there, and is computed.
+another's do not ends partial there, and is computed.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """`ShareService`: what a rank in a process of its own does with its share of blocks and slots when rank 0 asks.
 
-A thread of its own loads and saves through the rank's port, and says what has ended. An order counts behind the steps
+A thread of its own loads and saves through the rank's port, and says what has ended. An order counts after the steps
 that came before it: their last writes are waited for (`Worker.fence`), as rank 0 may be ahead of this rank.
 """
 

@@ -20,7 +20,7 @@ class TierTransfer(Protocol):
         ...
 
     def is_over(self) -> bool:
-        """Whether nothing is pending; what follows a piece that was partial is cancelled, as it is of no use."""
+        """Whether nothing is pending; what follows a partial chunk is cancelled, as it is of no use."""
         ...
 
     @property
@@ -38,49 +38,49 @@ class TierTransfer(Protocol):
 
 
 class ChunkedTransfer:
-    """Neighbouring blocks of one chain, in pieces that a tier transfers side by side.
+    """Neighbouring blocks of one chain, in chunks that a tier transfers side by side.
 
     Args:
-        pieces: in the order of their blocks.
+        chunks: in the order of their blocks.
         num_blocks: of all of them.
         begin_s: when it began, on the caller's clock.
     """
 
-    __slots__ = ("_open", "_pieces", "begin_s", "num_blocks")
+    __slots__ = ("_chunks", "_open", "begin_s", "num_blocks")
 
-    def __init__(self, pieces: Sequence[Transfer], *, num_blocks: int, begin_s: float) -> None:
-        self._pieces = pieces
-        self._open = list(pieces)
+    def __init__(self, chunks: Sequence[Transfer], *, num_blocks: int, begin_s: float) -> None:
+        self._chunks = chunks
+        self._open = list(chunks)
         self.num_blocks = num_blocks
         self.begin_s = begin_s
 
     def is_over(self) -> bool:
-        still_open = [piece for piece in self._open if piece.poll() is TransferState.PENDING]
+        still_open = [chunk for chunk in self._open if chunk.poll() is TransferState.PENDING]
         if len(still_open) < len(self._open) and still_open and self._is_partial():
-            for piece in still_open:
-                piece.cancel()
+            for chunk in still_open:
+                chunk.cancel()
         self._open = still_open
         return not still_open
 
     @property
     def completed_blocks(self) -> int:
         completed = 0
-        for piece in self._pieces:
-            completed += piece.completed_blocks
-            if piece.completed_blocks < piece.num_blocks:
+        for chunk in self._chunks:
+            completed += chunk.completed_blocks
+            if chunk.completed_blocks < chunk.num_blocks:
                 break
         return completed
 
     def cancel(self) -> None:
-        for piece in self._open:
-            piece.cancel()
+        for chunk in self._open:
+            chunk.cancel()
 
     def wait(self, timeout_s: float) -> None:
         if self._open:
             self._open[0].wait(timeout_s)
 
     def _is_partial(self) -> bool:
-        return any(piece.poll() in (TransferState.PARTIAL, TransferState.CANCELLED) for piece in self._pieces)
+        return any(chunk.poll() in (TransferState.PARTIAL, TransferState.CANCELLED) for chunk in self._chunks)
 
 
 class RankedTransfer:

@@ -1,11 +1,11 @@
 """`Loads`: sequences whose prefix comes from KV tiers, from their admission until they run.
 
-    admitted ── begin ──► loading ── its load ends ──► ready ──► running, behind what has completed
+    admitted ── begin ──► loading ── its load ends ──► ready ──► running, after what has completed
                              │                           │
                              └──────── give up ──────────┴──► preempted or finished
 
-A loading sequence has its slot and all its blocks, as if it ran; others are planned meanwhile. What did not land is
-computed; where recurrent states did not land, either, the sequence begins anew on what is in the pool. A load that is
+A loading sequence has its slot and all its blocks, as if it ran; others are planned meanwhile. What is not completed is
+computed; where recurrent states are not, either, the sequence begins anew on what is in the pool. A load that is
 given up keeps the sequence's blocks until no copy touches them (`settle`).
 """
 
@@ -58,7 +58,7 @@ class Loads:
     def take_ready(self) -> tuple[Sequence, int | None] | None:
         """The first sequence whose load is over; None while none is.
 
-        With it the tokens behind which it begins; None where it has to look for a beginning in the pool.
+        With it the tokens after which it begins; None where it has to look for a beginning in the pool.
         """
         for place, sequence in enumerate(self.sequences):
             if sequence.load is not None and sequence.load.is_over():

@@ -101,14 +101,14 @@ class RunQueue:
         self.saves = Saves(self.kv.pool, port)
         if snapshots is None:
             return
-        if not port.pieces_per_slot:
+        if not port.chunks_per_slot:
             raise ContractViolation("KV tiers of a model with recurrent states need the states' memory")
         self._allocator.prefixes = StatePrefixes(snapshots, port, self.kv.hasher, block_size_tokens=block_tokens)
         self._state_saves = StateSaves(snapshots, port, self.kv.hasher)
 
     @property
     def unsaved_blocks(self) -> int:
-        """Blocks, and pieces of states, that were not given to tiers because too many were on their way."""
+        """Blocks, and chunks of states, that were not given to tiers because too many were on their way."""
         return sum(saves.unsaved_blocks for saves in (self.saves, self._state_saves) if saves is not None)
 
     def begin_saves(self) -> None:

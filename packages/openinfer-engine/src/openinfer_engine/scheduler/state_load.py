@@ -1,11 +1,11 @@
-"""`StateLoad`: a prefix of a model with recurrent states on its way from KV tiers: blocks, and states behind them."""
+"""`StateLoad`: a prefix of a model with recurrent states on its way from KV tiers: blocks, and states after them."""
 
 from openinfer_engine.kv_tiers.transfer import TierTransfer
 from openinfer_kv_cache import StateSlotCopy
 
 
 class StateLoad:
-    """Both have to land; where one falls short, the other is cancelled. Until `is_over` the blocks are the tiers'.
+    """Both have to complete; where one is partial, the other is cancelled. Until `is_over` the blocks are the tiers'.
 
     Args:
         end_tokens: the boundary that it brings a sequence to.
@@ -13,11 +13,11 @@ class StateLoad:
         copy: of the snapshot that the sequence will begin on: a load, or a hold if the states are there.
         blocks: that are missing before the boundary; None if there is none, or the tiers gave none.
         num_blocks: of them, how many are needed.
-        states: the pieces of the states; None as for blocks.
-        num_pieces: of them, how many are needed.
+        states: the chunks of the states; None as for blocks.
+        num_chunks: of them, how many are needed.
     """
 
-    __slots__ = ("_blocks", "_num_blocks", "_num_pieces", "_states", "cached_tokens", "copy", "end_tokens")
+    __slots__ = ("_blocks", "_num_blocks", "_num_chunks", "_states", "cached_tokens", "copy", "end_tokens")
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class StateLoad:
         blocks: TierTransfer | None,
         num_blocks: int,
         states: TierTransfer | None,
-        num_pieces: int,
+        num_chunks: int,
     ) -> None:
         self.end_tokens = end_tokens
         self.cached_tokens = cached_tokens
@@ -36,7 +36,7 @@ class StateLoad:
         self._blocks = blocks
         self._num_blocks = num_blocks
         self._states = states
-        self._num_pieces = num_pieces
+        self._num_chunks = num_chunks
 
     def is_over(self) -> bool:
         """Whether no copy touches the blocks and the snapshot any more."""
@@ -55,7 +55,7 @@ class StateLoad:
     @property
     def are_states_complete(self) -> bool:
         """Of a load that is over, whether the snapshot is whole."""
-        return _completed(self._states) == self._num_pieces
+        return _completed(self._states) == self._num_chunks
 
     @property
     def is_complete(self) -> bool:

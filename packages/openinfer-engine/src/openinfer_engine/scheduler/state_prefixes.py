@@ -5,7 +5,7 @@ A prefix is of use where KV and states end at the same boundary, and each may be
     0 ──── blocks in the pool ────► matched ──── blocks in the tiers ────► known
                           the deepest boundary up to here with states, in a slot or in the tiers: there it begins
 
-Tiers keep states in pieces of a block's size under names of their own (`PrefixHasher.state_digests`). States that are
+Tiers keep states in chunks of a block's size under names of their own (`PrefixHasher.state_digests`). States that are
 loaded fill a snapshot, from which the sequence is restored as from every other, and others after it.
 """
 
@@ -88,11 +88,11 @@ class StatePrefixes:
             blocks=self._port.load(found.blocks, kv.blocks[begin:end]),
             num_blocks=end - begin,
             states=states,
-            num_pieces=self._port.pieces_per_slot if found.copy.kind is CopyKind.LOAD else 0,
+            num_chunks=self._port.chunks_per_slot if found.copy.kind is CopyKind.LOAD else 0,
         )
 
     def is_coming(self, kv: BlockSequence, *, cached_tokens: int, loads: Iterable[StateLoad]) -> bool:
-        """Whether one of the loads brings what a sequence could begin on, too, behind what it has."""
+        """Whether one of the loads brings what a sequence could begin on, too, after what it has."""
         digests = kv.matchable_digests()
         return any(
             cached_tokens < load.end_tokens <= len(digests) * self._block_tokens
@@ -101,32 +101,32 @@ class StatePrefixes:
         )
 
     def _find_states(self, digests: ListLike[Digest], *, begin_tokens: int, end_tokens: int) -> tuple[int, PrefixHit]:
-        """The deepest boundary behind `begin_tokens` with states, and these if they are in the tiers alone."""
+        """The deepest boundary after `begin_tokens` with states, and these if they are in the tiers alone."""
         nothing = PrefixHit([])
         first = max(begin_tokens, end_tokens - _MOST_BOUNDARIES * self._block_tokens)
         for tokens in range(end_tokens, first, -self._block_tokens):
             digest = digests[tokens // self._block_tokens - 1]
             if self._snapshots.has(digest):
                 return tokens, nothing
-            states = self._find_pieces(digest)
+            states = self._find_chunks(digest)
             if states.num_blocks:
                 return tokens, states
         return begin_tokens, nothing
 
-    def _find_pieces(self, digest: Digest) -> PrefixHit:
-        """All pieces of the states behind a prefix, or none; most prefixes have none."""
+    def _find_chunks(self, digest: Digest) -> PrefixHit:
+        """All chunks of the states after a prefix, or none; most prefixes have none."""
         first = self._port.find(self._hasher.state_digests(digest, 1))
         if not first.num_blocks:
             return first
         first.close()
-        num_pieces = self._port.pieces_per_slot
-        states = self._port.find(self._hasher.state_digests(digest, num_pieces))
-        if states.num_blocks < num_pieces:
+        num_chunks = self._port.chunks_per_slot
+        states = self._port.find(self._hasher.state_digests(digest, num_chunks))
+        if states.num_blocks < num_chunks:
             states.close()
         return states
 
     def _cut(self, found: PrefixHit, digests: ListLike[Digest]) -> PrefixHit:
-        """What was found, as far as these digests go; pieces that go further are asked for again."""
+        """What was found, as far as these digests go; chunks that go further are asked for again."""
         held = found.take_back(len(digests))
         return PrefixHit([*found.hits, *self._port.find(digests[held:]).hits])
 

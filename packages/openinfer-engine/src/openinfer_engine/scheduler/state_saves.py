@@ -29,15 +29,15 @@ class StateSaves:
         self._hasher = hasher
         self._most = max(1, snapshots.max_snapshots // _SHARE)
         self._noted: list[StateSlotCopy] = []
-        """Holds of snapshots that were taken behind the step that is applied now."""
+        """Holds of snapshots that were taken after the step that is applied now."""
         self._in_flight: list[tuple[TierTransfer, StateSlotCopy]] = []
         self.unsaved_blocks = 0
-        """Pieces of states that were not saved because too many were on their way."""
+        """Chunks of states that were not saved because too many were on their way."""
 
     def note(self, digest: Digest) -> None:
         """A snapshot that has just been taken is to be saved, unless too many are on their way."""
         if len(self._noted) + len(self._in_flight) >= self._most:
-            self.unsaved_blocks += self._port.pieces_per_slot
+            self.unsaved_blocks += self._port.chunks_per_slot
             return
         hold = self._snapshots.hold(digest)
         if hold is not None:
@@ -47,7 +47,7 @@ class StateSaves:
         """Begins to save what was noted since the last time."""
         noted, self._noted = self._noted, []
         for hold in noted:
-            digests = self._hasher.state_digests(hold.digest, self._port.pieces_per_slot)
+            digests = self._hasher.state_digests(hold.digest, self._port.chunks_per_slot)
             transfer = self._port.save(digests, self._port.state_places(hold.source))
             if transfer is None:
                 self._snapshots.end(hold, good=True)

@@ -4,7 +4,7 @@ A sequence keeps its states in the slot that the plan runs it in, and they canno
 where the last one of its slot ended, or where a copy ends that the plan brings into the slot before.
 
 A slot is one piece of memory, laid out as `KvLayout` says, so that it is copied at once. With KV tiers it is padded to
-whole pieces of a block's size, which tiers move like blocks.
+whole chunks of a block's size, which tiers move like blocks.
 """
 
 import math

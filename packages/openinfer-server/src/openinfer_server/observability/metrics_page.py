@@ -157,5 +157,5 @@ def tier_lines(stats: EngineStats) -> Iterator[str]:
         for tier in stats.kv_tiers
         for reason, count in sorted(tier.failures.items())
     ]
-    text = "Transfers that fell short."
+    text = "Transfers that ended partial."
     yield from render_family("openinfer_kv_tier_failures_total", "counter", text, failures)
