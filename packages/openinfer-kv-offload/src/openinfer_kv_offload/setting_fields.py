@@ -14,11 +14,7 @@ _Options = TypeVar("_Options", bound=msgspec.Struct)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `64GiB`.
-
-    Raises:
-        TierConfigError: it is not a whole number and a unit.
-    """
+    """Bytes of `64GiB`; raises `TierConfigError` for what is not a whole number and a unit."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise TierConfigError(f"{text!r} is not a size; write a whole number and KiB, MiB, GiB or TiB, as in 64GiB")
@@ -26,11 +22,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_fields(given: dict[str, int | str], fields: Sequence[str]) -> dict[str, int | str]:
-    """`given` and the fields `NAME=VALUE`.
-
-    Raises:
-        TierConfigError: one is not of that form, or is there twice.
-    """
+    """`given` and the fields `NAME=VALUE`; raises `TierConfigError` if one is not of that form, or is there twice."""
     for field in fields:
         name, equals, value = field.partition("=")
         if not equals or name in given:
@@ -40,11 +32,7 @@ def parse_fields(given: dict[str, int | str], fields: Sequence[str]) -> dict[str
 
 
 def convert(given: dict[str, int | str], kind: type[_Options]) -> _Options:
-    """The options that the fields mean.
-
-    Raises:
-        TierConfigError: a field is unknown or out of range.
-    """
+    """The options that the fields mean; raises `TierConfigError` if a field is unknown or out of range."""
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:

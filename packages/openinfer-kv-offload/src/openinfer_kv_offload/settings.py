@@ -48,6 +48,7 @@ def open_stack(layout: KvLayout, setting: str) -> KvTier:
     chosen = parse_fields({}, fields)
     tiers = _open_all([part for part in parts if part not in fields], layout)
     try:
+        # Write-behind where it is possible: a save then waits for the fastest tier alone.
         may_follow = isinstance(tiers[0], CopyingTier) and tiers[0].accepts_saves
         chosen.setdefault("write", WriteMode.BEHIND if may_follow else WriteMode.THROUGH)
         return TierStack(tiers, convert(chosen, StackOptions))
@@ -57,11 +58,7 @@ def open_stack(layout: KvLayout, setting: str) -> KvTier:
 
 
 def open_host(layout: KvLayout, setting: str) -> HostTier:
-    """`SIZE[,policy=lru|lfu][,ttl_s=SECONDS]`.
-
-    Raises:
-        TierConfigError: it is not of that form.
-    """
+    """`SIZE[,policy=lru|lfu][,ttl_s=SECONDS]`; raises `TierConfigError` for anything else."""
     size, *fields = setting.split(",")
     return HostTier(layout, convert(parse_fields({"capacity_bytes": parse_size(size)}, fields), HostTierOptions))
 

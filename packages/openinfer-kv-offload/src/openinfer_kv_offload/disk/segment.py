@@ -32,26 +32,17 @@ class SegmentFile:
 
 
 class Segment:
-    """One file of a store; its readers keep it open when the store has given it up.
-
-    Args:
-        path: of the file. writable: open for appending too; created if absent.
-            record_bytes: size of each record. wrap_medium: put between the tier and the file, for tests.
-    """
+    """One file of a store, created by a writer; its readers keep it open when the store has given it up."""
 
     def __init__(self, path: Path, *, writable: bool, record_bytes: int, wrap_medium: WrapMedium) -> None:
         self.path = path
         self.record_bytes = record_bytes
         self.fd = os.open(path, (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | os.O_CLOEXEC, 0o600)
         self.medium: Medium = wrap_medium(SegmentFile(self.fd))
-        self.num_records = 0
-        """Scanned or appended so far."""
-        self.digests: list[Digest] = []
-        """Digests of its records."""
-        self.last_used = 0
-        """Grows with every use; the store gives up the smallest."""
-        self.users = 0
-        """Hits that may still read it."""
+        self.num_records = 0  # scanned or appended so far
+        self.digests: list[Digest] = []  # digests of its records
+        self.last_used = 0  # grows with every use; the store gives up the smallest
+        self.users = 0  # hits that may still read it
         self.is_retired = False
 
     @property
@@ -79,7 +70,7 @@ class Segment:
             return False
 
     def delete(self) -> None:
-        """Deletes the file; a reader that has it open can still read it."""
+        # A reader that has it open can still read it.
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
@@ -88,7 +79,6 @@ class Segment:
         self.close_unused()
 
     def close_unused(self) -> None:
-        """Closes a retired file without a reader."""
         if self.is_retired and not self.users:
             self.close()
 

@@ -34,13 +34,7 @@ class Discovery(NamedTuple):
 
 
 class SegmentIndex:
-    """The blocks of a store, found by their digest.
-
-    Args:
-        store: its folder. access: whether segments may be cut, appended and deleted. layout_digest: of its blocks.
-            record_bytes: of each record. segment_bytes: after which a new file begins. budget_bytes: of all files.
-            wrap_medium: put between the tier and each file, for tests.
-    """
+    """The blocks of a store, found by their digest; a new file begins after `segment_bytes`."""
 
     def __init__(
         self,
@@ -84,7 +78,7 @@ class SegmentIndex:
                     bad_records += 1
                 else:
                     recorded.append(Recorded(segment, record_index, header.digest))
-            if self._is_writer:
+            if self._is_writer:  # a reader may see half of a record that is being written
                 segment.cut_torn_end()
         return Discovery(opened, vanished, recorded, bad_records)
 
@@ -120,11 +114,7 @@ class SegmentIndex:
         return True
 
     def segment_for_append(self) -> tuple[Segment, int]:
-        """The segment to append to, and how many blocks were given up to stay within the budget.
-
-        Raises:
-            OSError: a new file cannot be made, or ENOSPC: there is nothing to give up.
-        """
+        """The segment to append to, and how many blocks were given up for it; `OSError` (ENOSPC) if none can be."""
         evicted = 0
         while sum(segment.size_bytes for segment in self._segments) + self._record_bytes > self._budget_bytes:
             if not self._segments:
@@ -136,7 +126,6 @@ class SegmentIndex:
         return last, evicted
 
     def appended(self, segment: Segment, digest: Digest) -> None:
-        """Registers the record that was written at the segment's end."""
         self._uses += 1
         segment.last_used = self._uses
         self._register(Recorded(segment, segment.num_records, digest))
@@ -155,12 +144,11 @@ class SegmentIndex:
                 raise IntegrityError(f"{segment.path} has {segment.num_records} records, not {recorded.record_index}")
 
     def _open(self, path: Path) -> Segment | None:
-        """Opens a segment; None if its writer has deleted it in the meantime."""
         try:
             return Segment(
                 path, writable=self._is_writer, record_bytes=self._record_bytes, wrap_medium=self._wrap_medium
             )
-        except FileNotFoundError:
+        except FileNotFoundError:  # its writer has deleted it since the folder was listed
             return None
 
     def _create(self, path: Path) -> Segment:
@@ -183,5 +171,6 @@ class SegmentIndex:
         self._segments.remove(segment)
         if self._is_writer:
             segment.delete()
+        # The file is deleted by name first: what holds a record of it reads on through the open descriptor.
         segment.retire()
         return gone

@@ -21,10 +21,7 @@ _SEGMENT = re.compile(r"segment-(\d{8})\.kv")
 
 
 class StoreFolder:
-    """An opened folder of segments.
-
-    Args:
-        folder: created if absent, by a writer. layout: of the blocks. access: what this process does.
+    """An opened folder of segments; a writer creates it if absent.
 
     Raises:
         LayoutMismatchError: the store holds another layout.
@@ -36,6 +33,7 @@ class StoreFolder:
         self._lock_fd = -1
         if access is StoreAccess.WRITE:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Before anything is read or made: another writer may be making the manifest.
             self._lock_fd = _lock(folder)
         try:
             self._check_manifest(layout, access)
@@ -45,7 +43,6 @@ class StoreFolder:
             raise
 
     def segment_paths(self) -> list[Path]:
-        """Returns the paths of all segments, oldest first."""
         return sorted(path for path in self.folder.iterdir() if _SEGMENT.fullmatch(path.name))
 
     def path_after(self, last: Path | None) -> Path:
@@ -53,7 +50,7 @@ class StoreFolder:
         return self.folder / f"segment-{int(match.group(1)) + 1 if match else 1:08}.kv"
 
     def close(self) -> None:
-        """Lets another process write."""
+        # The lock goes with its descriptor.
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)

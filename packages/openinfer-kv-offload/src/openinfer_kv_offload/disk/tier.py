@@ -59,10 +59,6 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
     Bytes pass through a buffer of the moving thread and reach the caller's blocks only when their checksum fits, so a
     deadline is met even while the disk hangs. Segments of held blocks stay readable, also when they are deleted.
 
-    Args:
-        layout: of the blocks. options: its folder and budget. name: for counters and logs.
-            clock: seconds that never run back. wrap_medium: put between the tier and its files, for tests.
-
     Raises:
         LayoutMismatchError: the folder holds blocks of another layout.
         StoreError: another process writes to it, or it is no store.
@@ -163,6 +159,7 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         payload = buffer[HEADER_BYTES : HEADER_BYTES + self.layout.block_bytes]
         for digest, block in zip(digests, blocks, strict=True):
             if digest not in self._index:
+                # The caller has its block back before the disk is asked, however slow that is.
                 with transfer.touching():
                     copy_from_block(block, payload)
                 header = self._checksum.header(digest, payload)
@@ -181,6 +178,7 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             try:
                 segment.medium.write(segment.size_bytes, [record])
             except BaseException:
+                # Record i is at i * record_bytes: half a record would move all that follow it.
                 segment.cut_torn_end()
                 raise
             with self._lock:
@@ -188,18 +186,20 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             return True
 
     def _buffer(self) -> memoryview:
-        """Returns this thread's memory for one record."""
+        # As many as the queue has threads are in memory that a device may lock; one more, as of `copy_block`, is not.
         buffer: memoryview | None = getattr(self._buffers, "record", None)
         if buffer is None:
             begin = next(self._num_buffers) * self._record_bytes
             is_ours = begin + self._record_bytes <= self._scratch.num_bytes
-            buffer = self._scratch.view(begin, self._record_bytes) if is_ours else _own_buffer(self._record_bytes)
+            size = self._record_bytes
+            buffer = self._scratch.view(begin, size) if is_ours else memoryview(mmap.mmap(-1, size))
             self._buffers.record = buffer
         return buffer
 
     def _rebuild(self) -> None:
         self._next_refresh_s = self._clock() + self._refresh_s
         with self._append_lock:
+            # Headers are read without `_lock`, so that finds go on meanwhile; nothing is found of them before `adopt`.
             discovery = self._index.discover()
             with self._lock:
                 self._index.adopt(discovery)
@@ -209,7 +209,3 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         if self._clock() >= self._next_refresh_s:
             self._next_refresh_s = self._clock() + self._refresh_s
             self._queue.run_soon(self._rebuild)
-
-
-def _own_buffer(num_bytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, num_bytes))

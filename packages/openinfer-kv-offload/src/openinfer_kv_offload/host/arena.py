@@ -9,11 +9,7 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 
 
 class Arena:
-    """Anonymous memory, on huge pages where the kernel has them; pages are taken when they are first written.
-
-    Args:
-        capacity_bytes: rounded up to whole huge pages.
-    """
+    """Anonymous memory in whole huge pages, where the kernel has them; pages are taken when they are first written."""
 
     def __init__(self, capacity_bytes: int) -> None:
         size_bytes = -(-capacity_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
@@ -24,7 +20,6 @@ class Arena:
         self._view = memoryview(self._map)
 
     def view(self, offset_bytes: int, num_bytes: int) -> memoryview:
-        """A view without a copy; its pages are taken when they are first written."""
         return self._view[offset_bytes : offset_bytes + num_bytes]
 
     @property

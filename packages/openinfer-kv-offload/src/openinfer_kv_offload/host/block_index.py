@@ -22,12 +22,7 @@ class Stored(NamedTuple):
 
 
 class ArenaIndex:
-    """Bookkeeping of an arena of `num_blocks` equal blocks.
-
-    Args:
-        num_blocks: of the arena. policy: orders the idle ones. ttl_s: idle for longer is given up; None for never.
-            clock: seconds that never run back.
-    """
+    """Bookkeeping of an arena of `num_blocks` equal blocks; what is idle for longer than `ttl_s` is given up."""
 
     def __init__(
         self, num_blocks: int, policy: EvictionPolicy, *, ttl_s: float | None, clock: Callable[[], float]
@@ -67,14 +62,14 @@ class ArenaIndex:
         return held
 
     def release(self, held: Sequence[Stored]) -> None:
-        """Gives held blocks back, the tail of a chain before its head, so that the tail is given up first."""
         holders = self._holders
         idle: list[int] = []
+        # The tail of a chain before its head, so that the tail is given up first: a chain is found from its head.
         for each in reversed(held):
             block_id = each.block_id
             holders[block_id] -= 1
             if not holders[block_id]:
-                if self._stored[block_id] is None:
+                if self._stored[block_id] is None:  # dropped while it was held
                     self._free.append(block_id)
                 else:
                     idle.append(block_id)
@@ -106,7 +101,6 @@ class ArenaIndex:
         return True
 
     def give_back(self, block_id: int) -> None:
-        """Frees a block that was not filled after all."""
         self._filling.remove(block_id)
         self._free.append(block_id)
 
@@ -118,13 +112,12 @@ class ArenaIndex:
         return True
 
     def expire(self) -> int:
-        """Frees what has been idle for longer than the time-to-live, and returns how many."""
         if self._ttl_s is None:
             return 0
         latest_s = self._clock() - self._ttl_s
         due: list[int] = []
         for block_id, since_s in self._idle_since.items():
-            if since_s > latest_s:
+            if since_s > latest_s:  # in the order in which they became idle: the others are younger
                 break
             due.append(block_id)
         self._policy.forget(due)

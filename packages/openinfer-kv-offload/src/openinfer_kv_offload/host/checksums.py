@@ -18,8 +18,7 @@ from openinfer_kv_offload.host.block_index import Stored
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
-_CHUNK_WORDS = 1 << 13
-"""What is made of so many words stays in a processor's cache."""
+_CHUNK_WORDS = 1 << 13  # what is made of so many words stays in a processor's cache
 
 
 def block_sum(block: memoryview) -> bytes:
@@ -34,7 +33,6 @@ def block_sum(block: memoryview) -> bytes:
 
 
 def _chunk_sums(words: "np.ndarray[Any, Any]", begin: int) -> "np.ndarray[Any, Any]":
-    """Both sums over words from index `begin` on."""
     indices = np.arange(begin, begin + len(words), dtype=np.uint64)
     mixed = words + (indices + np.uint64(1)) * _STEP
     for multiplier in _MULTIPLIERS:
@@ -45,6 +43,7 @@ def _chunk_sums(words: "np.ndarray[Any, Any]", begin: int) -> "np.ndarray[Any, A
     return np.array([mixed.sum(dtype=np.uint64), (mixed * weights).sum(dtype=np.uint64)], np.uint64)
 
 
+# No XXH3-128 digest begins like this but by a chance of 2^-56; then the block is a miss.
 _DEVICE_MARK = b"device "
 
 
@@ -65,7 +64,6 @@ class HostChecksums:
         return self._checksum.matches(digest, block, checksum)
 
     def copy_out(self, blocks: Sequence[DeviceBlock], into: Sequence[memoryview]) -> list[bytes]:
-        """Copies a device's blocks into the arena; returns their checksums."""
         return [_DEVICE_MARK + each for each in blocks[0].mover.copy_out(blocks, into)]
 
     def copy_in(

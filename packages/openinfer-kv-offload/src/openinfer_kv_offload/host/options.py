@@ -8,8 +8,8 @@ import msgspec
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.transfer.queue import QueueOptions
 
+# The default: so many keep a GPU's bus busy, and more take the interpreter from others.
 _NUM_THREADS = min(3, max(2, (os.cpu_count() or 1) // 2))
-"""The default: so many keep a GPU's bus busy, and more take the interpreter from others."""
 
 
 class HostPolicy(StrEnum):

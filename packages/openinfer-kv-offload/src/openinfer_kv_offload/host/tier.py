@@ -25,20 +25,15 @@ from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is, in_memory
 from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
 _ALIGN_BYTES = 64
+# Blocks of a device that are copied together, and how many such batches a tier has room for at least.
 _MOST_BATCH_BLOCKS, _LEAST_BATCHES = 32, 32
-"""Blocks of a device that are copied together, and how many such batches a tier has room for at least."""
 
 
 class HostTier(QueuedTier[Stored, ArenaIndex]):
     """An arena of equal blocks with an eviction policy; gone with the process.
 
     A device's blocks are copied between the device and the arena directly, past `wrap_medium`, and the device
-    makes their checksum: it reads them faster than any processor of this machine.
-
-    Args:
-        layout: of the blocks. options: its size and policy. name: for counters and logs.
-            policy: a policy of your own instead of `options.policy`. clock: seconds that never run back.
-            wrap_medium: put between the tier and its arena, for tests.
+    makes their checksum: it reads them faster than any processor of this machine. `policy` replaces `options.policy`.
 
     Raises:
         TierConfigError: not one block matches.
@@ -78,7 +73,6 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
         self._queue.close()
 
     def demote_to(self, sink: Callable[[Digest, memoryview], None]) -> None:
-        """Gives what is evicted to `sink`, which the thread of the save that needs the block waits for."""
         self._sink = sink
 
     def demote_all(self) -> None:
@@ -179,20 +173,18 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
                     self._index.give_back(block_id)
 
     def _publish(self, block_ids: list[int], digests: Sequence[Digest], checksums: Sequence[bytes]) -> None:
-        """Makes filled blocks findable, and empties the list of them."""
         with self._lock:
             filled = zip(block_ids, digests, checksums, strict=True)
             saved_blocks = sum(
                 [self._index.publish(block_id, digest, checksum) for block_id, digest, checksum in filled]
             )
-            block_ids.clear()
+            block_ids.clear()  # they are the index's now; `_filling` gives back what is listed
         self._counters.count_moved(saved_blocks=saved_blocks)
 
     def _memory_of(self, block_id: int) -> memoryview:
         return self._arena.view(block_id * self._stride_bytes, self.layout.block_bytes)
 
     def _take(self, block_ids: list[int], num_blocks: int) -> None:
-        """Adds blocks to fill; what was there has been handed on."""
         left: list[Stored] = []
         with self._lock:
             while len(block_ids) < num_blocks:
@@ -205,6 +197,7 @@ class HostTier(QueuedTier[Stored, ArenaIndex]):
         if left:
             self._counters.count_lost(evicted_blocks=len(left))
             for stored in left:
+                # Outside the lock: the sink may wait for a slower tier. No save overwrites the block before that.
                 self._demote(stored)
 
     def _demote(self, stored: Stored) -> None:

@@ -17,12 +17,7 @@ _DIGEST_CHARACTERS = 32
 
 
 class Namespace:
-    """Names of objects, and what is done by name.
-
-    Args:
-        store: where they are. prefix: of every key. layout: of the blocks. is_writer: whether the manifest is written
-            where there is none.
-        wrap_medium: put between a tier and each object, for tests.
+    """Names of objects, and what is done by name; a writer writes the manifest where there is none.
 
     Raises:
         LayoutMismatchError: the prefix holds blocks of another layout.
@@ -49,8 +44,7 @@ class Namespace:
         return self._wrap_medium(ObjectMedium(self._store, self._key(digest)))
 
     def delete(self, digests: Sequence[Digest]) -> None:
-        """Removes blocks; a process that only reads leaves that to others."""
-        if digests and self._is_writer:
+        if digests and self._is_writer:  # a process that only reads leaves that to others
             self._store.delete([self._key(digest) for digest in digests])
 
     def close(self) -> None:

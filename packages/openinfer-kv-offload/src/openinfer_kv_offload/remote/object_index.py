@@ -25,11 +25,7 @@ class KnownObject:
 
 
 class ObjectIndex:
-    """Bookkeeping of the blocks of one store.
-
-    Args:
-        capacity_objects: that the store may have, with those on their way to it.
-    """
+    """Bookkeeping of the blocks of one store; `capacity_objects` counts those on their way to it, too."""
 
     def __init__(self, capacity_objects: int) -> None:
         self._capacity_objects = capacity_objects
@@ -56,7 +52,7 @@ class ObjectIndex:
         return held
 
     def release(self, held: Sequence[KnownObject]) -> None:
-        """Gives held blocks back, the tail of a chain before its head, so that the tail is given up first."""
+        # The tail of a chain before its head, so that the tail is given up first: a chain is found from its head.
         for known in reversed(held):
             known.holders -= 1
             if not known.holders and not known.is_void:
@@ -71,7 +67,6 @@ class ObjectIndex:
         return [self._evict() for _ in range(max(excess, 0))]
 
     def end_filling(self) -> None:
-        """A block that `make_room` counted is on the server, or will not be."""
         self._num_filling -= 1
 
     def add(self, digests: Iterable[Digest]) -> int:
@@ -93,11 +88,10 @@ class ObjectIndex:
         return True
 
     def forget(self, digests: Iterable[Digest]) -> int:
-        """Makes blocks unfindable that the server has no longer; returns how many were idle."""
         forgotten = 0
         for digest in digests:
             known = self._known.get(digest)
-            if known is not None and not known.holders:
+            if known is not None and not known.holders:  # what is held is dropped by the load that misses it
                 del self._known[digest], self._idle[digest]
                 forgotten += 1
         return forgotten

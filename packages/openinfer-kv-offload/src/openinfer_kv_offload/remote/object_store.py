@@ -58,7 +58,7 @@ class ObjectMedium:
         self._store.put(self._key, whole)
 
     def read(self, offset_bytes: int, into: memoryview) -> None:
-        """A shorter object leaves zeros, which no checksum matches."""
+        # Zeros after a shorter object: no checksum matches them.
         if offset_bytes:
             raise ValueError(f"an object is read as a whole, not from byte {offset_bytes} on")
         content = self._store.get(self._key)

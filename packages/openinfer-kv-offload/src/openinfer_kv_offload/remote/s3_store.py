@@ -17,14 +17,10 @@ _STATUS = "non-2xx status code: "
 
 
 class S3Store:
-    """Objects of one bucket.
+    """Objects of one bucket; `endpoint` is that of a service that is not AWS, as in `http://10.0.0.7:8333`.
 
     Credentials and region come from where every S3 client looks for them: `AWS_ACCESS_KEY_ID` and its companions in
-    the environment, else the machine's role.
-
-    Args:
-        bucket: its name. endpoint: of a service that is not AWS, as in `http://10.0.0.7:8333`.
-        region: as the service wants it. timeout_s: of each request, from its beginning to the last byte.
+    the environment, else the machine's role. `timeout_s` is of each request, from its beginning to the last byte.
     """
 
     def __init__(
@@ -61,12 +57,10 @@ class S3Store:
             return None
 
     def delete(self, keys: Sequence[str]) -> None:
-        """One request for up to a thousand keys."""
         with _translated():
             obstore.delete(self._bucket, keys)
 
     def list(self, prefix: str) -> Iterable[str]:
-        """One request for each thousand keys."""
         folder = prefix.rstrip("/")
         with _translated():
             pages = obstore.list(self._bucket, folder, return_arrow=False)  # pyright: ignore[reportUnknownMemberType]

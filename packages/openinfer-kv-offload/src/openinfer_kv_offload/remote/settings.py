@@ -18,8 +18,6 @@ _Opened = TypeVar("_Opened")
 
 
 class _ServerFields(RemoteTierOptions, frozen=True, kw_only=True):
-    """What is said of either server next to its address and size."""
-
     timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
@@ -96,7 +94,6 @@ def open_s3(layout: KvLayout, setting: str) -> RemoteTier:
 
 
 def _split(setting: str, *, example: str) -> tuple[str, dict[str, int | str]]:
-    """The address, and everything else by name."""
     url, *rest = setting.split(",")
     if not rest:
         raise TierConfigError(f"{setting!r} needs an address and a size; write for example {example}")

@@ -59,12 +59,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
     `namespace.py` says under which keys. What other processes save is seen when keys are listed: at the beginning, and
     in the background after a miss. Bytes pass through a buffer of the moving thread and reach the caller's blocks only
     when their checksum fits, so a deadline is met even while the server hangs. This process does not delete what is
-    held; another one may, which makes the load partial.
-
-    Args:
-        layout: of the blocks. store: the server; the tier closes it. options: prefix and budget.
-            name: for counters and logs. clock: seconds that never run back. wrap_medium: put between the tier and
-            each object, for tests.
+    held; another one may, which makes the load partial. The tier closes the store.
 
     Raises:
         LayoutMismatchError: the prefix holds blocks of another layout.
@@ -121,9 +116,8 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         self._counters.count_lost(evicted_blocks=forgotten)
 
     def close(self) -> None:
-        """Stops its threads and gives its connections back; one that hangs ends with its own time limit."""
         has_stopped = self._queue.close()
-        self._connections.shutdown(wait=False, cancel_futures=True)
+        self._connections.shutdown(wait=False, cancel_futures=True)  # one that hangs ends with its own time limit
         if has_stopped:  # else a thread that hangs still uses the connections
             self._objects.close()
 
@@ -189,7 +183,6 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         self._counters.count_moved(saved_blocks=added)
 
     def _buffer(self) -> memoryview:
-        """Returns this thread's memory for one object."""
         buffer: memoryview | None = getattr(self._buffers, "record", None)
         if buffer is None:
             buffer = memoryview(bytearray(self._object_bytes))

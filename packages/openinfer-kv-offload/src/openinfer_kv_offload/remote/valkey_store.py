@@ -17,12 +17,11 @@ _GLOB = str.maketrans({each: f"\\{each}" for each in "*?[]\\^"})
 
 
 class ValkeyStore:
-    """Keys of one database of a server.
+    """Keys of one database of a server, which forgets them after `ttl_s` (None: never); `password` replaces the URL's.
 
     Args:
         url: `valkey://`, `valkeys://` (TLS), `redis://`, `rediss://` or `unix://`, as valkey-py reads it.
-        timeout_s: of connecting, and of each wait for the server. ttl_s: after which the server forgets a key; None
-            for never. password: instead of one in the URL.
+        timeout_s: of connecting, and of each wait for the server.
 
     Raises:
         ValueError: the URL is of another kind.
@@ -53,12 +52,13 @@ class ValkeyStore:
             return self._client.get(key)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """UNLINK frees the memory outside the server's main thread."""
+        # UNLINK, unlike DEL, frees the memory outside the server's main thread.
         with _translated():
             self._client.unlink(*keys)
 
     def list(self, prefix: str) -> Iterable[str]:
-        """SCAN; a key may come twice, and one that is set meanwhile may be left out."""
+        # SCAN holds up no other client of the server; a key may come twice, and one that is set meanwhile may be left
+        # out.
         with _translated():
             for key in self._client.scan_iter(match=prefix.translate(_GLOB) + "*", count=_KEYS_PER_SCAN):
                 yield key.decode("utf-8", "replace")

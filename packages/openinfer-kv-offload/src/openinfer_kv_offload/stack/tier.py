@@ -83,13 +83,10 @@ class StackHit:
 
 
 class TierStack:
-    """Several tiers as one; it owns them and closes them.
+    """Several tiers as one, fastest first; it owns them and closes them.
 
     A save completes when every tier that it goes to has all blocks; if one is partial, `completed_blocks` is what
     the best of them has.
-
-    Args:
-        tiers: fastest first, all of one layout. options: where saves go, and what is promoted. name: for logs.
 
     Raises:
         LayoutMismatchError: two tiers hold different layouts.
@@ -185,17 +182,15 @@ class TierStack:
                     tier.demote_all()
 
     def counters(self) -> tuple[TierCounters, ...]:
-        """A find asks a lower tier only for what the upper ones do not have."""
+        # A find asks a lower tier only for what the upper ones do not have: their finds are not the stack's.
         return tuple(each for tier in self._tiers for each in tier.counters())
 
     def close(self) -> None:
-        """Closes the tiers; what only the upper ones have is lost unless `flush` came first, or `flush_on_close`.
-
-        With write-behind what has not been handed down yet has `demotion_timeout_s` for it.
-        """
+        """Closes the tiers; what only the upper ones have is lost unless `flush` came first, or `flush_on_close`."""
         if self._options.flush_on_close:
             self.flush()
         if self._worker is not None:
+            # What has not been handed down yet has so long for it; the tiers that it goes to are open until then.
             self._worker.close(self._options.demotion_timeout_s)
         # Upper tiers first: what they evict until their threads have stopped goes to a lower one that is open.
         for tier in self._tiers:
@@ -235,7 +230,6 @@ class TierStack:
     def _promotion(
         self, part: Part, blocks: Sequence[BlockMemory], deadline_s: float | None
     ) -> Callable[[int], list[Transfer]]:
-        """What to begin when `completed` blocks of a part are in the caller's memory."""
         wanted = self._options.promotion is Promotion.ON_LOAD
         above = [tier for tier in self._tiers[: part.level] if wanted and tier.accepts_saves]
         digests = part.hit.digests

@@ -41,7 +41,6 @@ class StackTransfer:
 
     @property
     def completed_blocks(self) -> int:
-        """Leading blocks of a load that are right; of a save, what the best tier has."""
         if self._is_save:
             return max(part.completed_blocks for part in self._parts)
         completed = 0
@@ -53,7 +52,6 @@ class StackTransfer:
 
     @property
     def failure(self) -> TierFailure | None:
-        """The failure of the first part that is partial; None before the end."""
         if self.poll() is not TransferState.PARTIAL:
             return None
         return next(part.failure for part in self._parts if part.failure is not None)
@@ -88,6 +86,7 @@ class StackTransfer:
     def _is_promoting(self) -> bool:
         """Whether a promotion still reads the caller's blocks; begins them when the parts have ended."""
         if self._promoting is None:
+            # Once, and before the end is told: until then the caller may not reuse the blocks that are read.
             begin = () if self._is_cancelled else zip(self._parts, self._promotions, strict=False)
             self._promoting = [each for part, promote in begin for each in promote(part.completed_blocks)]
         return any(each.poll() is TransferState.PENDING for each in self._promoting)

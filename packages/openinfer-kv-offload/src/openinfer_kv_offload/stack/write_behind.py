@@ -13,16 +13,12 @@ from openinfer_kv_cache import CopyingTier, Digest, KvTier
 
 _log = logging.getLogger(__name__)
 _CHUNK_BLOCKS = 16
+# Digests alone wait, 16 bytes each; beyond so many the oldest are forgotten, and stay in the upper tier only.
 _MOST_WAITING = 1 << 20
-"""Blocks that wait, by their digests alone; beyond it the oldest are forgotten."""
 
 
 class WriteBehindWorker:
-    """Threads of one stack.
-
-    Args:
-        upper: what is copied from. lowers: where to, each in turn. timeout_s: of one save. num_threads: that copy.
-    """
+    """Threads that copy from the first tier of a stack, `upper`, to each of `lowers` in turn."""
 
     def __init__(self, upper: CopyingTier, lowers: Sequence[KvTier], *, timeout_s: float, num_threads: int = 2) -> None:
         self._upper = upper
@@ -40,7 +36,6 @@ class WriteBehindWorker:
             thread.start()
 
     def enqueue(self, digests: Sequence[Digest]) -> None:
-        """Queues blocks that the upper tier has now."""
         with self._changed:
             self._waiting.extend(digests)
             self._changed.notify_all()
@@ -51,7 +46,6 @@ class WriteBehindWorker:
             return self._changed.wait_for(lambda: not self._waiting and not self._num_busy, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Copies down what it can in `timeout_s` seconds, and stops."""
         if not self.flush(timeout_s):
             _log.warning("%d KV blocks were not handed down from %s in time", len(self._waiting), self._upper.name)
         with self._changed:
@@ -76,7 +70,6 @@ class WriteBehindWorker:
                     self._changed.notify_all()
 
     def _take(self) -> list[Digest] | None:
-        """Takes the next chunk off the queue; None when it is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if self._is_closed:

@@ -51,11 +51,7 @@ class DiskCase:
 
 
 class StackCase:
-    """Host over disk; one host block for every two on the disk.
-
-    Args:
-        folder: of the disk. write: through or back. faulty_disk: faults happen on both, else in the host only.
-    """
+    """Host over disk; one host block for every two on the disk, and faults on both only with `faulty_disk`."""
 
     capacity_blocks = 8
 
@@ -73,11 +69,9 @@ class StackCase:
 
 
 class RemoteCase:
-    """A `RemoteTier` under a prefix of its own.
+    """A `RemoteTier` under a prefix of its own, on the running server that `connect` reaches.
 
-    Args:
-        connect: to a running server. connections: more than one, and a fault may meet any block of a transfer; the kit
-            wants to know which. queue: when to give up.
+    With more than one connection a fault may meet any block of a transfer; the kit wants to know which.
     """
 
     is_persistent = True

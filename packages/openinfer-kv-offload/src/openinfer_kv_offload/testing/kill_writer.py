@@ -90,7 +90,6 @@ def _check_store(
 
 
 def _write_for_ever(folder: Path, first: int) -> None:
-    """Runs the writer: several saves at once, and a line for each that has completed."""
     layout = _layout()
     tier = _open(folder, layout)
     index = first
@@ -114,7 +113,6 @@ def _open(folder: Path, layout: KvLayout) -> DiskTier:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the writer, until it is killed."""
     parser = argparse.ArgumentParser(description="Write to a KV store until killed; `soak` starts and kills it.")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--first", type=int, required=True, help="index of the first block")

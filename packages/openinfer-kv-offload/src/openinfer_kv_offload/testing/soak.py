@@ -40,8 +40,7 @@ CASES: Mapping[str, Callable[[Path], TierCase]] = {
     "disk": lambda folder: DiskCase(folder, _NERVOUS),
     "stack-through": lambda folder: StackCase(folder, WriteMode.THROUGH, faulty_disk=True, queue=_NERVOUS),
     "stack-back": lambda folder: StackCase(folder, WriteMode.BACK, faulty_disk=True, queue=_NERVOUS),
-}
-"""Makes an empty tier in an empty folder, by the name of its kind."""
+}  # makes an empty tier in an empty folder, by the name of its kind.
 
 
 def remote_case(connect: Callable[[], ObjectStore]) -> TierCase:
@@ -57,11 +56,7 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_machine(make_case: Callable[[], TierCase], *, steps: int) -> dict[str, int]:
-    """Uses one kind of tier at random until `steps` rules have run, the same ones each time.
-
-    Args:
-        make_case: returns an empty place each time.
-        steps: at least so many.
+    """Uses one kind of tier at random until at least `steps` rules have run, the same ones each time.
 
     Returns:
         `steps`, and how often what happened.

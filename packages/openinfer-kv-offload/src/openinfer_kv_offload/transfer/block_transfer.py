@@ -17,12 +17,7 @@ class TransferEnded(Exception):
 
 
 class BlockTransfer:
-    """A `Transfer` that a worker of the same process carries out.
-
-    Args:
-        num_blocks: to move. deadline_s: on `clock`; None for never. clock: seconds that never run back.
-            on_end: called once, by whichever thread ends it.
-    """
+    """A `Transfer` that a worker of this process carries out; `on_end` is called once, by the thread that ends it."""
 
     def __init__(
         self,
@@ -35,8 +30,7 @@ class BlockTransfer:
         self.num_blocks = num_blocks
         self.completed_blocks = 0
         self.failure: TierFailure | None = None
-        self.has_begun = False
-        """Whether a thread has taken it up."""
+        self.has_begun = False  # whether a thread has taken it up
         self._deadline_s = deadline_s
         self._clock = clock
         self._on_end = on_end
@@ -46,7 +40,7 @@ class BlockTransfer:
         self._ended = threading.Event()
 
     def poll(self) -> TransferState:
-        """The state; ends the transfer if its deadline has passed or it was cancelled, and no copy is on its way."""
+        # A lock that is held is a copy on its way: it is not waited for, and pending is the right answer until it ends.
         if self._state is TransferState.PENDING and self._lock.acquire(blocking=False):
             try:
                 self._settle()
@@ -55,7 +49,6 @@ class BlockTransfer:
         return self._state
 
     def cancel(self) -> None:
-        """Asks for an early end; one that has completed in the meantime stays completed."""
         self._is_cancelled = True
         self.poll()
 
@@ -100,6 +93,7 @@ class BlockTransfer:
 
     def _settle(self) -> None:
         """Under the lock: ends a transfer that was cancelled or whose deadline has passed."""
+        # All blocks are there: neither a late deadline nor a cancellation makes them partial.
         if self._state is not TransferState.PENDING or self.completed_blocks == self.num_blocks > 0:
             return
         if self._is_cancelled:
@@ -111,4 +105,5 @@ class BlockTransfer:
         self.failure = failure
         self._state = state
         self._on_end(self)
+        # Last, so that what waits finds the state and the counters settled.
         self._ended.set()

@@ -14,11 +14,6 @@ class CircuitBreaker:
         closed ── num_failures in a row ──► open ── cooldown_s ──► one trial ── success ──► closed
                                              ▲                        │
                                              └──────── failure ───────┘
-
-    Args:
-        num_failures: in a row, that open it.
-        cooldown_s: between a failure and the next trial.
-        clock: seconds that never run back.
     """
 
     def __init__(self, *, num_failures: int, cooldown_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +26,6 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether a transfer that begins now would be refused."""
         with self._lock:
             return self._is_open()
 

@@ -6,19 +6,15 @@ from openinfer_kv_cache import TierFailure
 
 
 class BlockFault(Exception):
-    """One block cannot be moved, for a reason that the tier knows.
-
-    Args:
-        failure: what the transfer ends with.
-    """
+    """One block cannot be moved; the transfer ends with `failure`."""
 
     def __init__(self, failure: TierFailure) -> None:
         super().__init__(failure.value)
         self.failure = failure
 
 
+# Ends that say nothing about the health of a tier, and leave its breaker as it is.
 NOT_THE_MEDIUM = frozenset({TierFailure.BUSY, TierFailure.CLOSED, TierFailure.BREAKER_OPEN, TierFailure.MISSING})
-"""Ends that say nothing about the health of a tier, and leave its breaker as it is."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _GONE = frozenset({errno.ENOENT, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN})

@@ -76,7 +76,6 @@ def on_a_device(blocks: Sequence[BlockMemory]) -> list[DeviceBlock]:
 
 
 def copy_from_block(block: BlockMemory, into: memoryview) -> None:
-    """Copies a caller's block, wherever it is, into this machine's memory."""
     if isinstance(block, memoryview):
         copy_bytes(into, block)
     else:
@@ -84,7 +83,6 @@ def copy_from_block(block: BlockMemory, into: memoryview) -> None:
 
 
 def copy_to_block(block: BlockMemory, content: memoryview) -> None:
-    """Copies this machine's memory into a caller's block, wherever that is."""
     if isinstance(block, memoryview):
         copy_bytes(block, content)
     else:
@@ -92,7 +90,7 @@ def copy_to_block(block: BlockMemory, content: memoryview) -> None:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copies all of `source`; assigning to a memoryview would hold the interpreter's lock meanwhile."""
+    # Assigning to a memoryview would hold the interpreter's lock while it copies; NumPy lets it go.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 

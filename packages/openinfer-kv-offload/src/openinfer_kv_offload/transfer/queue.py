@@ -55,12 +55,7 @@ class Urgency(IntEnum):
 
 
 class TransferQueue:
-    """Carries out the transfers of one tier, loads first, in the order of their submission.
-
-    Args:
-        name: of the tier, for its threads and its log. options: how many threads, when to give up.
-            counters: counts the ends. clock: seconds that never run back.
-    """
+    """Carries out the transfers of one tier, loads first, in the order of their submission."""
 
     def __init__(
         self, name: str, options: QueueOptions, counters: TierTotals, *, clock: Callable[[], float] = time.monotonic
@@ -72,13 +67,13 @@ class TransferQueue:
             num_failures=options.breaker_failures, cooldown_s=options.breaker_cooldown_s, clock=clock
         )
         self._jobs: queue.PriorityQueue[tuple[Urgency, int, Callable[[], None] | None]] = queue.PriorityQueue()
-        self._numbers = itertools.count()
-        """Numbers of jobs, so that those of one urgency keep their order."""
+        self._numbers = itertools.count()  # keeps the order of jobs of one urgency, which are not compared
         self._max_queued = options.max_queued
         self._open: set[BlockTransfer] = set()
         self._lock = threading.Lock()
         self._is_closed = False
         self._threads = [
+            # Daemons: a medium that hangs must not keep the process from ending (`close`).
             threading.Thread(target=self._run, name=f"kv-tier-{name}-{index}", daemon=True)
             for index in range(options.num_threads)
         ]
@@ -87,7 +82,6 @@ class TransferQueue:
 
     @property
     def is_refusing(self) -> bool:
-        """Whether a transfer that is submitted now would end at once: closed, or the breaker is open."""
         return self._is_closed or self._breaker.is_open
 
     def submit(
@@ -99,14 +93,10 @@ class TransferQueue:
         urgency: Urgency,
         release: Callable[[], None],
     ) -> BlockTransfer:
-        """Queues a transfer.
+        """Queues a transfer; one of no blocks completes at once.
 
-        Args:
-            job: moves the blocks in one of the threads; its exceptions become the transfer's failure.
-            num_blocks: of the transfer; 0 completes at once.
-            timeout_s: from now.
-            urgency: which others it goes before.
-            release: gives back what the transfer holds; called once, after the job or instead of it.
+        `job` moves the blocks in one of the threads; its exceptions become the transfer's failure. `release` gives
+        back what the transfer holds; it is called once, after the job or instead of it.
         """
         deadline_s = None if timeout_s is None else self._clock() + timeout_s
         transfer = BlockTransfer(num_blocks, deadline_s=deadline_s, clock=self._clock, on_end=self._on_end)
@@ -141,7 +131,7 @@ class TransferQueue:
         for transfer in pending:
             transfer.end(TierFailure.CLOSED)
         self._drain()
-        for _ in self._threads:
+        for _ in self._threads:  # the least urgent: whatever is still queued goes first
             self._put(Urgency.STOP, None)
         for thread in self._threads:
             thread.join(_JOIN_S)
@@ -203,6 +193,7 @@ class TransferQueue:
         failure = transfer.failure
         if failure is not None:
             self._counters.count_failure(failure)
+            # A deadline that passed in the queue tells of load, not of the medium.
             waited_too_long = failure is TierFailure.DEADLINE and not transfer.has_begun
             if failure not in NOT_THE_MEDIUM and not waited_too_long:
                 self._breaker.failed()

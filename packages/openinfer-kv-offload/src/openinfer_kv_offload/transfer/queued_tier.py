@@ -18,29 +18,21 @@ class Held(Protocol):
     """What a tier knows of a block that it holds."""
 
     @property
-    def digest(self) -> Digest:
-        """The block's."""
-        ...
+    def digest(self) -> Digest: ...
 
 
 HeldBlock = TypeVar("HeldBlock", bound=Held)
 
 
 class HeldHit(Generic[HeldBlock]):
-    """Blocks held in a tier.
-
-    Args:
-        held: in the order of their prefix; None once a load has taken them over, or they were given back.
-        tier: that holds them.
-        release: gives them back.
-    """
+    """Blocks held in a tier."""
 
     __slots__ = ("_release", "digests", "held", "tier")
 
     def __init__(self, held: list[HeldBlock], *, tier: object, release: Callable[[list[HeldBlock]], None]) -> None:
         self.tier = tier
         self.digests = tuple([each.digest for each in held])
-        self.held: list[HeldBlock] | None = held
+        self.held: list[HeldBlock] | None = held  # None: a load has taken them over, or they were given back
         self._release = release
 
     def close(self) -> None:
@@ -52,17 +44,13 @@ class HeldHit(Generic[HeldBlock]):
 class BlockIndex(Protocol[HeldBlock]):
     """Which blocks a tier has, and which of them are held. Not thread-safe: the tier locks."""
 
-    def __len__(self) -> int:
-        """Blocks that can be found."""
-        ...
+    def __len__(self) -> int: ...
 
     def hold_prefix(self, digests: Sequence[Digest]) -> list[HeldBlock]:
         """Holds the longest beginning of `digests` that is there."""
         ...
 
-    def release(self, held: Sequence[HeldBlock]) -> None:
-        """Ends one holding of each."""
-        ...
+    def release(self, held: Sequence[HeldBlock]) -> None: ...
 
     def drop(self, held: HeldBlock, /) -> bool:
         """Makes a block that is not intact unfindable; False if it was already."""
@@ -79,14 +67,7 @@ Index = TypeVar("Index", bound=BlockIndex[Any])
 class QueuedTier(ABC, Generic[HeldBlock, Index]):
     """The caller's side of a `DeviceTier`: finds, and queues transfers that a subclass carries out.
 
-    A subclass calls `_open_queue` when nothing can fail any more.
-
-    Args:
-        layout: of the blocks.
-        index: of what is stored.
-        name: for counters and logs.
-        accepts_saves: whether this process writes.
-        clock: seconds that never run back.
+    A subclass calls `_open_queue` when nothing can fail any more: the queue's threads begin there.
     """
 
     takes_device_blocks = True

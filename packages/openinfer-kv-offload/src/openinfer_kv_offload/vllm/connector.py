@@ -21,9 +21,6 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
     Models whose layers are all of full attention, in one group of blocks of one size. Requests with images or prompt
     embeddings are left alone.
 
-    Args:
-        vllm_config: vLLM's. role: which side this is. kv_cache_config: of the pool.
-
     Raises:
         TierConfigError: the configuration or the model is not one that this connector serves.
     """
@@ -61,11 +58,7 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
         self.attach(TorchCopies(kv_caches, num_blocks=self._num_blocks))
 
     def attach(self, copies: PoolCopies) -> None:
-        """Opens the tiers for a pool.
-
-        Raises:
-            TierConfigError, LayoutMismatchError, StoreError: as `open_tiers` says.
-        """
+        """Opens the tiers for a pool; raises what `open_tiers` does."""
         parallel = self._config.parallel_config
         tiers = open_tiers(self._settings.tiers_of(rank=parallel.rank), self._layout(copies))
         self._worker = WorkerSide(
@@ -90,12 +83,11 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
         """Nothing: whole blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
-        """Begins to copy the blocks that this step has filled."""
         if self._worker is not None:
             self._worker.save(self._step().saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose loads have ended; saves hold no request's blocks."""
+        # Saves hold no request's blocks, so that none is reported as sent.
         return None, None if self._worker is None else self._worker.poll()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -126,7 +118,7 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
             self._scheduling().take_answers(answers)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks may be freed: copies of them are queued before whatever will overwrite them."""
+        # False: its blocks may be freed now, since copies of them are queued before whatever will overwrite them.
         self._scheduling().finished(request.request_id)
         return False, None
 
@@ -165,7 +157,6 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
 
 
 def _block_tokens(kv_cache_config: Any) -> int:
-    """Tokens per block of the one group of full attention."""
     groups = kv_cache_config.kv_cache_groups
     kinds = {each.__name__ for group in groups for each in type(group.kv_cache_spec).__mro__}
     if len(groups) != 1 or "FullAttentionSpec" not in kinds:

@@ -42,11 +42,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
 
     def digest_key(self) -> bytes | None:
-        """The key; None for a random one.
-
-        Raises:
-            TierConfigError: the file cannot be read.
-        """
+        """The key; None for a random one. Raises `TierConfigError` if the file cannot be read."""
         if self.digest_key_file is None:
             return None
         try:
@@ -59,11 +55,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def read_extra_config(given: dict[str, Any]) -> ConnectorSettings:
-    """Checks `kv_connector_extra_config`.
-
-    Raises:
-        TierConfigError: a field is unknown, missing or out of range.
-    """
+    """Checks `kv_connector_extra_config`; raises `TierConfigError` for fields unknown, missing or out of range."""
     try:
         return msgspec.convert(given, ConnectorSettings)
     except msgspec.ValidationError as error:

@@ -7,16 +7,12 @@ from typing import Any
 from openinfer_kv_cache import Digest, PrefixHasher
 from openinfer_kv_offload.vllm.messages import Load, Save, StepMetadata, WorkerAnswers
 
+# At first, and after preemptions or a partial load: a request whose blocks keep failing is computed.
 MAX_QUERIES = 3
-"""The most queries for one request: at first, and after preemptions or a partial load."""
 
 
 class TrackedRequest:
-    """Digests, blocks and the state of the one query that may be open.
-
-    Args:
-        request: vLLM's; its ids grow while it runs. hasher: of the engine's block size.
-    """
+    """Digests, blocks and the state of the one query of a request that may be open."""
 
     def __init__(self, request: Any, hasher: PrefixHasher) -> None:
         self._request = request
@@ -25,13 +21,12 @@ class TrackedRequest:
         self._root = hasher.root(lora_name=None if lora is None else lora.name, cache_salt=request.cache_salt or None)
         self._ids = array("I")
         self._digests: list[Digest] = []
+        # Else its KV depends on more than ids, and it is left alone.
         self.is_text = not request.mm_features and request.prompt_embeds is None
-        """Else its KV depends on more than ids, and it is left alone."""
         self.block_ids: list[int] = []
         self.saved_blocks = 0
         self.num_queries = 0
-        self.first_block = 0
-        """The first block of the query that is open or answered."""
+        self.first_block = 0  # of the query that is open or answered
         self.is_asked = False
         self.found_blocks: int | None = None
 
@@ -45,21 +40,15 @@ class TrackedRequest:
 
     @property
     def matchable_blocks(self) -> int:
-        """Full blocks that leave at least one known token to compute."""
         return max(len(self._request.all_token_ids) - 1, 0) // self._hasher.block_size_tokens
 
     def forget_answer(self) -> None:
-        """The query has served its purpose; another may be asked."""
         self.is_asked = False
         self.found_blocks = None
 
 
 class SchedulerSide:
-    """Lives in the process of vLLM's scheduler; reads its requests and step outputs, and changes neither.
-
-    Args:
-        hasher: of the engine's block size, with the key of all who share the tiers.
-    """
+    """Lives in the process of vLLM's scheduler; reads its requests and step outputs, and changes neither."""
 
     def __init__(self, hasher: PrefixHasher) -> None:
         self._hasher = hasher
@@ -135,14 +124,14 @@ class SchedulerSide:
         return tracked
 
     def _begin(self, request_id: str, block_ids: list[int], computed_tokens: int) -> None:
-        """The request runs; what is computed already was saved when it was computed."""
+        # What is computed already was saved when it was computed.
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.block_ids = block_ids
             tracked.saved_blocks = computed_tokens // self._block_tokens
 
     def _save(self, request_id: str, computed_tokens: int) -> None:
-        """Blocks that this step fills with ids that are known: of a speculation only what was accepted is."""
+        # Digests end where ids are known: of a speculation only what was accepted is saved.
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.is_text:
             return

@@ -10,18 +10,12 @@ from openinfer_kv_offload.vllm.host import device_torch
 
 
 class _Done:
-    """A copy that was waited for."""
-
     def is_done(self) -> bool:
         return True
 
 
 class _Steps:
-    """Work of a device, each part begun when the one before it has ended: no stream ever waits for a copy.
-
-    Args:
-        event: after the first part. then: begins the next one and returns the event after it.
-    """
+    """Work of a device, each part begun when the one before it has ended: no stream ever waits for a copy."""
 
     def __init__(self, event: Any, then: Callable[[], Any] | None = None) -> None:
         self._event = event
@@ -39,9 +33,6 @@ class _Steps:
 
 class TorchCopies:
     """Layers of any shape that has one dimension of blocks; a block's bytes are its layers', ordered by their names.
-
-    Args:
-        kv_caches: by layer name, as vLLM registers them. num_blocks: of the pool.
 
     Raises:
         TierConfigError: a layer is not of tensors with such a dimension.
@@ -79,7 +70,7 @@ class TorchCopies:
         self._stream.wait_stream(self._torch.cuda.current_stream())
         with self._torch.cuda.stream(self._stream):
             self._to_staging(gathered, staging_ids)
-        gathered.record_stream(self._stream)
+        gathered.record_stream(self._stream)  # else its memory could be given out while it is copied
         return _Steps(self._stream.record_event())
 
     def to_pool(self, staging_ids: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
@@ -104,8 +95,7 @@ class TorchCopies:
         return arrived
 
     def _spread_in_order(self, arrived: Any, block_ids: Sequence[int]) -> Any:
-        """Spreads on the stream of the model, so that steps which follow find the blocks."""
-        current = self._torch.cuda.current_stream()
+        current = self._torch.cuda.current_stream()  # the model's, so that steps which follow find the blocks
         arrived.record_stream(current)
         self._spread(arrived, block_ids)
         return current.record_event()

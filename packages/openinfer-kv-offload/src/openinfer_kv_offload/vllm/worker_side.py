@@ -33,12 +33,9 @@ class _Loading:
 
 
 class WorkerSide:
-    """Blocks of staging memory go from free to a save or a load and back. A load that finds too few waits, and no save
-    takes one meanwhile; a save takes what there is, and leaves the rest.
+    """Blocks of staging memory go from free to a save or a load and back.
 
-    Args:
-        tiers: of this worker; closed with it. copies: of its pool. staging_bytes: bounds what moves at a time.
-            load_timeout_s: after which the rest of a load is computed.
+    A load that finds too few waits, and no save takes one meanwhile; a save takes what there is, and leaves the rest.
     """
 
     def __init__(self, tiers: KvTier, copies: PoolCopies, *, staging_bytes: int, load_timeout_s: float) -> None:
@@ -53,8 +50,7 @@ class WorkerSide:
         self._saving: list[_Saving] = []
         self._loading: list[_Loading] = []
         self._failed_block_ids: set[int] = set()
-        self.unsaved_blocks = 0
-        """Left out, because staging memory was short."""
+        self.unsaved_blocks = 0  # left out, because staging memory was short
 
     @property
     def is_moving(self) -> bool:
@@ -73,7 +69,6 @@ class WorkerSide:
         self._begin_loads()
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Begins to copy blocks, after the step's work."""
         if not self._tiers.accepts_saves:
             return
         has_waiting_load = any(loading.transfer is None for loading in self._loading)
@@ -94,7 +89,6 @@ class WorkerSide:
         return {loading.request_id for loading in over}
 
     def take_failed_block_ids(self) -> set[int]:
-        """Blocks of ended loads that hold nothing."""
         failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
 
@@ -105,7 +99,6 @@ class WorkerSide:
         return answers
 
     def close(self) -> None:
-        """Gives what is on its way into the tiers a short time, and closes them."""
         for request_id in list(self._hits):
             self._drop(request_id)
         give_up_s = time.monotonic() + _CLOSE_S
@@ -115,18 +108,16 @@ class WorkerSide:
         self._tiers.close()
 
     def _begin_loads(self) -> None:
-        """Begins loads in the order in which they were asked for, as far as staging memory goes."""
         for loading in self._loading:
             if loading.transfer is not None:
                 continue
             if len(self._free) < len(loading.hit.digests):
-                return
+                return  # in the order in which they were asked for: a long prefix is not passed over for ever
             loading.staging_ids = self._take(len(loading.hit.digests))
             blocks = [self._staging[staging_id] for staging_id in loading.staging_ids]
             loading.transfer = self._tiers.load(loading.hit, blocks, timeout_s=self._load_timeout_s)
 
     def _is_over(self, loading: _Loading) -> bool:
-        """Whether all that the tier had is in the pool by now."""
         if loading.copy is None:
             if loading.transfer is None or loading.transfer.poll() is TransferState.PENDING:
                 return False
