@@ -63,7 +63,7 @@ class BlockPin:
         self._unpin: Callable[[tuple[int, ...]], None] | None = unpin
 
     def close(self) -> None:
-        """Gives the blocks back; those without another user become idle. Closing again does nothing."""
+        # Closing again does nothing, so that a pin may be closed where it is used and by `with`.
         unpin, self._unpin = self._unpin, None
         if unpin is not None:
             unpin(self.block_ids)
@@ -128,8 +128,8 @@ class BlockPool:
             raise KvConfigError(f"idle_ttl_s is {idle_ttl_s}; it must be positive, or None to keep idle blocks")
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
+        # Told of removals by the pool, and by its sequences of what they have sealed.
         self.listener: BlockListener | None = None
-        """Told of removals by the pool, and by its sequences of what they have sealed."""
         self._states = StateTable(num_blocks, BlockState, noun="block")
         self._users = [0] * num_blocks
         self._digests: list[Digest | None] = [None] * num_blocks
@@ -148,7 +148,6 @@ class BlockPool:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that `allocate` can hand out: free or idle."""
         return len(self._free) + self._num_idle
 
     @property
@@ -157,7 +156,6 @@ class BlockPool:
 
     @property
     def idle_blocks(self) -> int:
-        """Blocks with content and without a user."""
         return self._num_idle
 
     @property
@@ -172,7 +170,6 @@ class BlockPool:
         return self._states[block_id]
 
     def num_users(self, block_id: int) -> int:
-        """Sequences and pins that use one block."""
         return self._users[block_id]
 
     def num_pins(self, block_id: int) -> int:
@@ -187,7 +184,6 @@ class BlockPool:
         return self._registry.get(digest)
 
     def find_prefix(self, digests: Iterable[Digest]) -> list[int]:
-        """The blocks of the longest registered beginning of a chain; like `find`."""
         lookup = self._registry.get
         found: list[int] = []
         for digest in digests:
@@ -213,11 +209,7 @@ class BlockPool:
     # Moves.
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Hands out writable blocks with one user each, evicting idle ones as needed.
-
-        Returns:
-            The block ids; None if fewer than `num_blocks` are available, and then nothing has changed.
-        """
+        """Hands out writable blocks with one user each, evicting idle ones; None, and nothing has changed, if short."""
         short = num_blocks - len(self._free)
         if short > 0:
             if short > self._num_idle:
@@ -235,11 +227,7 @@ class BlockPool:
         return taken
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """Adds one user to each of some distinct sealed or idle blocks, as `find` returned them.
-
-        Raises:
-            BlockStateError: one is free or writable; nothing has changed.
-        """
+        """Adds one user to each of some distinct sealed or idle blocks, as `find` returned them."""
         users = self._users
         idle: list[int] = []
         used: list[int] = []
@@ -255,12 +243,8 @@ class BlockPool:
     def seal(self, block_ids: Sequence[int], digests: Sequence[Digest] | None) -> None:
         """Declares the content of writable blocks final, and registers it where its digest is new.
 
-        Args:
-            block_ids: writable blocks.
-            digests: one for each block; None keeps the content private to its present user.
-
-        Raises:
-            BlockStateError: one is not writable, or the lengths differ; nothing has changed.
+        Without digests it stays private to its present user. `BlockStateError`, and nothing has changed, if a block is
+        not writable or the lengths differ.
         """
         if digests is not None and len(digests) != len(block_ids):
             raise BlockStateError(f"cannot seal {len(block_ids)} blocks with {len(digests)} digests")
@@ -278,17 +262,15 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Takes one user from each block; list the tail of a sequence before its head.
 
-        Without a user, a writable block becomes free and a sealed one idle.
-
-        Raises:
-            BlockStateError: one has no user; nothing has changed.
+        Without a user, a writable block becomes free and a sealed one idle. A block that has none raises
+        `BlockStateError`, and nothing has changed.
         """
         users = self._users
         unused: list[int] = []
         for position, block_id in enumerate(block_ids):
             left = users[block_id] - 1
             if left < 0:
-                for undone in block_ids[:position]:
+                for undone in block_ids[:position]:  # all or none, as every move of the pool
                     users[undone] += 1
                 state = self.state(block_id).name.lower()
                 raise BlockStateError(f"cannot release block {block_id}: it is {state}, without a user")
@@ -299,17 +281,12 @@ class BlockPool:
             self._drop(unused)
 
     def pin(self, block_ids: Sequence[int]) -> BlockPin:
-        """Keeps distinct sealed or idle blocks from eviction until the pin is closed.
-
-        Raises:
-            BlockStateError: one is free or writable; nothing has changed.
-        """
+        """Keeps distinct sealed or idle blocks from eviction until the pin is closed; raises as `acquire` does."""
         self.acquire(block_ids)
         self._pins.update(block_ids)
         return BlockPin(tuple(block_ids), self._unpin)
 
     def expire(self) -> int:
-        """Evicts the idle blocks whose time-to-live has passed, and returns how many; 0 if none was set."""
         if self._expiry is None:
             return 0
         due = self._expiry.due()
@@ -320,17 +297,15 @@ class BlockPool:
     def clear(self) -> int:
         """Voids all content, as after a change of weights: nothing sealed or computed so far is found again.
 
-        Idle blocks become free. Blocks in use keep their state and bytes for their users, without a digest,
-        and become free when the last user leaves.
-
-        Returns:
-            How many idle blocks became free.
+        Idle blocks become free, and are counted. Blocks in use keep their state and bytes for their users, without a
+        digest, and become free when the last user leaves.
         """
         idle = [block_id for block_id in range(self.num_blocks) if self.is_idle(block_id)]
         self._policy.forget(idle)
         self._evict(idle, EvictionReason.CLEARED)
         self._registry.clear()
         self._digests = [None] * self.num_blocks
+        # What a sequence that holds blocks now computes later is sealed without a digest: it began on the old content.
         self._generation += 1
         if self.listener is not None:
             self.listener.cleared()
@@ -350,7 +325,6 @@ class BlockPool:
         self.release(block_ids)
 
     def _revive(self, idle: list[int]) -> None:
-        """Idle → sealed."""
         self._states.move(idle, _REVIVE)
         self._policy.reuse(idle)
         self._num_idle -= len(idle)
@@ -367,6 +341,7 @@ class BlockPool:
             digest = digests[block_id]
             if digest is None:
                 unnamed.append(block_id)
+            # A duplicate takes over the registration if the block that had it was evicted meanwhile.
             elif registry.setdefault(digest, block_id) == block_id:
                 findable.append(block_id)
             else:
@@ -379,7 +354,6 @@ class BlockPool:
             self._drop_unnamed(unnamed)
 
     def _retire(self, findable: list[int]) -> None:
-        """Sealed → idle."""
         self._states.move(findable, _RETIRE)
         self._policy.admit(findable)
         self._num_idle += len(findable)
@@ -387,7 +361,7 @@ class BlockPool:
             self._expiry.admit(findable)
 
     def _drop_unnamed(self, unnamed: list[int]) -> None:
-        """Writable → free; sealed without a digest → idle → free."""
+        # Never sealed, or sealed and voided by `clear` since.
         writable: list[int] = []
         voided: list[int] = []
         for block_id in unnamed:
@@ -406,6 +380,7 @@ class BlockPool:
         """Idle → free, for blocks that the policy holds no longer."""
         self._states.move(block_ids, _EVICT)
         registry, digests = self._registry, self._digests
+        # `clear` tells of all content at once.
         if self.listener is not None and block_ids and reason is not EvictionReason.CLEARED:
             self.listener.removed([digest for block_id in block_ids if (digest := digests[block_id]) is not None])
         for block_id in block_ids:
@@ -424,6 +399,7 @@ class BlockPool:
 
     def _select_victims(self, num_blocks: int) -> list[int]:
         victims = self._policy.select(num_blocks)
+        # A policy is a plug-in: evicting a block in use for it would be wrong KV in another request.
         valid = {block_id for block_id in victims if 0 <= block_id < self.num_blocks and self.is_idle(block_id)}
         if not len(valid) == len(victims) == num_blocks:
             raise EvictionPolicyError(
@@ -435,11 +411,7 @@ class BlockPool:
     # Integrity.
 
     def check_integrity(self) -> None:
-        """Compares everything the pool knows with everything else it knows; O(num_blocks).
-
-        Raises:
-            IntegrityError: with the first contradiction found.
-        """
+        """Compares everything the pool knows with everything else; O(num_blocks). Raises `IntegrityError`."""
         free = set(self._free)
         require(len(free) == len(self._free), "the free list names a block twice")
         for block_id in range(self.num_blocks):

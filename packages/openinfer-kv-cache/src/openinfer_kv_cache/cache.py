@@ -45,10 +45,7 @@ class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class KvCache:
     """Bookkeeping of one engine: `pool`, `hasher`, and `slots` (None without slot groups). Used from one thread.
 
-    Args:
-        options: sizes and lifetimes. digest_key: 16 to 64 secret bytes, the same in every process that shares
-            a tier; None draws a random key. policy: order of eviction; least recently used if None. clock:
-            monotonic seconds; read only when a time-to-live is set.
+    A `digest_key` (16 to 64 secret bytes) is the same in every process that shares a tier; None draws a random one.
     """
 
     __slots__ = ("_live", "hasher", "pool", "slots")
@@ -83,11 +80,7 @@ class KvCache:
     def sequence(
         self, token_ids: Iterable[int], *, lora_name: str | None = None, cache_salt: str | None = None
     ) -> BlockSequence:
-        """A sequence that knows `token_ids` and holds no blocks; the caller releases it.
-
-        Raises:
-            OverflowError: a token id does not fit in uint32.
-        """
+        """A sequence that knows `token_ids`, each a uint32, and holds no blocks; the caller releases it."""
         root = self.hasher.root(lora_name=lora_name, cache_salt=cache_salt)
         sequence = BlockSequence(
             self.pool,
@@ -106,13 +99,9 @@ class KvCache:
         return self.pool.blocks_for(num_tokens) <= self.pool.num_blocks
 
     def clear(self) -> None:
-        """Voids all cached content, as after a change of weights; see `BlockPool.clear` and `StateSlotPool.clear`.
-
-        Raises:
-            BlockStateError: copies between slots have not completed; nothing has changed.
-        """
+        """Voids all cached content, as after a change of weights; see `BlockPool.clear` and `StateSlotPool.clear`."""
         if self.slots is not None:
-            self.slots.clear()
+            self.slots.clear()  # first: it refuses while copies are under way, and then nothing has changed
         self.pool.clear()
 
     def check_integrity(self) -> None:
@@ -138,11 +127,11 @@ class KvCache:
                 )
 
     def _check_states(self, sequence: BlockSequence) -> None:
-        """Sealed in front, writable after; a sealed block has the sequence's digest, or a voided one."""
         digests = sequence.prefix_digests()
         for position, block_id in enumerate(sequence.blocks):
             is_sealed = position < sequence.num_sealed_blocks
             if self.pool.state(block_id) is not (BlockState.SEALED if is_sealed else BlockState.WRITABLE):
                 raise IntegrityError(f"position {position} of a sequence is {self.pool.state(block_id).name.lower()}")
+            # None: `clear` has voided it since.
             if is_sealed and self.pool.digest(block_id) not in (digests[position], None):
                 raise IntegrityError(f"position {position} of a sequence holds another prefix (block {block_id})")

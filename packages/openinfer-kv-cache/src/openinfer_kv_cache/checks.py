@@ -22,7 +22,6 @@ def check_name(where: str, value: str) -> None:
 
 
 def check_tag(where: str, value: str) -> None:
-    """Checks for a non-empty line of printable ASCII."""
     if not (0 < len(value) <= MAX_TAG_CHARS and value.isascii() and value.isprintable()):
         raise KvConfigError(f"{where} is {value!r}; it must be 1 to {MAX_TAG_CHARS} printable ASCII characters")
 

@@ -21,8 +21,7 @@ from typing import NewType
 
 from openinfer_kv_cache.errors import KvConfigError
 
-Digest = NewType("Digest", bytes)
-"""16 bytes."""
+Digest = NewType("Digest", bytes)  # 16 bytes
 
 DIGEST_BYTES = 16
 MIN_KEY_BYTES = 16
@@ -33,10 +32,8 @@ _ROOT_VERSION = b"1"
 class PrefixHasher:
     """Computes the digests of one pool's blocks.
 
-    Args:
-        block_size_tokens: tokens of one block. key: 16 to 64 secret bytes; None draws 32 random ones.
-            layout_digest: `KvLayout.digest` of the KV that the digests name; empty if it never leaves the
-            process.
+    A `key` has 16 to 64 secret bytes; None draws 32 random ones. `layout_digest` is `KvLayout.digest` of the KV that
+    the digests name; empty if it never leaves the process.
 
     Raises:
         KvConfigError: the key's length or the block size is out of range.
@@ -63,25 +60,14 @@ class PrefixHasher:
         return Digest(root.digest())
 
     def chain(self, root: Digest, token_ids: Iterable[int]) -> list[Digest]:
-        """The digests of all full blocks of `token_ids`.
-
-        Raises:
-            OverflowError: a token id does not fit in uint32.
-        """
+        """The digests of all full blocks of `token_ids`, each a uint32 (else `OverflowError`)."""
         ids = array("I", token_ids)
         digests: list[Digest] = []
         self.extend_chain(digests, root, ids, num_blocks=len(ids) // self.block_size_tokens)
         return digests
 
     def extend_chain(self, digests: list[Digest], root: Digest, token_ids: "array[int]", *, num_blocks: int) -> None:
-        """Appends to `digests` until it has those of the first `num_blocks` blocks of `token_ids`.
-
-        Args:
-            digests: of the first blocks of the chain, or empty.
-            root: of the chain.
-            token_ids: `array("I")`, at least `num_blocks` blocks of them.
-            num_blocks: nothing happens if there are that many already.
-        """
+        """Appends to `digests` until it has those of the first `num_blocks` blocks of `token_ids`, which are known."""
         size = self.block_size_tokens
         encoded = encode_token_ids(token_ids[len(digests) * size : num_blocks * size])
         parent: bytes = digests[-1] if digests else root
@@ -112,10 +98,10 @@ def encode_token_ids(token_ids: "array[int]", *, byteorder: str = sys.byteorder)
 
 
 def _encode_field(value: bytes) -> bytes:
-    """Encodes the length first, so that no two lists of fields have the same bytes."""
+    # The length comes first, so that no two lists of fields have the same bytes.
     return len(value).to_bytes(8, "little") + value
 
 
 def _encode_name(name: str | None) -> bytes:
-    """Tells absent from empty; `surrogatepass` because a JSON string may hold lone surrogates."""
+    # Absent differs from empty; `surrogatepass`, because a JSON string may hold lone surrogates.
     return b"\x00" if name is None else b"\x01" + _encode_field(name.encode("utf-8", "surrogatepass"))

@@ -33,10 +33,7 @@ class EvictionPolicyError(KvCacheError):
 
 
 class KvConfigError(KvCacheError, ValueError):
-    """A spec, a layout, an option or a digest key is out of range.
-
-    A `ValueError` too, so that msgspec reports it as a validation error when it decodes one.
-    """
+    """A spec, a layout, an option or a digest key is out of range; a `ValueError` too, as msgspec then reports it."""
 
 
 class LayoutMismatchError(KvCacheError):

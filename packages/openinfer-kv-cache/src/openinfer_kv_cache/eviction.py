@@ -61,10 +61,7 @@ class LeastRecentlyUsed:
 
 
 class Expiry:
-    """When each idle block became idle, oldest first.
-
-    The clock is read once per call, never per block.
-    """
+    """When each idle block became idle, oldest first; the clock is read once per call, never per block."""
 
     __slots__ = ("_clock", "_idle_since", "_ttl_s")
 
@@ -89,11 +86,10 @@ class Expiry:
             del self._idle_since[block_id]
 
     def due(self) -> list[int]:
-        """The blocks idle for at least the time-to-live, oldest first; they stay until removed."""
         latest_s = self._clock() - self._ttl_s
         overdue: list[int] = []
         for block_id, since_s in self._idle_since.items():
-            if since_s > latest_s:
+            if since_s > latest_s:  # in the order in which they became idle: the others are younger
                 break
             overdue.append(block_id)
         return overdue

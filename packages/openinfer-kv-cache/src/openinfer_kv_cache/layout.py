@@ -57,7 +57,6 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     base_bytes: int
     stride_bytes: int
     size_bytes: int
-    """Bytes of one layer's part."""
     tokens_per_row: int = 1
     """For a paged region. The row that ends at a block's token `t` is row `t // tokens_per_row` of that block."""
 
@@ -79,11 +78,7 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class KvGroupLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One group of a spec, laid out.
-
-    Raises:
-        KvConfigError: a field is out of range.
-    """
+    """One group of a spec, laid out."""
 
     name: str
     kind: GroupKind
@@ -144,11 +139,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def from_spec(cls, spec: KvSpec, *, block_size_tokens: int = 16) -> "KvLayout":
-        """Lays out a spec's groups in their order.
-
-        Raises:
-            KvConfigError: the block size is out of range.
-        """
+        """Lays out a spec's groups in their order."""
         check_count("block_size_tokens", block_size_tokens)
         paged, block_bytes = _lay_out(spec.paged, block_size_tokens)
         slots, slot_bytes = _lay_out(spec.slots, block_size_tokens)
@@ -182,11 +173,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return len(groups) == 1 and len(kinds) == 1 and groups[0].regions[0].tokens_per_row == 1
 
     def block_shape(self) -> tuple[int, ...]:
-        """`[layers, tensors, num_heads, block_size_tokens, head_dim]`: a whole block as one dense array.
-
-        Raises:
-            KvConfigError: the block is not one: several paged groups, tensors that differ, or rows of several tokens.
-        """
+        """`[layers, tensors, num_heads, block_size_tokens, head_dim]`; `KvConfigError` if a block is not dense."""
         groups = list(self._of_kind(GroupKind.PAGED))
         if not self.is_dense:
             names = ", ".join(f"{group.name}.{region.name}" for group in groups for region in group.regions)
@@ -198,11 +185,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return num_blocks * self.block_bytes + num_state_slots * self.slot_bytes
 
     def num_blocks_for(self, budget_bytes: int, *, num_state_slots: int = 0) -> int:
-        """Blocks that fit into a budget together with `num_state_slots` state slots.
-
-        Raises:
-            KvConfigError: not even one fits.
-        """
+        """Blocks that fit into a budget together with `num_state_slots` slots; `KvConfigError` if none does."""
         num_blocks = (budget_bytes - num_state_slots * self.slot_bytes) // self.block_bytes
         if num_blocks < 1:
             need = self.pool_bytes(num_blocks=1, num_state_slots=num_state_slots)
@@ -217,11 +200,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_same_layout(ours: KvLayout, theirs: KvLayout) -> None:
-    """Checks that KV bytes may pass between two owners.
-
-    Raises:
-        LayoutMismatchError: with the fields that differ.
-    """
+    """Checks that KV bytes may pass between two owners; raises `LayoutMismatchError` with the fields that differ."""
     if ours.digest == theirs.digest:
         return
     differences = _differences(msgspec.to_builtins(ours), msgspec.to_builtins(theirs))
@@ -254,13 +233,13 @@ def _lay_out(groups: Iterable[PagedGroup | StateSlotGroup], block_size_tokens: i
 def _lay_out_group(
     group: PagedGroup | StateSlotGroup, base_bytes: int, block_size_tokens: int
 ) -> tuple[tuple[KvRegion, ...], int]:
-    """The regions of one group from `base_bytes` on, and where the group ends."""
     shapes = [_part_shape(tensor, block_size_tokens) for tensor in group.tensors]
     offsets: list[int] = []
     layer_bytes = 0
     for tensor, shape in zip(group.tensors, shapes, strict=True):
         offsets.append(_round_up(layer_bytes, tensor.dtype.itemsize_bytes))
         layer_bytes = offsets[-1] + math.prod(shape) * tensor.dtype.itemsize_bytes
+    # So that every layer's tensors are aligned as those of the first are.
     stride_bytes = _round_up(layer_bytes, max(tensor.dtype.itemsize_bytes for tensor in group.tensors))
     regions = tuple(
         KvRegion(
@@ -278,14 +257,13 @@ def _lay_out_group(
 
 
 def _part_shape(tensor: PagedTensor | StateTensor, block_size_tokens: int) -> tuple[int, ...]:
-    """What one layer of one block or slot holds of a tensor."""
     if isinstance(tensor, StateTensor):
         return tensor.shape
     return (tensor.num_heads, _rows(block_size_tokens, tensor.tokens_per_row), tensor.head_dim)
 
 
 def _rows(block_size_tokens: int, tokens_per_row: int) -> int:
-    """The most rows that can end inside one block, wherever the first of them began."""
+    # The most that can end inside one block, wherever the first of them began.
     return -(-block_size_tokens // tokens_per_row)
 
 
@@ -294,7 +272,6 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _check_extent(what: str, extent_bytes: int, groups: Iterable[KvGroupLayout]) -> None:
-    """Checks that the parts of all layers lie inside `extent_bytes` and do not overlap."""
     parts = sorted(
         (region.base_bytes + layer * region.stride_bytes, region.size_bytes, f"{group.name}.{region.name}[{layer}]")
         for group in groups
@@ -323,7 +300,6 @@ def _check_paged_shapes(group: KvGroupLayout, block_size_tokens: int) -> None:
 
 
 def _differences(ours: object, theirs: object) -> list[str]:
-    """Every leaf at which two trees of builtins differ."""
     our_leaves, their_leaves = dict(_leaves("", ours)), dict(_leaves("", theirs))
     paths = sorted({*our_leaves, *their_leaves})
     return [

@@ -24,22 +24,14 @@ from openinfer_kv_cache.errors import IntegrityError, SequenceStateError
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 
 _NO_BLOCKS: Sequence[int] = ()
-_HASH_AHEAD_BLOCKS = 32
+_HASH_AHEAD_BLOCKS = 32  # so that a long prompt that is not cached costs little to look up
 
 
 class BlockSequence:
     """Made by `KvCache.sequence`; used from the thread of its pool.
 
-    Args:
-        pool: owner of the blocks.
-        hasher: of the same block size.
-        root: start of the digest chain.
-        token_ids: the ids known so far, each 0 .. 2^32 - 1; copied.
-        on_release: called once, by `release`.
-        lora_name, cache_salt: what the root was made from; for the pool's listener only.
-
-    Raises:
-        OverflowError: a token id does not fit in uint32.
+    `root` is the start of the digest chain, made of `lora_name` and `cache_salt`, which are kept for the pool's
+    listener. `token_ids` (each a uint32) are copied; `on_release` is called once.
     """
 
     __slots__ = (
@@ -103,12 +95,10 @@ class BlockSequence:
 
     @property
     def num_sealed_blocks(self) -> int:
-        """Blocks at the front of the table that are sealed."""
         return self._num_sealed
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens for which there is room."""
         return len(self._blocks) * self._block_size
 
     @property
@@ -129,10 +119,9 @@ class BlockSequence:
         return len(self._find_prefix()) * self._block_size
 
     def would_wait_for(self, other: "BlockSequence") -> bool:
-        """Whether `other` holds the first block that `match` would not find now, and has it still to be sealed.
-
-        Then to compute it here would be to compute it twice. O(1) where not even the first block is common to both.
-        """
+        """Whether `other` holds the first block that `match` would not find now, and has it still to be sealed."""
+        # Then to compute it here would be to compute it twice. One digest is compared first, so that it is O(1) for
+        # prompts that have nothing in common.
         num_matchable, theirs = self._num_matchable_blocks(), other.prefix_digests()
         self._hash_blocks(min(num_matchable, 1))
         if not num_matchable or not theirs or self._digests[0] != theirs[0]:
@@ -161,10 +150,7 @@ class BlockSequence:
     # Verbs.
 
     def match(self) -> int:
-        """Takes the longest cached prefix, in full blocks; at least one known token is left to compute.
-
-        Returns:
-            The number of tokens whose KV is there.
+        """Takes the longest cached prefix, in full blocks, and returns its tokens; at least one known token is left.
 
         Raises:
             SequenceStateError: the sequence holds blocks already, or was released.
@@ -185,11 +171,8 @@ class BlockSequence:
         """Makes room for `num_tokens` tokens in all, known or to come.
 
         Returns:
-            The blocks added at the end of the table, empty if there was room; None if the pool is short, and
-            then nothing has changed.
-
-        Raises:
-            SequenceStateError: the sequence was released.
+            The blocks added at the end of the table, empty if there was room; None if the pool is short, and then
+            nothing has changed.
         """
         missing = -(-num_tokens // self._block_size) - len(self._blocks)
         if missing <= 0:
@@ -210,16 +193,12 @@ class BlockSequence:
         self._token_ids.extend(token_ids)
 
     def seal(self, num_computed_tokens: int) -> Sequence[int]:
-        """Seals the blocks that are full of known ids and computed KV, and registers their digests.
+        """Seals the blocks that are full of known ids and computed KV, registers their digests, and returns them.
 
         Args:
             num_computed_tokens: the KV of positions `0 .. num_computed_tokens - 1` is computed and final.
                 Computed by a step that was launched is enough for other sequences of the same stream; a tier
                 that copies on another stream has to wait for the step.
-
-        Returns:
-            The blocks newly sealed; their digests are `prefix_digests()` at the same positions. Sealing up to
-            the same place again returns none.
 
         Raises:
             SequenceStateError: more is computed than there is room for.
@@ -236,6 +215,7 @@ class BlockSequence:
             return _NO_BLOCKS
         self._hash_blocks(end)
         sealed = self._blocks[first:end]
+        # Blocks taken before a `clear` hold KV of the old weights, which no later request may find.
         is_current = self._generation == self._pool.generation
         self._pool.seal(sealed, self._digests[first:end] if is_current else None)
         self._set_sealed(end)
@@ -246,37 +226,28 @@ class BlockSequence:
     def shrink(self, num_tokens: int) -> int:
         """Gives back the blocks after the first `num_tokens` tokens; the ids stay.
 
-        A sealed block that `num_tokens` cuts is given back as well, since sealed blocks are never written again.
         `shrink(0)` is preemption: the sequence can `match` and `reserve` again.
 
         Returns:
             How many of the `num_tokens` tokens still have room; later positions must be computed (again).
-
-        Raises:
-            SequenceStateError: `num_tokens` is negative.
         """
         _require_not_negative(num_tokens)
         keep = min(self._pool.blocks_for(num_tokens), len(self._blocks))
         if keep <= self._num_sealed:
+            # A sealed block is never written again: the cut one goes back whole.
             keep = min(keep, num_tokens // self._block_size)
         dropped = self._blocks[keep:]
         if dropped:
             del self._blocks[keep:]
             self._set_sealed(min(self._num_sealed, keep))
-            dropped.reverse()
+            dropped.reverse()  # the tail first, so that it is evicted before the head that it is found from
             self._pool.release(dropped)
         return min(num_tokens, keep * self._block_size)
 
     def truncate(self, num_tokens: int) -> int:
-        """Forgets the ids from position `num_tokens` on, and shrinks to it: a rejected speculation.
+        """Forgets the ids from position `num_tokens` on, and shrinks to it (`shrink`): a rejected speculation.
 
         Seal only what is accepted and this never meets a sealed block.
-
-        Returns:
-            What `shrink` returns.
-
-        Raises:
-            SequenceStateError: `num_tokens` is negative.
         """
         _require_not_negative(num_tokens)
         del self._token_ids[num_tokens:]
@@ -295,7 +266,6 @@ class BlockSequence:
     # Integrity.
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` with the first contradiction found."""
         if not 0 <= self._num_sealed <= min(len(self._blocks), len(self._digests)):
             raise IntegrityError(
                 f"{self._num_sealed} of {len(self._blocks)} blocks sealed, {len(self._digests)} digests"
@@ -310,7 +280,7 @@ class BlockSequence:
     # Private.
 
     def _num_matchable_blocks(self) -> int:
-        """Full blocks that leave at least one known token to compute."""
+        # The last known token is computed in any case: its logits are what is sampled from.
         return max(len(self._token_ids) - 1, 0) // self._block_size
 
     def _find_prefix(self) -> list[int]:
@@ -327,7 +297,6 @@ class BlockSequence:
         return found
 
     def _hash_blocks(self, end: int) -> None:
-        """Computes the digests of the first `end` blocks, as far as they are not computed yet."""
         if len(self._digests) < end:
             self._hasher.extend_chain(self._digests, self._root, self._token_ids, num_blocks=end)
 

@@ -85,7 +85,6 @@ class PagedGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     num_layers: int
     tensors: tuple[PagedTensor, ...]
-    """In the order in which one layer stores them."""
     rope_tag: str = "none"
     """What was done to the keys before they were stored, e.g. `half:theta=1000000:dim=128`."""
     quantization_tag: str = "none"
@@ -108,7 +107,6 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: str
     shape: tuple[int, ...]
-    """The shape for one layer of one sequence, on this rank."""
     dtype: KvDtype
 
     def __post_init__(self) -> None:
@@ -120,7 +118,6 @@ class StateTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one layer."""
         return math.prod(self.shape) * self.dtype.itemsize_bytes
 
 
@@ -175,7 +172,6 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of all groups of state slots, without padding."""
         return sum(group.bytes_per_slot for group in self.slots)
 
 

@@ -88,11 +88,7 @@ class _Snapshot:
 
 
 class StateSlotPool:
-    """Slots `0 .. num_state_slots - 1`. Used from one thread.
-
-    Args:
-        num_state_slots: all slots, live and snapshots together.
-        max_snapshots: how many of them may hold snapshots at one time.
+    """Slots `0 .. num_state_slots - 1`, of which `max_snapshots` may hold snapshots at one time. Used from one thread.
 
     Raises:
         KvConfigError: a number is out of range.
@@ -129,15 +125,14 @@ class StateSlotPool:
         self._num_snapshot_slots = 0
         self._copies: set[StateSlotCopy] = set()
         self._copying: Counter[int] = Counter()
-        self._left: set[int] = set()
-        self._stale: set[int] = set()
+        self._left: set[int] = set()  # their sequences are gone, a copy still uses them
+        self._stale: set[int] = set()  # live, with states from before a `clear`
         self._evicted_snapshots = 0
 
     # Questions.
 
     @property
     def available_slots(self) -> int:
-        """Slots that `allocate` can hand out: free or idle snapshots."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -151,7 +146,6 @@ class StateSlotPool:
 
     @property
     def evicted_snapshots(self) -> int:
-        """Snapshots given up for their slot, since the pool was made."""
         return self._evicted_snapshots
 
     def state(self, slot: int) -> StateSlotStatus:
@@ -172,13 +166,8 @@ class StateSlotPool:
         return slot
 
     def leave(self, slot: int) -> None:
-        """The sequence of a live slot is done with it; it becomes free once no copy reads or writes it.
-
-        Raises:
-            BlockStateError: the slot is not a sequence's.
-        """
         self._require_owned(slot, verb="leave")
-        self._left.add(slot)
+        self._left.add(slot)  # until no copy reads or writes it: a step in flight may still do so
         self._free_if_left(slot)
 
     # Copies.
@@ -196,7 +185,7 @@ class StateSlotPool:
         self._require_owned(slot, verb="snapshot")
         if any(copy.kind is CopyKind.RESTORE and copy.target == slot for copy in self._copies):
             raise BlockStateError(f"cannot snapshot slot {slot}: a restore into it has not completed")
-        if slot in self._stale:
+        if slot in self._stale:  # under this digest later weights would find states of earlier ones
             return None
         target = self._take_filling(digest)
         if target is None:
@@ -206,12 +195,7 @@ class StateSlotPool:
         )
 
     def begin_load(self, digest: Digest, *, num_tokens: int) -> StateSlotCopy | None:
-        """Plans to fill a snapshot from a KV tier.
-
-        Returns:
-            The copy to run; None, and nothing has changed, where `begin_snapshot` would return it for want of room, or
-            if the boundary is kept or being filled already.
-        """
+        """Plans to fill a snapshot from a KV tier; None where `begin_snapshot` would return it for want of room."""
         target = self._take_filling(digest)
         if target is None:
             return None
@@ -258,26 +242,19 @@ class StateSlotPool:
         )
 
     def complete(self, copy: StateSlotCopy) -> None:
-        """The copy has run on every rank: a snapshot can be found now, a restored slot can be stepped; a hold is over.
-
-        Raises:
-            BlockStateError: the copy has ended already.
-        """
+        """The copy has run on every rank: a snapshot can be found, a restored slot stepped; a hold is over."""
         self._end(copy)
         if copy.kind in _FILLING_KINDS:
             self._states.move((copy.target,), _PUBLISH)
             self._snapshots[copy.digest] = _Snapshot(copy.target, copy.num_tokens, num_readers=1)
         elif copy.kind is CopyKind.RESTORE:
-            self._stale.discard(copy.target)
+            self._stale.discard(copy.target)  # its state is the snapshot's now, which is current
         self._stop_reading(copy.digest)
 
     def cancel(self, copy: StateSlotCopy) -> None:
         """The copy will not run, or has run and is not wanted. Never call it while the copy runs.
 
         A slot that was filled becomes free; a live slot's content is undefined after a cancelled restore.
-
-        Raises:
-            BlockStateError: the copy has ended already.
         """
         self._end(copy)
         if copy.kind in _FILLING_KINDS:
@@ -288,12 +265,9 @@ class StateSlotPool:
             self._stop_reading(copy.digest)
 
     def clear(self) -> int:
-        """Voids all snapshots and what live slots hold, as after a change of weights.
+        """Voids all snapshots and what live slots hold, as after a change of weights; returns how many there were.
 
         Live slots stay with their sequences; their states are never kept.
-
-        Returns:
-            How many snapshots were dropped.
 
         Raises:
             BlockStateError: copies have not completed; nothing has changed.
@@ -363,13 +337,11 @@ class StateSlotPool:
             self._free.append(slot)
 
     def _take_slot(self) -> int | None:
-        """A free slot off the list, evicting a snapshot for it if need be; its state is still free."""
         if not self._free and not self._evict_oldest():
             return None
         return self._free.pop()
 
     def _evict_oldest(self) -> bool:
-        """Gives up the snapshot that has been idle longest, if there is one."""
         if not self._idle:
             return False
         digest, _ = self._idle.popitem(last=False)
@@ -383,11 +355,7 @@ class StateSlotPool:
     # Integrity.
 
     def check_integrity(self) -> None:
-        """Compares everything the pool knows with everything else it knows; O(num_state_slots).
-
-        Raises:
-            IntegrityError: with the first contradiction found.
-        """
+        """Compares everything the pool knows with everything else; O(num_state_slots). Raises `IntegrityError`."""
         self._check_slots()
         self._check_snapshots()
         self._check_copies()

@@ -53,7 +53,7 @@ class StateTable(Generic[State]):
                 )
 
     def move(self, indices: Collection[int], move: Transition) -> None:
-        """Takes every one of `indices` along one arrow: all of them or none.
+        """Takes every one of `indices` along one arrow, all or none.
 
         Raises:
             BlockStateError: one is not in the arrow's source state, or is listed twice.
@@ -66,7 +66,7 @@ class StateTable(Generic[State]):
             states[index] = target
 
     def _refuse(self, indices: list[int], position: int, move: Transition) -> NoReturn:
-        """Undoes the moves before `position` and raises."""
+        # All or none: what was moved before is moved back.
         for index in indices[:position]:
             self._states[index] = move.source
         wrong = indices[position]

@@ -18,19 +18,13 @@ class BookkeepingTimes:
     """CPU seconds per block of each verb, over the blocks that the verb handled."""
 
     num_blocks: int
-    """Blocks that went through each verb."""
-    match_s: float
-    """Making the sequence, hashing and finding, per block found."""
-    reserve_s: float
-    """Per block allocated; every one evicts another."""
-    seal_s: float
-    """Hashing and registering, per block sealed."""
-    release_s: float
-    """Per block given back."""
+    match_s: float  # making the sequence, hashing and finding, per block found
+    reserve_s: float  # per block allocated; every one evicts another
+    seal_s: float  # hashing and registering, per block sealed
+    release_s: float  # per block given back
 
     @property
     def total_s(self) -> float:
-        """The four together: more than any real block costs, since none is both found and computed."""
         return self.match_s + self.reserve_s + self.seal_s + self.release_s
 
 
@@ -40,13 +34,7 @@ def measure_bookkeeping(
     """Times match, reserve, seal and release in this thread, with a pool that is full and evicts all the time.
 
     Each prompt is new: it is reserved, sealed and released as if computed; then a second sequence of the same
-    prompt finds all of its full blocks.
-
-    Args:
-        prompt_blocks: full blocks of each prompt.
-        block_size_tokens: tokens of one block.
-        num_prompts: prompts of one round.
-        num_rounds: rounds, of which the fastest counts: what else the machine does only ever adds time.
+    prompt finds all of its full blocks. The fastest round counts: what else the machine does only ever adds time.
     """
     num_filling = 4
     cache = KvCache(KvCacheOptions(num_blocks=(prompt_blocks + 1) * num_filling, block_size_tokens=block_size_tokens))
@@ -72,8 +60,6 @@ def _run_prompts(cache: KvCache, prompts: range, prompt_blocks: int) -> Bookkeep
 
 
 class _Stopwatch:
-    """CPU seconds of this thread, by name."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {"match": 0.0, "reserve": 0.0, "seal": 0.0, "release": 0.0}
 
@@ -85,7 +71,7 @@ class _Stopwatch:
 
 
 def _run_prompt(cache: KvCache, index: int, prompt_blocks: int, watch: _Stopwatch) -> None:
-    """One prompt cold, then warm; one token more than full blocks, so that all of them can be found."""
+    # One more than full blocks: a match leaves a token to compute, and is to find all of the full ones.
     num_tokens = prompt_blocks * cache.pool.block_size_tokens + 1
     token_ids = tuple(range(index * num_tokens, (index + 1) * num_tokens))
     cold = cache.sequence(token_ids)
@@ -105,14 +91,7 @@ def _run_prompt(cache: KvCache, index: int, prompt_blocks: int, watch: _Stopwatc
 
 
 def check_eviction_policy(make_policy: Callable[[], EvictionPolicy]) -> None:
-    """Runs the contract of `EvictionPolicy` against new policies; asserts every rule that a pool relies on.
-
-    Args:
-        make_policy: returns a policy that holds nothing.
-
-    Raises:
-        AssertionError: a rule is broken; the message says which.
-    """
+    """Runs the contract of `EvictionPolicy` against new, empty policies; `AssertionError` names the broken rule."""
     _check_selects_each_block_once(make_policy())
     _check_never_selects_what_left(make_policy())
     _check_pool_stays_whole(make_policy())

@@ -8,11 +8,7 @@ _WORD = 2**64
 
 
 class FakeDeviceBlock:
-    """One block.
-
-    Args:
-        content: of the block.
-    """
+    """One block of the given content."""
 
     def __init__(self, content: bytes) -> None:
         self.memory = bytearray(content)

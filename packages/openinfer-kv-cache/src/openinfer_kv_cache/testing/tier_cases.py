@@ -40,31 +40,23 @@ def kit_layout(*, model_tag: str = "tier kit", head_dim: int = 3_900) -> KvLayou
 
 
 def chain(seed: int, num_blocks: int) -> list[Digest]:
-    """The digests of one made-up prefix."""
     return [Digest(hashlib.blake2b(b"%d/%d" % (seed, i), digest_size=16).digest()) for i in range(num_blocks)]
 
 
 def content(digest: Digest, layout: KvLayout) -> bytes:
-    """The only right bytes of a block."""
     return random.Random(digest).randbytes(layout.block_bytes)  # noqa: S311 -- bytes to compare, no secret
 
 
 def filled(digests: Sequence[Digest], layout: KvLayout) -> list[memoryview]:
-    """The caller's blocks, computed."""
     return [memoryview(bytearray(content(digest, layout))) for digest in digests]
 
 
 def empty(num_blocks: int, layout: KvLayout) -> list[memoryview]:
-    """The caller's blocks, reserved."""
     return [memoryview(bytearray([CANARY]) * layout.block_bytes) for _ in range(num_blocks)]
 
 
 def ended(transfer: Transfer) -> TransferState:
-    """Waits for the end and checks what every transfer promises about it.
-
-    Raises:
-        AssertionError: it does not end, or its fields contradict its state.
-    """
+    """Waits for the end and checks what every transfer promises about it."""
     state = transfer.wait(GIVE_UP_S)
     assert state is not TransferState.PENDING, f"the transfer did not end in {GIVE_UP_S} s"
     assert transfer.poll() is state, "an ended transfer changed its state"
@@ -77,7 +69,7 @@ def ended(transfer: Transfer) -> TransferState:
 
 
 def save(tier: KvTier, digests: Sequence[Digest]) -> TransferState:
-    """Saves right bytes, and reuses their memory at once, as an engine does."""
+    # Memory is reused at once, as an engine does: a tier that still reads it stores wrong bytes.
     blocks = filled(digests, tier.layout)
     state = ended(tier.save(digests, blocks))
     for block in blocks:
@@ -86,11 +78,7 @@ def save(tier: KvTier, digests: Sequence[Digest]) -> TransferState:
 
 
 def load(tier: KvTier, digests: Sequence[Digest]) -> int:
-    """Loads what is found of a chain, checks every byte that completed, and returns how many blocks did.
-
-    Raises:
-        AssertionError: a block that completed has wrong bytes.
-    """
+    """Loads what is found of a chain, checks every byte that completed, and returns how many blocks did."""
     hit = tier.find(digests)
     assert list(hit.digests) == list(digests[: len(hit.digests)]), "find gave something else than a beginning"
     blocks = empty(len(hit.digests), tier.layout)
@@ -103,10 +91,6 @@ def load(tier: KvTier, digests: Sequence[Digest]) -> int:
 def check_completed(
     transfer: Transfer, digests: Sequence[Digest], blocks: Sequence[memoryview], layout: KvLayout
 ) -> None:
-    """Compares what completed with the only right bytes.
-
-    Raises:
-        AssertionError: a block has wrong bytes.
-    """
+    """Compares what completed with the only right bytes."""
     for index in range(transfer.completed_blocks):
         assert bytes(blocks[index]) == content(digests[index], layout), f"WRONG KV in block {index}"

@@ -34,14 +34,7 @@ _MEDIUM_FAILURES = {
 
 
 def check_tier(make_case: Callable[[], TierCase]) -> None:
-    """Runs every rule.
-
-    Args:
-        make_case: returns an empty place each time.
-
-    Raises:
-        AssertionError: a rule is broken; the message says which.
-    """
+    """Runs every rule in an empty place that `make_case` makes each time; `AssertionError` says which is broken."""
     for rule in (*_RULES, *(_PERSISTENT_RULES if make_case().is_persistent else ())):
         rule(make_case())
 

@@ -8,8 +8,7 @@ from enum import StrEnum
 
 from openinfer_kv_cache.tier_traits import Medium
 
-GIVE_UP_S = 30.0
-"""A test that waits longer has found a tier that hangs."""
+GIVE_UP_S = 30.0  # a test that waits longer has found a tier that hangs
 
 
 class InjectedFault(StrEnum):
@@ -129,7 +128,7 @@ def _raise(fault: InjectedFault | None, *, is_write: bool) -> None:
 
 
 def _flipped(content: memoryview) -> memoryview:
-    """One bit of the last third, where a record has its payload."""
+    # In the last third, where a record has its payload.
     changed = bytearray(content)
     changed[len(changed) * 2 // 3] ^= 0x10
     return memoryview(changed)

@@ -83,7 +83,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def cancel_load(self, seed: int, length: int) -> None:
-        """Cancels a load at any moment; what it touches after its end would be seen."""
+        # What it touches after its end would be seen.
         digests = chain(seed, length)
         hit = self.tier.find(digests)
         blocks = empty(len(hit.digests), self.layout)
@@ -94,7 +94,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(seed=_CHAINS, length=_LENGTHS)
     def cancel_save(self, seed: int, length: int) -> None:
-        """Cancels a save at any moment and spoils its memory: what was stored must be right all the same."""
+        # What was stored must be right all the same.
         digests = chain(seed, length)
         blocks = filled(digests, self.layout)
         transfer = self.tier.save(digests, blocks)
@@ -120,7 +120,6 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.steps_since_open > 12)
     @rule()
     def reopen(self) -> None:
-        """Closes, also with hits open, and opens again what is stored."""
         self.steps_since_open = 0
         self.tier.close()
         for _, hit in self.held:
@@ -131,7 +130,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        """What a tier can check of itself; runs after each rule, so it counts them."""
+        # Runs after each rule, so it counts them.
         self.steps_since_open += 1
         self.seen["steps"] += 1
         check = getattr(self.tier, "check_integrity", None)
@@ -155,8 +154,6 @@ def tier_machine(make_case: Callable[[], TierCase]) -> tuple[type[TierMachine], 
     seen: Counter[str] = Counter()
 
     class BoundTierMachine(TierMachine):
-        """The rules on one tier."""
-
         def new_case(self) -> TierCase:
             return make_case()
 
