@@ -51,4 +51,12 @@ struct LayerCache {
   }
 };
 
+// Counts the arrival of a block, or of a warpgroup, with a partial. It releases what the others of the group have
+// written (a barrier has brought that to this thread), and the last one to arrive acquires the partials of all.
+__device__ __forceinline__ int arrive(int* arrivals) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+  return before;
+}
+
 }  // namespace attention

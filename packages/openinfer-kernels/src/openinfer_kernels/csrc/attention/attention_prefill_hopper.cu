@@ -26,7 +26,6 @@ using namespace hopper;
 
 namespace {
 
-constexpr int kConsumers = 2;                    // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kQueryRows = kConsumers * 64;
 constexpr int kChunk = 16;                       // tokens of one copy
@@ -105,19 +104,6 @@ template <class S>
 __device__ __forceinline__ uint64_t value_descriptor(const uint8_t* tile) {
   return ((uint64_t(shared_address(tile)) & 0x3FFFF) >> 4) | (uint64_t(S::kKeys * kRowBytes >> 4) << 16) |
          (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
-}
-
-__device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
-// wgmma and the copy engine reach shared memory by another way (the async proxy) than the stores of threads.
-__device__ __forceinline__ void copies_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Ping-pong scheduling, as FlashAttention-3 has it: a consumer starts products once the other one has started its own.
-// Each has a named barrier, at which the other one only arrives, so that it goes on to its softmax.
-__device__ __forceinline__ void warp_scheduler_barrier_sync(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
-}
-__device__ __forceinline__ void warp_scheduler_barrier_arrive(int group) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
 }
 
 // The token of a query row, `query_row / group`; exact for what fits into 28 bits.
@@ -292,14 +278,6 @@ struct Partial {
   }
 };
 
-// Counts an arrival. It releases what the warpgroup wrote before (a barrier has brought that to this thread), and the
-// last one to arrive acquires what the others wrote.
-__device__ __forceinline__ int arrive(int* arrivals) {
-  int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
-  return before;
-}
-
 // Leaves this warpgroup's sums of a split; where it is the tile's last to do so, returns true and has those of all.
 template <class S>
 __device__ __forceinline__ bool reduce_partials(Shared<S>& s, const Arguments& a, const WorkTile& work_tile,
@@ -426,7 +404,7 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
   const int thread = threadIdx.x % 128, in_group = group * 64 + thread / 32 * 16 + thread % 32 / 4;
   const uint8_t* q = s.q + group * 64 * kRowBytes;
   const bool frees = thread % 32 == 0;
-  if (group == 1) warp_scheduler_barrier_arrive(0);
+  if (group == 1) warp_scheduler_barrier_arrive(0);  // the first consumer begins
   constexpr bool kPrefetches = S::D <= 128;  // the next tile's queries, while the last products of a tile run
   int step = 0, index = blockIdx.x;
   WorkTile tile, next;

@@ -132,14 +132,6 @@ __device__ __noinline__ void reduce_partials(Shared<D, kTiles>& s, const float* 
   __syncthreads();
 }
 
-// Counts an arrival. It releases what the block wrote before (a barrier has brought that to this thread), and the last
-// one to arrive acquires what the others wrote.
-__device__ __forceinline__ int arrive(int* arrivals) {
-  int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
-  return before;
-}
-
 // Writes what this block has of an item, and the whole item where it is the last to arrive. For all threads of a block.
 template <int D, int kTiles>
 __device__ __forceinline__ void finish_item(Shared<D, kTiles>& s, Warp<D, kTiles>& w, const Arguments& a,

@@ -1,5 +1,5 @@
-// The two warpgroup products of attention. Accumulators as in `hopper::wgmma`: a thread holds rows 16 (t / 32) + (t %
-// 32) / 4 (+ 8) and, for each 8 columns c, columns 8 c + 2 (t % 4) (+ 1).
+// The two warpgroup products of attention, and how its two consumers synchronise. Accumulators as in `hopper::wgmma`: a
+// thread holds rows 16 (t / 32) + (t % 32) / 4 (+ 8) and, for each 8 columns c, columns 8 c + 2 (t % 4) (+ 1).
 //
 // Assembly names each register: a product of N columns has N / 2 accumulators, in groups of 32, and its operands after
 // them.
@@ -63,5 +63,25 @@ MULTIPLY_KEYS(128, 64, 64, 65, 66)
 MULTIPLY_VALUES(64, 32, 32, 33, 34, 35, 36)
 MULTIPLY_VALUES(128, 64, 64, 65, 66, 67, 68)
 MULTIPLY_VALUES(256, 128, 128, 129, 130, 131, 132)
+
+// --- the two consumer warpgroups of a block --------------------------------------------------------------------
+
+constexpr int kConsumers = 2;
+
+__device__ __forceinline__ void warpgroup_sync(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+// wgmma and the copy engine reach shared memory by another way (the async proxy) than the stores of threads.
+__device__ __forceinline__ void copies_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Ping-pong scheduling, as FlashAttention-3 has it: a consumer starts products once the other one has started its own.
+// Each has a named barrier, at which the other one only arrives, so that it goes on to its softmax.
+__device__ __forceinline__ void warp_scheduler_barrier_sync(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
+}
+__device__ __forceinline__ void warp_scheduler_barrier_arrive(int group) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
+}
 
 }  // namespace attention

@@ -17,7 +17,6 @@ using namespace hopper;
 
 namespace {
 
-constexpr int kConsumers = 2;             // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kQueryRows = kConsumers * 64;
 constexpr int kKeys = 128;                // of a tile
@@ -47,19 +46,6 @@ struct Shared {
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   int scratch[kTileScratch(kThreads / 32)];
 };
-
-__device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
-// wgmma and the copy engine reach shared memory by another way (the async proxy) than the stores of threads.
-__device__ __forceinline__ void copies_see_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Ping-pong scheduling, as FlashAttention-3 has it: a consumer starts products once the other one has started its own.
-// Each has a named barrier, at which the other one only arrives, so that it goes on to its softmax.
-__device__ __forceinline__ void warp_scheduler_barrier_sync(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
-}
-__device__ __forceinline__ void warp_scheduler_barrier_arrive(int group) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(kConsumers + 1 + group), "n"(kConsumers * 128) : "memory");
-}
 
 // 16 tokens of the product with V: their values side by side, boxes of 64 values apart.
 __device__ __forceinline__ uint64_t value_descriptor(const uint8_t* tile) {
@@ -210,7 +196,7 @@ __device__ void consume(Shared& s, const Arguments& a, const QueryTile& tile, in
             query_row = tile.first_query_row + group * 64 + thread / 32 * 16 + thread % 32 / 4;
   const uint8_t* q = s.q + group * 64 * kRowBytes;
   const bool frees = thread % 32 == 0;
-  if (group == 1) warp_scheduler_barrier_arrive(0);
+  if (group == 1) warp_scheduler_barrier_arrive(0);  // the first consumer begins
   put_queries(s, a, tile, head, group);
   const int limits[2] = {tile.past + query_row, tile.past + query_row + 8};
   const int seen_by_all = tile.past + tile.first_query_row + group * 64 + 1;
