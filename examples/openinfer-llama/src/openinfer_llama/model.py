@@ -5,7 +5,7 @@
     layer:  x += o_proj(attention(rope(q), rope(k), v))      q, k, v = qkv_proj(norm(x))
             x += down_proj(silu(gate) * up)                  gate, up = gate_up_proj(norm(x))
 
-Reference: `transformers.models.llama.modeling_llama`; Touvron et al. 2023, "LLaMA", section 2.2. Read it beside
+Reference: `transformers.models.llama.modeling_llama`; Touvron et al. 2023, "LLaMA", section 2.2. Read it next to
 `openinfer_qwen3/model.py`: same order, same words; that one norms Q and K and cuts odd vocabularies into ranks.
 
 Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` head dimension, `F` width of the MLP,

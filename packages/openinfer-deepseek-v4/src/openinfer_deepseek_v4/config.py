@@ -16,7 +16,7 @@ _RATIOS = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128
 
 
 class LayerKind(StrEnum):
-    """What a layer attends to beside its window."""
+    """What a layer attends to besides its window."""
 
     SLIDING = "sliding_attention"
     """Nothing."""
@@ -49,7 +49,7 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     linears: WeightFormat | None = None
     """Projections of attention, and shared experts."""
     output_a: WeightFormat | None = None
-    """The first output projection, which some layouts have widened already."""
+    """The first output projection, which some layouts have dequantised already."""
     experts: WeightFormat | None = None
     """Routed experts."""
 

@@ -14,12 +14,12 @@
                                                                           score + bias, or by a table of token ids
 
 What differs from Qwen3: `n` residual streams take the place of one; one vector per token is key and value; what lies
-behind the window is kept in compressed entries; outputs are rotated back; the first output projection is one per group
+before the window is kept in compressed entries; outputs are rotated back; the first output projection is one per group
 of heads. Reference: `transformers.models.deepseek_v4.modeling_deepseek_v4`; DeepSeek-AI 2026, "DeepSeek-V4", section 2.
 
 How it is cut across ranks: `weights.py`. Each rank sums its share of attention and experts with the others, in float32
 where experts give it, and of the index scores, so that all select the same entries. Each embeds all ids, and computes
-the logits of its piece of the vocabulary.
+the logits of its shard of the vocabulary.
 
 Letters: `T` tokens of a step, `h` hidden size, `n` streams, `H` query heads of `D`, `Hi` index heads of `di`, `W`
 tokens of the window, `m` tokens per compressed entry, `G` output groups, `E` routed experts of width `F`, `V`
@@ -99,7 +99,7 @@ class DeepseekV4Model:
         return self.read_out(self.streams(token_ids, batch=batch))
 
     def streams(self, token_ids: Array, *, batch: AttentionBatch) -> Array:
-        """The residual streams behind the last layer, `[T, n, h]`."""
+        """The residual streams after the last layer, `[T, n, h]`."""
         ops, weights = self._ops, self.weights
         residual = ops.hyper_streams(ops.embedding(token_ids, weights.embed), self._config.hc_mult)
         for layer in weights.layers:
@@ -170,7 +170,7 @@ class Block:
         return self._communicator.all_reduce(ops.linear(grouped, weights.wo_b))
 
     def _queries(self, low: Array, weights: AttentionWeights, rope: Array, *, batch: AttentionBatch) -> Array:
-        """`[T, H, D]`; nobody holds them but the attention, as they are the largest array of a step."""
+        """`[T, H, D]`; the attention alone holds them, as they are the largest array of a step."""
         q = self._ops.linear(low, weights.wq_b).reshape(len(low), -1, self._config.head_dim)
         return self._ops.norm_rope_tail(q, None, eps=self._config.rms_norm_eps, rope=rope, batch=batch)
 

@@ -91,7 +91,7 @@ class DeepseekV4Mtp:
         """Hidden states for `DeepseekV4Model.logits`, `[T, h]`, of the tokens after the next ones.
 
         Args:
-            next_ids: `[T]` int32, the token behind each of the step.
+            next_ids: `[T]` int32, the token after each of the step.
             streams: `[T, n, h]` of `DeepseekV4Model.streams`; not changed.
             batch: of the step that made them. Its state `mtp_window.kv [slots, 1, W, D]` is mutated.
         """

@@ -9,7 +9,7 @@ Published names, of which `stored_name` says how transformers writes them:
                               layers.{l}.ffn.{gate.weight, gate.bias or gate.tid2eid}
                                         ffn.experts.{e}.{w1, w2, w3}, ffn.shared_experts.{w1, w2, w3}
 
-Across ranks each has whole query heads, index heads, output groups and routed experts, and a piece of the width of the
+Across ranks each has whole query heads, index heads, output groups and routed experts, and a shard of the width of the
 shared expert; it has all of the key projections, the compressors and what mixes the streams, so that every rank has the
 same window, compressed entries and index keys.
 
@@ -74,7 +74,7 @@ def tensors(config: DeepseekV4Config) -> Mapping[str, TensorSpec]:
 
 
 def mtp_tensors(config: DeepseekV4Config) -> Mapping[str, TensorSpec]:
-    """Every tensor that `load_mtp` reads beside those of the model."""
+    """Every tensor that `load_mtp` reads besides those of the model."""
     h = config.hidden_size
     found: dict[str, TensorSpec] = {f"{MTP_PREFIX}.{name}.weight": (h,) for name in ("enorm", "hnorm", "norm")}
     found |= _tensors_of(*mtp_projections(config))

@@ -26,7 +26,7 @@ _V2_ALONE = {
     "quantization_config": None,
     "tensor_prefix": "",
 }
-"""What a V2 is in the keys of its successors, whose meaning in a V2's config nobody defined."""
+"""What a V2 is in the keys of its successors, which mean nothing in its own config."""
 V3_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
 """What a V3's config need not say."""
 

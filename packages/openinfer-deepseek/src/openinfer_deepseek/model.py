@@ -14,8 +14,8 @@ scores without it, renormalised and scaled. References: `transformers.models.dee
 `deepseek_v3.modeling_deepseek_v3`; DeepSeek-AI 2024, "DeepSeek-V2", section 2, and "DeepSeek-V3", section 2.1.
 
 Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads, whole
-routed experts, and a piece of the width of every other MLP, and sums its share of the outputs with the other ranks.
-Each has all latents. Each embeds all ids, and computes the logits of its piece of the vocabulary.
+routed experts, and a shard of the width of every other MLP, and sums its share of the outputs with the other ranks.
+Each has all latents. Each embeds all ids, and computes the logits of its shard of the vocabulary.
 
 Letters: `T` tokens of a step, `h` hidden size, `H` heads, `rq` dimensions of the queries' bottleneck, `r` latent
 dimensions, `dr` rotated ones, `dn` and `dv` dimensions of a head's unrotated key and of its value, `F` width of the
@@ -508,7 +508,7 @@ class DeepseekModel:
         return self._communicator.all_reduce(self._gated(x, mlp))
 
     def _gated(self, x: Array, mlp: MlpWeights) -> Array:
-        """What this rank's piece of an MLP makes of `x [T, h]`: `[T, h]`."""
+        """What this rank's shard of an MLP makes of `x [T, h]`: `[T, h]`."""
         gated = self._ops.linear_swiglu(x, mlp.gate_up_proj)  # [T, F]
         return self._ops.linear(gated, mlp.down_proj)
 

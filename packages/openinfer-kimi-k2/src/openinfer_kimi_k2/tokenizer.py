@@ -25,7 +25,7 @@ RANKS_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_CLASS = "TikTokenTokenizer"
 NUM_RESERVED = 256
-"""Ids behind those of the ranks: special tokens, named in the config or `<|reserved_token_ID|>`."""
+"""Ids after those of the ranks: special tokens, named in the config or `<|reserved_token_ID|>`."""
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER, _LOWER = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in (r"Lu}\p{Lt", "Ll"))

@@ -10,8 +10,8 @@ attention unless the config asks, and a `head_dim` that is not `hidden_size / nu
 `transformers.models.qwen3.modeling_qwen3`; "Qwen3 Technical Report", 2025, section 2.
 
 Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads and a
-piece of the MLP's width, and sums its share of both outputs with the other ranks. Each rank embeds all ids, and
-computes the logits of its piece of the vocabulary.
+shard of the MLP's width, and sums its share of both outputs with the other ranks. Each rank embeds all ids, and
+computes the logits of its shard of the vocabulary.
 
 Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` head dimension, `F` width of the MLP,
 `V` vocabulary; in the weights and in `forward`, `H`, `K` and `F` are one rank's share. A matrix is `[out, in]`.

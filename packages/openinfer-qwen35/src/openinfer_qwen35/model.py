@@ -18,8 +18,8 @@ for the one inside linear attention. Reference: `transformers.models.qwen3_5.mod
 Delta Networks".
 
 Across ranks the layers are cut as in Shoeybi et al. 2019, "Megatron-LM", section 3: each rank has whole heads, of both
-kinds of layers, and a piece of the MLP's width, and sums its share of both outputs with the other ranks. Each rank
-embeds all ids, and computes the logits of its piece of the vocabulary.
+kinds of layers, and a shard of the MLP's width, and sums its share of both outputs with the other ranks. Each rank
+embeds all ids, and computes the logits of its shard of the vocabulary.
 
 Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` head dimension, `F` width of the MLP,
 `V` vocabulary; of linear attention `Hk`/`N` key and value heads, `dk`/`dv` their dimensions, `C = 2 Hk dk + N dv`, `W`
