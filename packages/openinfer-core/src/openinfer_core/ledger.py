@@ -21,8 +21,7 @@ from openinfer_core.request import GenerateRequest, RequestId
 class _Account:
     prompt_tokens: int
     completion_tokens: int = 0
-    cached_tokens: int | None = None
-    """Cached tokens that the `Scheduled` event told; None before it."""
+    cached_tokens: int | None = None  # cached tokens that the `Scheduled` event told; None before it
 
 
 class Ledger:
@@ -30,8 +29,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._open: dict[RequestId, _Account] = {}
-        self.dropped_events = 0
-        """Events that named a request which was not open, or repeated its `Scheduled`."""
+        self.dropped_events = 0  # events that named a request which was not open, or repeated its `Scheduled`
 
     def __len__(self) -> int:
         return len(self._open)
@@ -41,15 +39,10 @@ class Ledger:
 
     @property
     def open_ids(self) -> tuple[RequestId, ...]:
-        """Requests without a terminal event, oldest first."""
         return tuple(self._open)
 
     def open(self, request: GenerateRequest) -> None:
-        """Begins an account.
-
-        Raises:
-            ContractViolation: the id is open already.
-        """
+        """Begins an account; `ContractViolation` if the id is open already."""
         if request.request_id in self._open:
             raise ContractViolation(f"request id {request.request_id} is in use")
         self._open[request.request_id] = _Account(len(request.prompt_token_ids))
@@ -80,6 +73,7 @@ def _settle(event: Finished, account: _Account) -> Finished:
     return msgspec.structs.replace(
         event,
         prompt_tokens=account.prompt_tokens,
+        # The stop token is sampled and counted, and not delivered.
         completion_tokens=account.completion_tokens + (event.stop_token_id is not None),
         cached_tokens=account.cached_tokens or 0,
     )

@@ -22,7 +22,6 @@ Lister = Callable[[str], "Iterable[EntryPoint]"]
 
 
 def installed(group: str) -> "Iterable[EntryPoint]":
-    """The entry points of a group among the installed distributions."""
     from importlib.metadata import entry_points  # pulls in `email` and `socket`, a third of this package's import time
 
     return entry_points(group=group)
@@ -43,11 +42,7 @@ class Plugin:
         return f"{distribution.name} {distribution.version}" if distribution else self.entry_point.value
 
     def load(self) -> Any:
-        """The plug-in's object.
-
-        Raises:
-            BrokenPlugin: its import failed; the plug-in's own exception is the cause.
-        """
+        """The plug-in's object; `BrokenPlugin` if its import failed, with its own exception as the cause."""
         try:
             return self.entry_point.load()
         except Exception as error:

@@ -27,11 +27,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def provenance(*, commit: str | None = None) -> Provenance:
-    """The provenance of a measurement that is made now, on this machine.
-
-    Args:
-        commit: where the checkout does not say: on a machine that has only the packages.
-    """
+    """The provenance of a measurement made now on this machine; `commit` where there are only packages, no checkout."""
     return Provenance(
         commit=commit or _commit(),
         gpu=_ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "none",
@@ -47,7 +43,6 @@ def _commit() -> str:
 
 
 def _ask(*command: str) -> str | None:
-    """The first line that a command prints; None where it is not there or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):

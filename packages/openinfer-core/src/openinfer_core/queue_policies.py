@@ -6,8 +6,8 @@ from operator import itemgetter
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import QueuePolicyConfig
 
+# Tenants that the fair share remembers; names may come from outside, so there has to be a bound.
 MAX_INDEBTED_TENANTS = 1 << 16
-"""Tenants that the fair share remembers; names may come from outside, so there has to be a bound."""
 
 
 class FirstComeFirstServed:
@@ -80,7 +80,7 @@ class FairShare:
             self._finish_tags[request.tenant] -= self._cost(request)
 
     def _sweep(self) -> None:
-        """Forgets tenants without debt; each time there are twice as many, so that it costs O(1) per request."""
+        # Each time there are twice as many tenants, so that it costs O(1) per request.
         debts = {tenant: tag for tenant, tag in self._finish_tags.items() if tag > self._virtual_time}
         if len(debts) > MAX_INDEBTED_TENANTS:
             debts = dict(nlargest(MAX_INDEBTED_TENANTS // 2, debts.items(), key=itemgetter(1)))

@@ -10,21 +10,15 @@ from openinfer_core.errors import InvalidRequest
 from openinfer_core.sampling_numbers import SamplingNumbers
 from openinfer_core.sampling_parameters import PARAMETERS, SamplingParameter
 
-MAX_TOKEN_ID = 2**31 - 1
-"""Token ids are int32 on every device."""
-MAX_TOKENS = 2**24
-"""No context is longer; keeps every sum of lengths far from int32."""
-MAX_LOGPROBS = 20
-"""Alternatives per position: OpenAI's bound for chat completions."""
+MAX_TOKEN_ID = 2**31 - 1  # token ids are int32 on every device
+MAX_TOKENS = 2**24  # no context is longer; keeps every sum of lengths far from int32
+MAX_LOGPROBS = 20  # alternatives per position: OpenAI's bound for chat completions
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIAS = 1024
-"""Entries of `logit_bias`."""
+MAX_LOGIT_BIAS = 1024  # entries of `logit_bias`
+# Far beyond any logit, far below what overflows float32 or loses the logit's own digits to a NaN.
 MAX_ABS_LOGIT_BIAS = 1e6
-"""Far beyond any logit, far below what overflows float32 or loses the logit's own digits to a NaN."""
-MAX_GRAMMAR_LENGTH = 2**20
-"""In characters; a compiler has bounds of its own."""
-MAX_PREAMBLE_LENGTH = 64
-"""The most characters that each of its ends may have."""
+MAX_GRAMMAR_LENGTH = 2**20  # in characters; a compiler has bounds of its own
+MAX_PREAMBLE_LENGTH = 64  # of each of its ends
 
 
 class GrammarKind(StrEnum):
@@ -115,16 +109,11 @@ class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def is_masked(self) -> bool:
-        """Whether what may be sampled next depends on the token before."""
         return self.grammar is not None
 
 
 def check_integer(name: str, value: object, *, low: int, high: int) -> None:
-    """Refuses what is not an `int` (a bool, a float or a NumPy scalar is none) within `low .. high`.
-
-    Raises:
-        InvalidRequest: with `name` as its field.
-    """
+    """Refuses what is not an `int` (a bool, a float or a NumPy scalar is none) within `low .. high`."""
     if type(value) is not int:
         raise InvalidRequest(f"{name} is of type {type(value).__name__}; it must be an integer", field=name)
     if not low <= value <= high:
@@ -149,11 +138,7 @@ def _check_number(name: str, value: object, *, low: float, high: float) -> None:
 
 
 def check_tuple(name: str, value: object) -> tuple[object, ...]:
-    """Refuses what is not a tuple: a list could change after it was checked.
-
-    Raises:
-        InvalidRequest: with `name` as its field.
-    """
+    """Refuses what is not a tuple: a list could change after it was checked."""
     if type(value) is not tuple:
         raise InvalidRequest(f"{name} is of type {type(value).__name__}; it must be a tuple", field=name)
     return cast("tuple[object, ...]", value)

@@ -19,10 +19,9 @@ class SamplingParameter:
     default: float
     low: float
     high: float
-    excludes_low: bool = False
-    """Whether `low` itself is refused."""
+    excludes_low: bool = False  # whether `low` itself is refused
+    # Whether it is a column of the sampling batch; otherwise it is handed over with the statistics it needs.
     in_batch: bool = True
-    """Whether it is a column of the sampling batch; otherwise it is handed over with the statistics it needs."""
     meaning: str = ""
 
     @property

@@ -33,8 +33,7 @@ from openinfer_core.process.engine_process import LinkKind, run_engine_process
 from openinfer_core.process.remote import RemoteEngine, spawn_engine
 from openinfer_core.request import GenerateRequest, RequestId
 
-_NAP_S = 0.02
-"""The longest sleep: commands are heard between two."""
+_NAP_S = 0.02  # the longest sleep: commands are heard between two
 _NUM_BLOCKS = 1 << 20
 
 
@@ -87,26 +86,17 @@ def _draw(digest: int, position: int, options: SimulatedOptions) -> int:
 
 @dataclass(slots=True)
 class _Row:
-    """One open request."""
-
     request: GenerateRequest
     arrived_s: float
     digest: int
-    max_tokens: int
-    """The request's, or what the context leaves."""
+    max_tokens: int  # the request's, or what the context leaves
     stop_token_ids: frozenset[int]
     begun: bool = False
     produced: int = 0
 
 
 class SimulatedLoop:
-    """Implements `EngineLoop`.
-
-    Args:
-        options: how it behaves.
-        clock: monotonic seconds.
-        sleep: waits so many seconds.
-    """
+    """Implements `EngineLoop`; `clock` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -196,11 +186,8 @@ class SimulatedLoop:
         self._num_begun = 0
 
     def _wait(self) -> bool:
-        """Sleeps towards the next step; returns whether its time has come.
-
-        Steps lie `tpot_s` apart on a grid, so that what one is late the next makes up for; a whole step that was
-        missed is not. While no request has begun, the grid begins anew with the first one's first token.
-        """
+        # Steps lie `tpot_s` apart on a grid, so that what one is late the next makes up for; a whole step that was
+        # missed is not. While no request has begun, the grid begins anew with the first one's first token.
         due_s = self._next_step_s
         if not self._num_begun:
             first = next(iter(self._rows.values()))
@@ -259,7 +246,6 @@ class SimulatedLoop:
         return Failed(request.request_id, kind, message)
 
     def _logprobs(self, token_id: int, top: int) -> TokenLogprobs:
-        """The token is the likeliest; each further one is 1 nat less likely."""
         num_token_ids = self._options.num_token_ids
         count = min(top, num_token_ids)
         ids = tuple((token_id + i) % num_token_ids for i in range(count))

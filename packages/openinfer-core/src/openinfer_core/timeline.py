@@ -32,12 +32,7 @@ class StartPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Timeline:
-    """The phases of one process so far.
-
-    Args:
-        begin_s: Unix time at which the first phase begins; None takes the begin of this process.
-        clock: Unix time.
-    """
+    """The phases of one process so far; None as `begin_s` takes the begin of this process. Times are Unix times."""
 
     def __init__(self, *, begin_s: float | None = None, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -49,7 +44,6 @@ class Timeline:
         return tuple(self._phases)
 
     def mark(self, name: str, *, device_bytes: int = 0) -> None:
-        """Ends the phase `name` now."""
         now_s = self._clock()
         phase = StartPhase(
             name=name,

@@ -32,10 +32,6 @@ class TokenizerConverter(Protocol):
 def read_tokenizer(model_dir: Path, *, lister: Lister = installed) -> bytes | None:
     """The content of the folder's `tokenizer.json`; None if it has none, and no installed package makes one.
 
-    Args:
-        model_dir: the model folder.
-        lister: finds entry points.
-
     Raises:
         InvalidCheckpoint: a file cannot be read, or several packages claim it.
         BrokenPlugin: a package cannot be imported.
@@ -52,7 +48,7 @@ def read_tokenizer(model_dir: Path, *, lister: Lister = installed) -> bytes | No
 
 @lru_cache(maxsize=1)
 def _converted(model_dir: Path, lister: Lister) -> bytes | None:
-    """Kept, as a process asks more than once and a conversion takes seconds."""
+    # Kept, as a process asks more than once and a conversion takes seconds.
     found: dict[str, bytes] = {}
     for plugin in list_plugins(TOKENIZERS, lister=lister):
         converter: TokenizerConverter = plugin.load()

@@ -15,8 +15,7 @@ from openinfer_core.scheduling import QueuePolicy
 
 logger = logging.getLogger("openinfer.scheduler")
 
-Item = TypeVar("Item")
-"""What a scheduler keeps of a request."""
+Item = TypeVar("Item")  # what a scheduler keeps of a request
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +33,7 @@ class WaitingQueue(Generic[Item]):
     """Items by key. Keys are compared on entry only, so that a bad one cannot harm those already here."""
 
     def __init__(self, policy: QueuePolicy) -> None:
-        self.faults = 0
-        """Times the policy raised."""
+        self.faults = 0  # times the policy raised
         self._policy = policy
         self._entries: list[_Entry[Item]] = []
         self._arrivals = 0
@@ -64,11 +62,7 @@ class WaitingQueue(Generic[Item]):
         return True
 
     def admit_head(self) -> bool:
-        """Takes the head out to run; False if the policy raised: it is out all the same, and has to fail.
-
-        Raises:
-            IndexError: the queue is empty.
-        """
+        """Takes the head out to run; False if the policy raised: it is out all the same, and has to fail."""
         return self._tell("admitted", self._policy.admitted, self._entries.pop(0).request)
 
     def withdraw(self, item: Item) -> bool:

@@ -17,14 +17,7 @@ _LAST_WORDS_S = 2.0
 
 
 class EngineChild:
-    """A process that runs `run_engine_process`.
-
-    Args:
-        module: the child's main module.
-        spec: what the child builds; sent as JSON.
-        token: what its clients must show.
-        link: what its link is made of.
-    """
+    """A process that runs `run_engine_process` with `spec`; a client must show `token`."""
 
     def __init__(self, module: str, spec: msgspec.Struct, *, token: str, link: LinkKind) -> None:
         self._address: Address | None = None
@@ -53,12 +46,7 @@ class EngineChild:
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def connect(self) -> socket.socket:
-        """A new blocking socket to the child, which may still be building its engine.
-
-        Raises:
-            EngineClosed: the child died.
-            ContractViolation: it said something else than its address.
-        """
+        """A new blocking socket to the child, which may still be building its engine; raises as `address`."""
         address = self.address
         try:
             return connect_to(address)
@@ -80,6 +68,7 @@ class EngineChild:
     def end(self, *, deadline_s: float) -> None:
         """Waits for the child to end, kills it after `deadline_s` seconds, and removes what it left. Idempotent."""
         if self._process.stdin is not None:
+            # The end of its input ends the child, also while it still builds its engine (`_ParentWatch`).
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         try:
@@ -110,7 +99,7 @@ class EngineChild:
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Generator[None]:
-    """SIGINT is blocked in this thread, and so in what it starts: a child ignores it, but only once it has imports."""
+    # Blocked in this thread, and so in what it starts: a child ignores SIGINT, but only once it has its imports.
     if sys.platform == "win32":
         yield
         return
@@ -122,12 +111,7 @@ def _without_ctrl_c() -> Generator[None]:
 
 
 def connect_to(address: Address) -> socket.socket:
-    """A new blocking socket to an engine process.
-
-    Raises:
-        EngineClosed: it is gone.
-        ContractViolation: the address is empty.
-    """
+    """A new blocking socket to an engine process; `EngineClosed` if it is gone."""
     try:
         return _connect(address)
     except OSError as error:

@@ -43,11 +43,9 @@ from openinfer_core.process.wire import (
 
 logger = logging.getLogger("openinfer.engine")
 
-_LONGEST_UNIX_PATH_BYTES = 100
-"""`sockaddr_un.sun_path` has 104 bytes on macOS, 108 on Linux."""
+_LONGEST_UNIX_PATH_BYTES = 100  # `sockaddr_un.sun_path` has 104 bytes on macOS, 108 on Linux
 _REFUSAL_DEADLINE_S = 10.0
-_ORPHAN_DEADLINE_S = 3.0
-"""What an engine whose parent has died may take to end by itself."""
+_ORPHAN_DEADLINE_S = 3.0  # what an engine whose parent has died may take to end by itself
 
 
 class LinkKind(StrEnum):
@@ -62,10 +60,8 @@ class LinkKind(StrEnum):
 class Launch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """First line on the child's standard input."""
 
-    token: str
-    """What a client must show."""
-    spec: msgspec.Raw
-    """What to build; the module knows its type."""
+    token: str  # what a client must show
+    spec: msgspec.Raw  # what to build; the module knows its type
     link: LinkKind
 
 
@@ -73,8 +69,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """First line on the child's standard output."""
 
     unix_path: str | None = None
-    tcp_port: int | None = None
-    """On 127.0.0.1."""
+    tcp_port: int | None = None  # on 127.0.0.1
 
 
 def default_link() -> LinkKind:
@@ -83,7 +78,6 @@ def default_link() -> LinkKind:
 
 @contextlib.contextmanager
 def listening(kind: LinkKind) -> Generator[tuple[socket.socket, Address]]:
-    """A listening socket and where it is; closed and removed at the end."""
     if kind is LinkKind.UNIX:
         folder = tempfile.mkdtemp(prefix="openinfer-")  # mode 0700
         path = str(Path(folder) / "engine")
@@ -112,10 +106,9 @@ def remove_socket_file(address: Address) -> None:
 
 
 def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
-    """Runs an engine in this process; returns the exit code (0 after `Close`, 1 if the engine could not start or died).
+    """Runs the engine that `build` makes; returns the exit code (0 after `Close`, 1 if it could not start or died).
 
-    Args:
-        build: makes the engine from the launch's spec; an `OpenInferError` it raises is shown to the parent's user.
+    An `OpenInferError` of `build` is shown to the parent's user.
     """
     faulthandler.enable()  # a crash in a library says on standard error where each thread stood
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -139,11 +132,7 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
 
 
 def set_log_level(environ: Mapping[str, str]) -> None:
-    """Logs to standard error from the level that `OPENINFER_LOG_LEVEL` names.
-
-    Raises:
-        Refused: there is no such level.
-    """
+    """Logs to standard error from the level that `OPENINFER_LOG_LEVEL` names; `Refused` if there is no such level."""
     name = environ.get("OPENINFER_LOG_LEVEL", "INFO")
     levels = logging.getLevelNamesMapping()
     if name.upper() not in levels:
@@ -185,7 +174,7 @@ def _refuse(listener: socket.socket, token: str, message: str) -> None:
 
 
 def _says_hello(connection: socket.socket, token: str) -> bool:
-    """Also reads the Hello off the socket: closing it with bytes unread would take back what was sent (TCP resets)."""
+    # Reads the Hello off the socket, too: closing it with bytes unread would take back what was sent (TCP resets).
     frames = FrameBuffer()
     try:
         while data := connection.recv(4096):
@@ -211,11 +200,9 @@ class _ParentWatch:
         threading.Thread(target=self._watch, name="openinfer-parent", daemon=True).start()
 
     def serve(self, host: LoopRunner) -> None:
-        """From now on this engine is asked to close."""
         self._host = host
 
     def stop(self) -> None:
-        """The engine has ended: nothing is left to do."""
         self._stopped.set()
 
     def _watch(self) -> None:

@@ -22,8 +22,7 @@ from openinfer_core.request import GenerateRequest, RequestId
 
 logger = logging.getLogger("openinfer.engine")
 
-_IDLE_LOOK_S = 1.0
-"""Between two looks at a loop without work."""
+_IDLE_LOOK_S = 1.0  # between two looks at a loop without work
 
 Deliver = Callable[[list[TokenEvent]], None]
 Command = Submit | Abort | Close
@@ -70,8 +69,7 @@ class LoopRunner:
     """Runs an `EngineLoop` until it is closed or dies."""
 
     def __init__(self, loop: EngineLoop, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.died: BaseException | None = None
-        """What ended the loop, if it was not `Close`."""
+        self.died: BaseException | None = None  # what ended the loop, if it was not `Close`
         self._loop = loop
         self._clock = clock
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -81,7 +79,6 @@ class LoopRunner:
         self._busy_since_s: float | None = None
 
     def post(self, command: Command) -> None:
-        """Hands a command to the loop, from any thread."""
         self._inbox.put(command)
 
     def stats(self) -> EngineStats:
@@ -93,10 +90,8 @@ class LoopRunner:
     def run(self, deliver: Deliver) -> None:
         """Serves commands until `Close`, or until the loop raises: then `died` is set.
 
-        Either way every open request gets `Failed(SHUTDOWN)` and the loop is closed before this returns.
-
-        Args:
-            deliver: takes the events of one iteration, never none; must not raise.
+        Either way every open request gets `Failed(SHUTDOWN)` and the loop is closed before this returns. `deliver`
+        takes the events of one iteration, never none; it must not raise.
         """
         try:
             while not self._closing:
@@ -105,7 +100,7 @@ class LoopRunner:
         except BaseException as error:
             self.died = error
             logger.critical("the engine loop failed and ends", exc_info=error)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception):  # KeyboardInterrupt and SystemExit are the host's
                 raise
         finally:
             self._busy_since_s = None
@@ -132,11 +127,8 @@ class LoopRunner:
             deliver(events)
 
     def _iterate(self) -> None:
-        """One round: commands that have come, then a step.
-
-        Events go to `_outbox` as they are recorded: a step that raises must not take with it what the ledger has
-        let through before.
-        """
+        # Events go to `_outbox` as they are recorded: a step that raises must not take with it what the ledger has let
+        # through before.
         if not self._loop.busy:
             self._busy_since_s = None
             try:

@@ -42,19 +42,16 @@ from openinfer_core.process.wire import (
 
 logger = logging.getLogger("openinfer.engine")
 
-MAX_BUFFERED_BYTES = 64 * 2**20
-"""What one client may leave unread."""
+MAX_BUFFERED_BYTES = 64 * 2**20  # what one client may leave unread
 MAX_LINKS = 256
-HELLO_DEADLINE_S = 10.0
-"""A connection that has not shown the token by then is dropped."""
-MAX_HELLO_BYTES = 4096
-"""What a connection may send in vain before its Hello is complete."""
+HELLO_DEADLINE_S = 10.0  # a connection that has not shown the token by then is dropped
+MAX_HELLO_BYTES = 4096  # what a connection may send in vain before its Hello is complete
 _READ_BYTES = 1 << 20
 _FINISH_DEADLINE_S = 1.0
 
 
 class Link:
-    """One client."""
+    """One client, and what is on its way to it."""
 
     def __init__(self, connection: socket.socket, *, accepted_s: float, max_buffered_bytes: int) -> None:
         connection.setblocking(False)
@@ -75,6 +72,7 @@ class Link:
         with self._lock:
             if self.lost:
                 return False
+            # What is buffered goes first: a frame may not overtake another.
             rest = frame if self._unsent else frame[self._send(frame) :]
             self._unsent += rest
             if len(self._unsent) > self._max_buffered_bytes:
@@ -83,7 +81,6 @@ class Link:
             return bool(self._unsent)
 
     def flush(self) -> bool:
-        """Sends more of the buffer; returns whether something is left."""
         with self._lock:
             if self._unsent:
                 sent = self._send(self._unsent)
@@ -91,11 +88,7 @@ class Link:
             return bool(self._unsent)
 
     def close(self, *, deadline_s: float | None = None) -> None:
-        """Closes the socket.
-
-        Args:
-            deadline_s: monotonic seconds until which what is left is sent before; None sends nothing more.
-        """
+        """Closes the socket; until `deadline_s` (monotonic) it first sends what is left, with None nothing more."""
         with self._lock:  # never while the loop's thread sends: the descriptor's number may be another client's next
             if deadline_s is not None and self._unsent:
                 with contextlib.suppress(OSError):
@@ -167,7 +160,6 @@ class LinkServer:
             self._wake()
 
     def close(self) -> None:
-        """Flushes what clients still take at once and closes every socket. Idempotent."""
         self._closing.set()
         if self._thread.ident is None:
             self._finish()
@@ -306,5 +298,5 @@ class LinkServer:
 
 
 def shows_token(hello: Hello, token: str) -> bool:
-    """Whether a client may be served; takes the same time for every wrong token."""
+    # Takes the same time for every wrong token, so that none can be found byte by byte.
     return hmac.compare_digest(hello.token.encode(), token.encode())

@@ -68,7 +68,6 @@ class InProcessEngine:
         self._collect()
 
     def _collect(self) -> None:
-        """Moves what has arrived into the mailbox. Runs in the reader's thread."""
         with self._lock:
             self._wake_up_due = False
             events, self._arrived = self._arrived, []

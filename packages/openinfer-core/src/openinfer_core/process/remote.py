@@ -37,8 +37,7 @@ logger = logging.getLogger("openinfer.engine")
 
 DIED = "the engine process died; its last words are in the log"
 BROKE_PROTOCOL = "the engine process broke the protocol; the log says how"
-CLOSE_DEADLINE_S = 10.0
-"""How long `close` waits for an engine process before it kills it."""
+CLOSE_DEADLINE_S = 10.0  # for an engine process to end before it is killed
 
 
 def spawn_engine(
@@ -46,11 +45,7 @@ def spawn_engine(
 ) -> "RemoteEngine":
     """Starts `python -m module`, which calls `run_engine_process`, and waits until its engine is loaded.
 
-    Args:
-        module: the child's main module.
-        spec: what the child builds; sent as JSON.
-        link: what the link is made of; None takes the platform's best.
-        close_deadline_s: how long `close` waits for the process before it kills it.
+    None as `link` takes the platform's best; `close` waits `close_deadline_s` for the process before it kills it.
 
     Raises:
         Refused: the child could not build the engine; its message.
@@ -123,14 +118,8 @@ class RemoteEngine:
     """The client's end of a link; implements `EngineHandle`.
 
     It belongs to the event loop in which `events`, `stats` or `close` is first used; what is submitted before is
-    sent then.
-
-    Args:
-        connection: a connected socket whose Hello has been answered.
-        info: that answer.
-        process: the child at its other end, which `close` ends.
-        access: how other processes may join.
-        close_deadline_s: how long `close` waits for the engine before it gives up on it.
+    sent then. `connection` is a socket whose Hello was answered with `info`; `close` ends `process`, the child at
+    its other end. Other processes may join by `access`.
     """
 
     def __init__(
@@ -162,12 +151,10 @@ class RemoteEngine:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the engine, if this handle started it."""
         return None if self._process is None else self._process.pid
 
     @property
     def access(self) -> EngineAccess | None:
-        """How other processes may join, if this handle started the engine."""
         return self._access
 
     def submit(self, request: GenerateRequest) -> None:
@@ -207,11 +194,7 @@ class RemoteEngine:
         await self._lost.wait()
 
     def received(self, message: ToClient) -> None:
-        """Takes a message of the engine.
-
-        Raises:
-            ContractViolation: it has no place here.
-        """
+        """Takes a message of the engine; `ContractViolation` if it has no place here."""
         if isinstance(message, Events):
             self._mailbox.put(message.events)
         elif isinstance(message, Stats) and self._stats:
@@ -222,7 +205,6 @@ class RemoteEngine:
             raise ContractViolation(f"the engine sent {type(message).__name__} unasked")
 
     def lost(self, failure: str = DIED) -> None:
-        """The other side is gone. Idempotent."""
         self._lost.set()
         self._mailbox.end(None if self._closing else failure)
         for answer in self._stats:
@@ -231,7 +213,7 @@ class RemoteEngine:
         self._stats.clear()
 
     def _take_leave(self) -> None:
-        """Ends the engine; it then closes the link."""
+        # The engine closes the link in answer.
         self._send(encode_frame(Close()))
 
     def _send(self, frame: bytearray) -> None:

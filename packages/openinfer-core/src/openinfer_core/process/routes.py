@@ -27,12 +27,10 @@ class Routes(Generic[ClientT]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spare_ids = count(_FIRST_SPARE_ID)
+        # Engine's id -> its client, or None when it has gone.
         self._owners: dict[RequestId, ClientT | None] = {}
-        """Engine's id -> its client, or None when it has gone."""
-        self._renamed: dict[RequestId, RequestId] = {}
-        """Engine's id -> the client's, where they differ."""
-        self._inner_ids: dict[ClientT, dict[RequestId, RequestId]] = {}
-        """Client -> its id -> the engine's."""
+        self._renamed: dict[RequestId, RequestId] = {}  # engine's id -> the client's, where they differ
+        self._inner_ids: dict[ClientT, dict[RequestId, RequestId]] = {}  # client -> its id -> the engine's
 
     def add(self, client: ClientT, request_id: RequestId) -> RequestId:
         """Notes a request of a client; returns its id inside the engine.

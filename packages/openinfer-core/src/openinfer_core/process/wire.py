@@ -19,8 +19,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.events import TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
 
-MAX_FRAME_BYTES = 256 * 2**20
-"""A longer frame is a broken peer, not a request."""
+MAX_FRAME_BYTES = 256 * 2**20  # a longer frame is a broken peer, not a request
 _LENGTH = struct.Struct("<I")
 
 
@@ -115,6 +114,7 @@ class FrameBuffer:
         begin, available = 0, len(self._data)
         while available - begin >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data, begin)
+            # Before the bytes are waited for: a peer that lies would have us buffer up to 4 GiB.
             if length > MAX_FRAME_BYTES:
                 raise ContractViolation(f"the peer announces a frame of {length} bytes")
             end = begin + _LENGTH.size + length

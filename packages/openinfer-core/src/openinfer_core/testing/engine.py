@@ -27,11 +27,9 @@ from openinfer_core.testing.engine_driver import EngineDriver, MakeHandle, Scena
 from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.transcript import LOGPROB_TOLERANCE, Transcript, describe_end
 
-DEADLINE_S = 300.0
-"""How long one check may take before the engine counts as hanging."""
+DEADLINE_S = 300.0  # how long one check may take before the engine counts as hanging
 
-_MUCH_WORK_TOKENS = 50_000
-"""What no engine does between two turns of the event loop."""
+_MUCH_WORK_TOKENS = 50_000  # what no engine does between two turns of the event loop
 _SETTLE_POLLS = 1000
 _SETTLE_POLL_S = 0.005
 
@@ -47,11 +45,7 @@ class EngineCheck(Protocol):
 
 
 def check_engine(make_handle: MakeHandle, *, deadline_s: float = DEADLINE_S) -> None:
-    """Runs all of `ENGINE_CHECKS`. Not to be called within an event loop.
-
-    Args:
-        make_handle: makes a new engine.
-        deadline_s: how long one check may take.
+    """Runs all of `ENGINE_CHECKS`, each within `deadline_s`. Not to be called within an event loop.
 
     Raises:
         ConformanceError: the engine does not conform.
@@ -342,12 +336,11 @@ def _greedy(max_tokens: int, **fields: Any) -> SamplingParams:
 
 
 def _long(driver: EngineDriver) -> SamplingParams:
-    """The longest request that the context allows, and yet an end."""
     return _greedy(min(20_000, driver.info.max_model_tokens - 4))
 
 
 def _submit_long(driver: EngineDriver) -> list[Transcript]:
-    """At least 8 long requests; together too much work to be done before an abort or a close, if the queue allows."""
+    # Too much work to be done before an abort or a close, if the queue allows.
     sampling = _long(driver)
     count = max(8, min(_MUCH_WORK_TOKENS // sampling.max_tokens + 1, driver.info.max_waiting, 256))
     return [driver.submit(driver.request(_prompt(driver, index), sampling)) for index in range(count)]
@@ -397,7 +390,7 @@ async def _stats(driver: EngineDriver) -> EngineStats:
 
 
 async def _stats_at_rest(driver: EngineDriver) -> EngineStats:
-    """The last step may still be on its way when its events have come."""
+    # The last step may still be on its way when its events have come.
     for _ in range(_SETTLE_POLLS):
         stats = await _stats(driver)
         if stats.running == stats.waiting == stats.blocks_used == 0 and stats.step_age_s == 0.0:

@@ -14,18 +14,14 @@ from openinfer_core.sampling import SamplingParams
 from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.transcript import Transcript
 
+# Makes a new engine that runs; called within an event loop, may be a coroutine function.
 MakeHandle: TypeAlias = Callable[[], EngineHandle | Awaitable[EngineHandle]]
-"""Makes a new engine that runs; called within an event loop, may be a coroutine function."""
 
 Scenario: TypeAlias = Callable[["EngineDriver"], Awaitable[None]]
 
 
 def drive(make_handle: MakeHandle, scenario: Scenario, *, deadline_s: float) -> None:
-    """Runs a scenario on a new engine, closes it, and checks that every request got its one terminal event.
-
-    Raises:
-        ConformanceError: the engine broke the contract, or did not answer in time.
-    """
+    """Runs a scenario on a new engine, closes it, and checks that every request got its one terminal event."""
     asyncio.run(_drive(make_handle, scenario, deadline_s))
 
 
@@ -47,11 +43,7 @@ async def _drive(make_handle: MakeHandle, scenario: Scenario, deadline_s: float)
 
 
 class EngineDriver:
-    """Submits requests and collects their transcripts.
-
-    Args:
-        handle: a new engine.
-    """
+    """Submits requests to a new engine and collects their transcripts."""
 
     def __init__(self, handle: EngineHandle) -> None:
         self.handle = handle
@@ -64,7 +56,7 @@ class EngineDriver:
         self._next_id = 1
 
     def request(self, prompt: tuple[int, ...], sampling: SamplingParams) -> GenerateRequest:
-        """A request with an id of its own and a salt of its own, so that no cache has seen its prompt."""
+        # With a salt of its own, so that no cache has seen its prompt.
         request_id = RequestId(self._next_id)
         self._next_id += 1
         return GenerateRequest(
@@ -85,16 +77,11 @@ class EngineDriver:
         return transcript
 
     def start(self) -> None:
-        """Begins to consume events. Idempotent."""
         if self._consumer is None:
             self._consumer = asyncio.create_task(self._consume())
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Consumes events until a condition on transcripts holds.
-
-        Raises:
-            ConformanceError: an event broke the contract, or the events ended before.
-        """
+        """Consumes events until a condition on transcripts holds."""
         self.start()
         async with self._changed:
             await self._changed.wait_for(lambda: condition() or self._consumed)
@@ -111,7 +98,6 @@ class EngineDriver:
         return transcript
 
     async def finish(self) -> None:
-        """Closes the engine and takes every event that is still there."""
         await self.handle.close()
         self.start()
         await self._require_good_end()
@@ -119,7 +105,6 @@ class EngineDriver:
         require(ended, f"events() ended after close without a terminal event for each request; {self.describe_open()}")
 
     async def stop(self) -> None:
-        """Stops consuming and closes the engine, whatever has happened."""
         if self._consumer is not None:
             self._consumer.cancel()
             await asyncio.gather(self._consumer, return_exceptions=True)

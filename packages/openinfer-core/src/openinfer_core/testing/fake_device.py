@@ -24,18 +24,12 @@ _INT_COLUMNS = ("slots", "starts", "counts", "given_counts", "token_ids", "new_b
 
 @dataclass(slots=True)
 class _Slot:
-    """What the device knows of the sequence in a slot."""
-
     request: GenerateRequest
-    token_ids: list[int]
-    """Given and sampled ids, by position."""
-    states: list[int]
-    """The fake model's state at each of them."""
+    token_ids: list[int]  # given and sampled ids, by position
+    states: list[int]  # the fake model's state at each of them
     blocks: list[int] = field(default_factory=list[int])
-    end: int | None = None
-    """Position after the last one computed; None before the first row."""
-    num_sampled: int = 0
-    """How many of `token_ids` were sampled in this sequence slot."""
+    end: int | None = None  # position after the last one computed; None before the first row
+    num_sampled: int = 0  # how many of `token_ids` were sampled in this sequence slot
 
     @property
     def what(self) -> str:
@@ -48,8 +42,7 @@ class FakeDevice:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._states = FakeStates(config) if config.num_snapshots else None
-        self._memory: dict[int, int] = {}
-        """Block id * block size + offset -> state."""
+        self._memory: dict[int, int] = {}  # block id * block size + offset -> state
         self._slots: dict[int, _Slot] = {}
         self._seeds: dict[RequestId, int] = {}
         self._to_fail: set[RequestId] = set()
@@ -57,19 +50,17 @@ class FakeDevice:
 
     @property
     def seeds(self) -> Mapping[RequestId, int]:
-        """Seeds of every request that ever took a sequence slot."""
         return self._seeds
 
     def fail_next_row(self, request_id: RequestId) -> None:
         self._to_fail.add(request_id)
 
     def read_block(self, block_id: int) -> tuple[int | None, ...]:
-        """What a block holds, position by position: what a KV tier copies."""
         size = self._config.block_size_tokens
         return tuple(self._memory.get(block_id * size + offset) for offset in range(size))
 
     def write_block(self, block_id: int, content: tuple[int | None, ...]) -> None:
-        """Overwrites a block, as a copy from a KV tier does."""
+        # As a copy from a KV tier does.
         size = self._config.block_size_tokens
         for offset, state in enumerate(content):
             if state is None:
@@ -79,21 +70,12 @@ class FakeDevice:
 
     @property
     def states(self) -> FakeStates:
-        """Recurrent states by slot; of a config with snapshots.
-
-        Raises:
-            ConformanceError: it has none.
-        """
+        # Only a config with snapshots has recurrent states.
         if self._states is None:
             raise ConformanceError("this device has no recurrent states: num_snapshots is 0")
         return self._states
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Executes one step.
-
-        Raises:
-            ConformanceError: the plan breaks the contract.
-        """
         self._check_columns(plan)
         for start in plan.started:
             self._start(start, plan)
@@ -269,7 +251,6 @@ class _Row:
     is_sampled: bool
 
     def slot_samples(self) -> int:
-        """Samples the slot's next id, on the device."""
         slot = self.slot
         num_outputs = len(slot.token_ids) - len(slot.request.prompt_token_ids)
         token_id = fake_model.next_token(slot.request, slot.states[-1], num_outputs=num_outputs)
@@ -288,5 +269,5 @@ def _check_column(plan: StepPlan, name: str, dtype: Any) -> None:
 
 
 def _marked(position: int) -> TokenLogprobs:
-    """Log-probabilities that tell which position they are of: it is their rank."""
+    # The rank tells which position they are of.
     return TokenLogprobs(-1.0, position, (), ())

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from openinfer_core.events import FinishReason
 from openinfer_core.request import GenerateRequest
 
-NUM_TOKEN_IDS = 64
-"""The fake model's vocabulary; prompts may use any id."""
+NUM_TOKEN_IDS = 64  # the fake model's vocabulary; prompts may use any id
 
 _MASK = (1 << 64) - 1
 
@@ -53,8 +52,7 @@ def next_token(request: GenerateRequest, state: int, *, num_outputs: int) -> int
 class ExpectedOutcome:
     """How a request ends that nothing disturbs."""
 
-    token_ids: tuple[int, ...]
-    """What `Tokens` events carry."""
+    token_ids: tuple[int, ...]  # what `Tokens` events carry
     reason: FinishReason
     stop_token_id: int | None
 

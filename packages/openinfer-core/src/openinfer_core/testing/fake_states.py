@@ -16,15 +16,10 @@ class FakeStates:
     def __init__(self, config: SchedulerConfig) -> None:
         self._num_running = config.max_num_seqs
         self._num_slots = config.max_num_seqs + config.num_snapshots
-        self._states: dict[int, int | None] = {}
-        """Slot -> state; None before the first token."""
+        self._states: dict[int, int | None] = {}  # slot -> state; None before the first token
 
     def begin(self, plan: StepPlan) -> None:
-        """Empties the slots that begin anew, then restores what the plan says.
-
-        Raises:
-            ConformanceError: a copy reads what was never written, or writes to where it must not.
-        """
+        """Empties the slots that begin anew, then restores what the plan says."""
         started = {start.slot for start in plan.started}
         self._states |= dict.fromkeys(started)
         targets = [copy.target for copy in plan.state_restores]
@@ -35,21 +30,11 @@ class FakeStates:
         self._copy(plan.state_restores)
 
     def consume(self, slot: int, states: Sequence[int], start: int, end: int, *, what: str) -> None:
-        """A row advances its slot.
-
-        Raises:
-            ConformanceError: the slot's state is not that after the token before `start`.
-        """
         right = states[start - 1] if start else None
         require(self._states.get(slot) == right, f"{what}: its slot holds the states of another prefix")
         self._states[slot] = states[end - 1]
 
     def keep(self, plan: StepPlan) -> None:
-        """Copies what the plan keeps.
-
-        Raises:
-            ConformanceError: a copy reads from or writes to where it must not.
-        """
         targets = [copy.target for copy in plan.state_snapshots]
         require(len({*targets}) == len(targets), f"two copies into one slot: {targets}")
         for copy in plan.state_snapshots:
@@ -61,11 +46,7 @@ class FakeStates:
         return self._states.get(slot)
 
     def write(self, slot: int, state: int | None) -> None:
-        """Overwrites a state slot, as a copy from a KV tier does.
-
-        Raises:
-            ConformanceError: it is not one.
-        """
+        # As a copy from a KV tier does.
         require(self._is_copy(slot), f"slot {slot} is written to by a tier; it is not one for copies")
         self._states[slot] = state
 

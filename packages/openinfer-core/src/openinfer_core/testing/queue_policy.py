@@ -24,10 +24,7 @@ def check_queue_policy(
     """Checks a queue policy under random arrivals, admissions and withdrawals.
 
     Its keys must form one strict order that does not change, equal requests must be served in order of arrival, and
-    none of its hooks may raise.
-
-    Raises:
-        ConformanceError: it does not conform.
+    none of its hooks may raise; `ConformanceError` if one is broken.
     """
     for seed in seeds:
         _check_traffic(factory(_config()), num_requests, random.Random(seed))  # noqa: S311 - no secrets here
@@ -138,11 +135,9 @@ class WatchedPolicy:
         self._policy.withdrawn(request)
 
     def check(self) -> None:
-        """Raises `ConformanceError` if the scheduler asked out of order."""
         require(not self._violations, "; ".join(self._violations))
 
     def check_is_empty(self) -> None:
-        """Raises `ConformanceError` if a request is left in the queue, as far as the policy was told."""
         left = sorted(self._queued)
         require(not left, f"the policy was told neither admitted nor withdrawn of requests {left}")
 

@@ -25,24 +25,16 @@ from openinfer_core.testing.scheduler_driver import SchedulerDriver, SchedulerFa
 
 SchedulerCheck: TypeAlias = Callable[[SchedulerFactory], None]
 
-OVERLAPS = (1, 2)
-"""Steps in flight: without overlap and with it."""
+OVERLAPS = (1, 2)  # steps in flight: without overlap and with it
 
+# No compiler is asked, and the fake device heeds no mask.
 _GRAMMAR = Grammar(kind=GrammarKind.REGEX, text=".*")
-"""The grammar of requests whose tokens are masked; no compiler is asked, and the fake device heeds no mask."""
 
 _POLICIES: tuple[Callable[[QueuePolicyConfig], QueuePolicy], ...] = (FirstComeFirstServed, Priority, FairShare)
 
 
 def check_scheduler(factory: SchedulerFactory) -> None:
-    """Runs all of `SCHEDULER_CHECKS`.
-
-    Args:
-        factory: makes a scheduler for given limits and queue policy.
-
-    Raises:
-        ConformanceError: the scheduler does not conform.
-    """
+    """Runs all of `SCHEDULER_CHECKS`; `ConformanceError` if the scheduler does not conform."""
     for check in SCHEDULER_CHECKS:
         check(factory)
 
@@ -237,6 +229,7 @@ def check_faulty_policy(factory: SchedulerFactory) -> None:
         _check_served_in_full(driver, [driver.accounts[RequestId(index)].request for index in sorted(others)])
 
 
+# The narrow ones first.
 SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
     check_refusals,
     check_context_length,
@@ -252,7 +245,6 @@ SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
     check_faulty_policy,
     check_random_traffic,
 )
-"""Every check, the narrow ones first."""
 
 
 # --- traffic --------------------------------------------------------------------------------------------
@@ -260,8 +252,6 @@ SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class _Unordered:
-    """A key that cannot be compared."""
-
     def __lt__(self, other: object) -> bool:
         raise TypeError("these keys have no order")
 
@@ -388,7 +378,6 @@ def _submit_served(driver: SchedulerDriver, request: GenerateRequest) -> None:
 
 
 def _started_requests(driver: SchedulerDriver) -> list[RequestId]:
-    """Runs the driver; the requests in the order in which they first took a slot."""
     started: dict[RequestId, None] = {}
     while driver.scheduler.unfinished:
         plan: StepPlan | None = driver.step()
@@ -408,7 +397,7 @@ def _check_served_in_full(driver: SchedulerDriver, requests: Iterable[GenerateRe
 
 
 def _check_serves_on(driver: SchedulerDriver) -> None:
-    """After all that: one more request, as long as the context, with everything to itself."""
+    # As long as the context, with everything to itself: blocks and slots that leaked before are missed here.
     request_id = max(driver.accounts) + 1
     prompt = (request_id % fake_model.NUM_TOKEN_IDS,) * (driver.config.max_model_tokens // 2)
     request = _request(request_id, prompt=prompt, max_tokens=driver.config.max_model_tokens)

@@ -35,17 +35,15 @@ from openinfer_core.testing.queue_policy import WatchedPolicy
 
 SchedulerFactory: TypeAlias = Callable[[SchedulerConfig, QueuePolicy], Scheduler]
 
+# How many steps a token may cost, recomputation after preemptions included, before a scheduler counts as stuck.
 STEPS_PER_TOKEN = 10
-"""How many steps a token may cost, recomputation after preemptions included, before a scheduler counts as stuck."""
 
 
 class RunsAt(StrEnum):
     """When a fake device runs a step; a device may run it at any time between."""
 
-    PLAN = "plan"
-    """As soon as it is planned."""
-    APPLY = "apply"
-    """As late as its result is taken."""
+    PLAN = "plan"  # as soon as it is planned
+    APPLY = "apply"  # as late as its result is taken
 
 
 @dataclass(slots=True)
@@ -92,14 +90,13 @@ class SchedulerDriver:
         self.scheduler = factory(config, self.policy)
         self.device = FakeDevice(config)
         self.accounts: dict[RequestId, Account] = {}
+        # Requests that the test's queue policy spoils: they may end with `Failed(INTERNAL)`.
         self.may_fail: set[RequestId] = set()
-        """Requests that the test's queue policy spoils: they may end with `Failed(INTERNAL)`."""
         self._max_in_flight = max_in_flight
         self._is_moving = is_moving
         self._runs_at = runs_at
         self._in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()
-        self._masked_slots: dict[int, bool] = {}
-        """Slot -> whether its request has a grammar."""
+        self._masked_slots: dict[int, bool] = {}  # slot -> whether its request has a grammar
         self._ledger = Ledger()
         self._budget_steps = 100
         self._now_s = 0.0
@@ -107,7 +104,6 @@ class SchedulerDriver:
     # --- what a test does -------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> TerminalEvent | None:
-        """Adds a request; returns its terminal event if it has one at once."""
         self._ledger.open(request)
         account = self.accounts[request.request_id] = Account(request)
         tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
@@ -153,11 +149,6 @@ class SchedulerDriver:
         return plan
 
     def apply(self) -> None:
-        """Applies the oldest step in flight.
-
-        Raises:
-            IndexError: there is none.
-        """
         plan, result = self._in_flight.popleft()
         result = self.device.run(plan) if result is None else result
         self._take(self.scheduler.apply(plan, result, now_s=self._tick()))
@@ -179,7 +170,6 @@ class SchedulerDriver:
             self._check_account(account)
 
     def outcome(self, request: GenerateRequest) -> fake_model.ExpectedOutcome:
-        """What a request gets if nothing disturbs it."""
         return fake_model.outcome(request, max_model_tokens=self.config.max_model_tokens)
 
     # --- events -----------------------------------------------------------------------------------------

@@ -22,17 +22,11 @@ from openinfer_core.events import (
 from openinfer_core.request import GenerateRequest
 from openinfer_core.testing.errors import require
 
-LOGPROB_TOLERANCE = 1e-3
-"""In nat: two ways of computing one log-probability agree within this."""
+LOGPROB_TOLERANCE = 1e-3  # in nat: two ways of computing one log-probability agree within this
 
 
 class Transcript:
-    """The events of one request.
-
-    Args:
-        request: what was asked.
-        info: of the engine that was asked.
-    """
+    """The events of one request."""
 
     def __init__(self, request: GenerateRequest, info: EngineInfo) -> None:
         self.request = request
@@ -44,11 +38,7 @@ class Transcript:
         self._info = info
 
     def add(self, event: TokenEvent) -> None:
-        """Takes the next event.
-
-        Raises:
-            ConformanceError: it must not come, or must not look like this.
-        """
+        """Takes the next event; `ConformanceError` if it must not come, or must not look like this."""
         self._require(self.terminal is None, f"{event} after the terminal event {self.terminal}")
         if isinstance(event, Scheduled):
             self._add_scheduled(event)
