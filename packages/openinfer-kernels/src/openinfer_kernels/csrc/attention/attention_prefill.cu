@@ -6,8 +6,10 @@
 // beyond the context is filled with zeros, never read.
 #include "attention/attention.cuh"
 #include "attention/attention_query_tile.cuh"
+#include "common/ampere.cuh"
 #include "common/pdl.cuh"
 
+using namespace ampere;
 using namespace attention;
 
 namespace {
@@ -33,39 +35,12 @@ struct Shape {
   static constexpr int kTile = kKeys * D;      // values
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // Where 16 bytes lie in a tile: chunks are exchanged within 128 bytes by the token's last three bits, so that 8 tokens'
 // chunks fall into different banks (within 64 bytes by the last two, where a token has no more).
 template <int D>
 __device__ __forceinline__ int place(int token, int chunk) {
   constexpr int kExchanged = D < 64 ? D / 8 - 1 : 7;
   return token * D + ((chunk ^ (token & kExchanged)) * 8);
-}
-
-__device__ __forceinline__ void copy16(bf16* to, const bf16* from, bool is_there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16* from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(from))
-               : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const bf16* from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(from))
-               : "memory");
 }
 
 template <int D, class S>
@@ -83,7 +58,7 @@ struct Prefill {
     for (int i = threadIdx.x; i < S::kQueryRows * S::kChunks; i += S::kThreads) {
       const int m = i / S::kChunks, chunk = i % S::kChunks, query_row = tile.first_query_row + m;
       const bool is_there = query_row < tile.num_query_rows;
-      copy16(to + place<D>(m, chunk), a.q + (is_there ? query_row_offset(query_row) + chunk * 8 : 0), is_there);
+      copy_16(to + place<D>(m, chunk), a.q + (is_there ? query_row_offset(query_row) + chunk * 8 : 0), is_there);
     }
   }
 
@@ -96,8 +71,8 @@ struct Prefill {
       const bool is_there = token < tile.context;
       const int block = is_there ? __ldcg(table + (token >> a.cache.block_shift)) : 0;
       const bf16* from = a.cache.key(block, kv_head, token & ((1 << a.cache.block_shift) - 1), D) + chunk * 8;
-      copy16(keys + place<D>(n, chunk), from, is_there);
-      copy16(values + place<D>(n, chunk), from + value_offset, is_there);
+      copy_16(keys + place<D>(n, chunk), from, is_there);
+      copy_16(values + place<D>(n, chunk), from + value_offset, is_there);
     }
   }
 };
@@ -127,7 +102,7 @@ __device__ void run(const Arguments& a) {
 
   self.load_queries(queries);
   self.load_keys(tiles, tiles + S::kTile, 0);
-  commit();
+  commit_copies();
 
   float o[D / 8][4];
 #pragma unroll
@@ -143,8 +118,8 @@ __device__ void run(const Arguments& a) {
       bf16* next = tiles + ((n + 1) & 1) * 2 * S::kTile;
       self.load_keys(next, next + S::kTile, (n + 1) * S::kKeys);
     }
-    commit();  // also after the last tile, an empty group, so that one pending group is always the next tile's
-    wait<1>();
+    commit_copies();  // also after the last tile, an empty group, so that one pending group is always the next tile's
+    wait_for_copies<1>();
     __syncthreads();
 
     float s[S::kKeys / 8][4];

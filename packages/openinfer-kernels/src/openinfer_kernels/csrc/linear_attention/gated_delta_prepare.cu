@@ -134,7 +134,7 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
   bf16* queries = s.values[1];
   copy_rows<kDim, kWide>(queries, a.query(first, key_head), a.qkv_stride, count);
   copy_rows<kDim, kWide>(s.keys, a.key(first, key_head), a.qkv_stride, count);
-  commit();
+  commit_copies();
   wait_for_copies();
   __syncthreads();
   lengths(s, queries);
@@ -162,7 +162,7 @@ __device__ void prepare(const Arguments& a, const Scratch& to) {
     __syncthreads();
     for (int h = 0; h < num_heads; h++)
       copy_rows<kDim, kWide>(s.values[h], a.value(first, first_head + h), a.qkv_stride, count);
-    commit();
+    commit_copies();
     if (warp < num_heads) gates_of(s, a, to, warp, first_head + warp, first, count, lane);
     __syncthreads();
     for (int h = 0; h < num_heads; h++) {

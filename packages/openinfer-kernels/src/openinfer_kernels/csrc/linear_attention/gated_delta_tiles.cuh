@@ -1,10 +1,17 @@
 // What both kernels for chunks of the gated delta rule share: sizes, copies to shared memory, operands of `mma`.
 #pragma once
 #include "attention/attention.cuh"
+#include "common/ampere.cuh"
 #include "linear_attention/gated_delta.cuh"
 
 namespace gated_delta {
 
+using ampere::commit_copies;
+using ampere::copy_16;
+using ampere::load_matrices;
+using ampere::load_transposed;
+using ampere::shared_address;
+using ampere::wait_for_copies;
 using attention::mma;
 using attention::packed;
 
@@ -22,26 +29,10 @@ struct Scratch {
   int num_tokens;
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// 16 bytes; zeros where there is nothing.
-__device__ __forceinline__ void copy16(bf16* to, const bf16* from, bool is_there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(is_there ? 16 : 0)
-               : "memory");
-}
 __device__ __forceinline__ void copy4(float* to, const float* from, bool is_there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(is_there ? 4 : 0)
                : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all groups but the last `kPending` have come.
-template <int kPending = 0>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // `count` of 64 rows of kValues values, `stride` apart, to rows of kRow values; the others become zeros.
@@ -51,21 +42,8 @@ __device__ __forceinline__ void copy_rows(bf16* to, const bf16* from, int64_t st
 #pragma unroll
   for (int i = threadIdx.x; i < kChunk * kVectors; i += kThreads) {
     const int row = i / kVectors, vector = i % kVectors;
-    copy16(to + row * kRow + vector * 8, from + (row < count ? row * stride : 0) + vector * 8, row < count);
+    copy_16(to + row * kRow + vector * 8, from + (row < count ? row * stride : 0) + vector * 8, row < count);
   }
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const bf16* from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(from))
-               : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const bf16* from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(from))
-               : "memory");
 }
 
 // Operands of `mma` from matrices in shared memory, in the thread's lane: 16 x 16 values from (row, column) on.

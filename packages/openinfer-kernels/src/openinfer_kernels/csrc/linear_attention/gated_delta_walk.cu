@@ -74,7 +74,7 @@ __device__ void walk(const Arguments& a, const Scratch& from) {
   const auto load = [&](int begin) {  // chunk by chunk, a group of copies each, also after the last one
     Stage& stage = shared.stages[begin / kChunk % kStages];
     if (begin < row.count) load_chunk(stage, a, from, head, slice, row.first + begin, min(kChunk, row.count - begin));
-    commit();
+    commit_copies();
   };
 #pragma unroll
   for (int i = 0; i < kAhead; i++) load(i * kChunk);

@@ -1,10 +1,16 @@
-// What the kernels of latent attention share: the sizes of every published model, copies to shared memory, tensor core
-// operands from there.
+// What the kernels of latent attention share: the sizes of every published model.
 #pragma once
 #include "attention/attention.cuh"
+#include "common/ampere.cuh"
 
 namespace latent {
 
+using ampere::commit_copies;
+using ampere::copy_16;
+using ampere::load_matrices;
+using ampere::load_transposed;
+using ampere::shared_address;
+using ampere::wait_for_copies;
 using attention::bf16;
 
 constexpr int kLatent = 512;             // values of a latent
@@ -23,37 +29,5 @@ struct Item {
   int first_worker;  // of its partials, if there are several
   int count;         // of partials; 1: all is in `whole`; 0: nothing was computed
 };
-
-__device__ __forceinline__ uint32_t shared_of(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Starts a copy of 16 bytes to shared memory; zeros where `is_there` is false.
-__device__ __forceinline__ void copy_16(void* to, const void* from, bool is_there = true) {
-  const int size = is_there ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_of(to)), "l"(from), "r"(size) : "memory");
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Four 8 x 8 matrices; lane i names row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const bf16* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_of(row))
-               : "memory");
-}
-
-// The same, each matrix transposed.
-__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], const bf16* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_of(row))
-               : "memory");
-}
 
 }  // namespace latent

@@ -51,20 +51,21 @@ struct Shared {
 
 __device__ __forceinline__ void init_arrivals(uint64_t* arrived, int warps) {
   for (int i = 0; i <= kStages; i++)
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_of(arrived + i)), "r"(warps));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(arrived + i)), "r"(warps));
   asm volatile("fence.mbarrier_init.release.cluster;");
 }
 
 __device__ __forceinline__ void copy_vector(bf16* to, const bf16* from, uint64_t* arrived) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_of(to)),
-               "l"(from), "n"(kEntry * 2), "r"(shared_of(arrived))
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "n"(kEntry * 2), "r"(shared_address(arrived))
                : "memory");
 }
 
 // `vectors` vectors, a lane for each.
 __device__ __forceinline__ void copy_vectors(bf16* to, const bf16* from, int vectors, uint64_t* arrived, int lane) {
   if (lane == 0)
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_of(arrived)),
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived)),
                  "r"(vectors * kEntry * 2)
                  : "memory");
   __syncwarp();
@@ -80,7 +81,7 @@ __device__ __forceinline__ void wait_for_vectors(uint64_t* arrived, int parity) 
       "@done bra over;\n"
       "bra again;\n"
       "over:\n"
-      "}\n" ::"r"(shared_of(arrived)),
+      "}\n" ::"r"(shared_address(arrived)),
       "r"(parity)
       : "memory");
 }
