@@ -28,7 +28,7 @@ logger = logging.getLogger("openinfer.engine")
 
 CHUNK_BLOCKS = 32
 """Blocks of one transfer: enough for its cost to vanish, few enough for several threads of a tier to share a prompt."""
-_LAND_S, _CLOSE_S = 2.0, 10.0
+_FINISH_S, _CLOSE_S = 2.0, 10.0
 """When an engine ends: for copies to complete, and to stop."""
 
 
@@ -177,7 +177,7 @@ class TierPort:
 
         Idempotent.
         """
-        self._wait_for_all(_LAND_S)
+        self._wait_for_all(_FINISH_S)
         for transfer in self._transfers:
             transfer.cancel()
         self._wait_for_all(_CLOSE_S)
