@@ -9,12 +9,7 @@ from openinfer_engine.kv_events.setting import parse_kv_events
 
 
 def open_kv_events(text: str, scheduler: Scheduler, *, block_size_tokens: int) -> KvEventRecorder:
-    """Opens the sockets and lets the scheduler tell of its blocks.
-
-    Args:
-        text: as `parse_kv_events` reads it.
-        scheduler: whose pool is told of.
-        block_size_tokens: of each block.
+    """Opens the sockets that `text` asks for and lets the scheduler tell of its blocks.
 
     Raises:
         Refused: the scheduler does not tell of its blocks, pyzmq is not installed, or an endpoint cannot be had.

@@ -29,10 +29,10 @@ from openinfer_kv_cache import StoredBlocks
 
 logger = logging.getLogger("openinfer.engine.kv_events")
 
+# Steps whose changes wait for the thread; with more, steps are left out, which a subscriber sees as a gap.
 _MAX_WAITING = 100_000
-"""Steps whose changes wait for the thread; with more, steps are left out, which a subscriber sees as a gap."""
+# Messages for one slow subscriber; then ZeroMQ leaves some out for it, which is a gap again.
 _MAX_UNSENT = 100_000
-"""Messages for one slow subscriber; then ZeroMQ leaves some out for it, which is a gap again."""
 _LINGER_MS = 500
 _JOIN_S = 2.0
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -40,9 +40,6 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 class KvEventPublisher:
     """Owns the sockets; `publish` and `close` are called from one thread and never wait for a subscriber.
-
-    Args:
-        setting: where to. block_size_tokens: of every block.
 
     Raises:
         Refused: an endpoint cannot be had.
@@ -69,7 +66,6 @@ class KvEventPublisher:
         self._thread.start()
 
     def publish(self, changes: Sequence[Change]) -> None:
-        """Gives one step's changes to the thread."""
         sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
         if len(self._waiting) >= _MAX_WAITING:
             logger.warning("KV events of step %d are left out: %d steps wait to be sent", sequence, _MAX_WAITING)
@@ -78,13 +74,12 @@ class KvEventPublisher:
         self._wake()
 
     def close(self) -> None:
-        """Sends what waits, and ends the thread and its sockets."""
         if self._is_closing:
             return
         self._is_closing = True
         self._wake()
         self._thread.join(_JOIN_S)
-        if self._thread.is_alive():
+        if self._thread.is_alive():  # its sockets are not freed under it
             logger.warning("the thread of KV events does not end; it is left behind")
             return
         self._free()
@@ -161,7 +156,7 @@ class KvEventPublisher:
 
 
 def _pipe() -> tuple[int, int]:
-    """The end to write to, which never waits, and the end to read from."""
+    # The end that is written to never waits: the caller is the step loop.
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     return write_fd, read_fd

@@ -5,8 +5,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from openinfer_kv_cache import BlockListener, Digest, StoredBlocks
 
+# Stored, removed, or (None) all cleared: as it was heard, so that another thread makes messages of it.
 Change: TypeAlias = "StoredBlocks | Sequence[Digest] | None"
-"""Stored, removed, or (None) all cleared: as it was heard, so that another thread makes messages of it."""
 
 
 class Publisher(Protocol):
@@ -39,8 +39,8 @@ class KvEventRecorder:
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
+        # At first: what a router remembers of an earlier process at this address is void.
         self._changes: list[Change] = [None]
-        """At first: whatever a router remembers of an earlier process at this address is void."""
 
     def stored(self, blocks: StoredBlocks) -> None:
         self._changes.append(blocks)
@@ -52,7 +52,6 @@ class KvEventRecorder:
         self._changes.append(None)
 
     def flush(self) -> None:
-        """Publishes what was heard since the last call."""
         if self._changes:
             changes, self._changes = self._changes, []
             self._publisher.publish(changes)

@@ -19,8 +19,8 @@ import msgspec
 
 from openinfer_kv_cache import Digest, StoredBlocks
 
+# Of blocks in the engine's pool, also where that pool is a CPU's: routers know no other name for it.
 MEDIUM = "GPU"
-"""Of blocks in the engine's pool, also where that pool is a CPU's: routers know no other name for it."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):
@@ -30,8 +30,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=Tr
     parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None
-    """Always nil; the name says which adapter."""
+    lora_id: int | None  # always nil; the name says which adapter
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
@@ -60,12 +59,10 @@ class KvEventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def block_hash(digest: Digest) -> int:
-    """The name of a block in events."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def stored_event(blocks: StoredBlocks, *, block_size_tokens: int) -> BlockStored:
-    """The event of blocks that can be found from now on."""
     first = tuple(key for key in (blocks.lora_name, blocks.cache_salt if blocks.parent is None else None) if key)
     others = (blocks.lora_name,) if blocks.lora_name else None
     extra_keys = [first or None, *[others] * (len(blocks.digests) - 1)]
@@ -82,5 +79,4 @@ def stored_event(blocks: StoredBlocks, *, block_size_tokens: int) -> BlockStored
 
 
 def removed_event(digests: Sequence[Digest]) -> BlockRemoved:
-    """The event of blocks that are found no longer."""
     return BlockRemoved(block_hashes=[block_hash(digest) for digest in digests], medium=MEDIUM)

@@ -2,9 +2,9 @@
 
 choice.py   `--kv-tier`: plug-ins and settings, what they are refused for, and opening them
 pool.py     PoolMemory: a pool's blocks and states as tiers copy them
-joining.py  tiers and pools put together; page_taking.py: a tier's memory, taken beside the weights
+joining.py  tiers and pools put together; prefault.py: a tier's memory, taken while weights are read
 port.py     TierPort: loads and saves of the pool's blocks and states, all that a scheduler and the loop ask
-found.py    PrefixHit: what tiers hold for a load; transfer.py: what is on its way
+prefix_hit.py  PrefixHit: what tiers hold for a load; transfer.py: what is on its way
 share.py    RankShare: another rank's share of it, in this process (local_share.py) or another (remote_share.py asks,
             share_service.py answers)
 """

@@ -16,36 +16,28 @@ from openinfer_kv_cache import (
 from openinfer_kv_cache.digest import MAX_KEY_BYTES, MIN_KEY_BYTES
 from openinfer_kv_cache.tiers import KV_TIERS
 
-RANK = "{rank}"
-"""What becomes a rank's number in a setting, as in `disk=/var/cache/kv/{rank},500GiB`."""
-STACK = "stack"
-"""The plug-in that makes one tier of several; its setting is theirs, joined by `;`."""
+RANK = "{rank}"  # what becomes a rank's number in a setting, as in `disk=/var/cache/kv/{rank},500GiB`
+STACK = "stack"  # the plug-in that makes one tier of several; its setting is theirs, joined by `;`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTiers:
     """Tiers that are open."""
 
-    tier: KvTier
-    """A stack, if they are several."""
-    digest_key: bytes | None
-    """That their blocks are found under; None for a random one of this process."""
+    tier: KvTier  # a stack, if they are several
+    digest_key: bytes | None  # that their blocks are found under; None for a random one of this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTiers:
     """The tiers that the options name, not open."""
 
-    settings: tuple[str, ...]
-    """`NAME=SETTING` each, fastest first."""
+    settings: tuple[str, ...]  # `NAME=SETTING` each, fastest first
     plugins: tuple[Plugin, ...]
-    """Of each."""
-    opener: Plugin
-    """What is called to open them: the tier's own plug-in, or the stack's."""
+    opener: Plugin  # what is called to open them: the tier's own plug-in, or the stack's
     opener_setting: str
     key_file: str | None
-    num_ranks: int = 1
-    """Each opens them for itself."""
+    num_ranks: int = 1  # each opens them for itself
 
     @property
     def parts(self) -> dict[str, str]:
@@ -120,11 +112,7 @@ def choose_tiers(options: EngineOptions) -> ChosenTiers | None:
 
 
 def require_snapshots(spec: KvSpec, num_snapshots: int) -> None:
-    """Refuses a model with recurrent states, of which no copies are kept.
-
-    Raises:
-        Refused: prefixes end where copies are, so that there are none to save.
-    """
+    """Refuses a model with recurrent states of which no copies are kept: prefixes end where copies are."""
     if spec.slots and not num_snapshots:
         states = ", ".join(group.name for group in spec.slots)
         raise Refused(

@@ -16,11 +16,7 @@ _GIB = 1 << 30
 
 
 def require_tiered(scheduler: Scheduler, *, name: str) -> TieredScheduler:
-    """The scheduler as one that can use tiers.
-
-    Raises:
-        Refused: it cannot.
-    """
+    """The scheduler as one that can use tiers; `Refused` if it cannot."""
     if not isinstance(scheduler, TieredScheduler):
         raise Refused(f"--kv-tier: the scheduler {name} uses no KV tiers; leave one of the two out")
     return scheduler
@@ -49,13 +45,7 @@ def begin_prefault(tiers: OpenTiers, *, num_ranks: int = 1) -> MemoryPrefault:
 def open_port(
     tiers: OpenTiers, *, pool: PoolMemory, load_timeout_s: float, shares: Sequence[RankShare] = ()
 ) -> TierPort:
-    """The port of one rank's open tiers, which it owns.
-
-    Args:
-        tiers: of the rank.
-        pool: of the rank.
-        load_timeout_s: after which what has not completed is computed instead.
-        shares: of the other ranks, on rank 0.
+    """The port of one rank's open tiers, which it owns; `shares` are those of the other ranks, on rank 0.
 
     Raises:
         Refused: a tier takes no blocks of the pool's device.

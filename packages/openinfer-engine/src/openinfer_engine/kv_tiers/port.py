@@ -26,10 +26,9 @@ from openinfer_kv_cache.tier_traits import BlockMemory
 
 logger = logging.getLogger("openinfer.engine")
 
+# Blocks of one transfer: enough for its cost to vanish, few enough for several threads of a tier to share a prompt.
 CHUNK_BLOCKS = 32
-"""Blocks of one transfer: enough for its cost to vanish, few enough for several threads of a tier to share a prompt."""
-_FINISH_S, _CLOSE_S = 2.0, 10.0
-"""When an engine ends: for copies to complete, and to stop."""
+_FINISH_S, _CLOSE_S = 2.0, 10.0  # when an engine ends: for copies to complete, and to stop
 
 
 @runtime_checkable
@@ -71,8 +70,8 @@ class TierPort:
         self._places = [*blocks, *(chunk for slot in states for chunk in slot)]
         self._num_blocks = len(blocks)
         self._shares = shares
+        # Of the recurrent states of one sequence; 0 for a model without.
         self.chunks_per_slot = len(states[0]) if states else 0
-        """Of the recurrent states of one sequence; 0 for a model without."""
         self._load_timeout_s = load_timeout_s
         self._save_timeout_s = save_timeout_s
         self._before_close = before_close
@@ -87,7 +86,6 @@ class TierPort:
         return bool(self._transfers)
 
     def state_places(self, slot: int) -> Sequence[int]:
-        """The places of a slot of recurrent states."""
         begin = self._num_blocks + slot * self.chunks_per_slot
         return range(begin, begin + self.chunks_per_slot)
 
@@ -116,7 +114,7 @@ class TierPort:
             places: writable, as many as were found or more; those that the transfer does not cover stay as they are.
         """
         chunks: list[Transfer] = []
-        hits, found.hits = found.hits, []
+        hits, found.hits = found.hits, []  # `load` takes each over: closing what was found must not close them again
         digests = [digest for hit in hits for digest in hit.digests]
         try:
             place = 0
@@ -126,6 +124,7 @@ class TierPort:
                 place += len(into)
         except Exception as error:  # noqa: BLE001 -- the fault boundary, as above
             self._break("load", error)
+            # What has begun goes on; a hit whose load did not begin is still ours to close.
             for hit in hits[len(chunks) :]:
                 hit.close()
         if not chunks:
@@ -149,7 +148,6 @@ class TierPort:
         return self._begin(chunks, [share.save(digests, places) for share in self._shares])
 
     def settle(self) -> None:
-        """Forgets the transfers that are over."""
         self._transfers = {transfer for transfer in self._transfers if not transfer.is_over()}
 
     def wait(self, timeout_s: float) -> None:
@@ -184,6 +182,7 @@ class TierPort:
         if self._transfers:
             logger.warning("KV tiers: %d transfers hang in their medium and are left behind", len(self._transfers))
         self._transfers.clear()
+        # Between the last copy and the end of the tier: memory is unlocked while it is still there, and once.
         before_close, self._before_close = self._before_close, lambda: None
         before_close()
         try:

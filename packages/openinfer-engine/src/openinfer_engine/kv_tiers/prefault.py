@@ -28,13 +28,11 @@ class MemoryPrefault:
         ]
 
     def finish(self) -> None:
-        """Waits until all pages are taken."""
         for chunk in self._chunks:
             chunk.result()
         self._threads.shutdown()
 
     def close(self) -> None:
-        """Gives up what has not begun."""
         self._threads.shutdown(cancel_futures=True)
 
 

@@ -6,11 +6,7 @@ from openinfer_kv_cache import TierHit
 
 
 class PrefixHit:
-    """Held until they are loaded or closed.
-
-    Args:
-        hits: of neighbouring chunks of the chain, none of them empty.
-    """
+    """Neighbouring chunks of a chain, none of them empty, held until they are loaded or closed."""
 
     __slots__ = ("hits",)
 

@@ -22,13 +22,10 @@ _POLL_S = 0.001
 
 
 class ShareService:
-    """Runs until it is closed.
+    """Runs until it is closed, on the rank's port, which it closes.
 
-    Args:
-        port: to the rank's tiers; closed by `close`.
-        answer: sends rank 0 a message.
-        fail: is told what ends the rank: a transfer that raised.
-        enter_thread: called first by the thread.
+    `answer` sends rank 0 a message; `fail` is told what ends the rank, a transfer that raised; `enter_thread` is called
+    first by the thread.
     """
 
     def __init__(
@@ -49,11 +46,9 @@ class ShareService:
         self._thread.start()
 
     def take(self, order: ShareOrder, fence: Callable[[], None]) -> None:
-        """Does as ordered, once `fence` returns."""
         self._orders.put((order, fence))
 
     def close(self) -> None:
-        """Ends what is on its way and closes the tiers."""
         self._orders.put(None)
         self._thread.join()
         self._port.close()
@@ -76,6 +71,7 @@ class ShareService:
         return self._orders.get()
 
     def _do(self, order: ShareOrder, fence: Callable[[], None]) -> None:
+        # It copies nothing: it need not wait for the steps before it.
         if isinstance(order, CancelTransfer):
             if order.number in self._transfers:
                 self._transfers[order.number].cancel()

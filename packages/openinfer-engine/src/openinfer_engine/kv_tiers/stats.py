@@ -10,7 +10,6 @@ from openinfer_kv_cache import TierCounters
 
 
 def stats_of(counted: Sequence[TierCounters]) -> tuple[KvTierStats, ...]:
-    """Of the tiers of one rank."""
     return tuple(
         KvTierStats(
             tier=each.tier,

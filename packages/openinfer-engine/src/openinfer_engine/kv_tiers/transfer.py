@@ -38,13 +38,7 @@ class TierTransfer(Protocol):
 
 
 class ChunkedTransfer:
-    """Neighbouring blocks of one chain, in chunks that a tier transfers side by side.
-
-    Args:
-        chunks: in the order of their blocks.
-        num_blocks: of all of them.
-        begin_s: when it began, on the caller's clock.
-    """
+    """Neighbouring blocks of one chain, in chunks that a tier transfers side by side."""
 
     __slots__ = ("_chunks", "_open", "begin_s", "num_blocks")
 
@@ -57,7 +51,7 @@ class ChunkedTransfer:
     def is_over(self) -> bool:
         still_open = [chunk for chunk in self._open if chunk.poll() is TransferState.PENDING]
         if len(still_open) < len(self._open) and still_open and self._is_partial():
-            for chunk in still_open:
+            for chunk in still_open:  # after a gap they are of no use
                 chunk.cancel()
         self._open = still_open
         return not still_open
@@ -84,11 +78,7 @@ class ChunkedTransfer:
 
 
 class RankedTransfer:
-    """The same blocks on every rank, each of which has a share of them; what one has not completed, none has.
-
-    Args:
-        shares: of each rank, the first rank 0's.
-    """
+    """The same blocks on every rank, rank 0 first, each of which has a share of them; what one lacks, none has."""
 
     __slots__ = ("_pending", "_shares", "begin_s", "num_blocks")
 
@@ -99,11 +89,10 @@ class RankedTransfer:
         self.begin_s = shares[0].begin_s
 
     def is_over(self) -> bool:
-        """Whether it is on every rank; where one was partial, the others are cancelled."""
         before, self._pending = self._pending, [share for share in self._pending if not share.is_over()]
         ended = [share for share in before if share not in self._pending]
         if any(share.completed_blocks < self.num_blocks for share in ended):
-            self.cancel()
+            self.cancel()  # what one rank lacks is of no use on the others
         return not self._pending
 
     @property
