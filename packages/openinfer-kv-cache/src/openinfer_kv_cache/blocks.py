@@ -371,13 +371,13 @@ class BlockPool:
         self._discard(voided, EvictionReason.CLEARED)
 
     def _discard(self, block_ids: list[int], reason: EvictionReason) -> None:
-        """Sealed → idle → free, for content that is not registered."""
+        # Through idle: the diagram has no other way to free, and the policy never hears of them.
         self._states.move(block_ids, _RETIRE)
         self._states.move(block_ids, _EVICT)
         self._empty(block_ids, reason)
 
     def _evict(self, block_ids: list[int], reason: EvictionReason) -> None:
-        """Idle → free, for blocks that the policy holds no longer."""
+        # The policy holds them no longer.
         self._states.move(block_ids, _EVICT)
         registry, digests = self._registry, self._digests
         # `clear` tells of all content at once.

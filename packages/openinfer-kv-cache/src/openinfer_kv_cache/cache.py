@@ -105,11 +105,7 @@ class KvCache:
         self.pool.clear()
 
     def check_integrity(self) -> None:
-        """Compares pool, slots, sequences and pins with each other; for tests and after faults, O(blocks + tokens).
-
-        Raises:
-            IntegrityError: with the first contradiction found.
-        """
+        """Compares pool, slots, sequences and pins with each other, O(blocks + tokens); raises `IntegrityError`."""
         self.pool.check_integrity()
         if self.slots is not None:
             self.slots.check_integrity()

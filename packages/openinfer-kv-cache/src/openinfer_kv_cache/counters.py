@@ -30,4 +30,3 @@ class PoolCounters:
     duplicate_blocks: int
     """How many of the sealed blocks held content that was registered already."""
     evicted_blocks: Mapping[EvictionReason, int]
-    """Every reason is present; read-only."""

@@ -31,12 +31,10 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Evicts the block that has been idle longest.
+    """Evicts the block that has been idle longest."""
 
-    A sequence releases its blocks tail first, and using a block means using all before it, so of one chain of
-    prefixes the longest is always evicted before the shorter ones that it needs to be found.
-    """
-
+    # A sequence releases its blocks tail first, and using a block means using all before it: so of one chain of
+    # prefixes the longest is always evicted before the shorter ones that it needs to be found.
     __slots__ = ("_order",)
 
     def __init__(self) -> None:

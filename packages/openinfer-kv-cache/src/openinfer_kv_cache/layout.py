@@ -121,7 +121,6 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rank_index: int
     groups: tuple[KvGroupLayout, ...]
     version: int = LAYOUT_VERSION
-    """The version of this description's own format."""
 
     def __post_init__(self) -> None:
         if self.version != LAYOUT_VERSION:
@@ -310,7 +309,7 @@ def _differences(ours: object, theirs: object) -> list[str]:
 
 
 def _leaves(path: str, tree: object) -> Iterator[tuple[str, object]]:
-    """`groups[0].regions[1].dtype` and its value, for every leaf."""
+    # As `groups[0].regions[1].dtype` and its value.
     if isinstance(tree, dict):
         for key, value in cast("dict[str, object]", tree).items():
             yield from _leaves(f"{path}.{key}".lstrip("."), value)

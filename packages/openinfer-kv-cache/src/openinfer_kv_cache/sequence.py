@@ -301,7 +301,7 @@ class BlockSequence:
             self._hasher.extend_chain(self._digests, self._root, self._token_ids, num_blocks=end)
 
     def _tell(self, listener: BlockListener, first: int, end: int) -> None:
-        """Names the blocks sealed at positions `first .. end - 1` that are found by now; duplicates are not."""
+        # Duplicates are left out: the first copy is the one that is found, and was told of when it was sealed.
         begin = first
         while begin < end:
             stop = begin

@@ -152,7 +152,6 @@ class StateSlotPool:
         return self._states[slot]
 
     def find(self, digest: Digest) -> int | None:
-        """How many tokens the snapshot of a boundary covers; None if there is no such snapshot."""
         snapshot = self._snapshots.get(digest)
         return None if snapshot is None else snapshot.num_tokens
 
@@ -215,11 +214,9 @@ class StateSlotPool:
         )
 
     def begin_restore(self, digest: Digest, slot: int) -> StateSlotCopy | None:
-        """Plans to overwrite a live slot with the snapshot of a boundary.
+        """Plans to overwrite a live slot with the snapshot of a boundary; None if there is no such snapshot.
 
-        Returns:
-            The copy to run; None if there is no such snapshot. Compare its `num_tokens` with the length of the
-            KV that was matched, on every rank, before it is run.
+        Compare its `num_tokens` with the length of the KV that was matched, on every rank, before it is run.
 
         Raises:
             BlockStateError: the slot is not a sequence's, or another copy uses it.
@@ -291,7 +288,7 @@ class StateSlotPool:
         return any(copy.kind in _FILLING_KINDS and copy.digest == digest for copy in self._copies)
 
     def _take_filling(self, digest: Digest) -> int | None:
-        """A slot to fill with the snapshot of a boundary; None, and nothing has changed, if kept or short of room."""
+        # Nothing has changed where it is None: kept or being filled already, or short of room.
         if digest in self._snapshots or self._is_being_filled(digest):
             return None
         if self._num_snapshot_slots >= self.max_snapshots and not self._evict_oldest():

@@ -145,9 +145,6 @@ class TierMachine(RuleBasedStateMachine):
 def tier_machine(make_case: Callable[[], TierCase]) -> tuple[type[TierMachine], Counter[str]]:
     """The machine for one tier, and what its runs have seen: assert that blocks were loaded at all.
 
-    Args:
-        make_case: returns an empty place each time; a fault opens the breaker if the case lets it.
-
     Returns:
         A class for `hypothesis.stateful.run_state_machine_as_test` (or its `.TestCase`), and its counters.
     """
