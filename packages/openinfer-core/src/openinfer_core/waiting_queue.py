@@ -8,6 +8,7 @@ import logging
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from openinfer_core.request import GenerateRequest
@@ -23,10 +24,6 @@ class _Entry(Generic[Item]):
     key: Any
     item: Item
     request: GenerateRequest
-
-
-def _key(entry: _Entry[Any]) -> Any:
-    return entry.key
 
 
 class WaitingQueue(Generic[Item]):
@@ -54,7 +51,7 @@ class WaitingQueue(Generic[Item]):
             self._record_fault("key", error)
             return False
         try:
-            insort(self._entries, _Entry(key, item, request), key=_key)
+            insort(self._entries, _Entry(key, item, request), key=attrgetter("key"))
         except Exception as error:  # noqa: BLE001 - as above: comparing keys runs the policy's code too
             self._record_fault("comparison of keys", error)
             self._tell("withdrawn", self._policy.withdrawn, request)

@@ -63,7 +63,7 @@ class BlockPin:
         self._unpin: Callable[[tuple[int, ...]], None] | None = unpin
 
     def close(self) -> None:
-        # Closing again does nothing, so that a pin may be closed where it is used and by `with`.
+        # Once: closing again must not take away another user.
         unpin, self._unpin = self._unpin, None
         if unpin is not None:
             unpin(self.block_ids)

@@ -284,12 +284,11 @@ class StateSlotPool:
         if slot in self._left:
             raise BlockStateError(f"cannot {verb} slot {slot}: its sequence has left, and a copy still uses it")
 
-    def _is_being_filled(self, digest: Digest) -> bool:
-        return any(copy.kind in _FILLING_KINDS and copy.digest == digest for copy in self._copies)
-
     def _take_filling(self, digest: Digest) -> int | None:
         # Nothing has changed where it is None: kept or being filled already, or short of room.
-        if digest in self._snapshots or self._is_being_filled(digest):
+        if digest in self._snapshots or any(
+            copy.kind in _FILLING_KINDS and copy.digest == digest for copy in self._copies
+        ):
             return None
         if self._num_snapshot_slots >= self.max_snapshots and not self._evict_oldest():
             return None

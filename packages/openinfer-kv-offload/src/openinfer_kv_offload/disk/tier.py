@@ -178,7 +178,6 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             try:
                 segment.medium.write(segment.size_bytes, [record])
             except BaseException:
-                # Record i is at i * record_bytes: half a record would move all that follow it.
                 segment.cut_torn_end()
                 raise
             with self._lock:
