@@ -1,4 +1,5 @@
-// Programmatic dependent launch, from Hopper on; before it, kernels never overlap and these do nothing.
+// Programmatic dependent launch, from Hopper on; before it, kernels never overlap and these do nothing. (hopper.cuh has
+// the same for sources that are for Hopper alone.)
 //
 // A kernel launched with `overlap=True` may run while the one before it still does. It calls `wait_for_previous_kernel`
 // before it touches anything that other kernels write or read; only what never changes (weights, tables) may be read

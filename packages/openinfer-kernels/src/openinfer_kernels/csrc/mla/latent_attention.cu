@@ -47,6 +47,7 @@ struct Shared {
 
 // --- copies to shared memory: each warp has 8 tokens of a work tile, and its share of the heads of a new item --------------
 
+// Not those of hopper.cuh: a source that includes it is compiled for Hopper alone, and this one for all GPUs.
 #if __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ void init_arrivals(uint64_t* arrived, int warps) {
