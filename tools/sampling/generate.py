@@ -144,7 +144,7 @@ struct SlotParams {{
 {_declared(RECORD)}{padding}  uint64_t seed;
 }};
 
-// Of a row that is not sampled. A macro, as the compiler makes more of a function: 64 instructions in a decode step.
+// The parameters of a row that is not sampled. A macro: a function costs 64 more instructions in a decode step.
 #define NOT_SAMPLED \\
   SlotParams {{ {default}{", 0" * PADDED}, 0 }}
 

@@ -12,7 +12,7 @@ struct SlotParams {
   uint64_t seed;
 };
 
-// Of a row that is not sampled. A macro, as the compiler makes more of a function: 64 instructions in a decode step.
+// The parameters of a row that is not sampled. A macro: a function costs 64 more instructions in a decode step.
 #define NOT_SAMPLED \
   SlotParams { 0.0f, 1.0f, 0.0f, 0, 0 }
 
