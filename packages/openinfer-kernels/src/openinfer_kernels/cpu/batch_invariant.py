@@ -102,32 +102,32 @@ def _attend_rows(q: NDArray[Any], layer_cache: NDArray[Any], *, batch: Attention
 
 
 def _gather(layer_cache: NDArray[Any], block_table: NDArray[Any], context: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """A row's keys and values, each `[pieces, K, KEYS, D]`, zeros behind its context."""
+    """A row's keys and values, each `[tiles, K, KEYS, D]`, zeros behind its context."""
     num_kv_heads, block_tokens, head_dim = layer_cache.shape[2:]
     blocks = block_table[: -(-context // block_tokens)]
     both = layer_cache[blocks].transpose(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :context]
     padded = np.zeros((2, num_kv_heads, context + -context % KEYS, head_dim), layer_cache.dtype)
     padded[:, :, :context] = both
-    pieces = padded.reshape(2, num_kv_heads, -1, KEYS, head_dim).transpose(0, 2, 1, 3, 4)
-    keys, values = np.ascontiguousarray(pieces)
+    tiles = padded.reshape(2, num_kv_heads, -1, KEYS, head_dim).transpose(0, 2, 1, 3, 4)
+    keys, values = np.ascontiguousarray(tiles)
     return keys, values
 
 
 def _attend(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], seen: NDArray[Any]) -> NDArray[Any]:
     """Attention of `queries [TOKENS, H, D]`, query `i` seeing positions up to `seen[i]`: `[TOKENS, H * D]`.
 
-    Pieces of keys are added one after the other under a running maximum, as in Milakov and Gimelshein 2018, "Online
-    normalizer calculation for softmax", algorithm 3. A piece that a query does not see at all adds zeros to it.
+    Tiles of keys are added one after the other under a running maximum, as in Milakov and Gimelshein 2018, "Online
+    normalizer calculation for softmax", algorithm 3. A tile that a query does not see at all adds zeros to it.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
-    lines = np.ascontiguousarray(queries.swapaxes(0, 1)).reshape(num_kv_heads, -1, num_tokens, head_dim)
-    mixed = np.zeros_like(lines)  # [K, H / K, TOKENS, D]
-    top = np.full((*lines.shape[:3], 1), -np.inf, lines.dtype)
+    rows = np.ascontiguousarray(queries.swapaxes(0, 1)).reshape(num_kv_heads, -1, num_tokens, head_dim)
+    mixed = np.zeros_like(rows)  # [K, H / K, TOKENS, D]
+    top = np.full((*rows.shape[:3], 1), -np.inf, rows.dtype)
     weight = np.zeros_like(top)
-    num_pieces = int(seen[-1]) // KEYS + 1  # of which there are fewer where the last queries are padding
-    for index, (some_keys, some_values) in enumerate(zip(keys[:num_pieces], values[:num_pieces], strict=True)):
-        scores = lines @ some_keys[:, None].swapaxes(2, 3)
+    num_tiles = int(seen[-1]) // KEYS + 1  # of which there are fewer where the last queries are padding
+    for index, (some_keys, some_values) in enumerate(zip(keys[:num_tiles], values[:num_tiles], strict=True)):
+        scores = rows @ some_keys[:, None].swapaxes(2, 3)
         np.copyto(scores, -np.inf, where=index * KEYS + np.arange(KEYS) > seen[:, None])
         highest = np.maximum(top, scores.max(axis=-1, keepdims=True))
         factor = np.exp(top - highest)

@@ -7,7 +7,7 @@ Letters used for shapes: `T` tokens of this step over all rows, `R` rows (sequen
 size, `H`/`K` query/KV heads on this rank, `D` head dimension, `F` MLP width on this rank, `V` vocabulary
 rows, `B` tokens per KV block. `x @ W.T` always means a weight stored `[out, in]`, as checkpoints publish it.
 
-Compute dtype: float32 on the CPU (BF16 weights are widened when they are uploaded); BF16 storage with float32
+Compute dtype: float32 on the CPU (BF16 weights are converted when they are uploaded); BF16 storage with float32
 accumulation on a GPU. Integer arrays are int32 unless said otherwise.
 """
 

@@ -18,13 +18,13 @@ def random_weight(weight: RandomWeight) -> NDArray[np.float32]:
     """The numbers of a recipe, float32; a device rounds them to its own dtype."""
     places = _places(weight.shape, weight.row_length, weight.origin)
     words = _words(places // np.uint64(_WORDS), weight.seed)
-    turn = (places % np.uint64(_WORDS)).astype(np.intp)
+    word = (places % np.uint64(_WORDS)).astype(np.intp)
     at = np.arange(len(places))
-    first = words[turn & ~1, at].astype(np.float64)
-    second = words[turn | 1, at].astype(np.float64)
+    first = words[word & ~1, at].astype(np.float64)
+    second = words[word | 1, at].astype(np.float64)
     radius = np.sqrt(-2 * np.log((first + 0.5) * 2.0**-32))
     angle = 2 * np.pi * second * 2.0**-32
-    normal: NDArray[Any] = radius * np.where(turn % 2, np.sin(angle), np.cos(angle))
+    normal: NDArray[Any] = radius * np.where(word % 2, np.sin(angle), np.cos(angle))
     return (weight.mean + weight.spread * normal).astype(np.float32).reshape(weight.shape)
 
 

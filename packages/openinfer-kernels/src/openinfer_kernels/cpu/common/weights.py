@@ -25,11 +25,11 @@ def upload_weight(*parts: WeightPart) -> NDArray[np.float32]:
         if isinstance(part, RandomWeight):
             piece[...] = random_weight(part)
         else:
-            _widen(part, piece)
+            _convert(part, piece)
     return out
 
 
-def _widen(host: NDArray[Any], out: NDArray[np.float32]) -> None:
+def _convert(host: NDArray[Any], out: NDArray[np.float32]) -> None:
     if host.dtype == np.uint16:
         bits = out.view(np.uint32)
         bits[...] = host

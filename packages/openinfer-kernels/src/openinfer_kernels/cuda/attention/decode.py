@@ -20,7 +20,7 @@ MAX_ROWS = 1024
 _STEM, _HOPPER_STEM = "attention_decode", "attention_decode_hopper"
 _MAX_ITEMS = 1 << 17
 """Rows times KV heads times tiles of query heads."""
-_WARPS, _TURN_TOKENS = 4, 16
+_WARPS, _TILE_TOKENS = 4, 16
 _PADDING = 8
 _HEADS_OF_TILE = 8
 _LOG2_E = 1.4426950408889634
@@ -30,9 +30,9 @@ class _Variant(NamedTuple):
     """How a compiled kernel uses a multiprocessor."""
 
     blocks: int
-    """That fit at once."""
-    turns: int
-    """Of keys and values in shared memory for each warp; 0 where they go straight to registers."""
+    """Blocks that fit on a multiprocessor at once."""
+    kv_tiles: int
+    """Tiles of keys and values in shared memory for each warp; 0 where they go straight to registers."""
 
 
 _Variants = dict[tuple[int, int], _Variant]
@@ -60,7 +60,7 @@ class _Arguments(ctypes.Structure):
         ("q", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("cache", LayerCache),
-        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens", "parts", "arrivals")),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens", "partials", "arrivals")),
         *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "group", "early")),
         ("scale", ctypes.c_float),
     )
@@ -93,12 +93,12 @@ class AttentionDecode:
                 f"attention over {num_rows} rows of {num_kv_heads} KV heads: at most {_MAX_ITEMS} of both multiplied"
             )
         blocks = self._num_multiprocessors * self._variants[head_dim, tiles].blocks
-        parts = cupy.empty(blocks * 2 * _HEADS_OF_TILE * tiles * (head_dim + 2), np.float32)
+        partials = cupy.empty(blocks * 2 * _HEADS_OF_TILE * tiles * (head_dim + 2), np.float32)
         arguments = _Arguments(
             address(q),
             address(out),
             layer_cache(kv_cache, layer),
-            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens, parts, self._arrivals)),
+            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens, partials, self._arrivals)),
             num_rows,
             batch.block_tables.shape[1],
             group,
@@ -112,6 +112,6 @@ def _kernel(device: Device, stem: str, head_dim: int, tiles: int, variant: _Vari
     heads = _HEADS_OF_TILE * tiles
     sums = _WARPS * heads * (head_dim + _PADDING)
     ends = 4 * (2 * _WARPS * heads + 2 * _WARPS + 8 + sums)
-    ring = _WARPS * variant.turns * 2 * (_TURN_TOKENS * head_dim * 2 + 8)  # keys, values, and a barrier for each
+    ring = _WARPS * variant.kv_tiles * 2 * (_TILE_TOKENS * head_dim * 2 + 8)  # keys, values, and a barrier for each
     shared_bytes = ring + ends + 4 * (3 * MAX_ROWS + 1)
     return device.kernel(stem, f"{stem}_{head_dim}_{tiles}", shared_bytes=shared_bytes)

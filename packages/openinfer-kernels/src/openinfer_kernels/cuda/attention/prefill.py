@@ -9,8 +9,8 @@ from openinfer_kernels.ops import Array, AttentionBatch
 
 _LOG2_E = 1.4426950408889634
 _WARPS_AND_KEYS = {32: (8, 64), 64: (8, 64), 128: (8, 64), 256: (4, 32)}
-"""By head dimension: warps of a block, each with 16 lines (pairs of token and query head), and keys of a tile."""
-_LINES_OF_WARP = 16
+"""By head dimension: warps of a block, each with 16 query rows (pairs of token and query head), and keys of a tile."""
+_QUERY_ROWS_OF_WARP = 16
 _SCRATCH_BYTES = 64
 
 
@@ -37,7 +37,7 @@ class AttentionPrefill:
             head_dim: device.kernel(
                 "attention_prefill",
                 f"attention_prefill_{head_dim}",
-                shared_bytes=2 * head_dim * (warps * _LINES_OF_WARP + 4 * keys) + _SCRATCH_BYTES,
+                shared_bytes=2 * head_dim * (warps * _QUERY_ROWS_OF_WARP + 4 * keys) + _SCRATCH_BYTES,
             )
             for head_dim, (warps, keys) in _WARPS_AND_KEYS.items()
         }
@@ -58,10 +58,10 @@ class AttentionPrefill:
             self._least_tokens,
             scale * _LOG2_E,
         )
-        blocks = most_tiles(len(q), num_rows, group, lines=warps * _LINES_OF_WARP) * num_kv_heads
+        blocks = most_tiles(len(q), num_rows, group, query_rows=warps * _QUERY_ROWS_OF_WARP) * num_kv_heads
         self._kernels[head_dim]((blocks, 1, 1), (warps * 32, 1, 1), [arguments], overlap=True)
 
 
-def most_tiles(num_tokens: int, num_rows: int, group: int, *, lines: int) -> int:
-    """Tiles of `lines` pairs of token and query head that any division of the tokens into rows can need."""
-    return num_tokens * group // lines + min(num_rows, num_tokens)
+def most_tiles(num_tokens: int, num_rows: int, group: int, *, query_rows: int) -> int:
+    """Tiles of `query_rows` pairs of token and query head that any division of the tokens into rows can need."""
+    return num_tokens * group // query_rows + min(num_rows, num_tokens)

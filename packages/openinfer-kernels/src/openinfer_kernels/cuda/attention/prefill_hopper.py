@@ -16,7 +16,7 @@ STEM = "attention_prefill_hopper"
 _LOG2_E = 1.4426950408889634
 _KEYS = {64: 128, 128: 128, 256: 64}
 """By head dimension: tokens of a tile of keys."""
-_LINES, _THREADS, _STAGES = 128, 384, 2
+_QUERY_ROWS, _THREADS, _STAGES = 128, 384, 2
 _CHUNK_TOKENS = 16
 _BOX_VALUES = 64
 _OTHER_SHARED_BYTES = 1024 + 256 + 16 * MAX_ROWS
@@ -30,10 +30,10 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "out", "block_tables", "query_starts", "context_lens", "counters")),
-        *((name, ctypes.c_void_p) for name in ("parts", "arrivals")),
+        *((name, ctypes.c_void_p) for name in ("partials", "arrivals")),
         *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "group", "num_kv_heads", "block_shift")),
         ("least_tokens", ctypes.c_int),
-        *((name, ctypes.c_int) for name in ("block_lines", "layer_line")),
+        *((name, ctypes.c_int) for name in ("block_rows", "layer_row")),
         ("group_reciprocal", ctypes.c_uint),
         ("scale", ctypes.c_float),
     )
@@ -49,7 +49,7 @@ class AttentionPrefillHopper:
             device: whose kernels.
             least_tokens: see above.
             divides_contexts: whether several blocks may share a tile's context where tiles are few, and add up their
-                parts. It then depends on the other rows of the step in what order a token's sums are made.
+                partials. It then depends on the other rows of the step in what order a token's sums are made.
         """
         self._least_tokens = least_tokens
         self._divides_contexts = divides_contexts
@@ -57,31 +57,33 @@ class AttentionPrefillHopper:
             head_dim: device.kernel(
                 STEM,
                 f"{STEM}_{head_dim}",
-                shared_bytes=2 * head_dim * (_LINES + 2 * _STAGES * keys) + _OTHER_SHARED_BYTES,
+                shared_bytes=2 * head_dim * (_QUERY_ROWS + 2 * _STAGES * keys) + _OTHER_SHARED_BYTES,
             )
             for head_dim, keys in _KEYS.items()
         }
         self._counters = cupy.zeros(2, np.int32)
         self._num_multiprocessors = device.num_multiprocessors
-        self._arrivals = cupy.zeros(2 * self._most_units, np.int32)
+        self._arrivals = cupy.zeros(2 * self._most_work_tiles, np.int32)
         self._maps = TensorMaps()
 
     @property
-    def _most_units(self) -> int:
-        """Where tiles are divided: there are fewer of them than blocks, and at most one more part for each block."""
+    def _most_work_tiles(self) -> int:
+        """Where tiles are divided: there are fewer of them than blocks, and each block adds one partial at most."""
         return 2 * self._num_multiprocessors
 
     def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
         """Writes what belongs to its rows into `out [T, H D]`; arrays as in the contract."""
         num_layers, _, num_kv_heads, block_tokens, head_dim = kv_cache.shape[1:]
         num_rows, group = len(batch.context_lens), q.shape[1] // num_kv_heads
-        layer_lines = 2 * num_kv_heads * block_tokens
-        fewest_tiles = len(q) * group // _LINES * num_kv_heads
+        layer_rows = 2 * num_kv_heads * block_tokens
+        fewest_tiles = len(q) * group // _QUERY_ROWS * num_kv_heads
         divides = self._divides_contexts and fewest_tiles < self._num_multiprocessors
-        parts = cupy.empty((self._most_units, head_dim // 8 + 1, _CONSUMERS, 4), np.float32) if divides else None
+        partials = (
+            cupy.empty((self._most_work_tiles, head_dim // 8 + 1, _CONSUMERS, 4), np.float32) if divides else None
+        )
         arguments = _Arguments(
             *map(address, (q, out, batch.block_tables, batch.query_starts, batch.context_lens, self._counters)),
-            address(parts) if divides else None,
+            address(partials) if divides else None,
             address(self._arrivals),
             num_rows,
             batch.block_tables.shape[1],
@@ -89,14 +91,14 @@ class AttentionPrefillHopper:
             num_kv_heads,
             block_tokens.bit_length() - 1,
             self._least_tokens,
-            num_layers * layer_lines,
-            layer * layer_lines,
+            num_layers * layer_rows,
+            layer * layer_rows,
             -(-(1 << 32) // group) & 0xFFFFFFFF,
             scale * _LOG2_E,
         )
-        lines_of = (head_dim, kv_cache.size // head_dim)
+        rows_shape = (head_dim, kv_cache.size // head_dim)
         row_bytes = head_dim * bfloat16.itemsize
-        cache_map = self._maps.of(Cut(address(kv_cache), lines_of, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
-        tiles = most_tiles(len(q), num_rows, group, lines=_LINES) * num_kv_heads
+        cache_map = self._maps.of(Cut(address(kv_cache), rows_shape, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
+        tiles = most_tiles(len(q), num_rows, group, query_rows=_QUERY_ROWS) * num_kv_heads
         blocks = self._num_multiprocessors if divides else min(tiles, self._num_multiprocessors)
         self._kernels[head_dim]((blocks, 1, 1), (_THREADS, 1, 1), [cache_map, arguments], overlap=True)

@@ -16,8 +16,8 @@ _TILE_KEYS = 16
 _ROW_BYTES = 2 * _SIZE
 _HEADS = (16, 32, 64)
 """Of a block, at most; 64 need more shared memory than some GPUs have, which take them in two groups."""
-_LEAST_PART_KEYS = 64
-_MOST_PARTS = 16
+_LEAST_SPLIT_KEYS = 64
+_MOST_SPLITS = 16
 
 
 class _Arguments(ctypes.Structure):
@@ -26,13 +26,13 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("q", "kv", "sinks", "window", "selected", "out", "part_values", "part_sums")
+            for name in ("q", "kv", "sinks", "window", "selected", "out", "partial_values", "partial_sums")
         ),
         ("rows", StateRows),
         ("entries", Entries),
         ("rope", Rope),
         ("slot_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("window_tokens", "num_selected", "heads", "part_keys")),
+        *((name, ctypes.c_int) for name in ("window_tokens", "num_selected", "heads", "split_keys")),
         ("scale", ctypes.c_float),
     )
 
@@ -46,7 +46,7 @@ class WindowAttention:
     """
 
     def __init__(self, device: Device, *, divides: bool = True) -> None:
-        self._most_parts = _MOST_PARTS if divides else 1
+        self._most_splits = _MOST_SPLITS if divides else 1
         self._multiprocessors = device.num_multiprocessors
         self._attend = {
             heads: device.kernel("window_attention", f"window_attention_{heads}", shared_bytes=_shared_bytes(heads))
@@ -83,11 +83,11 @@ class WindowAttention:
         selected = None if entries is None else entries.selected
         if selected is not None:
             require(selected, INT32, ndim=2, what="the selected entries")
-        parts, part_keys = self._parts(tokens, window.shape[2], entries, batch)
+        splits, split_keys = self._splits(tokens, window.shape[2], entries, batch)
         out = empty((tokens, heads * size), bfloat16)
-        several = parts > 1
-        values = empty((tokens, parts, heads, size), FLOAT32) if several else None
-        sums = empty((tokens, parts, heads, 2), FLOAT32) if several else None
+        several = splits > 1
+        values = empty((tokens, splits, heads, size), FLOAT32) if several else None
+        sums = empty((tokens, splits, heads, 2), FLOAT32) if several else None
         arguments = _Arguments(
             address(q),
             address(kv),
@@ -106,28 +106,28 @@ class WindowAttention:
             window.shape[2],
             0 if selected is None else selected.shape[1],
             heads,
-            part_keys,
+            split_keys,
             scale,
         )
         most = next((each for each in self._attend if heads <= each), max(self._attend))
-        self._attend[most]((tokens, parts, -(-heads // most)), (_THREADS, 1, 1), [arguments])
+        self._attend[most]((tokens, splits, -(-heads // most)), (_THREADS, 1, 1), [arguments])
         if several:
-            self._merge((tokens, heads, 1), (_THREADS, 1, 1), [arguments, ctypes.c_int(parts)])
+            self._merge((tokens, heads, 1), (_THREADS, 1, 1), [arguments, ctypes.c_int(splits)])
         self._keep((len(batch.context_lens), window.shape[2], 1), (64, 1, 1), [arguments])
         return out
 
-    def _parts(
+    def _splits(
         self, tokens: int, window: int, entries: CompressedEntries | None, batch: AttentionBatch
     ) -> tuple[int, int]:
-        """Into how many parts the keys of each token are cut, and keys of one, so that the GPU is busy."""
+        """The number of split-KV partitions of each token and the keys of one, chosen so that the GPU is busy."""
         most = window
         if entries is not None:
             seen = batch.max_context_tokens // entries.ratio
             most += seen if entries.selected is None else min(seen, entries.selected.shape[1])
-        wanted = min(self._multiprocessors // max(tokens, 1), self._most_parts, -(-most // _LEAST_PART_KEYS))
-        parts = max(1, wanted)
-        keys = -(-most // parts)
-        return parts, -(-keys // _TILE_KEYS) * _TILE_KEYS
+        wanted = min(self._multiprocessors // max(tokens, 1), self._most_splits, -(-most // _LEAST_SPLIT_KEYS))
+        splits = max(1, wanted)
+        keys = -(-most // splits)
+        return splits, -(-keys // _TILE_KEYS) * _TILE_KEYS
 
 
 def _shared_bytes(heads: int) -> int:

@@ -19,7 +19,7 @@ from openinfer_kernels.ops import Array
 
 MAX_RANKS = 8
 HANDLE_BYTES = 64
-_TURNS = 3
+_NUM_BUFFERS = 3
 _STATE_BYTES = 32
 _EMPTY = 0x80000000
 _THREADS = 256
@@ -56,7 +56,7 @@ class OneShot:
         }
         self._most_bytes = most_bytes
         self._rank = rank
-        buffer_bytes = _TURNS * size * most_bytes
+        buffer_bytes = _NUM_BUFFERS * size * most_bytes
         self._own: int = runtime.malloc(buffer_bytes)  # CuPy's pool may not hand out the beginning of an allocation
         self._opened: list[int] = []
         self._state: Array = cupy.zeros(_STATE_BYTES, np.uint8)

@@ -1,4 +1,4 @@
-"""Looking up the rows of tokens in an embedding table, copied or widened."""
+"""Looking up the rows of tokens in an embedding table, copied or converted to float32."""
 
 import ctypes
 

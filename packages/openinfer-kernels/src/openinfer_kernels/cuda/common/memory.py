@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.cpu.common.weights import upload_weight as widened
+from openinfer_kernels.cpu.common.weights import upload_weight as to_float32
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
@@ -80,7 +80,7 @@ class Memory:
             WeightDtypeError: an array is not float32, float16, or uint16 for BF16 bits.
             ValueError: the parts' rows differ in shape.
         """
-        out = self.upload(widened(*parts))
+        out = self.upload(to_float32(*parts))
         self._progress(out.nbytes)
         return out
 

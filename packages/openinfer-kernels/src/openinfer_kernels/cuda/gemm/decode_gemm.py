@@ -65,11 +65,11 @@ class DecodeGemm:
         tokens = next(most for most in kernels if num_tokens <= most)
         x_cut = Cut(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
         sizes = [ctypes.c_int(size) for size in (num_tokens, n, k)]
-        blocks, cluster = self._division(n // _ROWS, k // _CHUNK_COLUMNS)
+        blocks, cluster = self._partition(n // _ROWS, k // _CHUNK_COLUMNS)
         arguments = [self._maps.of(weight), self._maps.of(x_cut), out, *sizes]
         kernels[tokens]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=overlap, cluster=cluster)
 
-    def _division(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:
+    def _partition(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:
         """Blocks in all, and those that share a tile: several where there are too few tiles for the chip."""
         cluster = min(self._most_blocks_per_tile, max(1, self._num_multiprocessors // tiles), chunks_per_tile)
         if cluster > 1:

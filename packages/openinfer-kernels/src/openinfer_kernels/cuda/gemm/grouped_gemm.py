@@ -1,4 +1,4 @@
-"""Products of several matrices, each with its own tokens or its part of each: `csrc/gemm/grouped_gemm.cuh`."""
+"""Products of several matrices, each with its own tokens or its slice of each: `csrc/gemm/grouped_gemm.cuh`."""
 
 import ctypes
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class _Problem(ctypes.Structure):
     """`grouped::Problem`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "tiles", "line")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "tiles", "sorted_tokens")),
         *((name, ctypes.c_int) for name in ("rows", "k", "row_bytes", "scale_rows", "scale_pitch", "num_positions")),
         ("weights_first", ctypes.c_int),
         ("limit", ctypes.c_float),
@@ -93,8 +93,8 @@ class Plan:
     """Which tokens each expert multiplies: of `plan_experts`."""
 
     tiles: Array
-    """`[most tiles, 4]` int32: expert, first position in the line, positions."""
-    line: Array
+    """`[most tiles, 4]` int32: expert, first sorted position, positions."""
+    sorted_tokens: Array
     """`[T k]` int32: the token of each position."""
     positions: Array
     """`[T k]` int32: where each choice of each token stands, -1 where its expert is on another rank."""
@@ -126,7 +126,7 @@ class GroupedGemm:
         *,
         epilogue: Epilogue,
         plan: Plan | None = None,
-        line: Array | None = None,
+        sorted_tokens: Array | None = None,
         tile_tokens: int | None = None,
         weights_first: bool = True,
         limit: float = float("inf"),
@@ -142,7 +142,7 @@ class GroupedGemm:
             out: BF16, contiguous; positions that the plan does not name stay as they are.
             epilogue: what is stored.
             plan: which positions each matrix has.
-            line: the row of `x` of each position; None: its own.
+            sorted_tokens: the row of `x` of each position; None: its own.
             tile_tokens: of every tile without a plan, where this object chooses; None chooses by how many there are.
             weights_first: whether the plan is older than the operator ahead on the stream, so that weights may be
                 read while that still runs.
@@ -164,7 +164,7 @@ class GroupedGemm:
             address(x),
             address(out),
             None if plan is None else address(plan.tiles),
-            None if line is None else address(line),
+            None if sorted_tokens is None else address(sorted_tokens),
             rows,
             k,
             weight.codes.shape[-1] if quantised else _BF16_BYTES * k,

@@ -36,7 +36,7 @@ class GroupedGemmHopper:
         return plan.tile_tokens == _TOKENS and rows % 16 == 0 and k % 8 == 0 and fits_vectors(weight)
 
     def multiply(self, x: Array, weight: Array, out: Array, *, epilogue: Epilogue, plan: Plan) -> None:
-        """Writes the products of every position, as `GroupedGemm.multiply` does; `x [positions, in]` is in line."""
+        """Writes the products of every position, as `GroupedGemm.multiply` does; `x [positions, in]` is sorted."""
         matrices, rows, k = weight.shape
         row_bytes = k * _BF16_BYTES
         swiglu = epilogue is Epilogue.SWIGLU

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 CHUNK = 64
-"""Of K, that is read at a time: a part has at least one."""
+"""Of K, that is read at a time: a split has at least one."""
 _LARGE_TOKENS = 256
 _MOST_SPLIT_K = 4
 _MULTICAST_CTAS = 2

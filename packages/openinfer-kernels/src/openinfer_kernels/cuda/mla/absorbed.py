@@ -1,4 +1,4 @@
-"""Attention over latents in the absorbed form: queries over latents, attention, its parts added, values of the sums."""
+"""Attention over latents in the absorbed form: queries over latents, attention, the sum of its partials, values."""
 
 import ctypes
 
@@ -13,14 +13,14 @@ from openinfer_kernels.ops import Array, AttentionBatch
 HEADS = 16
 """Query heads that share what is read of the cache."""
 _LATENT, _ENTRY, _VALUE = 512, 576, 128
-_PART_FLOATS = HEADS * (_LATENT + 2)
+_PARTIAL_FLOATS = HEADS * (_LATENT + 2)
 _PAD = 8
 _COLUMNS, _QUERY_TOKENS, _QUERY_THREADS = 64, 64, 128
 _VALUE_TOKENS, _VALUE_WARPS = 32, 8
 _FEW_TOKENS = 8
 """Up to so many, the rows of values are cut finer."""
 _MERGE_THREADS, _FEW_TOKENS_WAYS = _LATENT // 4, 8
-"""That add the parts of an item; up to so few tokens, so many times as many share them."""
+"""Threads that add the partials of an item; for `_FEW_TOKENS` or fewer, so many times as many."""
 _RESERVED_BYTES = 1024
 """Of a multiprocessor's shared memory, for each block beyond the first."""
 _LOG2_E = 1.4426950408889634
@@ -42,7 +42,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "whole", "cache")),
         ("block_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens", "parts", "items")),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "context_lens", "partials", "items")),
         *((name, ctypes.c_int) for name in ("num_rows", "table_stride", "num_heads", "block_shift")),
         *((name, ctypes.c_int) for name in ("most_tokens", "early")),
         ("scale", ctypes.c_float),
@@ -52,7 +52,7 @@ class _Arguments(ctypes.Structure):
 class _MergeArguments(ctypes.Structure):
     """`struct Arguments` of `latent_merge.cu`."""
 
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("parts", "items", "whole")), ("num_heads", ctypes.c_int))
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("partials", "items", "whole")), ("num_heads", ctypes.c_int))
 
 
 class _ValueArguments(ctypes.Structure):
@@ -105,7 +105,7 @@ class LatentAbsorbed:
         queries = cupy.empty((num_tokens, num_heads, _ENTRY), bfloat16)
         whole = cupy.empty((num_tokens, num_heads, _LATENT), bfloat16)
         items = cupy.empty((num_tokens, tiles, 2), np.int32)
-        parts = cupy.empty((self._workers, 2, _PART_FLOATS), np.float32)
+        partials = cupy.empty((self._workers, 2, _PARTIAL_FLOATS), np.float32)
         sizes = ctypes.c_int(num_tokens), ctypes.c_int(num_heads)
         self._queries(
             (num_heads, _LATENT // _COLUMNS, -(-num_tokens // _QUERY_TOKENS)),
@@ -119,7 +119,7 @@ class LatentAbsorbed:
             address(whole),
             address(kv_cache) + layer * block_tokens * _ENTRY * bfloat16.itemsize,
             kv_cache.shape[1] * block_tokens * _ENTRY,
-            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens, parts, items)),
+            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens, partials, items)),
             len(batch.context_lens),
             batch.block_tables.shape[1],
             num_heads,
@@ -129,7 +129,7 @@ class LatentAbsorbed:
             scale * _LOG2_E,
         )
         self._attend((self._workers, 1, 1), (32 * self._warps, 1, 1), [arguments], overlap=True)
-        merge = _MergeArguments(*map(address, (parts, items, whole)), num_heads)
+        merge = _MergeArguments(*map(address, (partials, items, whole)), num_heads)
         threads = _MERGE_THREADS * (_FEW_TOKENS_WAYS if num_tokens <= _FEW_TOKENS else 1)
         self._merge((num_heads, num_tokens, 1), (threads, 1, 1), [merge], overlap=True)
         rows = 16 if num_tokens <= _FEW_TOKENS else 32
@@ -143,13 +143,13 @@ class LatentAbsorbed:
 
 def _shared_bytes(warps: int) -> int:
     """`Shared` of `latent_attention.cu`, and what is known of rows."""
-    unit, line = 8 * warps, 2 * (_ENTRY + _PAD)
-    tiles = (2 * unit + HEADS) * line + 2 * HEADS * (unit + _PAD)
+    tile_keys, row_bytes = 8 * warps, 2 * (_ENTRY + _PAD)
+    tiles = (2 * tile_keys + HEADS) * row_bytes + 2 * HEADS * (tile_keys + _PAD)
     return tiles + 4 * (2 * warps * HEADS + warps) + 4 * 8 + 4 * (3 * MAX_ROWS + 2)
 
 
 def _value_kernel(device: Device, rows: int) -> Kernel:
     """`Shared` of `latent_values.cu`."""
-    lines = (rows + _VALUE_TOKENS) * (_LATENT + _PAD) * 2
-    shared_bytes = lines + 4 * (_VALUE_WARPS * _VALUE_TOKENS * rows + _VALUE_TOKENS)
+    tiles = (rows + _VALUE_TOKENS) * (_LATENT + _PAD) * 2
+    shared_bytes = tiles + 4 * (_VALUE_WARPS * _VALUE_TOKENS * rows + _VALUE_TOKENS)
     return device.kernel("latent_values", f"latent_values_{rows}", shared_bytes=shared_bytes)

@@ -14,10 +14,10 @@ from openinfer_kernels.ops import Array, AttentionBatch
 
 STEM = "latent_prefill_hopper"
 _LATENT, _ENTRY, _ROPE, _OWN = 512, 576, 64, 256
-_GATHER_LINES, _GATHER_THREADS = 64, 256
-_LINES, _KEYS, _THREADS, _STAGES = 128, 128, 384, 2
+_GATHER_TOKENS, _GATHER_THREADS = 64, 256
+_QUERY_ROWS, _KEYS, _THREADS, _STAGES = 128, 128, 384, 2
 _BOX_VALUES = 64
-_SHARED_BYTES = 2 * 192 * _LINES + _STAGES * 2 * _KEYS * (192 + 128) + 2 * 1024
+_SHARED_BYTES = 2 * 192 * _QUERY_ROWS + _STAGES * 2 * _KEYS * (192 + 128) + 2 * 1024
 """`Shared` of the source: queries, keys and values; barriers; and what aligns it."""
 _MOST_SCRATCH_BYTES = 1 << 28
 """Of keys and values: where all heads' take more, some heads' are made at a time."""
@@ -55,9 +55,9 @@ class LatentExpanded:
         self._attend = device.kernel(STEM, STEM, shared_bytes=_SHARED_BYTES)
         self._maps = TensorMaps()
 
-    def has_room(self, lines: int) -> bool:
+    def has_room(self, context_tokens: int) -> bool:
         """Whether contexts of so many tokens in all may be expanded: at least one head at a time."""
-        return lines * _OWN * bfloat16.itemsize <= _MOST_SCRATCH_BYTES
+        return context_tokens * _OWN * bfloat16.itemsize <= _MOST_SCRATCH_BYTES
 
     def launch(
         self,
@@ -70,7 +70,7 @@ class LatentExpanded:
         batch: AttentionBatch,
         scale: float,
         least_tokens: int,
-        lines: int,
+        context_tokens: int,
     ) -> None:
         """Writes what belongs to rows of at least `least_tokens` tokens into `out [T, H, 128]`.
 
@@ -83,11 +83,11 @@ class LatentExpanded:
             batch: as in the contract.
             scale: of scores.
             least_tokens: of a row.
-            lines: tokens of all contexts of such rows, at least.
+            context_tokens: tokens of all contexts of such rows, at least.
         """
         num_rows, (num_tokens, num_heads) = len(batch.context_lens), q.shape[:2]
-        latents = cupy.empty((lines, _LATENT), bfloat16)
-        keys = cupy.empty((lines, _ROPE), bfloat16)
+        latents = cupy.empty((context_tokens, _LATENT), bfloat16)
+        keys = cupy.empty((context_tokens, _ROPE), bfloat16)
         starts = cupy.empty(num_rows, np.int32)
         block_tokens = kv_cache.shape[4]
         rows = tuple(map(address, (batch.query_starts, batch.context_lens)))
@@ -102,11 +102,14 @@ class LatentExpanded:
             block_tokens.bit_length() - 1,
             least_tokens,
         )
-        self._gather((-(-lines // _GATHER_LINES), 1, 1), (_GATHER_THREADS, 1, 1), [gather], overlap=True)
-        tiles, at_once = most_tiles(num_tokens, num_rows, 1, lines=_LINES), _heads_at_once(lines, num_heads)
+        self._gather((-(-context_tokens // _GATHER_TOKENS), 1, 1), (_GATHER_THREADS, 1, 1), [gather], overlap=True)
+        tiles, at_once = (
+            most_tiles(num_tokens, num_rows, 1, query_rows=_QUERY_ROWS),
+            _heads_at_once(context_tokens, num_heads),
+        )
         for first_head in range(0, num_heads, at_once):
             weight = kv_b_proj[first_head * _OWN : (first_head + at_once) * _OWN]
-            own = self._linear.linear(latents, weight)  # [lines, heads 256]
+            own = self._linear.linear(latents, weight)  # [context_tokens, heads 256]
             arguments = _Arguments(
                 address(q),
                 address(out),
@@ -122,13 +125,13 @@ class LatentExpanded:
             self._attend(grid, (_THREADS, 1, 1), [self._map(own), self._map(keys), arguments], overlap=True)
 
     def _map(self, array: Array) -> ctypes.Structure:
-        """Boxes of 128 lines and 64 columns of `array [lines, columns]`."""
-        lines, columns = array.shape
+        """Boxes of 128 rows and 64 columns of `array [rows, columns]`."""
+        rows, columns = array.shape
         row_bytes = columns * bfloat16.itemsize
-        return self._maps.of(Cut(address(array), (columns, lines), (row_bytes,), (_BOX_VALUES, _KEYS)))
+        return self._maps.of(Cut(address(array), (columns, rows), (row_bytes,), (_BOX_VALUES, _KEYS)))
 
 
-def _heads_at_once(lines: int, num_heads: int) -> int:
+def _heads_at_once(context_tokens: int, num_heads: int) -> int:
     """As many as their keys and values find room for, in equal shares."""
-    most = max(1, _MOST_SCRATCH_BYTES // (lines * _OWN * bfloat16.itemsize))
+    most = max(1, _MOST_SCRATCH_BYTES // (context_tokens * _OWN * bfloat16.itemsize))
     return -(-num_heads // -(-num_heads // most))

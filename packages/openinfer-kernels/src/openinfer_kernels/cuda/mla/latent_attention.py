@@ -42,15 +42,23 @@ class LatentAttention:
         shape = _check(q, kv_cache, kv_b_proj, batch)
         out = cupy.empty((len(q), shape.num_heads * shape.value_dim), bfloat16)
         absorbed = partial(self._absorbed.launch, q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale)
-        least, lines = math.ceil(shape.least_expanded_tokens), batch.chunk_context_tokens
+        least, context_tokens = math.ceil(shape.least_expanded_tokens), batch.chunk_context_tokens
         expanded = self._expanded if batch.max_query_tokens >= least else None
-        if expanded is None or lines is None or not expanded.has_room(lines):
+        if expanded is None or context_tokens is None or not expanded.has_room(context_tokens):
             absorbed(most_tokens=_ANY_NUMBER)
             return out
         if len(q) < len(batch.context_lens) * batch.max_query_tokens:  # else every row is as long as the longest
             absorbed(most_tokens=least - 1)
         expanded.launch(
-            q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale, least_tokens=least, lines=lines
+            q,
+            kv_cache,
+            kv_b_proj,
+            out,
+            layer=layer,
+            batch=batch,
+            scale=scale,
+            least_tokens=least,
+            context_tokens=context_tokens,
         )
         return out
 

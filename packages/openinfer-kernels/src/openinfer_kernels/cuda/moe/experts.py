@@ -84,10 +84,17 @@ class Experts:
         if isinstance(gate_up, QuantisedWeight) or not self._hopper.serves(gate_up, plan, limit=limit):
             gemm, epilogue = self._gemm, Epilogue.SWIGLU
             gemm.multiply(
-                x, gate_up, gated, epilogue=epilogue, plan=plan, line=plan.line, weights_first=False, limit=limit
+                x,
+                gate_up,
+                gated,
+                epilogue=epilogue,
+                plan=plan,
+                sorted_tokens=plan.sorted_tokens,
+                weights_first=False,
+                limit=limit,
             )
             return
-        arguments = [x, plan.line, plan.tiles, scratch, ctypes.c_int(x.shape[1])]
+        arguments = [x, plan.sorted_tokens, plan.tiles, scratch, ctypes.c_int(x.shape[1])]
         self._line_up((len(plan.tiles), _LINE_UP_BLOCKS, 1), (_THREADS, 1, 1), arguments, overlap=True)
         self._hopper.multiply(scratch, gate_up, gated, epilogue=Epilogue.SWIGLU, plan=plan)
 
@@ -97,14 +104,16 @@ class Experts:
         tokens = self._gemm.tile_tokens(num_slots, choice.num_experts or num_experts)
         most_tiles = min(num_experts, num_slots) + num_slots // tokens
         tiles = cupy.empty((most_tiles, 4), np.int32)
-        line, positions = cupy.empty(num_slots, np.int32), cupy.empty(num_slots, np.int32)
+        sorted_tokens, positions = cupy.empty(num_slots, np.int32), cupy.empty(num_slots, np.int32)
         sizes = [ctypes.c_int(size) for size in (num_slots, ids.shape[1], first_expert, num_experts, tokens)]
-        arguments = [ids, *sizes, tiles, ctypes.c_int(most_tiles), line, positions]
+        arguments = [ids, *sizes, tiles, ctypes.c_int(most_tiles), sorted_tokens, positions]
         threads = min(_MOST_EXPERTS, -(-max(num_experts, num_slots) // _WARP) * _WARP)
         self._plan((1, 1, 1), (threads, 1, 1), arguments, overlap=True)
         of_layer = choice.num_experts or num_experts
         expected = max(1, min(of_layer, num_slots) * num_experts // of_layer)
-        return Plan(tiles=tiles, line=line, positions=positions, tile_tokens=tokens, expected_tiles=expected)
+        return Plan(
+            tiles=tiles, sorted_tokens=sorted_tokens, positions=positions, tile_tokens=tokens, expected_tiles=expected
+        )
 
 
 def check_weight(weight: LinearWeight, *, ndim: int, what: str) -> None:

@@ -26,8 +26,8 @@ class _Read(ctypes.Structure):
     """`struct Read` of the source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("residual", "parts", "base", "scale", "x", "post", "mixing")),
-        *((name, ctypes.c_int) for name in ("num_parts", "size", "iterations")),
+        *((name, ctypes.c_void_p) for name in ("residual", "partials", "base", "scale", "x", "post", "mixing")),
+        *((name, ctypes.c_int) for name in ("num_splits", "size", "iterations")),
         ("eps", ctypes.c_float),
         ("mix_eps", ctypes.c_float),
     )
@@ -115,20 +115,20 @@ class HyperConnections:
         outputs, columns = (_STREAMS if mix is None else _MIXES), streams * size
         if fn.shape != (outputs, columns) or base.shape != (outputs,) or scale.shape != (1 if mix is None else 3,):
             raise ArrayMismatchError(f"fn {fn.shape}, base {base.shape} and streams {residual.shape} do not agree")
-        project, tiles, num_parts = self._division(tokens, outputs, columns // _TILE_COLUMNS)
-        parts = empty((num_parts, tokens, outputs + 1), FLOAT32)
-        sizes = [ctypes.c_int(tokens), ctypes.c_int(columns), ctypes.c_int(columns // num_parts)]
-        project((tiles, num_parts, 1), (_THREADS, 1, 1), [residual, fn, parts, *sizes], overlap=True)
+        project, tiles, num_splits = self._partition(tokens, outputs, columns // _TILE_COLUMNS)
+        partials = empty((num_splits, tokens, outputs + 1), FLOAT32)
+        sizes = [ctypes.c_int(tokens), ctypes.c_int(columns), ctypes.c_int(columns // num_splits)]
+        project((tiles, num_splits, 1), (_THREADS, 1, 1), [residual, fn, partials, *sizes], overlap=True)
         x = empty((tokens, size), bfloat16)
         arguments = _Read(
             address(residual),
-            address(parts),
+            address(partials),
             address(base),
             address(scale),
             address(x),
             None if mix is None else address(mix.post),
             None if mix is None else address(mix.mixing),
-            num_parts,
+            num_splits,
             size,
             iterations,
             eps,
@@ -137,14 +137,14 @@ class HyperConnections:
         self._read[outputs]((tokens, 1, 1), (_THREADS, 1, 1), [arguments], overlap=True)
         return x
 
-    def _division(self, tokens: int, outputs: int, pieces: int) -> tuple[Kernel, int, int]:
-        """The kernel of a projection, its tiles of tokens, and the parts that its `pieces` of the columns make."""
+    def _partition(self, tokens: int, outputs: int, column_tiles: int) -> tuple[Kernel, int, int]:
+        """The kernel of a projection, its tiles of tokens, and the splits of its `column_tiles`."""
         if not self._chooses or tokens <= _FEW_TOKENS:
-            return self._few[outputs], -(-tokens // _FEW_TOKENS), pieces
+            return self._few[outputs], -(-tokens // _FEW_TOKENS), column_tiles
         tiles = -(-tokens // _MANY_TOKENS[outputs])
         wanted = max(1, self._most_blocks // tiles)
-        parts = next(parts for parts in range(min(wanted, pieces), 0, -1) if pieces % parts == 0)
-        return self._many[outputs], tiles, parts
+        splits = next(n for n in range(min(wanted, column_tiles), 0, -1) if column_tiles % n == 0)
+        return self._many[outputs], tiles, splits
 
 
 def _require_vectors(size: int, streams: int) -> None:
