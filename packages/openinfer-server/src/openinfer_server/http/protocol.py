@@ -234,7 +234,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
-    return type("BoundedProtocol", (BoundedProtocol,), {"options": options, "unasked": {}})
+    return type("BoundedProtocol", (BoundedProtocol,), {"options": options, "idle_connections": {}})
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:
