@@ -13,6 +13,7 @@ from openinfer_server.openai import types as api_types
 from openinfer_server.openai.models import ModelQuery
 from openinfer_server.request import structured_types
 from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.generation_fields import GenerationFields, StreamOptions
 from openinfer_server.responses import items
 from openinfer_server.responses import types as responses
 from openinfer_server.tokens import types as generate_types
@@ -21,12 +22,12 @@ from openinfer_server.tools import types as tool_types
 
 FILE = Path(__file__).parents[1] / "FIELDS.md"
 SECTIONS: Sequence[tuple[str, Sequence[tuple[str, type]]]] = (
-    ("POST /v1/completions", [("", api_types.CompletionRequest), ("stream_options", api_types.StreamOptions)]),
+    ("POST /v1/completions", [("", api_types.CompletionRequest), ("stream_options", StreamOptions)]),
     (
         "POST /v1/chat/completions",
         [
             ("", api_types.ChatRequest),
-            ("stream_options", api_types.StreamOptions),
+            ("stream_options", StreamOptions),
             ("messages[] of the assistant", api_types.AssistantTurn),
             ("messages[].content[]", api_types.TextPart),
             ("response_format.json_schema", structured_types.NamedSchema),
@@ -126,7 +127,7 @@ def test_every_object_of_a_request_that_refuses_or_ignores_is_in_the_file():
         pending += kind.__subclasses__()
         if (kind.REFUSED or kind.IGNORED) and kind.__module__.startswith("openinfer_server"):
             named.add(kind)
-    assert named - listed <= {api_types.GenerationFields}  # which is part of two that are
+    assert named - listed <= {GenerationFields}  # which is part of two that are
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from openinfer_server.http.api_errors import ApiError
     from openinfer_server.http.request import HttpRequest
     from openinfer_server.http.routes import Endpoints, Route, RouteDoc
-    from openinfer_server.openai.types import GenerationFields
     from openinfer_server.options import EventLoop, ServerOptions
     from openinfer_server.plan_parts import frontend_parts
+    from openinfer_server.request.generation_fields import GenerationFields
     from openinfer_server.server import run, run_starting, serve, serve_app
     from openinfer_server.service import Service
     from openinfer_server.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ _MODULES = {
     "Endpoints": "http.routes",
     "EventLoop": "options",
     "HttpRequest": "http.request",
-    "GenerationFields": "openai.types",
+    "GenerationFields": "request.generation_fields",
     "Level": "http.access",
     "RenderingRefused": "chat.template",
     "Route": "http.routes",

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from openinfer_server.http.api_errors import invalid
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.openai.completion_sinks import TextSink
-from openinfer_server.openai.types import GenerationFields
 from openinfer_server.output.delivery import await_whole
 from openinfer_server.output.pipeline import submit
 from openinfer_server.output.response import Response
+from openinfer_server.request.generation_fields import GenerationFields
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
     Prompt,

@@ -34,6 +34,7 @@ from openinfer_server.openai import types as api_types
 from openinfer_server.openai.models import ModelQuery
 from openinfer_server.request import structured_types
 from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.generation_fields import StreamOptions
 from openinfer_server.responses import items
 from openinfer_server.responses import types as response_types
 from openinfer_server.tools import types as tool_types
@@ -77,7 +78,7 @@ BODIES: Mapping[str, tuple[type, tuple[Any, ...], dict[str, Any]]] = {
 """Path -> our type, the SDK's, and a body that has what is needed."""
 
 PARTS: list[tuple[Any, type]] = [
-    (chat.ChatCompletionStreamOptionsParam, api_types.StreamOptions),
+    (chat.ChatCompletionStreamOptionsParam, StreamOptions),
     (chat.ChatCompletionSystemMessageParam, api_types.SystemTurn),
     (chat.ChatCompletionDeveloperMessageParam, api_types.DeveloperTurn),
     (chat.ChatCompletionUserMessageParam, api_types.UserTurn),

@@ -18,9 +18,8 @@ from openinfer_server.openai.types import (
     ToolTurn,
     Turn,
     UserTurn,
-    check_refused,
 )
-from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.fields import RequestFields, check_refused
 
 _NO_TOOLSETS = "tools come one by one here"
 

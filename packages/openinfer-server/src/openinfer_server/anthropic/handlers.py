@@ -30,10 +30,12 @@ from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, c
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.limits.conversation import read_conversation
-from openinfer_server.openai.types import GenerationFields, SamplingFields, SystemTurn, Turn, check_refused
+from openinfer_server.openai.types import SystemTurn, Turn
 from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.pipeline import deliver, submit
 from openinfer_server.output.response import Response
+from openinfer_server.request.fields import check_refused
+from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
 from openinfer_server.request.structured import OutputConstraint, chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service

@@ -5,8 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.openai.types import CACHED_ANYWAY, SamplingFields
+from openinfer_server.openai.types import CACHED_ANYWAY
 from openinfer_server.request.fields import Count, RequestFields, Stops
+from openinfer_server.request.generation_fields import SamplingFields
 
 NO_THREADS = "messages are not kept; send the whole conversation"
 THREAD_UNSUPPORTED = "thread_unsupported_request"

@@ -13,7 +13,7 @@ from openinfer_server.http.api_errors import AnthropicErrorResponse, ErrorRespon
 from openinfer_server.http.request import JSON, HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.observability.operations import DISTRIBUTION
-from openinfer_server.openai.types import sent_name
+from openinfer_server.request.fields import sent_name
 
 OPENAPI_VERSION = "3.1.0"
 EVENT_STREAM = "text/event-stream"

@@ -12,10 +12,11 @@ from openinfer_server.openai.chat_sinks import ChatMessageSink, ChatStreamSink
 from openinfer_server.openai.event_frames import ResponseHead, chat_delta_frame, chat_frame
 from openinfer_server.openai.generation import Generation, ResponseShape
 from openinfer_server.openai.objects import ChatChoice, ChatCompletion, Usage
-from openinfer_server.openai.types import AssistantTurn, ChatRequest, check_refused, thinks
+from openinfer_server.openai.types import AssistantTurn, ChatRequest, thinks
 from openinfer_server.output.logprobs import chat_format
 from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.response import Choice
+from openinfer_server.request.fields import check_refused
 from openinfer_server.request.plan import Prompt, Scoring, check_num_choices, check_stream_options, make_plan
 from openinfer_server.request.structured import chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service

@@ -11,9 +11,10 @@ from openinfer_server.openai.completion_sinks import TextSink, TextStreamSink
 from openinfer_server.openai.event_frames import ResponseHead, completion_frame
 from openinfer_server.openai.generation import Generation, ResponseShape
 from openinfer_server.openai.objects import Completion, CompletionChoice, Usage
-from openinfer_server.openai.types import CompletionRequest, check_refused
+from openinfer_server.openai.types import CompletionRequest
 from openinfer_server.output.logprobs import legacy_format
 from openinfer_server.output.response import Choice
+from openinfer_server.request.fields import check_refused
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
     Prompt,

@@ -9,21 +9,13 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from openinfer_server.http.api_errors import refused
 from openinfer_server.request.fields import (
     Count,
-    LogitBias,
     Logprobs,
     NonNegative,
-    Priority,
     RequestFields,
-    Salt,
-    Seed,
-    Stop,
-    Stops,
-    StopTokenIds,
 )
-from openinfer_server.request.structured_types import GuidedFields, ResponseFormat
+from openinfer_server.request.generation_fields import GenerationFields
 from openinfer_server.tools.types import Tool, ToolChoice
 
 TEXT_ONLY = "this server serves text only"
@@ -39,44 +31,6 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 def thinks(effort: Effort | None) -> bool | None:
     """Whether the template is told to think; None leaves it the choice."""
     return None if effort is None else effort not in ("none", "minimal")
-
-
-class StreamOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stream says beside its text."""
-
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-    IGNORED: ClassVar[Mapping[str, str]] = {"include_obfuscation": "false asks for what is always so; true is refused"}
-
-
-class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every route takes that generates text."""
-
-    seed: Seed | None = None
-    stop: Stop | Stops | None = None
-    logit_bias: LogitBias | None = None
-    # ours and vLLM's
-    min_tokens: NonNegative | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: StopTokenIds | None = None
-    cache_salt: Salt | None = None
-    priority: Priority | None = None
-
-
-class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields that OpenAI's two older routes take."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Count | None = None
-    max_tokens: Count | None = None
-    response_format: ResponseFormat | None = None
-    """OpenAI's for chats, vLLM's for completions, too."""
-    user: str | None = None
-
-    IGNORED: ClassVar[Mapping[str, str]] = {"user": "it says whom the request is for, and users are not counted"}
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -235,19 +189,3 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
         "service_tier": "there is one tier, which auto and default name",
         "store": "false asks for what is always so; true is refused",
     }
-
-
-def check_refused(request: RequestFields, where: str = "") -> None:
-    """Refuses fields that cannot be honoured.
-
-    Raises:
-        ApiError: 400; its `param` names the field.
-    """
-    for name, why in request.REFUSED.items():
-        if getattr(request, name) is not None:
-            raise refused(where + sent_name(type(request), name), why)
-
-
-def sent_name(kind: type[msgspec.Struct], name: str) -> str:
-    """A field as JSON has it: some names are words of Python."""
-    return kind.__struct_encode_fields__[kind.__struct_fields__.index(name)]

@@ -12,6 +12,7 @@ import msgspec
 from openinfer_core.request import MAX_NAME_LENGTH
 from openinfer_core.sampling import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
 from openinfer_core.sampling_parameters import PARAMETERS
+from openinfer_server.http.api_errors import refused
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,6 +22,22 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Fields that are known and cannot be honoured, and why; `null` is taken."""
     IGNORED: ClassVar[Mapping[str, str]] = {}
     """Fields that are taken and change nothing, and why that is harmless."""
+
+
+def check_refused(request: RequestFields, where: str = "") -> None:
+    """Refuses fields that cannot be honoured.
+
+    Raises:
+        ApiError: 400; its `param` names the field.
+    """
+    for name, why in request.REFUSED.items():
+        if getattr(request, name) is not None:
+            raise refused(where + sent_name(type(request), name), why)
+
+
+def sent_name(kind: type[msgspec.Struct], name: str) -> str:
+    """A field as JSON has it: some names are words of Python."""
+    return kind.__struct_encode_fields__[kind.__struct_fields__.index(name)]
 
 
 MAX_STOPS = 4

@@ -17,9 +17,9 @@ from openinfer_core.sampling import SamplingParams
 from openinfer_core.sampling_parameters import PARAMETERS
 from openinfer_server.http.api_errors import ApiError, from_invalid_request, invalid, refused
 from openinfer_server.limits.request_cost import PromptCost, RequestCost
-from openinfer_server.openai.types import GenerationFields
 from openinfer_server.options import ServerOptions
 from openinfer_server.request.fields import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOPS
+from openinfer_server.request.generation_fields import GenerationFields
 from openinfer_server.service import Service
 
 T = TypeVar("T")

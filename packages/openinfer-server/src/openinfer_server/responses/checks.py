@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openinfer_server.http.api_errors import convert_inside, invalid, refused
-from openinfer_server.openai.types import check_refused
+from openinfer_server.request.fields import check_refused
 from openinfer_server.responses.types import (
     ENCRYPTED,
     FUNCTIONS_ONLY,

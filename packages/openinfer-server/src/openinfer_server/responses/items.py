@@ -4,12 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from openinfer_server.http.api_errors import convert_inside, refused
-from openinfer_server.openai.types import (
-    CACHED_ANYWAY,
-    TEXT_ONLY,
-    check_refused,
-)
-from openinfer_server.request.fields import RequestFields
+from openinfer_server.openai.types import CACHED_ANYWAY, TEXT_ONLY
+from openinfer_server.request.fields import RequestFields, check_refused
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 _NO_STATE = "it describes the item, not its text"

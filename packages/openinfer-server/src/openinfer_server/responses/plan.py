@@ -9,8 +9,9 @@ import msgspec
 from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import ApiError, invalid
 from openinfer_server.limits.conversation import read_conversation
-from openinfer_server.openai.types import GenerationFields, SamplingFields, SystemTurn, Turn, thinks
+from openinfer_server.openai.types import SystemTurn, Turn, thinks
 from openinfer_server.output.logprobs import ScoredToken, chat_format
+from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
 from openinfer_server.request.structured import OutputConstraint, output_constraint
 from openinfer_server.responses.checks import read_tools

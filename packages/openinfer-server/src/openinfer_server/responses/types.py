@@ -5,14 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.openai.types import (
-    CACHE_OPTIONS,
-    CACHE_RETENTION,
-    Effort,
-    SamplingFields,
-)
+from openinfer_server.openai.types import CACHE_OPTIONS, CACHE_RETENTION, Effort
 from openinfer_server.parsers.call_syntax import JsonSchema
 from openinfer_server.request.fields import Count, Logprobs, NonNegative, RequestFields
+from openinfer_server.request.generation_fields import SamplingFields
 from openinfer_server.request.structured_types import ANY_OBJECT, NamedSchema
 
 LOGPROBS = "message.output_text.logprobs"

@@ -12,11 +12,12 @@ from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import DONE, DONE_DATA, error_event
-from openinfer_server.openai.types import GenerationFields, check_refused
 from openinfer_server.output.logprobs import LEAST_LOGPROB
 from openinfer_server.output.pipeline import deliver
 from openinfer_server.output.response import Choice, Response
 from openinfer_server.output.usage import usage_of
+from openinfer_server.request.fields import check_refused
+from openinfer_server.request.generation_fields import GenerationFields
 from openinfer_server.request.plan import (
     Plan,
     Prompt,

@@ -6,7 +6,6 @@ from typing import ClassVar
 import msgspec
 
 from openinfer_server.openai.objects import Usage
-from openinfer_server.openai.types import StreamOptions
 from openinfer_server.request.fields import (
     Count,
     LogitBias,
@@ -19,6 +18,7 @@ from openinfer_server.request.fields import (
     StopTokenIds,
     TokenId,
 )
+from openinfer_server.request.generation_fields import StreamOptions
 from openinfer_server.request.sampling_fields import SamplingNumberFields
 from openinfer_server.request.structured_types import StructuredOutputs
 

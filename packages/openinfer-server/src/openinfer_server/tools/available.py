@@ -12,7 +12,7 @@ from typing import Any
 
 from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.limits.conversation import check_depth
-from openinfer_server.openai.types import check_refused
+from openinfer_server.request.fields import check_refused
 from openinfer_server.service import Service
 from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition, Tool, ToolChoice
 
