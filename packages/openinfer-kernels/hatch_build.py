@@ -19,7 +19,7 @@ class CubinHook(BuildHookInterface):
         return ["numpy>=2.0,<3"] if self._is_asked_for() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Adds the cubins; nothing is done for an editable install, nor where nobody asked."""
+        """Adds the cubins; nothing is done for an editable install, nor without the variable."""
         if version == "editable" or not self._is_asked_for():
             return
         sys.path.insert(0, str(Path(self.root, "src")))

@@ -1,6 +1,6 @@
 """Write `.git-blame-ignore-revs`: the commits that only move or rename, which `git blame` then looks through.
 
-    ./run blame-ignore                                            # after the last of them has landed
+    ./run blame-ignore                                            # after the last of them is on main
     git config blame.ignoreRevsFile .git-blame-ignore-revs        # once per clone
 
 A commit is one of them if its subject says "move:" or "rename:".

@@ -1,4 +1,4 @@
-"""The waiting queue, and the fence around its policy."""
+"""The waiting queue, and the fault boundary around its policy."""
 
 import logging
 from typing import Any

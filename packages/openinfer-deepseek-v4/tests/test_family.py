@@ -47,7 +47,7 @@ def test_plan_says_what_an_engine_would_be_made_of(family: ModelFamily, fixtures
 def test_published_size_does_not_fit_a_small_host_and_plan_says_what_it_takes(
     family: ModelFamily, tmp_path: Path, published: dict[str, Any]
 ) -> None:
-    """Codes and scales are counted as they are stored, widened what is not quantised, and what each of 8 ranks has."""
+    """Codes and scales are counted as stored, plain weights in the compute dtype, and the share of each of 8 ranks."""
     (tmp_path / "config.json").write_text(json.dumps(published | {"eos_token_id": 1}))
     options = EngineOptions(load_format=LoadFormat.DUMMY, num_blocks=8, max_num_seqs=1, tensor_parallel_size=8)
     plan = family.plan(tmp_path, options)

@@ -61,12 +61,12 @@ def test_codes_and_scales_mean_what_a_packer_of_the_test_wrote(
 ) -> None:
     """In one file, and in files of eight ranks, on any number of ranks; against the values that the codes stand for."""
     stored, meant = quantised(weights)
-    widened, coded, pieces = (folder(tmp_path, fixtures, name) for name in ("widened", "coded", "pieces"))
-    write(widened / "model.safetensors", {name: plain(array) for name, array in meant.items()})
+    plain_folder, coded, pieces = (folder(tmp_path, fixtures, name) for name in ("plain", "coded", "pieces"))
+    write(plain_folder / "model.safetensors", {name: plain(array) for name, array in meant.items()})
     write(coded / "model.safetensors", stored)
     for rank, tensors in enumerate(rank_files(weights, 8)[0]):
         write(pieces / f"model{rank}-mp8.safetensors", tensors)
-    expected = harness(widened).step({"a": TOKENS})["a"]
+    expected = harness(plain_folder).step({"a": TOKENS})["a"]
     assert expected.std() > 0.5
     for each in (coded, pieces):
         model = harness(each, ranks=ranks)
@@ -141,7 +141,7 @@ def test_unknown_tensor_and_missing_tensor_are_refused(
 
 
 def published_weights(model_dir: Path) -> dict[str, NDArray[Any]]:
-    """The tensors under their published names, widened; tables as they are."""
+    """The tensors under their published names, dequantised; tables as they are."""
     found: dict[str, NDArray[Any]] = {}
     with Checkpoint.open(model_dir) as checkpoint:
         for name, info in checkpoint.tensors.items():
@@ -187,7 +187,7 @@ def quantised(weights: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Stored], d
 def rank_files(
     weights: Mapping[str, NDArray[Any]], size: int
 ) -> tuple[list[dict[str, Stored]], dict[str, NDArray[Any]]]:
-    """The files of `size` ranks: `wo_a` is widened, FP4 has its own dtype, experts are their rank's alone."""
+    """The files of `size` ranks: `wo_a` is dequantised, FP4 has its own dtype, experts are their rank's alone."""
     stored, meant = quantised(weights)
     files: list[dict[str, Stored]] = [{} for _ in range(size)]
     for name, tensor in stored.items():

@@ -34,7 +34,7 @@ class Broken(Negative):
 
 class FakePlugin:
     name = "negative"
-    origin = "somebody 1.0"
+    origin = "third-party 1.0"
 
 
 def chosen(provider: Any) -> ChosenProvider:
@@ -53,11 +53,11 @@ def test_model_is_handed_the_providers_operator() -> None:
     x = np.eye(2, dtype=np.float32)
     np.testing.assert_array_equal(ops.linear(x, x), -x)
     assert provider.bound == 1
-    assert chosen(provider).origin == "negative (somebody 1.0)"
+    assert chosen(provider).origin == "negative (third-party 1.0)"
 
 
 def test_provider_that_cannot_be_used_refuses_the_start() -> None:
-    with pytest.raises(Refused, match=r"negative \(somebody 1\.0\): its library is missing"):
+    with pytest.raises(Refused, match=r"negative \(third-party 1\.0\): its library is missing"):
         with_providers(CpuOps(), [chosen(Broken())])
 
 

@@ -346,7 +346,7 @@ class CacheTraffic:
                 assert self.cache.pool.num_users(block) == cell.users
 
     def check_request(self, request: Request) -> None:
-        """Nobody reads another prefix's KV, and everybody holds what the model says."""
+        """No sequence reads another prefix's KV, and each holds what the model says."""
         blocks = request.sequence.blocks
         assert list(map(self.cache.pool.num_users, blocks)) == [cell.users for cell in request.cells]
         assert request.sequence.num_sealed_blocks == request.sealed

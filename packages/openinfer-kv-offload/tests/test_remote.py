@@ -288,7 +288,7 @@ def test_wrong_credentials_are_refused_at_the_start(running, monkeypatch):
 
 def test_a_reader_of_nothing_is_refused(running):
     with pytest.raises(StoreError, match="start a process that writes"):
-        running["valkey"].tier("nobody-wrote", access=StoreAccess.READ)
+        running["valkey"].tier("never-written", access=StoreAccess.READ)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_write_behind_needs_a_first_tier_that_can_be_copied_from(tmp_path):
 
 
 class RaisingTier:
-    """A tier of somebody else whose transfers cannot be begun."""
+    """A third-party tier whose transfers cannot be begun."""
 
     def __init__(self, tier):
         self._tier = tier

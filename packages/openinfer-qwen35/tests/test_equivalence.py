@@ -21,7 +21,7 @@ def test_answers_alone_are_long_and_varied(traffic: Traffic) -> None:
 
 
 def test_whole_prompts_in_a_full_batch_give_the_same_answers(traffic: Traffic) -> None:
-    """Slots are used again and again: what the last sequence left there is nobody's."""
+    """State slots are reused: no sequence reads what the last one left there."""
     traffic.serve(prefix_cache=False)
 
 

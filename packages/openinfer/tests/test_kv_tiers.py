@@ -286,7 +286,7 @@ def test_port_and_package_open_the_same_stack(tmp_path: Path) -> None:
 
 
 def test_served_over_http_a_second_server_finds_what_the_first_has_saved(tmp_path: Path) -> None:
-    text = "In the beginning there was a prompt that everybody sends before his own question, and it is long. " * 3
+    text = "In the beginning there was a prompt that all send before a question of their own, and it is long. " * 3
     asked = {"model": "tiny", "prompt": text, "max_tokens": 8, "temperature": 0}
     setting = f"disk={tmp_path / 'kv'},64MiB"
     answers: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The host's loop: the ledger and the fence around an engine, and how it ends."""
+"""The host's loop: the ledger and the fault boundary around an engine, and how it ends."""
 
 import logging
 import queue
@@ -163,8 +163,8 @@ def test_loop_is_closed_also_when_deliver_raises(make_request: MakeRequest, capl
     host = LoopRunner(loop)
     host.post(Submit(make_request(1)))
     host.post(Close())
-    with pytest.raises(OSError, match="nobody there"):
-        host.run(failing(OSError("nobody there")))  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="no one there"):
+        host.run(failing(OSError("no one there")))  # type: ignore[arg-type]
     assert loop.closed == 1
 
 

@@ -1,4 +1,4 @@
-"""The engine's side of its links: each client gets its own events, and whoever misbehaves loses only their link."""
+"""The engine's side of its links: each client gets its own events, and one that misbehaves loses only its link."""
 
 import socket
 import struct

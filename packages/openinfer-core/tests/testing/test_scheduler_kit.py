@@ -273,7 +273,7 @@ class EndsInSilence(PlainScheduler):
 
 
 class Wedges(PlainScheduler):
-    """Admits on today's need, and has nobody give way when the blocks are gone."""
+    """Admits on today's need, and preempts no sequence when the blocks are gone."""
 
     def admit(self) -> None:
         super().admit()

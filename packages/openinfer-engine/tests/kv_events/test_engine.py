@@ -139,7 +139,7 @@ def test_options_that_mean_nothing_are_refused(options, message):
 
 
 class Silent:
-    """A scheduler of somebody else, which tells nobody."""
+    """A third-party scheduler that publishes no events."""
 
 
 def make_scheduler():

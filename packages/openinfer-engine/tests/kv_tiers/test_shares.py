@@ -1,4 +1,4 @@
-"""Other ranks' shares of loads and saves: what one has not landed none has, and what a rank in a process does."""
+"""Other ranks' shares of loads and saves: a block counts where every rank has it, and what a rank in a process does."""
 
 import queue
 import threading

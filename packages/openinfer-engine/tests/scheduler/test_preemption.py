@@ -1,4 +1,4 @@
-"""Blocks run short: the youngest gives way, and resumes before anybody else is admitted."""
+"""Blocks run short: the youngest gives way, and resumes before another is admitted."""
 
 from typing import Any
 

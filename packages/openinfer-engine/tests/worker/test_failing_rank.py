@@ -1,4 +1,4 @@
-"""A rank that fails ends the step of all ranks with its own error; nobody waits for it."""
+"""A rank that fails ends the step of all ranks with its own error; no rank waits for it."""
 
 import numpy as np
 import pytest

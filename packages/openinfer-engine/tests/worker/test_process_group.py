@@ -1,4 +1,4 @@
-"""Ranks as processes on a CPU: the same tokens as one rank, and nobody waits for a rank that is gone."""
+"""Ranks as processes on a CPU: the same tokens as one rank, and no rank waits for one that is gone."""
 
 import asyncio
 import json

@@ -53,7 +53,7 @@ def test_cost_is_checked_before_anything_is_asked_of_the_engine(start, call, inf
 
 def test_waiting_room_knows_who_is_in_it():
     room = AdmissionControl(max_requests=3, max_tokens=100)
-    room.check_room(500)  # whoever comes alone may bring more
+    room.check_room(500)  # a single request may bring more
     room.enter(RequestId(1), 60)
     room.check_room(40)
     with pytest.raises(ApiError, match="41 more do not fit") as error:

@@ -138,7 +138,7 @@ def test_server_that_is_gone_is_said(server, visit):
     server.stop()
     server.join()
     expect(page.get_by_text("the server does not answer")).to_be_visible()
-    say(page, "anybody there?")
+    say(page, "is anyone there?")
     expect(page.get_by_role("alert")).not_to_be_empty()
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
