@@ -63,7 +63,7 @@ class Backend(Protocol):
         ...
 
     def workspaces(self, limits: WorkerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
-        """What steps need beside weights and KV, at most: purpose -> bytes on the device of one of so many ranks."""
+        """What steps need in addition to weights and KV, at most: purpose -> bytes on one rank's device."""
         ...
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
@@ -75,7 +75,7 @@ class Backend(Protocol):
         ...
 
     def used_bytes(self) -> int:
-        """Of the device's memory, by everyone; 0 where the device has none of its own."""
+        """Bytes of the device's memory in use by all processes; 0 where the device has none of its own."""
         ...
 
     def make_ops(self) -> Ops:

@@ -13,16 +13,13 @@ from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.worker.process_group import start_workers
 
+# how long a thread of this process keeps the interpreter from another one that wants it. The thread that launches a
+# step gives it away at each of hundreds of launches. At Python's 5 ms, a burst of requests, which other threads decode
+# and queue, made launching such a step take 60 ms instead of 8 ms
 SWITCH_INTERVAL_S = 2e-5
-"""How long a thread of this process keeps the interpreter from another one that wants it.
-
-The thread that launches a step gives it away at each of hundreds of launches. At Python's 5 ms, a burst of requests,
-which other threads decode and queue, made launching such a step take 60 ms instead of 8.
-"""
 
 
 def build(raw: msgspec.Raw) -> StepLoop:
-    """Builds the engine that a spec describes; the timeline of its start begins with this process."""
     spec, timeline = msgspec.json.decode(raw, type=EngineSpec), Timeline()
     definition, options = spec.read()
     processes = start_workers(spec, options)  # they import and open their devices beside what follows

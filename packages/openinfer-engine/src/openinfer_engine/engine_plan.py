@@ -42,32 +42,26 @@ class EnginePlan:
     """Everything that is known before loading."""
 
     definition: ModelDefinition[Any]
-    config: Any
-    """The definition's typed config."""
+    config: Any  # the definition's typed config
     model_type: str
     model_dir: Path
     options: EngineOptions
     backend: Backend
-    worker_limits: WorkerLimits
-    """The sizes of each rank's state."""
+    worker_limits: WorkerLimits  # the sizes of each rank's state
     eos_token_ids: tuple[int, ...]
-    layouts: tuple[KvLayout, ...]
-    """One per rank."""
+    layouts: tuple[KvLayout, ...]  # one per rank
     num_blocks: int
-    weights_bytes: int
-    """Of one rank."""
+    weights_bytes: int  # of one rank
     scheduler: Plugin
     queue_policy: Plugin
     grammar_compiler: Plugin | None
     kernel_providers: tuple[ChosenProvider, ...]
-    tiers: ChosenTiers | None
-    """Where KV blocks go beside the pool."""
-    timeline: Timeline
-    """Of the start that this is part of."""
+    tiers: ChosenTiers | None  # where KV blocks go beside the pool
+    timeline: Timeline  # of the start that this is part of
 
     @property
     def has_states(self) -> bool:
-        """Whether the model keeps recurrent states beside its KV; then prefixes are shared where copies are kept."""
+        """Whether the model keeps recurrent states, too; then prefixes are shared where copies are kept."""
         return self.layouts[0].slot_bytes > 0
 
     def with_num_blocks(self, num_blocks: int) -> "EnginePlan":
@@ -76,12 +70,10 @@ class EnginePlan:
         return replace(self, num_blocks=num_blocks, worker_limits=replace(self.worker_limits, num_snapshots=copies))
 
     def mark(self, phase: str) -> None:
-        """The phase of the start ends now."""
         self.timeline.mark(phase, device_bytes=self.backend.used_bytes())
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        """The limits the scheduler works within."""
         options = self.options
         return SchedulerConfig(
             num_blocks=self.num_blocks,
@@ -98,7 +90,6 @@ class EnginePlan:
 
     @property
     def info(self) -> EngineInfo:
-        """What a frontend is told."""
         return EngineInfo(
             model=self.model_dir.name,
             family=self.definition.name,
@@ -115,7 +106,6 @@ class EnginePlan:
 
     @property
     def parts(self) -> dict[str, str]:
-        """What supplies each part of the engine."""
         return {
             "engine": f"openinfer-engine {version('openinfer-engine')}",
             "scheduler": _origin(self.scheduler),
@@ -145,7 +135,6 @@ class EnginePlan:
 
     @property
     def _states_bytes(self) -> dict[str, int]:
-        """Of all ranks: states of running sequences, and copies."""
         if not self.has_states:
             return {}
         slot_bytes = self.options.tensor_parallel_size * self.worker_limits.slot_bytes
@@ -154,17 +143,10 @@ class EnginePlan:
 
     @property
     def _prefix_cache(self) -> str:
-        """Where a model with recurrent states shares prefixes."""
         copies = self.worker_limits.num_snapshots
         return f"where one of {copies} copies of recurrent states is kept" if copies else "off"
 
     def make_grammar_compiler(self) -> GrammarCompiler | None:
-        """The chosen grammar compiler; it reads the tokenizer beside what follows.
-
-        Raises:
-            BrokenPlugin: it failed to load.
-            Refused: it cannot serve this model.
-        """
         vocabulary = Vocabulary(
             model_dir=self.model_dir,
             num_token_ids=self.worker_limits.num_token_ids,
@@ -173,34 +155,19 @@ class EnginePlan:
         return make_grammar_compiler(self.grammar_compiler, vocabulary)
 
     def open_tiers(self, *, rank: int = 0) -> OpenTiers | None:
-        """The chosen KV tiers of a rank, or None; see `ChosenTiers.open` for what it raises."""
         return None if self.tiers is None else self.tiers.open(self.layouts[rank])
 
     def make_scheduler(self, *, digest_key: bytes | None = None) -> Scheduler:
-        """The chosen scheduler with the chosen queue policy.
-
-        Args:
-            digest_key: that blocks are named with; None draws one.
-
-        Raises:
-            BrokenPlugin: one of them failed to load.
-        """
         policy = self.queue_policy.load()(QueuePolicyConfig(tenant_weights=self.options.tenant_weights))
         make: Callable[..., Scheduler] = self.scheduler.load()
         return make(msgspec.structs.replace(self.scheduler_config, digest_key=digest_key), policy)
 
     def open_kv_events(self, scheduler: Scheduler) -> KvEventRecorder | None:
-        """What tells routers of the scheduler's blocks, or None.
-
-        Raises:
-            Refused: the scheduler does not tell, pyzmq is not installed, or an endpoint cannot be had.
-        """
         if self.options.kv_events is None:
             return None
         return open_kv_events(self.options.kv_events, scheduler, block_size_tokens=self.options.block_size_tokens)
 
     def plan(self) -> FamilyPlan:
-        """What `openinfer plan` prints."""
         ranks = self.options.tensor_parallel_size
         config = self.scheduler_config
         return FamilyPlan(
@@ -232,13 +199,6 @@ def resolve(
     rank: int = 0,
 ) -> EnginePlan:
     """Checks a model folder and options against each other; reads no weights.
-
-    Args:
-        definition: the family's.
-        model_dir: with its `config.json`.
-        options: the user's.
-        timeline: of the start that this is part of; None begins one.
-        rank: whose device is looked at.
 
     Raises:
         InvalidCheckpoint: the folder is incomplete or contradicts its config.
@@ -331,7 +291,6 @@ def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:
 def _specs(
     definition: ModelDefinition[Any], config: Any, tag: str, options: EngineOptions, dtype: KvDtype
 ) -> list[KvSpec]:
-    """One per rank."""
     ranks = options.tensor_parallel_size
     return [
         definition.kv_spec(config, model_tag=tag, dtype=dtype, num_ranks=ranks, rank_index=rank)

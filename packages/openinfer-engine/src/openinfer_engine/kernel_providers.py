@@ -26,10 +26,6 @@ class ChosenProvider:
 def choose_providers(asked: Mapping[str, str], *, architecture: str) -> tuple[ChosenProvider, ...]:
     """The providers of an option's operators, by operator; one object for each name.
 
-    Args:
-        asked: operator -> name in the group `openinfer.kernel_providers`.
-        architecture: of the device: `cpu`, `sm_90a`.
-
     Raises:
         InvalidRequest: no such operator.
         PluginError: no installed package has a provider of that name, or it failed to load.
@@ -51,11 +47,6 @@ def choose_providers(asked: Mapping[str, str], *, architecture: str) -> tuple[Ch
 
 
 def with_providers(own: Ops, chosen: Sequence[ChosenProvider]) -> Ops:
-    """One rank's operators.
-
-    Raises:
-        Refused: a provider cannot be used on this machine.
-    """
     try:
         return provide(own, {each.operator: each.provider for each in chosen})
     except KernelsError as error:

@@ -44,7 +44,6 @@ CHILD_MODULE = "openinfer_engine.child"
 
 
 def plan(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> FamilyPlan:
-    """What `launch` would do; see `resolve` for what it raises."""
     return resolve(definition, model_dir, options).plan()
 
 
@@ -66,10 +65,6 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
 
 def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -> StepLoop:
     """Loads the weights of every rank and puts the engine together, without a host.
-
-    Args:
-        engine_plan: of rank 0.
-        processes: of the other ranks, where they were started before it was resolved; the loop closes them.
 
     Raises:
         Refused: a rank cannot be had, or the file of a trace not be written.

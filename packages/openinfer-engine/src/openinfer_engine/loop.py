@@ -32,8 +32,8 @@ from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.tracing.trace import LOOP, NoTrace, Tracer
 from openinfer_engine.worker.runner import PendingStep, Runner
 
+# of a step that has nothing to run and a grammar or a KV tier to wait for; commands are heard after it
 _COMPILER_WAIT_S, _TIER_WAIT_S = 0.005, 0.001
-"""Of a step that has nothing to run and a grammar or a KV tier to wait for; commands are heard after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,7 @@ class _InFlight:
 
 
 class StepLoop:
-    """Implements `openinfer_core.process.host.EngineLoop` with a scheduler and a runner.
-
-    Args:
-        info: what a frontend is told.
-        scheduler: plans steps.
-        runner: executes them.
-        grammar_compiler: makes the matchers of requests with a grammar; without one they are refused.
-        kv_events: tells routers what the scheduler's block pool holds; closed with the loop.
-        port: KV tiers that the scheduler uses; closed with the loop.
-        tracer: is told what happens when.
-        clock: monotonic seconds.
-    """
+    """Implements `openinfer_core.process.host.EngineLoop` with a scheduler and a runner."""
 
     def __init__(
         self,
@@ -80,17 +69,14 @@ class StepLoop:
 
     @property
     def info(self) -> EngineInfo:
-        """What does not change while the engine lives."""
         return self._info
 
     @property
     def scheduler(self) -> Scheduler:
-        """What plans; for those who look at its books."""
         return self._scheduler
 
     @property
     def runner(self) -> Runner:
-        """What executes; for those who look after its ranks."""
         return self._runner
 
     @property
@@ -106,7 +92,6 @@ class StepLoop:
         )
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
-        """Queues a request, or fails it at once if this engine cannot serve it."""
         self._tracer.submitted(request)
         events = self._take(request)
         self._tracer.told(events)
@@ -176,7 +161,6 @@ class StepLoop:
         return self._scheduler.stats()
 
     def close(self) -> None:
-        """Waits for the step in flight and for copies of blocks, and frees the runner."""
         self._in_flight = None
         self._masked.close()
         if self._kv_events is not None:
@@ -197,7 +181,6 @@ class StepLoop:
             self._masked.wait(_COMPILER_WAIT_S)
 
     def _add_compiled(self) -> list[TokenEvent]:
-        """Hands requests whose grammar is ready to the scheduler, and fails those whose grammar cannot be."""
         events: list[TokenEvent] = []
         for compiled in self._masked.take_compiled():
             if compiled.failure is not None:
@@ -207,7 +190,6 @@ class StepLoop:
         return events
 
     def _refusal(self, request: GenerateRequest) -> str | None:
-        """Why this engine cannot serve a request; None if it can."""
         limit = self._info.num_token_ids
         if max(request.prompt_token_ids) >= limit:
             return f"the prompt has a token id beyond the model's {limit} tokens"

@@ -17,7 +17,6 @@ PLANNED_RANKS = (1, 2, 4, 8)
 
 
 def weights_bytes_of_rank(definition: ModelDefinition[Any], config: Any, backend: Backend, *, ranks: int) -> int:
-    """Of one of so many ranks."""
     itemsize = backend.dtype.itemsize_bytes
     if ranks == 1:
         return sum(spec_bytes(spec, itemsize_bytes=itemsize) for spec in definition.tensors(config).values())
@@ -25,13 +24,11 @@ def weights_bytes_of_rank(definition: ModelDefinition[Any], config: Any, backend
 
 
 def states_bytes_of_rank(options: EngineOptions, layout: KvLayout, *, ranks: int) -> int:
-    """Of recurrent states of one of so many ranks: those of running sequences, and copies."""
     num_slots = options.max_num_seqs + most_snapshots(options, layout, ranks=ranks)
     return slot_bytes_of_rank(options, layout) * num_slots
 
 
 def slot_bytes_of_rank(options: EngineOptions, layout: KvLayout) -> int:
-    """Memory of one slot of recurrent states of one rank; 0 without states."""
     return padded_slot_bytes(layout, in_blocks=bool(options.kv_tier))
 
 
@@ -86,7 +83,6 @@ def _ledger(
 
 
 def _kv_cache_bytes(options: EngineOptions, layout: KvLayout, backend: Backend, known: RankLedger) -> int:
-    """As asked, or what is left."""
     if options.num_blocks is not None:
         return layout.pool_bytes(num_blocks=options.num_blocks)
     if options.kv_cache_bytes is not None:

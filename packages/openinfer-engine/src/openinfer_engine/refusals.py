@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from openinfer_kernels import RopeConfigError, RopeParameters
 
+# key -> why it is refused: what no family here computes; one that does leaves the key out
 PLAIN_DECODER: Mapping[str, str] = MappingProxyType(
     {
         "attention_bias": "biases in the attention are not served",
@@ -21,14 +22,13 @@ PLAIN_DECODER: Mapping[str, str] = MappingProxyType(
         "pruned_heads": "pruned heads are not served",
     }
 )
-"""Key -> why it is refused: what no family here computes; one that does leaves the key out."""
+# the same for a family that reads BF16 alone
 PLAIN_WEIGHTS: Mapping[str, str] = MappingProxyType(
     {
         "quantization_config": "quantised weights are not served; use the BF16 checkpoint",
         "compression_config": "compressed weights are not served; use the BF16 checkpoint",
     }
 )
-"""The same for a family that reads BF16 alone."""
 
 
 def key_reasons(config: Mapping[str, Any], changes: Mapping[str, str]) -> Iterator[str]:

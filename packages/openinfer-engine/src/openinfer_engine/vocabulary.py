@@ -33,7 +33,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 class _EndOfText(msgspec.Struct):
-    """Of `generation_config.json` and `config.json`."""
+    """What `generation_config.json` and `config.json` say of the end of a text."""
 
     eos_token_id: int | list[int] | None = None
 
@@ -42,10 +42,6 @@ def read_num_token_ids(model_dir: Path, *, vocab_size: int) -> int:
     """Token ids in use: those below this number may be sampled; further rows of the embedding are padding.
 
     Without a tokenizer all rows are in use.
-
-    Args:
-        model_dir: the model folder.
-        vocab_size: rows of the embedding.
 
     Raises:
         InvalidCheckpoint: the tokenizer cannot be read, or has an id that the embedding has no row for.
@@ -72,10 +68,6 @@ def read_eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int,
     """Token ids that end a text: those of `generation_config.json`, else those of the config, else none.
 
     The config of a model of several modalities may have them in its `text_config`.
-
-    Args:
-        model_dir: the model folder.
-        config: its parsed `config.json`.
 
     Raises:
         InvalidCheckpoint: a file cannot be read, or an id is negative.

@@ -40,7 +40,6 @@ class Assembler:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete."""
         return self._scanner is not None and self._scanner.found
 
     def feed(self, event: Tokens) -> str:
@@ -64,7 +63,6 @@ class Assembler:
         return shown
 
     def completion(self, event: Finished, reason: FinishReason) -> Completion:
-        """The whole answer."""
         return Completion(
             text="".join(self._parts),
             token_ids=tuple(self._token_ids),

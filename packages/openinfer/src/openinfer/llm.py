@@ -166,7 +166,6 @@ class LLM:
         self.close()
 
     def _sampling(self, given: dict[str, Any], *, ignore_eos: bool) -> SamplingParams:
-        """Parameters with the model's own stop tokens added, unless they are to be ignored."""
         stops = tuple(given.pop("stop_token_ids", ()))
         known = set(SamplingParams.__struct_fields__)
         if unknown := sorted(set(given) - known):
@@ -251,7 +250,6 @@ class _Submission:
 
 
 def _options(options_type: type[msgspec.Struct], given: dict[str, Any]) -> msgspec.Struct:
-    """The family's options, in this process unless the caller says otherwise."""
     known = options_type.__struct_fields__
     if unknown := sorted(set(given) - set(known)):
         raise InvalidRequest(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}", field=unknown[0])

@@ -35,7 +35,6 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def of(cls, frontend: Sequence[StartPhase], engine: EngineInfo) -> "StartReport":
-        """Lays the phases of both processes on one axis, in order of their begin."""
         zero_s = frontend[0].begin_s
         reported = [
             ReportedPhase(
@@ -57,5 +56,4 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     def encode(self) -> bytes:
-        """As JSON."""
         return msgspec.json.format(msgspec.json.encode(self)) + b"\n"

@@ -20,8 +20,8 @@ from openinfer_engine.worker.state_slots import StateSlots
 from openinfer_kernels import Array, HostArray, Ops
 from openinfer_kv_cache import KvLayout
 
+# positions whose whole-vocabulary logits exist at a time when prompt log-probabilities are computed
 PROMPT_LOGPROB_ROWS = 256
-"""Positions whose whole-vocabulary logits exist at a time when prompt log-probabilities are computed."""
 
 NOT_FINITE = "the model gave no finite logit to sample from"
 
@@ -35,21 +35,17 @@ class WorkerLimits:
     block_size_tokens: int
     num_token_ids: int
     vocab_size: int
-    num_snapshots: int = 0
-    """Slots of recurrent states behind the first `max_num_seqs`, for copies."""
-    slot_bytes: int = 0
-    """Memory of each of them, with padding; 0 without states."""
-    tokens_per_score: int | None = None
-    """As in `ModelLimits`."""
+    num_snapshots: int = 0  # slots of recurrent states after the first `max_num_seqs`, for copies
+    slot_bytes: int = 0  # memory of each of them, with padding; 0 without states
+    tokens_per_score: int | None = None  # as in `ModelLimits`
 
     @property
     def score_bytes_per_token(self) -> int:
-        """Of one token of a step, behind the longest context."""
+        """Scores of one token of a step over the longest context."""
         return 0 if self.tokens_per_score is None else 4 * -(-self.max_model_tokens // self.tokens_per_score)
 
 
 def make_states(layout: KvLayout, limits: WorkerLimits, *, ops: Ops) -> StateSlots | None:
-    """Slots for the sequences that run and for copies; None for a model without recurrent states."""
     if not layout.slot_bytes:
         return None
     num_slots = limits.max_num_seqs + limits.num_snapshots
@@ -111,7 +107,6 @@ class CpuWorker:
         return HostPool(self._kv_cache, None if self._states is None else self._states.memory)
 
     def fence(self) -> Callable[[], None]:
-        """Steps have run when they were launched."""
         return _nothing
 
     def close(self) -> None:

@@ -96,7 +96,6 @@ class CudaBackend:
 
     @property
     def _collectives(self) -> dict[str, str]:
-        """What serves the collectives of several ranks."""
         if self._options.tensor_parallel_size == 1:
             return {}
         return {"collectives": f"NCCL {nccl_version()}, sums in float32 in order of ranks"}
@@ -117,11 +116,7 @@ class CudaBackend:
         )
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:
-        """The rest of the share of memory that was granted.
-
-        Raises:
-            Refused: nothing is left, or others hold it.
-        """
+        """The rest of the share of memory that was granted; raises `Refused` if nothing is left, or others hold it."""
         return kv_cache_share(
             self._device.name,
             memory_bytes=self._device.memory_bytes,
@@ -172,7 +167,6 @@ class CudaBackend:
 
 
 def _require_blocks(layout: KvLayout) -> None:
-    """Raises `KernelsError` for blocks that no attention kernel is for."""
     if not layout.is_dense:
         for rows in paged_regions(layout):
             num_heads, _, entry_dim = rows.shape
@@ -186,7 +180,6 @@ def _require_blocks(layout: KvLayout) -> None:
 
 
 def _has_latents(layout: KvLayout) -> bool:
-    """Whether one row per token is key and value."""
     return layout.is_dense and layout.block_shape()[1] == 1
 
 

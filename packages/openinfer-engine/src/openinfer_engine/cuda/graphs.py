@@ -14,12 +14,12 @@ from openinfer_kernels import Array, Logprobs
 from openinfer_kernels.cuda.common.graphs import Graph, Stream
 from openinfer_kernels.cuda.sampling.step_inputs import DecodeInputs, MixedInputs
 
+# rows of captured decode steps; a step is padded to the next one
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Rows of captured decode steps; a step is padded to the next one."""
+# tokens of captured mixed batches. Of more tokens the device has work for longer than it takes to launch them
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens of captured mixed batches. Of more tokens the device has work for longer than it takes to launch them."""
+# of scores of a captured mixed batch, at most: to write and read more takes longer than to launch it
 _CAPTURED_SCORE_BYTES = 1 << 26
-"""Of scores of a captured mixed batch, at most: to write and read more takes longer than to launch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,6 @@ class StepWork:
 
 
 def capture_decode(stream: Stream, inputs: DecodeInputs, work: StepWork) -> CapturedDecode:
-    """Captures decode steps that read and write `inputs`."""
     forward, logits = stream.capture(lambda: work.decode_logits(inputs))
     plain, token_ids = stream.capture(lambda: work.sample(logits, inputs))
     full, (full_ids, logprobs) = stream.capture(lambda: work.sample_fully(logits, inputs))
@@ -71,7 +70,6 @@ def capture_decode(stream: Stream, inputs: DecodeInputs, work: StepWork) -> Capt
 
 
 def capture_mixed(stream: Stream, inputs: MixedInputs, work: StepWork) -> CapturedMixed:
-    """Captures mixed batches that read and write `inputs`."""
     forward, hidden = stream.capture(lambda: work.mixed_hidden(inputs))
     return CapturedMixed(inputs, forward, hidden)
 
@@ -82,11 +80,9 @@ def token_buckets(limits: WorkerLimits) -> tuple[int, ...]:
 
 
 def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """The buckets that decode steps of so many sequences need."""
     largest = bucket_of(ROW_BUCKETS, max_num_seqs) or ROW_BUCKETS[-1]
     return tuple(bucket for bucket in ROW_BUCKETS if bucket <= largest)
 
 
 def bucket_of(buckets: tuple[int, ...], count: int) -> int | None:
-    """The smallest bucket that holds so many; None if none does."""
     return next((bucket for bucket in buckets if bucket >= count), None)

@@ -11,20 +11,18 @@ from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
 
 _MIB = 1 << 20
 _GIB = 1 << 30
-_CONTEXT_BYTES = 640 * _MIB
-"""The CUDA context with our kernels, cuBLASLt's, and its workspace."""
+_CONTEXT_BYTES = 640 * _MIB  # the CUDA context with our kernels, cuBLASLt's, and its workspace
+# of tables of RoPE: cosines and sines of 128 rotated dimensions, or of 64 at two frequencies
 _ROPE_BYTES_PER_POSITION = 512
-"""Of tables of RoPE: cosines and sines of 128 rotated dimensions, or of 64 at two frequencies."""
+# of one captured forward pass and the sampling after it: nodes, and the places where their results stay
 _GRAPH_BYTES = 10 * _MIB
-"""Of one captured forward pass and what samples behind it: nodes, and the places where their results stay."""
+# of one token of a step, at most: a few vectors of the widest layer of any model served
 _ACTIVATION_BYTES_PER_TOKEN = 1 << 18
-"""Of one token of a step, at most: a few vectors of the widest layer of any model served."""
+# of one rank's end of a group, by far the most of it NCCL's channels; measured with two ranks, 1352 MiB
 _COMMUNICATOR_BYTES = 1408 * _MIB
-"""Of one rank's end of a group, by far the most of it NCCL's channels; measured with two ranks, 1352 MiB."""
-_GATHERED_LOGIT_BYTES = 8
-"""Of one logit of a sampled row, where each rank computes some: as they arrive, and in order."""
+_GATHERED_LOGIT_BYTES = 8  # of one logit of a sampled row, where each rank computes some: as they arrive, and in order
+# of one logit of a sampled row: float32, float32 scratch of sampling, and what a copy of some rows takes
 _LOGIT_BYTES = 12
-"""Of one logit of a sampled row: float32, float32 scratch of sampling, and what a copy of some rows takes."""
 
 
 def workspaces(
@@ -36,16 +34,7 @@ def workspaces(
     mixed_tokens: Sequence[int],
     num_ranks: int = 1,
 ) -> Mapping[str, int]:
-    """Purpose -> bytes on one GPU.
-
-    Args:
-        limits: sizes of the rank's state.
-        max_step_tokens: tokens of the largest step.
-        slot_state_bytes: of what the device keeps per slot.
-        decode_rows: of each decode step that is captured.
-        mixed_tokens: of each captured mixed batch.
-        num_ranks: that share each layer.
-    """
+    """Purpose -> bytes on one GPU."""
     rows = limits.max_num_seqs + PROMPT_LOGPROB_ROWS
     gathered_bytes = rows * limits.vocab_size * _GATHERED_LOGIT_BYTES
     scored_tokens = max_step_tokens + max((*decode_rows, *mixed_tokens), default=0)  # graphs have memory of their own

@@ -17,14 +17,11 @@ from openinfer_kernels.cuda.common.graphs import Event
 class SampledTokens:
     """What comes back of the rows that sample."""
 
-    rows: HostArray
-    """`[n]` rows of the plan."""
-    places: HostArray
-    """`[n]` where each is in the next two."""
+    rows: HostArray  # `[n]` rows of the plan
+    places: HostArray  # `[n]` where each is in the next two
     token_ids: HostArray
     logprobs: HostLogprobs | None
-    tops: HostArray
-    """`[n]` alternatives that each row's request asked for; -1 for no log-probabilities."""
+    tops: HostArray  # `[n]` alternatives that each row's request asked for; -1 for no log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,6 @@ class ScoredPrompt:
     top: int
 
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt tokens that the row's positions predict."""
         return tuple(
             one
             for chunk in self.chunks
@@ -52,8 +48,7 @@ class QueuedStep:
     num_rows: int
     sampled: SampledTokens
     prompts: list[ScoredPrompt]
-    after: Callable[[], None]
-    """Called once the step is over."""
+    after: Callable[[], None]  # called once the step is over
 
     def result(self) -> StepResult:
         self.done.wait()

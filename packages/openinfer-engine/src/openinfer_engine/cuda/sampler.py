@@ -16,15 +16,7 @@ from openinfer_kernels.cuda.sampling.step_inputs import DECODE_LINES, DecodeInpu
 
 
 class CudaSampler:
-    """Queues sampling of rows whose parameters are in `CudaSamplingState`.
-
-    Args:
-        ops: the operators.
-        slots: sampling state by slot.
-        communicator: of the ranks; rank 0's tokens are taken.
-        limits: sizes.
-        max_rows: that are sampled at a time.
-    """
+    """Queues sampling of rows whose parameters are in `CudaSamplingState`."""
 
     def __init__(
         self, ops: CudaOps, slots: CudaSamplingState, communicator: Communicator, limits: WorkerLimits, *, max_rows: int
@@ -38,14 +30,7 @@ class CudaSampler:
     def sample(
         self, logits: Array, sampled: SampledRows, *, changes: bool = False, mask: TokenMask | None = None
     ) -> Array:
-        """Token ids `[R]` for `logits [R, V]`, which the slots' next rows begin with.
-
-        Args:
-            logits: as the model gives them.
-            sampled: how each row is sampled.
-            changes: whether a row may have penalties or a bias.
-            mask: tokens that rows may sample.
-        """
+        """Token ids `[R]` for `logits [R, V]`, which the slots' next rows begin with."""
         state = self._slots.state
         if self._communicator.rank == 0:
             changed = state.changes(sampled.slots) if changes else None
@@ -65,7 +50,6 @@ class CudaSampler:
         return token_ids, self._ops.logprobs(logits, token_ids, top=min(MAX_LOGPROBS, self._limits.vocab_size))
 
     def token_mask(self, masks: Iterable[tuple[int, MaskWords]], num_rows: int, staging: StagingBuffer) -> TokenMask:
-        """Brings the masks of some of `num_rows` rows to the device."""
         (rows,) = staging.upload(self.send_masks(masks, num_rows, staging))
         return TokenMask(rows=rows, bits=self._mask_bits[:num_rows])
 

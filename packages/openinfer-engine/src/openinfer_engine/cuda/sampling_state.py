@@ -23,8 +23,7 @@ class UnscoredRow:
 
     row: int
     targets: tuple[int, ...]
-    top: int
-    """Alternatives that were asked for."""
+    top: int  # alternatives that were asked for
 
 
 class CudaSamplingState:
@@ -34,23 +33,17 @@ class CudaSamplingState:
         self.state = SlotState(device, slot_sizes(limits))
         self._vocab_size = limits.vocab_size
         slots = limits.max_num_seqs
+        # alternatives per sampled token that each slot's request asked for; -1 for no log-probabilities
         self.logprobs: HostArray = np.full(slots, -1, np.int32)
-        """Alternatives per sampled token that each slot's request asked for; -1 for no log-probabilities."""
         self._changes_logits: HostArray = np.zeros(slots, np.bool_)
+        # positions below this one predict prompt tokens whose log-probabilities were asked for
         self._unscored_before: HostArray = np.zeros(slots, np.int64)
-        """Positions below this one predict prompt tokens whose log-probabilities were asked for."""
+        # position from which on the bias of a slot with `min_tokens` no longer forbids its stop tokens
         self._stop_allowed_from: HostArray = np.full(slots, _NEVER, np.int64)
-        """Position from which on the bias of a slot with `min_tokens` no longer forbids its stop tokens."""
         self._starts: dict[int, SlotStart] = {}
 
     def update(self, plan: StepPlan, entries: HostArray, staging: StagingBuffer) -> None:
-        """Brings the device up to date before a step.
-
-        Args:
-            plan: the step.
-            entries: of the block tables, see `BlockTables.advance`.
-            staging: the step's host memory.
-        """
+        """Brings the device up to date before a step."""
         begun = [self._begin(start, staging) for start in plan.started]
         ends = plan.starts + plan.counts
         late = plan.slots[ends >= self._stop_allowed_from[plan.slots]].tolist()
@@ -62,16 +55,13 @@ class CudaSamplingState:
             self.state.start(slot_records)
 
     def is_plain(self, plan: StepPlan) -> bool:
-        """Whether no row of a step needs more than a token drawn from unchanged logits."""
         slots = plan.slots
         return not (plan.token_masks or self._changes_logits[slots].any() or (self.logprobs[slots] >= 0).any())
 
     def changes_logits(self, plan: StepPlan) -> bool:
-        """Whether a row of a step has penalties or a bias."""
         return bool(self._changes_logits[plan.slots].any())
 
     def unscored(self, plan: StepPlan) -> "list[UnscoredRow]":
-        """Rows of a step that owe log-probabilities of the prompt."""
         found: list[UnscoredRow] = []
         for row in np.flatnonzero(plan.starts < self._unscored_before[plan.slots]).tolist():
             request = self._starts[int(plan.slots[row])].request
@@ -123,7 +113,6 @@ class CudaSamplingState:
 
 
 def slot_sizes(limits: WorkerLimits) -> SlotSizes:
-    """What the state on the device is made for."""
     return SlotSizes(
         max_num_seqs=limits.max_num_seqs,
         max_blocks=-(-limits.max_model_tokens // limits.block_size_tokens),

@@ -19,11 +19,7 @@ class StepTimes:
                 self._timer = Timer(tracer.clock)
 
     def begin(self, plan: StepPlan) -> Callable[[], Callable[[], None]]:
-        """Marks a step's beginning on the current stream.
-
-        Returns:
-            What marks its end, and returns what tells the tracer, to be called when the step is over.
-        """
+        """Marks a step's beginning; returns what marks its end, which returns what tells the tracer once it is over."""
         timer = self._timer
         if timer is None:
             return _no_end

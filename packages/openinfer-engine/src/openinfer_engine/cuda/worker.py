@@ -53,20 +53,17 @@ from openinfer_kernels.cuda.sampling.step_inputs import (
     mixed_record,
 )
 
+# slots, starts, counts, given counts and given ids of rows, as in a plan
 _Columns = tuple[HostArray, HostArray, HostArray, HostArray, HostArray]
-"""Slots, starts, counts, given counts and given ids of rows, as in a plan."""
-_STAGING_BUFFERS = 3
-"""Steps whose host memory is in use at a time, at most: one running, one queued, one being read."""
+_STAGING_BUFFERS = 3  # steps whose host memory is in use at a time, at most: one running, one queued, one being read
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """What a step samples, on the device."""
 
-    sampled: HostArray
-    """Rows of the plan."""
-    places: HostArray
-    """Where each is in the next two."""
+    sampled: HostArray  # rows of the plan
+    places: HostArray  # where each is in the next two
     token_ids: Array
     logprobs: Logprobs | None
     prompts: list[ScoredPrompt]
@@ -115,12 +112,7 @@ class CudaWorker:
     # --- start ------------------------------------------------------------------------------------------
 
     def warm_up(self, *, capture: bool, mark: Callable[[str], None]) -> None:
-        """Runs each captured size once, so that nothing is compiled or measured later, and captures it.
-
-        Args:
-            capture: whether to capture.
-            mark: told the phases of the start: `tuning` and `capture`.
-        """
+        """Runs each captured size once, so that nothing is compiled or measured later; marks `tuning` and `capture`."""
         work = StepWork(
             decode_logits=self._decode_logits,
             sample=lambda logits, inputs: self._sampler.sample(logits, inputs.sampled),
@@ -169,7 +161,6 @@ class CudaWorker:
     # --- what is captured, beside sampling --------------------------------------------------------------
 
     def _decode_logits(self, inputs: DecodeInputs) -> Array:
-        """`[R, V]` logits of a decode step."""
         self._slots.state.prepare_decode(inputs)
         return self._model.logits(self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache))
 
@@ -194,7 +185,6 @@ class CudaWorker:
         return DevicePool(self._kv_cache, self._ops.device, slots=slots)
 
     def fence(self) -> Callable[[], None]:
-        """Sleeps until the stream has passed its present end."""
         with self._stream:
             return Fence().wait
 
@@ -229,7 +219,6 @@ class CudaWorker:
         return QueuedStep(staging.done, plan.num_rows, sampled, rows.prompts, after)
 
     def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
-        """The captured decode step that can hold a plan, if it is one."""
         is_decode = not len(plan.token_ids) and plan.num_tokens == plan.num_rows
         bucket = bucket_of(ROW_BUCKETS, plan.num_rows) if is_decode else None
         return None if bucket is None else self._decode.get(bucket)
@@ -281,7 +270,6 @@ class CudaWorker:
         return _Rows(sampled, places, token_ids, logprobs, prompts)
 
     def _captured_mixed(self, plan: StepPlan) -> CapturedMixed | None:
-        """The captured mixed batch that can hold a plan."""
         bucket = bucket_of(TOKEN_BUCKETS, plan.num_tokens)
         return None if bucket is None else self._mixed.get(bucket)
 
@@ -294,7 +282,6 @@ class CudaWorker:
         return captured.hidden
 
     def _launch_mixed(self, plan: StepPlan, staging: StagingBuffer) -> Array:
-        """`[T, h]` hidden states of a step of any shape."""
         return self._mixed_hidden(self._inputs_of(_columns(plan), staging))
 
     def _forward_last_tokens(self, model: LastTokenModel, plan: StepPlan, last: Array, staging: StagingBuffer) -> Array:
@@ -316,7 +303,6 @@ class CudaWorker:
         )
 
     def _inputs_of(self, columns: _Columns, staging: StagingBuffer) -> MixedInputs:
-        """Inputs of a step that is not captured, on their way to the device."""
         _, starts, counts, _, _ = columns
         num_rows, num_tokens, longest = len(counts), int(counts.sum()), int((starts + counts).max())
         (record,) = staging.upload(mixed_record(*columns, sizes=(num_rows, num_tokens)))

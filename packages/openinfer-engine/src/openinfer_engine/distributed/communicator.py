@@ -116,7 +116,6 @@ class SoloCommunicator:
 
 
 def check_axis(array: Array, axis: int, *, pieces: int = 1) -> None:
-    """Raises `ValueError` unless the array has the axis and it can be cut into so many equal pieces."""
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(f"an array of shape {array.shape} has no axis {axis}")
     if array.shape[axis] % pieces:
@@ -124,12 +123,10 @@ def check_axis(array: Array, axis: int, *, pieces: int = 1) -> None:
 
 
 def check_pieces(array: Array, size: int) -> None:
-    """Raises `ValueError` unless the array has one element per rank on its first axis."""
     if array.ndim == 0 or array.shape[0] != size:
         raise ValueError(f"all_to_all among {size} ranks needs an array [{size}, ...], not one of shape {array.shape}")
 
 
 def check_root(root: int, size: int) -> None:
-    """Raises `ValueError` unless there is a rank `root`."""
     if not 0 <= root < size:
         raise ValueError(f"there is no rank {root} among {size}")

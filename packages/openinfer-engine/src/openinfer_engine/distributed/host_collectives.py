@@ -8,16 +8,15 @@ import numpy as np
 from openinfer_engine.errors import GroupBroken
 from openinfer_kernels import HostArray
 
+# all ranks' arrays, in order, and a rank -> that rank's result, a new array
 Combine = Callable[[Sequence[HostArray], int], HostArray]
-"""All ranks' arrays, in order, and a rank -> that rank's result, a new array."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCollective:
     """One call of a collective."""
 
-    name: str
-    """With its arguments; all ranks of a group must call the same."""
+    name: str  # with its arguments; all ranks of a group must call the same
     combine: Combine
 
 
@@ -35,13 +34,10 @@ BARRIER = HostCollective("barrier", lambda arrays, rank: arrays[rank].copy())
 
 
 def all_gather(axis: int) -> HostCollective:
-    """Joins along `axis`."""
     return HostCollective(f"all_gather(axis={axis})", lambda arrays, rank: np.concatenate(arrays, axis))
 
 
 def reduce_scatter(axis: int) -> HostCollective:
-    """Sums, and cuts `axis`."""
-
     def combine(arrays: Sequence[HostArray], rank: int) -> HostArray:
         return rank_sum([np.split(each, len(arrays), axis)[rank] for each in arrays])
 
@@ -49,12 +45,10 @@ def reduce_scatter(axis: int) -> HostCollective:
 
 
 def broadcast(root: int) -> HostCollective:
-    """Copies the array of rank `root`."""
     return HostCollective(f"broadcast(root={root})", lambda arrays, rank: arrays[root].copy())
 
 
 def check_alike(offers: Sequence[Offer]) -> None:
-    """Raises `GroupBroken` unless all ranks ask for the same thing."""
     asked = [f"{offer.operation} of {offer.array.dtype} {list(offer.array.shape)}" for offer in offers]
     if len(set(asked)) > 1:
         listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked))

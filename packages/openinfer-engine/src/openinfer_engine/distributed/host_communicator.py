@@ -11,14 +11,7 @@ from openinfer_kernels import HostArray
 
 
 class HostCommunicator(ABC):
-    """One rank of a group on the host: a `Communicator` but for `abort` and `close`.
-
-    Sums of float16 are accumulated in float32, those of integers in their own dtype.
-
-    Args:
-        rank: this rank.
-        size: ranks of the group.
-    """
+    """A `Communicator` but for `abort` and `close`. Float16 is summed in float32, integers in their own dtype."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank

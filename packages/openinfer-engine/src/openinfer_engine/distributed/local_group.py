@@ -23,11 +23,7 @@ Result = TypeVar("Result")
 
 
 class LocalGroup:
-    """Ranks that share this process, each called from a thread of its own.
-
-    Args:
-        size: number of ranks.
-    """
+    """Ranks that share this process, each called from a thread of its own."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -37,7 +33,6 @@ class LocalGroup:
 
     @property
     def communicators(self) -> "Sequence[LocalCommunicator]":
-        """One per rank, in order."""
         return self._members
 
     def run(self, work: Callable[[Communicator], Result]) -> list[Result]:
@@ -128,7 +123,6 @@ class _Meeting:
                 self._check()
 
     def reopen(self) -> None:
-        """All ranks take part again."""
         with self._changed:
             self._left.clear()
 

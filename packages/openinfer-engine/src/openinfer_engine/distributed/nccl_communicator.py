@@ -25,10 +25,9 @@ from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 
 logger = logging.getLogger("openinfer.engine")
 
+# of the first collectives: NCCL connects ranks when it first uses a way between them, which depends on the size
 _WARM_VALUES = (1 << 11, 1 << 16, 1 << 20, 1 << 23)
-"""Of the first collectives: NCCL connects ranks when it first uses a way between them, which depends on the size."""
-_CALL_DEADLINE_S = 1.0
-"""What a call that is being made may take until it is aborted all the same."""
+_CALL_DEADLINE_S = 1.0  # what a call that is being made may take until it is aborted all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +36,11 @@ class _Joined:
 
     group: NcclGroup
     sums: ExactSums
-    one_shot: OneShot | None
-    """What sums small arrays."""
+    one_shot: OneShot | None  # what sums small arrays
 
 
 class NcclCommunicator:
-    """One rank of a group.
-
-    Args:
-        group_id: of `unique_id`, the same for all ranks.
-        rank: this rank.
-        size: ranks of the group, at least two.
-        device: this rank's own.
-    """
+    """One rank of a group."""
 
     def __init__(self, group_id: bytes, *, rank: int, size: int, device: Device) -> None:
         self._rank = rank
@@ -115,14 +106,12 @@ class NcclCommunicator:
         return received
 
     def broadcast(self, array: Array, *, root: int) -> Array:
-        """The array of rank `root`, in this array's memory."""
         check_root(root, self._size)
         with self._collective() as joined:
             joined.group.broadcast(array, root=root)
         return array
 
     def barrier(self) -> None:
-        """Returns once every rank has called it and all work queued before on each rank's stream is done."""
         self.all_reduce(cupy.zeros(1, np.int32))
         cupy.cuda.get_current_stream().synchronize()
         self._check()
@@ -132,7 +121,6 @@ class NcclCommunicator:
         self._break(GroupBroken(f"the group of {self._size} ranks is broken: {error}"))
 
     def close(self) -> None:
-        """Frees the group, once no graph with its collectives is left."""
         with self._changed:
             self._changed.wait_for(lambda: self._joined is not None or self._broken is not None)
             joined, is_whole = self._joined, self._broken is None
@@ -145,7 +133,6 @@ class NcclCommunicator:
     # --- the group --------------------------------------------------------------------------------------
 
     def _join(self, group_id: bytes) -> None:
-        """Forms the group and connects its ranks."""
         try:
             self._device.use()
             group = NcclGroup(group_id, rank=self._rank, size=self._size)
@@ -177,11 +164,6 @@ class NcclCommunicator:
 
     @contextlib.contextmanager
     def _collective(self) -> Generator[_Joined]:
-        """The group, for one collective.
-
-        Raises:
-            GroupBroken: it is broken.
-        """
         if self._joined is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._joined is not None or self._broken is not None)

@@ -22,25 +22,16 @@ from openinfer_kernels.cuda.common.libraries import cupy
 
 logger = logging.getLogger("openinfer.engine")
 
+# of arrays that are summed by one kernel: what a rank sends at most, which is the array whole to every other rank. So
+# long all blocks of the kernel are on the device at once: none waits for a place while others wait for its part
 ONE_SHOT_SENT_BYTES = 1 << 21
-"""Of arrays that are summed by one kernel: what a rank sends at most, which is the array whole to every other rank.
-
-So long all blocks of the kernel are on the device at once: none waits for a place while others wait for its part."""
+# of all ranks' arrays together: up to here they are gathered whole, which is one exchange instead of two
 _GATHERED_BYTES = 1 << 19
-"""Of all ranks' arrays together: up to here they are gathered whole, which is one exchange instead of two."""
-_PIECE_VALUES = 8
-"""Pieces of a sum begin at multiples of so many values, hence of 16 bytes."""
+_PIECE_VALUES = 8  # pieces of a sum begin at multiples of so many values, hence of 16 bytes
 
 
 class ExactSums:
-    """Sums of BF16 or float32 arrays of any number of ranks, in place, over NCCL.
-
-    Args:
-        group: of the ranks.
-        arrays: what adds up.
-        rank: this rank.
-        size: ranks.
-    """
+    """Sums of BF16 or float32 arrays of any number of ranks, in place, over NCCL."""
 
     def __init__(self, group: NcclGroup, arrays: RankArrays, *, rank: int, size: int) -> None:
         self._group = group
@@ -49,7 +40,6 @@ class ExactSums:
         self._size = size
 
     def all_reduce(self, array: Array) -> None:
-        """By the way that suits the array's size."""
         if self._size == 2 or array.dtype.kind in "iu":  # one addition; integers are exact in any order
             self._group.all_reduce(array, array)
         elif array.size % (self._size * _PIECE_VALUES) or array.nbytes * self._size <= _GATHERED_BYTES:
@@ -58,7 +48,6 @@ class ExactSums:
             self.exchange_pieces(array)
 
     def gather(self, array: Array) -> None:
-        """Every rank gets all arrays and adds them up."""
         gathered = cupy.empty((self._size, *array.shape), array.dtype)
         self._group.all_gather(array, gathered)
         self._arrays.sum(gathered, array)
@@ -76,15 +65,7 @@ class ExactSums:
 def open_one_shot(
     group: NcclGroup, device: Device, *, rank: int, size: int, sent_bytes: int = ONE_SHOT_SENT_BYTES
 ) -> OneShot | None:
-    """What sums small arrays, if all ranks can reach each other's memory; called on every rank.
-
-    Args:
-        group: of the ranks.
-        device: this rank's.
-        rank: this rank.
-        size: ranks.
-        sent_bytes: what a rank sends at most of an array.
-    """
+    """What sums small arrays, if all ranks can reach each other's memory; called on every rank."""
     if size > MAX_RANKS:
         return None
     with cupy.cuda.Stream(non_blocking=True) as stream:

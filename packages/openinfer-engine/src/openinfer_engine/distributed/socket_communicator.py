@@ -27,8 +27,7 @@ from openinfer_engine.distributed.host_communicator import HostCommunicator
 from openinfer_engine.errors import GroupBroken
 from openinfer_kernels import HostArray
 
-_LOOK_S = 0.2
-"""Between two looks, of the thread that lets the others in, at whether it still should."""
+_LOOK_S = 0.2  # between two looks, of the thread that lets the others in, at whether it still should
 _HELLO_DEADLINE_S = 10.0
 _READ_BYTES = 1 << 20
 
@@ -104,7 +103,6 @@ class SocketCommunicator(HostCommunicator):
         self._break(GroupBroken(f"rank {self._rank} failed: {type(error).__name__}: {error}"))
 
     def close(self) -> None:
-        """Closes the links: ranks that still wait get `GroupBroken`."""
         self._break(GroupBroken(f"rank {self._rank} has closed its end"))
         if self._admitting is not None:
             self._admitting.join()
@@ -202,7 +200,6 @@ class _Door:
         return None
 
     def close(self) -> None:
-        """No further rank can join. Idempotent."""
         self._closing.close()
 
 
@@ -231,11 +228,6 @@ class _Link:
         return _array_decoder.decode(self._frame())
 
     def _frame(self) -> bytes:
-        """The next frame's body.
-
-        Raises:
-            EOFError: the other side has left.
-        """
         while not self._arrived:
             data = self._connection.recv(_READ_BYTES)
             if not data:
@@ -244,7 +236,6 @@ class _Link:
         return self._arrived.popleft()
 
     def close(self) -> None:
-        """Wakes the threads that wait at either end."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

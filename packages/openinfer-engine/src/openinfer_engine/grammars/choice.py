@@ -20,11 +20,6 @@ def choose_grammar_compiler(
 ) -> Plugin | None:
     """The compiler that an option asks for; None for none.
 
-    Args:
-        name: of a plug-in, `auto` or `none`.
-        model_dir: `auto` is none for a model without a tokenizer.
-        is_installed: whether a module can be imported.
-
     Raises:
         Refused: llguidance is asked for and not installed.
         PluginError: no package offers the name.
@@ -40,12 +35,7 @@ def choose_grammar_compiler(
 
 
 def make_grammar_compiler(plugin: Plugin | None, vocabulary: Vocabulary) -> GrammarCompiler | None:
-    """Begins a compiler.
-
-    Raises:
-        BrokenPlugin: it failed to load.
-        Refused: it cannot serve this model.
-    """
+    """Raises `BrokenPlugin`, or `Refused` if it cannot serve this model."""
     if plugin is None:
         return None
     make: MakeGrammarCompiler = plugin.load()
@@ -53,11 +43,7 @@ def make_grammar_compiler(plugin: Plugin | None, vocabulary: Vocabulary) -> Gram
 
 
 def llguidance_compiler(vocabulary: Vocabulary) -> GrammarCompiler:
-    """The entry point `llguidance`: its modules are loaded only when it is chosen.
-
-    Raises:
-        Refused: llguidance is not installed, or the model has no tokenizer.
-    """
+    """The entry point `llguidance`, loaded when chosen. Raises `Refused`: it, or a tokenizer, is not there."""
     if find_spec(LLGUIDANCE) is None:
         raise Refused(_NOT_INSTALLED)
     from openinfer_engine.grammars.compiler import LlguidanceCompiler

@@ -20,8 +20,7 @@ from openinfer_engine.grammars.preambles import head_of
 
 logger = logging.getLogger("openinfer.engine")
 
-MAX_KEPT = 128
-"""Grammars, the refused ones too; the least recently used makes room."""
+MAX_KEPT = 128  # grammars, the refused ones too; the least recently used makes room
 
 
 class LlguidanceCompiler:
@@ -44,7 +43,6 @@ class LlguidanceCompiler:
         self._worker.submit(self._read_tokenizer)
 
     def compile(self, request: GenerateRequest) -> "Future[TokenMatcher]":
-        """Begins to compile; a grammar that is known is there at once. See the contract."""
         grammar = request.sampling.grammar
         if grammar is None or not request.sampling.stop_token_ids:
             why = "there is none" if grammar is None else "no stop token can end its output; give stop_token_ids"
@@ -56,7 +54,6 @@ class LlguidanceCompiler:
         return self._worker.submit(self._compile, key, grammar, request)
 
     def close(self) -> None:
-        """Ends the worker and the guard. Idempotent."""
         self._guard.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
 
@@ -98,11 +95,7 @@ class LlguidanceCompiler:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """Read once, in the worker thread.
-
-        Raises:
-            InvalidRequest: llguidance cannot read it.
-        """
+        """Read once, in the worker thread; raises `InvalidRequest` if llguidance cannot read it."""
         vocabulary = self._vocabulary
         try:
             tokenizer = LLTokenizer(

@@ -13,12 +13,10 @@ from typing import IO, Any
 
 from openinfer_core import Grammar, InvalidRequest
 
-CPU_S = 1.0
-"""Processor time that one grammar may take; common ones take 1 to 40 ms."""
-DEADLINE_S = 20.0
-"""Of the clock, for a machine so busy that processor time hardly passes."""
-MAX_MESSAGE = 300
-"""Characters of llguidance's message that a client is shown."""
+CPU_S = 1.0  # processor time that one grammar may take; common ones take 1 to 40 ms
+DEADLINE_S = 20.0  # of the clock, for a machine so busy that processor time hardly passes
+MAX_MESSAGE = 300  # characters of llguidance's message that a client is shown
+# llguidance's own, below its defaults: a mask of a hostile grammar takes tens of milliseconds, not seconds
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 50_000,
@@ -26,7 +24,6 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,
 }
-"""llguidance's own, below its defaults: a mask of a hostile grammar takes tens of milliseconds, not seconds."""
 _PROCESS = Path(__file__).with_name("guard_process.py")
 _TOO_MUCH = "it is too large, too deep or too slow to check"
 
@@ -46,7 +43,6 @@ class GrammarGuard:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
         process = self._process
         return None if process is None else process.pid
 
@@ -106,7 +102,6 @@ class GrammarGuard:
             return None
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Of the process, which is started if it does not run."""
         if self._process is not None and self._process.poll() is not None:
             self._end()
         started = self._process is None
@@ -133,14 +128,12 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def refused(grammar: Grammar, why: str) -> InvalidRequest:
-    """What a client is told of a grammar that cannot be used."""
     reason = " ".join(why.split())
     shown = reason if len(reason) <= MAX_MESSAGE else reason[:MAX_MESSAGE] + "..."
     return InvalidRequest(f"the grammar ({grammar.kind}) cannot be used: {shown}", field="grammar")
 
 
 def _read_line(source: int, deadline_s: float) -> bytes | None:
-    """Bytes up to a newline; None at the end of the pipe or at the deadline."""
     parts: list[bytes] = []
     while not parts or not parts[-1].endswith(b"\n"):
         left_s = deadline_s - time.monotonic()

@@ -13,12 +13,10 @@ from typing import Any, cast
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
-MAX_MEMORY_BYTES = 2 * 2**30
-"""Address space, of which Python and llguidance take about 0.3 GB."""
-STACK_BYTES = 2**20
-"""An eighth of what threads of the engine have: what fits here cannot overflow there."""
+MAX_MEMORY_BYTES = 2 * 2**30  # address space, of which Python and llguidance take about 0.3 GB
+STACK_BYTES = 2**20  # an eighth of what threads of the engine have: what fits here cannot overflow there
+# between the parts of JSON, unless the schema's `x-guidance` speaks of it: a model cannot go on with it forever
 WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
-"""Between the parts of JSON, unless the schema's `x-guidance` speaks of it: a model cannot go on with it forever."""
 
 
 def translate(request: dict[str, Any]) -> str:
@@ -78,7 +76,6 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
 
 def serve() -> None:
-    """Says that it is ready, then answers requests until standard input ends."""
     sys.stdout.buffer.write(b"ready\n")
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:

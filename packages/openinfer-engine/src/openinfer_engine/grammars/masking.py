@@ -39,8 +39,7 @@ class CompiledRequest:
 
     request: GenerateRequest
     arrived_s: float
-    failure: Failed | None
-    """Why it cannot be served."""
+    failure: Failed | None  # why it cannot be served
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,7 @@ class MaskedRequests:
         self._num_words = mask_words(num_token_ids)
         self._compiling: dict[RequestId, _Compiling] = {}
         self._matchers: dict[RequestId, TokenMatcher] = {}
-        self._slots: dict[int, RequestId] = {}
-        """Slots whose present owner has a matcher."""
+        self._slots: dict[int, RequestId] = {}  # slots whose present owner has a matcher
 
     @property
     def is_possible(self) -> bool:
@@ -67,7 +65,6 @@ class MaskedRequests:
 
     @property
     def num_compiling(self) -> int:
-        """Requests that wait for the compiler."""
         return len(self._compiling)
 
     # --- before they are scheduled ----------------------------------------------------------------------
@@ -78,7 +75,6 @@ class MaskedRequests:
         self._compiling[request.request_id] = _Compiling(request, now_s, self._compiler.compile(request))
 
     def withdraw(self, request_id: RequestId) -> GenerateRequest | None:
-        """Takes out a request that is compiling; None if it is not."""
         compiling = self._compiling.pop(request_id, None)
         if compiling is None:
             return None
@@ -91,7 +87,6 @@ class MaskedRequests:
         return [self._finish(self._compiling.pop(request_id)) for request_id in done]
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for any grammar, at most so long."""
         wait([compiling.matcher for compiling in self._compiling.values()], timeout_s, "FIRST_COMPLETED")
 
     def _finish(self, compiling: _Compiling) -> CompiledRequest:
@@ -145,11 +140,9 @@ class MaskedRequests:
         return failures
 
     def forget(self, request_id: RequestId) -> None:
-        """Drops the matcher of a request that has ended."""
         self._matchers.pop(request_id, None)
 
     def close(self) -> None:
-        """Closes the compiler. Idempotent."""
         self._compiling.clear()
         self._matchers.clear()
         if self._compiler is not None:

@@ -20,21 +20,12 @@ from openinfer_kv_cache import BlockPool, BlockSequence
 class BlockAllocation:
     """Blocks for every id of a sequence."""
 
-    cached_tokens: int
-    """Of the pool, that it can begin behind."""
-    found: StatePrefixHit | None = None
-    """What tiers have beyond that, for a model with recurrent states."""
+    cached_tokens: int  # tokens of the pool after which it can begin
+    found: StatePrefixHit | None = None  # what tiers have beyond that, for a model with recurrent states
 
 
 class BlockAllocator:
-    """Takes blocks from one pool.
-
-    Args:
-        pool: of the blocks.
-        matches_prefixes: whether prefixes are shared.
-        snapshots: of recurrent states; None without.
-        hurry: called when blocks are short.
-    """
+    """Takes blocks from one pool; `hurry` is called when blocks are short."""
 
     def __init__(
         self, pool: BlockPool, *, matches_prefixes: bool, snapshots: Snapshots | None, hurry: Callable[[], None]
@@ -43,17 +34,14 @@ class BlockAllocator:
         self._matches_prefixes = matches_prefixes
         self._snapshots = snapshots
         self._hurry = hurry
-        self.prefixes: StatePrefixes | None = None
-        """With KV tiers, for a model with recurrent states."""
+        self.prefixes: StatePrefixes | None = None  # with KV tiers, for a model with recurrent states
 
     def allocate(
         self, sequence: Sequence, *, running: ListLike[Sequence], loading: ListLike[Sequence]
     ) -> BlockAllocation | None:
         """Takes blocks for every id a sequence knows; each that runs or loads keeps one in reserve.
 
-        Returns:
-            What was found in the cache; None if blocks are short, or others compute or load what it needs first, and
-            will have it in the cache soon. Then nothing has changed.
+        None, with nothing changed, if blocks are short, or others compute or load what it needs first.
         """
         kv, spare_blocks = sequence.kv, len(running) + len(loading)
         if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks):
@@ -114,12 +102,10 @@ class BlockAllocator:
         return missing_blocks + spare_blocks <= pool.available_blocks + given_back
 
     def _is_coming(self, kv: BlockSequence, cached_tokens: int, loading: ListLike[Sequence]) -> bool:
-        """Whether another sequence loads states that a sequence could begin on, too."""
         loads = [each.load for each in loading if isinstance(each.load, StateLoad)]
         return self.prefixes is not None and self.prefixes.is_coming(kv, cached_tokens=cached_tokens, loads=loads)
 
     def _is_being_computed(self, kv: BlockSequence, running: ListLike[Sequence], loading: ListLike[Sequence]) -> bool:
-        """Whether the prompt of a sequence that runs or loads has the block that `kv` would have to compute first."""
         block_tokens = self._pool.block_size_tokens
         return any(
             other.kv.num_sealed_blocks < other.prompt_tokens // block_tokens and kv.would_wait_for(other.kv)

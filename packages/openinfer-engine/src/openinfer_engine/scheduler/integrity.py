@@ -10,11 +10,7 @@ from openinfer_engine.scheduler.step_builder import StepInFlight
 
 
 def check_integrity(queue: RunQueue, *, open_requests: Collection[Sequence], in_flight: Iterable[StepInFlight]) -> None:
-    """Compares the run queue, the open requests and the steps in flight.
-
-    Raises:
-        ContractViolation: with the first disagreement found.
-    """
+    """Raises `ContractViolation` with the first disagreement found."""
     flying = Counter(sequence for record in in_flight for sequence in record.rows)
     everyone = {*open_requests, *flying, *queue.given_up}
     for sequence in everyone:

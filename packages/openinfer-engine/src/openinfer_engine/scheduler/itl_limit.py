@@ -10,20 +10,13 @@ the mean. Prompts go on however little time there is, by `LEAST_TOKENS` in a ste
 from openinfer_engine.scheduler.step_builder import StepInFlight
 
 LEAST_TOKENS = 16
-FIRST_TOKENS = 256
-"""Of a step before any with prompt tokens was timed."""
-_RISE, _FALL = 0.5, 0.05
-"""Share of the way to the newest step's cost."""
-_MOST_GROWTH = 2.0
-"""A step counts as at most so many times what is known: the host was busy with something else."""
+FIRST_TOKENS = 256  # of a step before any with prompt tokens was timed
+_RISE, _FALL = 0.5, 0.05  # share of the way to the newest step's cost
+_MOST_GROWTH = 2.0  # a step counts as at most so many times what is known: the host was busy with something else
 
 
 class ItlLimiter:
-    """Keeps the cost of steps and the budget that follows from it.
-
-    Args:
-        max_itl_ms: what a step with decode rows may take; None leaves budgets as they are.
-    """
+    """Keeps the cost of steps and the budget that follows from it; `max_itl_ms` None leaves budgets as they are."""
 
     __slots__ = ("_applied_s", "_decode_ms", "_max_ms", "_token_ms")
 
@@ -43,7 +36,6 @@ class ItlLimiter:
         return min(budget_tokens, max(LEAST_TOKENS, int(room_ms / self._token_ms)))
 
     def note(self, step: StepInFlight, *, applied_s: float) -> None:
-        """Learns from a step whose result has come."""
         took_ms = (applied_s - max(self._applied_s, step.planned_s)) * 1e3
         self._applied_s = applied_s
         if self._max_ms is None or took_ms <= 0:

@@ -17,27 +17,18 @@ from openinfer_engine.scheduler.state_load import StateLoad
 
 
 class Loads:
-    """Loads of one pool's sequences, by `Sequence.load`.
-
-    Args:
-        port: to the tiers.
-        block_size_tokens: of a block.
-        snapshots: that loads fill; None for a model without recurrent states.
-    """
+    """Loads of one pool's sequences, by `Sequence.load`."""
 
     def __init__(self, port: TierPort, *, block_size_tokens: int, snapshots: Snapshots | None = None) -> None:
         self._port = port
         self._snapshots = snapshots
         self._block_tokens = block_size_tokens
-        self.sequences: list[Sequence] = []
-        """Loading or ready, in order of admission."""
-        self.given_up: list[Sequence] = []
-        """Loading no more, their blocks not given back yet."""
+        self.sequences: list[Sequence] = []  # loading or ready, in order of admission
+        self.given_up: list[Sequence] = []  # loading no more, their blocks not given back yet
         self.loaded_tokens = 0
 
     @property
     def is_ending(self) -> bool:
-        """Whether blocks of a load that was given up come back soon."""
         return bool(self.given_up)
 
     def begin(self, sequence: Sequence, cached_tokens: int) -> bool:
@@ -51,15 +42,11 @@ class Loads:
         return True
 
     def add(self, sequence: Sequence, load: StateLoad) -> None:
-        """The load of a sequence of a model with recurrent states has begun."""
         sequence.load = load
         self.sequences.append(sequence)
 
     def take_ready(self) -> tuple[Sequence, int | None] | None:
-        """The first sequence whose load is over; None while none is.
-
-        With it the tokens after which it begins; None where it has to look for a beginning in the pool.
-        """
+        """The first sequence whose load is over, and the tokens after which it begins; None: it looks in the pool."""
         for place, sequence in enumerate(self.sequences):
             if sequence.load is not None and sequence.load.is_over():
                 del self.sequences[place]
@@ -83,7 +70,6 @@ class Loads:
         return over
 
     def _seal(self, sequence: Sequence) -> int | None:
-        """Makes what has completed part of the prefix cache; returns where the sequence can begin."""
         kv, load = sequence.kv, sequence.load
         loaded_tokens = 0 if load is None else load.completed_blocks * self._block_tokens
         tokens = kv.num_sealed_blocks * self._block_tokens + loaded_tokens

@@ -23,13 +23,7 @@ _RUNNING = SequenceState.RUNNING
 
 
 class OutputProcessor:
-    """Takes in the rows of one step; `events` (in row order) and `ended` fill up.
-
-    Args:
-        queue: the run queue, which loses the sequences that end.
-        counters: are counted up.
-        seals_blocks: whether blocks that are full now may be found by later requests.
-    """
+    """Takes in the rows of one step; `events` (in row order) and `ended` fill up."""
 
     __slots__ = ("_counters", "_queue", "_record", "_result", "_seals_blocks", "ended", "events")
 
@@ -127,7 +121,6 @@ class OutputProcessor:
 
 
 def finished(sequence: Sequence, reason: FinishReason, *, stop_token_id: int | None = None) -> Finished:
-    """The terminal event of a sequence that ended well."""
     return Finished(
         sequence.request_id,
         reason,
@@ -139,13 +132,7 @@ def finished(sequence: Sequence, reason: FinishReason, *, stop_token_id: int | N
 
 
 def _take_unsent(sequence: Sequence, start: int, logprobs: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
-    """Those of a row's prompt log-probabilities that were not sent before a preemption.
-
-    Args:
-        sequence: counts them as sent.
-        start: first position of the row; its first entry is of the prompt token behind that.
-        logprobs: of the row.
-    """
+    """Prompt log-probabilities of a row not sent before a preemption; the first is of the token after `start`."""
     unsent = logprobs[max(0, sequence.prompt_logprobs_sent - start) :]
     sequence.prompt_logprobs_sent += len(unsent)
     return unsent

@@ -39,12 +39,9 @@ class Admission:
 
     sequence: Sequence
     start: SlotStart
-    has_policy_fault: bool
-    """Whether the queue policy raised on it: then its first row fails."""
-    restore: StateCopy | None = None
-    """Brings the recurrent states of the prefix that it begins on."""
-    hold: StateSlotCopy | None = None
-    """Of what is restored, until the step was applied; only with KV tiers."""
+    has_policy_fault: bool  # whether the queue policy raised on it: then its first row fails
+    restore: StateCopy | None = None  # brings the recurrent states of the prefix that it begins on
+    hold: StateSlotCopy | None = None  # of the snapshot restored, until the step was applied; only with KV tiers
 
 
 class RunQueue:
@@ -62,20 +59,16 @@ class RunQueue:
             digest_key=config.digest_key,
         )
         self.loads: Loads | None = None
-        self.saves: Saves | None = None
-        """Both None without KV tiers."""
-        self._state_saves: StateSaves | None = None
-        """With KV tiers, for a model with recurrent states."""
-        self.snapshots = None
-        """None for a model without recurrent states, or where none are kept."""
+        self.saves: Saves | None = None  # None without KV tiers
+        self._state_saves: StateSaves | None = None  # with KV tiers, for a model with recurrent states
+        self.snapshots = None  # None for a model without recurrent states, or where none are kept
         if self.kv.slots is not None:
             self.snapshots = Snapshots(
                 self.kv.slots, num_running_slots=config.max_num_seqs, block_size_tokens=config.block_size_tokens
             )
         self.waiting = WaitingQueue[Sequence](policy)
         self.running: list[Sequence] = []
-        self.preempted: list[Sequence] = []
-        """Youngest first, so that the end is next."""
+        self.preempted: list[Sequence] = []  # youngest first, so that the end is next
         self.num_slots = config.max_num_seqs
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.matches_prefixes = config.prefix_cache or self.snapshots is not None
@@ -89,11 +82,7 @@ class RunQueue:
         self._num_admitted = 0
 
     def use_tiers(self, port: TierPort) -> None:
-        """From now on prefixes come from tiers, too, and sealed blocks go there.
-
-        Raises:
-            ContractViolation: prefixes are not shared, or the port has no recurrent states of a model with such.
-        """
+        """Raises `ContractViolation`: prefixes are not shared, or the port lacks the model's recurrent states."""
         if not self.matches_prefixes:
             raise ContractViolation("KV tiers need a prefix cache")
         snapshots, block_tokens = self.snapshots, self.kv.pool.block_size_tokens
@@ -108,17 +97,14 @@ class RunQueue:
 
     @property
     def unsaved_blocks(self) -> int:
-        """Blocks, and chunks of states, that were not given to tiers because too many were on their way."""
         return sum(saves.unsaved_blocks for saves in (self.saves, self._state_saves) if saves is not None)
 
     def begin_saves(self) -> None:
-        """Begins to save what was sealed and kept since the last time."""
         for saves in (self.saves, self._state_saves):
             if saves is not None:
                 saves.begin()
 
     def settle(self) -> None:
-        """Takes back the blocks and snapshots of copies from and to tiers that have ended."""
         for saves in (self.saves, self._state_saves):
             if saves is not None:
                 saves.settle()
@@ -132,17 +118,12 @@ class RunQueue:
 
     @property
     def given_up(self) -> ListLike[Sequence]:
-        """Sequences whose load was given up and whose blocks a copy may still touch."""
         return () if self.loads is None else self.loads.given_up
 
     # --- in ---------------------------------------------------------------------------------------------
 
     def admit(self) -> Admission | None:
-        """Lets the next sequence run if there is a slot, and blocks for every id it knows; none is passed over.
-
-        One block per running sequence has to stay spare, lest the newcomer is preempted at their next block. A sequence
-        that shares a prefix with a prompt that is being computed waits for it instead of computing it a second time.
-        """
+        """Lets the next sequence run if there is a slot, and blocks for every id it knows; none is passed over."""
         while (ready := self._take_ready()) is None:
             sequence = self._next()
             if sequence is None or not self.free_slots:
@@ -156,7 +137,6 @@ class RunQueue:
         return self._start(*ready)
 
     def _take_ready(self) -> tuple[Sequence, int] | None:
-        """The first sequence whose load is over and that can begin, and behind which tokens."""
         while self.loads is not None and (ready := self.loads.take_ready()) is not None:
             sequence, tokens = ready
             if tokens is not None:
@@ -166,7 +146,6 @@ class RunQueue:
         return None
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes the next sequence out of the preempted or the waiting ones, and gives it a slot."""
         if sequence.state is SequenceState.PREEMPTED:
             self.preempted.pop()
         else:
@@ -175,7 +154,6 @@ class RunQueue:
         sequence.slot = self.free_slots.pop()
 
     def _begin_load(self, sequence: Sequence, allocation: BlockAllocation) -> bool:
-        """Whether the tiers have more of the sequence's prefix, which is on its way then."""
         if self.loads is None:
             return False
         if self._allocator.prefixes is not None:
@@ -200,7 +178,6 @@ class RunQueue:
         return load is not None
 
     def _start(self, sequence: Sequence, cached_tokens: int) -> Admission:
-        """The sequence runs from now on, behind the tokens whose KV is there."""
         if not sequence.has_run:
             sequence.has_run = True
             sequence.cached_tokens = cached_tokens
@@ -225,7 +202,7 @@ class RunQueue:
     # --- states -----------------------------------------------------------------------------------------
 
     def begin_snapshot(self, sequence: Sequence) -> StateSlotCopy | None:
-        """The copy of a running sequence's states behind the row planned last, if they are to be kept there."""
+        """The copy of a running sequence's states after the row planned last, if they are to be kept there."""
         end_tokens = sequence.computed_tokens
         if self.snapshots is None or end_tokens not in sequence.snapshot_positions:
             return None
@@ -235,7 +212,7 @@ class RunQueue:
         return copy
 
     def end_snapshot(self, copy: StateSlotCopy, *, good: bool) -> None:
-        """The step behind which the copy ran was applied; `good` if its row was computed for a sequence that lives."""
+        """The step that the copy ran after was applied; `good` if its row was computed for a sequence that lives."""
         if self.snapshots is None:
             raise ContractViolation("a copy of states ended, and none are kept")
         self.snapshots.end(copy, good=good)
@@ -243,7 +220,6 @@ class RunQueue:
             self._state_saves.note(copy.digest)
 
     def end_hold(self, hold: StateSlotCopy) -> None:
-        """The step that restored states from a snapshot was applied."""
         if self.snapshots is None:
             raise ContractViolation("a hold of states ended, and none are kept")
         self.snapshots.end(hold, good=True)
@@ -251,16 +227,10 @@ class RunQueue:
     # --- growth -----------------------------------------------------------------------------------------
 
     def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` computed positions fits, with all others preempted."""
         return self.kv.can_ever_fit(num_tokens)
 
     def allocate_next(self, sequence: Sequence, in_flight: Iterable[StepInFlight]) -> ListLike[int] | None:
-        """Makes room for one more position of a running sequence, preempting the youngest as needed.
-
-        Returns:
-            The blocks added; None if it has to sit this step out, because blocks that a step in flight still uses are
-            about to come back, or because it was the youngest itself.
-        """
+        """The blocks added for one more position of a running sequence; None if it has to sit this step out."""
         while (new_blocks := sequence.kv.reserve(sequence.computed_tokens + 1)) is None:
             if self._are_blocks_coming(in_flight):
                 return None
@@ -284,18 +254,15 @@ class RunQueue:
             self.give_back(sequence)
 
     def _are_blocks_coming(self, in_flight: Iterable[StepInFlight]) -> bool:
-        """Whether steps or copies that were begun give blocks back when they end."""
         if self.saves is not None and self.saves.are_blocks_coming():
             return True
         return (self.loads is not None and self.loads.is_ending) or _are_blocks_in_flight(in_flight)
 
     def _hurry_saves(self) -> None:
-        """Blocks are short: slow copies are cancelled."""
         if self.saves is not None:
             self.saves.are_blocks_coming()
 
     def _give_up_load(self) -> bool:
-        """Gives up the youngest load, if there is one: its blocks come back, and its prefix is computed later."""
         if self.loads is None or not self.loads.sequences:
             return False
         sequence = max(self.loads.sequences, key=_age)
@@ -305,14 +272,12 @@ class RunQueue:
         return True
 
     def _step_back(self, sequence: Sequence) -> None:
-        """One that loads no more resumes in its turn."""
         sequence.transition(SequenceState.PREEMPTED)
         bisect.insort(self.preempted, sequence, key=lambda each: -each.admission)
 
     # --- out --------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it stands."""
         match sequence.state:
             case SequenceState.WAITING:
                 self.waiting.withdraw(sequence)

@@ -14,25 +14,18 @@ from openinfer_kv_cache import BlockPin, BlockPool, BlockSequence, Digest
 
 PATIENCE_S = 0.05
 _LEAST_BLOCKS = 8
-_SHARE = 2
-"""Of the pool, one in so many blocks may be on its way."""
+_SHARE = 2  # of the pool, one in so many blocks may be on its way
 
 
 class Saves:
-    """Saves of one pool.
-
-    Args:
-        pool: whose blocks are pinned.
-        port: takes them.
-    """
+    """Saves of one pool."""
 
     def __init__(self, pool: BlockPool, port: TierPort) -> None:
         self._pool = pool
         self._port = port
         self._most_blocks = max(_LEAST_BLOCKS, pool.num_blocks // _SHARE)
         self._digests: list[Digest] = []
-        self._pins: list[BlockPin] = []
-        """Of blocks sealed by the step that is applied now, in the order of `_digests`."""
+        self._pins: list[BlockPin] = []  # of blocks sealed by the step that is applied now, in the order of `_digests`
         self._in_flight: list[tuple[TierTransfer, list[BlockPin]]] = []
         self._num_blocks = 0
         self.unsaved_blocks = 0
@@ -48,7 +41,6 @@ class Saves:
         self._num_blocks += len(sealed)
 
     def begin(self) -> None:
-        """Begins to save what was noted since the last time."""
         if not self._pins:
             return
         digests, self._digests = self._digests, []
@@ -60,7 +52,6 @@ class Saves:
             self._in_flight.append((transfer, pins))
 
     def settle(self) -> None:
-        """Gives back the blocks of copies that have ended."""
         if not self._in_flight:
             return
         still: list[tuple[TierTransfer, list[BlockPin]]] = []

@@ -65,7 +65,6 @@ _TRANSITIONS = frozenset(
 
 
 def count_limit_tokens(request: GenerateRequest, max_model_tokens: int) -> int:
-    """Known ids (prompt and output) at which a request finishes with `length`."""
     return min(len(request.prompt_token_ids) + request.sampling.max_tokens, max_model_tokens)
 
 
@@ -120,48 +119,37 @@ class Sequence:
         self.arrived_s = arrived_s
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.state = SequenceState.WAITING
-        self.admission = -1
-        """Number in order of first admission: its age."""
+        self.admission = -1  # number in order of first admission: its age
         self.slot = NO_SLOT
         self.rows_in_flight = 0
         self.prompt_tokens = len(request.prompt_token_ids)
-        self.known_tokens = self.prompt_tokens
-        """Ids that `kv` holds: the prompt's and those of applied steps."""
+        self.known_tokens = self.prompt_tokens  # ids that `kv` holds: the prompt's and those of applied steps
         self.limit_tokens = count_limit_tokens(request, max_model_tokens)
         self.final_tokens = count_final_tokens(request, max_model_tokens)
+        # whether anything is generated; otherwise only the prompt's log-probabilities are wanted
         self.samples = request.sampling.max_tokens > 0
-        """Whether anything is generated; otherwise only the prompt's log-probabilities are wanted."""
         self.given_tokens = self.target_tokens = self.computed_tokens = self.capacity_tokens = self.sent_blocks = 0
+        # positions at which rows end so that the recurrent states before them can be kept, ascending
         self.snapshot_positions: tuple[int, ...] = ()
-        """Positions at which rows end so that the recurrent states before them can be kept, ascending."""
-        self.cached_tokens = 0
-        """That it began to run with, the first time."""
+        self.cached_tokens = 0  # that it began to run with, the first time
         self.has_run = False
+        # its prefix on the way from KV tiers; until it is over its blocks stay
         self.load: TierTransfer | StateLoad | None = None
-        """Its prefix on the way from KV tiers; until it is over its blocks stay."""
+        # whether tiers were asked for what it would compute: once, and again after a preemption
         self.asked_tiers = False
-        """Whether tiers were asked for what it would compute: once, and again after a preemption."""
-        self.has_policy_fault = False
-        """Whether the queue policy raised on it; then its first row fails."""
-        self.is_masked = request.sampling.is_masked
-        """Whether it waits for each token before the next row is planned."""
-        self.is_announced = False
-        """Whether `Scheduled` is out."""
+        self.has_policy_fault = False  # whether the queue policy raised on it; then its first row fails
+        self.is_masked = request.sampling.is_masked  # whether it waits for each token before the next row is planned
+        self.is_announced = False  # whether `Scheduled` is out
         self.prompt_logprobs_sent = 0
 
     def transition(self, state: SequenceState) -> None:
-        """Changes the state.
-
-        Raises:
-            ContractViolation: the diagram has no such arrow.
-        """
+        """Raises `ContractViolation` if the diagram has no such arrow."""
         if (self.state, state) not in _TRANSITIONS:
             raise ContractViolation(f"request {self.request_id} cannot go from {self.state.name} to {state.name}")
         self.state = state
 
     @property
     def is_held(self) -> bool:
-        """Whether a step in flight or a copy still uses its blocks."""
         return self.rows_in_flight > 0 or self.load is not None
 
     @property
@@ -170,7 +158,6 @@ class Sequence:
 
     @property
     def may_stop(self) -> bool:
-        """Whether a stop token now would end it."""
         return self.completion_tokens >= self.request.sampling.min_tokens
 
     @property

@@ -15,13 +15,7 @@ from openinfer_kv_cache import BlockSequence, Digest, StateSlotCopy, StateSlotPo
 
 
 class Snapshots:
-    """Copies of states, found by the digest of the prefix they end.
-
-    Args:
-        pool: nothing in it is allocated.
-        num_running_slots: slots that sequences run in.
-        block_size_tokens: between two boundaries.
-    """
+    """Copies of states, found by the digest of the prefix they end."""
 
     def __init__(self, pool: StateSlotPool, *, num_running_slots: int, block_size_tokens: int) -> None:
         self._pool = pool
@@ -29,12 +23,10 @@ class Snapshots:
         slots = [pool.allocate() for _ in range(num_running_slots)]
         if slots != list(range(num_running_slots)):
             raise ContractViolation(f"the slots that sequences run in must be the pool's first ones, not {slots}")
-        self._loaded: set[int] = set()
-        """Slots that a tier has filled since a step last did."""
+        self._loaded: set[int] = set()  # slots that a tier has filled since a step last did
 
     @property
     def max_snapshots(self) -> int:
-        """Those that there is room for."""
         return self._pool.max_snapshots
 
     @property
@@ -54,11 +46,9 @@ class Snapshots:
         return 0
 
     def has(self, digest: Digest) -> bool:
-        """Whether the states at the end of a prefix are kept."""
         return self._pool.find(digest) is not None
 
     def has_behind(self, kv: BlockSequence, num_tokens: int) -> bool:
-        """As `has`, of the states behind `num_tokens`."""
         return self.has(self._digest(kv, num_tokens))
 
     def positions(self, *, matched_tokens: int, begin_tokens: int, known_tokens: int) -> tuple[int, ...]:
@@ -73,10 +63,7 @@ class Snapshots:
         return tuple(sorted(position for position in {matched_tokens, last} if position > begin_tokens))
 
     def restore(self, kv: BlockSequence, num_tokens: int, slot: int) -> StateCopy:
-        """The copy that brings the states behind `num_tokens` into a slot, before the step that is planned now.
-
-        It counts as completed at once: steps run in order, so what writes to its source next does it later.
-        """
+        """The copy that brings the states after `num_tokens` into a slot, before the step that is planned now."""
         copy = self._pool.begin_restore(self._digest(kv, num_tokens), slot)
         if copy is None or copy.num_tokens != num_tokens:
             raise ContractViolation(f"the states behind {num_tokens} tokens were there and cannot be restored")
@@ -85,7 +72,7 @@ class Snapshots:
         return StateCopy(source=copy.source, target=copy.target, loaded_tokens=loaded_tokens)
 
     def take(self, kv: BlockSequence, num_tokens: int, slot: int) -> StateSlotCopy | None:
-        """The copy to run behind the step that computes up to `num_tokens`, then `end`; None if none is to be made."""
+        """The copy to run after the step that computes up to `num_tokens`, then `end`; None if none is to be made."""
         copy = self._pool.begin_snapshot(slot, self._digest(kv, num_tokens), num_tokens=num_tokens)
         if copy is not None:
             self._loaded.discard(copy.target)
@@ -103,7 +90,6 @@ class Snapshots:
         return self._pool.begin_hold(digest)
 
     def hold_behind(self, kv: BlockSequence, num_tokens: int) -> StateSlotCopy | None:
-        """As `hold`, of the states behind `num_tokens`."""
         return self.hold(self._digest(kv, num_tokens))
 
     def end(self, copy: StateSlotCopy, *, good: bool) -> None:

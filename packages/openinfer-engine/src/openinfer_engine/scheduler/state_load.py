@@ -49,21 +49,19 @@ class StateLoad:
 
     @property
     def completed_blocks(self) -> int:
-        """Of a load that is over, how many leading blocks hold their right bytes."""
+        """How many leading blocks hold their right bytes, once the load is over."""
         return _completed(self._blocks)
 
     @property
     def are_states_complete(self) -> bool:
-        """Of a load that is over, whether the snapshot is whole."""
         return _completed(self._states) == self._num_chunks
 
     @property
     def is_complete(self) -> bool:
-        """Of a load that is over, whether the sequence can begin at the boundary."""
+        """Whether the sequence can begin at the boundary, once the load is over."""
         return self.completed_blocks == self._num_blocks and self.are_states_complete
 
     def cancel(self) -> None:
-        """Asks for an early end."""
         for transfer in self._transfers:
             transfer.cancel()
 

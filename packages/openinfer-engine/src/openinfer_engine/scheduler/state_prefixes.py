@@ -19,33 +19,22 @@ from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_load import StateLoad
 from openinfer_kv_cache import BlockSequence, CopyKind, Digest, PrefixHasher, StateSlotCopy
 
-_MOST_BOUNDARIES = 1024
-"""That tiers are asked for states of: a few milliseconds."""
+_MOST_BOUNDARIES = 1024  # that tiers are asked for states of: a few milliseconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StatePrefixHit:
     """What the tiers have of a sequence's prefix, held until its load begins."""
 
-    known_tokens: int
-    """Up to where blocks are known, here or there."""
-    end_tokens: int
-    """Where the sequence begins."""
+    known_tokens: int  # up to where blocks are known, here or there
+    end_tokens: int  # where the sequence begins
     blocks: PrefixHit
     states: PrefixHit
-    copy: StateSlotCopy | None
-    """Of the snapshot that it begins on; None if the tiers bring it no further."""
+    copy: StateSlotCopy | None  # of the snapshot that it begins on; None if the tiers bring it no further
 
 
 class StatePrefixes:
-    """Asks tiers, and begins loads.
-
-    Args:
-        snapshots: of the pool.
-        port: to the tiers.
-        hasher: that names blocks and states.
-        block_size_tokens: between two boundaries.
-    """
+    """Asks tiers, and begins loads."""
 
     def __init__(self, snapshots: Snapshots, port: TierPort, hasher: PrefixHasher, *, block_size_tokens: int) -> None:
         self._snapshots = snapshots
@@ -54,13 +43,7 @@ class StatePrefixes:
         self._block_tokens = block_size_tokens
 
     def find(self, kv: BlockSequence, *, matched_tokens: int, cached_tokens: int) -> StatePrefixHit:
-        """The deepest boundary that the tiers can bring a sequence to.
-
-        Args:
-            kv: of the sequence.
-            matched_tokens: whose blocks are in the pool.
-            cached_tokens: where it could begin without tiers.
-        """
+        """The deepest boundary that the tiers can bring a sequence to, which could begin at `cached_tokens` without."""
         digests, matched_blocks = kv.matchable_digests(), matched_tokens // self._block_tokens
         blocks = self._port.find(digests[matched_blocks:])
         known_tokens = matched_tokens + blocks.num_blocks * self._block_tokens
@@ -92,7 +75,6 @@ class StatePrefixes:
         )
 
     def is_coming(self, kv: BlockSequence, *, cached_tokens: int, loads: Iterable[StateLoad]) -> bool:
-        """Whether one of the loads brings what a sequence could begin on, too, after what it has."""
         digests = kv.matchable_digests()
         return any(
             cached_tokens < load.end_tokens <= len(digests) * self._block_tokens

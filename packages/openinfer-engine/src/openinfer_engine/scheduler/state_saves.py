@@ -10,29 +10,20 @@ from openinfer_engine.scheduler.saves import PATIENCE_S
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_kv_cache import Digest, PrefixHasher, StateSlotCopy
 
-_SHARE = 2
-"""Of the snapshots, one in so many may be on its way."""
+_SHARE = 2  # of the snapshots, one in so many may be on its way
 
 
 class StateSaves:
-    """Saves of one pool's snapshots.
-
-    Args:
-        snapshots: are held.
-        port: takes their states.
-        hasher: that names them.
-    """
+    """Saves of one pool's snapshots."""
 
     def __init__(self, snapshots: Snapshots, port: TierPort, hasher: PrefixHasher) -> None:
         self._snapshots = snapshots
         self._port = port
         self._hasher = hasher
         self._most = max(1, snapshots.max_snapshots // _SHARE)
-        self._noted: list[StateSlotCopy] = []
-        """Holds of snapshots that were taken after the step that is applied now."""
+        self._noted: list[StateSlotCopy] = []  # holds of snapshots that were taken after the step that is applied now
         self._in_flight: list[tuple[TierTransfer, StateSlotCopy]] = []
-        self.unsaved_blocks = 0
-        """Chunks of states that were not saved because too many were on their way."""
+        self.unsaved_blocks = 0  # chunks of states that were not saved because too many were on their way
 
     def note(self, digest: Digest) -> None:
         """A snapshot that has just been taken is to be saved, unless too many are on their way."""
@@ -44,7 +35,6 @@ class StateSaves:
             self._noted.append(hold)
 
     def begin(self) -> None:
-        """Begins to save what was noted since the last time."""
         noted, self._noted = self._noted, []
         for hold in noted:
             digests = self._hasher.state_digests(hold.digest, self._port.chunks_per_slot)
@@ -55,7 +45,6 @@ class StateSaves:
                 self._in_flight.append((transfer, hold))
 
     def settle(self) -> None:
-        """Lets go of the snapshots whose copies have ended."""
         still: list[tuple[TierTransfer, StateSlotCopy]] = []
         for transfer, hold in self._in_flight:
             if transfer.is_over():
@@ -65,7 +54,6 @@ class StateSaves:
         self._in_flight = still
 
     def hurry(self) -> None:
-        """Snapshots are short: slow copies are cancelled."""
         latest_s = self._port.clock() - PATIENCE_S
         for transfer, _ in self._in_flight:
             if transfer.begin_s < latest_s:

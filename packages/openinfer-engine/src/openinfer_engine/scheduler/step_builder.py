@@ -19,17 +19,14 @@ class StepInFlight:
     planned_s: float
     rows: list[Sequence]
     starts: list[int]
-    ends: list[int]
-    """Position behind each row's last one."""
+    ends: list[int]  # position after each row's last one
     samples: list[bool]
-    faults: dict[int, str]
-    """Row -> why its request fails whatever the step gives."""
-    decode_rows: int
-    """The first so many rows go on from the last id of their slot."""
+    faults: dict[int, str]  # row -> why its request fails whatever the step gives
+    decode_rows: int  # the first so many rows go on from the last id of their slot
+    # row -> the copy of its states after it
     snapshots: dict[int, StateSlotCopy] = field(default_factory=dict[int, StateSlotCopy])
-    """Row -> the copy of its states behind it."""
+    # snapshots that the step restores from, and that no tier may fill before it has run
     holds: list[StateSlotCopy] = field(default_factory=list[StateSlotCopy])
-    """Snapshots that the step restores from, and that no tier may fill before it has run."""
 
 
 class StepBuilder:
@@ -56,8 +53,7 @@ class StepBuilder:
     )
 
     def __init__(self, budget_tokens: int) -> None:
-        self.budget_tokens = budget_tokens
-        """What is left of the step's token budget."""
+        self.budget_tokens = budget_tokens  # what is left of the step's token budget
         self.decode_rows = 0
         self.rows: list[Sequence] = []
         self.slots: list[int] = []
@@ -76,10 +72,7 @@ class StepBuilder:
         self.faults: dict[int, str] = {}
 
     def add_decode_row(self, sequence: Sequence, new_blocks: ListLike[int]) -> None:
-        """Plans the one position whose input id is the last one sampled in the sequence's slot.
-
-        Half of the row is left to `close_decode_rows`, because it is the same for all of them.
-        """
+        """Plans the position whose input id was sampled last in the slot; `close_decode_rows` fills in the rest."""
         start = sequence.computed_tokens
         end = start + 1
         self.rows.append(sequence)
@@ -96,7 +89,6 @@ class StepBuilder:
         sequence.rows_in_flight += 1
 
     def close_decode_rows(self) -> None:
-        """Fills in what all decode rows share; no row of another kind is there yet."""
         num_rows = self.decode_rows = len(self.rows)
         self.counts = [1] * num_rows
         self.given_counts = [0] * num_rows
@@ -104,10 +96,7 @@ class StepBuilder:
         self.budget_tokens -= num_rows
 
     def add_chunk(self, sequence: Sequence) -> int:
-        """Plans as many of the sequence's given ids as the budget allows, and returns how many; both are at least 1.
-
-        The row ends where states are to be kept, if that comes before.
-        """
+        """Plans as many of the sequence's given ids as the budget allows, and returns how many; both are at least 1."""
         start = sequence.computed_tokens
         end = min(sequence.given_tokens, start + self.budget_tokens)
         end = min([end, *(position for position in sequence.snapshot_positions if position > start)])
@@ -132,7 +121,6 @@ class StepBuilder:
         return end - start
 
     def build(self, step: int, *, planned_s: float) -> tuple[StepPlan, StepInFlight]:
-        """The plan for the runner, and the scheduler's record of it."""
         plan = StepPlan(
             step=step,
             slots=np.array(self.slots, np.int32),

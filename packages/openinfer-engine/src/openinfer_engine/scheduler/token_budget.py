@@ -51,26 +51,17 @@ class TokenBudgetScheduler:
         self._port: TierPort | None = None
 
     def use_tiers(self, port: TierPort) -> None:
-        """From now on loads prefixes from KV tiers and saves what is sealed; called before the first request.
-
-        Raises:
-            ContractViolation: prefixes are not shared, or the port has no recurrent states of a model with such.
-        """
+        """Raises `ContractViolation`: prefixes are not shared, or the port lacks the model's recurrent states."""
         self._queue.use_tiers(port)
         self._port = port
 
     def listen(self, listener: BlockListener) -> None:
-        """From now on `listener` hears which prefixes the block pool holds; called before the first request."""
         self._queue.kv.pool.listener = listener
 
     # --- requests ---------------------------------------------------------------------------------------
 
     def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
-        """Queues a request; refuses at once what can never be served, or what the queue has no room for.
-
-        Raises:
-            ContractViolation: the id is in use.
-        """
+        """Queues a request; refuses at once what can never be served, or what the queue has no room for."""
         if request.request_id in self._open:
             raise ContractViolation(f"request id {request.request_id} is in use")
         if (reason := self._refusal(request)) is not None:
@@ -86,7 +77,6 @@ class TokenBudgetScheduler:
         return []
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
-        """Ends a request, in whatever state; unknown ids give no event."""
         sequence = self._open.pop(request_id, None)
         if sequence is None:
             return []
@@ -94,7 +84,6 @@ class TokenBudgetScheduler:
         return [finished(sequence, FinishReason.ABORT)]
 
     def _refusal(self, request: GenerateRequest) -> str | None:
-        """Why a request can never be served; None if it can."""
         prompt_tokens, longest = len(request.prompt_token_ids), self._config.max_model_tokens
         room_tokens = longest - (request.sampling.max_tokens > 0)
         if prompt_tokens > room_tokens:
@@ -125,7 +114,6 @@ class TokenBudgetScheduler:
     # --- plan -------------------------------------------------------------------------------------------
 
     def plan(self, *, now_s: float) -> StepPlan | None:
-        """The next step, or None if nothing can run before a step in flight is applied, or at all."""
         self._queue.settle()
         builder = StepBuilder(self._config.max_step_tokens)
         unfilled = self._plan_decode_rows(builder)
@@ -140,10 +128,7 @@ class TokenBudgetScheduler:
         return plan
 
     def _plan_decode_rows(self, builder: StepBuilder) -> list[Sequence]:
-        """One token for every sequence that has its next id on the device; returns those with given ids left.
-
-        Once blocks ran short for one, all younger ones that need a block sit the step out, too.
-        """
+        """One token for every sequence that has its next id on the device; returns those with given ids left."""
         unfilled: list[Sequence] = []
         is_short = False
         for sequence in self._queue.running:  # a preemption takes from its end, behind or at this sequence
@@ -188,11 +173,7 @@ class TokenBudgetScheduler:
     # --- apply ------------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, result: StepResult, *, now_s: float) -> list[TokenEvent]:
-        """Takes a step's result; returns what happened to its requests, in row order.
-
-        Raises:
-            ContractViolation: `plan` is not the oldest one in flight, or the result has another number of rows.
-        """
+        """Raises `ContractViolation`: `plan` is not the oldest in flight, or the result has another number of rows."""
         step = self._take_in_flight(plan, result)
         self._itl_limiter.note(step, applied_s=now_s)
         outputs = OutputProcessor(
@@ -209,7 +190,6 @@ class TokenBudgetScheduler:
         return outputs.events
 
     def _take_in_flight(self, plan: StepPlan, result: StepResult) -> StepInFlight:
-        """Removes the oldest step from those in flight."""
         if not self._in_flight or self._in_flight[0].step != plan.step:
             oldest = self._in_flight[0].step if self._in_flight else "none"
             raise ContractViolation(f"step {plan.step} was applied; the oldest step in flight is {oldest}")
@@ -222,7 +202,6 @@ class TokenBudgetScheduler:
 
     @property
     def unfinished(self) -> int:
-        """Requests added and not ended."""
         return len(self._open)
 
     def stats(self) -> EngineStats:
@@ -256,8 +235,7 @@ class TokenBudgetScheduler:
         """Compares the scheduler's records with each other; for tests and after faults, O(blocks + tokens).
 
         Raises:
-            IntegrityError: the KV blocks contradict themselves.
-            ContractViolation: the queue, the slots or the rows in flight do.
+            IntegrityError, ContractViolation: the KV blocks, or the queue, contradict themselves.
         """
         self._queue.kv.check_integrity()
         check_integrity(self._queue, open_requests=self._open.values(), in_flight=self._in_flight)

@@ -22,11 +22,9 @@ from openinfer_core import GenerateRequest, RequestId, Scheduled, TokenEvent, To
 
 logger = logging.getLogger("openinfer.engine")
 
-MAX_SPANS = 200_000
-"""A step has five: at 200 steps a second, more than three minutes."""
+MAX_SPANS = 200_000  # a step has five: at 200 steps a second, more than three minutes
 LOOP, DEVICE = "loop", "device"
-_ENGINE, _REQUESTS = 1, 2
-"""Process ids in the file."""
+_ENGINE, _REQUESTS = 1, 2  # process ids in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,6 @@ class Trace:
         return found
 
     def close(self) -> None:
-        """Writes the file. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()}))
@@ -198,7 +195,6 @@ class Trace:
 
 
 def _order(track: str) -> tuple[bool, str]:
-    """The loop first."""
     return track != LOOP, track
 
 

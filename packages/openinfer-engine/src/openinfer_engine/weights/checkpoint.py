@@ -25,8 +25,7 @@ from openinfer_kernels import HostArray
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-WEIGHT_DTYPES = frozenset({"BF16", "F16", "F32"})
-"""The dtypes that `Ops.upload_weight` reads."""
+WEIGHT_DTYPES = frozenset({"BF16", "F16", "F32"})  # the dtypes that `Ops.upload_weight` reads
 
 _PROBLEMS_SHOWN = 5
 
@@ -39,9 +38,6 @@ class _Index(msgspec.Struct):
 
 class Checkpoint:
     """All tensors of a model folder. A context manager; arrays that were read stay valid after it is closed.
-
-    Args:
-        files: open files; no two may have a tensor of the same name.
 
     Raises:
         InvalidCheckpoint: they have.
@@ -77,18 +73,13 @@ class Checkpoint:
 
     @classmethod
     def _of_ranks(cls, files: Sequence[SafetensorsFile]) -> "Checkpoint":
-        """Files in order of ranks, that have pieces under the same names."""
         checkpoint = cls([])
         for name in dict.fromkeys(name for file in files for name in file.tensors):
             checkpoint._pieces_of[name] = Pieces([file for file in files if name in file.tensors], name)
         return checkpoint
 
     def join_pieces(self, expected: Mapping[str, TensorSpec]) -> None:
-        """Tells a checkpoint of one file per rank what whole tensors are; nothing to do for others, and once validated.
-
-        Args:
-            expected: as of `validate`.
-        """
+        """Tells a checkpoint of one file per rank what whole tensors are; nothing to do for others."""
         for name, spec in expected.items():
             if name in self._pieces_of:
                 self._pieces_of[name].join(spec.shape if isinstance(spec, StoredTensor) else spec)
@@ -105,7 +96,6 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name -> dtype, shape and place of every tensor of all files."""
         return MappingProxyType({name: pieces.info for name, pieces in self._pieces_of.items()})
 
     @property
@@ -150,13 +140,7 @@ class Checkpoint:
 
 
 class RankWeights:
-    """A checkpoint as one rank sees it: the `WeightSource` of real weights.
-
-    Args:
-        checkpoint: validated.
-        rank: this rank.
-        size: ranks that the model is cut into.
-    """
+    """A checkpoint as one rank sees it: the `WeightSource` of real weights."""
 
     def __init__(self, checkpoint: Checkpoint, *, rank: int, size: int) -> None:
         self._checkpoint = checkpoint
@@ -171,11 +155,7 @@ class RankWeights:
 
 
 def cut_for_rank(whole: HostArray, name: str, cut: Cut, *, rank: int, size: int) -> HostArray:
-    """One rank's piece of a whole tensor, a view.
-
-    Raises:
-        InvalidCheckpoint: the tensor's size does not divide by the ranks.
-    """
+    """One rank's piece of a whole tensor, a view; `InvalidCheckpoint` if its size does not divide by the ranks."""
     if cut is Cut.WHOLE:
         return whole
     begin, end = share_of_rank(whole.shape, name, cut, rank=rank, size=size)
@@ -183,11 +163,7 @@ def cut_for_rank(whole: HostArray, name: str, cut: Cut, *, rank: int, size: int)
 
 
 def share_of_rank(shape: tuple[int, ...], name: str, cut: Cut, *, rank: int, size: int) -> tuple[int, int]:
-    """Where one rank's piece begins and ends along the axis of the cut.
-
-    Raises:
-        InvalidCheckpoint: the tensor's size does not divide by the ranks.
-    """
+    """Begin and end of one rank's piece along the axis of the cut; `InvalidCheckpoint` if it does not divide."""
     if cut is Cut.WHOLE:
         return 0, shape[0]
     if cut >= len(shape) or shape[cut] % size:

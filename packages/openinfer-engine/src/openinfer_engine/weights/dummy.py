@@ -21,24 +21,15 @@ from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
 from openinfer_engine.weights.stored_tensor import RandomBytes, StoredTensor, TensorSpec
 from openinfer_kernels import HostArray, RandomCodes, RandomWeight
 
-_PERIOD = 1_048_573
-"""The largest prime below 2^20."""
+_PERIOD = 1_048_573  # the largest prime below 2^20
 
-_MATRIX_GAIN = 2.0
-"""Logits are products of a normed vector with rows of this length: their spread, far from flat."""
+_MATRIX_GAIN = 2.0  # logits are products of a normed vector with rows of this length: their spread, far from flat
 _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.02
 
 
 class DeviceDummyWeights:
-    """A `WeightSource` of recipes for BF16 numbers: matrices and biases around 0, norms around 1.
-
-    Args:
-        shapes: name -> whole shape of every tensor, or what else is said of it.
-        rank: this rank.
-        size: ranks that the model is cut into.
-        seed: other seeds give other numbers.
-    """
+    """A `WeightSource` of recipes for BF16 numbers: matrices and biases around 0, norms around 1."""
 
     def __init__(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int, seed: int = 0) -> None:
         self._shapes = shapes
@@ -74,14 +65,7 @@ class DeviceDummyWeights:
 
 
 class DummyWeights:
-    """A `WeightSource` of BF16 numbers: matrices and biases around 0, norms around 1.
-
-    Args:
-        shapes: name -> whole shape of every tensor, or what else is said of it.
-        rank: this rank.
-        size: ranks that the model is cut into.
-        seed: other seeds give other numbers.
-    """
+    """A `WeightSource` of BF16 numbers: matrices and biases around 0, norms around 1."""
 
     def __init__(self, shapes: Mapping[str, TensorSpec], *, rank: int, size: int, seed: int = 0) -> None:
         self._shapes = shapes
@@ -91,11 +75,7 @@ class DummyWeights:
         self._normal = np.random.default_rng(seed).standard_normal(_PERIOD, np.float32)
 
     def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
-        """This rank's piece, in uint16 as BF16 bits: equal to the same piece of the whole tensor.
-
-        Raises:
-            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
-        """
+        """This rank's piece, in uint16 as BF16 bits: equal to the same piece of the whole tensor."""
         shape = _shape_of(name, self._shapes)
         mean, deviation = _spread_of(name, shape)
         period = _bfloat16_bits(self._normal * np.float32(deviation) + np.float32(mean))
@@ -104,11 +84,6 @@ class DummyWeights:
         return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
 
     def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
-        """This rank's piece, in the first dtype that the tensor may have.
-
-        Raises:
-            InvalidCheckpoint: no such tensor, or its size does not divide by the ranks.
-        """
         whole = dummy_array(_stored_of(name, self._shapes), seed=_place(name, self._seed))
         return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
 
@@ -119,7 +94,6 @@ class _Spread(NamedTuple):
 
 
 def _spread_of(name: str, shape: tuple[int, ...]) -> _Spread:
-    """What suits a tensor of this name and shape."""
     if len(shape) > 1:
         return _Spread(0.0, _MATRIX_GAIN / math.sqrt(shape[-1]))
     return _Spread(1.0, _NORM_SPREAD) if name.endswith("norm.weight") else _Spread(0.0, _BIAS_SPREAD)

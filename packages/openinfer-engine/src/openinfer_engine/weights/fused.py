@@ -35,5 +35,4 @@ def _rows(table: WeightPart, begin: int, end: int) -> WeightPart:
 
 
 def _with_zeros(table: WeightPart, rows: int) -> tuple[WeightPart, ...]:
-    """`table` and so many rows of zeros, as BF16 bits."""
     return (table, np.zeros((rows, *table.shape[1:]), np.uint16)) if rows else (table,)

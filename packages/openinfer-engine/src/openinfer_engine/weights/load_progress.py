@@ -12,13 +12,7 @@ _GIGA = 1e9
 
 
 class LoadProgress:
-    """`openinfer: weights 3.1 of 8.0 GB, 45.1 GB/s`. A context manager: leaving it without an error says the last word.
-
-    Args:
-        total_bytes: of all ranks' weights on their devices.
-        stream: where to; None is standard error.
-        clock: seconds.
-    """
+    """`openinfer: weights 3.1 of 8.0 GB, 45.1 GB/s`. A context manager: leaving it without an error prints the end."""
 
     def __init__(
         self, total_bytes: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.perf_counter
@@ -42,7 +36,6 @@ class LoadProgress:
             self._show(self._done_bytes if kind else self._total_bytes, end="\n")
 
     def advance(self, num_bytes: int) -> None:
-        """So many bytes more are there; from any thread."""
         with self._lock:
             self._done_bytes += num_bytes
             now_s = self._clock()

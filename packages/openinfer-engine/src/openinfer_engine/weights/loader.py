@@ -66,7 +66,7 @@ class WeightLoader:
         return self._ops.upload_weight(*self._stacked_parts(f"{name}.weight", heights), *further)
 
     def dequantised(self, matrix: StoredMatrix, cut: Cut = Cut.WHOLE) -> Array:
-        """In the compute dtype, however it is stored: for a matrix that the model takes apart."""
+        """A matrix in the compute dtype, however it is stored: for a matrix that the model takes apart."""
         if matrix.format is None:
             return self.plain(f"{matrix.name}.weight", cut=cut)
         return self._ops.upload_dequantised(*self._parts([(matrix, cut)]))

@@ -21,14 +21,7 @@ from openinfer_kernels import Ops
 def load_workers(
     engine_plan: EnginePlan, communicators: Sequence[Communicator], tracer: Tracer, *, stream: TextIO | None = None
 ) -> Sequence[Worker]:
-    """The ranks of this process, warmed up; one per communicator, each loaded in a thread of its own.
-
-    Args:
-        engine_plan: what they are ranks of.
-        communicators: of these ranks.
-        tracer: of rank 0.
-        stream: where the progress of loading is shown; None is standard error.
-    """
+    """The ranks of this process, warmed up; one per communicator, each loaded in a thread of its own."""
     with ThreadPoolExecutor(len(communicators), initializer=engine_plan.backend.enter_thread) as pool:
         models = _load_models(engine_plan, communicators, pool, stream)
         engine_plan.mark("weights")
@@ -48,7 +41,7 @@ def _load_models(
 
 @contextmanager
 def _weights(engine_plan: EnginePlan) -> Generator[Checkpoint | None]:
-    """The checkpoint, if there is one. It is closed beside what follows: unmapping 8 GB takes 0.2 s."""
+    """The checkpoint, if there is one. It is closed while other work goes on: unmapping 8 GB takes 0.2 s."""
     if engine_plan.options.load_format is LoadFormat.DUMMY:
         yield None
         return
@@ -100,5 +93,4 @@ def _make_worker(
 
 
 def _no_mark(phase: str) -> None:
-    """The timeline is rank 0's."""
     del phase

@@ -31,12 +31,11 @@ _SCALE_DTYPES = {
     WeightFormat.INT4_GROUPS: ("BF16",),
     WeightFormat.FP4_GROUPS: ("F8_E8M0",),
 }
+# of dummy codes: E4M3 below 2, so that none is NaN
 _MASKS = {WeightFormat.FP8_BLOCKS: 0xBF, WeightFormat.INT4_GROUPS: 0xFF, WeightFormat.FP4_GROUPS: 0xFF}
-"""Of dummy codes: E4M3 below 2, so that none is NaN."""
+# root of the mean square of what these dummy codes stand for
 _TYPICAL_CODES = {WeightFormat.FP8_BLOCKS: 0.598, WeightFormat.INT4_GROUPS: 4.637, WeightFormat.FP4_GROUPS: 2.926}
-"""Root of the mean square of what these dummy codes stand for."""
-_MATRIX_GAIN = 2.0
-"""As of other dummy matrices: what a product with a normed vector spreads by."""
+_MATRIX_GAIN = 2.0  # as of other dummy matrices: what a product with a normed vector spreads by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +45,15 @@ class StoredFormat:
     format: WeightFormat
     scales: str
     codes: str = "weight"
-    declared_shape: str | None = None
-    """Of a tensor `[2]` that repeats the shape, where there is one; it is compared."""
+    declared_shape: str | None = None  # of a tensor `[2]` that repeats the shape, where there is one; it is compared
 
 
+# DeepSeek-V3's: `quant_method` `fp8` with `weight_block_size` [128, 128]
 FP8_BLOCKS = StoredFormat(format=WeightFormat.FP8_BLOCKS, scales="weight_scale_inv")
-"""DeepSeek-V3's: `quant_method` `fp8` with `weight_block_size` [128, 128]."""
+# `pack-quantized` of compressed-tensors, in groups of 32
 PACKED_INT4 = StoredFormat(
     format=WeightFormat.INT4_GROUPS, codes="weight_packed", scales="weight_scale", declared_shape="weight_shape"
 )
-"""`pack-quantized` of compressed-tensors, in groups of 32."""
 
 _FP8_FIELDS = {"fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 _INT4_FIELDS = {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "int"}
@@ -87,7 +85,6 @@ def stored_format(quantization_config: object) -> StoredFormat | None:
 
 
 def _object(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """What `key` holds; empty where it is absent or null."""
     value: object = fields.get(key)
     if value is None:
         return {}
@@ -106,15 +103,11 @@ def _require(fields: Mapping[str, Any], served: Mapping[str, Any]) -> None:
 class StoredMatrix:
     """A weight matrix of a checkpoint."""
 
-    name: str
-    """Without `.weight`."""
-    shape: tuple[int, int]
-    """`[out, in]`, of values."""
-    format: StoredFormat | None = None
-    """None: plain, in BF16, float16 or float32."""
+    name: str  # without `.weight`
+    shape: tuple[int, int]  # `[out, in]`, of values
+    format: StoredFormat | None = None  # None: plain, in BF16, float16 or float32
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Its tensors, for `ModelDefinition.tensors`."""
         stored, (rows, columns) = self.format, self.shape
         if stored is None:
             return {f"{self.name}.weight": self.shape}
@@ -142,11 +135,7 @@ class StoredMatrix:
 def read_quantised(
     weights: WeightSource, matrix: StoredMatrix, stored: StoredFormat, cut: Cut, communicator: Communicator
 ) -> QuantisedPart:
-    """A rank's share of a matrix that is stored so.
-
-    Raises:
-        InvalidCheckpoint: it cannot be cut so, or says that it has another shape.
-    """
+    """A rank's share; `InvalidCheckpoint` if it cannot be cut so, or says that it has another shape."""
     codes = f"{matrix.name}.{stored.codes}"
     if stored.declared_shape is not None:
         declared = f"{matrix.name}.{stored.declared_shape}"

@@ -20,11 +20,7 @@ _NAME = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 
 
 def rank_files(model_dir: Path) -> list[Path]:
-    """The files of all ranks in their order; none if the folder has none.
-
-    Raises:
-        InvalidCheckpoint: some are missing, or they are of different numbers of ranks.
-    """
+    """The files of all ranks in their order, or none; `InvalidCheckpoint` if some are missing or of another number."""
     found = [match for path in model_dir.glob("model*-mp*.safetensors") if (match := _NAME.fullmatch(path.name))]
     sizes = {int(match[2]) for match in found}
     if len(sizes) > 1:
@@ -37,12 +33,7 @@ def rank_files(model_dir: Path) -> list[Path]:
 
 
 class Pieces:
-    """One tensor in one or several files.
-
-    Args:
-        files: that have it, in order.
-        name: of the tensor.
-    """
+    """One tensor in one or several files."""
 
     def __init__(self, files: Sequence[SafetensorsFile], name: str) -> None:
         self.files = files
@@ -52,7 +43,7 @@ class Pieces:
 
     @property
     def info(self) -> TensorInfo:
-        """Of the whole, where that is known; else of the first piece."""
+        """The whole tensor's, where that is known; else the first piece's."""
         info = self.files[0].tensors[self._name]
         if self._axis is None:
             return info
@@ -61,15 +52,11 @@ class Pieces:
 
     @property
     def num_bytes(self) -> int:
-        """Of the data of all pieces, or of one if they repeat each other."""
         files = self.files[:1] if self._repeated else self.files
         return sum(file.tensors[self._name].num_bytes for file in files)
 
     def join(self, whole: tuple[int, ...]) -> None:
-        """Finds out along which axis the tensor is cut, from the shape of the array that it is read as whole.
-
-        Pieces that do not fit stay apart; then `info` has another shape than the whole, which who checks it will see.
-        """
+        """Finds out along which axis the tensor is cut, from the shape of the array that it is read as whole."""
         shapes = {file.tensors[self._name].array_shape for file in self.files}
         if len(self.files) == 1 or len(shapes) > 1:
             return

@@ -21,15 +21,14 @@ from openinfer_core import InvalidCheckpoint
 from openinfer_engine.weights.unique_json import decode_unique_json
 from openinfer_kernels import HostArray
 
-MAX_HEADER_BYTES = 100_000_000
-"""The reference implementation's bound."""
+MAX_HEADER_BYTES = 100_000_000  # the reference implementation's bound
 
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
-_PAIRED = "F4"
-"""Two values in a byte."""
+_PAIRED = "F4"  # two values in a byte
 _MAX_DIMENSIONS = 32
 
+# what each dtype of the format is read as; those that NumPy lacks are read as their bits, and F4 as pairs of them
 NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "BOOL": np.dtype("?"),
@@ -51,17 +50,14 @@ NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "F64": np.dtype("<f8"),
     }
 )
-"""What each dtype of the format is read as; those that NumPy lacks are read as their bits, and F4 as pairs of them."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a header says about one tensor."""
 
-    dtype: str
-    """A key of `NUMPY_DTYPES`."""
+    dtype: str  # a key of `NUMPY_DTYPES`
     shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-    """First byte and the byte after the last, counted from the end of the header."""
+    data_offsets: tuple[int, int]  # first byte and the byte after the last, counted from the end of the header
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +65,7 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def array_shape(self) -> tuple[int, ...]:
-        """Of the array that it is read as: half as long in the last axis where two values are in a byte."""
+        """The shape of the array that it is read as: half as long in the last axis where two values are in a byte."""
         return (*self.shape[:-1], self.shape[-1] // 2) if self.dtype == _PAIRED else self.shape
 
 
@@ -77,9 +73,6 @@ class SafetensorsFile:
     """One open file: its tensors by name, as read-only arrays over the memory map.
 
     The file must not be changed while it is open.
-
-    Args:
-        path: a safetensors file.
 
     Raises:
         InvalidCheckpoint: it cannot be read, or is not a valid safetensors file.
@@ -90,10 +83,10 @@ class SafetensorsFile:
         self._map = _map_file(path)
         header_bytes = _header_bytes(self._map, path)
         self._data_start = _LENGTH_BYTES + header_bytes
+        # name -> dtype, shape and place of every tensor
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             _tensors(self._map[_LENGTH_BYTES : self._data_start], path)
         )
-        """Name -> dtype, shape and place of every tensor."""
         _check_cover(self.tensors, data_bytes=len(self._map) - self._data_start, path=path)
 
     def read(self, name: str) -> HostArray:

@@ -18,11 +18,7 @@ class FollowsTensors(Protocol):
 
 
 def check_stored(definition: ModelDefinition[Any], config: Any, checkpoint: Checkpoint) -> Any:
-    """The config of a model with what its checkpoint says, once both have been found to fit.
-
-    Raises:
-        InvalidCheckpoint: they do not.
-    """
+    """The config with what the checkpoint says, once both fit; raises `InvalidCheckpoint`."""
     if isinstance(definition, FollowsTensors):
         config = definition.as_stored(config, checkpoint.tensors)
     checkpoint.validate(definition.tensors(config), ignorable=definition.ignorable_tensors(config))

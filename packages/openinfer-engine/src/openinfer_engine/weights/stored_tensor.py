@@ -32,20 +32,18 @@ class Repeated:
 class StoredTensor:
     """A tensor that `WeightSource.read_stored` reads, where a plain shape stands for one that `read` reads."""
 
-    shape: tuple[int, ...]
-    """Of the array that is read: in bytes along the last axis, where two codes are in one."""
-    dtypes: tuple[str, ...]
-    """Of the safetensors format, that it may have; the first is what a dummy has."""
+    shape: tuple[int, ...]  # of the array that is read: in bytes along the last axis, where two codes are in one
+    dtypes: tuple[str, ...]  # of the safetensors format, that it may have; the first is what a dummy has
     dummy: RandomBytes | RandomIds | Repeated
 
     @property
     def num_bytes(self) -> int:
-        """In the first dtype."""
+        """Bytes in the first dtype."""
         return math.prod(self.shape) * NUMPY_DTYPES[self.dtypes[0]].itemsize
 
 
+# what a model says of a tensor that it reads: the shape of a weight in BF16, float16 or float32, or anything else
 TensorSpec: TypeAlias = tuple[int, ...] | StoredTensor
-"""What a model says of a tensor that it reads: the shape of a weight in BF16, float16 or float32, or anything else."""
 
 
 def spec_bytes(spec: TensorSpec, *, itemsize_bytes: int) -> int:

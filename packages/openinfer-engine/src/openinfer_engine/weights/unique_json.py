@@ -7,15 +7,7 @@ from openinfer_core import InvalidCheckpoint
 
 
 def decode_unique_json(encoded: bytes, *, what: str) -> Any:
-    """Decodes UTF-8 JSON.
-
-    Args:
-        encoded: one JSON value.
-        what: names it in messages.
-
-    Raises:
-        InvalidCheckpoint: it is not JSON, or an object names something twice.
-    """
+    """Raises `InvalidCheckpoint`: not JSON in UTF-8, or a name twice in an object; `what` names it in messages."""
     try:
         return json.loads(encoded.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

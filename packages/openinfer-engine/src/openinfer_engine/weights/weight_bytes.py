@@ -24,21 +24,12 @@ from openinfer_kernels.weights.quantised import BLOCKS
 
 logger = logging.getLogger("openinfer.engine")
 
-_POSITIONS = 16
-"""Of tables that a model makes for its positions; these are no weights."""
-_SMALL = 64
-"""Numbers of a tensor whose values a model may look at: a repeated shape, a scale."""
+_POSITIONS = 16  # of tables that a model makes for its positions; these are no weights
+_SMALL = 64  # numbers of a tensor whose values a model may look at: a repeated shape, a scale
 
 
 def rank_weights_bytes(definition: ModelDefinition[Any], config: Any, *, size: int, itemsize_bytes: int) -> int:
-    """Bytes of rank 0's weights.
-
-    Args:
-        definition: of the model.
-        config: its own.
-        size: ranks that the model is cut into, which it can be.
-        itemsize_bytes: of the compute dtype.
-    """
+    """Bytes of rank 0's weights."""
     specs = definition.tensors(config)
     counting = _CountingOps(itemsize_bytes)
     weights, communicator = _Shapes(specs, size), cast("Communicator", _Rank0(size))
@@ -58,7 +49,7 @@ class _NotCounted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Rank0:
-    """As much of a communicator as loading asks for."""
+    """The part of a communicator that loading asks for."""
 
     size: int
     rank: int = 0
@@ -94,7 +85,7 @@ class _Shapes:
 
 @dataclass(slots=True)
 class _CountingOps:
-    """As much of `Ops` as loading asks for."""
+    """The part of `Ops` that loading asks for."""
 
     itemsize_bytes: int
     num_bytes: int = 0

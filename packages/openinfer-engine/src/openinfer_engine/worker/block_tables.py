@@ -41,7 +41,6 @@ class BlockTables:
         return np.stack([slots, columns, plan.new_blocks], axis=1).astype(np.int32)
 
     def batch(self, plan: StepPlan, ops: Ops) -> AttentionBatch:
-        """Where the step's tokens stand, on the device."""
         counts = plan.counts.astype(np.int64)
         query_starts = np.zeros(plan.num_rows + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])

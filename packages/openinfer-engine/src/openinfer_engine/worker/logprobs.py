@@ -17,7 +17,6 @@ class HostLogprobs:
     top: HostArray
 
     def of_rows(self, rows: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
-        """Of some rows, each with so many of the likeliest tokens."""
         chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
         return [
             TokenLogprobs(

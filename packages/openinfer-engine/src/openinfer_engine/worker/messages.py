@@ -31,18 +31,15 @@ Column = TypeVar("Column", bound=np.generic)
 class Build(msgspec.Struct, frozen=True, array_like=True, tag="build"):
     """First message to a rank: what it is a part of."""
 
-    spec: bytes
-    """An `EngineSpec`, as JSON."""
+    spec: bytes  # an `EngineSpec`, as JSON
     rank: int
 
 
 class Agree(msgspec.Struct, frozen=True, array_like=True, tag="agree"):
     """All ranks have resolved: they load now."""
 
-    num_blocks: int
-    """Of the smallest pool."""
-    ticket: bytes
-    """What the group is joined by: `Backend.open_group`."""
+    num_blocks: int  # of the smallest pool
+    ticket: bytes  # what the group is joined by: `Backend.open_group`
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +69,6 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
     @classmethod
     def of(cls, plan: StepPlan) -> "RunStep":
-        """The message that makes a rank run a plan."""
         return cls(
             step=plan.step,
             slots=_packed(plan.slots, np.int32),
@@ -89,7 +85,6 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
         )
 
     def plan(self) -> StepPlan:
-        """The plan again; its columns cannot be written to."""
         return StepPlan(
             step=self.step,
             slots=np.frombuffer(self.slots, np.int32),
@@ -115,12 +110,9 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 class LoadShare(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """The rank fills places of its pool with as much of a chain as its KV tiers hold."""
 
-    number: int
-    """Of the load or save, in this engine."""
-    digests: bytes
-    """One after the other."""
-    places: bytes
-    """int32, as many."""
+    number: int  # of the load or save, in this engine
+    digests: bytes  # one after the other
+    places: bytes  # int32, as many
 
 
 class SaveShare(msgspec.Struct, frozen=True, array_like=True, tag="save"):
@@ -144,8 +136,7 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
 class Resolved(msgspec.Struct, frozen=True, array_like=True, tag="resolved"):
     """The rank's device is open, and what it can hold is known."""
 
-    num_blocks: int
-    """Of its own pool."""
+    num_blocks: int  # of its own pool
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -156,23 +147,17 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """A load or save touches the rank's pool no more."""
 
     number: int
-    completed_blocks: int
-    """Of a load, how many leading blocks hold their right bytes."""
-    faults: int
-    """Of the rank's tiers, so far."""
-    stats: tuple[KvTierStats, ...]
-    """Of the rank's tiers, so far."""
+    completed_blocks: int  # of a load, how many leading blocks hold their right bytes
+    faults: int  # of the rank's tiers, so far
+    stats: tuple[KvTierStats, ...]  # of the rank's tiers, so far
 
 
 class FaultKind(StrEnum):
     """Why a rank cannot go on."""
 
-    REFUSED = "refused"
-    """What was asked is not possible."""
-    FAILED = "failed"
-    """It found a fault of its own."""
-    BROKEN = "broken"
-    """Another rank did."""
+    REFUSED = "refused"  # what was asked is not possible
+    FAILED = "failed"  # it found a fault of its own
+    BROKEN = "broken"  # another rank did
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
@@ -190,22 +175,13 @@ from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(F
 
 
 def send(descriptor: int, message: ToRank | FromRank) -> None:
-    """Writes one message to a pipe, whole.
-
-    Raises:
-        BrokenPipeError: the other side is gone.
-    """
     frame = memoryview(encode_frame(message))
     while frame:
         frame = frame[os.write(descriptor, frame) :]
 
 
 def bodies(descriptor: int) -> Generator[bytes]:
-    """The frames that come through a pipe, until the other side closes it.
-
-    Raises:
-        ContractViolation: it did so within a frame.
-    """
+    """The frames that come through a pipe until it is closed; `ContractViolation` if that is within a frame."""
     frames = FrameBuffer()
     while data := os.read(descriptor, _READ_BYTES):
         yield from frames.feed(data)

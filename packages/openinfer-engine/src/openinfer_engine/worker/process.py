@@ -151,11 +151,6 @@ class _Answers:
         self._lock = threading.Lock()
 
     def send(self, message: FromRank) -> None:
-        """Writes a message.
-
-        Raises:
-            BrokenPipeError: the engine is gone.
-        """
         with self._lock:
             send(self._descriptor, message)
 
@@ -168,26 +163,16 @@ class _Orders:
         threading.Thread(target=self._read, args=(descriptor,), name="openinfer-orders", daemon=True).start()
 
     def next(self) -> ToRank:
-        """Waits for the next one.
-
-        Raises:
-            BaseException: what another thread has failed with.
-        """
+        """Raises what another thread of the rank has failed with."""
         order = self._received.get()
         if isinstance(order, BaseException):
             raise order
         return order
 
     def fail(self, error: BaseException) -> None:
-        """Another thread of the rank cannot go on."""
         self._received.put(error)
 
     def take(self, kind: type[Message]) -> Message:
-        """Waits for the next one, which is of a kind.
-
-        Raises:
-            ContractViolation: it is not.
-        """
         order = self.next()
         if not isinstance(order, kind):
             raise ContractViolation(f"{type(order).__name__} came where {kind.__name__} was due")

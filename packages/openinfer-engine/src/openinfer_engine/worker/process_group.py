@@ -45,19 +45,14 @@ from openinfer_engine.worker.messages import (
 logger = logging.getLogger("openinfer.engine")
 
 CHILD_MODULE = "openinfer_engine.worker.process"
+# what ranks may take to leave before they are killed: less than an engine's process may take to close
 CLOSE_DEADLINE_S = 5.0
-"""What ranks may take to leave before they are killed: less than an engine's process may take to close."""
+# how long a failure that another one has caused waits for that one, which is what a user should read
 CAUSE_DEADLINE_S = 3.0
-"""How long a failure that another one has caused waits for that one, which is what a user should read."""
 
 
 class ProcessGroup:
-    """Starts the processes; `smallest_pool`, `agree` and `wait_ready` follow in this order, then `run` for each step.
-
-    Args:
-        spec: of the engine.
-        count: of processes, those of the ranks from 1 on.
-    """
+    """Starts the processes; `smallest_pool`, `agree` and `wait_ready` follow in this order, then `run` per step."""
 
     def __init__(self, spec: EngineSpec, count: int) -> None:
         self._changed = threading.Condition()
@@ -84,12 +79,10 @@ class ProcessGroup:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the group, if anything has."""
         return self._failure
 
     @property
     def process_ids(self) -> list[int]:
-        """Of rank 1 and those that follow."""
         return [worker.process_id for worker in self._workers]
 
     # --- start ------------------------------------------------------------------------------------------
@@ -105,13 +98,6 @@ class ProcessGroup:
         return min(num_blocks, *self._pools)
 
     def agree(self, num_blocks: int, ticket: bytes, communicator: Communicator) -> None:
-        """Lets all ranks load and join.
-
-        Args:
-            num_blocks: of every rank's pool.
-            ticket: that they join by.
-            communicator: rank 0's end, which is aborted when a rank fails.
-        """
         with self._changed:
             self._communicator = communicator
         self._tell_all(Agree(num_blocks, ticket))
@@ -122,20 +108,15 @@ class ProcessGroup:
 
     @property
     def shares(self) -> list[RemoteShare]:
-        """Of blocks and slots, of rank 1 and those that follow."""
         return [worker.share for worker in self._workers]
 
     # --- steps and end ----------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> None:
-        """Sends a step to all ranks."""
         self._tell_all(RunStep.of(plan))
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """What to raise for an error of rank 0: what broke the group, where the error may be no more than its effect.
-
-        A rank that dies takes memory with it that others read and write: a GPU's error may be one, as `GroupBroken` is.
-        """
+        """What to raise for an error of rank 0: what broke the group, if the error may be its effect."""
         is_own = isinstance(error, OpenInferError) and not isinstance(error, GroupBroken)
         if is_own or not isinstance(error, Exception):
             return error
@@ -151,7 +132,7 @@ class ProcessGroup:
         self.end_group(error)
 
     def end_group(self, error: BaseException) -> None:
-        """As `fail`, also while ranks leave."""
+        """Does what `fail` does, also while ranks leave."""
         with self._changed:
             if self._failure is not None:
                 return
@@ -184,7 +165,6 @@ class ProcessGroup:
     # --- watching ---------------------------------------------------------------------------------------
 
     def _watch(self, worker: "_WorkerProcess") -> None:
-        """Reads what a process says until it ends."""
         try:
             for body in bodies(worker.says.fileno()):
                 self._hear(worker, from_rank_decoder.decode(body))
@@ -229,7 +209,6 @@ class ProcessGroup:
 
 
 def start_workers(spec: EngineSpec, options: EngineOptions) -> ProcessGroup | None:
-    """The processes of the ranks that need one; None if none does."""
     return ProcessGroup(spec, options.num_rank_processes) if options.num_rank_processes else None
 
 
@@ -268,7 +247,6 @@ class _WorkerProcess:
         self._process.kill()
 
     def end(self, *, deadline_s: float) -> None:
-        """Closes its input, which ends it, and kills it if it takes longer."""
         with contextlib.suppress(OSError):
             self._hears.close()
         try:

@@ -16,11 +16,6 @@ from openinfer_engine.worker.runner import PendingStep, Worker
 def load_with_processes(engine_plan: EnginePlan, processes: ProcessGroup, tracer: Tracer) -> "ProcessRunner":
     """Loads rank 0 while the other ranks load, and returns the runner of all.
 
-    Args:
-        engine_plan: of rank 0, with the pool that all ranks use.
-        processes: that have resolved; the runner closes them.
-        tracer: of rank 0.
-
     Raises:
         Refused: a rank cannot be had.
         GroupBroken: the process of a rank died.
@@ -42,14 +37,7 @@ def load_with_processes(engine_plan: EnginePlan, processes: ProcessGroup, tracer
 
 
 class ProcessRunner:
-    """A step's result is rank 0's.
-
-    Args:
-        rank: 0.
-        processes: of the others; closed with this.
-        tracer: of rank 0.
-        close_deadline_s: what all ranks together may take to leave.
-    """
+    """Rank 0's worker and the processes of the others, which are closed with it; a step's result is rank 0's."""
 
     def __init__(
         self,
@@ -71,15 +59,10 @@ class ProcessRunner:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of rank 1 and those that follow."""
         return self._processes.process_ids
 
     def pool_memories(self) -> list[PoolMemory]:
-        """Of the ranks of this process: rank 0's.
-
-        Raises:
-            RuntimeError: the runner is closed.
-        """
+        """Rank 0's alone: the others are in their own processes. Raises `RuntimeError` if the runner is closed."""
         if self._rank is None:
             raise RuntimeError("the runner is closed")
         return [self._rank.pool_memory()]
@@ -95,11 +78,7 @@ class ProcessRunner:
             return self._rank.launch(plan)
 
     def close(self) -> None:
-        """Waits for what was launched, if all ranks live, and lets all of them leave; a process that hangs is killed.
-
-        Raises:
-            GroupBroken: rank 0 hangs.
-        """
+        """Waits for what was launched, if all ranks live, and lets them leave; `GroupBroken` if rank 0 hangs."""
         rank, self._rank = self._rank, None
         if rank is None:
             return
@@ -124,11 +103,6 @@ class _PendingStep:
         self._processes = processes
 
     def result(self) -> StepResult:
-        """Rank 0's.
-
-        Raises:
-            GroupBroken: a rank is gone; what rank 0 has computed since may be wrong.
-        """
         try:
             result = self._future.result().result()
         except BaseException as error:

@@ -17,10 +17,8 @@ class _Penalised:
     """Token statistics of a sequence with penalties."""
 
     params: SamplingParams
-    output_counts: HostArray
-    """`[V]` int32."""
-    prompt_seen: HostArray
-    """`[V]` bool."""
+    output_counts: HostArray  # `[V]` int32
+    prompt_seen: HostArray  # `[V]` bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +27,11 @@ class LogitChanges:
 
     token_ids: HostArray
     values: HostArray
-    stop_token_ids: HostArray
-    """Forbidden while fewer than `min_tokens` tokens were generated."""
-    no_stop: HostArray
-    """Mask of `token_ids`: those that are no stop tokens."""
+    stop_token_ids: HostArray  # forbidden while fewer than `min_tokens` tokens were generated
+    no_stop: HostArray  # mask of `token_ids`: those that are no stop tokens
 
     @classmethod
     def of(cls, params: SamplingParams) -> "LogitChanges | None":
-        """None where a request asks for none."""
         if not params.logit_bias and params.min_tokens == 0:
             return None
         token_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
@@ -63,10 +58,9 @@ class SamplingState:
     def __init__(self, *, max_num_seqs: int, num_token_ids: int, vocab_size: int) -> None:
         self._num_token_ids = num_token_ids
         self._vocab_size = vocab_size
+        # alternatives per sampled token that each slot's request asked for; -1 for no log-probabilities
         self.logprobs: HostArray = np.full(max_num_seqs, -1, np.int32)
-        """Alternatives per sampled token that each slot's request asked for; -1 for no log-probabilities."""
-        self.prompt_logprobs: HostArray = np.full(max_num_seqs, -1, np.int32)
-        """The same for prompt tokens."""
+        self.prompt_logprobs: HostArray = np.full(max_num_seqs, -1, np.int32)  # the same for prompt tokens
         self._columns: dict[str, HostArray] = {
             name: np.full(max_num_seqs, DEFAULTS.get(name, 0), dtype)
             for name, dtype in COLUMN_DTYPES.items()
@@ -114,7 +108,6 @@ class SamplingState:
         )
 
     def count(self, slots: HostArray, token_ids: HostArray) -> None:
-        """Notes sampled tokens for the penalties."""
         if self._penalised:
             for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
                 if token_id >= 0 and slot in self._penalised:

@@ -18,30 +18,17 @@ from openinfer_core.scheduling import StateCopy, StepPlan
 from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
 from openinfer_kv_cache import GroupKind, KvGroupLayout, KvLayout, KvRegion
 
-_ALIGN_BYTES = 16
-"""What kernels load at once."""
+_ALIGN_BYTES = 16  # what kernels load at once
 
 
 def padded_slot_bytes(layout: KvLayout, *, in_blocks: bool) -> int:
-    """Memory of one slot; 0 without states.
-
-    Args:
-        layout: of the slot.
-        in_blocks: whether it has to be a whole number of a block's size.
-    """
+    """Memory of one slot, a whole number of a block's size with `in_blocks`; 0 without states."""
     multiple = math.lcm(layout.block_bytes, _ALIGN_BYTES) if in_blocks else _ALIGN_BYTES
     return -(-layout.slot_bytes // multiple) * multiple
 
 
 class StateSlots:
-    """One slot per sequence that runs, and slots for copies.
-
-    Args:
-        layout: its slot groups; their tensors are named `GROUP.TENSOR`.
-        num_slots: of both.
-        slot_bytes: of one, with padding (`padded_slot_bytes`).
-        ops: of this rank.
-    """
+    """One slot per sequence that runs, and slots for copies."""
 
     def __init__(self, layout: KvLayout, *, num_slots: int, slot_bytes: int, ops: Ops) -> None:
         self._ops = ops
@@ -65,11 +52,7 @@ class StateSlots:
         return self._tensors
 
     def advance(self, plan: StepPlan) -> None:
-        """Restores the states of sequences that begin on a prefix, and notes what a step adds to each slot's.
-
-        Raises:
-            ContractViolation: a row does not go on where the last one of its slot ended.
-        """
+        """Restores states that sequences begin on, and notes each slot's new end; `ContractViolation` for a gap."""
         for start in plan.started:
             self._consumed[start.slot] = 0
         self._copy(plan.state_restores)
@@ -83,7 +66,6 @@ class StateSlots:
         self._consumed[plan.slots] = plan.starts + plan.counts
 
     def keep(self, plan: StepPlan) -> None:
-        """Copies the states that the plan keeps, once its rows were computed."""
         self._copy(plan.state_snapshots)
 
     def _copy(self, copies: Sequence[StateCopy]) -> None:
@@ -97,7 +79,6 @@ class StateSlots:
         self._ops.copy_rows(self._memory, sources=sources, targets=targets)
 
     def join(self, batch: AttentionBatch, plan: StepPlan) -> AttentionBatch:
-        """The batch of a step with the states of its rows."""
         return replace(batch, state_slots=self._ops.upload(plan.slots), states=self._tensors)
 
 

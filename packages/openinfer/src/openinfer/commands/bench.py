@@ -10,11 +10,7 @@ BENCHES = "openinfer.benches"
 
 
 def run(argv: Sequence[str], *, lister: Lister = installed) -> int:
-    """Runs the benchmark named; its own flags follow its name.
-
-    Raises:
-        Refused: no installed package offers a benchmark.
-    """
+    """Runs the benchmark named; its own flags follow its name. Raises `Refused` if no package offers one."""
     names = sorted({plugin.name for plugin in list_plugins(BENCHES, lister=lister)})
     if not names:
         raise Refused('no benchmark is installed: pip install "openinfer[bench]"')

@@ -11,7 +11,6 @@ QUESTION = "What is the capital of Japan?"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the demonstration."""
     argparse.ArgumentParser(prog="openinfer demo", description=__doc__).parse_args(argv)
     begin_s = time.perf_counter()
     with LLM("tiny") as llm:

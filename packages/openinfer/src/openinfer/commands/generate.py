@@ -15,7 +15,6 @@ _NOT_FLAGS = frozenset({"grammar", "logprobs", "prompt_logprobs"})
 
 
 def run(argv: Sequence[str]) -> int:
-    """Loads the model in this process and streams one completion, or one chat turn with `--chat`."""
     arguments = parse(argv, command="generate", description=__doc__ or "", configure=_configure)
     namespace = arguments.namespace
     sampling = read_flags(namespace, SamplingParams, preset={"max_tokens": DEFAULT_MAX_TOKENS})

@@ -9,9 +9,10 @@ from importlib.metadata import version
 
 from openinfer_core import OpenInferError, find_plugin, list_plugins
 
+# entry points of further subcommands: functions of what follows the name, which return the exit code
 COMMANDS = "openinfer.commands"
-"""Entry points of further subcommands: functions of what follows the name, which return the exit code."""
 
+# modules beside this one, loaded when they are chosen, and what they do
 _COMMANDS = {
     "serve": "serve a model through an OpenAI-compatible API",
     "generate": "continue a prompt on the terminal",
@@ -19,7 +20,6 @@ _COMMANDS = {
     "bench": "run a benchmark of openinfer-bench",
     "demo": "load the tiny model, stream a completion and a chat turn",
 }
-"""Modules beside this one, loaded when they are chosen, and what they do."""
 
 EXIT_USAGE = 2
 
@@ -50,11 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _find(name: str) -> Callable[[Sequence[str]], int]:
-    """A subcommand of this package, else of another.
-
-    Raises:
-        PluginError: two packages offer it, or it failed to load.
-    """
     if name in _COMMANDS:
         return import_module(f"openinfer.commands.{name}").run
     return find_plugin(COMMANDS, name).load()

@@ -17,27 +17,18 @@ from openinfer_core.plugins import Plugin
 class ModelArguments:
     """A command line, resolved."""
 
-    model_name: str
-    """What clients call it."""
+    model_name: str  # what clients call it
     model_dir: Path
     family: ModelFamily
     plugin: Plugin
-    options: msgspec.Struct
-    """The family's options."""
-    namespace: argparse.Namespace
-    """All flags."""
+    options: msgspec.Struct  # the family's options
+    namespace: argparse.Namespace  # all flags
 
 
 def parse(
     argv: Sequence[str], *, command: str, description: str, configure: Callable[[argparse.ArgumentParser], None]
 ) -> ModelArguments:
     """Finds the model first, since its family decides which flags there are; then parses everything strictly.
-
-    Args:
-        argv: what follows the command's name.
-        command: its name.
-        description: for `--help`.
-        configure: adds the command's own flags.
 
     Raises:
         InvalidRequest: a flag's value is wrong.

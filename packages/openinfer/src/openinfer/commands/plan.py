@@ -14,8 +14,7 @@ from openinfer_core import FamilyPlan, InvalidRequest, OpenInferError, RankLedge
 from openinfer_server.options import ServerOptions
 
 LOCK_FORMAT = 1
-_SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser", "endpoints"))
-"""The server's options that choose a part."""
+_SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser", "endpoints"))  # the server's options that choose a part
 
 
 class Composition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,15 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check_writable(path: Path, *, field: str) -> None:
-    """Refuses a file that could not be written later; an absent one is made, empty.
-
-    Args:
-        path: the file.
-        field: the flag that names it.
-
-    Raises:
-        InvalidRequest: it cannot be opened for writing.
-    """
+    """Raises `InvalidRequest` for a file that cannot be written later; an absent one is made, empty."""
     try:
         path.open("ab").close()
     except OSError as error:
@@ -68,7 +59,6 @@ def check_writable(path: Path, *, field: str) -> None:
 
 
 def resolve(arguments: ModelArguments, server: ServerOptions) -> Composition:
-    """What would serve the model of a command line."""
     return _composition(arguments, arguments.family.plan(arguments.model_dir, arguments.options), server)
 
 
@@ -94,12 +84,7 @@ def _composition(arguments: ModelArguments, plan: FamilyPlan, server: ServerOpti
 
 
 def check_lock(path: Path, composition: Composition) -> None:
-    """Refuses to go on if a composition differs from a lock file.
-
-    Raises:
-        LockDiffers: with every difference.
-        InvalidRequest: the file is no lock file.
-    """
+    """Raises `LockDiffers` with every difference, or `InvalidRequest` if the file is no lock file."""
     try:
         locked = msgspec.json.decode(path.read_bytes(), type=Composition)
     except (OSError, msgspec.MsgspecError) as error:
@@ -115,7 +100,6 @@ def check_lock(path: Path, composition: Composition) -> None:
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """`parts.scheduler` -> its value, for every leaf of nested mappings."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     found: dict[str, Any] = {}
@@ -144,7 +128,6 @@ def _table(composition: Composition, measured: dict[str, str]) -> str:
 
 
 def _ranks_table(ledgers: Sequence[RankLedger]) -> str:
-    """What each rank would take, for several numbers of ranks."""
     lines = ["", "one rank of     weights   workspaces     KV cache        KV tokens"]
     for ledger in ledgers:
         sizes = (ledger.weights_bytes, ledger.workspace_bytes, ledger.kv_cache_bytes)
