@@ -79,9 +79,9 @@ def open_one_shot(
         except KernelsError as error:
             logger.warning("rank %d: sums of small arrays go through NCCL: %s", rank, error)
             refusals[0] = 1
-        everybodys = cupy.asarray(refusals)
-        group.all_reduce(everybodys, everybodys)
-        is_possible = not cupy.asnumpy(everybodys).any()
+        all_refusals = cupy.asarray(refusals)
+        group.all_reduce(all_refusals, all_refusals)
+        is_possible = not cupy.asnumpy(all_refusals).any()
         stream.synchronize()
     if not is_possible:
         made.close()

@@ -60,7 +60,7 @@ class BlockAllocator:
         return allocation
 
     def _match_nothing(self, sequence: Sequence, spare_blocks: int) -> BlockAllocation | None:
-        if not self._would_fit_behind(sequence, 0, spare_blocks):
+        if not self._would_fit_after(sequence, 0, spare_blocks):
             self._hurry()
             return None
         if self._snapshots is not None:
@@ -79,7 +79,7 @@ class BlockAllocator:
         if self._is_coming(kv, cached_tokens, loading):
             kv.shrink(0)
             return None
-        if not self._would_fit_behind(sequence, cached_tokens, spare_blocks):
+        if not self._would_fit_after(sequence, cached_tokens, spare_blocks):
             kv.shrink(0)
             self._hurry()
             return None
@@ -94,7 +94,7 @@ class BlockAllocator:
         )
         return BlockAllocation(cached_tokens, found)
 
-    def _would_fit_behind(self, sequence: Sequence, num_tokens: int, spare_blocks: int) -> bool:
+    def _would_fit_after(self, sequence: Sequence, num_tokens: int, spare_blocks: int) -> bool:
         """Whether there is room for all known tokens if only the first `num_tokens` stay shared."""
         pool, kept = self._pool, num_tokens // self._pool.block_size_tokens
         given_back = sum(pool.num_users(block_id) == 1 for block_id in sequence.kv.blocks[kept:])

@@ -189,7 +189,7 @@ class RunQueue:
         if self.snapshots is not None and cached_tokens:
             admission.restore = self.snapshots.restore(sequence.kv, cached_tokens, start.slot)
             if self._allocator.prefixes is not None:
-                admission.hold = self.snapshots.hold_behind(sequence.kv, cached_tokens)
+                admission.hold = self.snapshots.hold_after(sequence.kv, cached_tokens)
         return admission
 
     def _next(self) -> Sequence | None:
@@ -207,7 +207,7 @@ class RunQueue:
         if self.snapshots is None or end_tokens not in sequence.snapshot_positions:
             return None
         copy = self.snapshots.take(sequence.kv, end_tokens, sequence.slot)
-        if copy is None and self._state_saves is not None and not self.snapshots.has_behind(sequence.kv, end_tokens):
+        if copy is None and self._state_saves is not None and not self.snapshots.has_after(sequence.kv, end_tokens):
             self._state_saves.hurry()
         return copy
 

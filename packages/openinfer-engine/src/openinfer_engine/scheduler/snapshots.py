@@ -48,7 +48,7 @@ class Snapshots:
     def has(self, digest: Digest) -> bool:
         return self._pool.find(digest) is not None
 
-    def has_behind(self, kv: BlockSequence, num_tokens: int) -> bool:
+    def has_after(self, kv: BlockSequence, num_tokens: int) -> bool:
         return self.has(self._digest(kv, num_tokens))
 
     def positions(self, *, matched_tokens: int, begin_tokens: int, known_tokens: int) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Snapshots:
         """Keeps a snapshot as it is until `end`; None if there is no such snapshot."""
         return self._pool.begin_hold(digest)
 
-    def hold_behind(self, kv: BlockSequence, num_tokens: int) -> StateSlotCopy | None:
+    def hold_after(self, kv: BlockSequence, num_tokens: int) -> StateSlotCopy | None:
         return self.hold(self._digest(kv, num_tokens))
 
     def end(self, copy: StateSlotCopy, *, good: bool) -> None:

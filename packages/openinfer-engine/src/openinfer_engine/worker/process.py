@@ -68,12 +68,12 @@ def main() -> int:
     orders = _Orders(0)
     try:
         set_log_level(os.environ)
-        rank, share = _load(orders, answers)
+        worker, share = _load(orders, answers)
         settle_memory()
-        _serve(rank, share, orders)
+        _serve(worker, share, orders)
         if share is not None:
             share.close()
-        rank.close()
+        worker.close()
     except BaseException as error:
         if not isinstance(error, OpenInferError):
             logger.exception("this rank failed")
@@ -105,7 +105,7 @@ def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Worker, ShareService
     pages = begin_prefault(tiers, num_ranks=size) if tiers is not None and is_on_device else MemoryPrefault([])
     communicator = engine_plan.backend.join_group(agreed.ticket, rank=build.rank, size=size)
     try:
-        (rank,) = load_workers(engine_plan, [communicator], NoTrace(), stream=io.StringIO())
+        (worker,) = load_workers(engine_plan, [communicator], NoTrace(), stream=io.StringIO())
     except BaseException as error:
         communicator.abort(error)
         raise
@@ -114,21 +114,21 @@ def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Worker, ShareService
         pages.finish()
         load_timeout_s = engine_plan.options.kv_load_timeout_ms / 1000
         share = ShareService(
-            open_port(tiers, pool=rank.pool_memory(), load_timeout_s=load_timeout_s),
+            open_port(tiers, pool=worker.pool_memory(), load_timeout_s=load_timeout_s),
             answer=answers.send,
             fail=orders.fail,
             enter_thread=engine_plan.backend.enter_thread,
         )
     answers.send(WorkerReady())
-    return rank, share
+    return worker, share
 
 
-def _serve(rank: Worker, share: ShareService | None, orders: "_Orders") -> None:
+def _serve(worker: Worker, share: ShareService | None, orders: "_Orders") -> None:
     while not isinstance(order := orders.next(), Leave):
         if isinstance(order, RunStep):
-            rank.launch(order.plan())
+            worker.launch(order.plan())
         elif share is not None and isinstance(order, ShareOrder):
-            share.take(order, rank.fence())
+            share.take(order, worker.fence())
         else:
             raise ContractViolation(f"{type(order).__name__} came where a step was due")
 

@@ -24,7 +24,7 @@ def load_with_processes(engine_plan: EnginePlan, processes: ProcessGroup, tracer
     ticket, communicator = engine_plan.backend.open_group(size)
     try:
         processes.agree(engine_plan.num_blocks, ticket, communicator)
-        (rank,) = load_workers(engine_plan, [communicator], tracer)
+        (worker,) = load_workers(engine_plan, [communicator], tracer)
         processes.wait_ready()
     except BaseException as error:
         communicator.abort(error)
@@ -33,7 +33,7 @@ def load_with_processes(engine_plan: EnginePlan, processes: ProcessGroup, tracer
         if cause is error:
             raise
         raise cause from error
-    return ProcessRunner(rank, processes, tracer=tracer)
+    return ProcessRunner(worker, processes, tracer=tracer)
 
 
 class ProcessRunner:
@@ -41,13 +41,13 @@ class ProcessRunner:
 
     def __init__(
         self,
-        rank: Worker,
+        worker: Worker,
         processes: ProcessGroup,
         *,
         tracer: Tracer | None = None,
         close_deadline_s: float = CLOSE_DEADLINE_S,
     ) -> None:
-        self._rank: Worker | None = rank
+        self._worker: Worker | None = worker
         self._processes = processes
         self._tracer = tracer or NoTrace()
         self._close_deadline_s = close_deadline_s
@@ -63,27 +63,27 @@ class ProcessRunner:
 
     def pool_memories(self) -> list[PoolMemory]:
         """Rank 0's alone: the others are in their own processes. Raises `RuntimeError` if the runner is closed."""
-        if self._rank is None:
+        if self._worker is None:
             raise RuntimeError("the runner is closed")
-        return [self._rank.pool_memory()]
+        return [self._worker.pool_memory()]
 
     def launch(self, plan: StepPlan) -> "_PendingStep":
         self._processes.run(plan)  # before rank 0 launches, since the others are reached through pipes and take longer
         return _PendingStep(self._thread.submit(self._launch, plan), self._processes)
 
     def _launch(self, plan: StepPlan) -> PendingStep:
-        if self._rank is None:
+        if self._worker is None:
             raise RuntimeError("the runner is closed")
         with self._tracer.span("rank 0", "launch", step=plan.step):
-            return self._rank.launch(plan)
+            return self._worker.launch(plan)
 
     def close(self) -> None:
         """Waits for what was launched, if all ranks live, and lets them leave; `GroupBroken` if rank 0 hangs."""
-        rank, self._rank = self._rank, None
-        if rank is None:
+        worker, self._worker = self._worker, None
+        if worker is None:
             return
         self._processes.leave()
-        closing, end_s = self._thread.submit(rank.close), time.monotonic() + self._close_deadline_s
+        closing, end_s = self._thread.submit(worker.close), time.monotonic() + self._close_deadline_s
         try:
             closing.result(self._close_deadline_s)
         except TimeoutError as late:
