@@ -22,7 +22,7 @@ SWITCH_INTERVAL_S = 2e-5
 def build(raw: msgspec.Raw) -> StepLoop:
     spec, timeline = msgspec.json.decode(raw, type=EngineSpec), Timeline()
     definition, options = spec.read()
-    processes = start_workers(spec, options)  # they import and open their devices beside what follows
+    processes = start_workers(spec, options)  # they import and open their devices while this goes on
     try:
         timeline.mark("imports")
         engine_plan = resolve(definition, Path(spec.model_dir), options, timeline=timeline)

@@ -56,7 +56,7 @@ class EnginePlan:
     queue_policy: Plugin
     grammar_compiler: Plugin | None
     kernel_providers: tuple[ChosenProvider, ...]
-    tiers: ChosenTiers | None  # where KV blocks go beside the pool
+    tiers: ChosenTiers | None  # where KV blocks go in addition to the pool
     timeline: Timeline  # of the start that this is part of
 
     @property
@@ -263,7 +263,7 @@ def resolve(
 
 
 def _model_tag(model_dir: Path, options: EngineOptions) -> str:
-    """Names the weights: no KV of random ones may ever be found beside a checkpoint's."""
+    """Names the weights: no KV of random ones may ever be found among a checkpoint's."""
     tag = fingerprint(model_dir)
     return f"dummy-{tag}" if options.load_format is LoadFormat.DUMMY else tag
 

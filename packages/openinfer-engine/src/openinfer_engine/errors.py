@@ -1,4 +1,4 @@
-"""The exceptions of this package, beside those of `openinfer_core.errors` that it raises.
+"""The exceptions of this package, in addition to those of `openinfer_core.errors` that it raises.
 
 openinfer_core.errors.OpenInferError
 └── GroupBroken   ranks that work together cannot go on: one of them failed, left, or asked for something else

@@ -83,7 +83,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         kv_events = engine_plan.open_kv_events(scheduler)
         if kv_events is not None:
             undo.callback(kv_events.close)
-        compiler = engine_plan.make_grammar_compiler()  # before the weights: it reads the tokenizer beside them
+        compiler = engine_plan.make_grammar_compiler()  # before the weights: it reads the tokenizer while they load
         if compiler is not None:
             undo.callback(compiler.close)
         pages = _prepare_tiers(engine_plan, tiers, scheduler)

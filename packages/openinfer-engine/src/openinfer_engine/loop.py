@@ -2,7 +2,7 @@
 
     step():  plan N+1 ─► launch N+1 ─► wait for N ─► apply N ─► events of N
 
-While the device runs step N, the host plans N + 1 and queues it behind N, so the device never waits for Python.
+While the device runs step N, the host plans N + 1 and queues it after N, so the device never waits for Python.
 A stop that step N brings to light leaves one row of N + 1 wasted, never a wrong token. A request with a grammar has no
 row in N + 1 while N samples it: its mask is made when the row is planned (`grammars/masking.py`), others keep their
 overlap.

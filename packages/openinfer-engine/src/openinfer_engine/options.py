@@ -36,7 +36,7 @@ class DeviceKind(StrEnum):
 
 
 class RankHost(StrEnum):
-    """Where ranks beside the first run."""
+    """Where ranks other than the first run."""
 
     THREAD = "thread"
     """In threads of the engine's process; on a CPU."""

@@ -1,4 +1,4 @@
-"""Prompt tokens beside decode rows, by what steps took; seconds are the test's."""
+"""Prompt tokens next to decode rows, by what steps took; seconds are the test's."""
 
 from typing import Any
 

@@ -703,7 +703,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(first=st.integers(0, NUM_TOKEN_IDS - 1), steps=st.integers(2, 12))
     def submit_some_who_do_not_fit_together(self, *, first: int, steps: int) -> None:
-        """Prefixes that load beside outputs that grow until the pool is short."""
+        """Prefixes that load next to outputs that grow until the pool is short."""
         for place, cache_salt in enumerate((None, "a", None)):
             prefix = () if place == 0 else PREFIXES[-1]
             self.submit(prefix=prefix, own=[first, place], max_tokens=18, cache_salt=cache_salt)

@@ -120,7 +120,7 @@ LIES: dict[str, tuple[object, bytes, int | None, str]] = {
     "negative begin": ({"a": entry(offsets=(-4, 0))}, bytes(4), None, "not those from -4 to 0"),
     "beyond the end": ({"a": entry(shape=(2,), offsets=(0, 8))}, bytes(4), None, "its tensors cover 8"),
     "data that no tensor owns": ({"a": entry()}, bytes(5), None, "has 5 bytes of data and its tensors cover 4"),
-    "hole": ({"a": entry(), "b": entry(offsets=(5, 9))}, bytes(9), None, "leaves a hole behind tensor 'a'"),
+    "hole": ({"a": entry(), "b": entry(offsets=(5, 9))}, bytes(9), None, "leaves a hole after tensor 'a'"),
     "overlap": ({"a": entry(), "b": entry(offsets=(2, 6))}, bytes(6), None, "overlaps tensor 'a'"),
     "same bytes twice": ({"a": entry(), "b": entry()}, bytes(4), None, "overlaps tensor 'a'"),
 }  # fmt: skip

@@ -4,7 +4,7 @@
         print(llm.generate(["The capital of France is"], max_tokens=8)[0].text)
 
 An event loop in a thread of its own carries the engine's events, so that `LLM` works in a script, in a notebook and
-beside an event loop of yours alike. Methods may be called from several threads.
+next to an event loop of yours alike. Methods may be called from several threads.
 """
 
 import asyncio

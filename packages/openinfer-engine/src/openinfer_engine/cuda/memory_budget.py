@@ -1,6 +1,6 @@
-"""What an engine takes of a GPU beside weights and KV cache, by purpose: bounds, from sizes known before loading.
+"""What an engine takes of a GPU next to weights and KV cache, by purpose: bounds from sizes known before loading.
 
-The bounds are checked against the device: `openinfer bench startup` prints memory in use beside the ledger, and
+The bounds are checked against the device: `openinfer bench startup` prints memory in use next to the ledger, and
 `benchmarks/results/h200/*-startup.json` has both after every phase.
 """
 

@@ -158,7 +158,7 @@ class CudaWorker:
             memory=self._memory,
         )
 
-    # --- what is captured, beside sampling --------------------------------------------------------------
+    # --- what is captured, next to sampling -------------------------------------------------------------
 
     def _decode_logits(self, inputs: DecodeInputs) -> Array:
         self._slots.state.prepare_decode(inputs)

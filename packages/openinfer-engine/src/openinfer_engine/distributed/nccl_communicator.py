@@ -1,7 +1,7 @@
 """`NcclCommunicator`: one GPU's end of a group of processes, over NCCL.
 
 Everything runs on CuPy's current stream, in the order in which it is called, and may be captured; a group is joined
-beside what follows its making, and its first collective waits for that. `abort` may be called while another thread
+while what follows its making runs, and its first collective waits for that. `abort` may be called while another thread
 waits for the device: what runs there is ended. Sums: `nccl_sums.py`.
 """
 

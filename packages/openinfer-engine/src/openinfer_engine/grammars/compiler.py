@@ -26,7 +26,7 @@ MAX_KEPT = 128  # grammars, the refused ones too; the least recently used makes 
 class LlguidanceCompiler:
     """Implements `openinfer_core.grammars.GrammarCompiler`.
 
-    The tokenizer is read in the worker thread, beside what else an engine does when it starts. For 151k tokens that
+    The tokenizer is read in the worker thread, while the engine starts. For 151k tokens that
     takes about 1 s, in which llguidance keeps the interpreter lock.
 
     Raises:

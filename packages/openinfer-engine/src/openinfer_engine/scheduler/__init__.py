@@ -7,7 +7,7 @@ admission.py      what an admitted sequence begins with: blocks, a sequence slot
 loads.py          who waits for a prefix from KV tiers
 saves.py          sealed blocks on their way to KV tiers
 snapshots.py      copies of recurrent states; state_prefixes.py, state_load.py, state_saves.py: prefixes that need them
-itl_limit.py      what steps take, and how many prompt tokens fit into one beside decode rows
+itl_limit.py      what steps take, and how many prompt tokens fit into one next to decode rows
 step_builder.py   a step's columns while it is planned; what is remembered of a step in flight
 outputs.py        what a step's result means for its sequences, as events
 integrity.py      whether all that agrees, for tests

@@ -1,4 +1,4 @@
-"""`ItlLimiter`: how many prompt tokens a step may compute beside decode rows, so that these do not wait too long.
+"""`ItlLimiter`: how many prompt tokens a step may compute next to decode rows, so that these do not wait too long.
 
     predicted ms of a step  =  ms of the last steps without prompt tokens  +  tokens x ms per token
 

@@ -16,7 +16,7 @@
 `Sequence.transition` enforces the diagram. A preempted or finished sequence keeps its slot and blocks while a step in
 flight has a row of it (`rows_in_flight`), because that step still writes to them.
 
-Positions of a running sequence, each mark at or behind the one before it:
+Positions of a running sequence, each mark at or after the one before it:
 
     0 ──── given ────► given_tokens ──── from the device ────► target_tokens ────► final_tokens
                 computed_tokens transfers from the cached prefix to target_tokens

@@ -3,10 +3,10 @@
 A recurrent state cannot be set back, so a prefix is reused only where KV blocks and a copy of the states end at the
 same boundary. Copies are taken where they are likely to be found again: at the last boundary of a prompt, and where a
 prompt leaves a prefix that is cached already, since a third one may leave it there, too. A row ends at such a place,
-and the states are copied behind its step; a restored sequence's are copied before its first.
+and the states are copied after its step; a restored sequence's are copied before its first.
 
-The slots that sequences run in are the pool's first ones, live for ever; copies have those behind them. KV tiers fill
-copies beside the steps (`begin_load`), and read those that are held (`hold`).
+The slots that sequences run in are the pool's first ones, live for ever; copies have those after them. KV tiers fill
+copies while steps run (`begin_load`), and read those that are held (`hold`).
 """
 
 from openinfer_core.errors import ContractViolation
@@ -66,7 +66,7 @@ class Snapshots:
         """The copy that brings the states after `num_tokens` into a slot, before the step that is planned now."""
         copy = self._pool.begin_restore(self._digest(kv, num_tokens), slot)
         if copy is None or copy.num_tokens != num_tokens:
-            raise ContractViolation(f"the states behind {num_tokens} tokens were there and cannot be restored")
+            raise ContractViolation(f"the states after {num_tokens} tokens were there and cannot be restored")
         self._pool.complete(copy)
         loaded_tokens = num_tokens if copy.source in self._loaded else None
         return StateCopy(source=copy.source, target=copy.target, loaded_tokens=loaded_tokens)

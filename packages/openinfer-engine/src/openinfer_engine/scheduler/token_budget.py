@@ -131,7 +131,7 @@ class TokenBudgetScheduler:
         """One token for every sequence that has its next id on the device; returns those with given ids left."""
         unfilled: list[Sequence] = []
         is_short = False
-        for sequence in self._queue.running:  # a preemption takes from its end, behind or at this sequence
+        for sequence in self._queue.running:  # a preemption takes from its end, after or at this sequence
             computed_tokens = sequence.computed_tokens
             if computed_tokens < sequence.given_tokens:
                 unfilled.append(sequence)

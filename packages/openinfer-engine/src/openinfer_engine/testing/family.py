@@ -1,7 +1,7 @@
 """A model family under test: its model on all its ranks, with batches made by hand, and what must hold of every one.
 
 `FamilyHarness` runs a model of a folder; a test says which tokens of which sequences each step computes.
-`check_family` runs a sequence whole, in pieces, token by token, beside others, behind a shared prefix, from its
+`check_family` runs a sequence whole, in pieces, token by token, next to others, after a shared prefix, from its
 beginning again, and cut into ranks: a model's logits never depend on how its tokens were cut into steps.
 """
 
@@ -279,7 +279,7 @@ def check_family(
         token_ids: a sequence, of at least three blocks.
         logits: `[tokens, V]` that a reference computed in float32.
         tolerance: largest difference of a logit.
-        ranks: how many ranks to cut the model into, beside one.
+        ranks: how many ranks to cut the model into, in addition to one.
         block_tokens: `B`.
 
     Raises:
@@ -319,12 +319,12 @@ def check_steps(
     harness.step({"parent": tokens[:boundary]})
     harness.fork("child", "parent")
     harness.step({"parent": tokens[::-1]})
-    compare("behind a shared prefix", harness.step({"child": tokens[boundary:]})["child"], first=boundary)
+    compare("after a shared prefix", harness.step({"child": tokens[boundary:]})["child"], first=boundary)
     harness.restart("parent")
     for seed in range(_VARIANTS):
         cut, _ = step_at_random(harness, dict.fromkeys("abc", tokens), np.random.default_rng(seed))
         for sequence, got in cut.items():
-            compare(f"cut at random beside others, seed {seed}, {sequence}", got)
+            compare(f"cut at random next to others, seed {seed}, {sequence}", got)
 
 
 def step_at_random(

@@ -168,7 +168,7 @@ def _check_cover(tensors: Mapping[str, TensorInfo], *, data_bytes: int, path: Pa
     expected, previous = 0, "the header"
     for begin, end, name in sorted((*info.data_offsets, name) for name, info in tensors.items()):
         if begin != expected:
-            what = "overlaps" if begin < expected else "leaves a hole behind"
+            what = "overlaps" if begin < expected else "leaves a hole after"
             raise InvalidCheckpoint(
                 f"{path}: tensor {name!r} begins at byte {begin} of the data and {what} {previous}, "
                 f"which ends at {expected}"

@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors say of a model beside its `config.json`."""
+"""What a checkpoint's tensors say of a model that its `config.json` does not."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable

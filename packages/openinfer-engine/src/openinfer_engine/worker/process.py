@@ -1,4 +1,4 @@
-"""The process of one rank beside the first: what `ProcessGroup` starts and tells what to run.
+"""The process of one rank other than the first: what `ProcessGroup` starts and tells what to run.
 
 It takes its orders from standard input and answers on standard output; whatever it prints goes to standard error. When
 its input ends without a `Leave`, the engine is gone, and so is the process, whatever it was waiting for; on Linux also

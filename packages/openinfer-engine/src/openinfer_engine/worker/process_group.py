@@ -1,4 +1,4 @@
-"""`ProcessGroup`: the ranks of an engine beside the first, each a process of its own with a device of its own.
+"""`ProcessGroup`: the ranks of an engine after the first, each a process of its own with a device of its own.
 
     started ─► resolved ─► agreed on the smallest pool, joining ─► ready ─► steps … ─► left
        └──────────┴──────────────────┴───────────────────────────────┴──────┴──► failed: the engine ends

@@ -48,7 +48,7 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Queues a step behind those launched before."""
+        """Queues a step after those launched before."""
         ...
 
     def close(self) -> None:

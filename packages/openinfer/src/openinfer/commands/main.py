@@ -12,7 +12,7 @@ from openinfer_core import OpenInferError, find_plugin, list_plugins
 # entry points of further subcommands: functions of what follows the name, which return the exit code
 COMMANDS = "openinfer.commands"
 
-# modules beside this one, loaded when they are chosen, and what they do
+# modules next to this one, loaded when they are chosen, and what they do
 _COMMANDS = {
     "serve": "serve a model through an OpenAI-compatible API",
     "generate": "continue a prompt on the terminal",
