@@ -131,6 +131,7 @@ class StepLoop:
         if self._runner.failure is not None:
             raise self._runner.failure
         events = self._add_compiled()
+        # Before the plan, which uses what has come from tiers.
         if self._port is not None:
             self._port.settle()
         with self._tracer.span(LOOP, "plan"):
@@ -139,11 +140,13 @@ class StepLoop:
         failures: list[Failed] = []
         if plan is not None:
             plan, failures = self._masked.mask(plan)
+            # Launched before the last step's result is read: the device has work while the host applies that.
             self._in_flight = _InFlight(plan, self._runner.launch(plan))
         elif before is None:
             self._rest()
         if before is not None:
             events += self._finish(before)
+        # Before the next plan, for which matchers are asked for masks after these tokens.
         failures += self._masked.follow(events)
         events += [failure for failure in failures if self._end(failure.request_id)]
         self._tracer.told(events)
@@ -165,6 +168,7 @@ class StepLoop:
         self._masked.close()
         if self._kv_events is not None:
             self._kv_events.close()
+        # Before the runner, whose memory its copies read and write.
         if self._port is not None:
             self._port.close()
         self._runner.close()

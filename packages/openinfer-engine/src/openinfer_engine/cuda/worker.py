@@ -185,6 +185,7 @@ class CudaWorker:
         return DevicePool(self._kv_cache, self._ops.device, slots=slots)
 
     def fence(self) -> Callable[[], None]:
+        # Recorded at the stream's present end; any thread may wait for it.
         with self._stream:
             return Fence().wait
 
@@ -200,9 +201,11 @@ class CudaWorker:
         entries = self._tables.advance(plan)
         staging = self._staging.take()
         note_times = self._times.begin(plan)
+        # Queued before the step on the same stream, whose kernels read the tables and records that this writes.
         self._slots.update(plan, entries, staging)
         if self._states is not None:
             self._states.advance(plan)
+        # States were restored above, before the rows that go on from them; they are kept below, after these rows.
         captured = self._captured_decode(plan)
         rows = self._run_mixed(plan, staging) if captured is None else self._replay_decode(plan, captured, staging)
         if self._states is not None:
@@ -245,6 +248,7 @@ class CudaWorker:
         )
         captured, unscored = self._captured_mixed(plan), self._slots.unscored(plan)
         prompts: list[ScoredPrompt] = []
+        # A captured step, and log-probabilities of the prompt, take the hidden states of every token.
         if captured is None and not unscored and isinstance(self._model, LastTokenModel):
             last = self._forward_last_tokens(self._model, plan, last_tokens, staging)
         else:
@@ -290,6 +294,7 @@ class CudaWorker:
         self._slots.state.prepare_mixed(inputs)
         batch, sampled = inputs.batch, plan.sample
         if len(last):
+            # The last tokens again, as rows of one token each: what the last layer computes is for them alone.
             ends, ones = (plan.starts + plan.counts)[sampled], np.ones(len(last), np.int32)
             columns = plan.slots[sampled], ends - 1, ones, np.zeros_like(ones), plan.token_ids[:0]
             rows = self._inputs_of(columns, staging)

@@ -47,6 +47,7 @@ class LocalGroup:
         with ThreadPoolExecutor(len(self._members), thread_name_prefix="openinfer-rank") as threads:
             futures = [threads.submit(_take_part, member, work) for member in self._members]
         errors = [error for error in (future.exception() for future in futures) if error is not None]
+        # The error of the rank that failed, rather than the `GroupBroken` that it caused in others.
         for error in errors:
             if not isinstance(error, GroupBroken):
                 raise error
@@ -78,6 +79,7 @@ class LocalCommunicator(HostCommunicator):
         except BaseException as error:
             self.abort(error)
             raise
+        # Until all have read: the caller may change its array after this.
         self._meeting.wait()
         return result
 
@@ -119,6 +121,7 @@ class _Meeting:
                 self._round += 1
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._round != this_round or self._broken is not None)
+            # A group that breaks after the round was complete has still given its result.
             if self._round == this_round:
                 self._check()
 
@@ -129,6 +132,7 @@ class _Meeting:
     def leave(self, rank: int) -> None:
         with self._changed:
             self._left.add(rank)
+            # Ranks that wait already would wait for this one forever.
             if self._arrived:
                 self._break(_left(self._left), None)
 

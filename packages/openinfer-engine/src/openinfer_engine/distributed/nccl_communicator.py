@@ -125,6 +125,7 @@ class NcclCommunicator:
             self._changed.wait_for(lambda: self._joined is not None or self._broken is not None)
             joined, is_whole = self._joined, self._broken is None
             self._broken = self._broken or GroupBroken(f"rank {self._rank} has closed its end")
+        # A broken group was ended by `_end`, with its memory.
         if joined is not None and is_whole:
             if joined.one_shot is not None:
                 joined.one_shot.close()
@@ -147,6 +148,7 @@ class NcclCommunicator:
             self._joined = _Joined(group, sums, one_shot)
             is_broken = self._broken is not None
             self._changed.notify_all()
+        # It was broken while it was formed, when `_break` had nothing to abort.
         if is_broken:
             group.take_abort()()
 
@@ -164,15 +166,18 @@ class NcclCommunicator:
 
     @contextlib.contextmanager
     def _collective(self) -> Generator[_Joined]:
+        # Once joined it stays so: a collective takes the condition only while the group is formed.
         if self._joined is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._joined is not None or self._broken is not None)
+        # An abort waits for the call that is being made, `_CALL_DEADLINE_S` at most.
         with self._calling:
             self._check()
             if self._joined is None:
                 raise GroupBroken("the group was never joined")
             try:
                 yield self._joined
+            # In an aborted group calls fail with NCCL's own message: what broke the group is raised in its place.
             except KernelsError:
                 self._check()
                 raise
@@ -191,6 +196,7 @@ class NcclCommunicator:
         if joined is not None:
             if joined.one_shot is not None:
                 joined.one_shot.abort()
+            # In a thread of its own: `abort` must never block, and `_end` waits for a call.
             threading.Thread(target=self._end, args=(joined.group,), name="openinfer-abort", daemon=True).start()
 
     def _end(self, group: NcclGroup) -> None:

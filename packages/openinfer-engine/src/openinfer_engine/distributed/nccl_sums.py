@@ -79,6 +79,7 @@ def open_one_shot(
         except KernelsError as error:
             logger.warning("rank %d: sums of small arrays go through NCCL: %s", rank, error)
             refusals[0] = 1
+        # All ranks use the kernel or none does, so one that cannot connect says so in a sum.
         all_refusals = cupy.asarray(refusals)
         group.all_reduce(all_refusals, all_refusals)
         is_possible = not cupy.asnumpy(all_refusals).any()

@@ -161,6 +161,7 @@ class SocketCommunicator(HostCommunicator):
             self._links[rank] = link
             is_late = self._broken is not None
             self._changed.notify_all()
+        # The group broke while this rank came in: `_break` has closed the other links only.
         if is_late:
             link.close()
 
@@ -236,6 +237,7 @@ class _Link:
         return self._arrived.popleft()
 
     def close(self) -> None:
+        # Closing alone would not wake the threads that wait at either end.
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

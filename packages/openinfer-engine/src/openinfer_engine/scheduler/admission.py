@@ -43,6 +43,7 @@ class BlockAllocator:
 
         None, with nothing changed, if blocks are short, or others compute or load what it needs first.
         """
+        # One block per sequence stays spare: a newcomer that took the last ones would be preempted at their next block.
         kv, spare_blocks = sequence.kv, len(running) + len(loading)
         if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks):
             self._hurry()
@@ -52,7 +53,7 @@ class BlockAllocator:
         elif self._snapshots is not None:
             allocation = self._match_states(sequence, self._snapshots, spare_blocks, loading)
         elif self._is_being_computed(kv, running, loading):
-            return None
+            return None  # it waits, rather than compute the same prefix a second time
         else:
             allocation = BlockAllocation(kv.match())
         if allocation is not None and kv.reserve(sequence.known_tokens) is None:

@@ -45,6 +45,7 @@ class OutputProcessor:
         token_ids: list[int] = self._result.token_ids.tolist()
         for row, sequence in enumerate(self._record.rows):
             if sequence.state is _FINISHED:
+                # It ended after this row was planned, by a stop token of the step before or an abort.
                 self._counters.wasted_rows += 1
             elif row in failures:
                 self._fail(sequence, failures[row])
@@ -54,6 +55,7 @@ class OutputProcessor:
             sequence.rows_in_flight -= 1
             if sequence.state is not _RUNNING and not sequence.rows_in_flight:
                 self._queue.give_back(sequence)
+        # After the rows: a copy of states is good only if its row was computed.
         for row, copy in self._record.snapshots.items():
             self._queue.end_snapshot(copy, good=row in computed)
         for hold in self._record.holds:

@@ -232,8 +232,10 @@ class RunQueue:
     def allocate_next(self, sequence: Sequence, in_flight: Iterable[StepInFlight]) -> ListLike[int] | None:
         """The blocks added for one more position of a running sequence; None if it has to sit this step out."""
         while (new_blocks := sequence.kv.reserve(sequence.computed_tokens + 1)) is None:
+            # Blocks that steps in flight or copies still use are about to come back: nothing is preempted for them.
             if self._are_blocks_coming(in_flight):
                 return None
+            # Loads go before running sequences: their prefix can be computed later.
             if self._give_up_load():
                 continue
             victim = self.running[-1]
@@ -250,6 +252,7 @@ class RunQueue:
         sequence.transition(SequenceState.PREEMPTED)
         sequence.asked_tiers = False
         self._counters.preemptions += 1
+        # A step in flight still writes to its slot and blocks: these come back with its last row.
         if not sequence.rows_in_flight:
             self.give_back(sequence)
 

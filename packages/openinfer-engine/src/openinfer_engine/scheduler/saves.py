@@ -70,6 +70,7 @@ class Saves:
         for transfer, _ in self._in_flight:
             if transfer.begin_s < latest_s:
                 transfer.cancel()
+        # Blocks that pins alone hold come back with them; others stay with their sequences.
         pool = self._pool
         return any(
             pool.num_users(block_id) == pool.num_pins(block_id)

@@ -67,6 +67,7 @@ class Snapshots:
         copy = self._pool.begin_restore(self._digest(kv, num_tokens), slot)
         if copy is None or copy.num_tokens != num_tokens:
             raise ContractViolation(f"the states after {num_tokens} tokens were there and cannot be restored")
+        # Completed at once: steps run in order, so what writes to its source next does it later.
         self._pool.complete(copy)
         loaded_tokens = num_tokens if copy.source in self._loaded else None
         return StateCopy(source=copy.source, target=copy.target, loaded_tokens=loaded_tokens)

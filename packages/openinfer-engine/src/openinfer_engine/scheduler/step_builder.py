@@ -99,6 +99,7 @@ class StepBuilder:
         """Plans as many of the sequence's given ids as the budget allows, and returns how many; both are at least 1."""
         start = sequence.computed_tokens
         end = min(sequence.given_tokens, start + self.budget_tokens)
+        # States are copied after a step, so a row ends where they are to be kept.
         end = min([end, *(position for position in sequence.snapshot_positions if position > start)])
         samples = end == sequence.given_tokens and sequence.samples
         new_blocks = sequence.kv.blocks[sequence.sent_blocks :]

@@ -114,6 +114,7 @@ class TokenBudgetScheduler:
     # --- plan -------------------------------------------------------------------------------------------
 
     def plan(self, *, now_s: float) -> StepPlan | None:
+        # First of all, so that blocks and prefixes of ended copies are there for the rows of this plan.
         self._queue.settle()
         builder = StepBuilder(self._config.max_step_tokens)
         unfilled = self._plan_decode_rows(builder)
@@ -144,6 +145,7 @@ class TokenBudgetScheduler:
             elif not is_short and (new_blocks := self._queue.allocate_next(sequence, self._in_flight)) is not None:
                 builder.add_decode_row(sequence, new_blocks)
             else:
+                # Once blocks ran short for one, all younger ones that need a block sit the step out, too.
                 is_short = True
         builder.close_decode_rows()
         return unfilled

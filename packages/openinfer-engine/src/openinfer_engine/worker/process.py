@@ -102,6 +102,7 @@ def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Worker, ShareService
     size = engine_plan.options.tensor_parallel_size
     tiers = engine_plan.open_tiers(rank=build.rank)
     is_on_device = engine_plan.options.device is DeviceKind.CUDA
+    # While the weights load: taking gigabytes of pages takes seconds.
     pages = begin_prefault(tiers, num_ranks=size) if tiers is not None and is_on_device else MemoryPrefault([])
     communicator = engine_plan.backend.join_group(agreed.ticket, rank=build.rank, size=size)
     try:

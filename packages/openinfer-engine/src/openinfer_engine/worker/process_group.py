@@ -120,6 +120,7 @@ class ProcessGroup:
         is_own = isinstance(error, OpenInferError) and not isinstance(error, GroupBroken)
         if is_own or not isinstance(error, Exception):
             return error
+        # A rank that dies takes memory with it that others read and write, so even a GPU's error may be its effect.
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, CAUSE_DEADLINE_S)
         return self._failure or error
@@ -136,6 +137,7 @@ class ProcessGroup:
         with self._changed:
             if self._failure is not None:
                 return
+            # Set before the abort: rank 0, which that wakes, asks `cause_of` for it.
             self._failure = error
             communicator = self._communicator
             self._changed.notify_all()
@@ -155,11 +157,13 @@ class ProcessGroup:
         """Ends the processes; those that take longer are killed. Idempotent."""
         with self._changed:
             self._is_leaving = True
+        # After a failure the processes were killed already: there is nothing to wait for.
         end_s = time.monotonic() + (0 if self._failure is not None else deadline_s)
         for worker in self._workers:
             worker.end(deadline_s=max(0.0, end_s - time.monotonic()))
         for thread in self._watching:
             thread.join()
+        # Last: the processes are killed when the thread that started them ends.
         self._starting.shutdown()
 
     # --- watching ---------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class ProcessRunner:
         if worker is None:
             return
         self._processes.leave()
+        # On the thread that launches, so that it comes after every step that was launched.
         closing, end_s = self._thread.submit(worker.close), time.monotonic() + self._close_deadline_s
         try:
             closing.result(self._close_deadline_s)
@@ -111,6 +112,7 @@ class _PendingStep:
                 self._processes.fail(error)
                 raise
             raise cause from error
+        # A rank is gone: what rank 0 has computed since may be wrong.
         if self._processes.failure is not None:
             raise self._processes.failure
         return result
