@@ -32,7 +32,7 @@ from openinfer_engine.testing import (
     run_at_once,
     top_differences,
 )
-from openinfer_engine.weights.dummy_stored import dummy_array
+from openinfer_engine.weights.dummy import dummy_array
 from openinfer_engine.weights.stored_tensor import StoredTensor
 
 gpu = pytest.mark.gpu

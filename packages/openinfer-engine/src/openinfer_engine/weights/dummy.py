@@ -16,11 +16,11 @@ import numpy as np
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.model import Cut
 from openinfer_engine.weights.checkpoint import cut_for_rank, share_of_rank
-from openinfer_engine.weights.dummy_stored import dummy_array
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
-from openinfer_engine.weights.stored_tensor import RandomBytes, StoredTensor, TensorSpec
+from openinfer_engine.weights.stored_tensor import RandomBytes, RandomIds, Repeated, StoredTensor, TensorSpec
 from openinfer_kernels import HostArray, RandomCodes, RandomWeight
 
+_E8M0_BIAS = 127
 _PERIOD = 1_048_573  # the largest prime below 2^20
 
 _MATRIX_GAIN = 2.0  # logits are products of a normed vector with rows of this length: their spread, far from flat
@@ -122,3 +122,29 @@ def _bfloat16_bits(values: HostArray) -> HostArray:
     """Finite float32 numbers rounded to BF16, to the nearest, ties to even; as uint16."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def dummy_array(spec: StoredTensor, *, seed: int) -> HostArray:
+    """All of a tensor, in its first dtype; not to be written to."""
+    dtype = NUMPY_DTYPES[spec.dtypes[0]]
+    if isinstance(spec.dummy, Repeated):
+        values = _encoded(spec.dummy.values, spec.dtypes[0])
+        return np.broadcast_to(values, spec.shape) if values.size == 1 else np.resize(values, spec.shape)
+    rng = np.random.default_rng(seed)
+    if isinstance(spec.dummy, RandomIds):
+        first = rng.integers(0, spec.dummy.bound, (*spec.shape[:-1], 1))
+        return ((first + np.arange(spec.shape[-1])) % spec.dummy.bound).astype(dtype)
+    found = np.frombuffer(rng.bytes(math.prod(spec.shape) * dtype.itemsize), np.uint8)
+    return (found & np.uint8(spec.dummy.mask)).view(dtype).reshape(spec.shape)
+
+
+def _encoded(values: tuple[float, ...], dtype: str) -> HostArray:
+    """Numbers as the format stores them; E8M0 has the nearest powers of two."""
+    numbers = np.array(values, np.float64)
+    match dtype:
+        case "F8_E8M0":
+            return (np.rint(np.log2(numbers)) + _E8M0_BIAS).astype(np.uint8)
+        case "BF16":
+            return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        case _:
+            return numbers.astype(NUMPY_DTYPES[dtype])
