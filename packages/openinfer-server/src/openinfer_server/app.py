@@ -34,25 +34,15 @@ from openinfer_server.text.tokenizer import Tokenizer
 logger = logging.getLogger("openinfer.server")
 
 UNROUTED = "(none)"
-CLIENT_GONE = 499
-"""nginx's status for a client that left; only metrics see it."""
+CLIENT_GONE = 499  # nginx's status for a client that left; only metrics see it
 
 
 class App:
-    """An ASGI application that serves one engine.
-
-    Args:
-        service: its parts.
-        endpoints: APIs beside the built-in ones.
-
-    Raises:
-        ConflictingRoutes: two APIs offer one method and path.
-    """
+    """An ASGI application that serves one engine; `endpoints` are APIs next to the built-in ones."""
 
     def __init__(self, service: Service, *, endpoints: Iterable[Endpoints] = ()) -> None:
         self.service = service
-        self.link_ended = asyncio.Event()
-        """Set when the engine has ended."""
+        self.link_ended = asyncio.Event()  # set when the engine has ended
         self._link_task: asyncio.Task[None] | None = None
         self._body_budget = BodyBudget(service.options.max_open_body_bytes)
         self._origins = Origins(service.options, service.access)
@@ -60,7 +50,6 @@ class App:
         self.router = Router([*routes, document_route(routes, asks_for_keys=service.access.asks_for_keys)])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, or the server's lifespan."""
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
@@ -133,7 +122,6 @@ class App:
         return None
 
     def _admit(self, http_request: HttpRequest, route: Route) -> str:
-        """Whose request it is; see `Access.admit`."""
         return self.service.access.admit(
             route.level, http_request.header(b"authorization"), http_request.header(b"x-api-key")
         )
@@ -160,12 +148,8 @@ def build_app(
 ) -> App:
     """Puts an application together.
 
-    Args:
-        handle: the engine; the caller closes it after the application has stopped.
-        tokenizer: the model's.
-        template: the model's; None refuses `/v1/chat/completions`.
-        options: see there; its `endpoints` are names, which `load_app` looks up.
-        endpoints: APIs beside the built-in ones.
+    The caller closes `handle` after the application has stopped. Without a template `/v1/chat/completions` is refused.
+    `options.endpoints` are names, which `load_app` looks up; `endpoints` are APIs next to the built-in ones.
 
     Raises:
         ConflictingRoutes: two APIs offer one method and path.
@@ -194,10 +178,6 @@ def load_app(handle: EngineHandle, model_dir: Path, options: ServerOptions) -> A
 
 
 def app_of(handle: EngineHandle, text: ModelText, options: ServerOptions) -> App:
-    """Puts an application together of an engine and what was read for it.
-
-    Raises:
-        ConflictingRoutes: two APIs offer one method and path.
-    """
+    """Puts an application together of an engine and what was read for it."""
     text.tokenizer.cover(handle.info.num_token_ids)
     return build_app(handle, text.tokenizer, text.template, options, endpoints=text.endpoints)

@@ -20,8 +20,7 @@ from openinfer_server.service import Service
 from openinfer_server.tokens.generate import token_generation_routes
 from openinfer_server.tokens.tokenize import token_routes
 
-GENERATION_ERRORS = (404, 408, 413, 415, 429, 503)
-"""What a route that generates may answer beside 400 and 500."""
+GENERATION_ERRORS = (404, 408, 413, 415, 429, 503)  # what a route that generates may answer, next to 400 and 500
 
 
 def completion_routes(service: Service) -> list[Route]:

@@ -41,11 +41,7 @@ class Completed:
 async def complete(http_request: HttpRequest, service: Service, prompt: str, fields: GenerationFields) -> Completed:
     """Continues a prompt with one text; aborted when the client leaves.
 
-    Args:
-        http_request: whose client waits; its body must have been read.
-        service: see there.
-        prompt: as text.
-        fields: how to sample, with the names and meanings of `/v1/completions`; `n` must be absent or 1.
+    The request's body must have been read. Fields mean what they do in `/v1/completions`; `n` must be absent or 1.
 
     Raises:
         ApiError: a value is out of range, the prompt is too long, the queue is full, or the engine failed.

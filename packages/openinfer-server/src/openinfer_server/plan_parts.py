@@ -10,16 +10,7 @@ from openinfer_server.parsers import ModelParsers, ModelTraits, choose_parsers
 
 
 def parsers_for(template: str | None, family: str, options: ServerOptions) -> ModelParsers:
-    """The parsers of a model.
-
-    Args:
-        template: source of its chat template.
-        family: as the engine names it.
-        options: may name parsers.
-
-    Raises:
-        UnusableParser, PluginError: see `choose_parsers`.
-    """
+    """The parsers of a model."""
     traits = ModelTraits(family, template or "")
     return choose_parsers(traits, tool_parser=options.tool_parser, reasoning_parser=options.reasoning_parser)
 

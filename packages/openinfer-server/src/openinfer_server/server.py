@@ -38,16 +38,13 @@ from openinfer_server.workers.group import WorkerGroup, can_share_ports
 
 logger = logging.getLogger("openinfer.server")
 
-DRAIN_GRACE_S = 2.0
-"""What aborted requests get to send their last event."""
-_STARTED_GRACE_S = 0.2
-"""What an engine gets to be found started when the frontend cannot go on."""
+DRAIN_GRACE_S = 2.0  # what aborted requests get to send their last event
+_STARTED_GRACE_S = 0.2  # what an engine gets to be found started when the frontend cannot go on
 _BACKLOG = 2048
+# For how long a thread that renders or encodes may keep the interpreter from the event loop; Python's own is 5 ms.
 _SWITCH_INTERVAL_S = 0.0005
-"""For how long a thread that renders or encodes may keep the interpreter from the event loop; Python's own is 5 ms."""
 
-OnReady = Callable[[str], None]
-"""Called with the server's URL when it takes connections."""
+OnReady = Callable[[str], None]  # called with the server's URL when it takes connections
 
 
 def run(handle: EngineHandle, model_dir: Path, options: ServerOptions, *, on_ready: OnReady | None = None) -> int:
@@ -78,12 +75,8 @@ def run_starting(
 ) -> int:
     """`run` for an engine that is not there yet: it starts in a thread while tokenizer and template are read here.
 
-    Args:
-        launch: starts the engine, and may take long; or is doing so already.
-        model_dir: see `run`.
-        options: see there.
-        on_ready: told the URL.
-        timeline: gets the phases `text`, `engine` (what it took longer than that) and `http`.
+    `launch` starts the engine and may take long, or is doing so already; `timeline` gets the phases `text`, `engine`
+    (what it took longer than that) and `http`.
 
     Raises:
         ServerError: the server cannot start. An engine that is still starting then ends with this process.
@@ -131,7 +124,7 @@ def run_starting(
 
 
 def yield_interpreter() -> None:
-    """Lets the event loop have the interpreter back soon from threads that render or encode; for a whole process."""
+    # threads that render or encode must give the event loop the interpreter back soon; for a whole process
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
@@ -166,17 +159,7 @@ async def serve_app(
     protocol: type[asyncio.Protocol] | None = None,
     group: WorkerGroup | None = None,
 ) -> int:
-    """Serves an application on a bound socket; see `serve`.
-
-    Args:
-        app: not started yet.
-        listener: closed at the end.
-        options: the application's own.
-        on_ready: told the URL.
-        stop: begins the drain when set.
-        protocol: uvicorn's protocol class; ours by default.
-        group: other workers; they drain with this one, which ends if one of them does.
-    """
+    """Serves an application on a bound socket; see `serve`."""
     stopping = stop or asyncio.Event()
     url = _url(listener, options)
     config = _config(app, options, protocol or bounded_protocol(options))
@@ -244,7 +227,6 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Leaves signals to `serve_app`."""
         yield
 
 

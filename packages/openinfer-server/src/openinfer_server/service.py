@@ -36,12 +36,10 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def snapshot(self) -> MetricsSnapshot:
-        """What this worker has counted."""
         return MetricsSnapshot.of(self.metrics, open_requests=self.link.num_open)
 
     @property
     def info(self) -> EngineInfo:
-        """The engine's constants."""
         return self.link.handle.info
 
     @property
@@ -50,11 +48,7 @@ class Service:
         return self.options.model_names or (self.info.model,)
 
     def check_serving(self) -> None:
-        """Refuses work while the server is ending, or the queue is full; asked before a request's body is read.
-
-        Raises:
-            ApiError: 503 or 429.
-        """
+        """Refuses work while the server is ending, or the queue is full; asked before a request's body is read."""
         if self.draining:
             raise shutting_down("the server is shutting down")
         if self.link.dead:
@@ -62,11 +56,7 @@ class Service:
         self.link.admission.check_open()
 
     def resolve_model(self, name: str | None) -> str:
-        """The model's name as answers show it.
-
-        Raises:
-            ApiError: 404.
-        """
+        """The model's name as answers show it."""
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:

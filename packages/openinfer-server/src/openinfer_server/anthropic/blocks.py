@@ -95,11 +95,7 @@ _BY_ROLE: Mapping[str, tuple[type, ...]] = {
 
 
 def turns_of(messages: Sequence[MessageParam]) -> list[Turn]:
-    """The turns that messages stand for; results of tools are turns of their own, before the text beside them.
-
-    Raises:
-        ApiError: 400; a block is malformed, not possible in its message, or not to be honoured.
-    """
+    """The turns that messages stand for; results of tools are turns of their own, before the text next to them."""
     if not messages:
         raise invalid("messages", "messages is empty")
     if messages[-1].role == "assistant":
@@ -113,11 +109,6 @@ def system_text(system: str | Sequence[TextBlock]) -> str:
 
 
 def read_block(given: Mapping[str, Any], where: str) -> Block:
-    """A block by its type.
-
-    Raises:
-        ApiError: 400.
-    """
     kind = given.get("type")
     if kind not in BLOCK_TYPES:
         known = ", ".join(BLOCK_TYPES)

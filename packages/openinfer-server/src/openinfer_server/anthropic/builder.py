@@ -36,8 +36,8 @@ from openinfer_server.output.delta_choice import DeltaChoice, Sink
 from openinfer_server.output.logprobs import ScoredToken
 from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, ContentDelta, Delta, ReasoningDelta
 
+# The key under which a call's input is given that is no JSON object; Anthropic's name for it.
 INVALID_JSON = "INVALID_JSON"
-"""The key under which a call's input is given that is no JSON object; Anthropic's name for it."""
 
 
 class MessageBuilder(Sink):
@@ -118,7 +118,6 @@ class MessageBuilder(Sink):
         self._emit(BlockStart(index=self._index, content_block=block))
 
     def _stop_block(self) -> None:
-        """Ends the block that is open, if there is one."""
         block, self._open = self._open, None
         if block is None:
             return

@@ -42,8 +42,7 @@ from openinfer_server.service import Service
 from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
 from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition
 
-FIELD_NAMES = {"stop": "stop_sequences"}
-"""What errors of shared code call a field, and what this API calls it."""
+FIELD_NAMES = {"stop": "stop_sequences"}  # what errors of shared code call a field, and what this API calls it
 BUDGET = "thinking.budget_tokens"
 ERRORS = (404, 408, 413, 415, 429, 503)
 
@@ -112,7 +111,7 @@ class Messages:
 
 
 def _end(error: ApiError | None) -> bytes:
-    """The builder has written the last event, unless the message failed."""
+    # the builder has written the last event, unless the message failed
     return b"" if error is None else ErrorEvent(error=error.anthropic_body).frame()
 
 
@@ -128,7 +127,7 @@ def _system(system: System) -> str:
 
 
 def _thinking(request: Prompting) -> Mapping[str, object]:
-    """What the template is told; without `thinking` there is none, as Anthropic's clients expect."""
+    # without `thinking` there is none, as Anthropic's clients expect, whatever the template would do
     match request.thinking:
         case ThinkingEnabled():
             return {"enable_thinking": True}
@@ -206,11 +205,7 @@ def message_routes(service: Service) -> list[Route]:
 
 
 def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
-    """The tools on offer.
-
-    Raises:
-        ApiError: 400; a tool is malformed, or the server would have to run it.
-    """
+    """The tools on offer; one that the server would have to run is refused."""
     if len(given or ()) > MAX_TOOLS:
         raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
     tools: list[ClientTool] = []
@@ -224,11 +219,7 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
 
 
 def check_prompting(request: Prompting) -> None:
-    """Refuses what cannot be honoured of a prompt's fields.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuses what cannot be honoured of a prompt's fields."""
     if getattr(request, "thread", None) is not None:  # with the code at which the SDK goes on without a thread
         raise ApiError(400, f"thread is not supported: {NO_THREADS}", param="thread", code=THREAD_UNSUPPORTED)
     check_refused(request)

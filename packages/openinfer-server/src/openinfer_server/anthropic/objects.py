@@ -21,8 +21,7 @@ class ThinkingContent(msgspec.Struct, kw_only=True, tag_field="type", tag="think
     """What the model thought."""
 
     thinking: str = ""
-    signature: str = ""
-    """Always empty: thinking is not signed here."""
+    signature: str = ""  # always empty: thinking is not signed here
 
 
 class ToolUseContent(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
@@ -39,10 +38,8 @@ ContentBlock: TypeAlias = TextContent | ThinkingContent | ToolUseContent
 class MessageUsage(msgspec.Struct, kw_only=True):
     """Tokens of a message."""
 
-    input_tokens: int = 0
-    """Of the prompt, without those that were cached."""
-    cache_read_input_tokens: int = 0
-    """Of the prompt, found in the prefix cache."""
+    input_tokens: int = 0  # of the prompt, without those that were cached
+    cache_read_input_tokens: int = 0  # of the prompt, found in the prefix cache
     cache_creation_input_tokens: Literal[0] = 0
     output_tokens: int = 0
     service_tier: Literal["standard"] = "standard"

@@ -10,8 +10,7 @@ from openinfer_server.request.fields import Count, RequestFields, Stops
 from openinfer_server.request.generation_fields import SamplingFields
 
 NO_THREADS = "messages are not kept; send the whole conversation"
-THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""Anthropic's code."""
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's code
 FUNCTIONS_ONLY = "the only tools are those that the client runs"
 _NO_CONTROL = "the model has no such control"
 _NO_ACCOUNTS = "this server has no accounts"
@@ -31,8 +30,7 @@ class ClientTool(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
     """A tool that the client runs."""
 
     name: str
-    input_schema: dict[str, Any]
-    """JSON Schema of its input."""
+    input_schema: dict[str, Any]  # JSON Schema of its input
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
@@ -157,13 +155,11 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
 
     model: str | None = None
     messages: list[MessageParam]
-    max_tokens: Count
-    """At most; less if the model's context ends before."""
+    max_tokens: Count  # at most; less if the model's context ends before
     system: System | None = None
     stop_sequences: Stops | None = None
     stream: bool | None = None
-    thinking: Thinking | None = None
-    """Absent is disabled."""
+    thinking: Thinking | None = None  # absent is disabled
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     metadata: Metadata | None = None
@@ -223,5 +219,4 @@ class CountTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
     IGNORED: ClassVar[Mapping[str, str]] = _PROMPT_IGNORED
 
 
-Prompting: TypeAlias = MessagesRequest | CountTokensRequest
-"""What makes a prompt."""
+Prompting: TypeAlias = MessagesRequest | CountTokensRequest  # what makes a prompt

@@ -15,20 +15,14 @@ from openinfer_server.openai.types import Turn
 from openinfer_server.request.plan import Prompt, check_prompt_token_ids, too_long
 from openinfer_server.service import Service
 
-INLINE_CHARACTERS = 4096
-"""Smaller chats are rendered in the event loop; larger ones in a thread."""
+INLINE_CHARACTERS = 4096  # smaller chats are rendered in the event loop; larger ones in a thread
 INLINE_TURNS = 16
+# What the templates of Qwen3 and of DeepSeek call one switch; both are set if one is given.
 _THINKING = ("enable_thinking", "thinking")
-"""What the templates of Qwen3 and of DeepSeek call one switch; both are set if one is given."""
 
 
 async def chat_prompt(service: Service, turns: Sequence[Turn], variables: Mapping[str, object]) -> Prompt:
     """The prompt of a conversation and its rendered text, up to where the assistant's answer begins.
-
-    Args:
-        service: whose template and tokenizer.
-        turns: the conversation.
-        variables: further variables of the template, such as `enable_thinking` and `tools`.
 
     Raises:
         ApiError: 400; there is no template, or it refused the turns, or the prompt exceeds the context.

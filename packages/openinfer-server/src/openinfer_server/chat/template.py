@@ -25,12 +25,9 @@ from jinja2.visitor import NodeTransformer
 
 from openinfer_server.errors import UnusableTemplate
 
-MAX_REPEATED_LENGTH = 2**20
-"""Longest string or list that a product with a number may give."""
-_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")
-"""A width or precision of five digits, or one that is an argument."""
-_TICK = "openinfer_loop_tick"
-"""Context name of the function that every loop calls."""
+MAX_REPEATED_LENGTH = 2**20  # longest string or list that a product with a number may give
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # a width or precision of five digits, or one that is an argument
+_TICK = "openinfer_loop_tick"  # context name of the function that every loop calls
 _CONCATENATE = "openinfer_concatenate"
 
 
@@ -54,14 +51,13 @@ class ChatTemplate:
         self._timeout_s = timeout_s
         self._max_characters = max_characters
         self.source = source
-        self.knows_tools = "tools" in source
-        """Whether the template tells the model what it may call."""
+        self.knows_tools = "tools" in source  # whether the template tells the model what it may call
+        # Whether the template tells developers' turns apart; otherwise they are system turns.
         self.knows_developer_role = "developer" in source
-        """Whether the template tells developers' turns apart; otherwise they are system turns."""
+        # Whether it writes the arguments of earlier calls as they stand (DeepSeek's); others take objects.
         self.wants_text_arguments = (
             "tool_calls" in source and not self._renders_call_with({}) and self._renders_call_with("{}")
         )
-        """Whether it writes the arguments of earlier calls as they stand (DeepSeek's); others take objects."""
 
     @classmethod
     def load(cls, model_dir: Path, *, timeout_s: float, max_characters: int) -> "ChatTemplate | None":
@@ -78,10 +74,6 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> str:
         """The prompt of a chat, up to where the assistant's answer begins.
-
-        Args:
-            messages: turns as the template reads them.
-            options: further variables of the template, such as `enable_thinking`.
 
         Raises:
             RenderingRefused: see there.
@@ -101,7 +93,7 @@ class ChatTemplate:
             raise RenderingRefused("the chat template failed on these messages") from error
 
     def _renders_call_with(self, arguments: object) -> bool:
-        """Whether a conversation with an earlier call can be rendered: tries it."""
+        # what a template takes is known by trying it alone
         call = {"id": "call_0", "type": "function", "function": {"name": "probe", "arguments": arguments}}
         turns: list[dict[str, object]] = [
             {"role": "user", "content": "?"},
@@ -223,7 +215,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """jinja2's own filter escapes for HTML, which models have never seen."""
+    # jinja2's own filter escapes for HTML, which models have never seen
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

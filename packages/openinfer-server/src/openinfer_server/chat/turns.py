@@ -22,10 +22,7 @@ TemplateTurn = Mapping[str, object]
 def template_turns(turns: Sequence[Turn], *, developer_role: str, text_arguments: bool = False) -> list[TemplateTurn]:
     """Turns with their text as one string and the arguments of tool calls as objects.
 
-    Args:
-        turns: as decoded.
-        developer_role: the role that developers' turns get.
-        text_arguments: whether the template wants the arguments of tool calls as JSON text instead.
+    With `text_arguments` the template wants those as JSON text instead.
 
     Raises:
         ApiError: 400; a tool call's arguments are not a JSON object.
@@ -81,7 +78,7 @@ def _tool_call(call: ToolCall, where: str, *, as_text: bool) -> dict[str, object
 
 
 def _text(content: Content) -> str:
-    """Parts are one text: nothing is put between them that the client did not write."""
+    # parts are one text: nothing is put between them that the client did not write
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 

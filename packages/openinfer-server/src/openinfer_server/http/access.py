@@ -31,12 +31,9 @@ from openinfer_server.http.api_errors import ApiError
 class Level(StrEnum):
     """Who may use a route."""
 
-    PUBLIC = "public"
-    """Every client that reaches the port: probes and the document."""
-    USER = "user"
-    """Clients that may use the model."""
-    ADMIN = "admin"
-    """Operators of the server."""
+    PUBLIC = "public"  # every client that reaches the port: probes and the document
+    USER = "user"  # clients that may use the model
+    ADMIN = "admin"  # operators of the server
 
 
 logger = logging.getLogger("openinfer.server")
@@ -53,12 +50,10 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ValueError: there are both or neither, or a value is out of range. The message never has the key.
     """
 
-    tenant: str
-    """Whose requests it makes: what is shared fairly, and who sees whose responses and cached prefixes."""
-    key: str | None = None
-    """At least 16 visible ASCII characters."""
+    tenant: str  # whose requests it makes: what is shared fairly, and who sees whose responses and cached prefixes
+    key: str | None = None  # at least 16 visible ASCII characters
+    # SHA-256 of the key in lower-case hexadecimal digits, so that the file need not have the key.
     sha256: str | None = None
-    """SHA-256 of the key in lower-case hexadecimal digits, so that the file need not have the key."""
     level: Level = Level.USER
 
     def __post_init__(self) -> None:
@@ -75,7 +70,6 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the key."""
         return bytes.fromhex(self.sha256) if self.sha256 is not None else _digest((self.key or "").encode())
 
 
@@ -150,7 +144,7 @@ class Access:
         return key.tenant
 
     def _find(self, presented: bytes) -> ApiKey:
-        """The key with this digest. Every one is compared, each in constant time: none can be guessed by parts."""
+        # Every key is compared, each in constant time: none can be guessed by parts.
         digest = _digest(presented)
         found: ApiKey | None = None
         for known, key in self._keys or ():
@@ -162,16 +156,12 @@ class Access:
 
 
 def _digest(key: bytes) -> bytes:
-    """Keys are long random texts: a slow hash would protect nothing and cost every request."""
+    # keys are long random texts: a slow hash would protect nothing and cost every request
     return hashlib.sha256(key).digest()
 
 
 def _presented(authorization: bytes | None, api_key: bytes | None) -> bytes:
-    """The key that a client shows.
-
-    Raises:
-        ApiError: 401; it shows none, or two.
-    """
+    """The key that a client shows."""
     scheme, _, token = (authorization or b"").partition(b" ")
     bearer = token.strip() if scheme.lower() == b"bearer" else b""
     given = {key for key in (bearer, api_key or b"") if key}

@@ -13,8 +13,7 @@ import msgspec
 from openinfer_core.errors import InvalidRequest
 from openinfer_core.events import Failed, FailureKind
 
-RETRY_AFTER_S = 1
-"""What a client is told to wait when the queue is full or the server is ending."""
+RETRY_AFTER_S = 1  # what a client is told to wait when the queue is full or the server is ending
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -88,11 +87,7 @@ class ApiError(Exception):
         return msgspec.json.encode(AnthropicErrorResponse(error=self.anthropic_body))
 
     def with_names(self, names: Mapping[str, str]) -> "ApiError":
-        """The same error where the client's API has other names for fields.
-
-        Args:
-            names: ours -> the client's.
-        """
+        """The same error where the client's API has other names for fields: ours -> the client's."""
         body = self.body
         given = body.param
         if given is None or given not in names:
@@ -120,12 +115,10 @@ def _type_of(status: int) -> str:
 
 
 def refused(field: str, why: str) -> ApiError:
-    """A field this server knows and cannot honour."""
     return ApiError(400, f"{field} is not supported: {why}", param=field, code="unsupported_parameter")
 
 
 def invalid(field: str, message: str) -> ApiError:
-    """A value that is out of range."""
     return ApiError(400, message, param=field, code="invalid_value")
 
 
@@ -149,7 +142,7 @@ def shutting_down(message: str) -> ApiError:
 
 
 def internal() -> ApiError:
-    """A fault of ours; the log has it."""
+    # a fault of ours; the log has it
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
@@ -190,11 +183,6 @@ def from_decode_error(error: Exception) -> ApiError:
 
 def convert_inside(given: Mapping[str, Any], kind: Any, where: str) -> Any:
     """A part of a body that was decoded as it came, as its type.
-
-    Args:
-        given: an object.
-        kind: a Struct, or a union of several.
-        where: its place in the body.
 
     Raises:
         ApiError: 400; its `param` begins with `where`.

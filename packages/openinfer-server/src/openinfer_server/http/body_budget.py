@@ -18,17 +18,8 @@ _SMALL_BYTES = 64 * 2**10
 
 
 def check_elements(body: bytes, most: int) -> None:
-    """Bounds the values that a body can have, without decoding it.
-
-    Commas and brackets inside texts count, too: a text with so many would exceed any context.
-
-    Args:
-        body: JSON, perhaps.
-        most: commas and opening brackets at most.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Bounds the values that a body can have, as commas and opening brackets, without decoding it."""
+    # Those inside texts count, too: a text with so many would exceed any context.
     if len(body) > most and sum(map(body.count, (b",", b"[", b"{"))) > most:
         message = f"the body has more than {most} commas and opening brackets"
         raise ApiError(400, message, code="too_many_elements")
@@ -36,7 +27,7 @@ def check_elements(body: bytes, most: int) -> None:
 
 @contextlib.contextmanager
 def collector_paused(num_bytes: int) -> Generator[None]:
-    """No garbage is looked for while so many bytes are decoded, if that is much; there is none in fresh values."""
+    # no garbage is looked for while so many bytes are decoded, if that is much; there is none in fresh values
     if num_bytes <= _SMALL_BYTES or not gc.isenabled():
         yield
         return
@@ -48,11 +39,7 @@ def collector_paused(num_bytes: int) -> Generator[None]:
 
 
 class BodyBudget:
-    """A budget of bytes that requests draw on while they are read and until they are answered.
-
-    Args:
-        max_bytes: of all bodies together.
-    """
+    """A budget of bytes that requests draw on while they are read and until they are answered."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -63,11 +50,7 @@ class BodyBudget:
         return self._held_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Draws on the budget; the caller gives it back.
-
-        Raises:
-            ApiError: 503; the other requests leave less than that.
-        """
+        """Draws on the budget; the caller gives it back."""
         if self._held_bytes + num_bytes > self._max_bytes:
             raise busy("the server holds as many bytes of requests as it may; try again later")
         self._held_bytes += num_bytes

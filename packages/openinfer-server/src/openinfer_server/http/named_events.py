@@ -11,7 +11,6 @@ class NamedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """An event whose data says its name again, under `type`."""
 
     def frame(self) -> bytes:
-        """The event as bytes of the stream."""
         return b"%b%b\n\n" % (_head(type(self)), _encoder.encode(self))
 
 

@@ -19,28 +19,20 @@ OPENAPI_VERSION = "3.1.0"
 EVENT_STREAM = "text/event-stream"
 _REFERENCE = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
+# Any route may answer so: a request can be malformed in ways no schema says or be addressed to another host, and a
+# server can fail.
 _ALWAYS = (400, 403, 500)
-"""Any route may answer so: a request can be malformed in ways no schema says or be addressed to another host, and a
-server can fail."""
-_WITH_BODY = (408, 413, 415, 503)
-"""Any route that reads a body may answer so."""
+_WITH_BODY = (408, 413, 415, 503)  # any route that reads a body may answer so
 
 Schema = dict[str, Any]
+# How a key is shown; OpenAI's clients do it the one way, Anthropic's the other.
 _KEYS: dict[str, Schema] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-"""How a key is shown; OpenAI's clients do it the one way, Anthropic's the other."""
 
 
 def openapi_document(routes: Iterable[Route], *, version: str, asks_for_keys: bool) -> Schema:
-    """The document.
-
-    Args:
-        routes: all of the server's.
-        version: the server's own.
-        asks_for_keys: whether routes that are not public need one.
-    """
     routes = list(routes)
     types = list(dict.fromkeys(kind for route in routes for kind in _types(route.doc)))
     found, components = _schemas(types)
@@ -196,7 +188,6 @@ def _say_what_is_refused(components: dict[str, Schema], types: Iterable[Any]) ->
 
 
 def _structs(types: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:
-    """Every Struct that these types are made of."""
     seen: set[type[msgspec.Struct]] = set()
     pending: list[object] = list(msgspec.inspect.multi_type_info(types))
     while pending:

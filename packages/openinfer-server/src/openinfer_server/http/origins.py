@@ -12,8 +12,7 @@ from openinfer_server.http.access import Access
 from openinfer_server.http.api_errors import ApiError
 from openinfer_server.options import ServerOptions
 
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-"""Names that only this machine can reach."""
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})  # names that only this machine can reach
 _HOST = re.compile(r"\[(?P<v6>[0-9a-fA-F:.]+)\](?::\d+)?|(?P<name>[^:\[\]]+)(?::\d+)?")
 _HEADER_NAMES = re.compile(rb"[\w\-, ]{0,1000}", re.ASCII)
 _METHODS = b"GET, POST, DELETE"
@@ -23,28 +22,17 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class Origins:
-    """Checks hosts and answers what CORS asks.
-
-    Args:
-        options: `host`, `allowed_hosts` and `cors_origins`.
-        access: where keys are asked for, a page that has none gets nothing, whatever host it names.
-    """
+    """Checks hosts and answers what CORS asks."""
 
     def __init__(self, options: ServerOptions, access: Access) -> None:
         self._origins = frozenset(origin.encode() for origin in options.cors_origins)
+        # Where keys are asked for, a page that has none gets nothing, whatever host it names.
         alone = options.host in LOOPBACK and not access.asks_for_keys
         self._hosts = LOOPBACK | {host.lower() for host in options.allowed_hosts} if alone else None
 
     def check_host(self, host: bytes | None) -> None:
-        """Refuses a request that was addressed to a name this server does not have.
-
-        Args:
-            host: the header; browsers always send it.
-
-        Raises:
-            ApiError: 403.
-        """
-        if self._hosts is None or host is None:
+        """Refuses a request that was addressed to a name this server does not have."""
+        if self._hosts is None or host is None:  # browsers always send it
             return
         match = _HOST.fullmatch(host.decode("latin-1"))
         name = "" if match is None else (match["v6"] or match["name"]).lower()
@@ -59,17 +47,12 @@ class Origins:
         if b"*" in self._origins:
             return ((b"access-control-allow-origin", b"*"),)
         if origin in self._origins:
+            # the answer depends on the origin: a cache must not hand it to a page of another
             return (b"access-control-allow-origin", origin), (b"vary", b"origin")
         return ((b"vary", b"origin"),)
 
     def preflight(self, origin: bytes | None, method: bytes | None, header_names: bytes | None) -> Headers | None:
-        """Headers of the answer to a preflight; None if that is no preflight, or of an origin that may not ask.
-
-        Args:
-            origin: the header of this name.
-            method: `access-control-request-method`.
-            header_names: `access-control-request-headers`.
-        """
+        """Headers of the answer to a preflight; None if that is no preflight, or of an origin that may not ask."""
         allowed = self.response_headers(origin)
         if method is None or not any(name == b"access-control-allow-origin" for name, _ in allowed):
             return None

@@ -1,6 +1,6 @@
 """`/`: a page to chat and to look at the server. Static files of this package, and nothing from anywhere else.
 
-The page is an ordinary client of the routes it stands beside, with the key that its user types in. Its policy allows
+The page is an ordinary client of the routes it stands next to, with the key that its user types in. Its policy allows
 scripts and styles from this server alone, no inline ones, and no text that becomes markup.
 """
 
@@ -32,7 +32,6 @@ HEADERS = (
 
 
 def page_routes(service: Service) -> list[Route]:
-    """The page and its files, read once."""
     del service
     folder = files("openinfer_server").joinpath("page")
     return [

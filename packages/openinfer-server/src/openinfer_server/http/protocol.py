@@ -26,8 +26,8 @@ from openinfer_server.http.writers import DIRECT_WRITE, DirectWriter
 from openinfer_server.options import ServerOptions
 
 _LINGER_S = 1.0
+# For how long, and how much, a client may go on sending a request that was refused: it is thrown away.
 _LINGER_BYTES = 16 * 2**20
-"""For how long, and how much, a client may go on sending a request that was refused: it is thrown away."""
 
 
 class _HeadRefused(Exception):
@@ -38,8 +38,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. Subclasses say with which options: uvicorn constructs protocols itself."""
 
     options = ServerOptions()
+    # Connections without a running request, the one that has been so for longest first; each server has its own.
     idle_connections: ClassVar["dict[BoundedProtocol, None]"] = {}
-    """Connections without a running request, the one that has been so for longest first; each server has its own."""
 
     def __init__(
         self,
@@ -62,8 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._lingering: asyncio.TimerHandle | None = None
 
     def attach(self, writer: DirectWriter) -> None:
-        """From here on the writer is told when it may write (`resume`), must wait (`pause`), or is alone (`lost`)."""
-        if self.transport.is_closing():
+        if self.transport.is_closing():  # lost before the writer was known: nothing else would tell it
             writer.lost()
             return
         self._writer = writer
@@ -74,7 +73,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._writer = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Begins a connection; one that never says anything is closed like an idle one."""
         super().connection_made(transport)
         _send_at_once(transport)
         if len(self.connections) > self.options.max_connections and not self._make_room():
@@ -82,6 +80,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("")
             return
         self.idle_connections[self] = None
+        # uvicorn starts its keep-alive timer after the first response only: a connection that never asks has this one
         self._first_byte_deadline = self.loop.call_later(self.options.keep_alive_s, transport.close)
 
     def _make_room(self) -> bool:
@@ -90,7 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if oldest is None:
             return False
         del self.idle_connections[oldest]
-        oldest.transport.abort()
+        oldest.transport.abort()  # not `close`: it would wait for a client that does not read
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -111,14 +110,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._unread_deadline is not None:
-            self._unread_deadline.cancel()
+            self._unread_deadline.cancel()  # it was for a client that does not read
             self._unread_deadline = None
         if self._writer is not None:
             self._writer.resume()
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came; a head that is not complete yet is measured, and gets a deadline."""
         if self._refusal is not None:
+            # read on and thrown away, so that the client gets to the refusal; bounded, or it could send for ever
             self._discarded_bytes += len(data)
             if self._discarded_bytes > _LINGER_BYTES:
                 self.transport.abort()
@@ -149,7 +148,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
-        """The head is whole: its deadline is over, the request starts."""
         self._in_head = False
         self._stop_timers()
         self.idle_connections.pop(self, None)
@@ -178,17 +176,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal = error
         self._stop_timers()
         self._end_writer()
-        self.transport.write(_plain_response(error))
+        self.transport.write(_plain_response(error))  # past ASGI: what is refused here is no request yet
         self._close_when_read()
 
     def _close_when_read(self) -> None:
-        """Closes in a while, or when the client does: closing with bytes unread would take back what was written."""
+        # Closing with bytes unread sends a reset, which would take back what was written: the client closes, or a while
+        # passes.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._lingering = self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def _count(self, length: int) -> None:
-        self._head_bytes += length
+        self._head_bytes += length  # counted here and not from `data_received`, which may have several requests
         if self._head_bytes > self.options.max_head_bytes:
             self._refuse(_head_too_large(self.options.max_head_bytes))
 
@@ -198,7 +197,7 @@ class BoundedProtocol(HttpToolsProtocol):
         raise _HeadRefused
 
     def _measure_unfinished_head(self) -> None:
-        """The parser tells of whole headers only; half of a huge one is seen here."""
+        # the parser tells of whole headers only: half of a huge one is seen here
         if self._refusal is not None or self.transport.is_closing():
             return
         if self._unparsed_bytes > self.options.max_head_bytes:
@@ -215,7 +214,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def _drop_if_unread(self) -> None:
-        """Closing, or the next response of a pipeline, would wait for the client for ever."""
+        # closing, or the next response of a pipeline, would wait for the client for ever
         self._unread_deadline = None
         idle = self.cycle.response_complete
         if self.flow.write_paused or (idle and self.transport.get_write_buffer_size()):
@@ -234,6 +233,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
+    # the table of idle connections must be in the new class, or all servers of a process would share one
     return type("BoundedProtocol", (BoundedProtocol,), {"options": options, "idle_connections": {}})
 
 

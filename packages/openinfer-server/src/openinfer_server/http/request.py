@@ -20,8 +20,8 @@ JSON = b"application/json"
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_HEADER = b"anthropic-version"
 TRACE_HEADERS = ("traceparent", "tracestate")
+# What is taken from a client: nothing that could forge a line of the log.
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-"""What is taken from a client: nothing that could forge a line of the log."""
 
 
 class HttpRequest:
@@ -53,12 +53,11 @@ class HttpRequest:
 
     @property
     def method(self) -> str:
-        """In capitals."""
         return self._scope["method"]
 
     @property
     def path(self) -> str:
-        """Without the query, percent-decoded."""
+        """The path without the query, percent-decoded."""
         return self._scope["path"]
 
     @property
@@ -115,7 +114,7 @@ class HttpRequest:
             raise from_decode_error(error) from error
 
     def _check_content_type(self) -> None:
-        """Demands JSON: a page of another origin can post other types to a local server without being asked."""
+        # a page of another origin can post other types to a local server without a preflight
         content_type = self.header(b"content-type") or b""
         if content_type.split(b";")[0].strip().lower() != JSON:
             raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
@@ -124,7 +123,7 @@ class HttpRequest:
         limit = self.options.max_body_bytes
         declared = self.header(b"content-length")
         if declared is not None and int(declared) > limit:
-            raise _body_too_large(limit)
+            raise _body_too_large(limit)  # said before anything is read
         body = bytearray()
         try:
             async with asyncio.timeout(self.options.body_timeout_s):
@@ -152,7 +151,6 @@ class HttpRequest:
         self._held_bytes = 0
 
     async def _send(self, message: Message) -> None:
-        """ASGI's `send`; servers may raise OSError when the client has left. The head gets the request's id."""
         if message["type"] == "http.response.start":
             request_id = self.request_id.encode()
             names = (b"x-request-id", b"request-id") if self.for_anthropic else (b"x-request-id",)
@@ -160,7 +158,7 @@ class HttpRequest:
             message = {**message, "headers": [*message["headers"], *added]}
         try:
             await self._asgi_send(message)
-        except OSError as error:
+        except OSError as error:  # which servers may raise when the client has left
             raise ClientDisconnected from error
 
     async def disconnected(self) -> None:
@@ -171,23 +169,17 @@ class HttpRequest:
     async def send(
         self, status: int, body: bytes, *, content_type: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> None:
-        """A whole response."""
         self.status = status
         head = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def send_error(self, error: ApiError) -> None:
-        """An error response."""
         body = error.to_anthropic_json() if self.for_anthropic else error.to_json()
         await self.send(error.status, body, headers=error.headers)
 
     def stream(self, num_choices: int) -> StreamWriter:
-        """The writer of a response that is a stream of the events of so many choices.
-
-        Raises:
-            ApiError: the client speaks HTTP/1.0, which has no chunks.
-        """
+        """The writer of a response that is a stream of the events of so many choices."""
         if self._scope.get("http_version") == "1.0":
             raise ApiError(400, "streaming needs HTTP/1.1", param="stream", code="invalid_value")
         return stream_writer(self._scope, self._send, max_buffered_bytes=num_choices * self.options.max_buffered_bytes)

@@ -22,9 +22,6 @@ class Match:
 class Router:
     """A table of exact paths, and a list of paths with parameters, tried in their order.
 
-    Args:
-        routes: no two of one method and path.
-
     Raises:
         ConflictingRoutes: two are.
     """
@@ -44,11 +41,7 @@ class Router:
         return [route for methods in self._methods.values() for route in methods.values()]
 
     def find(self, method: str, path: str) -> Match:
-        """The route of a request.
-
-        Raises:
-            ApiError: 404 or 405.
-        """
+        """The route of a request."""
         template, parameters = self._resolve(path)
         methods = self._methods[template]
         route = methods.get("GET" if method == "HEAD" else method)
@@ -69,7 +62,6 @@ class Router:
 
 
 def _pattern(template: str) -> "re.Pattern[str]":
-    """A template's regular expression: what is not a parameter stands for itself."""
     parts: list[str] = []
     end = 0
     for parameter in _PARAMETER.finditer(template):

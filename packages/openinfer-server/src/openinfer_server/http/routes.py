@@ -31,7 +31,7 @@ class RouteDoc:
         events: msgspec type of the data of server-sent events, or a tuple of several, if the response can be a stream.
         last_data: data of the last event where that is no JSON.
         also: further msgspec types that the schemas above refer to by name.
-        errors: statuses beside those that any route may give.
+        errors: statuses other than those that any route may give.
         error_body: msgspec type of the JSON of an error.
     """
 
@@ -72,8 +72,7 @@ class Route:
     level: Level = Level.USER
 
 
-Endpoints = Callable[[Service], Iterable[Route]]
-"""An API: its routes on one server."""
+Endpoints = Callable[[Service], Iterable[Route]]  # an API: its routes on one server
 
 
 ENDPOINTS = "openinfer.endpoints"

@@ -22,8 +22,7 @@ class ClientDisconnected(Exception):
     """The client left before its request was whole or answered; there is no one to tell."""
 
 
-DIRECT_WRITE = "openinfer.direct_write"
-"""Key of `DirectConnection` in `scope["extensions"]`."""
+DIRECT_WRITE = "openinfer.direct_write"  # key of `DirectConnection` in `scope["extensions"]`
 
 _HEAD: Message = {
     "type": "http.response.start",
@@ -109,13 +108,12 @@ class DirectWriter(StreamWriter):
         self._connection = connection
         self._transport = connection.transport
         self._send = send
-        self._blocked = True
+        self._blocked = True  # until the head is out, an event must not overtake it
         self._lost = False
         self._held = bytearray()
         self._writable: asyncio.Future[None] | None = None
 
     def flush(self) -> None:
-        """Writes `events` as one chunk."""
         self.is_dirty = False
         parts = self.events
         if not parts:
@@ -131,33 +129,29 @@ class DirectWriter(StreamWriter):
             self._transport.write(chunk)
 
     async def start(self) -> None:
-        """Sends the head through ASGI, which chooses the chunked encoding; then the transport is ours."""
-        await self._send(_HEAD)
+        await self._send(_HEAD)  # ASGI chooses the chunked encoding; then the transport is ours
         self._connection.attach(self)
 
     async def end(self, timeout_s: float) -> None:
-        """Waits until the transport takes more, then lets ASGI write the last chunk."""
         self.flush()
         if self._blocked and not self._lost:
             self._writable = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._writable, self.dropped), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not self._writable.done():
                 self.drop_slow()
-        self._connection.detach()
+        self._connection.detach()  # from here on the protocol waits for the reader, within `write_timeout_s`
         if not self.dropped.done():
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def drop(self) -> None:
-        """Closes the connection at once; what is unsent is lost."""
         super().drop()
         self.lost()
-        self._transport.abort()
+        self._transport.abort()  # `close` would wait for the reader that was given up
 
     def pause(self) -> None:
         self._blocked = True
 
     def lost(self) -> None:
-        """The connection is gone; nothing needs to wait for it."""
         self._blocked = self._lost = True
         self._held.clear()
         self._set_writable()
@@ -198,10 +192,9 @@ class SendWriter(StreamWriter):
         self._pump: asyncio.Task[None] | None = None
 
     def flush(self) -> None:
-        """Hands `events` to the stream's task."""
         self.is_dirty = False
         if self.dropped.done():
-            self.events.clear()
+            self.events.clear()  # the request's coroutine, which aborts its choices, has not woken yet
             return
         self._held += b"".join(self.events)
         self.events.clear()
@@ -210,12 +203,10 @@ class SendWriter(StreamWriter):
         self._wake_pump()
 
     async def start(self) -> None:
-        """Sends the head and starts the stream's task."""
         await self._send(_HEAD)
         self._pump = asyncio.create_task(self._run())
 
     async def end(self, timeout_s: float) -> None:
-        """Waits for the stream's task to send what is left."""
         self.flush()
         self._ended = True
         self._wake_pump()
@@ -225,25 +216,23 @@ class SendWriter(StreamWriter):
             self.drop_slow()
 
     def drop(self) -> None:
-        """Cancels the stream's task; the server closes the connection, because the response is not complete."""
         super().drop()
         self._held.clear()
         if self._pump is not None:
-            self._pump.cancel()
+            self._pump.cancel()  # the server closes the connection then, because the response is not complete
 
     def _wake_pump(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
     async def _run(self) -> None:
-        """Sends what is held until the end; a client that has left ends it too, and the request learns it elsewhere."""
-        with contextlib.suppress(ClientDisconnected):
+        with contextlib.suppress(ClientDisconnected):  # the request learns from `disconnected` that its client has left
             while self._held or not self._ended:
                 if not self._held:
                     self._wake = asyncio.get_running_loop().create_future()
                     await self._wake
                     continue
-                body, self._held = bytes(self._held), bytearray()
+                body, self._held = bytes(self._held), bytearray()  # `flush` adds to it while `send` waits
                 await self._send({"type": "http.response.body", "body": body, "more_body": True})
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 

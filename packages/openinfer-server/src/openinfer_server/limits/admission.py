@@ -17,7 +17,7 @@ class AdmissionControl:
 
     Args:
         max_requests: so many at most.
-        max_tokens: prompt tokens of all of them. A request that finds the room empty may bring more.
+        max_tokens: prompt tokens of all of them. A request that finds the queue empty may bring more.
     """
 
     def __init__(self, *, max_requests: int = _UNBOUNDED, max_tokens: int = _UNBOUNDED) -> None:
@@ -34,23 +34,16 @@ class AdmissionControl:
         return self._total_tokens
 
     def check_open(self) -> None:
-        """Refuses further requests while the queue is full.
-
-        Raises:
-            ApiError: 429.
-        """
+        """Refuses further requests while the queue is full."""
         if len(self._num_tokens) >= self._max_requests:
             raise overloaded(f"{len(self._num_tokens)} requests are waiting; try again later")
         if self._total_tokens >= self._max_tokens:
             raise overloaded(f"{self._total_tokens} prompt tokens are waiting; try again later")
 
     def check_room(self, num_tokens: int) -> None:
-        """Refuses a request whose prompts do not fit beside those that wait.
-
-        Raises:
-            ApiError: 429.
-        """
+        """Refuses a request whose prompts do not fit next to those that wait."""
         self.check_open()
+        # an empty queue takes a prompt beyond the bound: it could never be served otherwise
         if self._num_tokens and self._total_tokens + num_tokens > self._max_tokens:
             raise overloaded(
                 f"{self._total_tokens} prompt tokens are waiting, and {num_tokens} more do not fit; try again later"

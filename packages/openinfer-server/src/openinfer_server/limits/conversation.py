@@ -12,21 +12,13 @@ from openinfer_server.http.api_errors import invalid
 
 T = TypeVar("T")
 
-MAX_ENTRIES = 2**14
-"""Items or messages of a conversation, their parts counted too."""
-INLINE_ENTRIES = 256
-"""Longer conversations are read in a thread."""
-MAX_DEPTH = 64
-"""Of a tool's schema or input."""
+MAX_ENTRIES = 2**14  # items or messages of a conversation, their parts counted too
+INLINE_ENTRIES = 256  # longer conversations are read in a thread
+MAX_DEPTH = 64  # of a tool's schema or input
 
 
 async def read_conversation(given: Sequence[Any], field: str, read: Callable[[], T]) -> T:
     """Reads a conversation, in a thread if it is long.
-
-    Args:
-        given: items or messages; what each has under `content` or `output` counts, too.
-        field: what the API calls it.
-        read: reads it.
 
     Raises:
         ApiError: 400; there are too many entries, or what `read` raises.
@@ -35,11 +27,7 @@ async def read_conversation(given: Sequence[Any], field: str, read: Callable[[],
 
 
 def check_num_entries(given: Sequence[Any], field: str) -> int:
-    """Counts the entries of a conversation.
-
-    Raises:
-        ApiError: 400; there are too many.
-    """
+    """Counts the entries of a conversation."""
     num_entries = len(given)
     if num_entries <= MAX_ENTRIES:
         num_entries += sum(map(_num_parts, given))
@@ -58,11 +46,8 @@ def _num_parts(piece: Any) -> int:
 
 
 def check_depth(value: object, field: str) -> None:
-    """Checks how deep JSON is nested: what is a little less deep than the decoder bears is too deep for the next one.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Checks how deep JSON is nested."""
+    # What is a little less deep than the decoder bears is too deep for the next one.
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]

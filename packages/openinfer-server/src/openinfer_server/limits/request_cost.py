@@ -13,10 +13,8 @@ class PromptCost:
 
     prompt_tokens: int
     max_tokens: int
-    output_logprobs: int | None
-    """Alternatives per generated token; None if nothing is scored."""
-    prompt_logprobs: int | None
-    """Alternatives per prompt token."""
+    output_logprobs: int | None  # alternatives per generated token; None if nothing is scored
+    prompt_logprobs: int | None  # alternatives per prompt token
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,6 @@ class RequestCost:
 
     @classmethod
     def of(cls, prompts: Sequence[PromptCost], *, n: int, block_size_tokens: int) -> "RequestCost":
-        """The cost of continuing each prompt `n` times."""
         blocks = sum(-(-(prompt.prompt_tokens + prompt.max_tokens) // block_size_tokens) for prompt in prompts)
         return cls(
             prompt_tokens=n * sum(prompt.prompt_tokens for prompt in prompts),
@@ -45,10 +42,6 @@ class RequestCost:
 
     def check(self, options: ServerOptions, field: str) -> None:
         """Compares it with what one request may ask for.
-
-        Args:
-            options: the bounds.
-            field: where the prompts came from.
 
         Raises:
             ApiError: 400; says what was asked and what is possible.

@@ -43,7 +43,6 @@ class Histogram:
 
 
 def escape_label(value: str) -> str:
-    """A label's value as it stands between quotes."""
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
@@ -54,12 +53,10 @@ def render_labels(labels: Sequence[tuple[str, str]]) -> str:
     return "{" + ",".join(f'{name}="{escape_label(value)}"' for name, value in labels) + "}"
 
 
-Sample = tuple[Sequence[tuple[str, str]], float]
-"""Labels and value."""
+Sample = tuple[Sequence[tuple[str, str]], float]  # labels and value
 
 
 def render_family(name: str, kind: str, text: str, samples: Iterable[Sample]) -> Iterator[str]:
-    """Lines of a counter or gauge with all its labels."""
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:

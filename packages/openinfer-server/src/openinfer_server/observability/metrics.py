@@ -7,16 +7,16 @@ from openinfer_core.events import FailureKind, FinishReason
 from openinfer_server.observability.exposition import Counter, Histogram
 from openinfer_server.parsers.output import ParserFault
 
+# Times between tokens, and before the first.
 TOKEN_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
 )
-"""Times between tokens, and before the first."""
+# Parts of a request's life: vLLM's bounds from 0.3 s on, and shorter ones.
 REQUEST_BOUNDS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Parts of a request's life: vLLM's bounds from 0.3 s on, and shorter ones."""
 
 
 class ServerMetrics:
@@ -27,19 +27,15 @@ class ServerMetrics:
     """
 
     def __init__(self, *, max_model_tokens: int) -> None:
-        self.responses: Counts[tuple[str, int]] = Counts()
-        """By route and status."""
-        self.ended: Counts[str] = Counts(dict.fromkeys(FinishReason, 0))
-        """Engine requests that ended well, by reason."""
-        self.failures: Counts[str] = Counts(dict.fromkeys(FailureKind, 0))
-        """Engine requests that failed, by kind."""
+        self.responses: Counts[tuple[str, int]] = Counts()  # by route and status
+        self.ended: Counts[str] = Counts(dict.fromkeys(FinishReason, 0))  # engine requests that ended well, by reason
+        self.failures: Counts[str] = Counts(dict.fromkeys(FailureKind, 0))  # engine requests that failed, by kind
         self.prompt_tokens = Counter()
         self.cached_tokens = Counter()
         self.generated_tokens = Counter()
         self.slow_clients = Counter()
         self.faults = Counter()
-        self.parser_faults: Counts[str] = Counts()
-        """Requests that failed because a parser raised, by the parser's kind."""
+        self.parser_faults: Counts[str] = Counts()  # requests that failed because a parser raised, by the parser's kind
         self.time_to_first_token_s = Histogram(TOKEN_BOUNDS_S)
         self.inter_token_s = Histogram(TOKEN_BOUNDS_S)
         self.time_per_output_token_s = Histogram(TOKEN_BOUNDS_S)
@@ -60,7 +56,6 @@ class ServerMetrics:
             self.parser_faults[error.kind] += 1
 
     def count_scheduled(self, *, prompt_tokens: int, cached_tokens: int, queued_s: float) -> None:
-        """Counts a request that left the queue."""
         self.prompt_tokens.value += prompt_tokens
         self.cached_tokens.value += cached_tokens
         self.queue_s.observe(queued_s)
@@ -76,13 +71,7 @@ class ServerMetrics:
         self.request_s.observe(total_s)
 
     def count_generated(self, *, generated_tokens: int, decode_s: float, inference_s: float) -> None:
-        """Counts the generation of such a request, if it had a token.
-
-        Args:
-            generated_tokens: how many it had.
-            decode_s: from the first to the last.
-            inference_s: from leaving the queue to the last.
-        """
+        """Counts the generation of such a request, if it had a token."""
         self.decode_s.observe(decode_s)
         self.inference_s.observe(inference_s)
         if generated_tokens > 1:

@@ -18,15 +18,7 @@ PARSER_KINDS = ("reasoning", "tool")
 def metrics_page(
     metrics: ServerMetrics, info: EngineInfo, stats: EngineStats | None, *, model_name: str, open_requests: int
 ) -> bytes:
-    """Everything there is.
-
-    Args:
-        metrics: the server's own.
-        info: the engine's constants.
-        stats: the engine's own numbers; None if it has ended, and then there are none of its metrics.
-        model_name: as answers show it; the label of what concerns the model.
-        open_requests: engine requests that have not ended.
-    """
+    """The whole page; `stats` is None if the engine has ended, and then there are none of its metrics."""
     model = (("model_name", model_name),)
     lines = [*_of_server(metrics, info, model, open_requests)]
     lines += render_family("openinfer_engine_up", "gauge", "1 while the engine lives.", [((), int(stats is not None))])
@@ -136,7 +128,6 @@ _OF_EACH = (
 
 
 def tier_lines(stats: EngineStats) -> Iterator[str]:
-    """Lines of what the engine says of its KV tiers."""
     for name, kind, text, value in (
         ("openinfer_kv_tier_tokens_total", "counter", "Tokens that KV tiers had.", stats.tier_tokens),
         ("openinfer_kv_tier_loading", "gauge", "Sequences whose prefix is on its way.", stats.loading),

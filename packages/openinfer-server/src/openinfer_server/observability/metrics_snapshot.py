@@ -13,11 +13,9 @@ from openinfer_server.observability.metrics import ServerMetrics
 class MetricsSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The numbers of a `ServerMetrics`, by the names of its attributes."""
 
-    tallies: dict[str, list[tuple[list[str | int], int]]]
-    """Each label's values and the count."""
+    tallies: dict[str, list[tuple[list[str | int], int]]]  # each label's values and the count
     counters: dict[str, int]
-    histograms: dict[str, tuple[list[int], float]]
-    """Counts per bucket, and the sum."""
+    histograms: dict[str, tuple[list[int], float]]  # counts per bucket, and the sum
     open_requests: int
 
     @classmethod
@@ -33,7 +31,6 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
     def add_to(self, metrics: ServerMetrics) -> None:
-        """Adds these numbers to others of the same engine."""
         for name, entries in self.tallies.items():
             tally: Counts[object] = getattr(metrics, name)
             for key, count in entries:

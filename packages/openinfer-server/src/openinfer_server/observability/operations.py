@@ -17,23 +17,20 @@ from openinfer_server.observability.metrics_snapshot import summed
 from openinfer_server.service import Service
 
 DISTRIBUTION = "openinfer-server"
-STATS_TIMEOUT_S = 5.0
-"""An engine process that does not answer for so long is not well."""
+STATS_TIMEOUT_S = 5.0  # an engine process that does not answer for so long is not well
 
 
 class Health(msgspec.Struct, frozen=True):
     """Answer of `/health`."""
 
     status: str
-    step_age_s: float | None
-    """Seconds since the last step, while there is work; None if the engine did not say."""
+    step_age_s: float | None  # seconds since the last step, while there is work; None if the engine did not say
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
     """Answer of `/version`."""
 
-    version: str
-    """Of the distribution openinfer-server."""
+    version: str  # of the distribution openinfer-server
 
 
 class Readiness(msgspec.Struct, frozen=True):

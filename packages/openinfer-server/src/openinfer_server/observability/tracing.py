@@ -30,8 +30,8 @@ from openinfer_server.errors import ServerError
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.output.response import Choice
 
+# What the conventions call `chat`; every other route is `text_completion`.
 CHAT_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-"""What the conventions call `chat`; every other route is `text_completion`."""
 _EXPORT_TIMEOUT_S = 5.0
 _SERVICE = "openinfer"
 
@@ -59,10 +59,6 @@ class Tracing:
     """Makes spans and sends them to a collector over OTLP/HTTP, in a thread of its own.
 
     Sampling and the resource's attributes follow OpenTelemetry's own environment variables.
-
-    Args:
-        endpoint: the collector's URL for traces.
-        model_name: as answers show it.
 
     Raises:
         ServerError: OpenTelemetry is not installed.
@@ -128,13 +124,6 @@ class Tracing:
         return msgspec.structs.replace(request, trace_parent=trace_parent)
 
     def ended(self, choice: Choice, outcome: FinishReason | FailureKind, *, now_s: float) -> None:
-        """Ends the span of an engine request.
-
-        Args:
-            choice: whose request it is.
-            outcome: how it ended.
-            now_s: the clock that the choice's times are of.
-        """
         trace = self._open.pop(choice, None)
         if trace is None:
             return
@@ -168,7 +157,6 @@ class Tracing:
         return self._trace.SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
 
     def _send(self, name: str, context: Any, parent: Any, begin_ns: int, end_ns: int, **further: Any) -> None:
-        """Hands on a span that is over."""
         span = self._sdk.ReadableSpan(
             name,
             context,
@@ -182,7 +170,7 @@ class Tracing:
         self._processor.on_end(span)
 
     async def close(self) -> None:
-        """Sends what is left, for a few seconds at most: a collector that is gone does not hold up the end."""
+        # sends what is left, for a few seconds at most: a collector that is gone does not hold up the end
         loop, closed = asyncio.get_running_loop(), asyncio.Event()
 
         def shut_down() -> None:
@@ -247,7 +235,6 @@ def phases(choice: Choice, now_s: float) -> Iterator[tuple[str, float, float]]:
 
 
 def outcome_attributes(choice: Choice, outcome: FinishReason | FailureKind) -> Iterator[tuple[str, Any]]:
-    """What is known of a request that has ended."""
     yield "gen_ai.usage.cache_read.input_tokens", choice.cached_tokens
     if choice.first_token_s:
         yield "gen_ai.response.time_to_first_chunk", choice.first_token_s - choice.submitted_s

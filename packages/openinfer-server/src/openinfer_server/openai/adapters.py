@@ -15,8 +15,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Body of `POST /v1/load_lora_adapter`."""
 
     lora_name: str
-    lora_path: str
-    """A folder in PEFT's layout, on the server's disk."""
+    lora_path: str  # a folder in PEFT's layout, on the server's disk
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

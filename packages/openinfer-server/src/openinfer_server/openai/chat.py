@@ -43,7 +43,6 @@ class ChatCompletions:
         )
 
     async def __call__(self, http_request: HttpRequest) -> None:
-        """Answers a chat `n` times."""
         service = self._service
         service.check_serving()
         request = await http_request.read_json(_decoder)
@@ -76,7 +75,7 @@ class ChatCompletions:
         await generation.deliver(http_request)
 
     def _max_tokens(self, request: ChatRequest, prompt: Prompt) -> int:
-        """`max_completion_tokens` is the newer name and wins; without either the rest of the context."""
+        # `max_completion_tokens` is the newer name and wins; without either the rest of the context
         for given in (request.max_completion_tokens, request.max_tokens):
             if given is not None:
                 return given

@@ -21,8 +21,7 @@ from openinfer_server.parsers.deltas import (
 )
 from openinfer_server.text.byte_table import escape_json
 
-TOOL_CALLS = "tool_calls"
-"""Why an answer ended that calls tools."""
+TOOL_CALLS = "tool_calls"  # why an answer ended that calls tools
 _AFTER_ARGUMENTS = b'"}}]'
 
 

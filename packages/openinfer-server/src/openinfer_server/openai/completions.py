@@ -49,7 +49,6 @@ class Completions:
         )
 
     async def __call__(self, http_request: HttpRequest) -> None:
-        """Continues each prompt `n` times."""
         service = self._service
         service.check_serving()
         request = await http_request.read_json(_decoder)

@@ -13,8 +13,7 @@ import msgspec
 from openinfer_server.http.api_errors import ApiError
 from openinfer_server.openai.objects import Usage
 
-DONE_DATA = "[DONE]"
-"""Data of the last event of a stream."""
+DONE_DATA = "[DONE]"  # data of the last event of a stream
 DONE = f"data: {DONE_DATA}\n\n".encode()
 _END = b"}\n\n"
 
@@ -24,12 +23,10 @@ class ResponseHead:
     """What all events of one response share."""
 
     id: str
-    object: str
-    """Of its events."""
+    object: str  # of its events
     created: int
     model: str
-    include_usage: bool
-    """Whether a stream ends with its usage; its other events then say that theirs is null."""
+    include_usage: bool  # whether a stream ends with its usage; its other events then say that theirs is null
 
     def begin(self) -> bytes:
         fields = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
@@ -48,18 +45,13 @@ class EventFrame:
     """Bytes around the text of one choice's events. Texts are given JSON-escaped, without quotes."""
 
     before: bytes
-    after: bytes
-    """Of an event with text alone."""
-    _between: bytes
-    """From the text to the log-probabilities."""
+    after: bytes  # of an event with text alone
+    _between: bytes  # from the text to the log-probabilities
     _end: bytes
-    _finish: bytes
-    """Event without text, up to the log-probabilities."""
-    first: bytes
-    """Event that begins the choice; may be empty."""
+    _finish: bytes  # event without text, up to the log-probabilities
+    first: bytes  # event that begins the choice; may be empty
 
     def text_event(self, escaped: bytes, logprobs: bytes) -> bytes:
-        """An event with text and log-probabilities (JSON)."""
         return b"".join((self.before, escaped, self._between, logprobs, b',"finish_reason":null}', self._end))
 
     def finish_event(self, reason: str) -> bytes:
@@ -70,7 +62,6 @@ FrameMaker: TypeAlias = Callable[[ResponseHead, int], EventFrame]
 
 
 def completion_frame(head: ResponseHead, index: int) -> EventFrame:
-    """Events of `/v1/completions`."""
     return _frame(head, index, opening=b'"text":"', closing=b'"', empty=b'"text":""')
 
 

@@ -27,8 +27,7 @@ class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionEventChoice]
-    """One, or none in the event that has the usage."""
+    choices: list[CompletionEventChoice]  # one, or none in the event that has the usage
     usage: Usage | None = None
 
 
@@ -73,6 +72,5 @@ class ChatEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
-    choices: list[ChatEventChoice]
-    """One, or none in the event that has the usage."""
+    choices: list[ChatEventChoice]  # one, or none in the event that has the usage
     usage: Usage | None = None

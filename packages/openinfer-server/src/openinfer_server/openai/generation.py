@@ -30,14 +30,12 @@ class ResponseShape:
 
     id_prefix: str
     event_object: str
-    frame: FrameMaker
-    """Of events that are text and nothing else."""
+    frame: FrameMaker  # of events that are text and nothing else
+    # Makes what writes the events of the choice with this index.
     stream_sink: Callable[[ResponseHead, int, StreamWriter, list[StreamWriter]], Sink]
-    """Makes what writes the events of the choice with this index."""
-    whole_sink: Callable[[], Sink]
-    """Makes what keeps a choice for one body."""
+    whole_sink: Callable[[], Sink]  # makes what keeps a choice for one body
+    # Makes the whole response of the choices and their whole sinks.
     body: Callable[[ResponseHead, Sequence[Choice], Sequence[Any], Usage], msgspec.Struct]
-    """Makes the whole response of the choices and their whole sinks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +49,10 @@ class Generation:
     stream: bool
     include_usage: bool
     echo: bool = False
-    parsers: OutputParsers | None = None
-    """None where all text is content."""
+    parsers: OutputParsers | None = None  # None where all text is content
 
     async def deliver(self, http_request: HttpRequest) -> None:
-        """Submits all choices and sends their response.
-
-        Raises:
-            ApiError: it failed before the response began.
-            ClientDisconnected: the client left.
-        """
+        """Submits all choices and sends their response."""
         head = ResponseHead(
             id=f"{self.shape.id_prefix}-{secrets.token_hex(12)}",
             object=self.shape.event_object,
@@ -111,7 +103,6 @@ class Generation:
         response.submit(choices, self.plan.requests)
 
     def _plain_table(self) -> ByteTable | None:
-        """The byte table if the plain path serves this request."""
         scoring = self.plan.scoring
         plain = self.parsers is None and not self.plan.stops and scoring.output is None and scoring.prompt is None
         return self.service.tokenizer.byte_table if plain else None

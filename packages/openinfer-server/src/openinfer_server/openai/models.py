@@ -12,8 +12,7 @@ from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.openai.objects import Model, ModelList
 from openinfer_server.service import Service
 
-DEFAULT_LIMIT = 20
-"""Anthropic's default of `limit`."""
+DEFAULT_LIMIT = 20  # Anthropic's default of `limit`
 MAX_LIMIT = 1000
 
 
@@ -23,8 +22,7 @@ class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["model"] = "model"
     id: str
     display_name: str
-    created_at: str
-    """When this server started: models have no date of their own here."""
+    created_at: str  # when this server started: models have no date of their own here
     lifecycle: Literal["active"] = "active"
     capabilities: None = None
     deprecated_at: None = None
@@ -90,7 +88,6 @@ class Models:
 
 
 def _page(names: Sequence[str], query: ModelQuery, *, default: int) -> tuple[Sequence[str], bool]:
-    """The names that a query asks for, and whether there are more."""
     limit = default if query.limit is None else query.limit
     if query.limit is not None and not 1 <= limit <= MAX_LIMIT:
         raise invalid("limit", f"limit is {limit}; it must be between 1 and {MAX_LIMIT}")

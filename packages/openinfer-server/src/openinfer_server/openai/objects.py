@@ -28,11 +28,9 @@ class Usage(msgspec.Struct, frozen=True):
 class LegacyLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of `/v1/completions`: one entry per token in each list."""
 
-    text_offset: list[int]
-    """Characters of `text` before the token."""
+    text_offset: list[int]  # characters of `text` before the token
     token_logprobs: list[float | None]
-    tokens: list[str]
-    """A token that is not whole UTF-8 is shown as `bytes:\\xe2\\x82`."""
+    tokens: list[str]  # a token that is not whole UTF-8 is shown as `bytes:\xe2\x82`
     top_logprobs: list[dict[str, float] | None]
 
 
@@ -84,8 +82,7 @@ class MessageFunction(msgspec.Struct, frozen=True):
     """A function the model calls."""
 
     name: str
-    arguments: str
-    """JSON, as the model wrote it: an answer that was cut short has half of it."""
+    arguments: str  # JSON, as the model wrote it: an answer that was cut short has half of it
 
 
 class MessageToolCall(msgspec.Struct, frozen=True):
@@ -100,8 +97,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The assistant's turn."""
 
     role: str = "assistant"
-    content: str | None
-    """None if there are calls and nothing else."""
+    content: str | None  # None if there are calls and nothing else
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[MessageToolCall] | msgspec.UnsetType = msgspec.UNSET
     refusal: None = None
@@ -134,8 +130,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "openinfer"
-    max_model_len: int
-    """Tokens of its context; vLLM's name."""
+    max_model_len: int  # tokens of its context; vLLM's name
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

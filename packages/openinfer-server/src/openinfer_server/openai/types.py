@@ -24,8 +24,8 @@ CACHED_ANYWAY = "the prefix cache keeps every block that fits, asked or not"
 CACHE_RETENTION = "the prefix cache keeps what fits"
 
 
+# How much to think. Models here think or do not: `none` and `minimal` turn it off, every other effort on.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much to think. Models here think or do not: `none` and `minimal` turn it off, every other effort on."""
 
 
 def thinks(effort: Effort | None) -> bool | None:
@@ -89,8 +89,7 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A call the model made."""
 
     name: str
-    arguments: str
-    """A JSON object."""
+    arguments: str  # a JSON object
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,8 +134,7 @@ class ChatTemplateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """The template's variables that a request may set; the list is closed on purpose."""
 
     enable_thinking: bool | None = None
-    thinking: bool | None = None
-    """The same under DeepSeek's name; either sets both."""
+    thinking: bool | None = None  # the same under DeepSeek's name; either sets both
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,8 +149,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    thinking_token_budget: NonNegative | None = None
-    """Tokens of reasoning at most; vLLM's name."""
+    thinking_token_budget: NonNegative | None = None  # tokens of reasoning at most; vLLM's name
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     metadata: dict[str, str] | None = None

@@ -11,20 +11,12 @@ from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.writers import ClientDisconnected, StreamWriter
 from openinfer_server.output.response import Response
 
+# Makes what a stream ends with, when all choices have ended well or one failed.
 StreamEnd = Callable[[ApiError | None], bytes]
-"""Makes what a stream ends with, when all choices have ended well or one failed."""
 
 
 async def send_stream(http_request: HttpRequest, response: Response, writer: StreamWriter, end: StreamEnd) -> None:
     """Streams a response to its end, or until its client is gone or too slow.
-
-    The response begins when the engine begins to work on it, so that a full queue is still answered with a status.
-
-    Args:
-        http_request: whose response it is.
-        response: submitted.
-        writer: the choices' writer.
-        end: see `StreamEnd`.
 
     Raises:
         ApiError: the response failed before it began.
@@ -32,12 +24,13 @@ async def send_stream(http_request: HttpRequest, response: Response, writer: Str
     """
     gone = asyncio.create_task(http_request.disconnected())
     try:
+        # no head is out until the engine begins: a full queue is still answered with a status
         await _first_of(gone, response.began)
         if not response.began.done():
             raise ClientDisconnected
         if response.failure is not None:
             raise from_failed(response.failure)
-        http_request.status = 200
+        http_request.status = 200  # from here on an error can only be an event
         await _send_events(
             http_request,
             response.done,
@@ -46,7 +39,7 @@ async def send_stream(http_request: HttpRequest, response: Response, writer: Str
             gone,
         )
     finally:
-        response.abort()
+        response.abort()  # whatever ended it: what still runs has no reader
         gone.cancel()
 
 
@@ -72,11 +65,6 @@ async def _send_events(
 async def await_end(http_request: HttpRequest, ended: "asyncio.Future[None]", writer: StreamWriter) -> None:
     """Lets a reader follow what goes on without it, to its end or until the reader is gone or too slow.
 
-    Args:
-        http_request: whose response it is.
-        ended: resolved when nothing more is written.
-        writer: gets the events.
-
     Raises:
         ClientDisconnected: the client has left.
     """
@@ -88,23 +76,13 @@ async def await_end(http_request: HttpRequest, ended: "asyncio.Future[None]", wr
 
 
 async def send_whole(http_request: HttpRequest, response: Response, body: Callable[[], bytes]) -> None:
-    """Waits for a response and sends it in one body; aborts it when its client leaves.
-
-    Raises:
-        ApiError: the response failed.
-        ClientDisconnected: the client has left; the response is aborted.
-    """
+    """Waits for a response and sends it in one body; aborts it when its client leaves."""
     await await_whole(http_request, response)
     await http_request.send(200, body())
 
 
 async def await_whole(http_request: HttpRequest, response: Response) -> None:
-    """Waits for a response; aborts it when its client leaves.
-
-    Raises:
-        ApiError: the response failed.
-        ClientDisconnected: the client has left; the response is aborted.
-    """
+    """Waits for a response; aborts it when its client leaves."""
     gone = asyncio.create_task(http_request.disconnected())
     try:
         await _first_of(gone, response.done)

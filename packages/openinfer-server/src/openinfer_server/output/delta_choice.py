@@ -24,8 +24,7 @@ from openinfer_server.parsers.deltas import CallArguments, CallEnd, CallStart, C
 from openinfer_server.parsers.output import OutputParser
 from openinfer_server.request.plan import Prompt
 
-_TEXTS = frozenset((ContentDelta, ReasoningDelta, CallArguments))
-"""Deltas that neither begin nor end a call."""
+_TEXTS = frozenset((ContentDelta, ReasoningDelta, CallArguments))  # deltas that neither begin nor end a call
 
 
 class Sink:
@@ -54,14 +53,10 @@ class ParsingOptions:
     """How one answer is read."""
 
     parser: OutputParser
-    request: GenerateRequest
-    """What the engine is asked."""
-    parallel_calls: bool = True
-    """Whether there may be more than one call; otherwise the answer ends with the first."""
-    reasoning_budget_tokens: int | None = None
-    """Tokens of reasoning after which it is closed."""
-    max_model_tokens: int
-    """The engine's context."""
+    request: GenerateRequest  # what the engine is asked
+    parallel_calls: bool = True  # whether there may be more than one call; otherwise the answer ends with the first
+    reasoning_budget_tokens: int | None = None  # tokens of reasoning after which it is closed
+    max_model_tokens: int  # the engine's context
 
 
 class DeltaChoice(TextChoice):
@@ -98,8 +93,7 @@ class DeltaChoice(TextChoice):
         self.called = False
         self._budget_tokens = parsing.reasoning_budget_tokens
         self._call_ended = False
-        self._num_before: int | None = None
-        """Tokens that were generated before the engine's request was replaced."""
+        self._num_before: int | None = None  # tokens that were generated before the engine's request was replaced
         self._options = options
         self._out_of_budget = False
         self._parser = parsing.parser
@@ -108,7 +102,7 @@ class DeltaChoice(TextChoice):
         self.sink = sink
 
     def scheduled(self, event: Scheduled) -> None:
-        """The engine works on it; what it found cached of its own earlier tokens is no news."""
+        # after a replacement, what the engine found cached are tokens of this very answer: no news to the client
         if self._num_before is None:
             super().scheduled(event)
             self.sink.begin(self)
@@ -130,7 +124,6 @@ class DeltaChoice(TextChoice):
         self.sink.take(deltas, scores)
 
     def complete(self) -> None:
-        """Ends the engine's request: for good, or to go on after the reasoning."""
         if self._out_of_budget and self.stop_string is None:
             self.is_complete = self._out_of_budget = False
             self._close_reasoning()
@@ -138,7 +131,7 @@ class DeltaChoice(TextChoice):
             super().complete()
 
     def finished(self, event: Finished) -> None:
-        """The engine ended it well; its counts are of its last request alone."""
+        # the engine's counts are of its last request alone, and the answer may have had two
         if self._num_before is not None:
             completion_tokens = self._num_before + event.completion_tokens
             event = msgspec.structs.replace(
@@ -165,7 +158,6 @@ class DeltaChoice(TextChoice):
         return deltas
 
     def _close_reasoning(self) -> None:
-        """Shows the text that closes the reasoning, and lets the engine go on after it."""
         self._num_before, self._budget_tokens = self._num_tokens, None
         closing = self._parser.closing_text
         rest = self.take_held()
@@ -198,5 +190,4 @@ class DeltaChoice(TextChoice):
 
 
 def _without_preamble(grammar: Grammar | None) -> Grammar | None:
-    """What is left of a grammar after the reasoning."""
     return None if grammar is None else msgspec.structs.replace(grammar, preamble=None)

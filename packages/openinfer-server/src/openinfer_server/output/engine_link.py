@@ -66,7 +66,6 @@ class EngineLink:
         return len(self._choices)
 
     async def run(self) -> None:
-        """Hands out events until the engine ends."""
         try:
             async for events in self.handle.events():
                 self.dispatch(events)
@@ -81,7 +80,6 @@ class EngineLink:
             self.fail_all(FailureKind.SHUTDOWN, ENGINE_ENDED)
 
     def new_id(self) -> RequestId:
-        """An id that no other request of this link has."""
         return RequestId(next(self._ids))
 
     def submit(self, choice: Choice, request: GenerateRequest) -> None:
@@ -110,7 +108,7 @@ class EngineLink:
     def abort(self, choice: Choice) -> None:
         """Ends a choice whose client has left; does nothing if it has ended."""
         if self._forget(choice) is not None:
-            self._count(choice, FinishReason.ABORT)
+            self._count(choice, FinishReason.ABORT)  # counted here: the engine's own event finds no choice
             self.handle.abort(choice.request_id)
 
     def stopped(self, choice: Choice) -> None:
@@ -122,6 +120,7 @@ class EngineLink:
     def fail_all(self, kind: FailureKind, message: str) -> None:
         """Fails every open answer; a living engine is told to stop."""
         for choice in list(self._choices.values()):
+            # one choice that fails ends its whole response, and takes the others out of the table
             if choice.request_id in self._choices:
                 self._failed(choice, Failed(choice.request_id, kind, message))
                 self.handle.abort(choice.request_id)
@@ -140,18 +139,18 @@ class EngineLink:
             return None
 
     def dispatch(self, events: list[TokenEvent]) -> None:
-        """Hands out the events of one wake-up."""
         choices = self._choices
         now_s, previous_s = self._clock(), self._previous_s
         tokens = same_gap = 0
         for event in events:
             choice = choices.get(event.request_id)
-            if choice is None:
+            if choice is None:  # aborted here, and the engine had said this before it knew
                 continue
             try:
-                if type(event) is Tokens:
+                if type(event) is Tokens:  # nearly every event is one
                     if event.token_ids:
                         tokens += len(event.token_ids)
+                        # streams that run together have one gap: it is observed once, times their number
                         if choice.last_token_s == previous_s:
                             same_gap += 1
                         else:
@@ -170,7 +169,7 @@ class EngineLink:
 
     def _dispatch_rare(self, choice: Choice, event: TokenEvent) -> None:
         if isinstance(event, Finished):
-            self._forget(choice)
+            self._forget(choice)  # first: `finished` may raise, and the engine has nothing left to abort
             choice.finished(event)
             self._count(choice, event.reason)
         elif isinstance(event, Failed):
@@ -193,7 +192,6 @@ class EngineLink:
         return self._choices.pop(choice.request_id, None)
 
     def _fault(self, choice: Choice, error: Exception) -> None:
-        """The fault boundary: whatever went wrong inside one request ends that request."""
         logger.error("request %d failed inside the server", choice.request_id, exc_info=error)
         self.metrics.count_fault(error)
         if choice.request_id in self._choices:
@@ -201,7 +199,7 @@ class EngineLink:
         self._failed(choice, internal_failure(choice.request_id))
 
     def _scheduled(self, choice: Choice, event: Scheduled) -> None:
-        """Counts it once: a request that replaces another is no new one."""
+        # counted once: a request that replaces another is no new one
         if choice.queued_s is None:
             choice.queued_s = event.queued_s
             self.metrics.count_scheduled(
@@ -242,6 +240,7 @@ class EngineLink:
             try:
                 writer.flush()
             except Exception:
+                # one broken connection must not keep the other streams from their tokens
                 logger.exception("a stream's connection failed; it is dropped")
                 writer.drop()
         self.dirty.clear()

@@ -12,24 +12,19 @@ from openinfer_server.openai.objects import ChatLogprobs, LegacyLogprobs, TokenL
 from openinfer_server.request.plan import Prompt
 from openinfer_server.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0
-"""OpenAI's number for "very unlikely"; JSON has no infinity."""
-_KEPT_NAMES = 2**15
-"""Tokens whose spelling is kept."""
+LEAST_LOGPROB = -9999.0  # OpenAI's number for "very unlikely"; JSON has no infinity
+_KEPT_NAMES = 2**15  # tokens whose spelling is kept
 
 
 class ScoredToken(NamedTuple):
     """A token that is shown with its log-probability."""
 
     token_id: int
-    logprobs: TokenLogprobs | None
-    """None for the first token of a prompt, which nothing predicts."""
-    offset: int
-    """Characters of the text before it."""
+    logprobs: TokenLogprobs | None  # None for the first token of a prompt, which nothing predicts
+    offset: int  # characters of the text before it
 
 
-LogprobFormat: TypeAlias = Callable[[Sequence[ScoredToken]], msgspec.Struct]
-"""Makes what stands under `logprobs`."""
+LogprobFormat: TypeAlias = Callable[[Sequence[ScoredToken]], msgspec.Struct]  # makes what stands under `logprobs`
 
 
 def legacy_format(tokenizer: Tokenizer) -> Callable[[Sequence[ScoredToken]], LegacyLogprobs]:

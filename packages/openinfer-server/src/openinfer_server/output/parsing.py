@@ -41,13 +41,6 @@ class OutputParsers:
     ) -> "OutputParsers":
         """The reader of the answers to a prompt.
 
-        Args:
-            service: whose parsers.
-            prompt: with the rendered chat as its text.
-            available: functions that may be called.
-            budget_tokens: tokens of reasoning at most; None for as many as the model likes.
-            budget_field: what the API calls that.
-
         Raises:
             ApiError: 400; the budget cannot be kept.
             ParserFault: a parser cannot be made.
@@ -65,11 +58,7 @@ class OutputParsers:
         return cls(prompt, first.is_plain, service, available.schemas, available.parallel, budget_tokens)
 
     def parsing(self, request: GenerateRequest) -> ParsingOptions:
-        """How one answer is read.
-
-        Raises:
-            ParserFault: a parser cannot be made.
-        """
+        """How one answer is read."""
         return ParsingOptions(
             parser=self._service.parsers.open(self.prompt.text, self._schemas),
             request=request,

@@ -30,14 +30,6 @@ def submit(
 ) -> None:
     """Hands every request of a plan to the engine; what comes of each goes to its sink.
 
-    Args:
-        service: whose tokenizer and parsers.
-        response: gets the choices.
-        plan: what the engine is asked.
-        sinks: one per request.
-        parsers: of the text; None for text that is content and nothing else.
-        echo: whether the prompt comes first.
-
     Raises:
         ParserFault: a parser cannot be made.
     """
@@ -69,12 +61,7 @@ async def deliver(
     body: Callable[[], bytes],
     end: StreamEnd,
 ) -> None:
-    """Sends a submitted response: as a stream where there is a writer, else in one body.
-
-    Raises:
-        ApiError: it failed before the response began.
-        ClientDisconnected: the client left.
-    """
+    """Sends a submitted response: as a stream where there is a writer, else in one body."""
     if writer is None:
         await send_whole(http_request, response, body)
         return

@@ -77,12 +77,10 @@ class Choice:
         self.finish_reason: FinishReason | None = None
 
     def scheduled(self, event: Scheduled) -> None:
-        """The engine works on it."""
         self.cached_tokens = event.cached_tokens
         self.response.begin()
 
     def tokens(self, event: Tokens) -> None:
-        """Takes new tokens."""
         raise NotImplementedError
 
     def finished(self, event: Finished) -> None:
@@ -119,7 +117,6 @@ class Response:
         self._open = 0
 
     def submit(self, choices: Sequence[Choice], requests: Sequence[GenerateRequest]) -> None:
-        """Hands all choices to the engine, each with its request."""
         self.choices = list(choices)
         self._open = len(self.choices)
         for choice, request in zip(self.choices, requests, strict=True):
@@ -143,7 +140,6 @@ class Response:
             self._end()
 
     def abort(self) -> None:
-        """Aborts every choice that has not ended."""
         for choice in self.choices:
             self.link.abort(choice)
 
@@ -154,5 +150,4 @@ class Response:
 
 
 def internal_failure(request_id: RequestId) -> Failed:
-    """A fault of this server inside one request."""
     return Failed(request_id, FailureKind.INTERNAL, "the server failed on this request; its log says why")

@@ -22,11 +22,9 @@ class TextOptions:
 
     tokenizer: Tokenizer
     stops: tuple[str, ...]
-    min_tokens: int
-    """Stop strings are not looked for in the text of so many first tokens."""
+    min_tokens: int  # stop strings are not looked for in the text of so many first tokens
     echo: bool
-    visible_tokens: frozenset[str] = frozenset()
-    """Special tokens that show by name, for parsers that know them."""
+    visible_tokens: frozenset[str] = frozenset()  # special tokens that show by name, for parsers that know them
 
 
 class TextChoice(Choice):
@@ -60,8 +58,7 @@ class TextChoice(Choice):
         self._offset = 0
         self._prompt = prompt
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._generated_ids: list[int] | None = None
-        """All tokens so far, if a subclass wants them kept."""
+        self._generated_ids: list[int] | None = None  # all tokens so far, if a subclass wants them kept
         self._scanner = StopScanner(options.stops) if options.stops else None
         self._tokenizer = options.tokenizer
 
@@ -94,7 +91,7 @@ class TextChoice(Choice):
             self.show(text if self._scanner is None else self._scan(text), scores)
             if self.is_complete:
                 self.complete()
-                return
+                return  # further tokens of the same event are beyond the end
 
     def finished(self, event: Finished) -> None:
         if self._echo:
@@ -108,7 +105,6 @@ class TextChoice(Choice):
         self.end_early(FinishReason.STOP)
 
     def end_early(self, reason: FinishReason) -> None:
-        """Ends it well and tells the engine to stop."""
         self.completion_tokens = self._num_tokens
         self.response.link.stopped(self)
         self.conclude(reason)
@@ -131,7 +127,7 @@ class TextChoice(Choice):
         return text
 
     def _show_prompt(self) -> None:
-        """Shows the prompt before the first token; by then all of its log-probabilities have come."""
+        # with the first token all log-probabilities of the prompt have come
         self._echo = False
         self._offset = len(self._prompt.text)
         scores = score_prompt(self._tokenizer, self._prompt, self._prompt_logprobs) if self._prompt_logprobs else ()

@@ -7,12 +7,7 @@ from openinfer_server.output.response import Choice
 
 
 def usage_of(choices: Sequence[Choice], n: int) -> Usage:
-    """Tokens of an answer; choices of one prompt share its tokens, and the first one says what was cached.
-
-    Args:
-        choices: all of them, prompt by prompt.
-        n: how many each prompt has.
-    """
+    """Tokens of an answer; choices of one prompt share its tokens, and the first one says what was cached."""
     firsts = choices[::n]
     prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
     completion_tokens = sum(choice.completion_tokens for choice in choices)

@@ -14,8 +14,8 @@ _ANY = r"(.|\n)*"
 _SPECIAL = re.compile(r"([.*+?^${}()|\[\]\\/])")
 JsonSchema: TypeAlias = Mapping[str, Any] | bool
 
+# Keywords that llguidance does not know are passed over: for functions whose schema need not be kept to the letter.
 LENIENT = {"x-guidance": {"lenient": True}}
-"""Keywords that llguidance does not know are passed over: for functions whose schema need not be kept to the letter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,8 @@ class CallableFunction:
     """A function on offer."""
 
     name: str
-    schema: Mapping[str, Any]
-    """Of its parameters."""
-    strict: bool
-    """Whether arguments must follow the schema to the letter."""
+    schema: Mapping[str, Any]  # of its parameters
+    strict: bool  # whether arguments must follow the schema to the letter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,6 @@ class LarkTexts:
         return " ".join(part for part in parts if part)
 
     def arguments(self, function: CallableFunction) -> str:
-        """A JSON object of a function's arguments."""
         schema = {"type": "object", **function.schema}
         if not function.schema:
             schema["additionalProperties"] = False
@@ -133,5 +130,4 @@ def quoted(text: str) -> str:
 
 
 def json_value(schema: JsonSchema) -> str:
-    """JSON of a schema."""
     return f"%json {msgspec.json.encode(schema).decode()}"

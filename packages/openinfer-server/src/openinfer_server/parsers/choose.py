@@ -61,10 +61,6 @@ class ModelParsers:
     def open(self, prompt: str, tools: Mapping[str, Mapping[str, Any]]) -> OutputParser:
         """The parsers of one answer.
 
-        Args:
-            prompt: the rendered chat.
-            tools: functions on offer; calls are looked for only if there are any.
-
         Raises:
             ParserFault: a parser cannot be made.
         """
@@ -98,7 +94,6 @@ def choose_parsers(
 
 
 def new_call_id() -> str:
-    """An id that no other call has."""
     return f"call_{secrets.token_hex(12)}"
 
 

@@ -37,7 +37,7 @@ class DeepSeekV4Parser(TaggedArgumentsParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template writes such tags, or the family is known to (the model ships no template)."""
+        # the family counts, too: the model ships no template
         return MARK in traits.template or traits.family == "deepseek_v4"
 
     @classmethod

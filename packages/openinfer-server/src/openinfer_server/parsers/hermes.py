@@ -17,10 +17,8 @@ from openinfer_server.parsers.script import Script
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _OPEN = Markers(OPEN)
-MAX_HELD = 2**20
-"""Characters of arguments that are held while the name has not come; more are no call."""
-_TAGS_OF_OTHERS = ("<function=", "<arg_key>")
-"""Qwen3-Coder's, GLM's."""
+MAX_HELD = 2**20  # characters of arguments that are held while the name has not come; more are no call
+_TAGS_OF_OTHERS = ("<function=", "<arg_key>")  # Qwen3-Coder's, GLM's
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -35,7 +33,7 @@ class HermesParser(CallParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template shows `<tool_call>` and none of the tags that others have in it."""
+        # others write `<tool_call>`, too, with tags of their own in it
         return OPEN in traits.template and not any(tag in traits.template for tag in _TAGS_OF_OTHERS)
 
     @classmethod

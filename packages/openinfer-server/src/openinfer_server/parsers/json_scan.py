@@ -2,8 +2,7 @@
 
 import re
 
-IN_STRING = re.compile(r'["\\]')
-"""What matters inside a string."""
+IN_STRING = re.compile(r'["\\]')  # what matters inside a string
 _OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
 
 

@@ -32,7 +32,7 @@ class KimiK2Parser(CallParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template writes sections, or Kimi's turns at least, as its first revisions do."""
+        # the template's first revisions write Kimi's turns, but no sections
         return SECTION_BEGIN in traits.template or TURN in traits.template or traits.family == "kimi_k2"
 
     @classmethod

@@ -19,8 +19,8 @@ class Markers:
         self._beginnings = tuple({marker[:length] for marker in markers for length in range(1, len(marker))})
         self._longest = max(map(len, markers))
         starts = "".join(re.escape(start) for start in {marker[0] for marker in markers})
+        # a piece of text in which no marker may begin, and which does not end with white space.
         self.plain = re.compile(rf"[^{starts}]*[^{starts} \t\r\n]")
-        """A piece of text in which no marker may begin, and which does not end with white space."""
 
     def find(self, text: str) -> "re.Match[str] | None":
         return self._pattern.search(text)

@@ -1,4 +1,4 @@
-"""`OutputParser`: one answer's reasoning parser and tool parser, one behind the other.
+"""`OutputParser`: one answer's reasoning parser and tool parser, one after the other.
 
     text ─► ReasoningParser ─► reasoning
                   └─► content ─► ToolParser ─► content, calls
@@ -28,11 +28,6 @@ class ParserFault(Exception):
 
 
 def fault_boundary(kind: str, call: Callable[[], T]) -> T:
-    """Calls a parser.
-
-    Raises:
-        ParserFault: it raised.
-    """
     try:
         return call()
     except Exception as error:
@@ -52,14 +47,13 @@ class OutputParser:
     __slots__ = ("_is_told_apart", "_reasoning", "_tools")
 
     def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+        # Whether all that comes is the answer: the reasoning parser is not asked again.
         self._is_told_apart = reasoning is None
-        """Whether all that comes is the answer: the reasoning parser is not asked again."""
         self._reasoning = reasoning
         self._tools = tools
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is no parser: all text is content."""
         return self._reasoning is None and self._tools is None
 
     @property

@@ -42,7 +42,6 @@ class Qwen3CoderParser(TaggedArgumentsParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template writes functions as tags inside `<tool_call>`."""
         return OPEN in traits.template and FUNCTION in traits.template
 
     @classmethod
@@ -98,7 +97,6 @@ class Qwen3CoderParser(TaggedArgumentsParser):
         yield from self._close()
 
     def _close(self) -> Script[None]:
-        """Ends the call; what does not belong to it is content. Arguments of a call that was cut stay open."""
         if (yield from self.literal(FUNCTION_END)):
             self.commit()
             self.end_arguments()

@@ -18,11 +18,9 @@ from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.trimmed import TrimmedText
 
 T = TypeVar("T")
-Script = Generator[None, None, T]
-"""Takes what it can, yields when it needs more text."""
+Script = Generator[None, None, T]  # takes what it can, yields when it needs more text
 
-MAX_WORD = 256
-"""Longest name, key or run of white space inside a tag."""
+MAX_WORD = 256  # longest name, key or run of white space inside a tag
 UNBOUNDED = 2**62
 _SPACES = re.compile(r"[ \t\r\n]*")
 _NOT_QUOTED = re.compile(r'[^"\\]*')
@@ -32,23 +30,19 @@ class ScriptedParser:
     """Feeds pieces of text to a script.
 
     Attributes:
-        content: where the answer's text goes; the white space beside tags is left out.
+        content: where the answer's text goes; the white space next to tags is left out.
         is_read: whether `run` has ended: all that comes is content.
     """
 
     visible_tokens: ClassVar[tuple[str, ...]] = ()
-    """See the contract."""
 
     def __init__(self) -> None:
         self.content = TrimmedText(ContentDelta, self.say)
         self._buffer = ""
         self._ended = False
-        self._string: Callable[[str], None] | None = None
-        """Takes text inside the JSON string that the script is in."""
-        self._flow: TrimmedText | None = None
-        """Where text goes that the script only looks for markers in."""
-        self._plain = _SPACES
-        """What such a piece is like that has no marker and no white space at its end."""
+        self._string: Callable[[str], None] | None = None  # takes text inside the JSON string that the script is in
+        self._flow: TrimmedText | None = None  # where text goes that the script only looks for markers in
+        self._plain = _SPACES  # what such a piece is like that has no marker and no white space at its end
         self.is_read = False
         self._said: list[Delta] = []
         self._taken: list[str] | None = None
@@ -60,7 +54,6 @@ class ScriptedParser:
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece; returns what became certain."""
         flow = self._flow
         if flow is not None and not self._buffer and flow.is_clear and self._plain.fullmatch(text):
             return [flow.kind(text)]  # nearly all text is this, and the script would do the same with it
@@ -76,7 +69,6 @@ class ScriptedParser:
         return said
 
     def finish(self) -> list[Delta]:
-        """Returns what was held."""
         self._ended = True
         next(self._script, None)
         self.content.flush()
@@ -174,7 +166,7 @@ class ScriptedParser:
             yield
 
     def trimmed_until(self, markers: Markers, trimmed: TrimmedText) -> Script[str | None]:
-        """`text_until` into text whose white space beside the markers is left out."""
+        """`text_until` into text whose white space next to the markers is left out."""
         self._flow, self._plain = trimmed, markers.plain
         found = yield from self.text_until(markers, trimmed.write)
         self._flow = None

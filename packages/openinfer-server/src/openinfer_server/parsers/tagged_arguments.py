@@ -7,8 +7,7 @@ from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
 from openinfer_server.parsers.typed_values import TEXT, as_json
 
-MAX_HELD = 2**20
-"""Characters of a value that are held to see what JSON they are; a longer value is a string."""
+MAX_HELD = 2**20  # characters of a value that are held to see what JSON they are; a longer value is a string
 
 
 class TaggedArgumentsParser(CallParser):

@@ -14,10 +14,10 @@ from openinfer_server.parsers.call_syntax import (
 )
 from openinfer_server.parsers.typed_values import TEXT, types_of
 
+# Keywords that say nothing about which strings are possible.
 _PLAIN = frozenset({"type", "title", "description", "default", "examples", "deprecated"})
-"""Keywords that say nothing about which strings are possible."""
+# Keywords of an object that its parameters one by one cannot follow.
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "dependentRequired", "minProperties")
-"""Keywords of an object that its parameters one by one cannot follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

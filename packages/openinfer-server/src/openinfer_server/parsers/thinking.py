@@ -18,13 +18,12 @@ _DEEPSEEK = "<｜Assistant｜>"
 
 
 class ThinkParser(ScriptedParser):
-    """What all three have in common. White space beside the tags belongs to them."""
+    """What all three have in common. White space next to the tags belongs to them."""
 
     visible_tokens = (OPEN, CLOSE)
     closing_text: ClassVar[str] = f"\n{CLOSE}\n\n"
     tags: ClassVar[tuple[str, str]] = (OPEN, CLOSE)
-    ends = Markers(CLOSE)
-    """What ends the reasoning; what is not the closing tag is read again as text."""
+    ends = Markers(CLOSE)  # what ends the reasoning; what is not the closing tag is read again as text
 
     def __init__(self, context: ParserContext) -> None:
         super().__init__()
@@ -33,11 +32,9 @@ class ThinkParser(ScriptedParser):
 
     @property
     def done(self) -> bool:
-        """Whether all further text is content and nothing is held."""
         return self.is_read and not self.content.skipping
 
     def run(self) -> Script[None]:
-        """Reasoning, if there is any; the rest is content."""
         spaces = yield from self.spaces()
         if (yield from self.literal(OPEN)):
             self.reasoning = True
@@ -58,7 +55,6 @@ class Qwen3Thinking(ThinkParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template knows the tag, and is none of the others'."""
         return CLOSE in traits.template and not any(name in traits.template for name in (_DEEPSEEK, TURN))
 
 
@@ -69,7 +65,7 @@ class DeepSeekThinking(ThinkParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template knows the tag and DeepSeek's turns, or the family is V4, which ships no template."""
+        # the family counts, too: V4 ships no template
         return (CLOSE in traits.template and _DEEPSEEK in traits.template) or traits.family == "deepseek_v4"
 
 
@@ -82,5 +78,4 @@ class KimiThinking(ThinkParser):
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
-        """Whether the template knows the tag and Kimi's turns."""
         return CLOSE in traits.template and TURN in traits.template

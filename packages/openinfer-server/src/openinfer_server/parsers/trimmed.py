@@ -1,12 +1,11 @@
-"""`TrimmedText`: text without the white space beside tags, known only when the tag comes."""
+"""`TrimmedText`: text without the white space next to tags, known only when the tag comes."""
 
 from collections.abc import Callable
 
 from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
 
 SPACE = " \t\r\n"
-MAX_SPACE = 256
-"""White space that is held back at most; of more the last part is held."""
+MAX_SPACE = 256  # white space that is held back at most; of more the last part is held
 
 
 class TrimmedText:

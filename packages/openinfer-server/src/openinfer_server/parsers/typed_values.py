@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import msgspec
 
+# How many references and alternatives of one parameter are followed; the types of the others are not known.
 MAX_SCHEMAS = 256
-"""How many references and alternatives of one parameter are followed; the types of the others are not known."""
 ANYTHING = frozenset({"string", "number", "boolean", "null", "array", "object"})
 TEXT = frozenset({"string"})
 

@@ -40,11 +40,9 @@ def sent_name(kind: type[msgspec.Struct], name: str) -> str:
     return kind.__struct_encode_fields__[kind.__struct_fields__.index(name)]
 
 
-MAX_STOPS = 4
-"""OpenAI's bound."""
+MAX_STOPS = 4  # OpenAI's bound
 MAX_STOP_CHARACTERS = 256
-MAX_LOGIT_BIAS = 100.0
-"""OpenAI's bound."""
+MAX_LOGIT_BIAS = 100.0  # OpenAI's bound
 
 
 def _documented(**schema: Any) -> msgspec.Meta:
@@ -52,7 +50,6 @@ def _documented(**schema: Any) -> msgspec.Meta:
 
 
 def bounded(name: str) -> msgspec.Meta:
-    """The bounds of a sampling parameter."""
     parameter = next(each for each in PARAMETERS if each.name == name)
     low, high = (int(bound) if bound == int(bound) else bound for bound in (parameter.low, parameter.high))
     return _documented(**{"exclusiveMinimum" if parameter.excludes_low else "minimum": low, "maximum": high})

@@ -24,8 +24,7 @@ from openinfer_server.service import Service
 
 T = TypeVar("T")
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default for `/v1/completions`."""
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for `/v1/completions`
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +32,16 @@ class Prompt:
     """One prompt."""
 
     token_ids: tuple[int, ...]
-    text: str
-    """As `echo` shows it; of a chat as it was rendered; may be empty where it is not shown."""
-    field: str
-    """Where it came from, for messages."""
+    text: str  # as `echo` shows it; of a chat as it was rendered; may be empty where it is not shown
+    field: str  # where it came from, for messages
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """Which log-probabilities are asked of the engine."""
 
-    output: int | None = None
-    """Alternatives per generated token."""
-    prompt: int | None = None
-    """Alternatives per prompt token."""
+    output: int | None = None  # alternatives per generated token
+    prompt: int | None = None  # alternatives per prompt token
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +50,7 @@ class Plan:
 
     prompts: Sequence[Prompt]
     n: int
-    requests: Sequence[GenerateRequest]
-    """One per choice."""
+    requests: Sequence[GenerateRequest]  # one per choice
     stops: tuple[str, ...]
     min_tokens: int
     scoring: Scoring
@@ -75,14 +69,6 @@ def make_plan(
     scoring: Scoring,
 ) -> Plan:
     """Checks a request as a whole, its cost first; it must be submitted before anything is awaited.
-
-    Args:
-        service: whose engine, bounds and queue.
-        fields: the body.
-        prompts: already encoded and checked by `check_prompt_token_ids`.
-        tenant: whose request it is (`Exchange.tenant`).
-        max_tokens: tokens to generate at most for a prompt.
-        scoring: log-probabilities asked for.
 
     Raises:
         ApiError: 400, or 429 if the prompts do not fit into the queue.
@@ -135,11 +121,7 @@ def salt_of(tenant: str, given: str | None) -> str | None:
 
 
 def check_stream_options(fields: GenerationFields) -> bool:
-    """Returns whether a stream ends with its usage.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Returns whether a stream ends with its usage."""
     stream_options = fields.stream_options
     if stream_options is None:
         return False
@@ -151,11 +133,7 @@ def check_stream_options(fields: GenerationFields) -> bool:
 
 
 def check_prompt_token_ids(token_ids: Sequence[int], info: EngineInfo, field: str) -> None:
-    """Checks a prompt's ids.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Checks a prompt's ids."""
     if not token_ids:
         raise invalid(field, "the prompt is empty; it must have at least one token")
     if min(token_ids) < 0 or max(token_ids) >= info.num_token_ids:
@@ -168,11 +146,7 @@ def too_long(num_tokens: str, info: EngineInfo, field: str) -> ApiError:
 
 
 def check_num_choices(fields: GenerationFields, num_prompts: int, options: ServerOptions) -> int:
-    """Returns `n`; known before any prompt is encoded.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Returns `n`; known before any prompt is encoded."""
     n = 1 if fields.n is None else fields.n
     if n < 1:
         raise invalid("n", f"n is {n}; it must be at least 1")
@@ -223,12 +197,12 @@ def _sampling(
 
 
 def _or(given: T | None, default: T) -> T:
-    """`null` means absent."""
+    # `null` means absent
     return default if given is None else given
 
 
 def _seed(fields: GenerationFields, choice: int) -> int | None:
-    """Choices of one prompt get successive seeds, or they would all be the same. Signed seeds wrap."""
+    # Choices of one prompt get successive seeds, or they would all be the same. Signed seeds wrap.
     if fields.seed is None:
         return None
     if not -(2**63) <= fields.seed < 2**64:

@@ -22,8 +22,7 @@ from openinfer_server.service import Service
 from openinfer_server.tools.available import AvailableTools
 from openinfer_server.tools.grammar import calls_or_json, required_calls, strict_calls
 
-MAX_CHOICES = 4096
-"""Strings of a `choice`."""
+MAX_CHOICES = 4096  # strings of a `choice`
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +30,14 @@ class OutputConstraint:
     """What the text of an answer must be; at most one of the two is there."""
 
     grammar: Grammar | None = None
-    schema: JsonSchema | None = None
-    """Of an answer in JSON, which may call tools instead."""
-    field: str = ""
-    """Which field asks for it."""
+    schema: JsonSchema | None = None  # of an answer in JSON, which may call tools instead
+    field: str = ""  # which field asks for it
 
 
 def output_constraint(
     fields: SamplingFields, *, schema: JsonSchema | None = None, schema_field: str = "response_format"
 ) -> OutputConstraint:
     """What a request asks for.
-
-    Args:
-        fields: the body.
-        schema: of the API's own field for it, if it is there.
-        schema_field: what the API calls that.
 
     Raises:
         ApiError: 400; it is malformed, or asked for twice.
@@ -75,7 +67,6 @@ def schema_of(answer_format: ResponseFormat | None) -> JsonSchema | None:
 
 
 def text_grammar(constraint: OutputConstraint) -> Grammar | None:
-    """The grammar of an answer that is text and nothing else."""
     return constraint.grammar if constraint.schema is None else _schema_grammar(constraint.schema, constraint.field)
 
 
@@ -83,12 +74,6 @@ def chat_grammar(
     service: Service, prompt: Prompt, available: AvailableTools, constraint: OutputConstraint
 ) -> Grammar | None:
     """The grammar of an answer that may begin with reasoning and may have tool calls.
-
-    Args:
-        service: whose parsers say how those are written.
-        prompt: with the rendered chat as its text.
-        available: functions that may be called.
-        constraint: what the text must be.
 
     Raises:
         ApiError: 400; the parsers do not say, or what is asked goes without tools.
@@ -101,11 +86,7 @@ def chat_grammar(
 
 
 def constrained(plan: Plan, grammar: Grammar | None) -> Plan:
-    """The plan with a grammar for each of its requests.
-
-    Raises:
-        ApiError: 400; all of them together are too long.
-    """
+    """The plan with a grammar for each of its requests."""
     if grammar is None:
         return plan
     total = len(grammar.text) * len(plan.requests)
@@ -132,7 +113,7 @@ def _answer_grammar(service: Service, available: AvailableTools, constraint: Out
 
 
 def _preamble(service: Service, prompt: Prompt, field: str) -> Preamble | None:
-    """Reasoning is not constrained: what the prompt shows of it, and what may come of it."""
+    # reasoning is not constrained: what the prompt shows of it, and what may come of it
     chosen = service.parsers.reasoning
     if chosen is None:
         return None

@@ -49,13 +49,11 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 class StructuredOutputs(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the answer must be; one of the fields that are not refused."""
 
-    json: dict[str, Any] | str | bool | None = None
-    """A JSON Schema, as an object or as its text."""
+    json: dict[str, Any] | str | bool | None = None  # a JSON Schema, as an object or as its text
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = None
-    """Lark, or GBNF."""
+    grammar: str | None = None  # Lark, or GBNF
     structural_tag: object = None
     whitespace_pattern: object = None
     disable_any_whitespace: object = None

@@ -93,12 +93,7 @@ class ResponseBuilder:
         self._tell(InProgress)
 
     def take(self, deltas: Sequence[Delta], logprobs: Sequence[OutputLogprob] = ()) -> None:
-        """What the answer goes on with.
-
-        Args:
-            deltas: in order.
-            logprobs: of the tokens they came from; those of text are kept.
-        """
+        """What the answer goes on with."""
         for delta in deltas:
             match delta:
                 case ContentDelta():
@@ -198,7 +193,6 @@ class ResponseBuilder:
         return item
 
     def _close(self, status: ItemStatus) -> None:
-        """Ends the item that is open, if there is one."""
         item, self._open = self._open, None
         if item is None:
             return

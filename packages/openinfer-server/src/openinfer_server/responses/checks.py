@@ -20,11 +20,7 @@ from openinfer_server.tools.types import MAX_TOOLS
 
 
 def check_conversation(request: Conversation) -> None:
-    """Refuses what cannot be honoured of a prompt's fields.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuses what cannot be honoured of a prompt's fields."""
     check_refused(request)
     for name in ("reasoning", "text"):
         options = getattr(request, name)
@@ -33,11 +29,7 @@ def check_conversation(request: Conversation) -> None:
 
 
 def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[FunctionTool]:
-    """The functions on offer.
-
-    Raises:
-        ApiError: 400; a tool is malformed, or not a function.
-    """
+    """The functions on offer."""
     if len(given or ()) > MAX_TOOLS:
         raise invalid("tools", f"{len(given or ())} tools are given; at most {MAX_TOOLS} are possible")
     tools: list[FunctionTool] = []
@@ -51,11 +43,6 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[FunctionTool]:
 
 
 def check_response(request: ResponseRequest) -> None:
-    """Refuses what cannot be honoured.
-
-    Raises:
-        ApiError: 400.
-    """
     check_conversation(request)
     for name in request.include or []:
         if name not in (LOGPROBS, ENCRYPTED):
@@ -72,11 +59,7 @@ def check_response(request: ResponseRequest) -> None:
 
 
 def check_obfuscation(include: bool | None, field: str) -> None:  # noqa: FBT001 - a field's value
-    """Refuses padding.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuses padding."""
     if include:
         raise refused(field, "events are as long as their text")
 

@@ -15,8 +15,7 @@ from openinfer_server.responses.objects import (
 class ResponseEvent(NamedEvent, frozen=True, kw_only=True):
     """What all events have."""
 
-    sequence_number: int
-    """0, 1, … within one response."""
+    sequence_number: int  # 0, 1, … within one response
 
 
 class Lifecycle(ResponseEvent, frozen=True, kw_only=True):

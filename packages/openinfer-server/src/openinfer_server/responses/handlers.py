@@ -35,8 +35,7 @@ from openinfer_server.responses.types import (
 )
 from openinfer_server.service import Service
 
-DEFAULT_ITEMS = 20
-"""OpenAI's default of `limit`."""
+DEFAULT_ITEMS = 20  # OpenAI's default of `limit`
 MAX_ITEMS = 100
 ERRORS = (404, 408, 413, 415, 429, 503)
 
@@ -67,7 +66,6 @@ class Responses:
         )
 
     async def create(self, http_request: HttpRequest) -> None:
-        """Answers a list of items with another one."""
         service = self._service
         service.check_serving()
         request = await http_request.read_json(_decoder)

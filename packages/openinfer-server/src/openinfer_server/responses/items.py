@@ -88,8 +88,7 @@ class FunctionCallItem(
 
     call_id: str
     name: str
-    arguments: str
-    """A JSON object."""
+    arguments: str  # a JSON object
     id: str | None = None
     status: ItemStatus | None = None
     caller: object = None
@@ -150,14 +149,7 @@ _REFERENCE = "send the item itself, or continue with previous_response_id"
 
 
 def read_items(given: str | Sequence[Mapping[str, Any]] | None) -> list[InputItem]:
-    """The input as items.
-
-    Args:
-        given: as decoded; a text is one message of the user.
-
-    Raises:
-        ApiError: 400; an item is malformed or of a type that cannot be honoured.
-    """
+    """The input as items."""
     if given is None:
         return []
     if isinstance(given, str):

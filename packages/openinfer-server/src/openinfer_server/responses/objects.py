@@ -26,8 +26,7 @@ class TextContent(msgspec.Struct, kw_only=True, tag_field="type", tag="output_te
     """The text of a message."""
 
     text: str = ""
-    annotations: list[str] = []
-    """Always empty: nothing here cites."""
+    annotations: list[str] = []  # always empty: nothing here cites
     logprobs: list[OutputLogprob] = []
 
 
@@ -50,8 +49,7 @@ class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reaso
     """What the model thought; whole, never summarised."""
 
     id: str
-    summary: list[str] = []
-    """Always empty."""
+    summary: list[str] = []  # always empty
     content: list[ReasoningContent] = []
     status: ItemStatus = "in_progress"
     encrypted_content: None = None

@@ -44,8 +44,8 @@ from openinfer_server.text.tokenizer import Tokenizer
 from openinfer_server.tools.available import AvailableTools, Fields, ToolMode, ToolRequest, available_tools
 from openinfer_server.tools.types import FunctionDefinition
 
+# What errors of shared code call a field, and what this API calls it.
 FIELD_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "logprobs": "top_logprobs"}
-"""What errors of shared code call a field, and what this API calls it."""
 _ID_PREFIXES: dict[type, str] = {
     MessageItem: "msg",
     FunctionCallItem: "fc",
@@ -71,11 +71,7 @@ async def conversation_items(request: Conversation, previous: ResponseRecord | N
 
 
 def conversation_tools(service: Service, request: Conversation) -> AvailableTools:
-    """The functions that may be called.
-
-    Raises:
-        ApiError: 400.
-    """
+    """The functions that may be called."""
     functions = [
         FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
         for tool in read_tools(request.tools)
@@ -108,11 +104,7 @@ def _given_items(request: Conversation) -> list[InputItem]:
 async def conversation_prompt(
     service: Service, request: Conversation, items: Sequence[InputItem], available: AvailableTools
 ) -> Prompt:
-    """The prompt of a conversation.
-
-    Raises:
-        ApiError: 400.
-    """
+    """The prompt of a conversation."""
     turns: list[Turn] = [] if request.instructions is None else [SystemTurn(content=request.instructions)]
     turns += turns_of(items)
     if not items:
@@ -128,11 +120,6 @@ async def conversation_prompt(
 
 
 def response_plan(service: Service, request: ResponseRequest, prompt: Prompt, *, tenant: str) -> Plan:
-    """What the engine is asked.
-
-    Raises:
-        ApiError: 400.
-    """
     fields = GenerationFields(**{name: getattr(request, name) for name in SamplingFields.__struct_fields__})
     scoring = Scoring(output=(request.top_logprobs or 0) if LOGPROBS in (request.include or []) else None)
     room = max(1, service.info.max_model_tokens - len(prompt.token_ids))
@@ -150,11 +137,7 @@ def response_plan(service: Service, request: ResponseRequest, prompt: Prompt, *,
 
 
 def response_constraint(request: ResponseRequest) -> OutputConstraint:
-    """What the text of a response must be.
-
-    Raises:
-        ApiError: 400; it is asked for twice.
-    """
+    """What the text of a response must be."""
     text_format = None if request.text is None else request.text.format
     return output_constraint(
         request, schema=None if text_format is None else text_format.wanted, schema_field="text.format"

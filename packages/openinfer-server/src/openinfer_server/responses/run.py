@@ -24,8 +24,7 @@ from openinfer_server.responses.objects import (
     ResponseUsage,
 )
 
-MAX_EVENT_BYTES = 8 * 2**20
-"""Events of one background response that are kept for later readers; beyond that none are."""
+MAX_EVENT_BYTES = 8 * 2**20  # events of one background response that are kept for later readers; beyond that none are
 _SMALL = (TextDelta, ReasoningDeltaEvent, ArgumentsDelta)
 
 ScoreFormat = Callable[[Sequence[ScoredToken]], list[OutputLogprob]]
@@ -125,7 +124,7 @@ class ResponseRun(Sink):
 
 
 def _append(writer: StreamWriter, frame: bytes, *, large: bool) -> None:
-    """Large events, which come at once, need not be read faster than any other."""
+    # large events, which come at once, need not be read faster than any other
     writer.events.append(frame)
     if large:
         writer.max_buffered_bytes += len(frame)

@@ -40,7 +40,6 @@ class ResponseRecord:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more can happen to it."""
         return self.response.status in ENDED
 
 
@@ -90,11 +89,7 @@ class ResponseStore:
             pass
 
     def find(self, response_id: str, tenant: str) -> ResponseRecord:
-        """A tenant's response; it is the youngest now.
-
-        Raises:
-            ApiError: 404.
-        """
+        """A tenant's response; it is the youngest now."""
         record = self._records.get(response_id)
         if record is None or record.tenant != tenant:
             message = f"there is no response {response_id[:100]!r}; it was deleted, made room, or never stored"

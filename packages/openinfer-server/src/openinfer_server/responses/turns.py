@@ -58,19 +58,18 @@ class _Answer:
         self.calls: list[ToolCall] = []
 
     def reason(self, text: str, turns: list[Turn]) -> None:
-        """Reasoning begins a turn, unless it follows reasoning."""
+        # reasoning begins a turn, unless it follows reasoning
         if self.text or self.calls:
             self.close(turns)
         self.reasoning.append(text)
 
     def say(self, text: str, turns: list[Turn]) -> None:
-        """Text after calls begins a turn, and so does a second text."""
+        # text after calls begins a turn, and so does a second text
         if self.calls or self.text:
             self.close(turns)
         self.text.append(text)
 
     def close(self, turns: list[Turn]) -> None:
-        """Ends the turn, if there is one."""
         if self.reasoning or self.text or self.calls:
             turns.append(
                 AssistantTurn(
@@ -106,11 +105,6 @@ def _text(content: str | list[ContentPart]) -> str:
 
 
 def check_arguments(items: Sequence[InputItem]) -> None:
-    """Checks that the arguments of calls are JSON objects.
-
-    Raises:
-        ApiError: 400.
-    """
     for index, item in enumerate(items):
         if isinstance(item, FunctionCallItem):
             try:

@@ -13,8 +13,7 @@ from openinfer_server.request.structured_types import ANY_OBJECT, NamedSchema
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-MAX_METADATA = 16
-"""OpenAI's bounds."""
+MAX_METADATA = 16  # OpenAI's bounds
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 FUNCTIONS_ONLY = "the only tools are functions that the client runs"
@@ -32,8 +31,7 @@ class FunctionTool(
 
     type: Literal["function"]
     name: str
-    parameters: dict[str, Any] | None = None
-    """JSON Schema of its arguments."""
+    parameters: dict[str, Any] | None = None  # JSON Schema of its arguments
     strict: bool | None = None
     description: str | None = None
     asynchronous: object = None
@@ -71,7 +69,6 @@ class PlainFormat(RequestFields, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def wanted(self) -> JsonSchema | None:
-        """The schema of the text; none."""
         return None
 
 
@@ -82,7 +79,6 @@ class ObjectFormat(
 
     @property
     def wanted(self) -> JsonSchema | None:
-        """The schema of the text: any object's."""
         return ANY_OBJECT
 
 
@@ -152,8 +148,7 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     store: bool | None = None
     include: list[str] | None = None
     max_output_tokens: Count | None = None
-    thinking_token_budget: NonNegative | None = None
-    """Tokens of reasoning at most; vLLM's name in chats."""
+    thinking_token_budget: NonNegative | None = None  # tokens of reasoning at most; vLLM's name in chats
     metadata: dict[str, str] | None = None
     top_logprobs: Logprobs | None = None
     max_tool_calls: int | None = None
@@ -211,16 +206,14 @@ class InputTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
     IGNORED: ClassVar[Mapping[str, str]] = _CONVERSATION_IGNORED
 
 
-Conversation: TypeAlias = ResponseRequest | InputTokensRequest
-"""What makes a prompt."""
+Conversation: TypeAlias = ResponseRequest | InputTokensRequest  # what makes a prompt
 
 
 class RetrieveQuery(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Query of `GET /v1/responses/{response_id}`."""
 
     stream: bool | None = None
-    starting_after: int | None = None
-    """The last event the client has seen."""
+    starting_after: int | None = None  # the last event the client has seen
     include: list[str] | None = None
     include_obfuscation: bool | None = None
 

@@ -33,8 +33,7 @@ from openinfer_server.http.protocol import bounded_protocol
 from openinfer_server.options import ServerOptions
 from openinfer_server.server import listen, serve_app
 
-DEADLINE_S = 20.0
-"""How long a test waits for what must happen."""
+DEADLINE_S = 20.0  # how long a test waits for what must happen
 
 
 @dataclass(slots=True)
@@ -76,28 +75,23 @@ class ParrotLoop:
 
     @property
     def info(self) -> EngineInfo:
-        """What it claims to be."""
         return self._info
 
     @property
     def busy(self) -> bool:
-        """Whether any request is open."""
         return bool(self._rows) or self._fault is not None
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
-        """Takes a request."""
         if len(self._rows) >= self._info.max_waiting:
             return [Failed(request.request_id, FailureKind.OVERLOADED, "the queue is full")]
         self._rows[request.request_id] = _Row(request)
         return [Scheduled(request.request_id, len(request.prompt_token_ids) // 2, 0.0)]
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
-        """Ends a request."""
         del self._rows[request_id]
         return [Finished(request_id, FinishReason.ABORT, 0, 0, 0)]
 
     def step(self) -> list[TokenEvent]:
-        """Every request gets its next tokens."""
         if not self._going.wait(0.002):
             return []
         if self._fault is not None:
@@ -106,11 +100,9 @@ class ParrotLoop:
         return [event for row in list(self._rows.values()) for event in self._advance(row)]
 
     def stats(self) -> EngineStats:
-        """The open requests."""
         return EngineStats(running=len(self._rows), blocks_used=len(self._rows), blocks_total=self._info.num_blocks)
 
     def close(self) -> None:
-        """Forgets everything."""
         self._rows.clear()
 
     def _advance(self, row: _Row) -> list[TokenEvent]:
@@ -162,38 +154,28 @@ class RecordingEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The inner engine's."""
         return self._inner.info
 
     def submit(self, request: GenerateRequest) -> None:
-        """Remembers and hands on."""
         self.submitted.append(request)
         self._inner.submit(request)
 
     def abort(self, request_id: RequestId) -> None:
-        """Remembers and hands on."""
         self.aborted.append(request_id)
         self._inner.abort(request_id)
 
     def events(self) -> AsyncIterator[list[TokenEvent]]:
-        """The inner engine's."""
         return self._inner.events()
 
     async def stats(self) -> EngineStats:
-        """The inner engine's."""
         return await self._inner.stats()
 
     async def close(self) -> None:
-        """Closes the inner engine."""
         await self._inner.close()
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Returns when a condition holds.
-
-    Raises:
-        AssertionError: it does not within `DEADLINE_S`; says what was waited for.
-    """
+    """Returns when a condition holds."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         if time.monotonic() > deadline_s:
@@ -234,7 +216,6 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
         self._thread = threading.Thread(target=self._run, name="openinfer-test-server", daemon=True)
 
     def __enter__(self) -> Self:
-        """Starts it and waits until it takes connections."""
         self._thread.start()
         if not self._ready.wait(DEADLINE_S) or self._failure is not None:
             raise AssertionError("the server did not start") from self._failure
@@ -243,7 +224,6 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Drains it."""
         if isinstance(self._loop, ParrotLoop):
             self._loop.go()
         self.stop()
@@ -251,17 +231,14 @@ class ThreadedServer(AbstractContextManager["ThreadedServer"]):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
         host, port = self.url.partition("://")[2].rsplit(":", 1)
         return host, int(port)
 
     def stop(self) -> None:
-        """Begins the drain."""
         if self._event_loop is not None and self._stop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> int:
-        """Waits for the end; returns the exit code."""
         self._thread.join(DEADLINE_S)
         if self._thread.is_alive() or self._failure is not None or self.exit_code is None:
             raise AssertionError("the server did not end") from self._failure

@@ -2,7 +2,7 @@
 
     python -m openinfer_server.testing.parser_cuts --cuts 60000 --json FILE
 
-feeds so many cut texts, shared out over all formats that come with the server, each alone and behind its reasoning
+feeds so many cut texts, shared out over all formats that come with the server, each alone and after its reasoning
 parser, and writes what was fed. Needs hypothesis.
 """
 
@@ -28,8 +28,7 @@ from openinfer_server.testing.parser_texts import PAIRS, REASONING_PROMPTS, REAS
 from openinfer_server.testing.parsers import MakeParser, check_cut, check_text
 
 _FRAGMENT = re.compile(r"<[^<>\s]*>?|\w+|\s+|[^\w\s]")
-_WAYS = 4
-"""Random ways of cutting each text; a fifth is one character at a time."""
+_WAYS = 4  # random ways of cutting each text; a fifth is one character at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,7 @@ def subjects() -> list[Subject]:
 
 
 def check_subject(subject: Subject, *, num_texts: int) -> int:
-    """Checks texts that hypothesis makes out of a format's own; returns how many cut texts were fed.
-
-    Raises:
-        ConformanceError: what is said depends on the cuts, or a call is out of order.
-    """
+    """Checks texts that hypothesis makes out of a format's own; returns how many cut texts were fed."""
     fed = 0
 
     @settings(
@@ -134,7 +129,6 @@ def _both(reasoning: str, tools: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Feeds so many cut texts and reports."""
     arguments = _parser().parse_args(argv)
     found = subjects()
     num_texts = -(-arguments.cuts // (len(found) * (1 + _WAYS)))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+# Functions on offer -> JSON Schema of their parameters.
 TOOLS: Mapping[str, Mapping[str, Any]] = {
     "get_weather": {
         "type": "object",
@@ -25,8 +26,8 @@ TOOLS: Mapping[str, Mapping[str, Any]] = {
     },
     "now": {"type": "object", "properties": {}},
 }
-"""Functions on offer -> JSON Schema of their parameters."""
 
+# Name in `openinfer.tool_parsers` -> answers.
 TOOL_TEXTS: Mapping[str, tuple[str, ...]] = {
     "hermes": (
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich \\"old\\" town", "days": 3}}\n</tool_call>',
@@ -96,8 +97,8 @@ TOOL_TEXTS: Mapping[str, tuple[str, ...]] = {
         "No call <| at all |>.",
     ),
 }
-"""Name in `openinfer.tool_parsers` -> answers."""
 
+# Name in `openinfer.reasoning_parsers` -> answers.
 REASONING_TEXTS: Mapping[str, tuple[str, ...]] = {
     "qwen3": (
         "<think>\nThe user asks … 🙂\n\nSo </thin k> it is.\n</think>\n\nParis.\n",
@@ -119,11 +120,11 @@ REASONING_TEXTS: Mapping[str, tuple[str, ...]] = {
         "Without any thought.",
     ),
 }
-"""Name in `openinfer.reasoning_parsers` -> answers."""
 
+# Ends of prompts: reasoning not opened, opened, and closed.
 REASONING_PROMPTS = ("<|im_start|>assistant\n", "<｜Assistant｜><think>\n", "<think>\n\n</think>\n\n")
-"""Ends of prompts: reasoning not opened, opened, and closed."""
 
+# Reasoning and tool parsers that serve one model.
 PAIRS = (
     ("qwen3", "hermes"),
     ("qwen3", "qwen3-coder"),
@@ -131,4 +132,3 @@ PAIRS = (
     ("deepseek", "deepseek-v4"),
     ("kimi-k2", "kimi-k2"),
 )
-"""Reasoning and tool parsers that serve one model."""

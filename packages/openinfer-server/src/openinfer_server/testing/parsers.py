@@ -29,40 +29,29 @@ from openinfer_server.parsers.deltas import (
 
 
 class TextFed(Protocol):
-    """What is checked: a parser of either kind, or several behind each other."""
+    """What is checked: a parser of either kind, or several in sequence."""
 
-    def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece."""
-        ...
+    def feed(self, text: str) -> list[Delta]: ...
 
-    def finish(self) -> list[Delta]:
-        """The text has ended."""
-        ...
+    def finish(self) -> list[Delta]: ...
 
 
 class ReasoningFed(TextFed, Protocol):
-    """What is checked of a reasoning parser beside that."""
+    """What is checked of a reasoning parser in addition."""
 
     @property
-    def closing_text(self) -> str:
-        """What ends the reasoning."""
-        ...
+    def closing_text(self) -> str: ...
 
     @property
-    def reasoning(self) -> bool:
-        """Whether what comes next is reasoning."""
-        ...
+    def reasoning(self) -> bool: ...
 
     @property
-    def done(self) -> bool:
-        """Whether all further text is content, and nothing is held."""
-        ...
+    def done(self) -> bool: ...
 
 
 MakeParser = Callable[[], TextFed]
 
-MAX_HELD_PROSE = 4096
-"""Characters of prose that may be held at a time."""
+MAX_HELD_PROSE = 4096  # characters of prose that may be held at a time
 _PROSE = "The quick brown fox jumps over the lazy dog, 3 < 4 and 5 > 4 {not} [json]. "
 
 
@@ -108,13 +97,7 @@ def check_reasoning_parser(
 ) -> int:
     """Checks a reasoning parser after each of some prompts; returns how many cut texts it was fed.
 
-    Args:
-        parser: the class.
-        texts: whole answers as the model writes them.
-        prompts: ends of prompts, with the reasoning opened and not.
-        cuts_per_text: random ways of cutting each text.
-        variants_per_text: damaged texts made from each.
-        seed: of all of it.
+    `prompts` are ends of prompts, with the reasoning opened and not; the rest is as for `check_tool_parser`.
 
     Raises:
         ConformanceError: it does not conform.
@@ -131,11 +114,7 @@ def check_reasoning_parser(
 
 
 def check_cuts(make: MakeParser, texts: Iterable[str], *, cuts_per_text: int, variants_per_text: int, seed: int) -> int:
-    """What both kinds of parsers are checked for; returns how many cut texts were fed.
-
-    Raises:
-        ConformanceError: it does not conform.
-    """
+    """What both kinds of parsers are checked for; returns how many cut texts were fed."""
     rng = random.Random(seed)  # noqa: S311 - no secrets here
     fed = 0
     for text in texts:
@@ -151,11 +130,7 @@ def check_cuts(make: MakeParser, texts: Iterable[str], *, cuts_per_text: int, va
 
 
 def check_single_cuts(make: MakeParser, text: str) -> int:
-    """Checks every way of cutting a text into two; returns how many there are.
-
-    Raises:
-        ConformanceError: what is said depends on the cut.
-    """
+    """Checks every way of cutting a text into two; returns how many there are."""
     expected = check_text(make, text)
     for place in range(1, len(text)):
         check_cut(make, text, (place,), expected)
@@ -163,11 +138,7 @@ def check_single_cuts(make: MakeParser, text: str) -> int:
 
 
 def check_text(make: MakeParser, text: str, words: Sequence[str] = ()) -> list[Delta]:
-    """Feeds a text at once and checks order and words; returns what was said, put together.
-
-    Raises:
-        ConformanceError: it does not conform.
-    """
+    """Feeds a text at once and checks order and words; returns what was said, put together."""
     deltas = whole(make, text)
     _check_order(deltas, text)
     said = "\n".join(_words_of(deltas))
@@ -177,11 +148,7 @@ def check_text(make: MakeParser, text: str, words: Sequence[str] = ()) -> list[D
 
 
 def check_cut(make: MakeParser, text: str, cuts: Iterable[int], expected: Sequence[Delta]) -> None:
-    """Checks that a text cut at these places says the same.
-
-    Raises:
-        ConformanceError: it does not.
-    """
+    """Checks that a text cut at these places says the same."""
     pieces = _pieces(text, cuts)
     said = merge(feed(make(), pieces))
     require(said == expected, f"fed as {pieces!r} it says {said}, at once {list(expected)}")
@@ -190,24 +157,15 @@ def check_cut(make: MakeParser, text: str, cuts: Iterable[int], expected: Sequen
 def whole_of(
     parser: Callable[[ParserContext], TextFed], text: str, *, tools: Mapping[str, Mapping[str, Any]], prompt: str = ""
 ) -> list[Delta]:
-    """What a parser says of a text, put together; ids it asks for are `call_0`, `call_1`, ….
-
-    Args:
-        parser: the class.
-        text: the answer.
-        tools: functions on offer -> JSON Schema of their parameters.
-        prompt: what came before.
-    """
+    """What a parser says of a text, put together; ids it asks for are `call_0`, `call_1`, …."""
     return whole(_maker(parser, prompt, tools), text)
 
 
 def whole(make: MakeParser, text: str) -> list[Delta]:
-    """What a parser says of a text fed at once, put together."""
     return merge(feed(make(), [text]))
 
 
 def feed(parser: TextFed, pieces: Iterable[str]) -> list[Delta]:
-    """Everything a parser says of pieces, in order."""
     said: list[Delta] = []
     for piece in pieces:
         said += parser.feed(piece)
@@ -215,11 +173,7 @@ def feed(parser: TextFed, pieces: Iterable[str]) -> list[Delta]:
 
 
 def check_prose_flows(make: MakeParser, text: str) -> None:
-    """Checks that prose after a text is not held back: a long answer must neither wait nor fill the memory.
-
-    Raises:
-        ConformanceError: more than `MAX_HELD_PROSE` characters are held.
-    """
+    """Checks that prose after a text is not held back: a long answer must neither wait nor fill the memory."""
     parser = make()
     parser.feed(text)
     said = 0

@@ -18,10 +18,9 @@ from openinfer_core.tokenizer_files import byte_alphabet
 class ByteTable:
     """What each token id contributes to the output."""
 
-    raw: list[bytes]
-    """Per token id its bytes; empty for special tokens, which never show, and for ids without a token."""
+    raw: list[bytes]  # per token id its bytes; empty for special tokens, which never show, and for ids without a token
+    # Per token id its text as the inside of a JSON string; None where the bytes are not whole UTF-8.
     escaped: list[bytes | None]
-    """Per token id its text as the inside of a JSON string; None where the bytes are not whole UTF-8."""
 
     def cover(self, num_token_ids: int) -> None:
         """Adds entries for ids without a token, so that every id below `num_token_ids` has one."""
@@ -31,7 +30,6 @@ class ByteTable:
 
 
 def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
-    """Bytes that a token of a byte-level vocabulary stands for."""
     try:
         return bytes([alphabet[character] for character in token])
     except KeyError:
@@ -39,12 +37,7 @@ def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
 
 
 def build_byte_table(tokenizer: tokenizers.Tokenizer, num_token_ids: int) -> ByteTable:
-    """The table of a tokenizer whose decoder is ByteLevel.
-
-    Args:
-        tokenizer: the model's.
-        num_token_ids: ids below it may be sampled; the table covers them and all of the tokenizer's.
-    """
+    """The table of a tokenizer whose decoder is ByteLevel."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     alphabet = byte_alphabet()
     raw = [b""] * max(num_token_ids, *(token_id + 1 for token_id in vocabulary.values()), 1)
@@ -64,5 +57,4 @@ def _escape(data: bytes) -> bytes | None:
 
 
 def escape_json(text: str) -> bytes:
-    """The inside of the JSON string that holds a text."""
     return msgspec.json.encode(text)[1:-1]

@@ -34,7 +34,6 @@ class ByteDetokenizer:
         self._decoder = _UTF8("replace")
 
     def feed(self, token_id: int) -> str:
-        """Takes the next token; returns the text that became certain."""
         return self._decoder.decode(self._raw[token_id])
 
     @property
@@ -42,12 +41,11 @@ class ByteDetokenizer:
         return bool(self._decoder.getstate()[0])
 
     def finish(self) -> str:
-        """Returns U+FFFD for a character that never became whole."""
         return self._decoder.decode(b"", final=True)
 
 
+# A character has at most four bytes, so at most four tokens; text that ends in U+FFFD for longer really does.
 _MAX_HELD_TOKENS = 8
-"""A character has at most four bytes, so at most four tokens; text that ends in U+FFFD for longer really does."""
 
 
 class WindowDetokenizer:
@@ -69,7 +67,6 @@ class WindowDetokenizer:
         self._shown_text = decode(self._ids)
 
     def feed(self, token_id: int) -> str:
-        """Takes the next token; returns the text that became certain."""
         self._ids.append(token_id)
         text = self._decode(self._ids[self._begin :])
         if text.endswith(REPLACEMENT) and len(self._ids) - self._shown < _MAX_HELD_TOKENS:

@@ -1,4 +1,4 @@
-"""`ModelText`: what a frontend needs beside an engine. It is read while the engine starts."""
+"""`ModelText`: what a frontend needs next to an engine. It is read while the engine starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ from openinfer_server.http.routes import Endpoints, load_endpoints
 from openinfer_server.options import ServerOptions
 from openinfer_server.text.tokenizer import Tokenizer
 
-_RENDERED_PER_BODY_BYTE = 2
-"""A turn's frame in the prompt is about as long as its frame in JSON."""
+_RENDERED_PER_BODY_BYTE = 2  # a turn's frame in the prompt is about as long as its frame in JSON
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,13 @@ class StopScanner:
         self._beginnings_set = {stop[:length] for stop in self._stops for length in range(1, len(stop))}
         self._beginnings = tuple(self._beginnings_set)  # str.endswith takes no set
         self._held = ""
-        self.found = False
-        """Whether a stop string is complete; nothing more shows then."""
-        self.matched: str | None = None
-        """The one that is."""
+        self.found = False  # whether a stop string is complete; nothing more shows then
+        self.matched: str | None = None  # the one that is
 
     def feed(self, piece: str) -> str:
         """Takes the next piece; returns the text that can be shown."""
         text = self._held + piece
+        # one search for all stop strings rejects nearly every piece; `_first_stop` looks for each
         first = None if self._any.search(text) is None else self._first_stop(text)
         if first is not None:
             end, begin = first
@@ -43,7 +42,6 @@ class StopScanner:
         return held
 
     def _first_stop(self, text: str) -> tuple[int, int] | None:
-        """Where the stop string that is complete first ends and begins."""
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(matches, default=None)
 

@@ -19,14 +19,11 @@ from openinfer_server.http.api_errors import busy
 from openinfer_server.text.byte_table import ByteTable, build_byte_table
 from openinfer_server.text.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
-INLINE_CHARACTERS = 512
-"""Shorter texts take less than a thread's round trip, about 0.3 ms."""
+INLINE_CHARACTERS = 512  # shorter texts take less than a thread's round trip, about 0.3 ms
+# Longer texts, some 16k tokens of prose, have a thread of their own: shorter ones need not wait for them.
 LONG_CHARACTERS = 2**16
-"""Longer texts, some 16k tokens of prose, have a thread of their own: shorter ones need not wait behind them."""
-MAX_PENDING_CHARACTERS = 2**26
-"""Of all texts that wait for a thread or are in one: less than a minute's work."""
-_CONTEXT_TOKENS = 4
-"""Prompt tokens that a window detokenizer begins with."""
+MAX_PENDING_CHARACTERS = 2**26  # of all texts that wait for a thread or are in one: less than a minute's work
+_CONTEXT_TOKENS = 4  # prompt tokens that a window detokenizer begins with
 
 
 class Tokenizer:
@@ -73,12 +70,11 @@ class Tokenizer:
         return cls(tokenizer, num_token_ids=num_token_ids)
 
     def cover(self, num_token_ids: int) -> None:
-        """Any id below `num_token_ids` may be sampled: for an engine that was not there when this was loaded."""
+        # the engine, which knows how many ids it may sample, was not there when this was loaded
         if self.byte_table is not None:
             self.byte_table.cover(num_token_ids)
 
     def close(self) -> None:
-        """Ends the encoding threads."""
         for threads in (self._threads, self._long_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -88,10 +84,6 @@ class Tokenizer:
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text.
-
-        Args:
-            text: what to encode.
-            add_special_tokens: whether the tokenizer's own template (a BOS, say) is applied.
 
         Raises:
             ApiError: 503; too much text waits to be encoded.
@@ -119,19 +111,14 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, visible: frozenset[str] = frozenset()) -> Detokenizer:
-        """A detokenizer for the completion of a prompt.
-
-        Args:
-            prompt_token_ids: what comes before.
-            visible: special tokens that show, by name; others do not.
-        """
+        """A detokenizer for the completion of a prompt."""
         make = self._detokenizers.get(visible)
         if make is None:
             make = self._detokenizers[visible] = self._detokenizer_maker(visible)
         return make(prompt_token_ids)
 
     def _detokenizer_maker(self, visible: frozenset[str]) -> Callable[[Sequence[int]], Detokenizer]:
-        """Made once for each set of names; they are the parsers', of which a server has one pair."""
+        # made once for each set of names; they are the parsers', of which a server has one pair
         shown = {token_id: name for token_id, name in self._special_ids.items() if name in visible}
         if self.byte_table is not None:
             raw = self.byte_table.raw
@@ -147,7 +134,6 @@ class Tokenizer:
         return lambda context: WindowDetokenizer(decode, context[-_CONTEXT_TOKENS:])
 
     def token_id(self, text: str) -> int | None:
-        """The token of the vocabulary that is this text, special or not."""
         return self._tokenizer.token_to_id(text)
 
     def token_bytes(self, token_id: int) -> bytes:

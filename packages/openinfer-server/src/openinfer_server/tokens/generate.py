@@ -38,8 +38,7 @@ from openinfer_server.tokens.types import (
     TokenSampling,
 )
 
-DEFAULT_TOKENS = 16
-"""vLLM's default of `max_tokens`."""
+DEFAULT_TOKENS = 16  # vLLM's default of `max_tokens`
 MAX_REQUEST_ID = 128
 ERRORS = (404, 408, 413, 415, 429, 503)
 
@@ -119,7 +118,6 @@ def _grammar(request: TokenRequest) -> Grammar | None:
 
 
 def _fields(request: TokenRequest) -> GenerationFields:
-    """The fields that the other routes have too."""
     given = request.sampling_params
     shared = set(TokenSampling.__struct_fields__) & set(GenerationFields.__struct_fields__)
     return GenerationFields(

@@ -23,8 +23,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prompt: str | None = None
     messages: list[Turn] | None = None
     chat_template_kwargs: ChatTemplateOptions | None = None
+    # Of the tokenizer's own; by default for a text, and not for a chat, whose template has put them there.
     add_special_tokens: bool | None = None
-    """Of the tokenizer's own; by default for a text, and not for a chat, whose template has put them there."""
     return_token_strs: bool | None = None
 
 
@@ -33,10 +33,9 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: list[int]
     count: int
-    max_model_len: int
-    """Tokens of the model's context."""
+    max_model_len: int  # tokens of the model's context
+    # Each token by itself; what is not whole UTF-8 is shown with replacement characters.
     token_strs: list[str] | None = None
-    """Each token by itself; what is not whole UTF-8 is shown with replacement characters."""
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +62,6 @@ class Tokens:
         self._service = service
 
     async def tokenize(self, http_request: HttpRequest) -> None:
-        """Token ids of a text or of a chat's prompt."""
         request = await http_request.read_json(_tokenize_decoder)
         self._service.resolve_model(request.model)
         token_ids = await self._token_ids(request)
@@ -105,7 +103,6 @@ class Tokens:
 
 
 def template_variables(request: TokenizeRequest) -> Mapping[str, object]:
-    """What a request sets of the template's variables."""
     given = request.chat_template_kwargs
     if given is None:
         return {}

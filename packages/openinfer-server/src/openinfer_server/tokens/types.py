@@ -35,10 +35,8 @@ class TokenSampling(SamplingNumberFields, frozen=True, kw_only=True, forbid_unkn
     logit_bias: LogitBias | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
-    logprobs: Logprobs | None = None
-    """Alternatives per generated token."""
-    prompt_logprobs: Logprobs | None = None
-    """Alternatives per prompt token."""
+    logprobs: Logprobs | None = None  # alternatives per generated token
+    prompt_logprobs: Logprobs | None = None  # alternatives per prompt token
     structured_outputs: StructuredOutputs | None = None
     detokenize: bool | None = None
     stop: list[str] | None = None
@@ -59,8 +57,7 @@ class TokenRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fiel
     token_ids: list[TokenId]
     sampling_params: TokenSampling = TokenSampling()
     model: str | None = None
-    request_id: str | None = None
-    """Comes back in the answer; made here if absent."""
+    request_id: str | None = None  # comes back in the answer; made here if absent
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
@@ -86,8 +83,7 @@ class ScoredTokenId(msgspec.Struct, frozen=True, kw_only=True):
 
     token_id: int
     logprob: float
-    rank: int
-    """1 + the number of likelier tokens in the vocabulary."""
+    rank: int  # 1 + the number of likelier tokens in the vocabulary
     top: list[TokenAlternative]
 
 
@@ -95,12 +91,10 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One continuation, or a piece of one in a stream."""
 
     index: int
-    token_ids: list[int]
-    """Without the stop token that ended it."""
+    token_ids: list[int]  # without the stop token that ended it
     logprobs: list[ScoredTokenId] | None
     finish_reason: str | None
-    stop_token_id: int | None = None
-    """The stop token that ended it."""
+    stop_token_id: int | None = None  # the stop token that ended it
 
 
 class TokenResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +103,5 @@ class TokenResponse(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     model: str
     choices: list[TokenChoice]
-    prompt_logprobs: list[ScoredTokenId | None] | None = None
-    """One per prompt token; nothing predicts the first."""
+    prompt_logprobs: list[ScoredTokenId | None] | None = None  # one per prompt token; nothing predicts the first
     usage: Usage | None = None

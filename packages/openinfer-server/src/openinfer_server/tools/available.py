@@ -16,8 +16,8 @@ from openinfer_server.request.fields import check_refused
 from openinfer_server.service import Service
 from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition, Tool, ToolChoice
 
+# OpenAI's and Anthropic's, and dots. A name stands unquoted in prompts and tags.
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-"""OpenAI's and Anthropic's, and dots. A name stands unquoted in prompts and tags."""
 
 
 class ToolMode(StrEnum):
@@ -33,12 +33,9 @@ class AvailableTools:
     """Functions on offer."""
 
     functions: Sequence[FunctionDefinition] = ()
-    parallel: bool = True
-    """Whether one answer may have several calls."""
-    required: bool = False
-    """Whether the answer must be a call."""
-    choice_field: str = "tool_choice"
-    """What the API calls the field that says so."""
+    parallel: bool = True  # whether one answer may have several calls
+    required: bool = False  # whether the answer must be a call
+    choice_field: str = "tool_choice"  # what the API calls the field that says so
 
     @property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
@@ -57,8 +54,7 @@ class Fields:
 
     tools: str = "tools"
     choice: str = "tool_choice"
-    function: str = ".function"
-    """Between a tool and the function's own fields."""
+    function: str = ".function"  # between a tool and the function's own fields
     schema: str = "parameters"
 
     def of(self, index: int, name: str) -> str:
@@ -71,8 +67,7 @@ class ToolRequest:
 
     functions: Sequence[FunctionDefinition]
     mode: ToolMode = ToolMode.AUTO
-    only: Sequence[str] | None = None
-    """The functions that may be called; None for all."""
+    only: Sequence[str] | None = None  # the functions that may be called; None for all
     parallel: bool = True
     fields: Fields = field(default_factory=Fields)
 
@@ -108,11 +103,7 @@ def available_tools(service: Service, requested: ToolRequest) -> AvailableTools:
 def chat_tools(
     service: Service, tools: Sequence[Tool] | None, choice: str | ToolChoice | None, *, parallel: bool | None
 ) -> AvailableTools:
-    """The offer of a chat completion.
-
-    Raises:
-        ApiError: 400; the field is named.
-    """
+    """The offer of a chat completion."""
     functions = [_function_of(tool, index) for index, tool in enumerate(tools or ())]
     if not functions and parallel is not None:
         raise invalid("parallel_tool_calls", "parallel_tool_calls is only for requests with tools")
@@ -148,7 +139,6 @@ def _function_of(tool: Tool, index: int) -> FunctionDefinition:
 
 
 def _chat_choice(choice: str | ToolChoice | None) -> tuple[ToolMode, Sequence[str] | None]:
-    """Mode, and the functions it is limited to."""
     if choice is None:
         return ToolMode.AUTO, None
     if isinstance(choice, str):

@@ -22,35 +22,22 @@ from openinfer_server.tools.available import AvailableTools
 
 
 def required_calls(service: Service, available: AvailableTools, field: str) -> Grammar:
-    """One call at least, and nothing else.
-
-    Raises:
-        ApiError: 400; the format's calls cannot be constrained.
-    """
+    """One call at least, and nothing else."""
     return calls_grammar(_syntax(service, available, field), parallel=available.parallel)
 
 
 def strict_calls(service: Service, available: AvailableTools) -> Grammar:
-    """Text, then calls or none.
-
-    Raises:
-        ApiError: 400; as before.
-    """
+    """Text, then calls or none."""
     return strict_grammar(_syntax(service, available, "tools"), parallel=available.parallel)
 
 
 def calls_or_json(service: Service, available: AvailableTools, schema: JsonSchema, field: str) -> Grammar:
-    """Calls, or JSON of a schema.
-
-    Raises:
-        ApiError: 400; as before.
-    """
+    """Calls, or JSON of a schema."""
     syntax = _syntax(service, available, field)
     return _grammar("start: calls | answer", syntax, f"answer: {json_value(schema)}", parallel=available.parallel)
 
 
 def calls_grammar(syntax: CallSyntax, *, parallel: bool) -> Grammar:
-    """One call, or more if they may be parallel."""
     return _grammar("start: calls", syntax, parallel=parallel)
 
 

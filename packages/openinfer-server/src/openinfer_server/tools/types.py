@@ -7,8 +7,7 @@ import msgspec
 
 from openinfer_server.request.fields import RequestFields
 
-MAX_TOOLS = 128
-"""OpenAI's bound."""
+MAX_TOOLS = 128  # OpenAI's bound
 
 
 class FunctionDefinition(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,8 +15,7 @@ class FunctionDefinition(RequestFields, frozen=True, kw_only=True, forbid_unknow
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON Schema of its arguments; absent for none."""
+    parameters: dict[str, Any] | None = None  # JSON Schema of its arguments; absent for none
     strict: bool | None = None
 
 

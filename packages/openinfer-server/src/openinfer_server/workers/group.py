@@ -36,8 +36,7 @@ from openinfer_server.workers.wire import (
 
 logger = logging.getLogger("openinfer.server")
 
-_END_GRACE_S = 5.0
-"""What a worker gets beyond the drain's deadline."""
+_END_GRACE_S = 5.0  # what a worker gets beyond the drain's deadline
 
 
 class _Worker:
@@ -68,8 +67,7 @@ class WorkerGroup:
 
     def __init__(self, own: Callable[[], MetricsSnapshot]) -> None:
         self.lost: str | None = None
-        self.ended = asyncio.Event()
-        """Set when a worker has ended by itself."""
+        self.ended = asyncio.Event()  # set when a worker has ended by itself
         self._own = own
         self._workers: list[_Worker] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,11 +105,6 @@ class WorkerGroup:
             raise ServerError(f"{self.lost} before it was ready; its log says why")
 
     async def snapshots(self) -> Sequence[MetricsSnapshot]:
-        """What each further worker has counted.
-
-        Raises:
-            TimeoutError: one does not answer.
-        """
         async with asyncio.timeout(PEERS_TIMEOUT_S):
             return await asyncio.gather(*(worker.counts() for worker in self._workers))
 
@@ -136,7 +129,6 @@ class WorkerGroup:
         await asyncio.gather(*ends, *self._tasks)
 
     async def _listen(self, worker: _Worker) -> None:
-        """Takes what a worker says, until it ends."""
         stdout = worker.process.stdout
         try:
             while stdout is not None and (line := await stdout.readline()):

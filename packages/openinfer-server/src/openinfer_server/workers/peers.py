@@ -5,8 +5,7 @@ from typing import Protocol
 
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
 
-PEERS_TIMEOUT_S = 3.0
-"""A worker that does not say what it counted for so long is not well."""
+PEERS_TIMEOUT_S = 3.0  # a worker that does not say what it counted for so long is not well
 
 
 class Peers(Protocol):

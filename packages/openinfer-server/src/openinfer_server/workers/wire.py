@@ -22,8 +22,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     engine: EngineAccess
     model_dir: str
-    options: ServerOptions
-    """With the port that the first worker listens on."""
+    options: ServerOptions  # with the port that the first worker listens on
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

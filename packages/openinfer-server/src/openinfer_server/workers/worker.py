@@ -45,8 +45,7 @@ class FirstWorker:
         own: what this worker has counted.
     """
 
-    lost: str | None = None
-    """The first worker's death ends this one at once."""
+    lost: str | None = None  # the first worker's death ends this one at once
 
     def __init__(self, say: Callable[[FromWorker], None], own: Callable[[], MetricsSnapshot]) -> None:
         self._say = say
@@ -54,11 +53,6 @@ class FirstWorker:
         self._asked: deque[asyncio.Future[Sequence[MetricsSnapshot]]] = deque()
 
     async def snapshots(self) -> Sequence[MetricsSnapshot]:
-        """What each other worker has counted.
-
-        Raises:
-            TimeoutError: one does not answer.
-        """
         answer: asyncio.Future[Sequence[MetricsSnapshot]] = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
         self._say(AskOthers())
