@@ -110,7 +110,6 @@ class DeepseekV4Config(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok} of {self.n_routed_experts} experts")
 
     def num_layers_of(self, kind: LayerKind) -> int:
-        """How many there are."""
         return self.layer_types.count(kind)
 
     def ratio(self, kind: LayerKind) -> int | None:
@@ -119,7 +118,6 @@ class DeepseekV4Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def routing(self) -> Routing:
-        """Of every layer."""
         return Routing(
             scoring=Scoring.SQRT_SOFTPLUS,
             num_experts=self.n_routed_experts,
@@ -130,7 +128,6 @@ class DeepseekV4Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared_limit(self) -> float | None:
-        """Of the shared expert."""
         return self.swiglu_limit if self.clamp_shared_experts else None
 
     @property

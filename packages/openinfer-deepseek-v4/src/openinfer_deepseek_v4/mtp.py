@@ -55,15 +55,7 @@ def window_group(config: DeepseekV4Config, dtype: KvDtype) -> StateSlotGroup:
 def load_mtp(
     config: DeepseekV4Config, weights: WeightSource, model: DeepseekV4Model, *, ops: Ops, communicator: Communicator
 ) -> "DeepseekV4Mtp":
-    """Uploads this rank's weights of the block.
-
-    Args:
-        config: the model's.
-        weights: which have `weights.mtp_tensors`.
-        model: whose embedding and head it shares, on this rank.
-        ops: of this rank.
-        communicator: of this rank.
-    """
+    """Uploads this rank's weights of the block (`weights.mtp_tensors`); embedding and head are those of `model`."""
     reader = WeightReader(config, weights, ops=ops, communicator=communicator)
     e_proj, h_proj = mtp_projections(config)
     loaded = MtpWeights(

@@ -51,7 +51,6 @@ class LayerTensors:
 
 
 def layer_tensors(config: DeepseekV4Config, layer: int) -> LayerTensors:
-    """Of one layer of the model."""
     return LayerTensors(prefix=f"layers.{layer}", kind=config.layer_types[layer], router=config.mlp_layer_types[layer])
 
 
@@ -89,7 +88,6 @@ def mtp_projections(config: DeepseekV4Config) -> tuple[StoredMatrix, StoredMatri
 
 
 def stored_name(config: DeepseekV4Config, name: str) -> str:
-    """What the checkpoint calls a tensor."""
     if config.storage.names is TensorNames.PUBLISHED or name == "head.weight":
         return name
     name = _TRANSFORMERS_NAMES.get(name, name)
@@ -147,7 +145,6 @@ def _block(config: DeepseekV4Config, layer: LayerTensors) -> dict[str, TensorSpe
 
 
 def _attention_matrices(config: DeepseekV4Config, layer: LayerTensors) -> dict[str, StoredMatrix]:
-    """By the last part of their names."""
     h, low, stored = config.hidden_size, config.q_lora_rank, config.storage.linears
     queries, grouped = config.num_attention_heads * config.head_dim, config.o_groups * config.o_lora_rank
     prefix = f"{layer.prefix}.attn"
@@ -392,23 +389,15 @@ class WeightReader:
         self._size = communicator.size
 
     def hyper(self, prefix: str) -> HyperWeights:
-        """What one sublayer's mix is computed with."""
         fn, base, scale = (self.loader.float32(f"{prefix}_{name}") for name in ("fn", "base", "scale"))
         return HyperWeights(fn=fn, base=base, scale=scale)
 
     def hyper_head(self, prefix: str) -> HyperHead:
-        """What reads all streams into one vector."""
         fn, base, scale = (self.loader.float32(f"{prefix}_{name}") for name in ("fn", "base", "scale"))
         return HyperHead(fn=fn, base=base, scale=scale)
 
     def layer(self, layer: LayerTensors, *, window: int, index: int) -> LayerWeights:
-        """All of a block.
-
-        Args:
-            layer: which.
-            window: index of its window.
-            index: among the layers of its kind.
-        """
+        """All of a block; `window` is the index of its window, `index` that among the layers of its kind."""
         return LayerWeights(
             attn_hyper=self.hyper(f"{layer.prefix}.hc_attn"),
             attn_norm=self.loader.plain(f"{layer.prefix}.attn_norm.weight"),

@@ -124,12 +124,10 @@ class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rope(self) -> RopeParameters:
-        """The rotary embedding, from either spelling."""
         return RopeParameters.from_config(msgspec.structs.asdict(self))
 
     @property
     def qk_head_dim(self) -> int:
-        """Of a query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -149,7 +147,6 @@ class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def routing(self) -> Routing:
-        """How a token's experts are chosen and weighed."""
         grouped = self.topk_method is not TopkMethod.GREEDY
         return Routing(
             scoring=Scoring(self.scoring_func),
@@ -239,7 +236,6 @@ class StoredLayer:
 
     @property
     def matrices(self) -> tuple[StoredMatrix, ...]:
-        """All of them."""
         bottleneck = () if self.q_a_proj is None else (self.q_a_proj,)
         attention = (*bottleneck, self.q_proj, self.kv_a_proj, self.kv_b_proj, self.o_proj)
         return (*attention, *(each for mlp in (self.mlp, *self.experts) for each in (mlp.gate, mlp.up, mlp.down)))
@@ -493,7 +489,6 @@ class DeepseekModel:
         return ops.linear(narrow, lora.b_proj), projected
 
     def _rows(self, tokens: Array, q: Array) -> Array:
-        """`q[tokens]`, `[n, H, dn + dr]`."""
         return self._ops.embedding(tokens, q.reshape(len(q), -1)).reshape(len(tokens), *q.shape[1:])
 
     def _attention(self, q: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:

@@ -56,9 +56,6 @@ def _architectures(asked: Sequence[str] | None) -> Sequence[str]:
 
 
 def _this_gpu() -> str:
-    """Raises:
-    DeviceUnavailableError: this machine has no GPU that can run them; the message says how to name another.
-    """
     try:
         from openinfer_kernels.cuda.common.device import gpu_architecture
 

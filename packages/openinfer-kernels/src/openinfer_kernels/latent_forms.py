@@ -27,11 +27,7 @@ class LatentShape:
 
     @classmethod
     def of(cls, q: tuple[int, ...], kv_cache: tuple[int, ...], kv_b_proj: tuple[int, ...]) -> "LatentShape":
-        """From the shapes of the arguments.
-
-        Raises:
-            ArrayMismatchError: they do not agree.
-        """
+        """The sizes from the shapes of the arguments; raises `ArrayMismatchError` where they do not agree."""
         if len(q) == 3 and len(kv_cache) == 6 and len(kv_b_proj) == 2 and q[1] > 0:
             latent = kv_b_proj[1]
             rope = kv_cache[5] - latent
@@ -46,7 +42,7 @@ class LatentShape:
 
     @property
     def head_dim(self) -> int:
-        """`dn + dr`"""
+        """`dn + dr`."""
         return self.nope_dim + self.rope_dim
 
     @property

@@ -56,11 +56,7 @@ class _Config(msgspec.Struct):
 
 
 def tokenizer_json(model_dir: Path) -> bytes | None:
-    """The entry point `kimi-k2`, an `openinfer_core.tokenizer_files.TokenizerConverter`.
-
-    Raises:
-        InvalidCheckpoint: the folder has Kimi's files, and they are not as they should be.
-    """
+    """The entry point `kimi-k2`; raises `InvalidCheckpoint` where Kimi's files are not as they should be."""
     ranks_path, config_path = model_dir / RANKS_FILE, model_dir / CONFIG_FILE
     if not ranks_path.is_file() or not config_path.is_file():
         return None
@@ -78,11 +74,7 @@ def tokenizer_json(model_dir: Path) -> bytes | None:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Token -> rank, from 0 without a gap.
-
-    Raises:
-        InvalidCheckpoint: it cannot be read, a line is no token with its rank, or ranks are missing.
-    """
+    """Token -> rank, from 0 without a gap; raises `InvalidCheckpoint` for anything else."""
     ranks: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
@@ -102,11 +94,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def special_tokens(named: Mapping[int, str], num_ranks: int) -> dict[int, str]:
-    """Id -> name of all special tokens: those that the config names, and reserved ones in between.
-
-    Raises:
-        InvalidCheckpoint: an id lies outside, or two have one name.
-    """
+    """Id -> name of all special tokens: those that the config names, and reserved ones in between."""
     ids = range(num_ranks, num_ranks + NUM_RESERVED)
     outside = sorted(named.keys() - {*ids})
     if outside:

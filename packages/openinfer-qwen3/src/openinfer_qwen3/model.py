@@ -66,7 +66,6 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rope(self) -> RopeParameters:
-        """The rotary embedding, from either spelling."""
         return RopeParameters.from_config(msgspec.structs.asdict(self))
 
 
@@ -241,7 +240,6 @@ class Qwen3Model:
         )
 
     def _rows(self, tokens: Array, q: Array) -> Array:
-        """`q[tokens]`, `[n, H, D]`."""
         return self._ops.embedding(tokens, q.reshape(len(q), -1)).reshape(len(tokens), *q.shape[1:])
 
     def _attention(self, q: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:

@@ -110,19 +110,16 @@ class Qwen35Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Of each layer."""
         if self.layer_types is not None:
             return self.layer_types
         interval = self.full_attention_interval
         return tuple(LayerKind.LINEAR if (i + 1) % interval else LayerKind.FULL for i in range(self.num_hidden_layers))
 
     def num_layers_of(self, kind: LayerKind) -> int:
-        """How many there are."""
         return self.layer_kinds.count(kind)
 
     @property
     def rope(self) -> RopeParameters:
-        """The rotary embedding."""
         return RopeParameters.from_config(msgspec.structs.asdict(self) | {"partial_rotary_factor": None})
 
     @property
@@ -305,8 +302,6 @@ def load(
 
 
 class _LayerReader:
-    """Reads one layer's weights."""
-
     def __init__(self, config: Qwen35Config, loader: WeightLoader, layer: int) -> None:
         self._heights = config.linear_heights
         self._kind = config.layer_kinds[layer]
@@ -315,7 +310,6 @@ class _LayerReader:
         self._loader = loader
 
     def read_layer(self) -> LayerWeights:
-        """All of it."""
         return LayerWeights(
             input_layernorm=self._plain("input_layernorm.weight"),
             mixer=self._read_attention() if self._kind is LayerKind.FULL else self._read_linear_attention(),

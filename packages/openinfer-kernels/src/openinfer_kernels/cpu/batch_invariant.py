@@ -29,7 +29,6 @@ KEYS = 64
 
 
 def _sliced_linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None = None) -> NDArray[Any]:
-    """Every product with `TOKENS` tokens."""
     slices = _slices(x)
     out = np.empty((*slices.shape[:2], weight.shape[0]), x.dtype)
     for index, tokens in enumerate(slices):

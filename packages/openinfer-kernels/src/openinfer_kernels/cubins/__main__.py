@@ -15,7 +15,7 @@ from openinfer_kernels.errors import KernelBuildError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """1 and the compiler's message where a source is refused."""
+    """Returns 1 and prints the compiler's message where a source is refused."""
     parser = argparse.ArgumentParser(prog="python -m openinfer_kernels.cubins", description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, help="folder for the cubins (default: the cache)")
     parser.add_argument("--architecture", action="append", choices=ARCHITECTURES, help="may be repeated (default: all)")

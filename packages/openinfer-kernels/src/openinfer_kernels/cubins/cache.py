@@ -73,7 +73,6 @@ def build_cubins(chosen: Sequence[Source], architecture: str, *, target: Path, c
 
 
 def _build(source: Source, architecture: str, target: Path, compiler: Compiler) -> float:
-    """Seconds that it took."""
     began = time.perf_counter()
     cubin = compiler.compile(source, architecture)
     with tempfile.NamedTemporaryFile(dir=target, prefix=".partial-", delete=False) as partial:

@@ -54,7 +54,6 @@ class Nvcc:
 
     @property
     def name(self) -> str:
-        """`nvcc`."""
         return "nvcc"
 
     @classmethod
@@ -67,7 +66,7 @@ class Nvcc:
         return None if found is None or shutil.which("g++") is None else cls(found)
 
     def compile(self, source: Source, architecture: str) -> bytes:
-        """See `Compiler`. The long form of the architecture: nvcc's short one adds a pass that rejects Hopper's `a`."""
+        """The long form of the architecture: nvcc's short one adds a pass that rejects Hopper's `a`."""
         virtual = architecture.replace("sm_", "compute_")
         with tempfile.TemporaryDirectory(prefix="openinfer-nvcc-") as scratch:
             target = Path(scratch, "cubin")
@@ -93,7 +92,6 @@ class Nvrtc:
 
     @property
     def name(self) -> str:
-        """`NVRTC`."""
         return "NVRTC"
 
     @classmethod
@@ -103,7 +101,6 @@ class Nvrtc:
         return cls() if installed else None
 
     def compile(self, source: Source, architecture: str) -> bytes:
-        """See `Compiler`."""
         given = _HOST_HEADERS | {name: path.read_text("utf-8") for name, path in source.headers().items()}
         names, texts = [name.encode() for name in given], [text.encode() for text in given.values()]
         program = self._call(
@@ -132,11 +129,7 @@ class Nvrtc:
 
 
 def find_compiler() -> Compiler:
-    """Finds nvcc, else NVRTC.
-
-    Raises:
-        KernelBuildError: neither is there.
-    """
+    """nvcc, else NVRTC; raises `KernelBuildError` where neither is there."""
     compiler = Nvcc.find() or Nvrtc.find()
     if compiler is None:
         raise KernelBuildError(

@@ -15,14 +15,12 @@ class Progress:
         self._in_place = sys.stderr.isatty()
 
     def __enter__(self) -> Self:
-        """Shows the title, as the first step may take a while."""
         self._show("")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends the line."""
         if self._in_place:
             sys.stderr.write("\n")
 

@@ -30,11 +30,7 @@ class Source:
         return self.path.stem
 
     def headers(self) -> dict[str, Path]:
-        """The headers of ours that a compiler reads for it, directly or through others, by the name that includes say.
-
-        Raises:
-            KernelBuildError: one is not below `root`.
-        """
+        """The headers of ours that a compiler reads for it, directly or through others, by the name in includes."""
         found: dict[str, Path] = {}
         unread = [self.path]
         while unread:

@@ -47,11 +47,7 @@ class BatchInvariantCudaOps(CudaOps):
 
     @cached_property
     def _latent_attention(self) -> LatentAttention:
-        """Refused: its kernel divides contexts by what else there is.
-
-        Raises:
-            OperatorMissingError: always.
-        """
+        """Refused: its kernel divides contexts by what else there is."""
         raise OperatorMissingError(
             "latent_attention has no batch-invariant CUDA kernel yet; serve the model without --batch-invariant, or "
             "with --device cpu"

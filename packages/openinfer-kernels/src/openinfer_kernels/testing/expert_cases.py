@@ -23,7 +23,6 @@ class HostQuantised:
     num_matrices: int | None = None
 
     def upload(self, ops: Ops) -> QuantisedWeight:
-        """On the device of `ops`."""
         return ops.upload_quantised(*self.parts, num_matrices=self.num_matrices)
 
 

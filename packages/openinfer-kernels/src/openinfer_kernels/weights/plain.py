@@ -31,18 +31,15 @@ class RandomWeight:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], *, seed: int, mean: float, spread: float) -> "RandomWeight":
-        """All of a tensor."""
         return cls(seed=seed, mean=mean, spread=spread, shape=shape, row_length=math.prod(shape[1:]))
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def rows(self, begin: int, end: int) -> "RandomWeight":
-        """The rows `begin` to `end`."""
         return replace(self, shape=(end - begin, *self.shape[1:]), origin=self.origin + begin * self.row_length)
 
     def columns(self, begin: int, end: int) -> "RandomWeight":
-        """The columns `begin` to `end`."""
         return replace(self, shape=(self.shape[0], end - begin), origin=self.origin + begin)
 
 

@@ -41,18 +41,15 @@ class RandomCodes:
 
     @classmethod
     def whole(cls, shape: tuple[int, int], *, seed: int, mask: int, itemsize: int) -> "RandomCodes":
-        """All of a tensor."""
         return cls(seed=seed, mask=mask, shape=shape, itemsize=itemsize, row_length=shape[1])
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def rows(self, begin: int, end: int) -> "RandomCodes":
-        """The rows `begin` to `end`."""
         return replace(self, shape=(end - begin, self.shape[1]), origin=self.origin + begin * self.row_length)
 
     def columns(self, begin: int, end: int) -> "RandomCodes":
-        """The columns `begin` to `end`."""
         return replace(self, shape=(self.shape[0], end - begin), origin=self.origin + begin)
 
 

@@ -53,7 +53,6 @@ class EntryWriter:
 
 
 def rows_of(batch: AttentionBatch) -> Iterator[Row]:
-    """All rows of a step."""
     starts = batch.query_starts.tolist()
     for index, (slot, context) in enumerate(zip(batch_slots(batch).tolist(), batch.context_lens.tolist(), strict=True)):
         tokens = slice(starts[index], starts[index + 1])

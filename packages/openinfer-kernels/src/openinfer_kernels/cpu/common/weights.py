@@ -1,4 +1,4 @@
-"""Weights in float32: BF16 is the upper half of a float32, so widening is a shift."""
+"""Weights in float32: BF16 is the upper half of a float32, so the conversion is a shift."""
 
 from typing import Any
 
@@ -11,12 +11,6 @@ from openinfer_kernels.weights.plain import RandomWeight, WeightPart, stacked_sh
 
 
 def upload_weight(*parts: WeightPart) -> NDArray[np.float32]:
-    """A float32 copy of the parts below each other; one allocation.
-
-    Raises:
-        WeightDtypeError: an array is not float32, float16, or uint16 for BF16 bits.
-        ValueError: the parts' rows differ in shape.
-    """
     out = np.empty(stacked_shape(parts), np.float32)
     begin = 0
     for part in parts:

@@ -16,7 +16,6 @@ Multiply: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]
 
 @np.errstate(over="ignore", invalid="ignore")
 def linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None = None) -> NDArray[Any]:
-    """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`."""
     out = x @ weight.T
     if bias is not None:
         out += bias
@@ -24,16 +23,12 @@ def linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None = No
 
 
 def logits(hidden: NDArray[Any], head: NDArray[Any]) -> NDArray[Any]:
-    """The same as `linear`: the compute dtype is float32."""
     return linear(hidden, head)
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def swiglu(both: NDArray[Any]) -> NDArray[Any]:
-    """`silu(gate) * up` for `both [T, 2 F]`, gate before up: `[T, F]`.
-
-    `silu(g) = g / (1 + exp(-g))`; where `exp(-g)` overflows to infinity the quotient is zero, which is right.
-    """
+    """`silu(gate) * up` for `both [T, 2 F]`, gate before up: `[T, F]`."""
     width = both.shape[-1] // 2
     gate, up = both[:, :width], both[:, width:]
     out = np.negative(gate)

@@ -56,7 +56,6 @@ def weight_linear_swiglu(x: NDArray[Any], gate_up: LinearWeight, *, multiply: Mu
 
 
 def grouped_linear(x: NDArray[Any], weight: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
-    """One product after the other."""
     pieces = np.split(x, weight.shape[0], axis=1)
     return np.concatenate([multiply(piece, matrix_of(weight, i)) for i, piece in enumerate(pieces)], axis=1)
 
@@ -71,7 +70,6 @@ def dequantised(weight: QuantisedWeight, matrix: int | None = None) -> NDArray[n
 
 
 def matrix_of(weight: LinearWeight, index: int) -> NDArray[Any]:
-    """One matrix `[out, in]` of several, of either kind."""
     return dequantised(weight, index) if isinstance(weight, QuantisedWeight) else weight[index]
 
 

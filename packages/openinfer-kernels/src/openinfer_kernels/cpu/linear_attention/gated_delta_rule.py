@@ -38,7 +38,6 @@ class _Inputs:
     """`[T, N]`, at most 0"""
 
     def at(self, tokens: NDArray[Any] | slice) -> "_Inputs":
-        """Those of some tokens."""
         return _Inputs(self.q[tokens], self.k[tokens], self.v[tokens], self.beta[tokens], self.log_decay[tokens])
 
 
@@ -54,10 +53,7 @@ def gated_delta_rule(
     batch: AttentionBatch,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> NDArray[Any]:
-    """`[T, N dv]` for `qkv [T, 2 Hk dk + N dv]` and `gates [T, 2 N]`; `state [slots, layers, N, dk, dv]` is mutated.
-
-    Rows of several tokens take the chunked form; with `chunk_tokens` 1 every token takes the recurrent one.
-    """
+    """Rows of several tokens take the chunked form; with `chunk_tokens` 1 every token takes the recurrent one."""
     inputs = _inputs(qkv, gates, a_log, dt_bias, state)
     out = np.empty_like(inputs.v)
     slots = batch_slots(batch)

@@ -23,18 +23,13 @@ class SingleRows:
 
 
 def batch_slots(batch: AttentionBatch) -> NDArray[Any]:
-    """`[R]` state slot of each row.
-
-    Raises:
-        ArrayMismatchError: the batch was made for a model without states.
-    """
+    """`[R]` state slot of each row; raises `ArrayMismatchError` for a batch of a model without states."""
     if batch.state_slots is None:
         raise ArrayMismatchError("the batch has no state_slots; an operator over recurrent states needs them")
     return batch.state_slots
 
 
 def single_rows(batch: AttentionBatch) -> SingleRows:
-    """The rows of one token."""
     rows = np.flatnonzero(np.diff(batch.query_starts) == 1)
     return SingleRows(rows, batch.query_starts[rows], batch.context_lens[rows] == 1)
 

@@ -24,7 +24,6 @@ def changed_logits(logits: NDArray[Any], sampling: SamplingBatch) -> NDArray[Any
 
 
 def _penalise(scores: NDArray[Any], penalties: Penalties) -> None:
-    """Only the tokens that occurred are touched: few of a vocabulary."""
     num_ids = scores.shape[1]
     for index, row in enumerate(penalties.rows.tolist()):
         if row < 0:

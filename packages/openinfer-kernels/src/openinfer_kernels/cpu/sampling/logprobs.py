@@ -11,7 +11,6 @@ from openinfer_kernels.ops import Logprobs
 
 @np.errstate(over="ignore", invalid="ignore")
 def logprobs(logits: NDArray[Any], token_ids: NDArray[Any], *, top: int) -> Logprobs:
-    """See `Logprobs` for what is returned; `logits [R, V]` are read row by row to bound the memory needed."""
     num_rows = len(logits)
     result = Logprobs(
         chosen=np.empty(num_rows, np.float32),

@@ -27,12 +27,7 @@ class _Arguments(ctypes.Structure):
 
 
 class Compressor:
-    """One of the two operators on one device.
-
-    Args:
-        device: the GPU.
-        overlapping: which.
-    """
+    """One of the two operators on one device, chosen by `overlapping`."""
 
     def __init__(self, device: Device, *, overlapping: bool) -> None:
         name = "overlapping_windows" if overlapping else "windows"

@@ -76,14 +76,7 @@ class AttentionDecode:
         self._arrivals = cupy.zeros(_MAX_ITEMS, np.int32)
 
     def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
-        """Writes the rows of `out [T, H D]` that belong to rows with one query token; arrays as in the contract.
-
-        From the second layer on it is launched to overlap with the previous kernel, and reads `batch` and all tokens
-        but each row's newest before that one has ended: the step's inputs have long been written by then.
-
-        Raises:
-            ArrayMismatchError: more rows and heads than the workspace is for.
-        """
+        """Writes the rows of `out [T, H D]` that belong to rows with one query token."""
         num_rows, (num_kv_heads, _, head_dim) = len(batch.context_lens), kv_cache.shape[3:]
         group = q.shape[1] // num_kv_heads
         tiles = 1 if group <= _HEADS_OF_TILE or (head_dim, 2) not in self._kernels else 2

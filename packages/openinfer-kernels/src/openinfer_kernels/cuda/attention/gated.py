@@ -55,10 +55,7 @@ class GatedAttention:
         layer: int,
         batch: AttentionBatch,
     ) -> Array:
-        """Writes K and V of `projected [T, (2 H + 2 K) D]` into `kv_cache` and returns Q, `[T, H, D]`.
-
-        K and V of a token whose cache slot is negative are written nowhere: it is padding of a captured step.
-        """
+        """K and V of a token whose cache slot is negative, padding of a captured step, are written nowhere."""
         _check(projected, q_norm=q_norm, k_norm=k_norm, rope=rope, kv_cache=kv_cache, batch=batch)
         num_tokens, head_dim, rotated = projected.shape[0], q_norm.shape[0], 2 * rope.shape[2]
         num_kv_heads, block_tokens = kv_cache.shape[3], kv_cache.shape[4]

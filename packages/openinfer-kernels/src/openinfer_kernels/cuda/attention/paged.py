@@ -31,11 +31,7 @@ class Attention:
             self._prefill = AttentionPrefill(device)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
-        """Attention of `q [T, H, D]` over `kv_cache [blocks, layers, 2, K, B, D]`: `[T, H * D]`.
-
-        D and B are as `require_attention` says, H / K at most 16, `scale` positive. A row whose context is empty, which
-        is padding of a captured step, gets no result.
-        """
+        """H / K is at most 16, `scale` positive; a row without context (padding of captured steps) gets no result."""
         _check(q, kv_cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)

@@ -43,7 +43,6 @@ class AttentionPrefill:
         }
 
     def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
-        """Writes what belongs to its rows into `out [T, H D]`; arrays as in the contract."""
         num_rows, num_kv_heads, head_dim = len(batch.context_lens), kv_cache.shape[3], kv_cache.shape[5]
         group = q.shape[1] // num_kv_heads
         warps = _WARPS_AND_KEYS[head_dim][0]

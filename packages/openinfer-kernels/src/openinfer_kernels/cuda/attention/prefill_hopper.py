@@ -72,7 +72,6 @@ class AttentionPrefillHopper:
         return 2 * self._num_multiprocessors
 
     def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
-        """Writes what belongs to its rows into `out [T, H D]`; arrays as in the contract."""
         num_layers, _, num_kv_heads, block_tokens, head_dim = kv_cache.shape[1:]
         num_rows, group = len(batch.context_lens), q.shape[1] // num_kv_heads
         layer_rows = 2 * num_kv_heads * block_tokens

@@ -50,10 +50,7 @@ class QkNormRopeAppend:
         layer: int,
         batch: AttentionBatch,
     ) -> Array:
-        """Writes K and V of `qkv [T, (H + 2 K) D]` into `kv_cache` and returns Q after norm and RoPE, `[T, H, D]`.
-
-        K and V of a token whose cache slot is negative are written nowhere: it is padding of a captured step.
-        """
+        """K and V of a token whose cache slot is negative, padding of a captured step, are written nowhere."""
         require(q_norm, bfloat16, ndim=1, what="q_norm")
         require(k_norm, bfloat16, ndim=1, what="k_norm")
         return self._normed.launch(
@@ -88,7 +85,6 @@ class _Kernels:
         layer: int,
         batch: AttentionBatch,
     ) -> Array:
-        """See above; `norms` are of Q and K, or none."""
         _check(qkv, norms=norms, rope=rope, kv_cache=kv_cache, batch=batch)
         num_kv_heads, block_tokens, head_dim = kv_cache.shape[3:]
         num_tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim

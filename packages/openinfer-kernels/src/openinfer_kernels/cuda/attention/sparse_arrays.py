@@ -60,5 +60,4 @@ def rope_of(rope: Array) -> Rope:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """A new array, whose content is undefined."""
     return cupy.empty(shape, dtype)

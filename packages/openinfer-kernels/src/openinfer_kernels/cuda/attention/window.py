@@ -38,12 +38,7 @@ class _Arguments(ctypes.Structure):
 
 
 class WindowAttention:
-    """The operator on one device.
-
-    Args:
-        device: the GPU.
-        divides: whether the keys of a token may be divided by what else there is to do.
-    """
+    """The operator on one device; `divides`: whether the splits of a token's keys may depend on the whole step."""
 
     def __init__(self, device: Device, *, divides: bool = True) -> None:
         self._most_splits = _MOST_SPLITS if divides else 1

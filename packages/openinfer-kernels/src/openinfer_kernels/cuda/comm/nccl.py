@@ -68,11 +68,6 @@ class _UniqueId(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, loaded once per process.
-
-    Raises:
-        DeviceUnavailableError: it is not installed.
-    """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -87,14 +82,14 @@ def library() -> ctypes.CDLL:
 
 
 def version() -> str:
-    """Of the library, as `2.28.9`."""
+    """The version of the library, as `2.28.9`."""
     number = ctypes.c_int()
     _check(library().ncclGetVersion(ctypes.byref(number)))
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def unique_id() -> bytes:
-    """What the ranks of a new group find each other by; whoever has it can take part."""
+    """What the ranks of a new group find each other by; a process that has it can take part."""
     made = _UniqueId()
     _check(library().ncclGetUniqueId(ctypes.byref(made)))
     return bytes(made)
@@ -135,7 +130,6 @@ class NcclGroup:
         )
 
     def broadcast(self, array: Array, *, root: int) -> None:
-        """The array of rank `root`, in place."""
         where, kind = address(array), _data_type(array)
         _check(self._library.ncclBroadcast(where, where, array.size, kind, root, self._handle, _stream()))
 
@@ -194,7 +188,6 @@ def _check(status: int) -> None:
 
 
 def _declare(found: ctypes.CDLL) -> None:
-    """The types of what is called."""
     pointer, count, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     signatures: dict[str, list[Any]] = {
         "ncclGetVersion": [pointer],

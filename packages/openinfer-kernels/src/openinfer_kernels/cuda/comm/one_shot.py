@@ -86,19 +86,12 @@ class OneShot:
         return self._own
 
     def connect_addresses(self, addresses: Sequence[int]) -> None:
-        """As `connect`, where all ranks are in one process: by their `address`."""
+        """As `connect`, where all ranks are in one process."""
         for rank, pointer in enumerate(addresses):
             self._group.buffers[rank] = pointer
 
     def connect(self, handles: Sequence[bytes]) -> None:
-        """Opens the other ranks' memory. No rank may call a collective before all have connected.
-
-        Args:
-            handles: of all ranks, in order.
-
-        Raises:
-            CudaCallError: a GPU cannot reach another one's memory.
-        """
+        """Opens the memory of all ranks, in order; no rank may call a collective before all have connected."""
         for rank, handle in enumerate(handles):
             if rank == self._rank:
                 continue
@@ -120,7 +113,6 @@ class OneShot:
         )
 
     def all_reduce(self, array: Array) -> None:
-        """The sum over all ranks, in place."""
         vectors = array.nbytes // VECTOR_BYTES
         grid, arguments = (-(-vectors // _THREADS), 1, 1), [array, array, self._group, ctypes.c_int64(vectors)]
         self._reduce[array.dtype](grid, (_THREADS, 1, 1), arguments, overlap=True)

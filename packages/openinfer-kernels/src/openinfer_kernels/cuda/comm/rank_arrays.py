@@ -24,11 +24,7 @@ class RankArrays:
         self._exchange = {width: device.kernel("rank_arrays", f"exchange_axes_{width}") for width in (16, 4, 1)}
 
     def sum(self, ranks: Array, out: Array) -> None:
-        """`out [...]` of `ranks [size, ...]`: summed in float32 in order of ranks, rounded once.
-
-        Raises:
-            ArrayMismatchError: no array of BF16 or float32.
-        """
+        """`out [...]` of `ranks [size, ...]`, BF16 or float32: summed in float32 in order of ranks, rounded once."""
         kernel, width = self._sum_float32, 1
         if ranks.dtype == bfloat16:
             is_wide = out.size % _VECTOR == 0 and fits_vectors(ranks, out)

@@ -14,11 +14,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def require(array: Array, dtype: np.dtype[Any], *, ndim: int, what: str) -> None:
-    """Refuses an array that is not on the device, not of `dtype` and `ndim`, or not contiguous.
-
-    Raises:
-        ArrayMismatchError: says which and what it is.
-    """
+    """Refuses an array that is not on the device, not of `dtype` and `ndim`, or not contiguous."""
     if (
         not isinstance(array, cupy.ndarray)
         or array.dtype != dtype
@@ -31,24 +27,13 @@ def require(array: Array, dtype: np.dtype[Any], *, ndim: int, what: str) -> None
 
 
 def require_floats(array: Array, *, ndim: int, what: str) -> np.dtype[Any]:
-    """As `require`, for BF16 or float32; says which it is.
-
-    Raises:
-        ArrayMismatchError: says which array and what it is.
-    """
     dtype = _FLOAT32 if getattr(array, "dtype", None) == _FLOAT32 else bfloat16
     require(array, dtype, ndim=ndim, what=what)
     return dtype
 
 
 def require_rows(array: Array, dtype: np.dtype[Any], *, what: str) -> None:
-    """Refuses a matrix that is not on the device, not of `dtype`, or whose rows are not contiguous.
-
-    Rows may lie further apart than they are long: some columns of a wider matrix.
-
-    Raises:
-        ArrayMismatchError: says which and what it is.
-    """
+    """Refuses a matrix off the device, of another dtype, or with gaps inside its rows; rows may lie apart."""
     is_there = isinstance(array, cupy.ndarray) and array.dtype == dtype and array.ndim == 2
     if not is_there or (array.shape[1] > 1 and array.strides[1] != dtype.itemsize):
         raise ArrayMismatchError(
@@ -62,7 +47,6 @@ def row_stride(array: Array) -> int:
 
 
 def address(array: Any) -> int:
-    """Where a device array begins."""
     return array.data.ptr
 
 

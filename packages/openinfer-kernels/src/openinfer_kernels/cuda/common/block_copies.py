@@ -73,7 +73,7 @@ class DevicePool:
             self._locked.append(begin)
 
     def unlock(self) -> None:
-        """Unlocks what was locked. Idempotent."""
+        """Idempotent."""
         locked, self._locked = self._locked, []
         if locked:
             self._device.use()

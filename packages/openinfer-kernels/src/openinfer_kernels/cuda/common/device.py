@@ -49,17 +49,11 @@ class Device:
 
     @property
     def architecture(self) -> str:
-        """As compilers name it: `sm_90a`."""
+        """The architecture as compilers name it: `sm_90a`."""
         return architecture_of(*self.capability)
 
     def kernel(self, stem: str, name: str, *, shared_bytes: int = 0) -> Kernel:
-        """A kernel of `csrc/STEM.cu`.
-
-        Args:
-            stem: of the source.
-            name: of the `extern "C"` function.
-            shared_bytes: dynamic shared memory of each launch.
-        """
+        """A kernel of `csrc/STEM.cu` by its `extern "C"` name, with `shared_bytes` of dynamic shared memory."""
         if stem not in self._modules:
             self._modules[stem] = Module(self._cubins[stem], may_overlap=self.capability >= _OVERLAP_CAPABILITY)
         return self._modules[stem].kernel(name, shared_bytes=shared_bytes)
@@ -78,36 +72,22 @@ class Device:
         _use(self.index)
 
     def synchronize(self) -> None:
-        """Waits for everything that was queued on this GPU, on any stream."""
         with cupy.cuda.Device(self.index) as device:
             device.synchronize()
 
 
 def gpu_architecture(index: int = 0) -> str:
-    """Of the GPU `index`, as compilers name it; nothing is compiled or loaded.
-
-    Raises:
-        DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
-    """
+    """The architecture of GPU `index`, as compilers name it; nothing is compiled or loaded."""
     return architecture_of(*_look_at(index)[1])
 
 
 def gpu_count() -> int:
-    """GPUs that this process can see.
-
-    Raises:
-        DeviceUnavailableError: there is none, or the driver is missing or too old.
-    """
+    """GPUs that this process can see; raises `DeviceUnavailableError` where there is none."""
     _require_driver()
     return cupy.cuda.runtime.getDeviceCount()
 
 
 def _look_at(index: int) -> tuple[dict[str, Any], tuple[int, int]]:
-    """A GPU's properties and compute capability, if it can run the operators.
-
-    Raises:
-        DeviceUnavailableError: there is no such GPU, or it or its driver is too old.
-    """
     _require_driver()
     require_index(index, count=cupy.cuda.runtime.getDeviceCount())
     properties = cupy.cuda.runtime.getDeviceProperties(index)
@@ -122,9 +102,6 @@ def _use(index: int) -> None:
 
 
 def _require_driver() -> None:
-    """Raises:
-    DeviceUnavailableError: the driver is missing or older than the packages, or it has no GPU.
-    """
     try:
         (result,) = driver.cuInit(0)
     except RuntimeError as missing:  # cuda-bindings, where the driver's library is not on the machine

@@ -20,10 +20,10 @@ class Embedding:
 
     def __init__(self, device: Device) -> None:
         self._copy = _Lookup(device, "embedding")
-        self._widen = _Lookup(device, "residual_embedding")
+        self._convert = _Lookup(device, "residual_embedding")
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
-        """Rows of `table [V, h]`, BF16 or float32, for `token_ids [T]`, each of 0..V - 1 (not checked): `[T, h]`."""
+        """`token_ids` are not checked: each is 0..V - 1."""
         require(token_ids, _INT32, ndim=1, what="token_ids")
         dtype = require_floats(table, ndim=2, what="the embedding table")
         out = cupy.empty((token_ids.shape[0], table.shape[1]), dtype)
@@ -34,7 +34,7 @@ class Embedding:
         require(token_ids, _INT32, ndim=1, what="token_ids")
         require(table, bfloat16, ndim=2, what="the embedding table")
         out = cupy.empty((token_ids.shape[0], table.shape[1]), _FLOAT32)
-        self._widen.run(token_ids, table, out, size=table.shape[1])
+        self._convert.run(token_ids, table, out, size=table.shape[1])
         return out
 
 
@@ -46,7 +46,6 @@ class _Lookup:
         self._singles = device.kernel("embedding", f"{name}_singles")
 
     def run(self, token_ids: Array, table: Array, out: Array, *, size: int) -> None:
-        """Reads rows of `size` values of 2 bytes."""
         vectors = size % _WIDTH == 0 and fits_vectors(table)
         kernel, accesses = (self._vectors, size // _WIDTH) if vectors else (self._singles, size)
         grid = (token_ids.shape[0], -(-accesses // _THREADS), 1)

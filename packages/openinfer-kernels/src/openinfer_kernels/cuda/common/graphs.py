@@ -17,7 +17,6 @@ class Event:
         self._event = cupy.cuda.Event(block=False, disable_timing=True)
 
     def record(self) -> None:
-        """Marks the current stream's present end."""
         self._event.record()
 
     def wait(self) -> None:
@@ -33,7 +32,6 @@ class Fence:
         self._event.record()
 
     def wait(self) -> None:
-        """Returns once the device has passed it."""
         self._event.synchronize()
 
 
@@ -97,7 +95,6 @@ class Stream:
         self._stream.__exit__(*exception)
 
     def synchronize(self) -> None:
-        """Waits for everything that was queued."""
         self._stream.synchronize()
 
     def private_pool(self) -> AbstractContextManager[None]:

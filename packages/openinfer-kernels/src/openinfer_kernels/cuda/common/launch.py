@@ -22,11 +22,7 @@ _COMPOUND: Any = (ctypes.Structure, ctypes.Array)
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call.
-
-    Raises:
-        CudaCallError: the call failed; the driver's name of the error and its text.
-    """
+    """The value of a driver call; raises `CudaCallError` with the driver's name of the error and its text."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         text = driver.cuGetErrorString(error)[1]
@@ -104,12 +100,6 @@ class Module:
         self._may_overlap = may_overlap
 
     def kernel(self, name: str, *, shared_bytes: int = 0) -> Kernel:
-        """A kernel by its `extern "C"` name.
-
-        Args:
-            name: of the kernel.
-            shared_bytes: dynamic shared memory of each launch.
-        """
         function = check(driver.cuModuleGetFunction(self._module, name.encode()))
         return Kernel(function, shared_bytes=shared_bytes, may_overlap=self._may_overlap)
 

@@ -13,11 +13,6 @@ from openinfer_kernels.errors import DeviceUnavailableError
 
 
 def _required(name: str) -> Any:
-    """A module of the CUDA extras.
-
-    Raises:
-        DeviceUnavailableError: it is not installed.
-    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:

@@ -52,12 +52,6 @@ class Memory:
         return out
 
     def upload_weight(self, *parts: WeightPart) -> Array:
-        """A BF16 array of the parts below each other: BF16 bits as they are, others rounded, recipes computed.
-
-        Raises:
-            WeightDtypeError: an array is not float32, float16, or uint16 for BF16 bits.
-            ValueError: the parts' rows differ in shape.
-        """
         for part in parts:
             self._require_readable(part)
         out = cupy.empty(stacked_shape(parts), bfloat16)
@@ -74,24 +68,12 @@ class Memory:
         return out
 
     def upload_float32(self, *parts: WeightPart) -> Array:
-        """A float32 array of the parts below each other, made on the host: they are short.
-
-        Raises:
-            WeightDtypeError: an array is not float32, float16, or uint16 for BF16 bits.
-            ValueError: the parts' rows differ in shape.
-        """
         out = self.upload(to_float32(*parts))
         self._progress(out.nbytes)
         return out
 
     def upload_codes(self, host: HostArray, out: Array, convert: Convert) -> None:
-        """Brings codes of quantised weights into `out`, also by threads within `loading`.
-
-        Args:
-            host: of any strides.
-            out: of the same shape and dtype, contiguous.
-            convert: writes what has come to the device into its place.
-        """
+        """Brings `host`, of any strides, to the device, where `convert` writes it into `out`; put off in `loading`."""
         if self._uploads is not None:
             self._uploads.add(host, out, convert)
         else:
@@ -103,7 +85,7 @@ class Memory:
         self._progress(out.nbytes)
 
     def tell(self, num_bytes: int) -> None:
-        """Tells whoever follows the loading that bytes came another way than through `upload_codes`."""
+        """Counts bytes that did not come through `upload_codes`."""
         self._progress(num_bytes)
 
     @contextmanager
@@ -141,7 +123,6 @@ class Memory:
             )
 
     def _write(self, host: HostArray, out: Array) -> None:
-        """Fills `out` before it returns."""
         values, written = np.ascontiguousarray(host).reshape(-1), out.reshape(-1)
         if host.dtype == np.uint16:
             _copy(values, written)
@@ -151,12 +132,10 @@ class Memory:
             self._convert(self.upload(values[piece]), written[piece])
 
     def _convert(self, values: Array, out: Array) -> None:
-        """Rounds float32 or float16 `values` into `out`, on the current stream."""
         grid = (-(-values.size // _THREADS), 1, 1)
         self._conversions[values.dtype](grid, (_THREADS, 1, 1), [values, out, ctypes.c_int64(values.size)])
 
     def _fill(self, weight: RandomWeight, out: Array) -> None:
-        """Computes a recipe into `out`, on the current stream."""
         arguments = [
             out,
             ctypes.c_int64(out.size),

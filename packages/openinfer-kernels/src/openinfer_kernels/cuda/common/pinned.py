@@ -70,7 +70,6 @@ class StagingBuffer:
         ]
 
     def upload_into(self, host: HostArray, target: Array) -> None:
-        """Copies a host array to the beginning of a device array."""
         staged = self.take(host.nbytes)
         staged[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
         self._send(staged, target)
@@ -105,7 +104,6 @@ class StagingRing:
         self._next = 0
 
     def take(self) -> StagingBuffer:
-        """The next one, once its last step is over."""
         buffer = self._ring[self._next]
         self._next = (self._next + 1) % len(self._ring)
         buffer.begin()

@@ -77,11 +77,7 @@ class Uploads:
             self._pending.append(self._threads.submit(self._copy, host[task], out[task], rows, convert))
 
     def finish(self) -> None:
-        """Waits for everything that was added.
-
-        Raises:
-            Exception: what a copy raised.
-        """
+        """Waits for everything that was added; raises what a copy raised."""
         pending, self._pending = self._pending, []
         for copied in pending:
             copied.result()
@@ -96,7 +92,6 @@ class Uploads:
         self._lanes.clear()
 
     def _copy(self, host: HostArray, out: Array, rows: int, convert: Convert | None) -> None:
-        """Copies so many rows at a time."""
         lane = self._lane()
         with lane.stream:
             for begin in range(0, len(host), rows):

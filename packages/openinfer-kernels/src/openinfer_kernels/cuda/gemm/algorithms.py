@@ -52,11 +52,9 @@ class Algorithms:
         return self._measured.get(key) if key in self._measured else self._recommended.get(key)
 
     def recommend(self, key: Key, algorithm: Algorithm) -> None:
-        """Uses what cuBLASLt recommends, as nothing was measured."""
         self._recommended[key] = algorithm
 
     def is_measured(self, key: Key) -> bool:
-        """Whether measuring would be in vain."""
         return key in self._measured
 
     def measure(self, key: Key, candidates: Sequence[Algorithm], run: Callable[[Algorithm], None]) -> None:

@@ -139,7 +139,6 @@ its bytes, stream)`; everything by address."""
 
 
 def create() -> int:
-    """A handle for the current device."""
     return _made(_create)
 
 
@@ -159,7 +158,6 @@ def matrix_layout_create(dtype: int, rows: int, columns: int, leading: int) -> i
 
 
 def matmul_preference_create() -> int:
-    """What algorithms are searched by."""
     return _made(_preference_create)
 
 

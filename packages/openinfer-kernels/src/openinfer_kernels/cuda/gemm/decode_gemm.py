@@ -49,11 +49,10 @@ class DecodeGemm:
         self._multiply(self._store, x, _rows_cut(weight), out, overlap=weights_first)
 
     def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
-        """As `linear`, into float32 `out`: the sums, unrounded."""
         self._multiply(self._float32, x, _rows_cut(weight), out)
 
     def linear_swiglu(self, x: Array, gate_up: Array, out: Array) -> None:
-        """Writes `silu(x @ gate.T) * (x @ up.T)` into `out [T, F]` for `gate_up [2 F, k]`; otherwise as `linear`."""
+        """Gate and up are the halves of `gate_up [2 F, k]`; `out [T, F]`."""
         n, k = gate_up.shape
         row_bytes = k * _BF16_BYTES
         cut = _weight_cut(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
@@ -79,7 +78,6 @@ class DecodeGemm:
 
 
 def _kernels(device: Device, epilogue: str) -> dict[int, Kernel]:
-    """By the most tokens, ascending."""
     if not device.has(_STEM):
         return {}
     return {
@@ -89,7 +87,6 @@ def _kernels(device: Device, epilogue: str) -> dict[int, Kernel]:
 
 
 def _rows_cut(weight: Array) -> Cut:
-    """Tiles of 64 rows one after the other."""
     row_bytes = weight.shape[1] * _BF16_BYTES
     return _weight_cut(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
 

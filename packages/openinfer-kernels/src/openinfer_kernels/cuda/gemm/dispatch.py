@@ -1,6 +1,6 @@
 """How a matrix is multiplied by few tokens' kernels, and up to how many tokens: by measurement.
 
-    few tokens    csrc/gemm/grouped_gemm.cuh, tiles of 8, 32 or 128 tokens: each tile widens codes in registers
+    few tokens    csrc/gemm/grouped_gemm.cuh, tiles of 8, 32 or 128 tokens: each tile dequantises codes in registers
     more          the matrix is dequantised to BF16 in memory, once, and multiplied as any other
 
 A table per format, a function of the number of tokens alone. `tools/device/quantised_products.py` measures all ways at

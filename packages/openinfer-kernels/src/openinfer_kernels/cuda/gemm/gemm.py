@@ -44,20 +44,13 @@ class Gemm:
         return self._partition_of(epilogue, x, weight) is not None
 
     def linear(self, x: Array, weight: Array, out: Array, *, weights_first: bool = True) -> None:
-        """Writes `x [T, k] @ weight [n, k].T` into `out [T, n]`; contiguous BF16 arrays that it serves.
-
-        With `weights_first` the weight may be read while operators ahead on the stream still run, so it must not be
-        what they write.
-        """
         partition = self._partition(Epilogue.STORE, x, weight)
         self.multiply(Epilogue.STORE, partition, x, weight, out, weights_first=weights_first)
 
     def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
-        """As `linear`, into float32 `out`: the sums, unrounded."""
         self.multiply(Epilogue.FLOAT32, self._partition(Epilogue.FLOAT32, x, weight), x, weight, out)
 
     def linear_swiglu(self, x: Array, gate_up: Array, out: Array) -> None:
-        """Writes `silu(x @ gate.T) * (x @ up.T)` into `out [T, F]` for `gate_up [2 F, k]`; otherwise as `linear`."""
         self.multiply(Epilogue.SWIGLU, self._partition(Epilogue.SWIGLU, x, gate_up), x, gate_up, out)
 
     def multiply(

@@ -20,7 +20,6 @@ class GroupedLinear:
         self._linear = linear
 
     def grouped_linear(self, x: Array, weight: LinearWeight) -> Array:
-        """`cuda/gemm/dispatch.py` says which tokens are few."""
         require(x, bfloat16, ndim=2, what="x")
         check_weight(weight, ndim=3, what="the weight")
         groups, rows, columns = weight.shape

@@ -39,11 +39,7 @@ class InvariantProducts:
         self._chooses_all = False
 
     def multiply(self, x: Array, weight: Array, bias: Array | None, out: Array) -> None:
-        """Writes `x [T, in] @ weight [out, in].T (+ bias [out])` into `out [T, out]`, BF16 or float32.
-
-        Raises:
-            ArrayMismatchError: no algorithm for this shape agrees with the reference.
-        """
+        """As `LibraryProducts.multiply`; raises `ArrayMismatchError` where no algorithm agrees with the reference."""
         shape = weight_shape(x, weight, bias, out)
         problem = self._problems.get(shape)
         if problem is None:
@@ -72,7 +68,6 @@ class InvariantProducts:
             self._chooses_all = False
 
     def close(self) -> None:
-        """Gives back what cuBLASLt holds."""
         for problem in self._problems.values():
             problem.close()
         self._problems.clear()

@@ -55,7 +55,6 @@ class LibraryProducts:
             self._algorithms.save()
 
     def close(self) -> None:
-        """Gives back what cuBLASLt holds."""
         for problem in self._problems.values():
             problem.close()
         self._problems.clear()

@@ -40,14 +40,7 @@ class Linear:
         self._library = library
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None, *, weights_first: bool = True) -> Array:
-        """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`, rounded once.
-
-        Args:
-            x: BF16.
-            weight: BF16.
-            bias: BF16.
-            weights_first: False for a weight that an operator ahead on the stream has made.
-        """
+        """`weights_first`: False for a weight that an operator ahead on the stream has made."""
         _check(x, weight, bias)
         out = cupy.empty((x.shape[0], weight.shape[0]), bfloat16)
         own = self._own(Epilogue.STORE, x, weight) if bias is None else None
@@ -58,7 +51,7 @@ class Linear:
         return out
 
     def grouped_linear(self, x: Array, weight: Array, *, weights_first: bool = True) -> Array:
-        """Piece `g` of each row of `x [T, G in]` times `weight[g]` of `[G, out, in]`: `[T, G out]`, in one launch."""
+        """One launch for all groups."""
         require(x, bfloat16, ndim=2, what="x")
         require(weight, bfloat16, ndim=3, what="the weight")
         groups, rows, columns = weight.shape
@@ -82,7 +75,6 @@ class Linear:
         return out
 
     def linear_swiglu(self, x: Array, gate_up: Array) -> Array:
-        """`silu(x @ gate.T) * (x @ up.T)` for `gate_up [2 F, h]`: `[T, F]`."""
         _check(x, gate_up, None)
         num_tokens, width = x.shape[0], gate_up.shape[0] // 2
         out = cupy.empty((num_tokens, width), bfloat16)
@@ -94,15 +86,12 @@ class Linear:
         return out
 
     def tuning(self) -> AbstractContextManager[None]:
-        """Within it, products that cuBLASLt makes measure its algorithms: for the warm-up, before any capture."""
         return self._library.tuning()
 
     def close(self) -> None:
-        """Gives back what cuBLASLt holds."""
         self._library.close()
 
     def _own(self, epilogue: Epilogue, x: Array, weight: Array) -> DecodeGemm | Gemm | None:
-        """The kernel of ours for a product, if there is one."""
         if self._decode_gemm.serves(x, weight):
             return self._decode_gemm
         return self._gemm if self._gemm is not None and self._gemm.serves(epilogue, x, weight) else None

@@ -27,7 +27,6 @@ class Algorithm:
     __slots__ = ("address", "words")
 
     def __init__(self, words: NDArray[np.uint64]) -> None:
-        """`words` `[8]`, copied."""
         self.words = np.array(words, np.uint64)
         self.address: int = self.words.ctypes.data
 
@@ -66,7 +65,6 @@ class Problem:
                 _lay_out(layout, cublaslt.MatrixLayoutAttribute.STRIDED_BATCH_OFFSET, np.int64(stride))
 
     def set_num_tokens(self, num_tokens: int) -> None:
-        """The rows of x and y from now on."""
         if num_tokens == self._num_tokens:
             return
         self._num_tokens = num_tokens
@@ -74,11 +72,9 @@ class Problem:
             _lay_out(layout, cublaslt.MatrixLayoutAttribute.COLS, np.uint64(num_tokens))
 
     def set_bias(self, bias: Array) -> None:
-        """The bias from now on."""
         self._describe(cublaslt.MatmulDescAttribute.BIAS_POINTER, np.uint64(address(bias)))
 
     def close(self) -> None:
-        """Gives the descriptions back."""
         for layout in (self.weight, self.x, self.y):
             cublaslt.matrix_layout_destroy(layout)
         cublaslt.matmul_desc_destroy(self.description)
@@ -105,7 +101,7 @@ class Products:
 
     @property
     def version(self) -> int:
-        """Of cuBLASLt; algorithms of another version mean nothing."""
+        """The version of cuBLASLt; algorithms of another version mean nothing."""
         return cublaslt.get_version()
 
     def candidates(self, problem: Problem, *, most: int, may_divide_k: bool = True) -> list[Algorithm]:
@@ -136,11 +132,6 @@ class Products:
             cublaslt.matmul_preference_destroy(preference)
 
     def run(self, problem: Problem, algorithm: Algorithm, x: Array, weight: Array, y: Array) -> None:
-        """Writes `y`, on CuPy's current stream.
-
-        Raises:
-            CudaCallError: cuBLASLt refused.
-        """
         try:
             cublaslt.matmul(
                 self._handle,
@@ -164,7 +155,6 @@ class Products:
             raise CudaCallError(f"cuBLASLt: {refused}, for {len(x)} tokens and {problem.shape}") from refused
 
     def close(self) -> None:
-        """Gives the handle back."""
         cublaslt.destroy(self._handle)
 
     def _ask(self, problem: Problem, preference: int, most: int) -> list[Algorithm]:

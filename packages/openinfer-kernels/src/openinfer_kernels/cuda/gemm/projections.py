@@ -20,12 +20,6 @@ class Projections:
         self._experts = experts
 
     def linear(self, x: Array, weight: LinearWeight, bias: Array | None = None) -> Array:
-        """As `Linear.linear` and `Quantised.linear`.
-
-        Raises:
-            ArrayMismatchError: another dtype, layout or shape.
-            ValueError: a quantised weight with a bias.
-        """
         if not isinstance(weight, QuantisedWeight):
             return self._linear.linear(x, weight, bias)
         if bias is not None:
@@ -33,7 +27,6 @@ class Projections:
         return self._quantised().linear(x, weight)
 
     def linear_swiglu(self, x: Array, gate_up: LinearWeight) -> Array:
-        """As `Linear.linear_swiglu`; after a quantised product, `Experts.swiglu`."""
         if not isinstance(gate_up, QuantisedWeight):
             return self._linear.linear_swiglu(x, gate_up)
         return self._experts().swiglu(self._quantised().linear(x, gate_up))

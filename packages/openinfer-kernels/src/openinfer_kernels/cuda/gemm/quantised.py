@@ -50,13 +50,7 @@ class Quantised:
         self._arrangements = {each: device.kernel("quantised", f"arrange_{NAMES[each]}") for each in WeightFormat}
 
     def upload_quantised(self, *parts: QuantisedPart, num_matrices: int | None = None) -> QuantisedWeight:
-        """A code of NaN (E4M3 0x7F, 0xFF) is taken for 480.
-
-        Raises:
-            ArrayMismatchError: scales change inside 32 columns, or no kernel takes the shape.
-            WeightDtypeError: codes or scales in a dtype that the format does not have.
-            ValueError: parts that do not fit each other, or scales that do not cover their codes.
-        """
+        """A code of NaN (E4M3 0x7F, 0xFF) is taken for 480. Scales that change inside 32 columns are refused."""
         return self._upload(parts, num_matrices, self._memory.upload_codes)
 
     def upload_dequantised(self, *parts: QuantisedPart) -> Array:
@@ -82,10 +76,6 @@ class Quantised:
         return weight
 
     def linear(self, x: Array, weight: QuantisedWeight) -> Array:
-        """`x [T, in] @ weight [out, in].T`: `[T, out]`.
-
-        `cuda/gemm/dispatch.py` says which tokens multiply a copy of the weight in BF16.
-        """
         require(x, bfloat16, ndim=2, what="x")
         check_weight(weight, ndim=2, what="the weight")
         if x.shape[1] != weight.shape[1]:
@@ -99,7 +89,6 @@ class Quantised:
         return out
 
     def dequantised(self, weight: QuantisedWeight) -> Array:
-        """The same in BF16."""
         *matrices, height, k = weight.shape
         rows = math.prod(matrices) * height
         out = cupy.empty(weight.shape, bfloat16)
@@ -139,7 +128,6 @@ class Quantised:
         return self._memory.upload(scales.reshape(*shape[:-2], -1, scales.shape[1]))
 
     def _fill(self, codes: RandomCodes, words: Array, arrangement: Kernel) -> None:
-        """Computes a recipe into `words [rows, words of a row]`."""
         row_bytes = words.shape[1] * words.itemsize
         sizes = words.nbytes, row_bytes, codes.row_length * codes.itemsize, codes.origin * codes.itemsize
         arguments = [words, *map(ctypes.c_int64, sizes), ctypes.c_uint64(codes.seed), ctypes.c_uint32(codes.mask)]
@@ -158,7 +146,6 @@ class _Arrange:
         self._kernel = kernel
 
     def __call__(self, words: Array, out: Array) -> None:
-        """From `words` uint32 into `out`, contiguous, on the current stream."""
         blocks = words.nbytes // _BLOCK_BYTES
         if blocks:
             grid = (-(-blocks // _THREADS), 1, 1)

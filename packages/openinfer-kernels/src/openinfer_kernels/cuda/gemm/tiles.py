@@ -41,7 +41,6 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block."""
         return 384 if self.tokens == _LARGE_TOKENS else 2 * self.tokens + 32
 
 
@@ -79,15 +78,7 @@ class Room(NamedTuple):
 def partition_product(
     epilogue: Epilogue, num_tokens: int, num_rows: int, num_columns: int, room: Room
 ) -> Partition | None:
-    """The partition of a product, None where cuBLASLt is faster.
-
-    Args:
-        epilogue: of the product.
-        num_tokens: at least 1.
-        num_rows: of the weight.
-        num_columns: of the weight, K.
-        room: of the device.
-    """
+    """The partition of a product of `[T, K]` and `[rows, K]`, T at least 1; None where cuBLASLt is faster."""
     tokens = next((tile.tokens for tile in TILES[epilogue] if num_tokens <= tile.tokens), _LARGE_TOKENS)
     tiles = [tile for tile in TILES[epilogue] if tile.tokens == tokens]
     if tokens == _LARGE_TOKENS:

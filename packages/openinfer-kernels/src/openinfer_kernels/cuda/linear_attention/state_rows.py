@@ -23,11 +23,7 @@ class StateRows(ctypes.Structure):
 
 
 def state_rows(batch: AttentionBatch) -> StateRows:
-    """Of a batch; a row whose context is empty is padding of a captured step, and touches no state.
-
-    Raises:
-        ArrayMismatchError: the batch was made for a model without states, or an array has another dtype or layout.
-    """
+    """A row whose context is empty is padding of a captured step, and touches no state."""
     if batch.state_slots is None:
         raise ArrayMismatchError("the batch has no state_slots; an operator over recurrent states needs them")
     for name in ("query_starts", "context_lens", "state_slots"):
@@ -37,11 +33,7 @@ def state_rows(batch: AttentionBatch) -> StateRows:
 
 
 def require_states(state: Array, dtype: np.dtype[Any], *, ndim: int, what: str) -> None:
-    """Refuses what is not `[slots, layers, ...]` of `dtype` on the device, each layer of a slot a contiguous piece.
-
-    Raises:
-        ArrayMismatchError: says which and what it is.
-    """
+    """Refuses what is not `[slots, layers, ...]` of `dtype` on the device, each layer of a slot contiguous."""
     if not isinstance(state, cupy.ndarray) or state.ndim != ndim:
         raise ArrayMismatchError(f"{what} must be an array with {ndim} axes on the GPU, not {type(state).__name__}")
     require(state[0, 0], dtype, ndim=ndim - 2, what=f"a layer of {what}")

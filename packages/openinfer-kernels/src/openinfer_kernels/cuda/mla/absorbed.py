@@ -96,10 +96,7 @@ class LatentAbsorbed:
         scale: float,
         most_tokens: int,
     ) -> None:
-        """Writes what belongs to rows of at most `most_tokens` tokens into `out [T, H, 128]`.
-
-        From the second layer on it reads `batch` before the kernels ahead have ended: it has long been written by then.
-        """
+        """Writes what belongs to rows of at most `most_tokens` tokens into `out [T, H, 128]`."""
         num_tokens, num_heads = q.shape[:2]
         tiles = -(-num_heads // HEADS)
         queries = cupy.empty((num_tokens, num_heads, _ENTRY), bfloat16)

@@ -45,10 +45,7 @@ class LatentAppend:
         layer: int,
         batch: AttentionBatch,
     ) -> Array:
-        """Writes `latent [T, r + dr]` into `kv_cache` and returns `q [T, H (dn + dr)]` after RoPE, `[T, H, dn + dr]`.
-
-        The latent of a token whose cache slot is negative is written nowhere: it is padding of a captured step.
-        """
+        """The latent of a token whose cache slot is negative, padding of a captured step, is written nowhere."""
         latent_dim, rope_dim = norm.shape[0], 2 * rope.shape[2]
         _check(q, latent, head_dim=head_dim, norm=norm, rope=rope, kv_cache=kv_cache, batch=batch)
         num_tokens, num_heads = len(q), q.shape[1] // head_dim

@@ -74,16 +74,7 @@ class LatentExpanded:
     ) -> None:
         """Writes what belongs to rows of at least `least_tokens` tokens into `out [T, H, 128]`.
 
-        Args:
-            q: `[T, H, 192]`.
-            kv_cache: as in the contract.
-            kv_b_proj: as in the contract.
-            out: the result.
-            layer: as in the contract.
-            batch: as in the contract.
-            scale: of scores.
-            least_tokens: of a row.
-            context_tokens: tokens of all contexts of such rows, at least.
+        `context_tokens`: tokens of all contexts of such rows, at least.
         """
         num_rows, (num_tokens, num_heads) = len(batch.context_lens), q.shape[:2]
         latents = cupy.empty((context_tokens, _LATENT), bfloat16)

@@ -33,12 +33,7 @@ class LatentAttention:
     def latent_attention(
         self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
     ) -> Array:
-        """Attention of `q [T, H, dn + dr]` over `kv_cache [blocks, layers, 1, 1, B, r + dr]`: `[T, H dv]`.
-
-        Rows long enough for the expanded form get it where the host knows their contexts and there is room for it.
-        Sizes are those of every published model (`require_latents`). A row whose context is empty, which is padding of
-        a captured step, gets no result.
-        """
+        """Sizes are those of every published model (`require_latents`); padding of a captured step gets no result."""
         shape = _check(q, kv_cache, kv_b_proj, batch)
         out = cupy.empty((len(q), shape.num_heads * shape.value_dim), bfloat16)
         absorbed = partial(self._absorbed.launch, q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale)

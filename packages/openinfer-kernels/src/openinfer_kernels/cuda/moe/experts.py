@@ -117,11 +117,7 @@ class Experts:
 
 
 def check_weight(weight: LinearWeight, *, ndim: int, what: str) -> None:
-    """Refuses a weight that the products do not take.
-
-    Raises:
-        ArrayMismatchError: says which, and what it is.
-    """
+    """Refuses a weight that the products do not take."""
     inner = _QUANTISED_WIDTH if isinstance(weight, QuantisedWeight) else _WIDTH
     if not isinstance(weight, QuantisedWeight):
         require(weight, bfloat16, ndim=ndim, what=what)

@@ -43,7 +43,6 @@ class GatedNorm:
         self._singles = device.kernel("gated_norm", "gated_rms_norm_singles")
 
     def gated_rms_norm(self, x: Array, gate: Array, weight: Array, *, eps: float) -> Array:
-        """`rms_norm` of the heads of `x [T, heads n]`, with `weight [n]` of BF16 or float32, times `silu(gate)`."""
         require(x, bfloat16, ndim=2, what="x")
         require_rows(gate, bfloat16, what="the gate")
         is_float32 = require_floats(weight, ndim=1, what="the weight of the norm") == _FLOAT32

@@ -34,12 +34,7 @@ class _Read(ctypes.Structure):
 
 
 class HyperConnections:
-    """The operators on one device.
-
-    Args:
-        device: the GPU.
-        chooses: whether what is done may depend on how many tokens there are.
-    """
+    """The operators on one device; `chooses`: whether kernels may depend on how many tokens there are."""
 
     def __init__(self, device: Device, *, chooses: bool = True) -> None:
         self._chooses = chooses
@@ -80,7 +75,6 @@ class HyperConnections:
         return x, mix
 
     def write(self, y: Array, residual: Array, mix: HyperMix) -> None:
-        """Changes `residual [T, 4, h]` by `y [T, h]` of BF16 or float32."""
         require(y, FLOAT32 if y.dtype == FLOAT32 else bfloat16, ndim=2, what="y")
         require(residual, bfloat16, ndim=3, what="the residual streams")
         tokens, size = y.shape

@@ -17,7 +17,6 @@ _MULTIPLE = 128
 
 
 def cluster_blocks(device: Device) -> int:
-    """Blocks per row."""
     return _BLOCKS if device.capability >= _CLUSTER_CAPABILITY else 1
 
 
@@ -27,10 +26,5 @@ def slice_columns(num_columns: int, num_blocks: int) -> int:
 
 
 def require_logits(logits: Array) -> None:
-    """Refuses what is no contiguous `[R, V]` of BF16 or float32 on the device.
-
-    Raises:
-        ArrayMismatchError: says what it is.
-    """
     is_single = getattr(logits, "dtype", None) == np.float32
     require(logits, np.dtype(np.float32) if is_single else bfloat16, ndim=2, what="the logits")

@@ -40,7 +40,6 @@ class LogprobsKernels:
         self._kernels = {name: device.kernel("logprobs", f"logprobs_{name}") for name in ("bfloat16", "float32")}
 
     def logprobs(self, logits: Array, token_ids: Array, *, top: int) -> Logprobs:
-        """Of `token_ids [R]` int32 and the `top` likeliest tokens per row of `logits [R, V]`, BF16 or float32."""
         require_logits(logits)
         require(token_ids, _INT32, ndim=1, what="token_ids")
         num_rows, num_columns = logits.shape

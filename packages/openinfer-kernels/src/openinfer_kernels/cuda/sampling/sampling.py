@@ -70,10 +70,7 @@ class Sampling:
         self._kernels = {name: device.kernel("sampling", f"sample_{name}") for name in ("bfloat16", "float32")}
 
     def sample(self, logits: Array, sampling: SamplingBatch) -> Array:
-        """One token per row of `logits [R, V]`, BF16 or float32: `[R]` int32; `SamplingBatch` has the rules.
-
-        Nothing is read by the host; the launch depends on R, V and which changes are there.
-        """
+        """The host reads nothing; the launch depends on R, V and which changes are there."""
         require_logits(logits)
         num_rows, num_columns = logits.shape
         _check(sampling, num_rows, num_columns)

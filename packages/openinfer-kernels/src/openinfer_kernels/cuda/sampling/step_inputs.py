@@ -79,7 +79,6 @@ class SampledRows:
         changes: tuple[Bias, Penalties] | None = None,
         token_mask: TokenMask | None = None,
     ) -> SamplingBatch:
-        """As `Ops.sample` takes it."""
         bias, penalties = (None, None) if changes is None else changes
         return SamplingBatch(
             num_token_ids=num_token_ids,
@@ -90,7 +89,6 @@ class SampledRows:
         )
 
     def pointers(self) -> _SampledRows:
-        """As the kernels take it."""
         return _SampledRows(*(address(self.columns[name]) for name in ROW_COLUMNS))
 
 
@@ -136,7 +134,6 @@ class DecodeInputs:
         )
 
     def model_inputs(self) -> _ModelInputs:
-        """As the kernels take it."""
         return _model_inputs(self.token_ids, self.batch)
 
 
@@ -187,7 +184,6 @@ class MixedInputs:
         return cls(record=place, token_ids=cupy.empty(num_tokens, np.int32), batch=batch)
 
     def model_inputs(self) -> _ModelInputs:
-        """As the kernels take it."""
         return _model_inputs(self.token_ids, self.batch)
 
 

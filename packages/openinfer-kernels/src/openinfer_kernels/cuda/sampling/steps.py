@@ -154,13 +154,7 @@ class SlotState:
         return bias, penalties
 
     def keep_sampled(self, sampled_slots: Array, token_ids: Array, *, counts: bool) -> None:
-        """Notes what rows sampled; slots and ids below 0 are passed over.
-
-        Args:
-            sampled_slots: `[R]`.
-            token_ids: `[R]`.
-            counts: whether any of the slots may have penalties.
-        """
+        """Notes what rows sampled; slots and ids below 0 are skipped. `counts`: whether a slot may have penalties."""
         count = sampled_slots.shape[0]
         arguments = [
             self._slot_arrays(),
@@ -194,7 +188,6 @@ class SlotState:
 
 
 def state_bytes(sizes: SlotSizes) -> int:
-    """Device memory that a `SlotState` takes."""
     per_slot = 4 * sizes.max_blocks + 5 * sizes.num_columns + 8 * sizes.max_biased + PARAMS_BYTES + 32
     return sizes.max_num_seqs * per_slot
 
