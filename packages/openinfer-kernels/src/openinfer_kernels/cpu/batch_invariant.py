@@ -127,6 +127,7 @@ def _attend(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], see
     num_tiles = int(seen[-1]) // KEYS + 1  # of which there are fewer where the last queries are padding
     for index, (some_keys, some_values) in enumerate(zip(keys[:num_tiles], values[:num_tiles], strict=True)):
         scores = rows @ some_keys[:, None].swapaxes(2, 3)
+        # Products are always of whole tiles: what a query must not see is masked, not left out.
         np.copyto(scores, -np.inf, where=index * KEYS + np.arange(KEYS) > seen[:, None])
         highest = np.maximum(top, scores.max(axis=-1, keepdims=True))
         factor = np.exp(top - highest)

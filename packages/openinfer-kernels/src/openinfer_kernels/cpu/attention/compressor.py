@@ -85,7 +85,9 @@ def compress_windows(
     for row in rows_of(batch):
         first, last = row.start // ratio, (row.end - 1) // ratio
         open_windows = np.zeros((last - first + 1, 3, width), np.float32)
+        # The running maximum of a window without tokens.
         open_windows[:, 0] = -np.inf
+        # A window that an earlier step began goes on with its sums.
         if row.start % ratio:
             open_windows[0] = state[row.slot, layer]
         _absorb(open_windows, projected[row.tokens], ape, start=row.start - first * ratio)
@@ -104,6 +106,8 @@ def _absorb(windows: NDArray[Any], projected: NDArray[Any], ape: NDArray[Any], *
     ratio, width = len(ape), len(ape[0])
     places = start + np.arange(len(projected))
     values, weights = projected[:, :width], projected[:, width:]
+    # Place by place: tokens of one place are of different windows, so that no assignment writes a window twice,
+    # and a window's tokens are added in their order.
     for place in np.unique(places % ratio).tolist():
         tokens = np.flatnonzero(places % ratio == place)
         into = places[tokens] // ratio
@@ -151,6 +155,7 @@ def _overlapping_means(known: NDArray[Any], windows: NDArray[Any], ratio: int, *
     previous = np.where(has_previous[:, None], own - ratio, 0)
     values = np.concatenate((known[previous, :half], known[own, half:width]), axis=1)  # [n, 2 m, d]
     logits = np.concatenate((known[previous, width : width + half], known[own, width + half :]), axis=1)
+    # The first window has none before it.
     logits[~has_previous, :ratio] = -np.inf
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     return (weights * values).sum(axis=1) / weights.sum(axis=1)

@@ -46,6 +46,7 @@ def index_scores(
 def select_entries(scores: NDArray[Any], k: int) -> NDArray[np.int32]:
     chosen = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     beyond = scores.shape[1]
+    # Scores of -inf are entries that do not exist yet; where there are fewer than `k`, -1 fills up.
     is_seen = np.take_along_axis(scores, chosen, axis=1) > -np.inf
     ascending = np.sort(np.where(is_seen, chosen, beyond), axis=1)
     out = np.full((len(scores), k), -1, np.int32)

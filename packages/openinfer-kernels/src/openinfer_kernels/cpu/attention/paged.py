@@ -89,6 +89,7 @@ def _gather(
     both = layer_cache[blocks, np.arange(2).reshape(2, 1, 1, 1), heads]
     both = both.reshape(2, len(group.rows), num_kv_heads, num_blocks * block_tokens, head_dim)
     for index, context in enumerate(group.contexts.tolist()):
+        # Blocks may hold anything beyond the context, NaN as well, and NaN times a weight of zero is NaN.
         both[:, index, :, context:] = 0.0
     return both[0], both[1]
 
@@ -125,6 +126,7 @@ def _hide_later(scores: NDArray[Any], last_seen: NDArray[Any]) -> None:
 
 def _softmax_product(scores: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
     """`softmax(scores) @ values`, divided at the end; `scores` are overwritten."""
+    # No score is above zero then, so that no exponential overflows.
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     mixed = scores @ values

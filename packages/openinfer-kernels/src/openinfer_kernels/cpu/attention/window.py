@@ -46,6 +46,7 @@ def window_attention(
                 last = int(np.flatnonzero(visible.any(axis=0))[-1]) + 1 if visible.any() else 0
                 keys, seen = np.concatenate((far[:last], keys)), np.concatenate((visible[:, :last], seen), axis=1)
             out[tokens] = _attend(q[tokens] * np.float32(scale), keys, seen, sinks)
+        # After the row is computed: its tokens overwrite the oldest ones, which its first tokens still see.
         kept = np.arange(max(row.start, row.end - width), row.end)
         window[row.slot, layer, kept % width] = kv[row.tokens][-len(kept) :]
     return rotate_tail(out, batch.positions, rope, direction=-1.0).reshape(len(q), -1)
@@ -73,6 +74,7 @@ def _attend(queries: NDArray[Any], keys: NDArray[Any], seen: NDArray[Any], sinks
     """Attention of `queries [n, H, D]` to those of `keys [keys, D]` that `seen [n, keys]` says: `[n, H, D]`."""
     scores = queries @ keys.T  # [n, H, keys]
     np.copyto(scores, -np.inf, where=~seen[:, None])
+    # A sink has a score and no value: it takes part in the sum of weights alone.
     top = np.maximum(scores.max(axis=2, keepdims=True), sinks[:, None])
     np.exp(scores - top, out=scores)
     total = scores.sum(axis=2, keepdims=True) + np.exp(sinks[:, None] - top)

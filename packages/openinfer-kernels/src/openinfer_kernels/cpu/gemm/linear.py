@@ -32,6 +32,7 @@ def swiglu(both: NDArray[Any]) -> NDArray[Any]:
     width = both.shape[-1] // 2
     gate, up = both[:, :width], both[:, width:]
     out = np.negative(gate)
+    # `silu(g)` is `g / (1 + exp(-g))`. Where `exp` overflows to infinity the quotient below is zero, which is right.
     np.exp(out, out=out)
     out += 1.0
     np.divide(gate, out, out=out)

@@ -78,6 +78,7 @@ def _bytes_of(part: QuantisedPart) -> NDArray[np.uint8]:
     if isinstance(part.codes, RandomCodes):
         return random_codes(part.codes)
     codes = np.ascontiguousarray(part.codes)
+    # Bytes of a word in the same order on every machine: tables are looked up byte by byte.
     return codes.astype(codes.dtype.newbyteorder("<"), copy=False).view(np.uint8)
 
 

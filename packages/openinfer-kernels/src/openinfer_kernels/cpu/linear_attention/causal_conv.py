@@ -39,6 +39,7 @@ def _taps(window: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
     width = weight.shape[1]
     num_tokens = window.shape[-1] - width + 1
     out = np.zeros((*window.shape[:-1], num_tokens), window.dtype)
+    # Tap by tap, never by a product of matrices: the order of the sum must not depend on the number of tokens.
     for tap in range(width):
         out += weight[:, tap, None] * window[..., tap : tap + num_tokens]
     return out

@@ -64,6 +64,7 @@ def gated_delta_rule(
         state[slots[single.rows], layer] = states
     for row, tokens, begins in long_rows(batch):
         states = read_states(state, layer, slots[[row]], np.array([begins]))
+        # The state goes from chunk to chunk, so chunks of a row are computed in order.
         for first in range(tokens.start, tokens.stop, chunk_tokens):
             piece = slice(first, min(first + chunk_tokens, tokens.stop))
             some = inputs.at(piece)
@@ -86,6 +87,7 @@ def _inputs(
         k=np.repeat(_unit(k, key_dim), repeats, axis=1),
         v=v.reshape(len(v), num_heads, value_dim),
         beta=1.0 / (1.0 + np.exp(-b)),
+        # `logaddexp(0, x)` is softplus without its overflow.
         log_decay=-np.exp(a_log) * np.logaddexp(np.float32(0.0), a + dt_bias),
     )
 
@@ -124,6 +126,7 @@ def _chunk(inputs: _Inputs, state: NDArray[Any]) -> NDArray[Any]:
 def _decay_between(total: NDArray[Any]) -> NDArray[Any]:
     """`[N, C, C]`: `e^{total_i - total_j}` where `j <= i`, else 0."""
     earlier = np.tri(total.shape[1], dtype=np.bool_)
+    # Masked before `exp`: later pairs have positive exponents, which may overflow.
     exponents = np.where(earlier, total[:, :, None] - total[:, None, :], -np.inf)
     return np.exp(exponents).astype(total.dtype, copy=False)
 

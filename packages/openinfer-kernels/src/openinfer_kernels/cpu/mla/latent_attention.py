@@ -105,6 +105,7 @@ def _attend(q: NDArray[Any], keys: NDArray[Any], values: NDArray[Any]) -> NDArra
         seen = int(last_seen[-1]) + 1
         scores = q[:, first : first + tile] @ keys[:, :seen].swapaxes(1, 2)
         np.copyto(scores, -np.inf, where=np.arange(seen) > last_seen[:, None])
+        # No score is above zero then, so that no exponential overflows.
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         weights = scores.sum(axis=-1, keepdims=True)

@@ -30,6 +30,7 @@ def experts(
         gated = limited_swiglu(multiply(x[tokens], matrix_of(gate_up, expert)), limit=limit)
         terms[tokens, places] = multiply(gated, matrix_of(down, expert)) * choice.weights[tokens, places, None]
     out = np.zeros(x.shape, np.float32)
+    # In the order of each token's choice, whichever experts came first above: the sum does not depend on the batch.
     for place in range(own.shape[1]):
         out += terms[:, place]
     return out if shared is None else out + shared

@@ -44,6 +44,7 @@ def _scores(logits: NDArray[Any], scoring: Scoring) -> NDArray[Any]:
     if scoring is Scoring.SIGMOID:
         return 1 / (1 + np.exp(-logits))
     if scoring is Scoring.SQRT_SOFTPLUS:
+        # `log1p(exp(x))` overflows for large `x`, where it is `x` to float32's precision.
         return np.sqrt(np.where(logits > _SOFTPLUS_LINEAR, logits, np.log1p(np.exp(logits))))
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
     return shares / shares.sum(axis=1, keepdims=True)
@@ -67,6 +68,7 @@ def _largest(values: NDArray[Any], count: int) -> NDArray[Any]:
 def _choice(
     ids: NDArray[Any], scores: NDArray[Any], routing: Routing, cache_slots: NDArray[Any] | None
 ) -> ExpertChoice:
+    # The bias takes part in the choice alone: weights are of the scores without it.
     weights = np.take_along_axis(scores, ids, axis=1)
     if routing.normalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + _LEAST_SUM)

@@ -59,6 +59,7 @@ def hyper_head(
 
 def doubly_stochastic(logits: NDArray[Any], *, mix_eps: float, num_iterations: int) -> NDArray[Any]:
     """`softmax` of the rows of `logits [T, n, n]`, then columns and rows divided by their sums in turn."""
+    # Less the largest of each row, so that no exponential overflows.
     mixing = np.exp(logits - logits.max(axis=2, keepdims=True))
     mixing /= mixing.sum(axis=2, keepdims=True)
     mixing += np.float32(mix_eps)

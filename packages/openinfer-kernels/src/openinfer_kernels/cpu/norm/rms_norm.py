@@ -42,6 +42,7 @@ def gated_rms_norm(x: NDArray[Any], gate: NDArray[Any], weight: NDArray[Any], *,
 
 def inverse_rms(x: NDArray[Any], *, eps: float) -> NDArray[Any]:
     """`1 / sqrt(mean(x^2) + eps)` over the last axis, which stays with length 1."""
+    # `vecdot` makes no array of squares.
     scales = np.vecdot(x, x)[..., None]
     scales /= x.shape[-1]
     scales += eps

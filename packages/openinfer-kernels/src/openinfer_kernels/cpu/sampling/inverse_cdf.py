@@ -28,6 +28,7 @@ def drawn_columns(weights: NDArray[Any], numbers: NDArray[np.float64]) -> NDArra
     inner = blocks[rows, block_ids]
     running = np.cumsum(inner, axis=1, dtype=np.float64)
     columns = np.count_nonzero(running <= (targets - before)[:, None], axis=1)
+    # Rounding may put the target at or beyond the block's own sum: then its last column of positive weight is drawn.
     last_positive = _BLOCK - 1 - np.argmax(inner[:, ::-1] > 0, axis=1)
     return block_ids * _BLOCK + np.minimum(columns, last_positive)
 

@@ -32,6 +32,7 @@ def _fill_row(result: Logprobs, index: int, row: NDArray[Any], token_id: int) ->
         result.chosen[index] = row[token_id] - log_sum
         result.ranks[index] = 1 + np.count_nonzero(row > row[token_id])
     if result.top.shape[1]:
+        # A comparison with NaN is false, which would leave too few columns above the threshold.
         comparable = np.where(np.isnan(row), -np.inf, row) if np.isnan(maximum) else row
         ids = top_ids(comparable, result.top.shape[1])
         result.top_ids[index] = ids

@@ -32,6 +32,7 @@ def sample(logits: NDArray[Any], sampling: SamplingBatch) -> NDArray[np.int32]:
     for rows in _pieces(np.flatnonzero(is_drawn & ~is_cut), num_columns=scores.shape[1]):
         weights = _weights(scores[rows], maxima[rows], sampling, rows)
         tokens[rows] = drawn_columns(weights, numbers[rows])
+    # Row by row, as each has its own number of candidates.
     for row in np.flatnonzero(is_drawn & is_cut).tolist():
         ids, weights = _likeliest(scores, maxima, sampling, row)
         tokens[row] = ids[drawn_column(weights, numbers[row])]

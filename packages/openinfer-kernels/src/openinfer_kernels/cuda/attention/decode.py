@@ -73,6 +73,7 @@ class AttentionDecode:
         stem, self._variants = (_HOPPER_STEM, _HOPPER) if device.has(_HOPPER_STEM) else (_STEM, _ANY_GPU)
         self._kernels = {key: _kernel(device, stem, *key, variant) for key, variant in self._variants.items()}
         self._num_multiprocessors = device.num_multiprocessors
+        # Kernels leave the counters at zero: launches share them, and no memset comes between two layers.
         self._arrivals = cupy.zeros(_MAX_ITEMS, np.int32)
 
     def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
@@ -85,6 +86,7 @@ class AttentionDecode:
             raise ArrayMismatchError(
                 f"attention over {num_rows} rows of {num_kv_heads} KV heads: at most {_MAX_ITEMS} of both multiplied"
             )
+        # As many blocks as run at once: they share the flattened list of work tiles evenly, whatever the contexts are.
         blocks = self._num_multiprocessors * self._variants[head_dim, tiles].blocks
         partials = cupy.empty(blocks * 2 * _HEADS_OF_TILE * tiles * (head_dim + 2), np.float32)
         arguments = _Arguments(
@@ -95,7 +97,10 @@ class AttentionDecode:
             num_rows,
             batch.block_tables.shape[1],
             group,
+            # From the second layer on, the batch and all tokens but the newest are read before the kernel ahead ends:
+            # the step's inputs have long been written by then, and no row reads what another row of the step appends.
             int(layer > 0),
+            # The kernel takes powers of two, not of e.
             scale * _LOG2_E,
         )
         self._kernels[head_dim, tiles]((blocks, 1, 1), (_WARPS * 32, 1, 1), [arguments], overlap=True)
@@ -106,5 +111,6 @@ def _kernel(device: Device, stem: str, head_dim: int, tiles: int, variant: _Vari
     sums = _WARPS * heads * (head_dim + _PADDING)
     ends = 4 * (2 * _WARPS * heads + 2 * _WARPS + 8 + sums)
     ring = _WARPS * variant.kv_tiles * 2 * (_TILE_TOKENS * head_dim * 2 + 8)  # keys, values, and a barrier for each
+    # Three numbers of each row, by which blocks find their place in the list of work tiles.
     shared_bytes = ring + ends + 4 * (3 * MAX_ROWS + 1)
     return device.kernel(stem, f"{stem}_{head_dim}_{tiles}", shared_bytes=shared_bytes)

@@ -31,13 +31,14 @@ class Attention:
             self._prefill = AttentionPrefill(device)
 
     def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
-        """H / K is at most 16, `scale` positive; a row without context (padding of captured steps) gets no result."""
+        """H / K is at most 16, `scale` positive; a row without context, padding of captured steps, gets no result."""
         _check(q, kv_cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
         if q.shape[2] < _SMALLEST_OF_ALL_KERNELS:
             self._small.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
             return out
+        # Only sizes are known here: the decode kernel skips rows with more tokens, the prefill kernel those with one.
         if num_tokens < num_rows * most or most == 1:  # else every row is as long as the longest
             self._decode.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
         if most > 1:

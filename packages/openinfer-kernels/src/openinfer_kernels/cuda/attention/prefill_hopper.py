@@ -61,6 +61,7 @@ class AttentionPrefillHopper:
             )
             for head_dim, keys in _KEYS.items()
         }
+        # Kernels leave counters and arrivals at zero, so that a captured launch can be repeated without a memset.
         self._counters = cupy.zeros(2, np.int32)
         self._num_multiprocessors = device.num_multiprocessors
         self._arrivals = cupy.zeros(2 * self._most_work_tiles, np.int32)
@@ -76,6 +77,7 @@ class AttentionPrefillHopper:
         num_rows, group = len(batch.context_lens), q.shape[1] // num_kv_heads
         layer_rows = 2 * num_kv_heads * block_tokens
         fewest_tiles = len(q) * group // _QUERY_ROWS * num_kv_heads
+        # Only sizes decide: the division itself is made on the device, so that a captured step serves any chunks.
         divides = self._divides_contexts and fewest_tiles < self._num_multiprocessors
         partials = (
             cupy.empty((self._most_work_tiles, head_dim // 8 + 1, _CONSUMERS, 4), np.float32) if divides else None
@@ -92,6 +94,7 @@ class AttentionPrefillHopper:
             self._least_tokens,
             num_layers * layer_rows,
             layer * layer_rows,
+            # The kernel divides by the group with a multiplication; not by a group of 1, which has no such number.
             -(-(1 << 32) // group) & 0xFFFFFFFF,
             scale * _LOG2_E,
         )
@@ -99,5 +102,6 @@ class AttentionPrefillHopper:
         row_bytes = head_dim * bfloat16.itemsize
         cache_map = self._maps.of(Cut(address(kv_cache), rows_shape, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
         tiles = most_tiles(len(q), num_rows, group, query_rows=_QUERY_ROWS) * num_kv_heads
+        # With few tiles the blocks that have none of their own take a share of another's keys.
         blocks = self._num_multiprocessors if divides else min(tiles, self._num_multiprocessors)
         self._kernels[head_dim]((blocks, 1, 1), (_THREADS, 1, 1), [cache_map, arguments], overlap=True)

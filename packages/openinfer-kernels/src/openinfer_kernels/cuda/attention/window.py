@@ -108,6 +108,7 @@ class WindowAttention:
         self._attend[most]((tokens, splits, -(-heads // most)), (_THREADS, 1, 1), [arguments])
         if several:
             self._merge((tokens, heads, 1), (_THREADS, 1, 1), [arguments, ctypes.c_int(splits)])
+        # The window is written last: the attention reads what it held before this step.
         self._keep((len(batch.context_lens), window.shape[2], 1), (64, 1, 1), [arguments])
         return out
 

@@ -138,6 +138,7 @@ class NcclGroup:
         size, kind, stream = len(source), _data_type(source), _stream()
         count = source.size // size
         step = count * source.itemsize
+        # In one group, as a rank whose send waits for a receive that its peer has not queued would wait for good.
         with self._together():
             for rank in range(size):
                 offset = rank * step
@@ -150,6 +151,7 @@ class NcclGroup:
         That returns when all graphs with its collectives are gone.
         """
         handle, self._handle = self._handle, ctypes.c_void_p()
+        # The handle is gone from the group already, so that `close` does not free it a second time.
         return lambda: self._library.ncclCommAbort(handle) if handle else None
 
     def close(self) -> None:

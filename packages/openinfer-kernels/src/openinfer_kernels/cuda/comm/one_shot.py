@@ -19,8 +19,10 @@ from openinfer_kernels.ops import Array
 
 MAX_RANKS = 8
 HANDLE_BYTES = 64
+# With three, a buffer is empty before another rank writes to it again, and no rank waits for that: see the source.
 _NUM_BUFFERS = 3
 _STATE_BYTES = 32
+# Bits that no sender writes: -0 in float32, 0 and -0 in a pair of BF16; senders send zeros for them.
 _EMPTY = 0x80000000
 _THREADS = 256
 
@@ -60,11 +62,13 @@ class OneShot:
         self._own: int = runtime.malloc(buffer_bytes)  # CuPy's pool may not hand out the beginning of an allocation
         self._opened: list[int] = []
         self._state: Array = cupy.zeros(_STATE_BYTES, np.uint8)
+        # In host memory, where `abort` can write while kernels that wait for another rank read it.
         pinned: Any = cupy.cuda.alloc_pinned_memory(4)
         self._is_aborted = np.frombuffer(pinned, np.uint32, 1)
         self._is_aborted[0] = 0
         stream = cupy.cuda.get_current_stream()
         check(driver.cuMemsetD32Async(self._own, _EMPTY, buffer_bytes // 4, stream.ptr))
+        # Other ranks may write as soon as they have connected: the buffers must be empty by then.
         stream.synchronize()
         self._group = _Group(
             state=address(self._state),

@@ -42,6 +42,7 @@ class RankArrays:
         if not array.size:
             return out
         piece_bytes = array.nbytes // (first * second)
+        # The widest access that divides the size of a piece and both addresses.
         where = piece_bytes | address(array) | address(out)
         width = next(each for each in (VECTOR_BYTES, 4, 1) if where % each == 0)
         units = piece_bytes // width

@@ -45,6 +45,7 @@ class DevicePool:
         num_blocks: int = pool.shape[0]
         block_bytes: int = pool.nbytes // num_blocks
         slot_bytes: int = 0 if slots is None else slots.shape[1] * slots.dtype.itemsize
+        # The kernel that sums up reads 16 bytes at a time.
         if block_bytes % _SUM_BYTES or address(pool) % _SUM_BYTES:
             raise ArrayMismatchError(f"KV blocks of {block_bytes} bytes; they must be whole pieces of {_SUM_BYTES}")
         if slot_bytes % block_bytes:
@@ -127,6 +128,7 @@ class _OfThread(threading.local):
         self._bytes = block_bytes
         self._kernel = device.kernel("block_sums", "block_sums")
         self._stream = cupy.cuda.Stream(non_blocking=True)
+        # Blocking: a thread that waits sleeps and leaves the processor to the others.
         self._done = cupy.cuda.Event(block=True, disable_timing=True)
         self._addresses, self._sums = _pinned(_BATCH_BLOCKS, 1), _pinned(_BATCH_BLOCKS, 2)
         with self._stream:
@@ -139,6 +141,7 @@ class _OfThread(threading.local):
         copy, stream = cupy.cuda.runtime.memcpyAsync, self._stream.ptr
         self._addresses[:num_blocks, 0] = blocks
         copy(address(self._device_addresses), self._addresses.ctypes.data, 8 * num_blocks, _TO_DEVICE, stream)
+        # The pieces of a block add to its sum, which therefore begins at zero.
         cupy.cuda.runtime.memsetAsync(address(self._device_sums), 0, _SUM_BYTES * num_blocks, stream)
         for block, host, nbytes in _runs(blocks, hosts, self._bytes):
             target, source = (block, host) if kind == _TO_DEVICE else (host, block)

@@ -68,6 +68,7 @@ class Memory:
         return out
 
     def upload_float32(self, *parts: WeightPart) -> Array:
+        # Made on the host: what stays float32 is short.
         out = self.upload(to_float32(*parts))
         self._progress(out.nbytes)
         return out

@@ -86,6 +86,7 @@ class StagingBuffer:
     def begin(self) -> None:
         """Waits for the last step that used it, and forgets what that left; the largest buffer is kept."""
         self.done.wait()
+        # The largest is kept, so that a step like the last one needs one buffer.
         self._buffers = [max(self._buffers, key=len)]
         self._used = 0
 

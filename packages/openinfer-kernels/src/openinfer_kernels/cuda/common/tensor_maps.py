@@ -37,6 +37,7 @@ class TensorMaps:
         found = self._maps.get(cut)
         if found is None:
             if len(self._maps) >= _MOST_KEPT:
+                # Addresses of activations come and go: a map that is needed again is made again.
                 self._maps.clear()
             found = self._maps[cut] = _encoded(cut)
         return found

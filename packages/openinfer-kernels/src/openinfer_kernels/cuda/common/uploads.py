@@ -64,6 +64,7 @@ class Uploads:
             out: BF16, or what `convert` writes; contiguous.
             convert: in the place of what float32 and float16 take.
         """
+        # Contiguous arrays are cut anywhere, also inside their rows.
         if host.flags.c_contiguous:
             host, out = host.reshape(-1), out.reshape(-1)
         row_bytes = max(1, host[:1].nbytes)
@@ -109,6 +110,7 @@ class Uploads:
             _send(staged, on_device, lane.stream)
             with self._lock:  # a kernel's arguments are one thread's at a time
                 (convert or self._convert)(on_device, out)
+        # The buffer may be filled again once the stream has come to here.
         buffer.taken.record(lane.stream)
 
     def _lane(self) -> "_Lane":

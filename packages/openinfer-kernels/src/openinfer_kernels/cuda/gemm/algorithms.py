@@ -70,12 +70,14 @@ class Algorithms:
         text = json.dumps(
             {_text_of(key): algorithm.words.tobytes().hex() for key, algorithm in sorted_items(merged)}, indent=0
         )
+        # Several processes may save at once: a file appears only when it is whole.
         with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=".partial-", delete=False) as partial:
             partial.write(text)
         Path(partial.name).replace(self._path)
 
     def _times_ms(self, candidates: Sequence[Algorithm], run: Callable[[Algorithm], None]) -> list[float]:
         """Median of each; infinite for one that cuBLASLt refuses after all."""
+        # A step comes to each weight with a cold cache, so twice the size of L2 is written before each run.
         flood = cupy.empty(2 * self._l2_bytes, np.uint8)
         events: list[list[tuple[object, object]]] = [[] for _ in candidates]
         for _ in range(_REPEATS):

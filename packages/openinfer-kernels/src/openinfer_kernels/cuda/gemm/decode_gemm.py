@@ -16,6 +16,8 @@ _CHUNK_COLUMNS = 128
 _THREADS = 160
 _MOST_BLOCKS_PER_TILE = 3
 _BLOCKS_PER_MULTIPROCESSOR = 2
+# At most half of a multiprocessor's shared memory: the next product's blocks move in next to those of the last one and
+# fetch their weights while it ends.
 _SHARED_KIB = {8: 113, 16: 89, 32: 89}
 """Of a block, by the most tokens of a kernel."""
 _MOST_TOKENS = max(_SHARED_KIB)
@@ -62,6 +64,7 @@ class DecodeGemm:
         num_tokens, k = x.shape
         n = weight.sizes[1] * weight.sizes[2] * weight.sizes[3]
         tokens = next(most for most in kernels if num_tokens <= most)
+        # The map ends at the last token, and the copy engine fills up with zeros: nothing is padded or copied.
         x_cut = Cut(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
         sizes = [ctypes.c_int(size) for size in (num_tokens, n, k)]
         blocks, cluster = self._partition(n // _ROWS, k // _CHUNK_COLUMNS)
@@ -70,6 +73,8 @@ class DecodeGemm:
 
     def _partition(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:
         """Blocks in all, and those that share a tile: several where there are too few tiles for the chip."""
+        # Clusters divide K where tiles are few, and add through distributed shared memory in order of rank: no atomics,
+        # so that one run twice is bit-identical.
         cluster = min(self._most_blocks_per_tile, max(1, self._num_multiprocessors // tiles), chunks_per_tile)
         if cluster > 1:
             return tiles * cluster, cluster
@@ -94,5 +99,6 @@ def _rows_cut(weight: Array) -> Cut:
 def _weight_cut(weight: Array, *, second_bytes: int, third_bytes: int) -> Cut:
     """Tiles of 64 rows: 8 rows, twice with `second_bytes` between, and that four times with `third_bytes` between."""
     n, k = weight.shape
+    # Four axes, so that the copy engine itself interleaves 8 rows of gate with the 8 of up: a thread ends up with both.
     strides_bytes = (k * _BF16_BYTES, second_bytes, third_bytes)
     return Cut(address(weight), (k, 8, 2, n // 16), strides_bytes, (_BOX_COLUMNS, 8, 2, _ROWS // 16))

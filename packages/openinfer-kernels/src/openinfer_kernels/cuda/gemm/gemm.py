@@ -68,6 +68,8 @@ class Gemm:
         num_tokens, k = x.shape
         cluster = multicast_ctas * split_k
         clusters = -(-num_tokens // tile.tokens) * -(-len(weight) // (tile.columns * multicast_ctas))
+        # A cluster that does not fit waits for the others to end, so there are no more than run at a time; those that
+        # divide K were chosen to fit.
         if split_k == 1:  # a block takes tile after tile
             clusters = min(clusters, self._clusters_of(cluster))
         x_cut = Cut(address(x), (k, num_tokens), (k * _BF16_BYTES,), (CHUNK, tile.tokens // multicast_ctas))
@@ -84,6 +86,7 @@ class Gemm:
         n, k = weight.shape
         key = epilogue, len(x), n, k
         if key not in self._partitions:
+            # Prompts have any length: without an end the table would grow as long as the process lives.
             if len(self._partitions) >= _MOST_KEPT:
                 self._partitions.clear()
             self._partitions[key] = partition_product(epilogue, len(x), n, k, self._room)
@@ -99,6 +102,7 @@ class Gemm:
         if blocks not in self._most_clusters:
             tile = TILES[Epilogue.STORE][0]
             kernel = self._kernels[Epilogue.STORE, tile]
+            # The driver is asked, as groups of multiprocessors differ in size: fewer clusters run than blocks suggest.
             self._most_clusters[blocks] = kernel.most_clusters(blocks, threads=tile.threads)
         return self._most_clusters[blocks]
 

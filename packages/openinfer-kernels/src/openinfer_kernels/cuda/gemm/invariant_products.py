@@ -78,6 +78,7 @@ class InvariantProducts:
     ) -> Algorithm:
         """The first of cuBLASLt's that agrees with the reference; never while a stream captures."""
         few = _random_tokens(problem.shape.k)
+        # The same tokens again and again: a token's bits must not depend on its place in a tile.
         many = cupy.tile(few, (-(-min(most_tokens, _MOST_PROBED) // _PROBE_TOKENS), 1))
 
         def result_of(algorithm: Algorithm, x: Array) -> Array:
@@ -88,6 +89,7 @@ class InvariantProducts:
 
         expected = self._reference(few, problem, weight, result_of, biased=biased, dtype=dtype)
         problem.set_num_tokens(most_tokens)
+        # Dividing K changes the order of a sum.
         candidates = self._products.candidates(problem, most=_CANDIDATES, may_divide_k=False)
         for algorithm in candidates:
             try:

@@ -43,6 +43,7 @@ class Linear:
         """`weights_first`: False for a weight that an operator ahead on the stream has made."""
         _check(x, weight, bias)
         out = cupy.empty((x.shape[0], weight.shape[0]), bfloat16)
+        # Our kernels have no epilogue that adds a bias.
         own = self._own(Epilogue.STORE, x, weight) if bias is None else None
         if own is None:
             self._library.multiply(x, weight, bias, out)

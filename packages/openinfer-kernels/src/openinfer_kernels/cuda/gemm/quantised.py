@@ -82,6 +82,7 @@ class Quantised:
             raise ArrayMismatchError(f"x {x.shape} and the weight {weight.shape} do not agree on the inner size")
         tile_tokens = tile_of(weight.format, len(x))
         if self._gemm.chooses and tile_tokens is None:
+            # The copy is made by the kernel just ahead: a product that reads its weight early would read it unfinished.
             return self._linear.linear(x, self.dequantised(weight), weights_first=False)
         out = cupy.empty((len(x), weight.shape[0]), bfloat16)
         if len(x):
@@ -121,6 +122,7 @@ class Quantised:
         if parts[0].format is WeightFormat.FP8_BLOCKS:
             scales = float32_scales(scales)
         if block[1] > _GROUP:
+            # Kernels know one width of a block: the scales of wider ones are repeated.
             scales = np.repeat(scales, block[1] // _GROUP, axis=1)
         if scales.shape[1] % _PITCH:
             scales = np.pad(scales, ((0, 0), (0, -scales.shape[1] % _PITCH)))

@@ -123,9 +123,11 @@ class GatedDeltaRule:
         if in_chunks:
             walk = self._walk_of_several if len(qkv) >= 2 * most else self._walk_of_one
             self._run_chunks(walk, arguments, batch, len(qkv))
+            # The steps' kernel takes the rows that are too short for chunks.
             arguments.most_tokens = _LEAST_CHUNK_TOKENS - 1
         if not in_chunks or len(qkv) < rows.num_rows * most:  # else every row is as long as the longest
             num_rows = len(batch.context_lens)
+            # Few rows have too few blocks to fill the GPU with wide slices of the state.
             columns = _NARROW if num_rows <= _NARROW_ROWS else _WIDE
             grid = (heads * _DIM // columns, num_rows, 1)
             self._steps[columns](grid, (4 * columns, 1, 1), [arguments], overlap=True)

@@ -81,6 +81,7 @@ class LatentAbsorbed:
         self._attend = device.kernel(
             "latent_attention", f"latent_attention_{self._warps}", shared_bytes=_shared_bytes(self._warps)
         )
+        # With two blocks on a multiprocessor, one multiplies while the other waits for its maximum.
         two_fit = 2 * _shared_bytes(self._warps) + _RESERVED_BYTES <= device.max_shared_bytes
         self._workers = device.num_multiprocessors * (1 + two_fit)
 
@@ -122,10 +123,13 @@ class LatentAbsorbed:
             num_heads,
             block_tokens.bit_length() - 1,
             most_tokens,
+            # From the second layer on, `batch` is read before the kernels ahead have ended: it was written long before.
             int(layer > 0),
             scale * _LOG2_E,
         )
         self._attend((self._workers, 1, 1), (32 * self._warps, 1, 1), [arguments], overlap=True)
+        # A kernel of their own reduces the partials: `latent_values`, with several blocks a head, would read them
+        # several times.
         merge = _MergeArguments(*map(address, (partials, items, whole)), num_heads)
         threads = _MERGE_THREADS * (_FEW_TOKENS_WAYS if num_tokens <= _FEW_TOKENS else 1)
         self._merge((num_heads, num_tokens, 1), (threads, 1, 1), [merge], overlap=True)

@@ -98,6 +98,7 @@ class LatentExpanded:
             most_tiles(num_tokens, num_rows, 1, query_rows=_QUERY_ROWS),
             _heads_at_once(context_tokens, num_heads),
         )
+        # All heads' keys and values of long contexts do not fit into the scratch: as many heads at a time as do.
         for first_head in range(0, num_heads, at_once):
             weight = kv_b_proj[first_head * _OWN : (first_head + at_once) * _OWN]
             own = self._linear.linear(latents, weight)  # [context_tokens, heads 256]

@@ -39,6 +39,7 @@ class LatentAttention:
         absorbed = partial(self._absorbed.launch, q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale)
         least, context_tokens = math.ceil(shape.least_expanded_tokens), batch.chunk_context_tokens
         expanded = self._expanded if batch.max_query_tokens >= least else None
+        # Expanding needs memory for the contexts, so the host must know them: a captured step is absorbed as a whole.
         if expanded is None or context_tokens is None or not expanded.has_room(context_tokens):
             absorbed(most_tokens=_ANY_NUMBER)
             return out

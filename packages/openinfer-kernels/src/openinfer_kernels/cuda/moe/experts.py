@@ -58,6 +58,7 @@ class Experts:
         plan = self._planned(choice, num_experts, first_expert)
         gated = cupy.empty((num_slots, gate_up.shape[1] // 2), bfloat16)
         products = cupy.empty((num_slots, h), bfloat16)
+        # Down's products are written last: until then their array may hold the tokens in the plan's order.
         self._gate(x, gate_up, gated, plan, scratch=products, limit=float("inf") if limit is None else limit)
         if not isinstance(down, QuantisedWeight) and self._hopper.serves(down, plan, limit=float("inf")):
             self._hopper.multiply(gated, down, products, epilogue=Epilogue.STORE, plan=plan)
@@ -82,6 +83,7 @@ class Experts:
     def _gate(self, x: Array, gate_up: LinearWeight, gated: Array, plan: Plan, *, scratch: Array, limit: float) -> None:
         """Writes `silu(gate x) * up x` of every position into `gated`; `scratch [positions, h]` may be overwritten."""
         if isinstance(gate_up, QuantisedWeight) or not self._hopper.serves(gate_up, plan, limit=limit):
+            # The plan says which weights are read and is made just ahead on the stream, so weights cannot come first.
             gemm, epilogue = self._gemm, Epilogue.SWIGLU
             gemm.multiply(
                 x,
@@ -102,6 +104,7 @@ class Experts:
         """The choices of each expert in tiles, as many as there may be at most."""
         ids, num_slots = choice.ids, choice.ids.size
         tokens = self._gemm.tile_tokens(num_slots, choice.num_experts or num_experts)
+        # The host does not know the choices: there are tiles for the worst case, and blocks without one end at once.
         most_tiles = min(num_experts, num_slots) + num_slots // tokens
         tiles = cupy.empty((most_tiles, 4), np.int32)
         sorted_tokens, positions = cupy.empty(num_slots, np.int32), cupy.empty(num_slots, np.int32)
@@ -110,6 +113,7 @@ class Experts:
         threads = min(_MOST_EXPERTS, -(-max(num_experts, num_slots) // _WARP) * _WARP)
         self._plan((1, 1, 1), (threads, 1, 1), arguments, overlap=True)
         of_layer = choice.num_experts or num_experts
+        # By this number a kernel is chosen: the worst case would say that the device is busy when it is idle.
         expected = max(1, min(of_layer, num_slots) * num_experts // of_layer)
         return Plan(
             tiles=tiles, sorted_tokens=sorted_tokens, positions=positions, tile_tokens=tokens, expected_tiles=expected

@@ -137,6 +137,7 @@ class HyperConnections:
             return self._few[outputs], -(-tokens // _FEW_TOKENS), column_tiles
         tiles = -(-tokens // _MANY_TOKENS[outputs])
         wanted = max(1, self._most_blocks // tiles)
+        # No more splits than fill the GPU, each of as many tiles of columns as any other.
         splits = next(n for n in range(min(wanted, column_tiles), 0, -1) if column_tiles % n == 0)
         return self._many[outputs], tiles, splits
 

@@ -79,6 +79,7 @@ class Sampling:
             return tokens
         columns = slice_columns(sampling.num_token_ids, self._cluster_blocks)
         is_wide = num_columns % 8 == 0 and fits_vectors(*_read_in_vectors(logits, sampling.penalties))
+        # The kernel reads a row several times: the row itself, unless it is changed or cannot be read by 16 bytes.
         needs_scratch = not is_wide or _has_changes(sampling)
         scratch = cupy.empty(num_rows * self._cluster_blocks * columns, np.float32) if needs_scratch else None
         arguments = _Arguments(

@@ -217,6 +217,7 @@ def mixed_record(
     record = padding_record(padded_rows, padded_tokens)
     lines = record[: MIXED_LINES * padded_rows].reshape(MIXED_LINES, padded_rows)
     ends = np.cumsum(counts)
+    # Padding rows begin where the last row ends, so that they have no tokens.
     lines[4, num_rows:] = ends[-1]
     firsts = (ends - counts, np.cumsum(given_counts) - given_counts)
     for line, column in zip(lines, (slots, starts, counts, given_counts, *firsts), strict=True):

@@ -91,6 +91,7 @@ class SlotState:
     def count_tokens(self, slot: int, prompt: Array, output: Array) -> None:
         """Sets what the penalties of a slot look at: int32 ids of the prompt, and of the output so far."""
         seen, counts = self._seen[slot], self._counts[slot]
+        # The slot may have been another sequence's, whose tokens must not be penalised here.
         for array in (seen, counts):
             cupy.cuda.runtime.memsetAsync(address(array), 0, array.nbytes, _stream())
         longest = max(prompt.size, output.size)
