@@ -47,7 +47,7 @@ class EnginePlan:
     model_dir: Path
     options: EngineOptions
     backend: Backend
-    worker_limits: WorkerLimits  # the sizes of each rank's state
+    worker_limits: WorkerLimits
     eos_token_ids: tuple[int, ...]
     layouts: tuple[KvLayout, ...]  # one per rank
     num_blocks: int
@@ -57,7 +57,7 @@ class EnginePlan:
     grammar_compiler: Plugin | None
     kernel_providers: tuple[ChosenProvider, ...]
     tiers: ChosenTiers | None  # where KV blocks go in addition to the pool
-    timeline: Timeline  # of the start that this is part of
+    timeline: Timeline
 
     @property
     def has_states(self) -> bool:
@@ -147,6 +147,7 @@ class EnginePlan:
         return f"where one of {copies} copies of recurrent states is kept" if copies else "off"
 
     def make_grammar_compiler(self) -> GrammarCompiler | None:
+        """Raises `BrokenPlugin`, or `Refused` if it cannot serve this model."""
         vocabulary = Vocabulary(
             model_dir=self.model_dir,
             num_token_ids=self.worker_limits.num_token_ids,
@@ -158,11 +159,13 @@ class EnginePlan:
         return None if self.tiers is None else self.tiers.open(self.layouts[rank])
 
     def make_scheduler(self, *, digest_key: bytes | None = None) -> Scheduler:
+        """Blocks are named with `digest_key`, or one that is drawn; raises `BrokenPlugin`."""
         policy = self.queue_policy.load()(QueuePolicyConfig(tenant_weights=self.options.tenant_weights))
         make: Callable[..., Scheduler] = self.scheduler.load()
         return make(msgspec.structs.replace(self.scheduler_config, digest_key=digest_key), policy)
 
     def open_kv_events(self, scheduler: Scheduler) -> KvEventRecorder | None:
+        """Raises `Refused`: the scheduler does not tell, pyzmq is not installed, or an endpoint cannot be had."""
         if self.options.kv_events is None:
             return None
         return open_kv_events(self.options.kv_events, scheduler, block_size_tokens=self.options.block_size_tokens)

@@ -47,6 +47,7 @@ def choose_providers(asked: Mapping[str, str], *, architecture: str) -> tuple[Ch
 
 
 def with_providers(own: Ops, chosen: Sequence[ChosenProvider]) -> Ops:
+    """Raises `Refused` if a provider cannot be used on this machine."""
     try:
         return provide(own, {each.operator: each.provider for each in chosen})
     except KernelsError as error:

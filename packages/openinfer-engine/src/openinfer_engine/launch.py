@@ -64,7 +64,7 @@ def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOpt
 
 
 def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -> StepLoop:
-    """Loads the weights of every rank and puts the engine together, without a host.
+    """Loads the weights of every rank and puts the engine together, without a host; the loop closes the processes.
 
     Raises:
         Refused: a rank cannot be had, or the file of a trace not be written.

@@ -43,7 +43,10 @@ class _InFlight:
 
 
 class StepLoop:
-    """Implements `openinfer_core.process.host.EngineLoop` with a scheduler and a runner."""
+    """Implements `openinfer_core.process.host.EngineLoop` with a scheduler and a runner.
+
+    The runner, the port, the grammar compiler, the recorder of KV events and the tracer are closed with it.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class StepLoop:
         kv_events: KvEventRecorder | None = None,
         port: TierPort | None = None,
         tracer: Tracer | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,  # seconds
     ) -> None:
         self._info = info
         self._scheduler = scheduler

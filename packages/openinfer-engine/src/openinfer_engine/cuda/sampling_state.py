@@ -23,7 +23,7 @@ class UnscoredRow:
 
     row: int
     targets: tuple[int, ...]
-    top: int  # alternatives that were asked for
+    top: int
 
 
 class CudaSamplingState:

@@ -116,6 +116,7 @@ class SoloCommunicator:
 
 
 def check_axis(array: Array, axis: int, *, pieces: int = 1) -> None:
+    """Raises `ValueError` unless the array has the axis and it can be cut into so many equal pieces."""
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(f"an array of shape {array.shape} has no axis {axis}")
     if array.shape[axis] % pieces:

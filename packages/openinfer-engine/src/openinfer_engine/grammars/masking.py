@@ -39,7 +39,7 @@ class CompiledRequest:
 
     request: GenerateRequest
     arrived_s: float
-    failure: Failed | None  # why it cannot be served
+    failure: Failed | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Checkpoint:
     """All tensors of a model folder. A context manager; arrays that were read stay valid after it is closed.
 
     Raises:
-        InvalidCheckpoint: they have.
+        InvalidCheckpoint: two files have a tensor of the same name.
     """
 
     def __init__(self, files: Collection[SafetensorsFile]) -> None:

@@ -175,6 +175,7 @@ from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(F
 
 
 def send(descriptor: int, message: ToRank | FromRank) -> None:
+    """Writes one message to a pipe, whole; `BrokenPipeError` if the other side is gone."""
     frame = memoryview(encode_frame(message))
     while frame:
         frame = frame[os.write(descriptor, frame) :]

@@ -21,8 +21,8 @@ class ModelArguments:
     model_dir: Path
     family: ModelFamily
     plugin: Plugin
-    options: msgspec.Struct  # the family's options
-    namespace: argparse.Namespace  # all flags
+    options: msgspec.Struct
+    namespace: argparse.Namespace
 
 
 def parse(
