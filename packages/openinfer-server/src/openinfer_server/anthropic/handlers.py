@@ -28,7 +28,7 @@ from openinfer_server.anthropic.types import (
 from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import AnthropicErrorResponse, ApiError, convert_inside, invalid, refused
 from openinfer_server.http.request import HttpRequest
-from openinfer_server.http.routes import Route, RouteDoc
+from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.limits.conversation import read_conversation
 from openinfer_server.openai.types import SystemTurn, Turn
 from openinfer_server.output.parsing import OutputParsers
@@ -171,35 +171,28 @@ def _constraint(request: MessagesRequest) -> OutputConstraint:
 
 def message_routes(service: Service) -> list[Route]:
     messages = Messages(service)
+
+    def route(path: str, handler: Handler, **doc: Any) -> Route:
+        about = RouteDoc(tag="Anthropic", also=(ClientTool, TextBlock), error_body=AnthropicErrorResponse, **doc)
+        return Route(method="POST", path=path, handler=handler, doc=about)
+
     return [
-        Route(
-            method="POST",
-            path="/v1/messages",
-            handler=messages.create,
-            doc=RouteDoc(
-                summary="Answers a conversation with a message.",
-                tag="Anthropic",
-                body=MessagesRequest,
-                response=MessageObject,
-                events=Event,
-                also=(ClientTool, TextBlock),
-                errors=ERRORS,
-                error_body=AnthropicErrorResponse,
-            ),
+        route(
+            "/v1/messages",
+            messages.create,
+            summary="Answers a conversation with a message.",
+            body=MessagesRequest,
+            response=MessageObject,
+            events=Event,
+            errors=ERRORS,
         ),
-        Route(
-            method="POST",
-            path="/v1/messages/count_tokens",
-            handler=messages.count_tokens,
-            doc=RouteDoc(
-                summary="Counts the tokens of a prompt.",
-                tag="Anthropic",
-                body=CountTokensRequest,
-                response=TokenCount,
-                also=(ClientTool, TextBlock),
-                errors=(404, 408, 413, 415),
-                error_body=AnthropicErrorResponse,
-            ),
+        route(
+            "/v1/messages/count_tokens",
+            messages.count_tokens,
+            summary="Counts the tokens of a prompt.",
+            body=CountTokensRequest,
+            response=TokenCount,
+            errors=(404, 408, 413, 415),
         ),
     ]
 

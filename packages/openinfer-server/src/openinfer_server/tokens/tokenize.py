@@ -8,7 +8,7 @@ import msgspec
 from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import invalid
 from openinfer_server.http.request import HttpRequest
-from openinfer_server.http.routes import Route, RouteDoc
+from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.openai.types import ChatTemplateOptions, Turn
 from openinfer_server.request.plan import check_prompt_token_ids, too_long
 from openinfer_server.service import Service
@@ -111,29 +111,12 @@ def template_variables(request: TokenizeRequest) -> Mapping[str, object]:
 
 def token_routes(service: Service) -> list[Route]:
     tokens = Tokens(service)
+
+    def route(path: str, handler: Handler, summary: str, body: type, response: type) -> Route:
+        doc = RouteDoc(summary=summary, tag="Tokens", body=body, response=response, errors=ERRORS)
+        return Route(method="POST", path=path, handler=handler, doc=doc)
+
     return [
-        Route(
-            method="POST",
-            path="/tokenize",
-            handler=tokens.tokenize,
-            doc=RouteDoc(
-                summary="Encodes a text, or a chat's prompt.",
-                tag="Tokens",
-                body=TokenizeRequest,
-                response=TokenizeAnswer,
-                errors=ERRORS,
-            ),
-        ),
-        Route(
-            method="POST",
-            path="/detokenize",
-            handler=tokens.detokenize,
-            doc=RouteDoc(
-                summary="Decodes token ids.",
-                tag="Tokens",
-                body=DetokenizeRequest,
-                response=DetokenizeAnswer,
-                errors=ERRORS,
-            ),
-        ),
+        route("/tokenize", tokens.tokenize, "Encodes a text, or a chat's prompt.", TokenizeRequest, TokenizeAnswer),
+        route("/detokenize", tokens.detokenize, "Decodes token ids.", DetokenizeRequest, DetokenizeAnswer),
     ]
