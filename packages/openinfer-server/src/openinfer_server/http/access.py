@@ -78,10 +78,7 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Access:
-    """Decides about each request before anything of its body is read.
-
-    Args:
-        keys: all there are; None for a server that asks for none.
+    """Decides about each request before anything of its body is read; with `keys` None, none is asked for.
 
     Raises:
         UnusableKeys: two entries have one key.
@@ -119,15 +116,9 @@ class Access:
         return self._keys is not None
 
     def admit(self, level: Level, authorization: bytes | None, api_key: bytes | None) -> str:
-        """Whose a request is.
+        """The tenant of a request; empty for public routes and where no keys are asked for.
 
-        Args:
-            level: of the route that was asked for.
-            authorization: the header, as OpenAI's clients send it.
-            api_key: the header `x-api-key`, as Anthropic's clients send it.
-
-        Returns:
-            The tenant; empty for public routes and where no keys are asked for.
+        OpenAI's clients send `authorization`, Anthropic's send `x-api-key`.
 
         Raises:
             ApiError: 401 or 403.

@@ -84,7 +84,6 @@ class Choice:
         raise NotImplementedError
 
     def finished(self, event: Finished) -> None:
-        """The engine ended it well."""
         self.completion_tokens = event.completion_tokens
         self.cached_tokens = event.cached_tokens
         if event.reason is FinishReason.ABORT:  # not by us: then the link would have forgotten the choice

@@ -44,12 +44,7 @@ class ResponseRecord:
 
 
 class ResponseStore:
-    """Responses by id.
-
-    Args:
-        max_responses: so many at most.
-        max_bytes: of their items and events, as JSON.
-    """
+    """Responses by id; `max_bytes` counts their items and events, as JSON."""
 
     def __init__(self, *, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
@@ -77,7 +72,7 @@ class ResponseStore:
         self.weigh(record)
 
     def weigh(self, record: ResponseRecord) -> None:
-        """Counts a response again, when it was added or has ended."""
+        # when it was added, and again when it has ended: its output grows in between
         if self._records.get(record.response.id) is not record:
             return
         num_bytes = len(msgspec.json.encode((record.response, record.items)))

@@ -140,12 +140,7 @@ class ParrotLoop:
 
 
 class RecordingEngine:
-    """An `EngineHandle` around another one, which remembers what was asked of it.
-
-    Attributes:
-        submitted: requests in order.
-        aborted: ids in order.
-    """
+    """An `EngineHandle` around another one, which remembers what was asked of it."""
 
     def __init__(self, inner: EngineHandle) -> None:
         self._inner = inner
