@@ -11,6 +11,7 @@ import time
 import pytest
 
 from openinfer_server import ServerOptions
+from openinfer_server.http.protocol import bounded_protocol
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until
 
 BODY = b'{"prompt": "stone", "max_tokens": 3}'
@@ -235,6 +236,11 @@ def test_connection_that_asks_nothing_for_longest_makes_room(start, info):
             assert status(talk(server, request(b"", path=b"/health", method=b"GET"), wait_for_close=False)) == 200
         with contextlib.suppress(ConnectionResetError):
             assert silent[0].recv(1) == b""
+
+
+def test_servers_of_one_process_do_not_close_each_others_connections():
+    one, other = bounded_protocol(ServerOptions()), bounded_protocol(ServerOptions())
+    assert one.idle_connections is not other.idle_connections
 
 
 def test_body_that_does_not_end_after_its_answer_costs_the_connection(start, info):
