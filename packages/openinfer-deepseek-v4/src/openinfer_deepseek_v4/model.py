@@ -182,6 +182,7 @@ class Block:
         if ratio is None or weights.compressor is None:
             return None
         group = ENTRIES[weights.kind]
+        # First, as the tokens see the entries that they complete.
         self._compress(x, weights.compressor, weights, group, batch=batch)
         selected = None
         if weights.indexer is not None:
@@ -218,6 +219,7 @@ class Block:
     ) -> Array:
         """`[T, index_topk]`: the entries that each token sees."""
         ops, config = self._ops, self._config
+        # First, as the tokens choose among the entries that they complete.
         self._compress(x, indexer.compressor, weights, INDEX, batch=batch)
         q = ops.linear(low, indexer.wq_b).reshape(len(x), -1, config.index_head_dim)  # [T, Hi, di]
         scores = ops.index_scores(
@@ -229,6 +231,7 @@ class Block:
             scale=(config.index_head_dim * config.index_n_heads) ** -0.5,
             batch=batch,
         )
+        # Each rank has some of the index heads, so scores are summed before entries are chosen: all ranks choose alike.
         return ops.select_entries(self._communicator.all_reduce(scores), config.index_topk)
 
     def _mixture(self, x: Array, weights: MixtureWeights, token_ids: Array, *, batch: AttentionBatch) -> Array:
@@ -240,6 +243,7 @@ class Block:
         else:
             choice = ops.table_experts(logits, token_ids, weights.table, routing=config.routing, cache_slots=slots)
         shared = ops.swiglu(ops.linear(x, weights.shared_gate_up), limit=config.shared_limit)  # [T, F]
+        # Experts are split among the ranks in equal ranges; choices of another rank's experts add nothing here.
         first = self._communicator.rank * (config.n_routed_experts // self._communicator.size)
         mixed = ops.experts(
             x,

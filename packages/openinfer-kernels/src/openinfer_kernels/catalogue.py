@@ -92,7 +92,7 @@ SERVINGS = (
         kernel=CUBLASLT,
         when="what no other kernel takes; its algorithm by measurement at the start",
     ),
-    Serving(part="gate", phase=Phase.ANY, operators=("linear_swiglu",), kernel="linear", when="behind cuBLASLt"),
+    Serving(part="gate", phase=Phase.ANY, operators=("linear_swiglu",), kernel="linear", when="after cuBLASLt"),
     Serving(
         part="attention",
         phase=Phase.DECODE,
@@ -120,7 +120,7 @@ SERVINGS = (
         kernel="attention_prefill_hopper",
         architectures=(HOPPER,),
         when="head dimensions 64, 128, 256",
-        measured="16 tokens behind 16,368 in 35 us; one prompt of 16,384 at 620 TFLOP/s, FlashInfer's FA3 613 TFLOP/s",
+        measured="16 tokens after 16,368 in 35 us; one prompt of 16,384 at 620 TFLOP/s, FlashInfer's FA3 613 TFLOP/s",
         source="docs/notes/kernels.md",
     ),
     Serving(
@@ -196,7 +196,7 @@ SERVINGS = (
         phase=Phase.PREFILL,
         operators=("gated_delta_rule",),
         kernel="gated_delta_walk",
-        when="behind gated_delta_prepare",
+        when="after gated_delta_prepare",
     ),
     Serving(
         part="RoPE and KV append",
@@ -270,7 +270,7 @@ SERVINGS = (
     Serving(part="weights", phase=Phase.ANY, operators=(), kernel="random_weights", when="--load-format dummy"),
     Serving(part="KV tiers", phase=Phase.ANY, operators=(), kernel="block_sums", when="--kv-tier"),
     Serving(part="sums over ranks", phase=Phase.ANY, operators=(), kernel="one_shot", when="few tokens, several GPUs"),
-    Serving(part="sums over ranks", phase=Phase.ANY, operators=(), kernel="rank_arrays", when="behind NCCL"),
+    Serving(part="sums over ranks", phase=Phase.ANY, operators=(), kernel="rank_arrays", when="after NCCL"),
     Serving(
         part="attention to windows and compressed entries",
         phase=Phase.ANY,
@@ -321,7 +321,7 @@ def kernels_by_part(architecture: str, *, skip: Iterable[str] = ()) -> dict[str,
 
     Args:
         architecture: of a GPU: `sm_90a`.
-        skip: operators that somebody else serves.
+        skip: operators that a provider serves.
     """
     skipped = {*skip}
     found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Waking the CUDA driver early: what takes 0.3 s and needs nothing of ours runs beside the imports that take 0.6."""
+"""Waking the CUDA driver early: what takes 0.3 s and needs nothing of ours runs during the imports that take 0.6."""
 
 import contextlib
 import ctypes

@@ -14,7 +14,7 @@ BLOCK_TOKENS = (16, 32, 64, 128, 256)
 LATENT_ENTRY_DIM = 576
 """Of attention over latents: 512 values, and 64 of the key that all heads share."""
 ENTRY_DIM = 512
-"""Of compressed entries, and of the windows beside them."""
+"""Of compressed entries, and of the windows next to them."""
 INDEX_DIM = 128
 """Of the index keys that entries are selected by."""
 NO_DRIVER = "this machine has no NVIDIA driver: libcuda.so.1 cannot be loaded"

@@ -46,5 +46,6 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     text: object = config.get("text_config")
     if model_type != VISION_LANGUAGE or not isinstance(text, dict):
         return None
+    # The vision-language config has these keys next to the text model's, which wins where it has them too.
     above = {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if config.get(key) is not None}
     return {**above, **cast("dict[str, Any]", text), "tensor_prefix": "language_model."}

@@ -66,6 +66,7 @@ def tokenizer_json(model_dir: Path) -> bytes | None:
         raise InvalidCheckpoint(f"{config_path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidCheckpoint(f"{config_path} is invalid: {error}") from error
+    # Other families' folders may have files of these names.
     if config.tokenizer_class != TOKENIZER_CLASS:
         return None
     ranks = read_ranks(ranks_path)
@@ -134,6 +135,7 @@ def converted(ranks: Mapping[bytes, int], special: Mapping[int, str]) -> dict[st
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
+            # A piece that is a token is taken whole, as tiktoken does, whether merges lead to it or not.
             "ignore_merges": True,
             "vocab": {spelled(token): rank for token, rank in ranks.items()},
             "merges": [[spelled(left), spelled(right)] for left, right in merges(ranks)],

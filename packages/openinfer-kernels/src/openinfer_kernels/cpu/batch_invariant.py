@@ -1,4 +1,4 @@
-"""The operators whose results depend on what stands beside a row, computed so that they do not.
+"""The operators whose results depend on the other rows of a step, computed so that they do not.
 
 A library multiplies matrices of different sizes by different orders of sums. Here every product has one shape: tokens
 are taken `TOKENS` at a time, whatever the step brings, and keys `KEYS` at a time, from multiples of `KEYS` in their
@@ -44,7 +44,7 @@ def _sliced_logits(hidden: NDArray[Any], head: NDArray[Any]) -> NDArray[Any]:
 
 
 def _slices(x: NDArray[Any]) -> NDArray[Any]:
-    """`x [T, ...]` as `[slices, TOKENS, ...]`, zeros behind the last."""
+    """`x [T, ...]` as `[slices, TOKENS, ...]`, zeros after the last."""
     missing = -len(x) % TOKENS
     padded = np.concatenate((x, np.zeros((missing, *x.shape[1:]), x.dtype))) if missing else x
     return padded.reshape(-1, TOKENS, *x.shape[1:])
@@ -78,7 +78,7 @@ def _latent_attention(
 
 
 def _slices_by_head(x: NDArray[Any]) -> NDArray[Any]:
-    """`x [T, H, n]` as `[slices, H, TOKENS, n]`, zeros behind the last."""
+    """`x [T, H, n]` as `[slices, H, TOKENS, n]`, zeros after the last."""
     return np.ascontiguousarray(_slices(x).swapaxes(1, 2))
 
 
@@ -101,7 +101,7 @@ def _attend_rows(q: NDArray[Any], layer_cache: NDArray[Any], *, batch: Attention
 
 
 def _gather(layer_cache: NDArray[Any], block_table: NDArray[Any], context: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """A row's keys and values, each `[tiles, K, KEYS, D]`, zeros behind its context."""
+    """A row's keys and values, each `[tiles, K, KEYS, D]`, zeros after its context."""
     num_kv_heads, block_tokens, head_dim = layer_cache.shape[2:]
     blocks = block_table[: -(-context // block_tokens)]
     both = layer_cache[blocks].transpose(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :context]

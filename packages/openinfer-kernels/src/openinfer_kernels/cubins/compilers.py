@@ -47,7 +47,7 @@ class Compiler(Protocol):
 
 
 class Nvcc:
-    """The compiler of a CUDA toolkit; it needs a C++ compiler beside it."""
+    """The compiler of a CUDA toolkit; it needs a C++ compiler next to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -2,7 +2,7 @@
 
     products     none divides its inner size among blocks; each kernel is compared with one reference before it is used
     attention    one kernel for prompts, chunks and decode rows: it walks over keys in tiles that begin at multiples of
-                 128 (64) in their sequence, so that a token's sums do not depend on the tokens computed beside it
+                 128 (64) in their sequence, so that a token's sums do not depend on the tokens computed next to it
     experts      one kernel with one tile for any number of tokens: a token's sums go over K in one order
     windows      keys of windows and entries are not divided; columns of streams are, into pieces of one length
     delta rule   token by token also in prompts: a chunk's bits depend on where it begins

@@ -87,7 +87,7 @@ class AttentionOps(Protocol):
 
         Args:
             projected: `[T, (2 H + 2 K) D]`: per query head `D` query values, then `D` gate values, which are left to
-                `output_gate`; behind them key heads, then value heads.
+                `output_gate`; after them key heads, then value heads.
             q_norm: `[D]`, shared by all query heads.
             k_norm: `[D]`, shared by all key heads.
             eps: of both norms.

@@ -24,7 +24,7 @@ class AttentionBatch:
     block_tables: Array
     """`[R, max_blocks]` KV block of each B tokens of the row's context; unused entries are any block's id.
 
-    What a cache holds beyond a row's context (in blocks it does not use, or behind the last token of its last block)
+    What a cache holds beyond a row's context (in blocks it does not use, or after the last token of its last block)
     may be anything, NaN included, and never changes a result.
     """
     cache_slots: Array

@@ -1,6 +1,6 @@
 """Attention over a paged cache of latents: one compressed vector per token, from which every head's key and value come.
 
-DeepSeek-AI 2024, "DeepSeek-V2", section 2.1, multi-head latent attention. Letters beside those of the package: `r`
+DeepSeek-AI 2024, "DeepSeek-V2", section 2.1, multi-head latent attention. Letters next to those of the package: `r`
 dimensions of the latent, `dr` rotated dimensions, `dn` and `dv` dimensions of a head's unrotated key and of its value.
 """
 
@@ -52,7 +52,7 @@ class LatentAttentionOps(Protocol):
     ) -> Array:
         """Causal attention of each row's tokens over its paged latents, softmax in float32.
 
-        With `[Wk_j; Wv_j]` the rows of head `j`, its key at a position is `Wk_j latent` beside the shared rotated key,
+        With `[Wk_j; Wv_j]` the rows of head `j`, its key at a position is `Wk_j latent` next to the shared rotated key,
         and its value `Wv_j latent`. A token at position p sees positions 0..p. An implementation computes keys and
         values (the expanded form), or multiplies the query by `Wk_j` and the mixed latents by `Wv_j` (the absorbed
         form, DeepSeek-V2, section 2.1.2), whichever is less work for a row: in exact arithmetic they are equal.

@@ -86,6 +86,6 @@ class MemoryOps(Protocol):
     def copy_rows(self, array: Array, *, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies `array[source]` over `array[target]` for each pair; no row is in both.
 
-        Behind everything that was queued before, and ahead of what is queued next.
+        After everything that was queued before, and ahead of what is queued next.
         """
         ...

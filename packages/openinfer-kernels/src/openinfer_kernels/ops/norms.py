@@ -1,6 +1,6 @@
 """Norms over the last axis, alone or after adding into a residual stream.
 
-A residual stream is float32 whatever the compute dtype: what a layer adds is small beside what the stream holds, and
+A residual stream is float32 whatever the compute dtype: what a layer adds is small next to what the stream holds, and
 rounding the sum after each would be most of the error of a model in BF16. Norms read it unrounded, compute in float32,
 and round once, to the compute dtype.
 """

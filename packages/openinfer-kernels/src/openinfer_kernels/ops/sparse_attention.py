@@ -145,7 +145,7 @@ class SparseAttentionOps(Protocol):
         ...
 
     def select_entries(self, scores: Array, k: int) -> Array:
-        """The `k` entries of the largest `scores [T, E]` of each token, ascending: `[T, k]` int32; -1 behind the last.
+        """The `k` entries of the largest `scores [T, E]` of each token, ascending: `[T, k]` int32; -1 after the last.
 
         Of equals the first ones are taken; one of -inf never.
         """

@@ -1,4 +1,4 @@
-"""Conformance kits for whoever implements operators. No test framework is needed.
+"""Conformance kits for implementers of operators. No test framework is needed.
 
 providers   `check_kernel_provider`, for a `KernelProvider`
 paged       cases of attention over a paged cache

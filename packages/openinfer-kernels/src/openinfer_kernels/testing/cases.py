@@ -16,7 +16,7 @@ _HEAD_DIM = 64
 _BLOCK_TOKENS = 16
 """Sizes that every implementation takes, also those that are particular."""
 _ROWS = ((1, 1), (37, 1), (50, 17), (16, 16), (90, 3))
-"""Context and query tokens: the first token of all, decoding, a chunk behind a context, a whole prompt."""
+"""Context and query tokens: the first token of all, decoding, a chunk after a context, a whole prompt."""
 
 
 def _floats(rng: np.random.Generator, *shape: int) -> HostArray:

@@ -70,7 +70,7 @@ def make_state_case(
 ) -> tuple[AttentionBatch, HostArray]:
     """A batch of `(context tokens, query tokens)` rows with recurrent states, and these: `[slots, layers, *shape]`.
 
-    Slots lie scattered; those of rows that begin their sequence, and those of nobody, hold nothing but NaN.
+    Slots lie scattered; those of rows that begin their sequence, and unused ones, hold nothing but NaN.
     """
     batch = make_paged_case(rng, rows, num_kv_heads=1, head_dim=1, block_tokens=16).batch
     slots = rng.permutation(len(rows) + 2)[: len(rows)].astype(np.int32)

@@ -52,7 +52,7 @@ def sparse_cache(
 def sparse_state(
     rng: np.random.Generator, batch: AttentionBatch, shape: tuple[int, ...], *, layers: int = 2
 ) -> HostArray:
-    """States `[slots, layers, *shape]`; NaN in the slots of nobody and of rows that begin their sequence."""
+    """States `[slots, layers, *shape]`; NaN in unused slots and in those of rows that begin their sequence."""
     assert batch.state_slots is not None
     state = np.full((int(batch.state_slots.max()) + 2, layers, *shape), np.nan, np.float32)
     counts = np.diff(batch.query_starts)

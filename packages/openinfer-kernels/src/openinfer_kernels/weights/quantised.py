@@ -67,7 +67,7 @@ class QuantisedPart:
     format: WeightFormat
     codes: "NDArray[Any] | RandomCodes"
     scales: NDArray[Any]
-    """The blocks that the codes touch, or more behind them."""
+    """The blocks that the codes touch, or more after them."""
     first_row: int = 0
     """Where in the grid of `scales` the first code stands: rows from the top of its first block."""
     first_column: int = 0

@@ -29,7 +29,7 @@ class Row:
     start: int
     """Position of its first token."""
     end: int
-    """Position behind its last token."""
+    """Position after its last token."""
 
 
 @dataclass(frozen=True, slots=True)

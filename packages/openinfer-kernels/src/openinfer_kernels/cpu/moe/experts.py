@@ -1,4 +1,4 @@
-"""Experts: each multiplies the tokens that chose it, and nobody else's weights are touched."""
+"""Experts: each multiplies the tokens that chose it, and no other expert's weights are touched."""
 
 from typing import Any
 

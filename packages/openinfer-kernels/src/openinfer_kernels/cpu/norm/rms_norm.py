@@ -34,6 +34,7 @@ def add_zero_centred_rms_norm(
 
 @np.errstate(over="ignore", invalid="ignore")
 def gated_rms_norm(x: NDArray[Any], gate: NDArray[Any], weight: NDArray[Any], *, eps: float) -> NDArray[Any]:
+    # The gate comes after the norm, which is of each head alone.
     heads = x.reshape(len(x), -1, len(weight))
     out = rms_norm(heads, weight, eps=eps).reshape(x.shape)
     out *= gate / (1.0 + np.exp(-gate))

@@ -40,7 +40,7 @@ def drawn_column(weights: NDArray[Any], number: float) -> int:
 
 
 def _whole_blocks(weights: NDArray[Any]) -> NDArray[Any]:
-    """`[R, n]` as `[R, blocks, _BLOCK]`, zeros behind the last column."""
+    """`[R, n]` as `[R, blocks, _BLOCK]`, zeros after the last column."""
     missing = -weights.shape[1] % _BLOCK
     if missing:
         padded = np.zeros((weights.shape[0], weights.shape[1] + missing), weights.dtype)

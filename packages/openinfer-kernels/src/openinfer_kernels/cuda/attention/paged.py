@@ -50,7 +50,7 @@ class OneKernelAttention(Attention):
     """The operator by the kernel for prompts alone, whatever a row's number of tokens.
 
     It walks over keys in tiles that begin at multiples of a fixed number in their sequence, so that a token's sums do
-    not depend on the tokens that are computed beside it. Rows with one token take longer: nobody shares their context.
+    not depend on the tokens that are computed next to it. Rows with one token take longer.
     """
 
     def __init__(self, device: Device) -> None:

@@ -1,6 +1,6 @@
 """NCCL, as much of it as ranks need: a thin layer over the C library, an extra of its own (`nccl13`, `nccl12`).
 
-CuPy's binding keeps the interpreter to itself while NCCL waits for other ranks, so that nobody could abort it. Names,
+CuPy's binding keeps the interpreter to itself while NCCL waits for other ranks, so no thread could abort it. Names,
 numbers and structures are those of NVIDIA's `nccl.h`. All calls but the first two queue work on CuPy's current stream.
 
 Two settings are made before the library reads them, unless the environment has them already: `NCCL_NVLS_ENABLE=0`, as

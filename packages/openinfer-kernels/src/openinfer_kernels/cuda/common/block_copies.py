@@ -1,6 +1,6 @@
-"""`DevicePool`: a KV pool on a GPU, block by block, for whoever copies blocks to and from this machine's memory.
+"""`DevicePool`: a KV pool on a GPU, block by block, for copies of blocks to and from this machine's memory.
 
-Each thread that copies has a stream of its own, so that copies run beside steps and beside each other; it sleeps while
+Each thread that copies has a stream of its own, so that copies run during steps and during each other; it sleeps while
 it waits for its batch. The GPU sums up what its blocks hold on the way (`csrc/common/block_sums.cu`): reading
 gigabytes once more on the host would take longer than to copy them. Memory that is locked in place (`lock`) is copied
 at the speed of the bus; other memory passes through a buffer of the driver's.
@@ -31,7 +31,7 @@ class DevicePool:
     """The blocks of a C-contiguous array `[num_blocks, ...]` on a GPU, and the pieces of slots of recurrent states.
 
     Args:
-        pool: stays where it is while anybody copies.
+        pool: stays where it is while blocks are copied.
         device: that it is on.
         slots: C-contiguous `[slots, bytes]`, each slot a whole number of a block's size; None without.
 
@@ -62,7 +62,7 @@ class DevicePool:
         ]
 
     def lock(self, memory: Sequence[memoryview]) -> None:
-        """Locks memory in place for fast copies; pages that nobody has written to yet are taken now, one by one.
+        """Locks memory in place for fast copies; pages that have not been written to yet are taken now, one by one.
 
         Args:
             memory: writable, of whole pages.

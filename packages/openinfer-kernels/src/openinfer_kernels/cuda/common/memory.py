@@ -25,7 +25,7 @@ from openinfer_kernels.weights.plain import RandomWeight, WeightPart, stacked_sh
 _THREADS = 256
 _RANDOM_PER_THREAD = 8
 _PIECE_VALUES = 1 << 24
-"""Values that are converted at once: bounds the memory beside the weight."""
+"""Values that are converted at once: bounds the memory in addition to the weight."""
 _TO_DEVICE = 1
 """`cudaMemcpyHostToDevice`."""
 _ON_DEVICE = 3
@@ -38,7 +38,7 @@ class Memory:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._uploads: Uploads | None = None
-        self._progress: Progress = _tell_nobody
+        self._progress: Progress = _no_progress
         self._random = device.kernel("random_weights", "random_weights")
         self._conversions = {
             np.dtype(dtype): device.kernel("weights", f"weights_from_{np.dtype(dtype).name}")
@@ -100,8 +100,9 @@ class Memory:
             yield
             uploads.finish()
         finally:
-            self._uploads, self._progress = None, _tell_nobody
-            threading.Thread(target=uploads.close, name="openinfer-unpin").start()  # 0.05 s that nobody waits for
+            self._uploads, self._progress = None, _no_progress
+            # Unpinning takes 0.05 s, which the start need not wait for.
+            threading.Thread(target=uploads.close, name="openinfer-unpin").start()
         cupy.cuda.get_current_stream().synchronize()
 
     def download(self, array: Array) -> HostArray:
@@ -152,7 +153,7 @@ class Memory:
             self._progress(out.nbytes)
 
 
-def _tell_nobody(num_bytes: int) -> None:
+def _no_progress(num_bytes: int) -> None:
     del num_bytes
 
 

@@ -40,7 +40,7 @@ class _Copies:
 
 
 class StagingBuffer:
-    """Host memory of one step, and the event behind its last copy."""
+    """Host memory of one step, and the event after its last copy."""
 
     def __init__(self, copies: _Copies) -> None:
         self.done = Event()

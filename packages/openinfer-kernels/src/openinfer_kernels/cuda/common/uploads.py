@@ -126,7 +126,7 @@ class _Buffer:
     memory: HostArray
     address: int
     taken: Any
-    """The event behind its last copy."""
+    """The event after its last copy."""
 
 
 class _Lane:

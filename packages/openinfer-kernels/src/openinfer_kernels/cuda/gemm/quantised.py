@@ -31,7 +31,7 @@ _BLOCK_BYTES = 64
 _GROUP = 32
 """Columns of a scale on the device, whatever shares it in the checkpoint."""
 _PITCH = 16
-"""Scales in a row are a multiple of this, zeros behind the last, so that a chunk of them is always there."""
+"""Scales in a row are a multiple of this, zeros after the last, so that a chunk of them is always there."""
 _CODES_PER_BYTE = {WeightFormat.FP8_BLOCKS: 1, WeightFormat.INT4_GROUPS: 2, WeightFormat.FP4_GROUPS: 2}
 
 _Bring: TypeAlias = Callable[[HostArray, Array, Convert], None]

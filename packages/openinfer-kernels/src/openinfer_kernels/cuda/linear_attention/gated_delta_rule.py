@@ -1,4 +1,4 @@
-"""The gated delta rule: rows of few tokens step by step, pieces of prompts 64 tokens at a time.
+"""The gated delta rule: rows of few tokens step by step, prefill chunks 64 tokens at a time.
 
 `gated_delta_steps.cu`, `gated_delta_prepare.cu` and `gated_delta_walk.cu` in `csrc/linear_attention/` have the
 equations. Heads of 128 x 128 are what published models have; others take the steps' slower kernel, whatever a row's
@@ -40,7 +40,7 @@ _PREPARE_SHARED_BYTES = 90_624
 _WALK_SHARED_BYTES = {3: 221_744, 2: 154_656, 1: 87_568}
 """By the chunks that are in shared memory at a time."""
 _SHALLOWEST = 1
-"""Of these: several rows keep a GPU busy by blocks that stand beside each other, one row by reading ahead."""
+"""Of these: several rows keep a GPU busy by blocks that stand next to each other, one row by reading ahead."""
 _EVERY = 2**31 - 1
 _FLOAT32 = np.dtype(np.float32)
 
@@ -73,7 +73,7 @@ class GatedDeltaRule:
 
     Args:
         device: the GPU.
-        in_chunks: whether pieces of prompts are computed in chunks; their bits then depend on how a prompt is cut.
+        in_chunks: whether prompts are computed in chunks; their bits then depend on how a prompt is cut.
     """
 
     def __init__(self, device: Device, *, in_chunks: bool = True) -> None:

@@ -64,6 +64,7 @@ class GatedNorm:
             eps,
         )
         vectors = size in self._vectors and fits_vectors(x) and rows_fit_vectors(gate)
+        # A head of a known size is a few lanes of a warp, 8 values each; any other has a warp to itself.
         kernel, lanes = (self._vectors[size], size // 8) if vectors else (self._singles, 32)
         kernel((-(-num_tokens * heads * lanes // _THREADS), 1, 1), (_THREADS, 1, 1), [arguments], overlap=True)
         return out

@@ -1,6 +1,6 @@
 """The arrays that a step's model and sampler read, filled on the device by `steps.SlotState`.
 
-TokenInputs    one token per row, sizes fixed: what a captured step reads and writes
+DecodeInputs   one token per row, sizes fixed: what a captured step reads and writes
 MixedInputs    prefill chunks and decode rows, made for one step
 """
 
@@ -164,7 +164,7 @@ class MixedInputs:
             num_rows: R.
             num_tokens: T.
             max_blocks: of the longest context.
-            longest: tokens of the longest piece and of the longest context, at most.
+            longest: tokens of the longest chunk and of the longest context, at most.
             chunk_context_tokens: as in `AttentionBatch`.
             record: where it is already.
             memory: of the rank.

@@ -113,7 +113,7 @@ class SlotState:
         self._kernels["prepare_decode"]((inputs.rows.shape[1], 1, 1), (_THREADS, 1, 1), arguments)
 
     def prepare_mixed(self, inputs: MixedInputs) -> None:
-        """Fills the arrays of a step of pieces of any length from its `record`."""
+        """Fills the arrays of a step of chunks of any length from its `record`."""
         num_rows, num_tokens = len(inputs.batch.context_lens), len(inputs.token_ids)
         arguments = [
             inputs.record,
