@@ -42,6 +42,7 @@ PROBE = Path(__file__).with_name("installed.py")
 NEVER_INSTALLED = frozenset({"torch", "transformers", "tensorflow", "jax"})
 SMALL_INSTALL = "openinfer[qwen3]"
 SMALL_INSTALL_MAX_BYTES = 60_000_000
+BUILDS_ON = {"openinfer-kimi-k2": "openinfer-deepseek"}  # the one arrow between families
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ def broken_rules(requirement: str, package: Package, installed: Installed) -> li
     problems = []
     if heavy := NEVER_INSTALLED & installed.size_bytes.keys():
         problems.append(f"pulls in {', '.join(sorted(heavy))}")
-    allowed = {package.name} if requirement == package.name else {"openinfer-qwen3"}
+    allowed = {package.name, BUILDS_ON.get(package.name)} if requirement == package.name else {"openinfer-qwen3"}
     if others := set(installed.families) - allowed:
         problems.append(f"pulls in the model families {', '.join(sorted(others))}")
     if requirement == SMALL_INSTALL and installed.beside_numpy_bytes >= SMALL_INSTALL_MAX_BYTES:
