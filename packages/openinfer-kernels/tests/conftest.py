@@ -2,8 +2,8 @@
 
 Tests speak to an implementation through the contract only: inputs go through `upload`, weights and activations through
 `activation`, which brings them to the compute dtype, and results through `download`. Expectations are computed from
-what arrived (`host`), so that rounding an input is nobody's error. A further implementation is one more entry in
-`IMPLEMENTATIONS`.
+what arrived (`host`), so that rounding an input is not counted as an error. A further
+implementation is one more entry in `IMPLEMENTATIONS`.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ from openinfer_kernels.weights.quantised import WeightFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedWeight:
-    """A weight of few bits on a device, made by `Ops.upload_quantised`.
+    """A quantised weight on a device, made by `Ops.upload_quantised`.
 
     The value of row `o` and column `i` is `code[o, i] * scale[o // block_rows, i // block_columns]`. How codes and
     scales lie in memory is the device's own; models read `format` and `shape` alone.

@@ -1,8 +1,8 @@
 """Conformance of a `KernelProvider`: each operator that it serves against the CPU's in float32, over odd shapes.
 
 Inputs are brought to the device first and the truth is computed from what arrived, so that rounding an input is
-nobody's error. A call must leave its inputs alone but for what the contract says is mutated, answer in the compute
-dtype (logits in float32), answer the same bits twice, and keep a NaN within its row.
+not counted as an error. A call must leave its inputs alone but for what the contract says is mutated, answer in the
+compute dtype (logits in float32), answer the same bits twice, and keep a NaN within its row.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class MessageObject(msgspec.Struct, kw_only=True):
-    """Answer of `/v1/messages`."""
+    """Response of `/v1/messages`."""
 
     id: str
     type: Literal["message"] = "message"
@@ -59,7 +59,7 @@ class MessageObject(msgspec.Struct, kw_only=True):
 
 
 class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/v1/messages/count_tokens`."""
+    """Response of `/v1/messages/count_tokens`."""
 
     input_tokens: int
 

@@ -21,20 +21,20 @@ STATS_TIMEOUT_S = 5.0  # an engine process that does not answer for so long is n
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Answer of `/health`."""
+    """Response of `/health`."""
 
     status: str
     step_age_s: float | None  # seconds since the last step, while there is work; None if the engine did not say
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
-    """Answer of `/version`."""
+    """Response of `/version`."""
 
     version: str  # of the distribution openinfer-server
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """Answer of `/ready`."""
+    """Response of `/ready`."""
 
     status: str
 

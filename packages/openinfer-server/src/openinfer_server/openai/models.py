@@ -33,7 +33,7 @@ class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/v1/models` in Anthropic's shape."""
+    """Response of `/v1/models` in Anthropic's shape."""
 
     data: list[AnthropicModel]
     has_more: bool

@@ -68,7 +68,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/v1/completions`."""
+    """Response of `/v1/completions`."""
 
     id: str
     object: str = "text_completion"
@@ -113,7 +113,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/v1/chat/completions`."""
+    """Response of `/v1/chat/completions`."""
 
     id: str
     object: str = "chat.completion"
@@ -134,7 +134,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/v1/models`."""
+    """Response of `/v1/models`."""
 
     object: str = "list"
     data: list[Model]

@@ -44,7 +44,7 @@ _count_decoder = msgspec.json.Decoder(InputTokensRequest)
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `GET /v1/responses/{response_id}/input_items`."""
+    """Response of `GET /v1/responses/{response_id}/input_items`."""
 
     object: str = "list"
     data: list[InputItem]

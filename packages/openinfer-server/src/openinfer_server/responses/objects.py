@@ -118,7 +118,7 @@ class ReasoningSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """Answer of `/v1/responses`."""
+    """Response of `/v1/responses`."""
 
     id: str
     object: Literal["response"] = "response"
@@ -150,7 +150,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `DELETE /v1/responses/{response_id}`."""
+    """Response of `DELETE /v1/responses/{response_id}`."""
 
     id: str
     object: Literal["response"] = "response"
@@ -158,7 +158,7 @@ class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/v1/responses/input_tokens`."""
+    """Response of `/v1/responses/input_tokens`."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int

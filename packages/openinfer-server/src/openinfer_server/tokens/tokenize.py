@@ -29,7 +29,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/tokenize`."""
+    """Response of `/tokenize`."""
 
     tokens: list[int]
     count: int
@@ -46,7 +46,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/detokenize`; special tokens show by their names."""
+    """Response of `/detokenize`; special tokens show by their names."""
 
     prompt: str
 

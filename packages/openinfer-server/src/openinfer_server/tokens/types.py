@@ -98,7 +98,7 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/inference/v1/generate`, or one event of its stream."""
+    """Response of `/inference/v1/generate`, or one event of its stream."""
 
     request_id: str
     model: str
