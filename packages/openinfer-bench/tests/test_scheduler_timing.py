@@ -22,7 +22,7 @@ def test_measure_scheduler_times_decode_steps_of_all_rows() -> None:
     timing = measure_scheduler(rows=80, steps=50, factory=Recorded)
     assert (timing.rows, timing.steps) == (80, 50)
     assert len(plans) > 50 + WARM_UP_STEPS
-    assert all(plan.num_rows == 80 and plan.given_counts.sum() == 0 for plan in plans[-50:])
+    assert all(plan.num_rows == 80 and plan.num_host_tokens.sum() == 0 for plan in plans[-50:])
     assert sum(plan.new_block_counts.sum() for plan in plans[-48:]) == 80 * 3  # a block each 16 steps
     assert timing.row_s == pytest.approx((timing.plan_s + timing.apply_s) / 80)
     assert 0 < timing.median_step_s <= timing.worst_step_s

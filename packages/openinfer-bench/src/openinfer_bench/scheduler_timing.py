@@ -108,7 +108,7 @@ class _TimedLoop:
             raise RuntimeError("the scheduler has nothing to run: it is not in steady decoding")
         self._in_flight.append(plan)
         self.apply_s.append(self._apply() if len(self._in_flight) > 1 else 0.0)
-        return int((plan.given_counts == 0).sum())
+        return int((plan.num_host_tokens == 0).sum())
 
     def forget(self) -> None:
         """Drops the times so far."""
@@ -118,7 +118,7 @@ class _TimedLoop:
     def _apply(self) -> float:
         plan = self._in_flight.popleft()
         token_ids = self._rng.integers(0, _NUM_TOKEN_IDS, plan.num_rows, dtype=np.int32)
-        result = StepResult(token_ids=np.where(plan.sample, token_ids, np.int32(-1)))
+        result = StepResult.of_single_tokens(np.where(plan.max_new > 0, token_ids, np.int32(-1)))
         begin_s = time.perf_counter()
         self._scheduler.apply(plan, result, now_s=0.0)
         return time.perf_counter() - begin_s

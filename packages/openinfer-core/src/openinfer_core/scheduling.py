@@ -9,6 +9,8 @@ A step is three verbs: `plan`, run, `apply`. The loop overlaps them: it may call
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -23,6 +25,13 @@ from openinfer_core.request import GenerateRequest, RequestId
 
 Int32Column: TypeAlias = NDArray[np.int32]
 BoolColumn: TypeAlias = NDArray[np.bool_]
+
+MAX_DRAFTS = 64
+"""Bound of `SchedulerConfig.max_drafts`."""
+
+_NONE: Int32Column = np.zeros(0, np.int32)
+_NO: BoolColumn = np.zeros(0, np.bool_)
+_NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +60,22 @@ class StateCopy:
 class StepPlan:
     """One forward pass as columns, one entry per row; a row is a chunk of one sequence.
 
-    Row `i` computes positions `starts[i] : starts[i] + counts[i]` of the sequence in `slots[i]`. Its first
-    `counts[i] - given_counts[i]` input ids (0 or 1) are the last ids sampled in that slot, on the device; the
-    rest come from `token_ids`, where the rows' chunks follow each other.
+    Row `i` computes `counts[i]` positions of the sequence in `slots[i]`, from `starts[i]` on. Its input ids are, in
+    this order:
+
+        [the last id sampled in the slot, on the device]  0 or 1: `counts[i] - num_host_tokens[i] - draft_counts[i]`
+        host ids                                          `num_host_tokens[i]`, from `token_ids`
+        device drafts                                     `draft_counts[i]`, that a drafter left for the slot
+
+    A row samples at its last `max_new[i]` positions. The id at the first of these is known; those after it are
+    drafts, wherever they came from: `max_new[i] - 1 - draft_counts[i]` of them are host ids. The row yields the token
+    sampled at the first, and goes on to the next position as long as the token is the draft that stands there. So it
+    yields 1 .. `max_new[i]` tokens, the same as that many steps of one token each.
+
+    Drafts beyond what the device has are padding: they are computed and never accepted. How many tokens a row with
+    drafts yields is known when its step is applied. Until then `starts` of the slot's later rows, which begin with the
+    last sampled id, is an upper bound, as if all drafts had been accepted; the worker knows the true position.
+    A scheduler that knows no drafts leaves `draft_counts` and `wants_drafts` out and plans `max_new` of 0 or 1.
     """
 
     step: int
@@ -61,11 +83,11 @@ class StepPlan:
     slots: Int32Column
     starts: Int32Column
     counts: Int32Column
-    given_counts: Int32Column
-    sample: BoolColumn
-    """Whether the row's last position is sampled."""
+    num_host_tokens: Int32Column
+    max_new: Int32Column
+    """Tokens that the row may yield; 0 where it does not sample."""
     token_ids: Int32Column
-    """`[sum(given_counts)]`."""
+    """`[sum(num_host_tokens)]`, one row's after the other's."""
     new_block_counts: Int32Column
     """Blocks appended to each row's block table since its last row; after a `SlotStart` the table begins empty."""
     new_blocks: Int32Column
@@ -79,8 +101,27 @@ class StepPlan:
     """Run before the step's rows: a slot of `started` begins with the states that its sequence had at `starts`."""
     state_snapshots: tuple[StateCopy, ...] = ()
     """Run after the step's rows."""
-    token_masks: Mapping[int, MaskWords] = field(default_factory=dict[int, MaskWords])
-    """Row -> the tokens that it may sample; the loop adds them to a scheduler's plan, for requests with a grammar."""
+    draft_counts: Int32Column = field(default_factory=lambda: _NONE)
+    """Positions whose ids are device drafts, at most `max(0, max_new - 1)`; by default none."""
+    wants_drafts: BoolColumn = field(default_factory=lambda: _NO)
+    """Whether the next drafts of the row's slot are to come back in `StepResult.next_drafts`; by default none."""
+    released: tuple[int, ...] = ()
+    """Sequence slots whose sequence left them since the last plan, by its end or a preemption.
+
+    A slot that was released has no row before a `SlotStart`, which may be in this plan.
+    """
+    token_masks: Mapping[tuple[int, int], MaskWords] = field(default_factory=dict[tuple[int, int], MaskWords])
+    """(row, sampled position from 0) -> the tokens that may be sampled there.
+
+    The loop adds them to a scheduler's plan, for requests with a grammar. A masked row has no mask after the first
+    draft that its grammar forbids: that position is not reached.
+    """
+
+    def __post_init__(self) -> None:
+        if self.draft_counts is _NONE:
+            object.__setattr__(self, "draft_counts", np.zeros(len(self.slots), np.int32))
+        if self.wants_drafts is _NO:
+            object.__setattr__(self, "wants_drafts", np.zeros(len(self.slots), np.bool_))
 
     @property
     def num_rows(self) -> int:
@@ -95,16 +136,57 @@ class StepPlan:
 class StepResult:
     """What a step produced, in row order."""
 
+    new_counts: Int32Column
+    """`[rows]` tokens that each row yields: 0 only where it does not sample or failed."""
     token_ids: Int32Column
-    """`[rows]` the sampled id; -1 where the row does not sample or failed."""
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
-    """Row -> log-probabilities of its sampled id, for rows whose request asked."""
+    """`[sum(new_counts)]`, one row's after the other's."""
+    draft_counts: Int32Column = field(default_factory=lambda: _NONE)
+    """`[rows]` drafts that were compared, host and device drafts together: fewer than planned where the device had
+    fewer; by default none."""
+    next_drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """Row -> drafts that follow its last token, for rows of `wants_drafts`."""
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict[int, tuple[TokenLogprobs, ...]])
+    """Row -> log-probabilities of each of its new tokens, for rows whose request asked."""
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(
         default_factory=dict[int, tuple[TokenLogprobs, ...]]
     )
     """Row -> those of the prompt tokens that this row's positions predict, for rows whose request asked."""
     failed_rows: Mapping[int, str] = field(default_factory=dict[int, str])
     """Row -> message, safe to show: the request fails, the others live."""
+
+    def __post_init__(self) -> None:
+        if self.draft_counts is _NONE:
+            object.__setattr__(self, "draft_counts", np.zeros(len(self.new_counts), np.int32))
+
+    @property
+    def tokens_of_rows(self) -> list[list[int]]:
+        """The new token ids of each row."""
+        token_ids: list[int] = self.token_ids.tolist()
+        ends = accumulate(self.new_counts.tolist())
+        first, rows = 0, list[list[int]]()
+        for end in ends:
+            rows.append(token_ids[first:end])
+            first = end
+        return rows
+
+    @classmethod
+    def of_single_tokens(
+        cls, token_ids: Int32Column, *, logprobs: Mapping[int, TokenLogprobs] = _NO_LOGPROBS, **others: Any
+    ) -> "StepResult":
+        """The result of a step without drafts.
+
+        Args:
+            token_ids: `[rows]` the sampled id; -1 where the row does not sample or failed.
+            logprobs: row -> those of its sampled id.
+            others: further fields.
+        """
+        has_token = token_ids >= 0
+        return cls(
+            new_counts=has_token.astype(np.int32),
+            token_ids=token_ids[has_token],
+            logprobs={row: (logprob,) for row, logprob in logprobs.items()},
+            **others,
+        )
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,6 +214,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_snapshots: int = 0
     """State slots after the first `max_num_seqs`, for copies. A model with states has `prefix_cache` off
     here; a scheduler that plans `StateCopy`s may share prefixes all the same, where it has copied the states."""
+    max_drafts: int = 0
+    """Drafts of one row at most; 0 without a drafter. Device drafts are planned only up to it."""
     max_itl_ms: int | None = None
     """What a step with decode rows should take at most: prompts are given as many tokens as fit. A scheduler that
     cannot keep to it raises `Refused` when it is made with one."""
@@ -151,6 +235,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if not 0 <= self.num_snapshots < 2**31:
             raise InvalidRequest(
                 f"num_snapshots is {self.num_snapshots}; it must be in 0 .. 2^31 - 1", field="num_snapshots"
+            )
+        if not 0 <= self.max_drafts <= MAX_DRAFTS:
+            raise InvalidRequest(
+                f"max_drafts is {self.max_drafts}; it must be in 0 .. {MAX_DRAFTS}", field="max_drafts"
             )
         if self.max_itl_ms is not None and self.max_itl_ms < 1:
             raise InvalidRequest(f"max_itl_ms is {self.max_itl_ms}; it must be at least 1", field="max_itl_ms")

@@ -1,5 +1,6 @@
 """The scheduler's kit passes a plain scheduler that keeps the contract, and fails each of a set of broken ones."""
 
+import dataclasses
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -157,8 +158,8 @@ class PlainScheduler:
             slots=column([job.slot for job in rows]),
             starts=column([start for start, _ in spans]),
             counts=column([count for _, count in spans]),
-            given_counts=column([count for _, count in spans]),
-            sample=np.array(
+            num_host_tokens=column([count for _, count in spans]),
+            max_new=column(
                 [last and job.request.sampling.max_tokens > 0 for job, last in zip(rows, is_last, strict=True)]
             ),
             token_ids=column(
@@ -195,15 +196,14 @@ class PlainScheduler:
             events.append(Scheduled(request_id, 0, now_s - job.arrived_s))
         if row in result.prompt_logprobs:
             events.append(Tokens(request_id, (), None, result.prompt_logprobs[row]))
-        token_id = int(result.token_ids[row])
-        if plan.sample[row]:
+        if plan.max_new[row]:
+            (token_id,) = result.tokens_of_rows[row]
             if token_id in sampling.stop_token_ids and job.outputs >= sampling.min_tokens:
                 self.end(job)
                 return [*events, Finished(request_id, FinishReason.STOP, 0, 0, 0, token_id)]
             job.ids.append(token_id)
-            logprobs = (result.logprobs[row],) if row in result.logprobs else None
-            events.append(Tokens(request_id, (token_id,), logprobs))
-        if len(job.ids) == self.limit_tokens(job.request) and (plan.sample[row] or job.computed == len(job.ids)):
+            events.append(Tokens(request_id, (token_id,), result.logprobs.get(row)))
+        if len(job.ids) == self.limit_tokens(job.request) and (plan.max_new[row] or job.computed == len(job.ids)):
             self.end(job)
             events.append(Finished(request_id, FinishReason.LENGTH, 0, 0, 0))
         return events
@@ -338,7 +338,7 @@ class TakesAnIdThatWasNeverSampled(PlainScheduler):
     def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
         plan = super().columns(rows, spans)
         if len(rows) == 1 and rows[0].computed == 0 and len(plan.token_ids):
-            return replace(plan, given_counts=plan.given_counts - 1, token_ids=plan.token_ids[1:])
+            return replace(plan, num_host_tokens=plan.num_host_tokens - 1, token_ids=plan.token_ids[1:])
         return plan
 
 
@@ -350,7 +350,7 @@ class ReservesTooLittle(PlainScheduler):
 class SamplesEveryChunk(PlainScheduler):
     def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
         plan = super().columns(rows, spans)
-        return replace(plan, sample=np.ones(len(rows), np.bool_))
+        return replace(plan, max_new=np.ones(len(rows), np.int32))
 
 
 class UsesWideColumns(PlainScheduler):
@@ -406,8 +406,15 @@ class ConfirmsAbortsOfStrangers(PlainScheduler):
 
 class IgnoresFailedRows(PlainScheduler):
     def take_row(self, job: Job, row: int, plan: StepPlan, result: StepResult, now_s: float) -> list[TokenEvent]:
-        result = StepResult(token_ids=np.maximum(result.token_ids, 0), logprobs=result.logprobs)
+        counts = np.maximum(result.new_counts, plan.max_new > 0).astype(np.int32)
+        result = StepResult(new_counts=counts, token_ids=_filled(result, counts), logprobs=result.logprobs)
         return super().take_row(job, row, plan, result, now_s)
+
+
+def _filled(result: StepResult, counts: Any) -> Any:
+    """Token ids of rows of so many tokens, 0 where the result has none."""
+    rows = [row or [0] * count for row, count in zip(result.tokens_of_rows, counts.tolist(), strict=True)]
+    return np.array([token_id for row in rows for token_id in row], np.int32)
 
 
 class FailsEverybody(PlainScheduler):
@@ -417,7 +424,7 @@ class FailsEverybody(PlainScheduler):
         if result.failed_rows:
             message = next(iter(result.failed_rows.values()))
             failed_rows = dict.fromkeys(range(plan.num_rows), message)
-            result = StepResult(token_ids=result.token_ids, failed_rows=failed_rows)
+            result = dataclasses.replace(result, failed_rows=failed_rows)
         return super().take_row(job, row, plan, result, now_s)
 
 
@@ -495,13 +502,7 @@ class IgnoresTheSeed(PlainScheduler):
 class DropsPromptLogprobs(PlainScheduler):
     def take_row(self, job: Job, row: int, plan: StepPlan, result: StepResult, now_s: float) -> list[TokenEvent]:
         kept = {} if plan.starts[row] else result.prompt_logprobs
-        result = StepResult(
-            token_ids=result.token_ids,
-            logprobs=result.logprobs,
-            prompt_logprobs=kept,
-            failed_rows=result.failed_rows,
-        )
-        return super().take_row(job, row, plan, result, now_s)
+        return super().take_row(job, row, plan, dataclasses.replace(result, prompt_logprobs=kept), now_s)
 
 
 class MiscountsUnfinished(PlainScheduler):

@@ -121,22 +121,22 @@ class SealsWhatIsNotComputed(TokenBudgetScheduler):
 
     def plan(self, *, now_s: float) -> StepPlan | None:
         plan = super().plan(now_s=now_s)
-        if plan is None or not (plan.counts > 1).any() or not plan.sample.all():
+        if plan is None or not (plan.counts > 1).any() or not (plan.max_new > 0).all():
             return plan
         row = int(np.argmax(plan.counts))
-        last = int(plan.given_counts[: row + 1].sum()) - 1
+        last = int(plan.num_host_tokens[: row + 1].sum()) - 1
         one = np.arange(plan.num_rows) == row
         return changed(
             plan,
             counts=(plan.counts - one).astype(np.int32),
-            given_counts=(plan.given_counts - one).astype(np.int32),
-            sample=plan.sample & ~one,
+            num_host_tokens=(plan.num_host_tokens - one).astype(np.int32),
+            max_new=np.where(one, 0, plan.max_new).astype(np.int32),
             token_ids=np.delete(plan.token_ids, last),
         )
 
     def apply(self, plan: StepPlan, result: StepResult, *, now_s: float) -> list[TokenEvent]:
-        ids = np.maximum(result.token_ids, 0).astype(np.int32)
-        return super().apply(plan, StepResult(token_ids=ids), now_s=now_s)
+        ids = np.array([(row or [0])[0] for row in result.tokens_of_rows], np.int32)
+        return super().apply(plan, StepResult.of_single_tokens(ids), now_s=now_s)
 
 
 def changed(plan: StepPlan, **changes: Any) -> StepPlan:

@@ -84,7 +84,7 @@ def test_mixed_steps_of_the_scheduler_stay_within_the_limit() -> None:
             scheduler.add(make_request(100 + step, prompt_tokens=1500, max_tokens=1), now_s=now_s)
         plan = scheduler.plan(now_s=now_s)
         assert plan is not None
-        prompt_tokens = int(plan.given_counts.sum())
+        prompt_tokens = int(plan.num_host_tokens.sum())
         step_ms = DECODE_MS + TOKEN_MS * prompt_tokens
         if prompt_tokens and step > 40:
             took_ms.append(step_ms)

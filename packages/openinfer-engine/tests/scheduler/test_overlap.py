@@ -14,7 +14,7 @@ def test_next_step_is_planned_from_the_device_before_the_result_is_applied(make_
     driver.submit(make_request(0, (1, 2, 3)))
     first, second = driver.plan(), driver.plan()
     assert (first.starts.tolist(), second.starts.tolist()) == ([0], [3])
-    assert (second.given_counts.tolist(), second.sample.tolist()) == ([0], [True])
+    assert (second.num_host_tokens.tolist(), second.max_new.tolist()) == ([0], [1])
     driver.run()
 
 

@@ -8,10 +8,10 @@ from openinfer_core import GenerateRequest
 from openinfer_core.scheduling import StepPlan
 
 
-def rows(plan: StepPlan | None) -> list[tuple[int, int, int, int, bool]]:
-    """(slot, start, count, given, sample) of each row."""
+def rows(plan: StepPlan | None) -> list[tuple[int, int, int, int, int]]:
+    """(slot, start, count, host tokens, max_new) of each row."""
     assert plan is not None
-    columns = (plan.slots, plan.starts, plan.counts, plan.given_counts, plan.sample)
+    columns = (plan.slots, plan.starts, plan.counts, plan.num_host_tokens, plan.max_new)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -23,7 +23,7 @@ def test_prompt_within_the_budget_is_one_sampled_row(make_driver: Any, make_requ
     driver = make_driver()
     driver.submit(make_request(0, (5, 6, 7, 8, 9)))
     plan = driver.plan()
-    assert rows(plan) == [(0, 0, 5, 5, True)]
+    assert rows(plan) == [(0, 0, 5, 5, 1)]
     assert plan.token_ids.tolist() == [5, 6, 7, 8, 9]
     assert plan.new_block_counts.tolist() == [2]
     assert [start.slot for start in plan.started] == [0]
@@ -37,7 +37,7 @@ def test_decode_row_takes_its_id_on_the_device_and_a_block_only_at_a_boundary(
     driver.submit(make_request(0, (1, 2, 3)))
     driver.step()
     plans = [driver.step() for _ in range(3)]
-    assert [rows(plan) for plan in plans] == [[(0, 3, 1, 0, True)], [(0, 4, 1, 0, True)], [(0, 5, 1, 0, True)]]
+    assert [rows(plan) for plan in plans] == [[(0, 3, 1, 0, 1)], [(0, 4, 1, 0, 1)], [(0, 5, 1, 0, 1)]]
     assert [plan.new_block_counts.tolist() for plan in plans] == [[0], [1], [0]]
     assert all(len(plan.token_ids) == 0 and plan.started == () for plan in plans)
 
@@ -46,7 +46,7 @@ def test_long_prompt_is_cut_into_chunks_and_sampled_at_its_end_only(make_driver:
     driver = make_driver(max_step_tokens=7)
     driver.submit(make_request(0, tuple(range(17))))
     plans = [driver.step() for _ in range(3)]
-    assert [rows(plan) for plan in plans] == [[(0, 0, 7, 7, False)], [(0, 7, 7, 7, False)], [(0, 14, 3, 3, True)]]
+    assert [rows(plan) for plan in plans] == [[(0, 0, 7, 7, 0)], [(0, 7, 7, 7, 0)], [(0, 14, 3, 3, 1)]]
     assert [len(plan.started) for plan in plans] == [1, 0, 0]
     assert [plan.new_block_counts.tolist() for plan in plans] == [[5], [0], [0]]
 
@@ -59,9 +59,9 @@ def test_decode_rows_come_before_an_older_prompts_chunks_and_those_before_admiss
     driver.step()
     driver.submit(make_request(1, (1,)))
     driver.submit(make_request(2, (2,) * 9))
-    assert rows(driver.step()) == [(0, 8, 8, 8, False)]
-    assert rows(driver.step()) == [(0, 16, 4, 4, True), (1, 0, 1, 1, True), (2, 0, 3, 3, False)]
-    assert rows(driver.step()) == [(0, 20, 1, 0, True), (1, 1, 1, 0, True), (2, 3, 6, 6, True)]
+    assert rows(driver.step()) == [(0, 8, 8, 8, 0)]
+    assert rows(driver.step()) == [(0, 16, 4, 4, 1), (1, 0, 1, 1, 1), (2, 0, 3, 3, 0)]
+    assert rows(driver.step()) == [(0, 20, 1, 0, 1), (1, 1, 1, 0, 1), (2, 3, 6, 6, 1)]
 
 
 def test_decode_rows_alone_may_fill_the_budget(make_driver: Any, make_request: Any) -> None:
@@ -78,7 +78,7 @@ def test_decode_rows_alone_may_fill_the_budget(make_driver: Any, make_request: A
 def test_one_token_prompt_is_given_not_taken_from_the_device(make_driver: Any, make_request: Any) -> None:
     driver = make_driver()
     driver.submit(make_request(0, (9,)))
-    assert rows(driver.plan()) == [(0, 0, 1, 1, True)]
+    assert rows(driver.plan()) == [(0, 0, 1, 1, 1)]
 
 
 def test_admission_stops_at_max_num_seqs(make_driver: Any, make_request: Any) -> None:

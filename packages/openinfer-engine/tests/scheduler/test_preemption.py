@@ -40,7 +40,7 @@ def test_preempted_sequence_resumes_with_its_outputs_as_given_ids(make_driver: A
     (start,) = resumed.started
     assert (start.request.request_id, start.output_token_ids) == (1, tuple(driver.accounts[1].token_ids[:5]))
     assert (resumed.starts.tolist(), resumed.counts.tolist()) == ([0], [9])
-    assert resumed.given_counts.tolist() == [9]
+    assert resumed.num_host_tokens.tolist() == [9]
     driver.run()
 
 

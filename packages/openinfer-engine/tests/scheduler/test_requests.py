@@ -24,7 +24,7 @@ def make_scheduler(**limits: Any) -> TokenBudgetScheduler:
 
 
 def result(*token_ids: int, **fields: Any) -> StepResult:
-    return StepResult(token_ids=np.array(token_ids, np.int32), **fields)
+    return StepResult.of_single_tokens(np.array(token_ids, np.int32), **fields)
 
 
 def refusal(events: list[Any]) -> tuple[FailureKind, str]:

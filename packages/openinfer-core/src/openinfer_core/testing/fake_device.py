@@ -19,7 +19,16 @@ from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.fake_states import FakeStates
 
 FAULT = "the fake device was told to fail this row"
-_INT_COLUMNS = ("slots", "starts", "counts", "given_counts", "token_ids", "new_block_counts", "new_blocks")
+_INT_COLUMNS = (
+    "slots",
+    "starts",
+    "counts",
+    "num_host_tokens",
+    "max_new",
+    "token_ids",
+    "new_block_counts",
+    "new_blocks",
+)
 
 
 @dataclass(slots=True)
@@ -95,10 +104,9 @@ class FakeDevice:
         require(plan.step == self.steps, f"step {plan.step} was planned; the next one is {self.steps}")
         for name in _INT_COLUMNS:
             _check_column(plan, name, np.int32)
-        _check_column(plan, "sample", np.bool_)
         num_rows = len(plan.slots)
         require(num_rows > 0, "a plan without rows; return None")
-        for name in ("starts", "counts", "given_counts", "sample", "new_block_counts"):
+        for name in ("starts", "counts", "num_host_tokens", "max_new", "new_block_counts"):
             require(len(getattr(plan, name)) == num_rows, f"{name} has {len(getattr(plan, name))} of {num_rows} rows")
         require(num_rows <= config.max_num_seqs, f"{num_rows} rows; max_num_seqs is {config.max_num_seqs}")
         require(
@@ -108,7 +116,7 @@ class FakeDevice:
         slots = plan.slots.tolist()
         require(len(set(slots)) == num_rows, f"a slot has two rows in one step: {slots}")
         require(all(0 <= slot < config.max_num_seqs for slot in slots), f"slots {slots} beyond max_num_seqs")
-        require(plan.given_counts.sum() == len(plan.token_ids), "token_ids is not as long as given_counts say")
+        require(plan.num_host_tokens.sum() == len(plan.token_ids), "token_ids is not as long as num_host_tokens say")
         require(plan.new_block_counts.sum() == len(plan.new_blocks), "new_blocks is not as long as its counts say")
         blocks = plan.new_blocks.tolist()
         require(all(0 <= block < config.num_blocks for block in blocks), f"blocks {blocks} beyond the pool")
@@ -141,11 +149,11 @@ class FakeDevice:
             slot = self._slots.get(slot_index)
             if slot is None:
                 raise ConformanceError(f"slot {slot_index} has a row and was never started")
-            given = token_ids[num_ids : num_ids + int(plan.given_counts[index])]
+            given = token_ids[num_ids : num_ids + int(plan.num_host_tokens[index])]
             added = new_blocks[num_blocks : num_blocks + int(plan.new_block_counts[index])]
             num_ids, num_blocks = num_ids + len(given), num_blocks + len(added)
             start, count = int(plan.starts[index]), int(plan.counts[index])
-            row = _Row(slot, start, start + count, given, is_sampled=bool(plan.sample[index]))
+            row = _Row(slot, start, start + count, given, is_sampled=bool(plan.max_new[index]))
             slot.blocks += added
             self._check_row(row)
             slot.end = row.end
@@ -237,8 +245,8 @@ class FakeDevice:
             if request.sampling.prompt_logprobs is not None:
                 last = min(row.end, len(request.prompt_token_ids) - 1)
                 prompt_logprobs[index] = tuple(_marked(position + 1) for position in range(row.start, last))
-        return StepResult(
-            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed_rows=failed_rows
+        return StepResult.of_single_tokens(
+            token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed_rows=failed_rows
         )
 
 

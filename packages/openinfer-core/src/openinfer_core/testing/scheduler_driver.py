@@ -222,7 +222,7 @@ class SchedulerDriver:
 
     def _check_masked_rows(self, plan: StepPlan) -> None:
         self._masked_slots.update((start.slot, start.request.sampling.is_masked) for start in plan.started)
-        sampled = {slot for earlier, _ in self._in_flight for slot in earlier.slots[earlier.sample].tolist()}
+        sampled = {slot for earlier, _ in self._in_flight for slot in earlier.slots[earlier.max_new > 0].tolist()}
         early = [slot for slot in plan.slots.tolist() if self._masked_slots.get(slot) and slot in sampled]
         require(not early, f"slots {early} have a grammar and a row, while their last token is in flight")
 

@@ -117,28 +117,28 @@ class CpuWorker:
         if self._states is not None:
             batch = self._states.join(batch, plan)
         hidden = self._model.forward(self._input_ids(plan), batch=batch, kv_cache=self._kv_cache)
-        sampled = np.flatnonzero(plan.sample)
+        sampled = np.flatnonzero(plan.max_new)
         token_ids = np.full(plan.num_rows, -1, np.int32)
         logprobs: dict[int, TokenLogprobs] = {}
         if len(sampled):
             logits = self._model.logits(self._take(hidden, np.cumsum(plan.counts)[sampled] - 1))
             token_ids[sampled] = self._sample(plan, sampled, logits)
             logprobs = self._logprobs(plan, sampled, logits, token_ids)
-        return StepResult(
-            token_ids=token_ids,
+        return StepResult.of_single_tokens(
+            token_ids,
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs(plan, hidden),
             failed_rows={int(row): NOT_FINITE for row in sampled if token_ids[row] < 0},
         )
 
     def _input_ids(self, plan: StepPlan) -> Array:
-        """`[T]`: given ids, and the last sampled id of the slot where a row begins with none given."""
+        """`[T]`: host ids, and before them the last sampled id of the slot where a row begins with it."""
         starts = np.cumsum(plan.counts) - plan.counts
-        from_device = plan.counts > plan.given_counts
-        given = np.ones(plan.num_tokens, np.bool_)
-        given[starts[from_device]] = False
+        from_device = plan.counts > plan.num_host_tokens
+        is_host = np.ones(plan.num_tokens, np.bool_)
+        is_host[starts[from_device]] = False
         host_ids = np.zeros(plan.num_tokens, np.int32)
-        host_ids[given] = plan.token_ids
+        host_ids[is_host] = plan.token_ids
         token_ids = self._ops.upload(host_ids)
         if from_device.any():
             slots = self._ops.upload(plan.slots[from_device])
@@ -153,7 +153,7 @@ class CpuWorker:
         slots = plan.slots[rows]
         positions = (plan.starts[rows] + plan.counts[rows]).astype(np.int64)
         if self._communicator.rank == 0:
-            masks = [plan.token_masks.get(row) for row in rows.tolist()] if plan.token_masks else []
+            masks = [plan.token_masks.get((row, 0)) for row in rows.tolist()] if plan.token_masks else []
             token_ids = self._ops.sample(logits, self._sampling.batch(slots, positions, self._ops, masks=masks))
         else:
             token_ids = self._ops.zeros((len(rows),), np.int32)

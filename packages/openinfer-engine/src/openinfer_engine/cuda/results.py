@@ -57,8 +57,8 @@ class QueuedStep:
         token_ids = np.full(self.num_rows, -1, np.int32)
         token_ids[sampled.rows] = sampled.token_ids[sampled.places]
         failed = sampled.rows[token_ids[sampled.rows] < 0].tolist()
-        return StepResult(
-            token_ids=token_ids,
+        return StepResult.of_single_tokens(
+            token_ids,
             logprobs=self._logprobs(token_ids),
             prompt_logprobs={prompt.row: prompt.logprobs() for prompt in self.prompts},
             failed_rows=dict.fromkeys(failed, NOT_FINITE),

@@ -53,7 +53,7 @@ from openinfer_kernels.cuda.sampling.step_inputs import (
     mixed_record,
 )
 
-# slots, starts, counts, given counts and given ids of rows, as in a plan
+# slots, starts, counts, numbers of host ids and host ids of rows, as in a plan
 _Columns = tuple[HostArray, HostArray, HostArray, HostArray, HostArray]
 _STAGING_BUFFERS = 3  # steps whose host memory is in use at a time, at most: one running, one queued, one being read
 
@@ -229,19 +229,21 @@ class CudaWorker:
     def _replay_decode(self, plan: StepPlan, captured: CapturedDecode, staging: StagingBuffer) -> _Rows:
         num_rows = plan.num_rows
         rows = np.full((DECODE_LINES, captured.inputs.rows.shape[1]), -1, np.int32)
-        rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = plan.slots, plan.starts, plan.sample
+        rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows] = plan.slots, plan.starts, plan.max_new
         if plan.token_masks:
-            rows[DECODE_LINES - 1] = self._sampler.send_masks(plan.token_masks.items(), rows.shape[1], staging)
+            rows[DECODE_LINES - 1] = self._sampler.send_masks(
+                ((row, words) for (row, _), words in plan.token_masks.items()), rows.shape[1], staging
+            )
         staging.upload_into(rows, captured.inputs.rows)
         captured.forward.launch()
         sampling = captured.plain if self._slots.is_plain(plan) else captured.full
         sampling.graph.launch()
-        sampled = np.flatnonzero(plan.sample)
+        sampled = np.flatnonzero(plan.max_new)
         return _Rows(sampled, sampled, sampling.token_ids, sampling.logprobs, [])
 
     def _run_mixed(self, plan: StepPlan, staging: StagingBuffer) -> _Rows:
         ends = np.cumsum(plan.counts)
-        sampled = np.flatnonzero(plan.sample)
+        sampled = np.flatnonzero(plan.max_new)
         places = np.arange(len(sampled))
         last_tokens, slots, positions = staging.upload(
             (ends[sampled] - 1).astype(np.int32), plan.slots[sampled], (plan.starts + plan.counts)[sampled]
@@ -265,7 +267,9 @@ class CudaWorker:
         rows = SampledRows.make(len(sampled), slots=slots)
         self._slots.state.prepare_sampling(rows, positions)
         masks = [
-            (place, plan.token_masks[row]) for place, row in enumerate(sampled.tolist()) if row in plan.token_masks
+            (place, plan.token_masks[row, 0])
+            for place, row in enumerate(sampled.tolist())
+            if (row, 0) in plan.token_masks
         ]
         mask = self._sampler.token_mask(masks, len(sampled), staging) if masks else None
         token_ids = self._sampler.sample(logits, rows, changes=self._slots.changes_logits(plan), mask=mask)
@@ -292,7 +296,7 @@ class CudaWorker:
         """`[n, h]` hidden states of the last tokens of rows that sample."""
         inputs = self._inputs_of(_columns(plan), staging)
         self._slots.state.prepare_mixed(inputs)
-        batch, sampled = inputs.batch, plan.sample
+        batch, sampled = inputs.batch, plan.max_new > 0
         if len(last):
             # The last tokens again, as rows of one token each: what the last layer computes is for them alone.
             ends, ones = (plan.starts + plan.counts)[sampled], np.ones(len(last), np.int32)
@@ -334,7 +338,7 @@ class CudaWorker:
 
 
 def _columns(plan: StepPlan) -> _Columns:
-    return plan.slots, plan.starts, plan.counts, plan.given_counts, plan.token_ids
+    return plan.slots, plan.starts, plan.counts, plan.num_host_tokens, plan.token_ids
 
 
 def _download(logprobs: Logprobs, staging: StagingBuffer) -> HostLogprobs:

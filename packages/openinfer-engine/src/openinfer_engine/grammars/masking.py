@@ -111,16 +111,16 @@ class MaskedRequests:
                 self._slots.pop(start.slot, None)
         if not self._slots:
             return plan, []
-        masks: dict[int, MaskWords] = {}
+        masks: dict[tuple[int, int], MaskWords] = {}
         failures: list[Failed] = []
-        for row in np.flatnonzero(plan.sample).tolist():
+        for row in np.flatnonzero(plan.max_new).tolist():
             request_id = self._slots.get(int(plan.slots[row]))
             matcher = None if request_id is None else self._matchers.get(request_id)
             if request_id is not None and matcher is not None:
                 words = np.empty(self._num_words, np.uint32)
                 failure = _fill(request_id, matcher, words)
                 if failure is None:
-                    masks[row] = words
+                    masks[row, 0] = words
                 else:
                     failures.append(failure)
         return (replace(plan, token_masks=masks) if masks else plan), failures

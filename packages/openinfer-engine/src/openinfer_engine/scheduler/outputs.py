@@ -42,7 +42,7 @@ class OutputProcessor:
         """Takes all rows. What a sequence holds is given back with its last row in flight, if it runs no longer."""
         failures = {**self._result.failed_rows, **self._record.faults}
         computed: set[int] = set()
-        token_ids: list[int] = self._result.token_ids.tolist()
+        tokens = self._result.tokens_of_rows
         for row, sequence in enumerate(self._record.rows):
             if sequence.state is _FINISHED:
                 # It ended after this row was planned, by a stop token of the step before or an abort.
@@ -50,7 +50,7 @@ class OutputProcessor:
             elif row in failures:
                 self._fail(sequence, failures[row])
             else:
-                self._take_row(row, sequence, token_ids[row])
+                self._take_row(row, sequence, tokens[row])
                 computed.add(row)
             sequence.rows_in_flight -= 1
             if sequence.state is not _RUNNING and not sequence.rows_in_flight:
@@ -61,7 +61,7 @@ class OutputProcessor:
         for hold in self._record.holds:
             self._queue.end_hold(hold)
 
-    def _take_row(self, row: int, sequence: Sequence, token_id: int) -> None:
+    def _take_row(self, row: int, sequence: Sequence, token_ids: list[int]) -> None:
         record, result = self._record, self._result
         end = record.ends[row]
         if self._seals_blocks and (sealed := sequence.kv.seal(end)) and self._queue.saves is not None:
@@ -72,23 +72,24 @@ class OutputProcessor:
         if prompt_logprobs is not None:
             prompt_logprobs = _take_unsent(sequence, record.starts[row], prompt_logprobs)
         if record.samples[row]:
-            self._take_token(sequence, token_id, result.logprobs.get(row), prompt_logprobs)
+            self._take_tokens(sequence, token_ids, result.logprobs.get(row), prompt_logprobs)
             return
         if prompt_logprobs:
             self.events.append(Tokens(sequence.request_id, (), None, prompt_logprobs))
         if end == sequence.final_tokens:
             self._finish(sequence, FinishReason.LENGTH)
 
-    def _take_token(
+    def _take_tokens(
         self,
         sequence: Sequence,
-        token_id: int,
-        logprobs: TokenLogprobs | None,
+        token_ids: list[int],
+        logprobs: tuple[TokenLogprobs, ...] | None,
         prompt_logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> None:
-        if token_id < 0:
+        if not token_ids:
             self._fail(sequence, _NOTHING_SAMPLED)
             return
+        (token_id,) = token_ids
         self._counters.generated_tokens += 1
         if token_id in sequence.stop_token_ids and sequence.may_stop:
             if prompt_logprobs:
@@ -97,9 +98,7 @@ class OutputProcessor:
             return
         sequence.kv.append(token_id)
         sequence.known_tokens += 1
-        self.events.append(
-            Tokens(sequence.request_id, (token_id,), None if logprobs is None else (logprobs,), prompt_logprobs or None)
-        )
+        self.events.append(Tokens(sequence.request_id, (token_id,), logprobs, prompt_logprobs or None))
         if sequence.known_tokens == sequence.limit_tokens:
             self._finish(sequence, FinishReason.LENGTH)
 

@@ -38,10 +38,10 @@ class StepBuilder:
         "decode_rows",
         "ends",
         "faults",
-        "given_counts",
         "holds",
         "new_block_counts",
         "new_blocks",
+        "num_host_tokens",
         "restores",
         "rows",
         "samples",
@@ -60,7 +60,7 @@ class StepBuilder:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.counts: list[int] = []
-        self.given_counts: list[int] = []
+        self.num_host_tokens: list[int] = []
         self.samples: list[bool] = []
         self.token_ids = array("I")
         self.new_block_counts: list[int] = []
@@ -91,7 +91,7 @@ class StepBuilder:
     def close_decode_rows(self) -> None:
         num_rows = self.decode_rows = len(self.rows)
         self.counts = [1] * num_rows
-        self.given_counts = [0] * num_rows
+        self.num_host_tokens = [0] * num_rows
         self.samples = [True] * num_rows
         self.budget_tokens -= num_rows
 
@@ -108,7 +108,7 @@ class StepBuilder:
         self.starts.append(start)
         self.ends.append(end)
         self.counts.append(end - start)
-        self.given_counts.append(end - start)
+        self.num_host_tokens.append(end - start)
         self.samples.append(samples)
         self.token_ids.extend(sequence.kv.token_ids[start:end])
         self.new_block_counts.append(len(new_blocks))
@@ -127,8 +127,8 @@ class StepBuilder:
             slots=np.array(self.slots, np.int32),
             starts=np.array(self.starts, np.int32),
             counts=np.array(self.counts, np.int32),
-            given_counts=np.array(self.given_counts, np.int32),
-            sample=np.array(self.samples, np.bool_),
+            num_host_tokens=np.array(self.num_host_tokens, np.int32),
+            max_new=np.array(self.samples, np.int32),
             token_ids=np.frombuffer(self.token_ids, np.int32),
             new_block_counts=np.array(self.new_block_counts, np.int32),
             new_blocks=np.array(self.new_blocks, np.int32),

@@ -196,8 +196,8 @@ class TokenBudgetScheduler:
             oldest = self._in_flight[0].step if self._in_flight else "none"
             raise ContractViolation(f"step {plan.step} was applied; the oldest step in flight is {oldest}")
         num_rows = len(self._in_flight[0].rows)
-        if len(result.token_ids) != num_rows:
-            raise ContractViolation(f"step {plan.step} has {num_rows} rows; its result has {len(result.token_ids)}")
+        if len(result.new_counts) != num_rows:
+            raise ContractViolation(f"step {plan.step} has {num_rows} rows; its result has {len(result.new_counts)}")
         return self._in_flight.popleft()
 
     # --- questions --------------------------------------------------------------------------------------

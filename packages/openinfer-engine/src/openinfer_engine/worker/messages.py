@@ -52,15 +52,16 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """A `StepPlan`, field by field, but for `token_masks`: rank 0 samples."""
+    """A `StepPlan`, field by field, but for what rank 0 alone reads: `token_masks`, `wants_drafts`, `released`."""
 
     step: int
     slots: bytes
     starts: bytes
     counts: bytes
-    given_counts: bytes
-    sample: bytes
+    num_host_tokens: bytes
+    max_new: bytes
     token_ids: bytes
+    draft_counts: bytes
     new_block_counts: bytes
     new_blocks: bytes
     started: list[Start]
@@ -74,8 +75,9 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
             slots=_packed(plan.slots, np.int32),
             starts=_packed(plan.starts, np.int32),
             counts=_packed(plan.counts, np.int32),
-            given_counts=_packed(plan.given_counts, np.int32),
-            sample=_packed(plan.sample, np.bool_),
+            num_host_tokens=_packed(plan.num_host_tokens, np.int32),
+            max_new=_packed(plan.max_new, np.int32),
+            draft_counts=_packed(plan.draft_counts, np.int32),
             token_ids=_packed(plan.token_ids, np.int32),
             new_block_counts=_packed(plan.new_block_counts, np.int32),
             new_blocks=_packed(plan.new_blocks, np.int32),
@@ -90,8 +92,9 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
             slots=np.frombuffer(self.slots, np.int32),
             starts=np.frombuffer(self.starts, np.int32),
             counts=np.frombuffer(self.counts, np.int32),
-            given_counts=np.frombuffer(self.given_counts, np.int32),
-            sample=np.frombuffer(self.sample, np.bool_),
+            num_host_tokens=np.frombuffer(self.num_host_tokens, np.int32),
+            max_new=np.frombuffer(self.max_new, np.int32),
+            draft_counts=np.frombuffer(self.draft_counts, np.int32),
             token_ids=np.frombuffer(self.token_ids, np.int32),
             new_block_counts=np.frombuffer(self.new_block_counts, np.int32),
             new_blocks=np.frombuffer(self.new_blocks, np.int32),

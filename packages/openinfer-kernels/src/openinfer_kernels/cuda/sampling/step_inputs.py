@@ -20,7 +20,7 @@ from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES
 DECODE_LINES = 4
 """Of `DecodeInputs.rows`."""
 MIXED_LINES = 6
-"""Of `MixedInputs.record`: slots, first positions, tokens, given ids of them, first token in the step, first given."""
+"""Of `MixedInputs.record`: slots, first positions, tokens, host ids of them, first token in the step, first host id."""
 
 
 class _ModelInputs(ctypes.Structure):
@@ -198,8 +198,8 @@ def mixed_record(
     slots: HostArray,
     starts: HostArray,
     counts: HostArray,
-    given_counts: HostArray,
-    given_ids: HostArray,
+    num_host_tokens: HostArray,
+    host_ids: HostArray,
     *,
     sizes: tuple[int, int],
 ) -> HostArray:
@@ -209,8 +209,8 @@ def mixed_record(
         slots: `[r]`.
         starts: `[r]` first positions.
         counts: `[r]` tokens.
-        given_counts: `[r]` tokens whose ids are given: all, or all but the first, which is the slot's last id.
-        given_ids: `[sum(given_counts)]`.
+        num_host_tokens: `[r]` tokens whose ids the host sends: all, or all but the first, which is the slot's last id.
+        host_ids: `[sum(num_host_tokens)]`.
         sizes: R and T of the record.
     """
     num_rows, (padded_rows, padded_tokens) = len(slots), sizes
@@ -219,10 +219,10 @@ def mixed_record(
     ends = np.cumsum(counts)
     # Padding rows begin where the last row ends, so that they have no tokens.
     lines[4, num_rows:] = ends[-1]
-    firsts = (ends - counts, np.cumsum(given_counts) - given_counts)
-    for line, column in zip(lines, (slots, starts, counts, given_counts, *firsts), strict=True):
+    firsts = (ends - counts, np.cumsum(num_host_tokens) - num_host_tokens)
+    for line, column in zip(lines, (slots, starts, counts, num_host_tokens, *firsts), strict=True):
         line[:num_rows] = column
-    record[MIXED_LINES * padded_rows :][: len(given_ids)] = given_ids
+    record[MIXED_LINES * padded_rows :][: len(host_ids)] = host_ids
     return record
 
 
