@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from openinfer_engine.testing import RecordedModel
+from openinfer_engine.testing import RecordedModel, check_steps
 
 TOLERANCE = 1e-4
 
@@ -54,6 +54,13 @@ def test_cached_prefix_of_another_sequence_gives_the_recorded_logits(recorded: R
 def test_ranks_together_give_the_recorded_logits(recorded: RecordedModel) -> None:
     """As many as the model's heads allow; 257 or 131 rows of vocabulary do not divide by them."""
     recorded.check_ranks(3 if recorded.model_dir.name == "odd_sizes" else 2, prompt=30)
+
+
+def test_steps_of_a_sequence_that_fills_the_whole_context_are_checked(model_dir: Path, harness: Any) -> None:
+    tokens = [token % 100 for token in range(7, 55)]
+    whole = harness(model_dir, max_model_tokens=len(tokens)).step({"whole": tokens})["whole"]
+    full = harness(model_dir, max_model_tokens=len(tokens))
+    check_steps(full, tokens, whole, tolerance=TOLERANCE, name="as long as the context")
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,13 @@ class Installed:
         assert not unknown, f"{kind} of vLLM {self.version} has no {unknown}"
         return SimpleNamespace(**fields)
 
-    def connector(self, role, *, num_blocks=32, rank=0, ranks=1, policy="recompute", groups=1, **extra):
+    def connector(
+        self, role, *, num_blocks=32, rank=0, ranks=1, policy="recompute", specs=("FullAttentionSpec",), **extra
+    ):
         """A connector as vLLM's factory makes it."""
         from openinfer_kv_offload.vllm import OpenInferConnector
 
-        spec = type("FullAttentionSpec", (), {"block_size": BLOCK})() if groups else type("MambaSpec", (), {})()
-        group = self.given("KVCacheGroupSpec", layer_names=["a"], kv_cache_spec=spec)
+        groups = [self.given("KVCacheGroupSpec", layer_names=["a"], kv_cache_spec=make_spec(name)) for name in specs]
         config = SimpleNamespace(
             kv_transfer_config=self.given(
                 "KVTransferConfig", kv_load_failure_policy=policy, kv_connector_extra_config=extra
@@ -44,12 +45,22 @@ class Installed:
             parallel_config=SimpleNamespace(rank=rank, world_size=ranks),
             model_config=SimpleNamespace(model="a/model", revision=None),
         )
-        cache = self.given("KVCacheConfig", num_blocks=num_blocks, kv_cache_groups=[group] * max(groups, 1))
+        cache = self.given("KVCacheConfig", num_blocks=num_blocks, kv_cache_groups=groups)
         return OpenInferConnector(config, self.base.KVConnectorRole[role], cache)
 
     def engine(self, **settings):
         """A scheduler and workers around the two sides of the connector."""
         return MiniEngine(self, **settings)
+
+
+class FullAttentionSpec:
+    block_size = BLOCK
+
+
+def make_spec(name):
+    """A spec of vLLM by its class's name; those with "Full" or "RSWA" in it derive from its `FullAttentionSpec`."""
+    bases = () if name in ("MambaSpec", "SlidingWindowSpec") else (FullAttentionSpec,)
+    return type(name, bases, {})()
 
 
 def make_base(methods):

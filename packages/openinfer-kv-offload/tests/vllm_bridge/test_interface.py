@@ -43,10 +43,19 @@ def test_nothing_of_vllms_that_is_abstract_is_left_and_both_sides_can_be_made(vl
         ({"tiers": ["host=1MiB"], "load_timeout_s": 0}, "load_timeout_s is 0"),
         ({"tiers": ["host=1MiB"], "digest_key_file": "/nowhere"}, "digest_key_file: "),
         ({"tiers": ["host=1MiB"], "policy": "fail"}, "kv_load_failure_policy is 'fail'"),
-        ({"tiers": ["host=1MiB"], "groups": 2}, "one group of full attention; this has"),
-        ({"tiers": ["host=1MiB"], "groups": 0}, r"this has \['MambaSpec'\]"),
+        ({"tiers": ["host=1MiB"], "specs": ["FullAttentionSpec"] * 2}, "one group of full attention .*; this has"),
+        ({"tiers": ["host=1MiB"], "specs": ["MambaSpec"]}, r"this has \['MambaSpec'\]"),
+        # These derive from FullAttentionSpec, and leave gaps in what they keep of a prefix.
+        ({"tiers": ["host=1MiB"], "specs": ["RSWASpec"]}, r"every block of a prefix; this has \['RSWASpec'\]"),
+        ({"tiers": ["host=1MiB"], "specs": ["SinkFullAttentionSpec"]}, r"this has \['SinkFullAttentionSpec'\]"),
+        ({"tiers": ["host=1MiB"], "specs": ["SomeonesCompressedSpec"]}, r"this has \['SomeonesCompressedSpec'\]"),
     ],
 )
 def test_what_it_does_not_serve_is_refused(vllm, settings, message):
     with pytest.raises(TierConfigError, match=message):
         vllm.connector("SCHEDULER", **settings)
+
+
+@pytest.mark.parametrize("spec", ["FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec"])
+def test_attention_that_keeps_every_block_of_a_prefix_is_served(vllm, spec):
+    assert not vllm.connector("SCHEDULER", tiers=["host=1MiB"], specs=[spec]).requires_kv_delivery

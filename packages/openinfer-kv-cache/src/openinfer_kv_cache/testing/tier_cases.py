@@ -24,7 +24,7 @@ class TierCase(Protocol):
 
     @property
     def capacity_blocks(self) -> int:
-        """How many blocks it certainly keeps; at least 8."""
+        """How many blocks it certainly keeps; at least 8. It cannot keep five times as many."""
         ...
 
     def open(self, layout: KvLayout, faults: FaultInjector) -> KvTier:

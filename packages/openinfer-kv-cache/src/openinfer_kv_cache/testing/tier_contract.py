@@ -275,6 +275,24 @@ def _keeps_blocks_over_a_restart(case: TierCase) -> None:
     again.close()
 
 
+def _has_given_up_what_it_evicted(case: TierCase) -> None:
+    """Else a medium outgrows its budget, and no counter of the tier tells of it."""
+    tier, _ = _opened(case)
+    for seed in range(140, 145):
+        save(tier, chain(seed, case.capacity_blocks))
+    stored = {each.tier: each.stored_blocks for each in tier.counters()}
+    evicted = sum(each.evicted_blocks for each in tier.counters())
+    assert evicted, f"a tier took 5 times capacity_blocks ({case.capacity_blocks}) and gave nothing up: make it smaller"
+    tier.close()
+    again, _ = _opened(case)
+    for each in again.counters():
+        assert each.stored_blocks <= stored[each.tier], (
+            f"{each.tier} stored {stored[each.tier]} blocks when it was closed, and {each.stored_blocks} were there "
+            "when it was opened again: what it evicts must be deleted from its medium"
+        )
+    again.close()
+
+
 def _drops_what_was_torn_before_a_restart(case: TierCase) -> None:
     for kind in (InjectedFault.TORN_WRITE, InjectedFault.ERROR, InjectedFault.BIT_FLIP):
         tier, faults = _opened(case)
@@ -320,5 +338,6 @@ _RULES: tuple[Callable[[TierCase], None], ...] = (
 _PERSISTENT_RULES: tuple[Callable[[TierCase], None], ...] = (
     _keeps_blocks_over_a_restart,
     _drops_what_was_torn_before_a_restart,
+    _has_given_up_what_it_evicted,
     _refuses_another_layout,
 )

@@ -5,8 +5,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from openinfer_kv_cache import DeviceBlock, KvLayout, KvTierError
+from openinfer_kv_cache import DeviceBlock, GroupKind, KvDtype, KvLayout, KvTierError
 from openinfer_kv_cache.tier_traits import BlockMemory, Medium
+from openinfer_kv_offload.transfer.dlpack import dlpack_bytes
+
+_BYTES = {"uint8", "int8"}
 
 WrapMedium = Callable[[Medium], Medium]
 """Puts something between a tier and its medium: fault injection."""
@@ -21,23 +24,27 @@ def block_views(pool: Any, layout: KvLayout) -> list[memoryview]:
 
     Args:
         pool: C-contiguous `[num_blocks, ...]` in this machine's memory: anything with the buffer protocol (NumPy,
-            `bytearray`, `mmap`) or with DLPack (torch on the CPU). DLPack has no name for bfloat16 that NumPy reads:
-            give `tensor.view(torch.uint8)`.
+            `bytearray`, `mmap`) or with DLPack (torch on the CPU). Its elements are bytes, or of the layout's dtype, or
+            integers as large as these, which hold their bits.
         layout: whose `block_bytes` each block has.
 
     Returns:
         `num_blocks` views of `block_bytes` bytes, writable if the pool is. They keep the pool alive.
 
     Raises:
-        KvTierError: it is not contiguous, or no whole number of blocks.
+        KvTierError: it is not contiguous, no whole number of blocks, or of another dtype.
     """
-    array = _as_array(pool)
-    if not array.flags.c_contiguous:
-        raise KvTierError(f"the pool of shape {array.shape} is not C-contiguous; blocks are moved as a whole")
-    if array.nbytes == 0 or array.nbytes % layout.block_bytes:
-        raise KvTierError(f"the pool has {array.nbytes} bytes: no whole number of blocks of {layout.block_bytes}")
-    whole = array.reshape(-1).view(np.uint8).data
-    return [whole[start : start + layout.block_bytes] for start in range(0, len(whole), layout.block_bytes)]
+    whole, shape, dtype = _as_bytes(pool)
+    if len(whole) == 0 or len(whole) % layout.block_bytes:
+        raise KvTierError(f"the pool has {len(whole)} bytes: no whole number of blocks of {layout.block_bytes}")
+    if len(shape) > 1 and len(whole) != shape[0] * layout.block_bytes:
+        raise KvTierError(
+            f"the pool of shape {list(shape)} and dtype {dtype} has {shape[0]} entries of {len(whole) // shape[0]} "
+            f"bytes; a block of this layout has {layout.block_bytes}: make it [num_blocks, ...] of {_names(layout)}"
+        )
+    _check_dtype(dtype, layout)
+    memory = whole.data
+    return [memory[start : start + layout.block_bytes] for start in range(0, len(memory), layout.block_bytes)]
 
 
 def check_blocks(blocks: Sequence[BlockMemory], layout: KvLayout, *, num_blocks: int, writable: bool) -> None:
@@ -94,21 +101,45 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _as_array(pool: Any) -> "np.ndarray[Any, Any]":
-    """The same memory as an array; NumPy's own are taken as they are, also of dtypes without a buffer format."""
-    if isinstance(pool, np.ndarray):
-        return cast("np.ndarray[Any, Any]", pool)
-    try:
-        return np.asarray(memoryview(pool))
-    except TypeError:
-        if not hasattr(pool, "__dlpack__"):
-            raise KvTierError(
-                f"a pool of type {type(pool).__name__} has neither the buffer protocol nor DLPack"
-            ) from None
-    try:
-        return np.from_dlpack(pool)
-    except (BufferError, RuntimeError) as error:
-        raise KvTierError(
-            f"a pool of type {type(pool).__name__} cannot be viewed by NumPy: {error}; it must be in this machine's "
-            "memory and of a dtype that NumPy has (of bfloat16 give a view as bytes)"
-        ) from error
+def _as_bytes(pool: Any) -> "tuple[np.ndarray[Any, Any], tuple[int, ...], str]":
+    """The same memory as uint8 `[bytes]`, its shape, and the name of its dtype."""
+    array: np.ndarray[Any, Any]
+    if isinstance(pool, np.ndarray):  # taken as it is: some dtypes have no buffer format
+        array = cast("np.ndarray[Any, Any]", pool)
+    else:
+        try:
+            array = np.asarray(memoryview(pool))
+        except TypeError:
+            if not hasattr(pool, "__dlpack__"):
+                raise KvTierError(
+                    f"a pool of type {type(pool).__name__} has neither the buffer protocol nor DLPack"
+                ) from None
+            return dlpack_bytes(pool)
+    if not array.flags.c_contiguous:
+        raise KvTierError(f"the pool of shape {array.shape} is not C-contiguous; blocks are moved as a whole")
+    return array.reshape(-1).view(np.uint8), array.shape, array.dtype.name
+
+
+def _check_dtype(dtype: str, layout: KvLayout) -> None:
+    wanted = _dtypes(layout)
+    # Bytes hold anything, and a layout of bytes says nothing about what they mean.
+    if dtype in _BYTES or wanted == {KvDtype.UINT8}:
+        return
+    sizes = {8 * each.itemsize_bytes for each in wanted}
+    carriers = {f"{sign}int{bits}" for sign in ("", "u") for bits in sizes}
+    # NumPy's name of E4M3 says that it has no infinities ("fn").
+    if len(sizes) == 1 and dtype.removesuffix("fn") in {*wanted, *carriers}:
+        return
+    raise KvTierError(
+        f"the pool has elements of {dtype}; this layout's are {_names(layout)}: give it in that dtype, or as "
+        "bytes (uint8)"
+    )
+
+
+def _dtypes(layout: KvLayout) -> set[KvDtype]:
+    groups = (group for group in layout.groups if group.kind is GroupKind.PAGED)
+    return {region.dtype for group in groups for region in group.regions}
+
+
+def _names(layout: KvLayout) -> str:
+    return ", ".join(sorted(_dtypes(layout)))

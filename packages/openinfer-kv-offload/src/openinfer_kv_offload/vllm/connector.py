@@ -14,6 +14,8 @@ from openinfer_kv_offload.vllm.messages import StepMetadata, WorkerAnswers
 from openinfer_kv_offload.vllm.scheduler_side import SchedulerSide
 from openinfer_kv_offload.vllm.worker_side import WorkerSide
 
+_WHOLE_PREFIX_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
+
 
 class OpenInferConnector(ConnectorBase, SupportsHMA):
     """KV blocks of vLLM in our tiers: found, loaded in the background, saved after each step.
@@ -157,9 +159,12 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
 
 
 def _block_tokens(kv_cache_config: Any) -> int:
-    groups = kv_cache_config.kv_cache_groups
-    kinds = {each.__name__ for group in groups for each in type(group.kv_cache_spec).__mro__}
-    if len(groups) != 1 or "FullAttentionSpec" not in kinds:
-        found = [type(group.kv_cache_spec).__name__ for group in groups]
-        raise TierConfigError(f"OpenInferConnector serves models with one group of full attention; this has {found}")
-    return groups[0].kv_cache_spec.block_size
+    # By name, not by `isinstance`: vLLM's RSWASpec and SinkFullAttentionSpec, and what others derive from its
+    # FullAttentionSpec, leave gaps in a request's blocks, where the n-th block is not that of the n-th tokens.
+    found = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    if len(found) != 1 or found[0] not in _WHOLE_PREFIX_SPECS:
+        raise TierConfigError(
+            f"OpenInferConnector serves models with one group of full attention ({', '.join(_WHOLE_PREFIX_SPECS)}), "
+            f"which keep every block of a prefix; this has {found}"
+        )
+    return kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
