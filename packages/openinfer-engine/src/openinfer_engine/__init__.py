@@ -6,6 +6,7 @@ without a host; `TokenBudgetScheduler` is the default scheduler, found through t
 
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
+from openinfer_engine.drafting import Drafter, DrafterContext, DrafterFactory
 from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.errors import GroupBroken
 from openinfer_engine.family import EngineFamily
@@ -21,6 +22,9 @@ __all__ = [
     "Checkpoint",
     "Communicator",
     "Cut",
+    "Drafter",
+    "DrafterContext",
+    "DrafterFactory",
     "DummyWeights",
     "EngineFamily",
     "EngineOptions",

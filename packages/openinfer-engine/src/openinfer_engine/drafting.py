@@ -1,0 +1,156 @@
+"""Drafters: what proposes the tokens that a step verifies, and the seam through which packages bring one.
+
+    sampled, compared ─► Drafter.draft, on every rank ─► rank 0's drafts, broadcast ─► kept for each sequence slot
+           └────────────── `StepPlan.draft_counts`: the slot's next row computes them after its last id ◄──┘
+
+A drafter cannot change what is sampled: a draft only decides how many tokens a step yields. So the contract asks for
+nothing that would have to be trusted, and a draft that is no token id ends its row's drafts.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import SlotStart
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.model import Model
+from openinfer_kernels import Array, Ops
+
+logger = logging.getLogger("openinfer.engine")
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of sequences, on one rank. Called by the thread that launches steps.
+
+    What it keeps of a sequence it keeps by sequence slot, `0 .. max_num_seqs - 1`. `draft` is called once after each
+    step that sampled, on every rank with the same arrays; the drafts of rank 0 count.
+    """
+
+    @property
+    def max_drafts(self) -> int:
+        """Columns of what `draft` returns, `1 .. DrafterContext.max_drafts`; does not change."""
+        ...
+
+    def start(self, starts: Sequence[SlotStart]) -> None:
+        """Sequences take these slots before a step runs: for the first time, or again after a preemption.
+
+        All that was kept of the slots' last sequences is void.
+        """
+        ...
+
+    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
+        """Drafts for the rows that sampled in this step; all arrays are on the device, and not to be written.
+
+        Args:
+            slots: `[R]` int32 sequence slots, each at most once.
+            last_ids: `[R]` int32 the last token of each sequence, sampled in this step.
+            hidden: `[R, h]` of the position that predicted it, after the final norm: what `Model.forward` returns.
+            lengths: `[R]` int32 known tokens of each sequence, the last one included. Since the call before, it has
+                grown by 1 .. 1 + max_drafts: what was accepted of the drafts, and `last_ids`.
+
+        Returns:
+            `[R, max_drafts]` int32 on the device. An id outside `0 .. num_token_ids - 1` ends that row's drafts: -1
+            in the first column is none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterContext:
+    """What a drafter is made from, on one rank."""
+
+    model_dir: Path
+    """Folder of the checkpoint."""
+    config: Mapping[str, Any]
+    """Its `config.json`."""
+    model: Model
+    """The loaded model of this rank."""
+    ops: Ops
+    """The operators that the model uses."""
+    communicator: Communicator
+    """This rank's end of the group. A collective of a drafter must be called by all ranks alike."""
+    max_num_seqs: int
+    """Sequence slots."""
+    max_model_tokens: int
+    """Longest context."""
+    num_token_ids: int
+    """Token ids are smaller."""
+    max_drafts: int
+    """Drafts of one row that steps are planned with at most."""
+
+
+DrafterFactory: TypeAlias = Callable[[DrafterContext], Drafter]
+"""A plug-in of the group `openinfer.drafters`; called on every rank, after the model was loaded."""
+
+
+class DrafterFaults:
+    """Times drafters of an engine raised, or returned what is no array of drafts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class SharedDrafter:
+    """A drafter within its fault boundary, whose drafts are rank 0's on every rank.
+
+    One that faults is not called again: its name is logged, the fault is counted, and decoding goes on without drafts.
+    With several ranks the others may be waiting in a collective of the drafter by then, so there a fault is raised,
+    and ends the step and the engine with its reason.
+    """
+
+    def __init__(
+        self, drafter: Drafter, *, name: str, communicator: Communicator, num_token_ids: int, faults: DrafterFaults
+    ) -> None:
+        self._drafter: Drafter | None = drafter
+        self._name = name
+        self._communicator = communicator
+        self._num_token_ids = num_token_ids
+        self._faults = faults
+        self.max_drafts = drafter.max_drafts
+
+    def start(self, starts: Sequence[SlotStart]) -> None:
+        if self._drafter is None or not starts:
+            return
+        try:
+            self._drafter.start(starts)
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
+            self._stop(error)
+
+    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array | None:
+        """`[R, max_drafts]` int32 as `Drafter.draft`, -1 from each row's first id that is none; None after a fault."""
+        if self._drafter is None:
+            return None
+        try:
+            drafts = self._drafter.draft(slots, last_ids, hidden, lengths)
+            self._check(drafts, num_rows=len(slots))
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
+            self._stop(error)
+            return None
+        shared = self._communicator.broadcast(drafts.copy(), root=0)
+        is_id = (shared >= 0) & (shared < self._num_token_ids)
+        is_draft = is_id.astype(np.int32).cumprod(axis=1).astype(np.int32)
+        return shared * is_draft + (is_draft - 1)
+
+    def _check(self, drafts: Array, *, num_rows: int) -> None:
+        expected = num_rows, self.max_drafts
+        found = getattr(drafts, "shape", None), getattr(drafts, "dtype", None)
+        if found != (expected, np.dtype(np.int32)):
+            raise ContractViolation(
+                f"draft() returned a {type(drafts).__name__} of shape {found[0]} and dtype {found[1]}, "
+                f"not {list(expected)} int32"
+            )
+
+    def _stop(self, error: Exception) -> None:
+        self._drafter = None
+        self._faults.count += 1
+        message = f"drafter {self._name} failed: {type(error).__name__}: {error}"
+        if self._communicator.size > 1:
+            raise ContractViolation(
+                f"{message}; with several ranks no step can go on after that: start without --drafter {self._name}"
+            ) from error
+        logger.error("%s; decoding goes on without drafts", message, exc_info=error)
