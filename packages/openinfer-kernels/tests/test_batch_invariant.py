@@ -59,7 +59,7 @@ MOST_TOKENS = 150
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("operator", ["linear", "linear_swiglu", "logits"])
+@pytest.mark.parametrize("operator", ["linear", "linear_geglu", "linear_swiglu", "logits"])
 def test_product_of_a_token_has_the_same_bits_in_any_batch_and_place(ops, activation, host, operator, rows, columns):
     rng = np.random.default_rng(rows)
     weight = activation(rng.normal(size=(rows, columns)).astype(np.float32))
@@ -140,14 +140,26 @@ def test_norms_of_a_token_have_the_same_bits_in_any_batch(ops, activation, host)
 
 ROWS = [(1, 1), (200, 1), (64, 64), (129, 65), (300, 17), (65, 1), (128, 9), (511, 100)]
 """Context and query tokens."""
+ASKED = [
+    {},
+    {"window": 50},
+    {"window": 64, "soft_cap": 2.0},
+    {"sinks": np.linspace(-2, 3, 6).astype(np.float32)},
+    {"window": 3, "soft_cap": 1.0, "sinks": np.linspace(-2, 3, 6).astype(np.float32)},
+]
+"""What `paged_attention` is asked for beside its scale."""
 
 
-def test_attention_of_a_token_has_the_same_bits_in_any_batch_and_chunk(ops, paged_case, activation, upload, host):
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "-".join(asked) or "plain")
+def test_attention_of_a_token_has_the_same_bits_in_any_batch_and_chunk(
+    ops, paged_case, activation, upload, host, asked
+):
     shape = {"num_kv_heads": 2, "head_dim": 64, "block_tokens": 16}
     rng = np.random.default_rng(2)
     case = paged_case(rng, ROWS, **shape)
     q = host(activation(rng.normal(size=(case.num_tokens, 6, 64)).astype(np.float32)))
     cache = activation(case.kv_cache)
+    asked = {name: ops.upload(each) if name == "sinks" else each for name, each in asked.items()}
 
     def attend(rows: list[tuple[int, int, int]]) -> np.ndarray:
         """Row of the case, first and last of its query tokens."""
@@ -163,7 +175,7 @@ def test_attention_of_a_token_has_the_same_bits_in_any_batch_and_chunk(ops, page
             max_query_tokens=max(counts),
             max_context_tokens=max(context for context, _ in ROWS),
         )
-        out = ops.paged_attention(activation(q[tokens]), cache, layer=1, batch=upload(batch), scale=0.2)
+        out = ops.paged_attention(activation(q[tokens]), cache, layer=1, batch=upload(batch), scale=0.2, **asked)
         return host(out)
 
     whole = attend([(r, 0, queries) for r, (_, queries) in enumerate(ROWS)])
@@ -177,12 +189,15 @@ def test_attention_of_a_token_has_the_same_bits_in_any_batch_and_chunk(ops, page
         np.testing.assert_array_equal(attend([(row, queries - 1, queries), (2, 0, 64)])[:1], mine[-1:])
 
 
-def test_attention_equals_that_of_the_other_operators(ops, paged_case, activation, upload, host, atol):
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "-".join(asked) or "plain")
+def test_attention_equals_that_of_the_other_operators(ops, paged_case, activation, upload, host, atol, asked):
     shape = {"num_kv_heads": 2, "head_dim": 64, "block_tokens": 16}
     rng = np.random.default_rng(3)
     case = paged_case(rng, ROWS, **shape)
     q = host(activation(rng.normal(size=(case.num_tokens, 6, 64)).astype(np.float32)))
     cache = host(activation(case.kv_cache))
-    expected = CpuOps().paged_attention(q, cache, layer=1, batch=case.batch, scale=0.2)
-    out = host(ops.paged_attention(activation(q), activation(cache), layer=1, batch=upload(case.batch), scale=0.2))
+    expected = CpuOps().paged_attention(q, cache, layer=1, batch=case.batch, scale=0.2, **asked)
+    asked = {name: ops.upload(each) if name == "sinks" else each for name, each in asked.items()}
+    arrays = activation(q), activation(cache)
+    out = host(ops.paged_attention(*arrays, layer=1, batch=upload(case.batch), scale=0.2, **asked))
     np.testing.assert_allclose(out, expected, rtol=2**-6, atol=atol)

@@ -201,7 +201,7 @@ SERVINGS = (
     Serving(
         part="RoPE and KV append",
         phase=Phase.ANY,
-        operators=("qk_norm_rope_append", "rope_append"),
+        operators=("qk_norm_rope_append", "zero_centred_qk_norm_rope_append", "rope_append"),
         kernel="qk_norm_rope_append",
     ),
     Serving(
@@ -307,7 +307,7 @@ SERVINGS = (
 )
 """In order of preference where two serve one operator."""
 
-WITHOUT_GPU_KERNEL: tuple[str, ...] = ()
+WITHOUT_GPU_KERNEL: tuple[str, ...] = ("geglu", "linear_geglu", "soft_cap")
 """Operators that the CPU alone serves so far; the CUDA operators refuse them by name."""
 
 

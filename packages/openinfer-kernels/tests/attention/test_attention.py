@@ -7,64 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SEEDS = st.integers(0, 2**32 - 1)
-HEAD_DIMS = {"cpu": (1, 2, 5, 8, 16), "cuda": (64, 128, 256, 32)}
-BLOCK_TOKENS = {"cpu": (1, 2, 3, 4, 16), "cuda": (16, 32, 64)}
-
-
-@pytest.fixture(scope="session")
-def bfloat16(ops) -> bool:
-    return ops.name == "cuda"
-
-
-@pytest.fixture(scope="session")
-def head_dim(ops):
-    """The head dimension that a test means, or the next one that the implementation has."""
-    return lambda wanted: wanted if ops.name == "cpu" else next(d for d in HEAD_DIMS["cuda"] if d >= wanted)
-
-
-@pytest.fixture(scope="session")
-def block_tokens(ops):
-    """The tokens of a block that a test means, or the next number that the implementation has."""
-    return lambda wanted: wanted if ops.name == "cpu" else next(b for b in BLOCK_TOKENS["cuda"] if b >= wanted)
-
-
-@pytest.fixture(scope="session")
-def prepared(paged_case, rounded):
-    """Builds queries and a case as `paged_case` does, all values as the compute dtype holds them."""
-
-    def build(rng, rows, *, num_heads, num_kv_heads, head_dim, block_tokens, num_layers=2):
-        shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
-        case = paged_case(rng, rows, **shape, num_layers=num_layers)
-        case.contexts = [rounded(context) for context in case.contexts]
-        q = rounded(rng.normal(size=(case.num_tokens, num_heads, head_dim)).astype(np.float32))
-        return q, case
-
-    return build
-
-
-@pytest.fixture(scope="session")
-def check(bfloat16):
-    """Equality with an expectation. BF16 rounds weights and results: 2e-3 in norm, and more where values cancel."""
-
-    def compare(out, expected, *, rtol=1e-4, atol=1e-5):
-        if not bfloat16:
-            np.testing.assert_allclose(out, expected, rtol=rtol, atol=atol)
-            return
-        np.testing.assert_allclose(out, expected, rtol=2**-6, atol=2e-2)
-        assert np.linalg.norm(out - expected) < 6e-3 * np.linalg.norm(expected)
-
-    return compare
-
-
-@pytest.fixture(scope="session")
-def run(ops, upload, activation, host):
-    def attend(q, case, *, layer, scale):
-        out = ops.paged_attention(
-            activation(q), activation(case.kv_cache), layer=layer, batch=upload(case.batch), scale=scale
-        )
-        return host(out)
-
-    return attend
 
 
 def naive_attention(q: np.ndarray, case, layer: int, scale: float) -> np.ndarray:
@@ -95,11 +37,10 @@ def naive_attention(q: np.ndarray, case, layer: int, scale: float) -> np.ndarray
     rows=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 7])), min_size=1, max_size=6),
 )
 def test_paged_attention_rows_of_any_length_equal_float64(
-    ops, run, prepared, check, seed, group, num_kv_heads, kind, block_kind, rows
+    run, prepared, check, head_dims, block_sizes, seed, group, num_kv_heads, kind, block_kind, rows
 ):
     rng = np.random.default_rng(seed)
-    head_dim = HEAD_DIMS[ops.name][kind % len(HEAD_DIMS[ops.name])]
-    block_tokens = BLOCK_TOKENS[ops.name][block_kind % len(BLOCK_TOKENS[ops.name])]
+    head_dim, block_tokens = head_dims[kind % len(head_dims)], block_sizes[block_kind % len(block_sizes)]
     rows = [(past + queries, queries) for past, queries in rows]
     q, case = prepared(
         rng,
@@ -226,9 +167,9 @@ def test_paged_attention_not_finite_row_stays_alone(run, prepared, head_dim, blo
 
 @pytest.mark.parametrize("group", [1, 3, 8, 12, 16])
 @pytest.mark.parametrize("rows", [[(700, 1)] * 3, [(130, 130), (65, 1), (513, 100)]])
-def test_paged_attention_group_of_query_heads(ops, run, prepared, check, group, rows):
+def test_paged_attention_group_of_query_heads(run, prepared, check, head_dims, group, rows):
     rng = np.random.default_rng(group)
-    for head_dim in HEAD_DIMS[ops.name][-4:]:
+    for head_dim in head_dims[-4:]:
         shape = {"num_heads": group * 2, "num_kv_heads": 2, "head_dim": head_dim, "block_tokens": 16}
         q, case = prepared(rng, rows, **shape)
         out = run(q, case, layer=1, scale=head_dim**-0.5)

@@ -9,6 +9,12 @@ from hypothesis import strategies as st
 from openinfer_kernels import RopeParameters, rope_table
 
 THETA = 1e4
+OPERATORS = {
+    "qk_norm_rope_append": lambda weight: weight,
+    "zero_centred_qk_norm_rope_append": lambda weight: 1 + weight.astype(np.float64),
+    "rope_append": lambda weight: None,
+}
+"""Each operator, and what its norms multiply by; None: it has none."""
 
 
 def naive_head(x: np.ndarray, weight: np.ndarray | None, eps: float, position: int) -> list[float]:
@@ -39,9 +45,9 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def outcome(ops, upload, activation, host):
-    """Runs the operator, with norms or without, in layer 1 of 3 on random values; `case` is a `PagedCase`."""
+    """Runs one of `OPERATORS` in layer 1 of 3 on random values; `case` is a `PagedCase`."""
 
-    def run(rng: np.random.Generator, case, *, group: int, normed: bool = True) -> Outcome:
+    def run(rng: np.random.Generator, case, *, group: int, operator: str = "qk_norm_rope_append") -> Outcome:
         _, _, _, num_kv_heads, block_tokens, head_dim = case.kv_cache.shape
         num_heads = group * num_kv_heads
         qkv = activation(
@@ -52,11 +58,10 @@ def outcome(ops, upload, activation, host):
         expected_cache = host(cache).copy()
         table = rope_table(RopeParameters(theta=THETA), head_dim=head_dim, positions=32)
         keywords = {"rope": upload(table), "kv_cache": cache, "layer": 1, "batch": upload(case.batch)}
-        if normed:
-            out = ops.qk_norm_rope_append(qkv, q_norm=q_norm, k_norm=k_norm, eps=1e-6, **keywords)
-        else:
-            out = ops.rope_append(qkv, **keywords)
-        q_weight, k_weight = (host(q_norm), host(k_norm)) if normed else (None, None)
+        q_weight, k_weight = OPERATORS[operator](host(q_norm)), OPERATORS[operator](host(k_norm))
+        if q_weight is not None:
+            keywords |= {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
+        out = getattr(ops, operator)(qkv, **keywords)
         expected_q = np.empty((case.num_tokens, num_heads, head_dim))
         heads = host(qkv).reshape(case.num_tokens, -1, head_dim)
         for token, (position, slot) in enumerate(zip(case.batch.positions, case.batch.cache_slots, strict=True)):
@@ -102,8 +107,8 @@ def test_qk_norm_rope_append_equals_float64(
     rng = np.random.default_rng(seed)
     rows = [(past + queries, queries) for past, queries in rows]
     case = paged_case(rng, rows, num_kv_heads=num_kv_heads, head_dim=head_dim, block_tokens=block_tokens, num_layers=3)
-    for normed in (True, False):
-        check(outcome(rng, case, group=group, normed=normed), bfloat16=ops.name == "cuda")
+    for operator in OPERATORS:
+        check(outcome(rng, case, group=group, operator=operator), bfloat16=ops.name == "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
@@ -112,8 +117,8 @@ def test_qk_norm_rope_append_of_a_models_heads_equals_float64(ops, outcome, page
     rng = np.random.default_rng([head_dim, group])
     rows = [(17, 3), (5, 1), (1, 1)]
     case = paged_case(rng, rows, num_kv_heads=num_kv_heads, head_dim=head_dim, block_tokens=16, num_layers=3)
-    for normed in (True, False):
-        check(outcome(rng, case, group=group, normed=normed), bfloat16=ops.name == "cuda")
+    for operator in OPERATORS:
+        check(outcome(rng, case, group=group, operator=operator), bfloat16=ops.name == "cuda")
 
 
 def test_qk_norm_rope_append_padding_is_written_nowhere(ops, outcome, paged_case):

@@ -95,6 +95,51 @@ def test_linear_swiglu_far_gates_neither_warn_nor_overflow(ops, activation, host
     close(out[:, 0], [naive_silu(g) for g in gates[:, 0].tolist()], rtol=1e-5, atol=1e-36)
 
 
+def naive_gelu(value: float) -> float:
+    return 0.5 * value * (1 + math.tanh(math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=SEEDS, sizes=st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 17)))
+def test_linear_geglu_equals_float64(ops, activation, host, close, rounded, seed, sizes):
+    num_tokens, num_in, width = sizes
+    rng = np.random.default_rng(seed)
+    x, gate_up = (  # eighths: gates are rounded alike here and there
+        (rng.integers(-16, 17, size=(rows, num_in)) / 8).astype(np.float32) for rows in (num_tokens, 2 * width)
+    )
+    both = rounded(naive_linear(x, gate_up))
+    expected = np.vectorize(naive_gelu)(both[:, :width].astype(np.float64)) * both[:, width:]
+    out = host(ops.linear_geglu(activation(x), activation(gate_up)))
+    assert out.shape == (num_tokens, width)
+    close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 8, 33, 1032])
+def test_geglu_equals_float64_rounded_once(ops, activation, host, rounded_once, width):
+    both = activation((3 * np.random.default_rng(width).normal(size=(7, 2 * width))).astype(np.float32))
+    values = host(both).astype(np.float64)
+    expected = np.vectorize(naive_gelu)(values[:, :width]) * values[:, width:]
+    rounded_once(host(ops.geglu(both)), expected)
+
+
+def test_geglu_far_gates_neither_warn_nor_overflow(ops, activation, host, close):
+    gates = np.array([[-1e30], [-9984.0], [-30.0], [-4.0], [0.0], [30.0], [9984.0], [1e30]], np.float32)
+    both = activation(np.concatenate([gates, np.ones_like(gates)], axis=1))
+    far = [0.0, 0.0, 0.0, naive_gelu(-4.0), 0.0, *gates[5:, 0].tolist()]
+    close(host(ops.geglu(both))[:, 0], far, rtol=1e-4, atol=1e-36)
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_cap_bounds_logits_in_place(ops, upload, host, cap):
+    values = (50 * np.random.default_rng(3).normal(size=(5, 37))).astype(np.float32)
+    values[3] = np.nan
+    values[4, :2] = np.inf, -np.inf
+    logits = upload(values)
+    assert ops.soft_cap(logits, cap=cap) is None
+    assert ops.download(logits).dtype == np.float32
+    np.testing.assert_allclose(host(logits), cap * np.tanh(values.astype(np.float64) / cap), rtol=1e-5, atol=1e-6)
+
+
 def test_linear_not_finite_row_stays_alone(ops, activation, host):
     x = activation(np.array([[1, 2], [np.nan, 1], [np.inf, -np.inf], [3e38, 3e38]], np.float32))
     weight = activation(np.ones((4, 2), np.float32))
@@ -102,6 +147,15 @@ def test_linear_not_finite_row_stays_alone(ops, activation, host):
     np.testing.assert_array_equal(out[0], [3, 3, 3, 3])
     assert not np.isfinite(out[1:]).any()
     assert np.isfinite(host(ops.linear_swiglu(x, weight))[0]).all()
+
+
+@pytest.mark.parametrize("size", [3, 8, 250, 2560])
+def test_residual_embedding_is_scaled_in_float32(ops, activation, host, size):
+    table = activation(np.random.default_rng(size).normal(size=(40, size)).astype(np.float32))
+    ids = np.array([3, 0, 3, 39, 2], np.int32)
+    residual = ops.residual_embedding(ops.upload(ids), table, scale=59.75)
+    assert ops.download(residual).dtype == np.float32
+    np.testing.assert_array_equal(host(residual), host(table)[ids] * np.float32(59.75))
 
 
 @pytest.mark.parametrize("size", [3, 8, 250, 2560, 2561])

@@ -130,13 +130,57 @@ def test_kit_notices_padding_that_was_written():
 def test_kit_notices_a_mask_that_sees_the_future():
     own = CpuOps()
 
-    def sees_all(q: Any, kv_cache: Any, *, layer: int, batch: Any, scale: float) -> Any:
-        out = own.paged_attention(q, kv_cache, layer=layer, batch=batch, scale=scale)
+    def sees_all(q: Any, kv_cache: Any, *, batch: Any, **named: Any) -> Any:
+        out = own.paged_attention(q, kv_cache, batch=batch, **named)
         last = np.repeat(batch.query_starts[1:] - 1, np.diff(batch.query_starts))
         return np.ascontiguousarray(out[last])
 
     with pytest.raises(ConformanceError, match="paged_attention"):
         check_operator(sees_all, "paged_attention", own)
+
+
+def wider(asked: dict[str, Any]) -> None:
+    if asked.get("window") is not None:
+        asked["window"] += 1
+
+
+def narrower(asked: dict[str, Any]) -> None:
+    if asked.get("window", 1) > 1:
+        asked["window"] -= 1
+
+
+def capped_before_the_scale(asked: dict[str, Any]) -> None:
+    if asked.get("soft_cap") is not None:
+        asked["soft_cap"] *= asked["scale"]
+
+
+def scaled_sinks(asked: dict[str, Any]) -> None:
+    if asked.get("sinks") is not None:
+        asked["sinks"] = asked["sinks"] * np.float32(asked["scale"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        wider,
+        narrower,
+        capped_before_the_scale,
+        scaled_sinks,
+        lambda asked: asked.pop("window", None),
+        lambda asked: asked.pop("soft_cap", None),
+        lambda asked: asked.pop("sinks", None),
+    ],
+    ids=["wider", "narrower", "capped before the scale", "scaled sinks", "no window", "no cap", "no sinks"],
+)
+def test_kit_notices_scores_that_are_not_what_was_asked_for(change: Callable[[dict[str, Any]], Any]):
+    own = CpuOps()
+
+    def wrong(q: Any, kv_cache: Any, **asked: Any) -> Any:
+        change(asked)
+        return own.paged_attention(q, kv_cache, **asked)
+
+    with pytest.raises(ConformanceError, match=r"paged_attention, rows .*: the result is off"):
+        check_operator(wrong, "paged_attention", own)
 
 
 def test_kit_notices_calls_that_differ():

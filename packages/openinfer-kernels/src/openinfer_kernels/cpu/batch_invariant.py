@@ -6,6 +6,7 @@ sequence. What is missing is zero. So the bits of a token's result depend on its
 not on how a prompt is cut into chunks, not on what of it was cached.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,13 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.attention.indexer import index_scores
 from openinfer_kernels.cpu.attention.window import window_attention
-from openinfer_kernels.cpu.gemm.linear import linear
-from openinfer_kernels.cpu.gemm.quantised import grouped_linear, weight_linear, weight_linear_swiglu
+from openinfer_kernels.cpu.gemm.linear import linear, soft_cap
+from openinfer_kernels.cpu.gemm.quantised import (
+    grouped_linear,
+    weight_linear,
+    weight_linear_geglu,
+    weight_linear_swiglu,
+)
 from openinfer_kernels.cpu.linear_attention.gated_delta_rule import gated_delta_rule
 from openinfer_kernels.cpu.mla.latent_attention import latent_queries, latent_values
 from openinfer_kernels.cpu.moe.experts import experts
@@ -26,6 +32,28 @@ from openinfer_kernels.ops import AttentionBatch
 
 TOKENS = 8
 KEYS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """Which keys a query sees, and what becomes of its scores."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: NDArray[Any] | None = None
+    """`[H]`"""
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+    def hidden(self, keys: NDArray[Any], queries: NDArray[Any]) -> NDArray[Any]:
+        """Of keys and queries at these positions, whether the query does not see the key."""
+        later = keys > queries
+        return later if self.window is None else later | (keys <= queries - self.window)
+
+
+_PLAIN = _Scoring()
 
 
 def _sliced_linear(x: NDArray[Any], weight: NDArray[Any], bias: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -51,9 +79,18 @@ def _slices(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _paged_attention(
-    q: NDArray[Any], kv_cache: NDArray[Any], *, layer: int, batch: AttentionBatch, scale: float
+    q: NDArray[Any],
+    kv_cache: NDArray[Any],
+    *,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    return _attend_rows(q, kv_cache[:, layer], batch=batch, scale=scale)
+    scoring = _Scoring(window, soft_cap, sinks)
+    return _attend_rows(q, kv_cache[:, layer], batch=batch, scale=scale, scoring=scoring)
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -83,7 +120,9 @@ def _slices_by_head(x: NDArray[Any]) -> NDArray[Any]:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _attend_rows(q: NDArray[Any], layer_cache: NDArray[Any], *, batch: AttentionBatch, scale: float) -> NDArray[Any]:
+def _attend_rows(
+    q: NDArray[Any], layer_cache: NDArray[Any], *, batch: AttentionBatch, scale: float, scoring: _Scoring = _PLAIN
+) -> NDArray[Any]:
     """Attention of `q [T, H, D]` over `layer_cache [blocks, 2, K, B, D]`: `[T, H * D]`; row by row."""
     out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), q.dtype)
     scaled = q * np.float32(scale)
@@ -91,28 +130,35 @@ def _attend_rows(q: NDArray[Any], layer_cache: NDArray[Any], *, batch: Attention
     for row, context in enumerate(batch.context_lens.tolist()):
         tokens = slice(starts[row], starts[row + 1])
         first_position = context - (tokens.stop - tokens.start)
-        keys, values = _gather(layer_cache, batch.block_tables[row], context)
+        seen_from = scoring.first_seen(first_position)
+        keys, values = _gather(layer_cache, batch.block_tables[row], context, seen_from=seen_from)
         for begin, queries in enumerate(_slices(scaled[tokens])):
             first = tokens.start + begin * TOKENS
             size = min(TOKENS, tokens.stop - first)
             seen = first_position + begin * TOKENS + np.arange(TOKENS)
-            out[first : first + size] = _attend(queries, keys, values, seen)[:size]
+            out[first : first + size] = _attend(queries, keys, values, seen, scoring)[:size]
     return out
 
 
-def _gather(layer_cache: NDArray[Any], block_table: NDArray[Any], context: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """A row's keys and values, each `[tiles, K, KEYS, D]`, zeros after its context."""
+def _gather(
+    layer_cache: NDArray[Any], block_table: NDArray[Any], context: int, *, seen_from: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """A row's keys and values, each `[tiles, K, KEYS, D]`, zeros after its context and before position `seen_from`."""
     num_kv_heads, block_tokens, head_dim = layer_cache.shape[2:]
-    blocks = block_table[: -(-context // block_tokens)]
-    both = layer_cache[blocks].transpose(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :context]
+    first_block = seen_from // block_tokens
+    blocks = block_table[first_block : -(-context // block_tokens)]
+    both = layer_cache[blocks].transpose(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
     padded = np.zeros((2, num_kv_heads, context + -context % KEYS, head_dim), layer_cache.dtype)
-    padded[:, :, :context] = both
+    skipped = first_block * block_tokens
+    padded[:, :, seen_from:context] = both[:, :, seen_from - skipped : context - skipped]
     tiles = padded.reshape(2, num_kv_heads, -1, KEYS, head_dim).transpose(0, 2, 1, 3, 4)
     keys, values = np.ascontiguousarray(tiles)
     return keys, values
 
 
-def _attend(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], seen: NDArray[Any]) -> NDArray[Any]:
+def _attend(
+    queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], seen: NDArray[Any], scoring: _Scoring
+) -> NDArray[Any]:
     """Attention of `queries [TOKENS, H, D]`, query `i` seeing positions up to `seen[i]`: `[TOKENS, H * D]`.
 
     Tiles of keys are added one after the other under a running maximum, as in Milakov and Gimelshein 2018, "Online
@@ -122,21 +168,32 @@ def _attend(queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], see
     num_kv_heads = keys.shape[1]
     rows = np.ascontiguousarray(queries.swapaxes(0, 1)).reshape(num_kv_heads, -1, num_tokens, head_dim)
     mixed = np.zeros_like(rows)  # [K, H / K, TOKENS, D]
-    top = np.full((*rows.shape[:3], 1), -np.inf, rows.dtype)
-    weight = np.zeros_like(top)
+    top, weight = _before_the_first_tile(rows, scoring.sinks)
+    first_tile = scoring.first_seen(int(seen[0])) // KEYS
     num_tiles = int(seen[-1]) // KEYS + 1  # of which there are fewer where the last queries are padding
-    for index, (some_keys, some_values) in enumerate(zip(keys[:num_tiles], values[:num_tiles], strict=True)):
-        scores = rows @ some_keys[:, None].swapaxes(2, 3)
+    for index in range(first_tile, min(num_tiles, len(keys))):
+        scores = rows @ keys[index][:, None].swapaxes(2, 3)
+        if scoring.soft_cap is not None:
+            soft_cap(scores, cap=scoring.soft_cap)
         # Products are always of whole tiles: what a query must not see is masked, not left out.
-        np.copyto(scores, -np.inf, where=index * KEYS + np.arange(KEYS) > seen[:, None])
+        np.copyto(scores, -np.inf, where=scoring.hidden(index * KEYS + np.arange(KEYS), seen[:, None]))
         highest = np.maximum(top, scores.max(axis=-1, keepdims=True))
         factor = np.exp(top - highest)
         np.exp(scores - highest, out=scores)
-        mixed = mixed * factor + scores @ some_values[:, None]
+        mixed = mixed * factor + scores @ values[index][:, None]
         weight = weight * factor + scores.sum(axis=-1, keepdims=True)
         top = highest
     mixed /= weight
     return mixed.reshape(num_heads, num_tokens, head_dim).swapaxes(0, 1).reshape(num_tokens, -1)
+
+
+def _before_the_first_tile(rows: NDArray[Any], sinks: NDArray[Any] | None) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Running maximum and sum of `rows [K, H / K, TOKENS, D]`: those of the sinks alone, `[K, H / K, TOKENS, 1]`."""
+    shape = (*rows.shape[:3], 1)
+    if sinks is None:
+        # Not -inf: a query whose window begins in a later tile would subtract it from itself.
+        return np.full(shape, np.finfo(rows.dtype).min, rows.dtype), np.zeros(shape, rows.dtype)
+    return np.broadcast_to(sinks.reshape(*rows.shape[:2], 1, 1), shape), np.ones(shape, rows.dtype)
 
 
 class BatchInvariantCpuOps(CpuOps):
@@ -145,6 +202,7 @@ class BatchInvariantCpuOps(CpuOps):
     linear = staticmethod(partial(weight_linear, multiply=_sliced_linear))
     logits = staticmethod(_sliced_logits)
     linear_swiglu = staticmethod(partial(weight_linear_swiglu, multiply=_sliced_linear))
+    linear_geglu = staticmethod(partial(weight_linear_geglu, multiply=_sliced_linear))
     grouped_linear = staticmethod(partial(grouped_linear, multiply=_sliced_linear))
     experts = staticmethod(partial(experts, multiply=_sliced_linear))
     hyper_read = staticmethod(partial(hyper_read, multiply=_sliced_linear))

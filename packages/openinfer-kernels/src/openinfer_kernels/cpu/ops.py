@@ -10,16 +10,21 @@ from openinfer_kernels.cpu.attention.compressor import compress_overlapping_wind
 from openinfer_kernels.cpu.attention.gated import gated_qk_norm_rope_append, output_gate
 from openinfer_kernels.cpu.attention.indexer import index_scores, select_entries
 from openinfer_kernels.cpu.attention.paged import paged_attention
-from openinfer_kernels.cpu.attention.qk_norm_rope_append import qk_norm_rope_append, rope_append
+from openinfer_kernels.cpu.attention.qk_norm_rope_append import (
+    qk_norm_rope_append,
+    rope_append,
+    zero_centred_qk_norm_rope_append,
+)
 from openinfer_kernels.cpu.attention.rope_tail import norm_rope_tail, rope_tail
 from openinfer_kernels.cpu.attention.window import window_attention
 from openinfer_kernels.cpu.common.weights import upload_weight
-from openinfer_kernels.cpu.gemm.linear import logits
+from openinfer_kernels.cpu.gemm.linear import geglu, logits, soft_cap
 from openinfer_kernels.cpu.gemm.quantised import (
     grouped_linear,
     upload_dequantised,
     upload_quantised,
     weight_linear,
+    weight_linear_geglu,
     weight_linear_swiglu,
 )
 from openinfer_kernels.cpu.linear_attention.causal_conv import causal_conv_silu
@@ -53,6 +58,9 @@ class CpuOps:
     linear = staticmethod(weight_linear)
     logits = staticmethod(logits)
     linear_swiglu = staticmethod(weight_linear_swiglu)
+    linear_geglu = staticmethod(weight_linear_geglu)
+    geglu = staticmethod(geglu)
+    soft_cap = staticmethod(soft_cap)
     grouped_linear = staticmethod(grouped_linear)
 
     rms_norm = staticmethod(rms_norm)
@@ -66,6 +74,7 @@ class CpuOps:
     hyper_head = staticmethod(hyper_head)
 
     qk_norm_rope_append = staticmethod(qk_norm_rope_append)
+    zero_centred_qk_norm_rope_append = staticmethod(zero_centred_qk_norm_rope_append)
     rope_append = staticmethod(rope_append)
     paged_attention = staticmethod(paged_attention)
     gated_qk_norm_rope_append = staticmethod(gated_qk_norm_rope_append)
@@ -111,4 +120,8 @@ class CpuOps:
     def embedding(self, token_ids: Array, table: Array) -> Array:
         return np.take(table, token_ids, axis=0)
 
-    residual_embedding = embedding  # the compute dtype is float32
+    def residual_embedding(self, token_ids: Array, table: Array, *, scale: float = 1.0) -> Array:
+        rows = self.embedding(token_ids, table)
+        if scale != 1.0:
+            rows *= np.float32(scale)
+        return rows

@@ -33,6 +33,7 @@ from openinfer_kernels.cuda.gemm.projections import Projections
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
 from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
+from openinfer_kernels.cuda.missing import Missing
 from openinfer_kernels.cuda.mla.append import LatentAppend
 from openinfer_kernels.cuda.mla.latent_attention import LatentAttention
 from openinfer_kernels.cuda.moe.experts import Experts
@@ -206,6 +207,10 @@ class CudaOps:
     def _logprobs(self) -> LogprobsKernels:
         return LogprobsKernels(self.device)
 
+    @cached_property
+    def _missing(self) -> Missing:
+        return Missing()
+
     upload = served_by(_memory, Memory.upload)
     upload_weight = served_by(_memory, Memory.upload_weight)
     upload_float32 = served_by(_memory, Memory.upload_float32)
@@ -221,6 +226,9 @@ class CudaOps:
     linear = served_by(_projections, Projections.linear)
     logits = served_by(_linear, Linear.logits)
     linear_swiglu = served_by(_projections, Projections.linear_swiglu)
+    linear_geglu = served_by(_missing, Missing.linear_geglu)
+    geglu = served_by(_missing, Missing.geglu)
+    soft_cap = served_by(_missing, Missing.soft_cap)
     grouped_linear = served_by(_grouped_linear, GroupedLinear.grouped_linear)
 
     rms_norm = served_by(_norm, Norm.rms_norm)
@@ -234,6 +242,9 @@ class CudaOps:
     hyper_head = served_by(_hyper_connections, HyperConnections.head)
 
     qk_norm_rope_append = served_by(_qk_norm_rope_append, QkNormRopeAppend.qk_norm_rope_append)
+    zero_centred_qk_norm_rope_append = served_by(
+        _qk_norm_rope_append, QkNormRopeAppend.zero_centred_qk_norm_rope_append
+    )
     rope_append = served_by(_qk_norm_rope_append, QkNormRopeAppend.rope_append)
     paged_attention = served_by(_attention, Attention.paged_attention)
     gated_qk_norm_rope_append = served_by(_gated_attention, GatedAttention.gated_qk_norm_rope_append)

@@ -54,10 +54,38 @@ class AttentionOps(Protocol):
         """
         ...
 
-    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
+    def zero_centred_qk_norm_rope_append(
+        self,
+        qkv: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        """As `qk_norm_rope_append`, with the norm of `zero_centred_rms_norm`: Gemma-3's."""
+        ...
+
+    def paged_attention(
+        self,
+        q: Array,
+        kv_cache: Array,
+        *,
+        layer: int,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+    ) -> Array:
         """Causal attention of each row's tokens over its paged context, softmax in float32.
 
-        Query head `j` reads KV head `j // (H / K)`. A token at position p sees positions 0..p.
+        Query head `j` reads KV head `j // (H / K)`. A token at position p sees positions 0..p, with a window w those
+        above p - w. `s = scale q . k`, with a soft cap c `s = c tanh(s / c)`; `P = exp(s - m) / sum exp(s - m)`, where
+        a sink is one more term of the sum, and of the maximum m.
 
         Args:
             q: `[T, H, D]`.
@@ -65,6 +93,11 @@ class AttentionOps(Protocol):
             layer: index into the layer axis.
             batch: rows of any length.
             scale: multiplies the scores, usually `D ** -0.5`.
+            window: keys that a token sees, its own among them, at least 1: `sliding_window` of transformers. What a
+                cache holds before the window of a row's first token may be anything and never changes a result.
+            soft_cap: above 0; bounds the scores before they are masked (Gemma Team 2024, "Gemma 2", section 2).
+            sinks: `[H]` float32, a logit per head that has no value, neither scaled nor capped: "attention sinks" of
+                OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.
 
         Returns:
             `[T, H * D]`.

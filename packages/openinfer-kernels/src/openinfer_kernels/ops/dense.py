@@ -1,4 +1,4 @@
-"""Products of every model: embedding, linear layers, the gated MLP's first half."""
+"""Products of every model: embedding, linear layers, the gated MLP's first half, logits."""
 
 from typing import Protocol
 
@@ -7,14 +7,17 @@ from openinfer_kernels.ops.quantised import LinearWeight
 
 
 class DenseOps(Protocol):
-    """Products of every model: embedding, linear layers, the gated MLP's first half."""
+    """Products of every model: embedding, linear layers, the gated MLP's first half, logits."""
 
     def embedding(self, token_ids: Array, table: Array) -> Array:
         """Rows of `table [V, h]`, of the compute dtype or float32, for `token_ids [T]`: `[T, h]` of the same dtype."""
         ...
 
-    def residual_embedding(self, token_ids: Array, table: Array) -> Array:
-        """Rows of `table [V, h]` of the compute dtype for `token_ids [T]`: `[T, h]` float32, a residual stream."""
+    def residual_embedding(self, token_ids: Array, table: Array, *, scale: float = 1.0) -> Array:
+        """Rows of `table [V, h]` of the compute dtype for `token_ids [T]`, times `scale`: `[T, h]`, a residual stream.
+
+        Rows become float32 before they are multiplied, and are not rounded after it.
+        """
         ...
 
     def linear(self, x: Array, weight: LinearWeight, bias: Array | None = None) -> Array:
@@ -34,5 +37,27 @@ class DenseOps(Protocol):
         Both products are rounded to the compute dtype first, as `linear` rounds them, and the result once.
 
         SwiGLU: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6 without the outer projection.
+        """
+        ...
+
+    def linear_geglu(self, x: Array, gate_up: LinearWeight) -> Array:
+        """`gelu(x @ gate.T) * (x @ up.T)`: `[T, F]`, with arguments and roundings of `linear_swiglu`.
+
+        GEGLU: Shazeer 2020, eq. 6 without the outer projection, with the GELU of `geglu`.
+        """
+        ...
+
+    def geglu(self, gate_up: Array) -> Array:
+        """`gelu(gate) * up` for `gate_up [T, 2 F]`, gate values, then up values: `[T, F]`, rounded once.
+
+        `gelu(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3)))`: Hendrycks and Gimpel 2016, "Gaussian Error Linear
+        Units", section 2; `gelu_pytorch_tanh` of transformers.
+        """
+        ...
+
+    def soft_cap(self, logits: Array, *, cap: float) -> None:
+        """`cap * tanh(logits / cap)` of `logits [T, V]` float32, in place; `cap` is above 0.
+
+        Gemma Team 2024, "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
         """
         ...

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from openinfer_kernels.ops import HostArray
 from openinfer_kernels.rope import RopeParameters, rope_table
 from openinfer_kernels.testing.case import Case
-from openinfer_kernels.testing.expert_cases import EXPERT_CASES, quantised_linear_cases, quantised_swiglu_cases
+from openinfer_kernels.testing.expert_cases import EXPERT_CASES, quantised_gated_cases, quantised_linear_cases
 from openinfer_kernels.testing.paged import PagedCase, make_paged_case, make_state_case
 from openinfer_kernels.testing.sparse_cases import SPARSE_CASES
 
@@ -32,6 +33,8 @@ def _embedding(rng: np.random.Generator) -> Iterable[Case]:
 def _residual_embedding(rng: np.random.Generator) -> Iterable[Case]:
     for case in _embedding(rng):
         yield dataclasses.replace(case, in_float32=(0,))
+        scaled = {"scale": 59.75}
+        yield dataclasses.replace(case, name=f"{case.name}, scaled", keywords=scaled, in_float32=(0,))
 
 
 def _linear(rng: np.random.Generator) -> Iterable[Case]:
@@ -43,13 +46,32 @@ def _linear(rng: np.random.Generator) -> Iterable[Case]:
     yield from quantised_linear_cases(rng)
 
 
-def _linear_swiglu(rng: np.random.Generator) -> Iterable[Case]:
+def _gated_linear(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, inner, width in ((1, 128, 64), (9, 128, 192), (70, 40, 24)):
         x, gate_up = _floats(rng, tokens, inner), _floats(rng, 2 * width, inner) / np.float32(np.sqrt(inner))
         name = f"{tokens} x {inner} -> {width}"
         yield Case(name=name, positional=(x, gate_up), keywords={})
         yield Case(name=f"{name}, NaN", positional=(_with_nan(x), gate_up), keywords={})
-    yield from quantised_swiglu_cases(rng)
+    yield from quantised_gated_cases(rng)
+
+
+def _geglu(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, width in ((1, 8), (5, 33), (40, 1032)):
+        gate_up = _with_nan(_floats(rng, tokens, 2 * width) * np.float32(3))
+        yield Case(name=f"{tokens} x {width}", positional=(gate_up,), keywords={})
+
+
+def _soft_cap(rng: np.random.Generator) -> Iterable[Case]:
+    for tokens, vocab, cap in ((1, 7, 30.0), (5, 640, 0.5), (33, 1025, 30.0)):
+        logits = _with_nan(_floats(rng, tokens, vocab) * np.float32(40))
+        yield Case(
+            name=f"{tokens} x {vocab} within {cap}",
+            positional=(logits,),
+            keywords={"cap": cap},
+            mutated=(0,),
+            unrounded=(0,),
+            exact=(0,),
+        )
 
 
 def _logits(rng: np.random.Generator) -> Iterable[Case]:
@@ -121,6 +143,23 @@ def _paged_attention(rng: np.random.Generator) -> Iterable[Case]:
             keywords = {"layer": 1, "batch": case.batch, "scale": _HEAD_DIM**-0.5}
             name = f"rows {rows}, {heads} heads over {kv_heads}"
             yield Case(name=name, positional=(q, case.kv_cache), keywords=keywords)
+            for asked in _scores_asked(rng, heads):
+                yield Case(
+                    name=f"{name}, {', '.join(asked)}",
+                    positional=(q, case.kv_cache),
+                    keywords={**keywords, **asked},
+                    exact=("sinks",),
+                )
+
+
+def _scores_asked(rng: np.random.Generator, heads: int) -> Iterable[dict[str, Any]]:
+    """Each of what scores may be asked for, alone and together; a window that ends at a block and ones that do not."""
+    sinks = _floats(rng, heads) * np.float32(2)
+    for window in (1, _BLOCK_TOKENS, 37, 1000):
+        yield {"window": window}
+    yield {"soft_cap": 1.5}
+    yield {"sinks": sinks}
+    yield {"window": _BLOCK_TOKENS + 1, "soft_cap": 1.5, "sinks": sinks}
 
 
 _LATENT = {"latent_dim": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
@@ -272,10 +311,12 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "gated_delta_rule": _gated_delta_rule,
     "gated_qk_norm_rope_append": _gated_qk_norm_rope_append,
     "gated_rms_norm": _gated_rms_norm,
+    "geglu": _geglu,
     "latent_attention": _latent_attention,
     "latent_norm_rope_append": _latent_norm_rope_append,
     "linear": _linear,
-    "linear_swiglu": _linear_swiglu,
+    "linear_geglu": _gated_linear,
+    "linear_swiglu": _gated_linear,
     "logits": _logits,
     "output_gate": _output_gate,
     "paged_attention": _paged_attention,
@@ -283,6 +324,8 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterable[Case]]] = {
     "residual_embedding": _residual_embedding,
     "rms_norm": _rms_norm,
     "rope_append": _rope_append,
+    "soft_cap": _soft_cap,
+    "zero_centred_qk_norm_rope_append": _qk_norm_rope_append,
     "zero_centred_rms_norm": _zero_centred_rms_norm,
     **EXPERT_CASES,
     **SPARSE_CASES,

@@ -89,7 +89,7 @@ def quantised_linear_cases(rng: np.random.Generator) -> Iterable[Case]:
             yield Case(name=f"{weight_format}, {tokens} x {inner} -> {outer}", positional=(x, weight), keywords={})
 
 
-def quantised_swiglu_cases(rng: np.random.Generator) -> Iterable[Case]:
+def quantised_gated_cases(rng: np.random.Generator) -> Iterable[Case]:
     """Few tokens, and more than multiply codes on a GPU."""
     for weight_format in WeightFormat:
         for tokens in (5, 70):

@@ -27,6 +27,30 @@ def qk_norm_rope_append(
     return _norm_rope(q, q_norm, eps, cos, sin)
 
 
+@np.errstate(over="ignore", invalid="ignore")
+def zero_centred_qk_norm_rope_append(
+    qkv: NDArray[Any],
+    *,
+    q_norm: NDArray[Any],
+    k_norm: NDArray[Any],
+    eps: float,
+    rope: NDArray[Any],
+    kv_cache: NDArray[Any],
+    layer: int,
+    batch: AttentionBatch,
+) -> NDArray[Any]:
+    return qk_norm_rope_append(
+        qkv,
+        q_norm=1.0 + q_norm,
+        k_norm=1.0 + k_norm,
+        eps=eps,
+        rope=rope,
+        kv_cache=kv_cache,
+        layer=layer,
+        batch=batch,
+    )
+
+
 def rope_append(
     qkv: NDArray[Any], *, rope: NDArray[Any], kv_cache: NDArray[Any], layer: int, batch: AttentionBatch
 ) -> NDArray[Any]:

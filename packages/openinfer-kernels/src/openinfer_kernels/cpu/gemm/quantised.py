@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.common.random_weight import random_codes
-from openinfer_kernels.cpu.gemm.linear import Multiply, linear, swiglu
+from openinfer_kernels.cpu.gemm.linear import Multiply, geglu, linear, swiglu
 from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
 from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, scales_of, stacked_shape
@@ -53,6 +53,10 @@ def weight_linear(
 
 def weight_linear_swiglu(x: NDArray[Any], gate_up: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
     return swiglu(weight_linear(x, gate_up, multiply=multiply))
+
+
+def weight_linear_geglu(x: NDArray[Any], gate_up: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
+    return geglu(weight_linear(x, gate_up, multiply=multiply))
 
 
 def grouped_linear(x: NDArray[Any], weight: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:

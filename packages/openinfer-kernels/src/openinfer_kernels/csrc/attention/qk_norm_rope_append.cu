@@ -3,7 +3,7 @@
 //
 //     qkv [T, (H + 2 K) D]  ─►  q [T, H, D],  cache [blocks, layers, 2, K, B, D]
 //
-//     norm   n = w * x / sqrt(mean(x^2) + eps)          over a head, Zhang and Sennrich 2019, eq. 4
+//     norm   n = w * x / sqrt(mean(x^2) + eps)          over a head, Zhang and Sennrich 2019, eq. 4; zero-centred: 1 + w
 //     rope   bf16(n_i cos - n_{i + D/2} sin), bf16(n_{i + D/2} cos + n_i sin)      Su et al. 2021, eq. 34
 //
 // All of it is float32, rounded once. rope_append does the same without the norm.
@@ -32,6 +32,8 @@ struct Arguments {
 
 enum class Kind { kQuery, kKey, kValue };
 
+enum class Norm { kNone, kPlain, kZeroCentred };
+
 __device__ __forceinline__ Kind kind_of(int head, const Arguments& a) {
   return head < a.num_heads ? Kind::kQuery : head < a.num_heads + a.num_kv_heads ? Kind::kKey : Kind::kValue;
 }
@@ -59,8 +61,14 @@ struct Targets {
   }
 };
 
+// What a norm's weight multiplies by.
+template <Norm kNorm>
+__device__ __forceinline__ float factor_of(float weight) {
+  return kNorm == Norm::kZeroCentred ? 1.0f + weight : weight;
+}
+
 // RMSNorm of the part of a head that this thread holds; kLanes neighbouring threads hold the head.
-template <int kLanes>
+template <int kLanes, Norm kNorm>
 __device__ __forceinline__ void norm(float (&values)[8], Vector<8> weight, float eps) {
   float factors[8], squares = 0;
   unpack(weight, factors);
@@ -70,7 +78,7 @@ __device__ __forceinline__ void norm(float (&values)[8], Vector<8> weight, float
   for (int mask = 1; mask < kLanes; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
   const float scale = rsqrtf(squares / (8 * kLanes) + eps);
 #pragma unroll
-  for (int i = 0; i < 8; i++) values[i] *= scale * factors[i];
+  for (int i = 0; i < 8; i++) values[i] *= scale * factor_of<kNorm>(factors[i]);
 }
 
 // The partner of each value is half a head away, in another thread; its sine has the sign of this thread's half.
@@ -97,13 +105,13 @@ __device__ __forceinline__ void load_floats(const float* from, float factor, flo
 
 // Head dimensions of 8 * kLanes: kLanes neighbouring threads hold a head, 8 values each, and then the next of kHeads
 // heads, all of whose loads are under way at once. Blocks are (T, chunks of a token's heads).
-template <int kLanes, int kHeads, bool kNormed>
+template <int kLanes, int kHeads, Norm kNorm>
 __device__ void run_vectors(const Arguments& a) {
   constexpr int kHeadDim = 8 * kLanes;
   const int token = blockIdx.x, lane = threadIdx.x % kLanes, all_heads = a.all_heads();
   const int at_once = blockDim.x / kLanes, first = blockIdx.y * at_once * kHeads + threadIdx.x / kLanes;
   Vector<8> q_weight, k_weight;
-  if constexpr (kNormed) {
+  if constexpr (kNorm != Norm::kNone) {
     q_weight = load<8>(a.q_norm + lane * 8);
     k_weight = load<8>(a.k_norm + lane * 8);
   }
@@ -128,7 +136,7 @@ __device__ void run_vectors(const Arguments& a) {
     const Kind kind = kind_of(head, a);
     float values[8];
     unpack(given[i], values);
-    if constexpr (kNormed) norm<kLanes>(values, kind == Kind::kQuery ? q_weight : k_weight, a.eps);
+    if constexpr (kNorm != Norm::kNone) norm<kLanes, kNorm>(values, kind == Kind::kQuery ? q_weight : k_weight, a.eps);
     rotate<kLanes>(values, cosines, sines);
     bf16* target = head < all_heads ? targets.of(head, kHeadDim, a) : nullptr;
     if (target != nullptr) store(target + lane * 8, kind == Kind::kValue ? given[i] : pack(values));
@@ -138,7 +146,7 @@ __device__ void run_vectors(const Arguments& a) {
 constexpr int kMaxPairs = 8;  // per thread: head dimensions up to 512
 
 // Any even head dimension: a warp holds a head, every 32nd pair is of one thread; blocks (T, heads).
-template <bool kNormed>
+template <Norm kNorm>
 __device__ void run_pairs(const Arguments& a, int head_dim) {
   const int token = blockIdx.x, head = blockIdx.y, half = head_dim / 2;
   const Kind kind = kind_of(head, a);
@@ -170,9 +178,9 @@ __device__ void run_pairs(const Arguments& a, int head_dim) {
     const int i = threadIdx.x + 32 * j;
     if (i >= half) break;
     float x = first[j], y = second[j];
-    if constexpr (kNormed) {
-      x *= scale * __bfloat162float(weight[i]);
-      y *= scale * __bfloat162float(weight[i + half]);
+    if constexpr (kNorm != Norm::kNone) {
+      x *= scale * factor_of<kNorm>(__bfloat162float(weight[i]));
+      y *= scale * factor_of<kNorm>(__bfloat162float(weight[i + half]));
     }
     target[i] = __float2bfloat16_rn(x * cosines[i] - y * sines[i]);
     target[i + half] = __float2bfloat16_rn(y * cosines[i] + x * sines[i]);
@@ -181,21 +189,22 @@ __device__ void run_pairs(const Arguments& a, int head_dim) {
 
 }  // namespace
 
-#define APPEND(NAME, HEAD_DIM, NORMED)                                                       \
+#define APPEND(NAME, HEAD_DIM, NORM)                                                          \
   extern "C" __global__ void NAME##_few_##HEAD_DIM(const __grid_constant__ Arguments a) {     \
-    run_vectors<HEAD_DIM / 8, 1, NORMED>(a);                                                  \
+    run_vectors<HEAD_DIM / 8, 1, NORM>(a);                                                    \
   }                                                                                           \
   extern "C" __global__ void NAME##_many_##HEAD_DIM(const __grid_constant__ Arguments a) {    \
-    run_vectors<HEAD_DIM / 8, 3, NORMED>(a);                                                  \
+    run_vectors<HEAD_DIM / 8, 3, NORM>(a);                                                    \
   }
-#define APPEND_ANY(NAME, NORMED)                                                              \
-  APPEND(NAME, 32, NORMED)                                                                    \
-  APPEND(NAME, 64, NORMED)                                                                    \
-  APPEND(NAME, 128, NORMED)                                                                   \
-  APPEND(NAME, 256, NORMED)                                                                   \
-  extern "C" __global__ void NAME##_pairs(const __grid_constant__ Arguments a, int head_dim) { \
-    run_pairs<NORMED>(a, head_dim);                                                           \
+#define APPEND_ANY(NAME, NORM)                                                                \
+  APPEND(NAME, 32, NORM)                                                                      \
+  APPEND(NAME, 64, NORM)                                                                      \
+  APPEND(NAME, 128, NORM)                                                                     \
+  APPEND(NAME, 256, NORM)                                                                     \
+  extern "C" __global__ void NAME##_pairs(const __grid_constant__ Arguments a, int head_dim) {\
+    run_pairs<NORM>(a, head_dim);                                                             \
   }
 
-APPEND_ANY(qk_norm_rope_append, true)
-APPEND_ANY(rope_append, false)
+APPEND_ANY(qk_norm_rope_append, Norm::kPlain)
+APPEND_ANY(zero_centred_qk_norm_rope_append, Norm::kZeroCentred)
+APPEND_ANY(rope_append, Norm::kNone)

@@ -9,7 +9,7 @@ from openinfer_kernels.cuda.attention.prefill_hopper import AttentionPrefillHopp
 from openinfer_kernels.cuda.common.arrays import fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
-from openinfer_kernels.errors import ArrayMismatchError
+from openinfer_kernels.errors import ArrayMismatchError, OperatorMissingError
 from openinfer_kernels.gpu_requirements import require_attention
 from openinfer_kernels.ops import Array, AttentionBatch
 
@@ -30,8 +30,20 @@ class Attention:
         else:
             self._prefill = AttentionPrefill(device)
 
-    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
+    def paged_attention(
+        self,
+        q: Array,
+        kv_cache: Array,
+        *,
+        layer: int,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+    ) -> Array:
         """H / K is at most 16, `scale` positive; a row without context, padding of captured steps, gets no result."""
+        _refuse(window=window, soft_cap=soft_cap, sinks=sinks)
         _check(q, kv_cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
@@ -60,12 +72,33 @@ class OneKernelAttention(Attention):
         else:
             self._prefill = AttentionPrefill(device, least_tokens=1)
 
-    def paged_attention(self, q: Array, kv_cache: Array, *, layer: int, batch: AttentionBatch, scale: float) -> Array:
+    def paged_attention(
+        self,
+        q: Array,
+        kv_cache: Array,
+        *,
+        layer: int,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+    ) -> Array:
+        _refuse(window=window, soft_cap=soft_cap, sinks=sinks)
         _check(q, kv_cache, batch)
         out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
         kernel = self._small if q.shape[2] < _SMALLEST_OF_ALL_KERNELS else self._prefill
         kernel.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
         return out
+
+
+def _refuse(**asked: object) -> None:
+    """Raises `OperatorMissingError` where scores are asked for that no kernel computes yet."""
+    names = [name for name, value in asked.items() if value is not None]
+    if names:
+        raise OperatorMissingError(
+            f"paged_attention has no CUDA kernel yet that takes {', '.join(names)}; serve the model with --device cpu"
+        )
 
 
 def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:

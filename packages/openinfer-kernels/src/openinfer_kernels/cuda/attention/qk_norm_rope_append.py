@@ -32,10 +32,11 @@ class _Arguments(ctypes.Structure):
 
 
 class QkNormRopeAppend:
-    """The fused operator on one device, with norms and without."""
+    """The fused operator on one device, with norms of either convention and without."""
 
     def __init__(self, device: Device) -> None:
         self._normed = _Kernels(device, "qk_norm_rope_append")
+        self._zero_centred = _Kernels(device, "zero_centred_qk_norm_rope_append")
         self._plain = _Kernels(device, "rope_append")
 
     def qk_norm_rope_append(
@@ -51,10 +52,24 @@ class QkNormRopeAppend:
         batch: AttentionBatch,
     ) -> Array:
         """K and V of a token whose cache slot is negative, padding of a captured step, are written nowhere."""
-        require(q_norm, bfloat16, ndim=1, what="q_norm")
-        require(k_norm, bfloat16, ndim=1, what="k_norm")
-        return self._normed.launch(
-            qkv, norms=(q_norm, k_norm), eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch
+        norms = _checked_norms(q_norm, k_norm)
+        return self._normed.launch(qkv, norms=norms, eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
+
+    def zero_centred_qk_norm_rope_append(
+        self,
+        qkv: Array,
+        *,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+        rope: Array,
+        kv_cache: Array,
+        layer: int,
+        batch: AttentionBatch,
+    ) -> Array:
+        norms = _checked_norms(q_norm, k_norm)
+        return self._zero_centred.launch(
+            qkv, norms=norms, eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch
         )
 
     def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
@@ -62,7 +77,7 @@ class QkNormRopeAppend:
 
 
 class _Kernels:
-    """The kernels of one of the two."""
+    """The kernels of one of the three."""
 
     def __init__(self, device: Device, name: str) -> None:
         self._few, self._many = (
@@ -114,6 +129,12 @@ class _Kernels:
         else:
             self._pairs((num_tokens, heads, 1), (32, 1, 1), [arguments, ctypes.c_int(head_dim)], overlap=True)
         return out
+
+
+def _checked_norms(q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
+    require(q_norm, bfloat16, ndim=1, what="q_norm")
+    require(k_norm, bfloat16, ndim=1, what="k_norm")
+    return q_norm, k_norm
 
 
 def _check(qkv: Array, *, norms: tuple[Array, ...], rope: Array, kv_cache: Array, batch: AttentionBatch) -> None:

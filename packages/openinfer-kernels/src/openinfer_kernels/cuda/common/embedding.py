@@ -30,11 +30,11 @@ class Embedding:
         self._copy.run(token_ids, table, out, size=table.shape[1] * dtype.itemsize // bfloat16.itemsize)
         return out
 
-    def residual_embedding(self, token_ids: Array, table: Array) -> Array:
+    def residual_embedding(self, token_ids: Array, table: Array, *, scale: float = 1.0) -> Array:
         require(token_ids, _INT32, ndim=1, what="token_ids")
         require(table, bfloat16, ndim=2, what="the embedding table")
         out = cupy.empty((token_ids.shape[0], table.shape[1]), _FLOAT32)
-        self._convert.run(token_ids, table, out, size=table.shape[1])
+        self._convert.run(token_ids, table, out, ctypes.c_float(scale), size=table.shape[1])
         return out
 
 
@@ -45,8 +45,8 @@ class _Lookup:
         self._vectors = device.kernel("embedding", f"{name}_vectors")
         self._singles = device.kernel("embedding", f"{name}_singles")
 
-    def run(self, token_ids: Array, table: Array, out: Array, *, size: int) -> None:
+    def run(self, token_ids: Array, table: Array, out: Array, *scale: ctypes.c_float, size: int) -> None:
         vectors = size % _WIDTH == 0 and fits_vectors(table)
         kernel, accesses = (self._vectors, size // _WIDTH) if vectors else (self._singles, size)
         grid = (token_ids.shape[0], -(-accesses // _THREADS), 1)
-        kernel(grid, (_THREADS, 1, 1), [token_ids, table, out, ctypes.c_int(size)], overlap=True)
+        kernel(grid, (_THREADS, 1, 1), [token_ids, table, out, ctypes.c_int(size), *scale], overlap=True)
