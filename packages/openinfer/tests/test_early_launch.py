@@ -73,5 +73,7 @@ def test_ctrl_c_while_the_engine_starts_ends_all_processes_in_silence() -> None:
             assert time.monotonic() < deadline
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the engine's process gets it too
         _, log = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130
+    # A shell says 130 either way. CPython run with `-m` remembers a KeyboardInterrupt that comes in the middle of
+    # `exec`, by which dataclasses are made at import, and ends by the signal although the exception was caught.
+    assert process.returncode in {130, -signal.SIGINT}
     assert "Traceback" not in log
