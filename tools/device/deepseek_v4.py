@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 
 from openinfer_deepseek_v4.family import DeepseekV4Definition  # noqa: E402
 from openinfer_engine.distributed.communicator import SoloCommunicator  # noqa: E402
-from openinfer_engine.model import Cut  # noqa: E402
+from openinfer_engine.model import Shard  # noqa: E402
 from openinfer_engine.testing import QueriesOneOff, RoundedOps  # noqa: E402
 from openinfer_engine.weights.dummy import DummyWeights  # noqa: E402
 from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors  # noqa: E402
@@ -64,16 +64,16 @@ class Weights:
     def __init__(self, definition: DeepseekV4Definition, config: Any) -> None:
         self._dummies = DummyWeights(definition.tensors(config), rank=0, size=1)
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
-        found = self._dummies.read(name, cut)
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> Any:
+        found = self._dummies.read(name, shard)
         if name.endswith("_scale"):
             return np.linspace(0.6, 1.3, found.size, dtype=np.float32)
         if name.endswith(("_base", "attn_sink", "ape", "gate.bias")):
             return np.random.default_rng(len(name)).standard_normal(found.shape, np.float32)
         return found
 
-    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
-        return self._dummies.read_stored(name, cut)
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> Any:
+        return self._dummies.read_stored(name, shard)
 
 
 class Run:
@@ -161,8 +161,10 @@ def compare(path: Path, report: Path | None) -> bool:
     run, recorded = Run(ops, KvDtype.BFLOAT16), np.load(path)
     expected, rounded = recorded["logits"], bounds(recorded)
     found: dict[str, LogitErrors] = {}
-    for slot, (name, cuts) in enumerate(CUTS.items()):
-        pieces = [run.step({slot: tokens[first:end]}) for first, end in zip((0, *cuts), (*cuts, TOKENS), strict=True)]
+    for slot, (name, shards) in enumerate(CUTS.items()):
+        pieces = [
+            run.step({slot: tokens[first:end]}) for first, end in zip((0, *shards), (*shards, TOKENS), strict=True)
+        ]
         found[name] = LogitErrors.between(np.concatenate(pieces)[::EVERY], expected)
     first = run.step({6: tokens[:128], 7: tokens[:200]})[:128]
     rest = run.step({6: tokens[128:], 7: tokens[200:201]})[: TOKENS - 128]

@@ -15,7 +15,7 @@ from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_deepseek_v4.family import DeepseekV4Definition
 from openinfer_deepseek_v4.weights import mtp_tensors
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.model import Cut
+from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.stored_config import check_stored
@@ -100,15 +100,15 @@ class RecordingWeights:
         self._dummy = DummyWeights(shapes, rank=0, size=1)
         self.names: set[str] = set()
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> NDArray[Any]:
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> NDArray[Any]:
         assert name not in self.names, f"{name} is read twice"
         self.names.add(name)
-        return self._dummy.read(name, cut)
+        return self._dummy.read(name, shard)
 
-    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> Any:
         assert name not in self.names, f"{name} is read twice"
         self.names.add(name)
-        return self._dummy.read_stored(name, cut)
+        return self._dummy.read_stored(name, shard)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

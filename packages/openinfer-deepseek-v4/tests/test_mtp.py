@@ -15,8 +15,8 @@ from openinfer_deepseek_v4.mtp import load_mtp, window_group
 from openinfer_deepseek_v4.weights import mtp_tensors
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.model import Cut
-from openinfer_engine.weights.checkpoint import cut_for_rank
+from openinfer_engine.model import Shard
+from openinfer_engine.weights.checkpoint import shard_for_rank
 from openinfer_kernels import AttentionBatch
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kv_cache import KvDtype
@@ -33,11 +33,11 @@ class RandomWeights:
     def __init__(self, arrays: Arrays, *, rank: int, size: int) -> None:
         self._arrays, self._rank, self._size = arrays, rank, size
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> NDArray[Any]:
-        return cut_for_rank(self._arrays[name], name, cut, rank=self._rank, size=self._size)
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> NDArray[Any]:
+        return shard_for_rank(self._arrays[name], name, shard, rank=self._rank, size=self._size)
 
-    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
-        return self.read(name, cut)
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> Any:
+        return self.read(name, shard)
 
 
 @pytest.fixture(scope="module")

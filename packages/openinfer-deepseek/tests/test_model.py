@@ -13,7 +13,7 @@ from openinfer_deepseek.family import DeepseekV2Definition
 from openinfer_deepseek.model import DeepseekConfig, DeepseekModel, load
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.model import Cut, LastTokenModel, WeightSource
+from openinfer_engine.model import LastTokenModel, Shard, WeightSource
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels.cpu import CpuOps
@@ -46,12 +46,12 @@ class RecordingWeights:
 
     def __init__(self, shapes: Any, *, rank: int = 0, size: int = 1) -> None:
         self._dummy = DummyWeights(shapes, rank=rank, size=size)
-        self.cuts: dict[str, Cut] = {}
+        self.shards: dict[str, Shard] = {}
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> NDArray[Any]:
-        assert name not in self.cuts, f"{name} is read twice"
-        self.cuts[name] = cut
-        return self._dummy.read(name, cut)
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> NDArray[Any]:
+        assert name not in self.shards, f"{name} is read twice"
+        self.shards[name] = shard
+        return self._dummy.read(name, shard)
 
 
 def parse(model_dir: Path) -> DeepseekConfig:
@@ -75,7 +75,7 @@ def test_load_reads_every_tensor_once_and_no_other(model_dir: Path) -> None:
     config = parse(model_dir)
     weights = RecordingWeights(definition.tensors(config))
     load_alone(config, weights)
-    assert weights.cuts.keys() == definition.tensors(config).keys()
+    assert weights.shards.keys() == definition.tensors(config).keys()
 
 
 def test_a_rank_reads_its_own_experts_whole_and_a_piece_of_the_shared_ones(fixtures: Path) -> None:
@@ -84,12 +84,12 @@ def test_a_rank_reads_its_own_experts_whole_and_a_piece_of_the_shared_ones(fixtu
     weights = RecordingWeights(definition.tensors(config), rank=2, size=4)
     load(config, weights, ops=CpuOps(), communicator=communicator, max_model_tokens=8)
     prefix = "model.layers.1.mlp"
-    experts = {name.split(".")[5] for name in weights.cuts if name.startswith(f"{prefix}.experts.")}
+    experts = {name.split(".")[5] for name in weights.shards if name.startswith(f"{prefix}.experts.")}
     assert experts == {"8", "9", "10", "11"}
-    assert weights.cuts[f"{prefix}.experts.8.down_proj.weight"] is Cut.WHOLE
-    assert weights.cuts[f"{prefix}.shared_experts.down_proj.weight"] is Cut.COLUMNS
-    assert weights.cuts["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"] is Cut.WHOLE
-    assert weights.cuts["model.layers.1.self_attn.kv_b_proj.weight"] is Cut.ROWS
+    assert weights.shards[f"{prefix}.experts.8.down_proj.weight"] is Shard.WHOLE
+    assert weights.shards[f"{prefix}.shared_experts.down_proj.weight"] is Shard.ROW_PARALLEL
+    assert weights.shards["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"] is Shard.WHOLE
+    assert weights.shards["model.layers.1.self_attn.kv_b_proj.weight"] is Shard.COLUMN_PARALLEL
 
 
 def test_experts_are_stacked_gate_above_up(fixtures: Path) -> None:

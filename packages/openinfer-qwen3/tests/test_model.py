@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.model import Cut
+from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels import WeightPart
@@ -39,12 +39,12 @@ class RecordingWeights:
 
     def __init__(self, shapes: Any, *, rank: int = 0, size: int = 1) -> None:
         self._dummy = DummyWeights(shapes, rank=rank, size=size)
-        self.cuts: dict[str, Cut] = {}
+        self.shards: dict[str, Shard] = {}
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> NDArray[Any]:
-        assert name not in self.cuts, f"{name} is read twice"
-        self.cuts[name] = cut
-        return self._dummy.read(name, cut)
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> NDArray[Any]:
+        assert name not in self.shards, f"{name} is read twice"
+        self.shards[name] = shard
+        return self._dummy.read(name, shard)
 
 
 def parse(model_dir: Path) -> Qwen3Config:
@@ -68,16 +68,18 @@ def test_load_reads_every_tensor_of_the_list_once_and_no_other(model_dir: Path) 
     config = parse(model_dir)
     weights = RecordingWeights(tensors(config))
     load(config, weights, ops=CpuOps(), communicator=SoloCommunicator(), max_model_tokens=16)
-    assert weights.cuts.keys() == tensors(config).keys()
+    assert weights.shards.keys() == tensors(config).keys()
 
 
 def test_second_rank_reads_its_pieces_and_no_bias_of_the_summed_output(fixtures: Path) -> None:
     config = parse(fixtures / "attention_bias")
     weights = RecordingWeights(tensors(config), rank=1, size=2)
     load(config, weights, ops=CpuOps(), communicator=LocalGroup(2).communicators[1], max_model_tokens=16)
-    layer = {name.removeprefix("model.layers.0."): cut for name, cut in weights.cuts.items() if ".layers.0." in name}
-    rows = {name for name, cut in layer.items() if cut is Cut.ROWS}
-    columns = {name for name, cut in layer.items() if cut is Cut.COLUMNS}
+    layer = {
+        name.removeprefix("model.layers.0."): shard for name, shard in weights.shards.items() if ".layers.0." in name
+    }
+    rows = {name for name, shard in layer.items() if shard is Shard.COLUMN_PARALLEL}
+    columns = {name for name, shard in layer.items() if shard is Shard.ROW_PARALLEL}
     assert rows == {f"self_attn.{x}_proj.{kind}" for x in "qkv" for kind in ("weight", "bias")} | {
         "mlp.gate_proj.weight",
         "mlp.up_proj.weight",

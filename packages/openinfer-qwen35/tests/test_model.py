@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from openinfer_core import InvalidCheckpoint, read_config
 from openinfer_engine.distributed.local_group import LocalGroup
-from openinfer_engine.model import Cut
+from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_kernels.cpu import CpuOps
@@ -56,12 +56,12 @@ class RecordingWeights:
 
     def __init__(self, shapes: Any) -> None:
         self._dummy = DummyWeights(shapes, rank=0, size=1)
-        self.cuts: dict[str, Cut] = {}
+        self.shards: dict[str, Shard] = {}
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> NDArray[Any]:
-        assert name not in self.cuts, f"{name} is read twice"
-        self.cuts[name] = cut
-        return self._dummy.read(name, cut)
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> NDArray[Any]:
+        assert name not in self.shards, f"{name} is read twice"
+        self.shards[name] = shard
+        return self._dummy.read(name, shard)
 
 
 def parse(model_dir: Path) -> Qwen35Config:
@@ -85,7 +85,7 @@ def test_load_reads_every_tensor_once_and_no_other(model_dir: Path) -> None:
     weights = RecordingWeights(definition.tensors(config))
     (communicator,) = LocalGroup(1).communicators
     load(config, weights, ops=CpuOps(), communicator=communicator, max_model_tokens=8)
-    assert weights.cuts.keys() == definition.tensors(config).keys()
+    assert weights.shards.keys() == definition.tensors(config).keys()
 
 
 def test_vision_tower_and_drafting_layer_are_left_alone_and_nothing_else(fixtures: Path, tmp_path: Path) -> None:

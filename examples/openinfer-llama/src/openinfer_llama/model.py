@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops
 from openinfer_llama.rope import Llama3Scaling, rope_table
@@ -151,11 +151,11 @@ def _load_layer(loader: WeightLoader, prefix: str) -> LayerWeights:
     q, k, v, o = (f"{prefix}.self_attn.{name}_proj" for name in "qkvo")
     return LayerWeights(
         input_layernorm=loader.plain(f"{prefix}.input_layernorm.weight"),
-        qkv_proj=loader.linear(q, k, v, cut=Cut.ROWS),
-        o_proj=loader.linear(o, cut=Cut.COLUMNS),
+        qkv_proj=loader.linear(q, k, v, shard=Shard.COLUMN_PARALLEL),
+        o_proj=loader.linear(o, shard=Shard.ROW_PARALLEL),
         post_attention_layernorm=loader.plain(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up_proj=loader.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", cut=Cut.ROWS),
-        down_proj=loader.linear(f"{prefix}.mlp.down_proj", cut=Cut.COLUMNS),
+        gate_up_proj=loader.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", shard=Shard.COLUMN_PARALLEL),
+        down_proj=loader.linear(f"{prefix}.mlp.down_proj", shard=Shard.ROW_PARALLEL),
     )
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from openinfer_deepseek_v4.config import DeepseekV4Config, LayerKind, RouterKind, Storage, TensorNames
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix
 from openinfer_engine.weights.safetensors_file import TensorInfo
@@ -370,11 +370,11 @@ class _PublishedNames:
         self._config = config
         self._weights = weights
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
-        return self._weights.read(stored_name(self._config, name), cut)
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> WeightPart:
+        return self._weights.read(stored_name(self._config, name), shard)
 
-    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
-        return self._weights.read_stored(stored_name(self._config, name), cut)
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> Any:
+        return self._weights.read_stored(stored_name(self._config, name), shard)
 
 
 class WeightReader:
@@ -415,12 +415,14 @@ class WeightReader:
             index=index,
             wq_a=loader.linear(matrices["wq_a"]),
             q_norm=loader.plain(f"{prefix}.q_norm.weight"),
-            wq_b=loader.linear(matrices["wq_b"], cut=Cut.ROWS),
+            wq_b=loader.linear(matrices["wq_b"], shard=Shard.COLUMN_PARALLEL),
             wkv=loader.linear(matrices["wkv"]),
             kv_norm=loader.plain(f"{prefix}.kv_norm.weight"),
-            sinks=loader.float32(f"{prefix}.attn_sink", Cut.ROWS),
-            wo_a=loader.stack(matrices["wo_a"], num_matrices=self._config.o_groups // self._size, cut=Cut.ROWS),
-            wo_b=loader.linear(matrices["wo_b"], cut=Cut.COLUMNS),
+            sinks=loader.float32(f"{prefix}.attn_sink", Shard.COLUMN_PARALLEL),
+            wo_a=loader.stack(
+                matrices["wo_a"], num_matrices=self._config.o_groups // self._size, shard=Shard.COLUMN_PARALLEL
+            ),
+            wo_b=loader.linear(matrices["wo_b"], shard=Shard.ROW_PARALLEL),
             compressor=None if layer.kind is LayerKind.SLIDING else self._compressor(f"{prefix}.compressor"),
             indexer=self._indexer(f"{prefix}.indexer", matrices) if layer.kind is LayerKind.SPARSE else None,
         )
@@ -434,8 +436,8 @@ class WeightReader:
 
     def _indexer(self, prefix: str, matrices: Mapping[str, StoredMatrix]) -> IndexerWeights:
         return IndexerWeights(
-            wq_b=self.loader.linear(matrices["indexer.wq_b"], cut=Cut.ROWS),
-            weights_proj=self.loader.plain(f"{prefix}.weights_proj.weight", cut=Cut.ROWS),
+            wq_b=self.loader.linear(matrices["indexer.wq_b"], shard=Shard.COLUMN_PARALLEL),
+            weights_proj=self.loader.plain(f"{prefix}.weights_proj.weight", shard=Shard.COLUMN_PARALLEL),
             compressor=self._compressor(f"{prefix}.compressor"),
         )
 
@@ -451,6 +453,6 @@ class WeightReader:
             table=None if by_score else loader.stored(f"{prefix}.gate.tid2eid", np.int32),
             gate_up=loader.stack(*gate_up, num_matrices=share),
             down=loader.stack(*(expert.down for expert in experts), num_matrices=share),
-            shared_gate_up=loader.linear(shared.gate, shared.up, cut=Cut.ROWS),
-            shared_down=loader.linear(shared.down, cut=Cut.COLUMNS),
+            shared_gate_up=loader.linear(shared.gate, shared.up, shard=Shard.COLUMN_PARALLEL),
+            shared_down=loader.linear(shared.down, shard=Shard.ROW_PARALLEL),
         )

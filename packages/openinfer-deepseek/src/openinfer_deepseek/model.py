@@ -31,7 +31,7 @@ from typing import Annotated, Any
 import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Cut, LogitsIndices, WeightSource
+from openinfer_engine.model import LogitsIndices, Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, stored_format
 from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec
@@ -372,14 +372,14 @@ def _load_layer(
     return LayerWeights(
         input_layernorm=loader.plain(f"{layer.prefix}.input_layernorm.weight"),
         query_lora=query_lora,
-        input_proj=loader.linear(*queries, cut=Cut.ROWS, whole=(layer.kv_a_proj,)),
+        input_proj=loader.linear(*queries, shard=Shard.COLUMN_PARALLEL, whole=(layer.kv_a_proj,)),
         kv_a_layernorm=loader.plain(f"{layer.prefix}.self_attn.kv_a_layernorm.weight"),
-        kv_b_proj=loader.dequantised(layer.kv_b_proj, Cut.ROWS),
-        o_proj=loader.linear(layer.o_proj, cut=Cut.COLUMNS),
+        kv_b_proj=loader.dequantised(layer.kv_b_proj, Shard.COLUMN_PARALLEL),
+        o_proj=loader.linear(layer.o_proj, shard=Shard.ROW_PARALLEL),
         post_attention_layernorm=loader.plain(f"{layer.prefix}.post_attention_layernorm.weight"),
         mlp=MlpWeights(
-            gate_up_proj=loader.linear(layer.mlp.gate, layer.mlp.up, cut=Cut.ROWS),
-            down_proj=loader.linear(layer.mlp.down, cut=Cut.COLUMNS),
+            gate_up_proj=loader.linear(layer.mlp.gate, layer.mlp.up, shard=Shard.COLUMN_PARALLEL),
+            down_proj=loader.linear(layer.mlp.down, shard=Shard.ROW_PARALLEL),
         ),
         experts=_load_experts(layer, config, loader, communicator) if layer.experts else None,
     )
@@ -389,7 +389,7 @@ def _load_query_lora(layer: StoredLayer, q_a_proj: StoredMatrix, loader: WeightL
     return QueryLora(
         a_proj=loader.linear(q_a_proj),
         a_layernorm=loader.plain(f"{layer.prefix}.self_attn.q_a_layernorm.weight"),
-        b_proj=loader.linear(layer.q_proj, cut=Cut.ROWS),
+        b_proj=loader.linear(layer.q_proj, shard=Shard.COLUMN_PARALLEL),
     )
 
 

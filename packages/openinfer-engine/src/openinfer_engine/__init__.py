@@ -12,7 +12,7 @@ from openinfer_engine.errors import GroupBroken
 from openinfer_engine.family import EngineFamily
 from openinfer_engine.launch import build_loop, launch, plan
 from openinfer_engine.loop import StepLoop
-from openinfer_engine.model import Cut, Model, ModelDefinition, ModelLimits, WeightSource
+from openinfer_engine.model import Model, ModelDefinition, ModelLimits, Shard, WeightSource
 from openinfer_engine.options import EngineOptions, LoadFormat, LoopHost
 from openinfer_engine.scheduler import TokenBudgetScheduler
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
@@ -21,7 +21,6 @@ from openinfer_engine.weights.dummy import DummyWeights
 __all__ = [
     "Checkpoint",
     "Communicator",
-    "Cut",
     "Drafter",
     "DrafterContext",
     "DrafterFactory",
@@ -37,6 +36,7 @@ __all__ = [
     "ModelDefinition",
     "ModelLimits",
     "RankWeights",
+    "Shard",
     "SoloCommunicator",
     "StepLoop",
     "TokenBudgetScheduler",

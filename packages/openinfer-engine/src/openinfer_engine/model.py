@@ -21,21 +21,21 @@ from openinfer_kv_cache import KvDtype, KvSpec
 Config = TypeVar("Config")
 
 
-class Cut(IntEnum):
-    """How a tensor is cut across ranks; the value is the axis."""
+class Shard(IntEnum):
+    """Which shard of a tensor a rank has; the value is the axis along which it is sharded."""
 
     WHOLE = -1
     """Every rank has all of it."""
-    ROWS = 0
-    """Column-parallel layers: each rank has a piece of the outputs."""
-    COLUMNS = 1
-    """Row-parallel layers: each rank has a piece of the inputs; the results are summed."""
+    COLUMN_PARALLEL = 0
+    """Each rank has a piece of the outputs: rows of `[out, in]`."""
+    ROW_PARALLEL = 1
+    """Each rank has a piece of the inputs: columns of `[out, in]`; the results are summed."""
 
 
 class WeightSource(Protocol):
     """The tensors of one checkpoint as one rank sees them."""
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> WeightPart:
         """This rank's piece of a tensor, for `Ops.upload_weight`: nothing is copied yet.
 
         Raises:
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
         """
         ...
 
-    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> Any:
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> Any:
         """This rank's piece of a tensor that `ModelDefinition.tensors` calls a `StoredTensor`, in its own dtype.
 
         An array in host memory, F8_E4M3 and F8_E8M0 as their bits in uint8, F4 as pairs in uint8; codes may be

@@ -12,7 +12,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from openinfer_core import InvalidCheckpoint
-from openinfer_engine.model import Cut
+from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -73,9 +73,9 @@ def test_pieces_of_all_ranks_make_the_whole(model_dir: Path, size: int) -> None:
         ranks = [RankWeights(checkpoint, rank=rank, size=size) for rank in range(size)]
         for name in shapes():
             whole = checkpoint.read(name)
-            for cut in (Cut.ROWS, Cut.COLUMNS)[: whole.ndim]:
-                pieces = [rank.read(name, cut) for rank in ranks]
-                assert np.array_equal(np.concatenate(pieces, cut), whole)
+            for shard in (Shard.COLUMN_PARALLEL, Shard.ROW_PARALLEL)[: whole.ndim]:
+                pieces = [rank.read(name, shard) for rank in ranks]
+                assert np.array_equal(np.concatenate(pieces, shard), whole)
 
 
 def test_no_piece_is_copied(model_dir: Path) -> None:
@@ -83,19 +83,21 @@ def test_no_piece_is_copied(model_dir: Path) -> None:
         rank = RankWeights(checkpoint, rank=1, size=2)
         whole = checkpoint.read("layer.weight")
         assert np.shares_memory(rank.read("layer.weight"), whole)
-        assert np.array_equal(rank.read("layer.weight", Cut.ROWS), whole[3:])
-        assert np.shares_memory(rank.read("layer.weight", Cut.ROWS), whole)
-        assert np.array_equal(rank.read("layer.weight", Cut.COLUMNS), whole[:, 4:])
-        assert np.shares_memory(rank.read("layer.weight", Cut.COLUMNS), whole)
+        assert np.array_equal(rank.read("layer.weight", Shard.COLUMN_PARALLEL), whole[3:])
+        assert np.shares_memory(rank.read("layer.weight", Shard.COLUMN_PARALLEL), whole)
+        assert np.array_equal(rank.read("layer.weight", Shard.ROW_PARALLEL), whole[:, 4:])
+        assert np.shares_memory(rank.read("layer.weight", Shard.ROW_PARALLEL), whole)
 
 
-@pytest.mark.parametrize(("name", "cut"), [("layer.weight", Cut.ROWS), ("norm.weight", Cut.COLUMNS)])
-def test_piece_that_does_not_divide_by_the_ranks_is_refused(model_dir: Path, name: str, cut: Cut) -> None:
+@pytest.mark.parametrize(
+    ("name", "shard"), [("layer.weight", Shard.COLUMN_PARALLEL), ("norm.weight", Shard.ROW_PARALLEL)]
+)
+def test_piece_that_does_not_divide_by_the_ranks_is_refused(model_dir: Path, name: str, shard: Shard) -> None:
     with (
         Checkpoint.open(model_dir) as checkpoint,
         pytest.raises(InvalidCheckpoint, match=f"'{name}' of shape .* for 4"),
     ):
-        RankWeights(checkpoint, rank=0, size=4).read(name, cut)
+        RankWeights(checkpoint, rank=0, size=4).read(name, shard)
 
 
 def test_validate_lists_every_kind_of_problem(model_dir: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from openinfer_core import InvalidCheckpoint
-from openinfer_engine.model import Cut
+from openinfer_engine.model import Shard
 from openinfer_engine.weights.dummy import DeviceDummyWeights, DummyWeights
 from openinfer_kernels.cpu import CpuOps
 
@@ -38,11 +38,11 @@ def test_tensors_of_one_shape_differ() -> None:
     assert not np.array_equal(weights().read("q.weight"), weights().read("k.weight"))
 
 
-@pytest.mark.parametrize("cut", [Cut.ROWS, Cut.COLUMNS])
+@pytest.mark.parametrize("shard", [Shard.COLUMN_PARALLEL, Shard.ROW_PARALLEL])
 @pytest.mark.parametrize("size", [2, 4])
-def test_pieces_of_all_ranks_make_the_whole(cut: Cut, size: int) -> None:
-    pieces = [weights(rank=rank, size=size).read("q.weight", cut) for rank in range(size)]
-    assert np.array_equal(np.concatenate(pieces, cut), weights().read("q.weight"))
+def test_pieces_of_all_ranks_make_the_whole(shard: Shard, size: int) -> None:
+    pieces = [weights(rank=rank, size=size).read("q.weight", shard) for rank in range(size)]
+    assert np.array_equal(np.concatenate(pieces, shard), weights().read("q.weight"))
 
 
 @pytest.mark.parametrize("kind", [DummyWeights, DeviceDummyWeights])
@@ -70,16 +70,18 @@ def test_unknown_name_is_refused() -> None:
         weights().read("v.weight")
 
 
-@pytest.mark.parametrize("cut", [Cut.ROWS, Cut.COLUMNS])
-def test_device_pieces_of_all_ranks_make_the_whole_and_depend_on_name_and_seed(cut: Cut) -> None:
-    def tensor(name: str, *, cut: Cut = Cut.WHOLE, rank: int = 0, size: int = 1, seed: int = 0) -> NDArray[np.float32]:
-        return CpuOps().upload_weight(DeviceDummyWeights(SHAPES, rank=rank, size=size, seed=seed).read(name, cut))
+@pytest.mark.parametrize("shard", [Shard.COLUMN_PARALLEL, Shard.ROW_PARALLEL])
+def test_device_pieces_of_all_ranks_make_the_whole_and_depend_on_name_and_seed(shard: Shard) -> None:
+    def tensor(
+        name: str, *, shard: Shard = Shard.WHOLE, rank: int = 0, size: int = 1, seed: int = 0
+    ) -> NDArray[np.float32]:
+        return CpuOps().upload_weight(DeviceDummyWeights(SHAPES, rank=rank, size=size, seed=seed).read(name, shard))
 
     whole = tensor("q.weight")
     assert np.array_equal(
-        np.concatenate([tensor("q.weight", cut=cut, rank=rank, size=4) for rank in range(4)], cut), whole
+        np.concatenate([tensor("q.weight", shard=shard, rank=rank, size=4) for rank in range(4)], shard), whole
     )
     assert not np.array_equal(whole, tensor("k.weight"))
     assert not np.array_equal(whole, tensor("q.weight", seed=1))
-    with pytest.raises(InvalidCheckpoint, match=r"cannot be cut by ROWS for 5 ranks"):
-        tensor("q.weight", cut=Cut.ROWS, size=5)
+    with pytest.raises(InvalidCheckpoint, match=r"cannot be sharded as COLUMN_PARALLEL for 5 ranks"):
+        tensor("q.weight", shard=Shard.COLUMN_PARALLEL, size=5)

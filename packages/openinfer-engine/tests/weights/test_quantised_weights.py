@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from openinfer_core import InvalidCheckpoint
-from openinfer_engine.model import Cut
+from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DeviceDummyWeights, DummyWeights
 from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, read_quantised
@@ -87,9 +87,9 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint.open(tmp_path)
 
 
-def values(weights: Any, name: str, cut: Cut = Cut.WHOLE, *, rank: int = 0, size: int = 1) -> NDArray[Any]:
+def values(weights: Any, name: str, shard: Shard = Shard.WHOLE, *, rank: int = 0, size: int = 1) -> NDArray[Any]:
     """What a rank's piece stands for: products with unit vectors."""
-    part = read_quantised(weights, MATRICES[name], MATRICES[name].format, cut, Rank(rank, size))
+    part = read_quantised(weights, MATRICES[name], MATRICES[name].format, shard, Rank(rank, size))
     weight = CpuOps().upload_quantised(part)
     return CpuOps().linear(np.eye(weight.shape[1], dtype=np.float32), weight).T
 
@@ -114,15 +114,15 @@ def test_values_are_those_of_the_codes(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize("cut", [Cut.ROWS, Cut.COLUMNS])
+@pytest.mark.parametrize("shard", [Shard.COLUMN_PARALLEL, Shard.ROW_PARALLEL])
 @pytest.mark.parametrize("size", [2, 4])
-def test_pieces_of_all_ranks_make_the_whole(checkpoint: Checkpoint, name: str, cut: Cut, size: int) -> None:
+def test_pieces_of_all_ranks_make_the_whole(checkpoint: Checkpoint, name: str, shard: Shard, size: int) -> None:
     """Also where 128 rows or columns share a scale, of which a rank has 24 to 64."""
     pieces = [
-        values(RankWeights(checkpoint, rank=rank, size=size), name, cut, rank=rank, size=size) for rank in range(size)
+        values(RankWeights(checkpoint, rank=rank, size=size), name, shard, rank=rank, size=size) for rank in range(size)
     ]
     whole = values(RankWeights(checkpoint, rank=0, size=1), name)
-    np.testing.assert_array_equal(np.concatenate(pieces, cut), whole)
+    np.testing.assert_array_equal(np.concatenate(pieces, shard), whole)
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -132,7 +132,9 @@ def test_dummies_spread_as_other_matrices_do_and_are_cut_like_them(name: str) ->
         assert np.isfinite(whole).all()
         hidden = np.random.default_rng(0).standard_normal((50, SHAPE[1]), np.float32)
         assert 1.3 < (hidden @ whole.T).std() < 2.9  # powers of two are up to a factor of 1.41 off
-        pieces = [values(kind(EXPECTED, rank=rank, size=2), name, Cut.ROWS, rank=rank, size=2) for rank in (0, 1)]
+        pieces = [
+            values(kind(EXPECTED, rank=rank, size=2), name, Shard.COLUMN_PARALLEL, rank=rank, size=2) for rank in (0, 1)
+        ]
         np.testing.assert_array_equal(np.concatenate(pieces), whole)
 
 

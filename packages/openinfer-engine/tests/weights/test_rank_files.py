@@ -9,7 +9,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from openinfer_core import InvalidCheckpoint
-from openinfer_engine.model import Cut
+from openinfer_engine.model import Shard
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 
 RANKS = 4
@@ -45,7 +45,7 @@ def test_pieces_become_whole_tensors_for_any_number_of_ranks(model_dir: Path) ->
             np.testing.assert_array_equal(checkpoint.read(name), expected)
             assert checkpoint.tensors[name].shape == expected.shape
         assert checkpoint.num_bytes == sum(array.nbytes for array in WHOLE.values())
-        half = RankWeights(checkpoint, rank=1, size=2).read("rows", Cut.ROWS)
+        half = RankWeights(checkpoint, rank=1, size=2).read("rows", Shard.COLUMN_PARALLEL)
         np.testing.assert_array_equal(half, WHOLE["rows"][4:])
 
 

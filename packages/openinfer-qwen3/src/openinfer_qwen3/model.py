@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Cut, LogitsIndices, WeightSource
+from openinfer_engine.model import LogitsIndices, Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, RopeParameters, rope_table
 
@@ -162,15 +162,15 @@ def _load_layer(config: Qwen3Config, loader: WeightLoader, prefix: str, *, rank:
     biased = config.attention_bias
     return LayerWeights(
         input_layernorm=loader.plain(f"{prefix}.input_layernorm.weight"),
-        qkv_proj=loader.linear(q, k, v, cut=Cut.ROWS),
-        qkv_bias=loader.plain(f"{q}.bias", f"{k}.bias", f"{v}.bias", cut=Cut.ROWS) if biased else None,
+        qkv_proj=loader.linear(q, k, v, shard=Shard.COLUMN_PARALLEL),
+        qkv_bias=loader.plain(f"{q}.bias", f"{k}.bias", f"{v}.bias", shard=Shard.COLUMN_PARALLEL) if biased else None,
         q_norm=loader.plain(f"{prefix}.self_attn.q_norm.weight"),
         k_norm=loader.plain(f"{prefix}.self_attn.k_norm.weight"),
-        o_proj=loader.linear(o, cut=Cut.COLUMNS),
+        o_proj=loader.linear(o, shard=Shard.ROW_PARALLEL),
         o_bias=loader.plain(f"{o}.bias") if biased and rank == 0 else None,
         post_attention_layernorm=loader.plain(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up_proj=loader.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", cut=Cut.ROWS),
-        down_proj=loader.linear(f"{prefix}.mlp.down_proj", cut=Cut.COLUMNS),
+        gate_up_proj=loader.linear(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj", shard=Shard.COLUMN_PARALLEL),
+        down_proj=loader.linear(f"{prefix}.mlp.down_proj", shard=Shard.ROW_PARALLEL),
     )
 
 

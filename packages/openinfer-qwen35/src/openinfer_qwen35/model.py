@@ -34,7 +34,7 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, RopeParameters, rope_table
 
@@ -314,17 +314,17 @@ class _LayerReader:
             input_layernorm=self._plain("input_layernorm.weight"),
             mixer=self._read_attention() if self._kind is LayerKind.FULL else self._read_linear_attention(),
             post_attention_layernorm=self._plain("post_attention_layernorm.weight"),
-            gate_up_proj=self._linear("mlp.gate_proj", "mlp.up_proj", cut=Cut.ROWS),
-            down_proj=self._linear("mlp.down_proj", cut=Cut.COLUMNS),
+            gate_up_proj=self._linear("mlp.gate_proj", "mlp.up_proj", shard=Shard.COLUMN_PARALLEL),
+            down_proj=self._linear("mlp.down_proj", shard=Shard.ROW_PARALLEL),
         )
 
     def _read_attention(self) -> AttentionWeights:
         return AttentionWeights(
             index=self._index,
-            qkv_proj=self._linear(*(f"self_attn.{name}_proj" for name in "qkv"), cut=Cut.ROWS),
+            qkv_proj=self._linear(*(f"self_attn.{name}_proj" for name in "qkv"), shard=Shard.COLUMN_PARALLEL),
             q_norm=self._plain("self_attn.q_norm.weight"),
             k_norm=self._plain("self_attn.k_norm.weight"),
-            o_proj=self._linear("self_attn.o_proj", cut=Cut.COLUMNS),
+            o_proj=self._linear("self_attn.o_proj", shard=Shard.ROW_PARALLEL),
         )
 
     def _read_linear_attention(self) -> LinearAttentionWeights:
@@ -333,20 +333,20 @@ class _LayerReader:
             index=self._index,
             in_proj=self._loader.stacked_linear(qkv, self._heights, *others),
             conv1d=self._loader.stacked(f"{self._prefix}.linear_attn.conv1d.weight", self._heights)[:, 0],
-            a_log=self._float32("A_log", Cut.ROWS),
-            dt_bias=self._float32("dt_bias", Cut.ROWS),
-            norm=self._float32("norm.weight", Cut.WHOLE),
-            out_proj=self._linear("linear_attn.out_proj", cut=Cut.COLUMNS),
+            a_log=self._float32("A_log", Shard.COLUMN_PARALLEL),
+            dt_bias=self._float32("dt_bias", Shard.COLUMN_PARALLEL),
+            norm=self._float32("norm.weight", Shard.WHOLE),
+            out_proj=self._linear("linear_attn.out_proj", shard=Shard.ROW_PARALLEL),
         )
 
     def _plain(self, name: str) -> Array:
         return self._loader.plain(f"{self._prefix}.{name}")
 
-    def _linear(self, *names: str, cut: Cut) -> LinearWeight:
-        return self._loader.linear(*(f"{self._prefix}.{name}" for name in names), cut=cut)
+    def _linear(self, *names: str, shard: Shard) -> LinearWeight:
+        return self._loader.linear(*(f"{self._prefix}.{name}" for name in names), shard=shard)
 
-    def _float32(self, name: str, cut: Cut) -> Array:
-        return self._loader.float32(f"{self._prefix}.linear_attn.{name}", cut)
+    def _float32(self, name: str, shard: Shard) -> Array:
+        return self._loader.float32(f"{self._prefix}.linear_attn.{name}", shard)
 
 
 # --- forward pass -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Self
 import msgspec
 
 from openinfer_core import InvalidCheckpoint
-from openinfer_engine.model import Cut
+from openinfer_engine.model import Shard
 from openinfer_engine.weights.rank_files import Pieces, rank_files
 from openinfer_engine.weights.safetensors_file import SafetensorsFile, TensorInfo
 from openinfer_engine.weights.stored_tensor import StoredTensor, TensorSpec
@@ -147,28 +147,30 @@ class RankWeights:
         self._rank = rank
         self._size = size
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
-        return cut_for_rank(self._checkpoint.read(name), name, cut, rank=self._rank, size=self._size)
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray:
+        return shard_for_rank(self._checkpoint.read(name), name, shard, rank=self._rank, size=self._size)
 
-    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
-        return self.read(name, cut)
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray:
+        return self.read(name, shard)
 
 
-def cut_for_rank(whole: HostArray, name: str, cut: Cut, *, rank: int, size: int) -> HostArray:
+def shard_for_rank(whole: HostArray, name: str, shard: Shard, *, rank: int, size: int) -> HostArray:
     """One rank's piece of a whole tensor, a view; `InvalidCheckpoint` if its size does not divide by the ranks."""
-    if cut is Cut.WHOLE:
+    if shard is Shard.WHOLE:
         return whole
-    begin, end = share_of_rank(whole.shape, name, cut, rank=rank, size=size)
-    return whole[begin:end] if cut is Cut.ROWS else whole[:, begin:end]
+    begin, end = share_of_rank(whole.shape, name, shard, rank=rank, size=size)
+    return whole[begin:end] if shard is Shard.COLUMN_PARALLEL else whole[:, begin:end]
 
 
-def share_of_rank(shape: tuple[int, ...], name: str, cut: Cut, *, rank: int, size: int) -> tuple[int, int]:
+def share_of_rank(shape: tuple[int, ...], name: str, shard: Shard, *, rank: int, size: int) -> tuple[int, int]:
     """Begin and end of one rank's piece along the axis of the cut; `InvalidCheckpoint` if it does not divide."""
-    if cut is Cut.WHOLE:
+    if shard is Shard.WHOLE:
         return 0, shape[0]
-    if cut >= len(shape) or shape[cut] % size:
-        raise InvalidCheckpoint(f"tensor {name!r} of shape {list(shape)} cannot be cut by {cut.name} for {size} ranks")
-    piece = shape[cut] // size
+    if shard >= len(shape) or shape[shard] % size:
+        raise InvalidCheckpoint(
+            f"tensor {name!r} of shape {list(shape)} cannot be sharded as {shard.name} for {size} ranks"
+        )
+    piece = shape[shard] // size
     return rank * piece, (rank + 1) * piece
 
 

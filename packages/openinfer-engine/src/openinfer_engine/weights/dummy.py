@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from openinfer_core import InvalidCheckpoint
-from openinfer_engine.model import Cut
-from openinfer_engine.weights.checkpoint import cut_for_rank, share_of_rank
+from openinfer_engine.model import Shard
+from openinfer_engine.weights.checkpoint import shard_for_rank, share_of_rank
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
 from openinfer_engine.weights.stored_tensor import RandomBytes, RandomIds, Repeated, StoredTensor, TensorSpec
 from openinfer_kernels import HostArray, RandomCodes, RandomWeight
@@ -37,20 +37,20 @@ class DeviceDummyWeights:
         self._rank = rank
         self._size = size
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> RandomWeight:
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> RandomWeight:
         shape = _shape_of(name, self._shapes)
         spread = _spread_of(name, shape)
         whole = RandomWeight.whole(shape, seed=_place(name, self._seed), mean=spread.mean, spread=spread.deviation)
-        begin, end = share_of_rank(shape, name, cut, rank=self._rank, size=self._size)
-        if cut is Cut.WHOLE:
+        begin, end = share_of_rank(shape, name, shard, rank=self._rank, size=self._size)
+        if shard is Shard.WHOLE:
             return whole
-        return whole.rows(begin, end) if cut is Cut.ROWS else whole.columns(begin, end)
+        return whole.rows(begin, end) if shard is Shard.COLUMN_PARALLEL else whole.columns(begin, end)
 
-    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray | RandomCodes:
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray | RandomCodes:
         spec = _stored_of(name, self._shapes)
         if not isinstance(spec.dummy, RandomBytes):
             whole = dummy_array(spec, seed=_place(name, self._seed))
-            return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
+            return shard_for_rank(whole, name, shard, rank=self._rank, size=self._size)
         rows, columns = spec.shape
         codes = RandomCodes.whole(
             (rows, columns),
@@ -58,10 +58,10 @@ class DeviceDummyWeights:
             mask=spec.dummy.mask,
             itemsize=NUMPY_DTYPES[spec.dtypes[0]].itemsize,
         )
-        begin, end = share_of_rank(spec.shape, name, cut, rank=self._rank, size=self._size)
-        if cut is Cut.WHOLE:
+        begin, end = share_of_rank(spec.shape, name, shard, rank=self._rank, size=self._size)
+        if shard is Shard.WHOLE:
             return codes
-        return codes.rows(begin, end) if cut is Cut.ROWS else codes.columns(begin, end)
+        return codes.rows(begin, end) if shard is Shard.COLUMN_PARALLEL else codes.columns(begin, end)
 
 
 class DummyWeights:
@@ -74,18 +74,18 @@ class DummyWeights:
         self._size = size
         self._normal = np.random.default_rng(seed).standard_normal(_PERIOD, np.float32)
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray:
         """This rank's piece, in uint16 as BF16 bits: equal to the same piece of the whole tensor."""
         shape = _shape_of(name, self._shapes)
         mean, deviation = _spread_of(name, shape)
         period = _bfloat16_bits(self._normal * np.float32(deviation) + np.float32(mean))
         start = _place(name, self._seed) % _PERIOD
         whole = np.resize(np.roll(period, -start), math.prod(shape)).reshape(shape)
-        return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
+        return shard_for_rank(whole, name, shard, rank=self._rank, size=self._size)
 
-    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray:
         whole = dummy_array(_stored_of(name, self._shapes), seed=_place(name, self._seed))
-        return cut_for_rank(whole, name, cut, rank=self._rank, size=self._size)
+        return shard_for_rank(whole, name, shard, rank=self._rank, size=self._size)
 
 
 class _Spread(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.fused import pad_rows, rows_of_rank, stacked_rows_of_rank
 from openinfer_engine.weights.quantised import StoredMatrix, read_quantised
 from openinfer_kernels import Array, LinearWeight, Ops, QuantisedPart, WeightPart
@@ -20,13 +20,13 @@ class WeightLoader:
         self._ops = ops
         self._communicator = communicator
 
-    def plain(self, *names: str, cut: Cut = Cut.WHOLE) -> Array:
+    def plain(self, *names: str, shard: Shard = Shard.WHOLE) -> Array:
         """Tensors below each other, in the compute dtype."""
-        return self._ops.upload_weight(*(self._weights.read(name, cut) for name in names))
+        return self._ops.upload_weight(*(self._weights.read(name, shard) for name in names))
 
-    def float32(self, name: str, cut: Cut = Cut.WHOLE) -> Array:
+    def float32(self, name: str, shard: Shard = Shard.WHOLE) -> Array:
         """One tensor, whatever it is stored in."""
-        return self._ops.upload_float32(self._weights.read(name, cut))
+        return self._ops.upload_float32(self._weights.read(name, shard))
 
     def stored(self, name: str, dtype: DTypeLike | None = None) -> Array:
         """A whole `StoredTensor`, in its own dtype unless another is named: a table of ids."""
@@ -37,24 +37,24 @@ class WeightLoader:
         return self._ops.upload_float32(self._weights.read_stored(name))
 
     def linear(
-        self, *matrices: StoredMatrix | str, cut: Cut = Cut.WHOLE, whole: Sequence[StoredMatrix] = ()
+        self, *matrices: StoredMatrix | str, shard: Shard = Shard.WHOLE, whole: Sequence[StoredMatrix] = ()
     ) -> LinearWeight:
         """`[out, in]`: matrices of one format below each other, cut alike, and below them some that are not cut.
 
         A name alone is that of a plain matrix, without `.weight`.
         """
         named = [StoredMatrix(name=each, shape=(0, 0)) if isinstance(each, str) else each for each in matrices]
-        parts = [(each, cut) for each in named] + [(each, Cut.WHOLE) for each in whole]
+        parts = [(each, shard) for each in named] + [(each, Shard.WHOLE) for each in whole]
         if parts[0][0].format is None:
             return self._ops.upload_weight(*(self._weights.read(f"{each.name}.weight", at) for each, at in parts))
         return self._ops.upload_quantised(*self._parts(parts))
 
-    def stack(self, *matrices: StoredMatrix, num_matrices: int, cut: Cut = Cut.WHOLE) -> LinearWeight:
+    def stack(self, *matrices: StoredMatrix, num_matrices: int, shard: Shard = Shard.WHOLE) -> LinearWeight:
         """`[num_matrices, out, in]`, of as many in a row as make one."""
         if matrices[0].format is None:
-            plain = self.plain(*(f"{each.name}.weight" for each in matrices), cut=cut)
+            plain = self.plain(*(f"{each.name}.weight" for each in matrices), shard=shard)
             return plain.reshape(num_matrices, -1, plain.shape[1])
-        return self._ops.upload_quantised(*self._parts((each, cut) for each in matrices), num_matrices=num_matrices)
+        return self._ops.upload_quantised(*self._parts((each, shard) for each in matrices), num_matrices=num_matrices)
 
     def stacked(self, name: str, heights: Sequence[int]) -> Array:
         """This rank's rows of each of several arrays of such heights, which lie below each other in one tensor."""
@@ -62,14 +62,14 @@ class WeightLoader:
 
     def stacked_linear(self, name: str, heights: Sequence[int], *below: str) -> LinearWeight:
         """The same of a plain matrix, and below it those of further matrices, cut by rows."""
-        further = (self._weights.read(f"{each}.weight", Cut.ROWS) for each in below)
+        further = (self._weights.read(f"{each}.weight", Shard.COLUMN_PARALLEL) for each in below)
         return self._ops.upload_weight(*self._stacked_parts(f"{name}.weight", heights), *further)
 
-    def dequantised(self, matrix: StoredMatrix, cut: Cut = Cut.WHOLE) -> Array:
+    def dequantised(self, matrix: StoredMatrix, shard: Shard = Shard.WHOLE) -> Array:
         """A matrix in the compute dtype, however it is stored: for a matrix that the model takes apart."""
         if matrix.format is None:
-            return self.plain(f"{matrix.name}.weight", cut=cut)
-        return self._ops.upload_dequantised(*self._parts([(matrix, cut)]))
+            return self.plain(f"{matrix.name}.weight", shard=shard)
+        return self._ops.upload_dequantised(*self._parts([(matrix, shard)]))
 
     def vocabulary(self, embedding: str, head: str | None) -> tuple[Array, Array]:
         """The embedding `[V', h]`, whole on every rank, and this rank's share of the head, `[V' / ranks, h]`.
@@ -88,9 +88,9 @@ class WeightLoader:
         rank, size = self._communicator.rank, self._communicator.size
         return stacked_rows_of_rank(self._weights.read(name), heights, rank=rank, size=size)
 
-    def _parts(self, matrices: Iterable[tuple[StoredMatrix, Cut]]) -> list[QuantisedPart]:
+    def _parts(self, matrices: Iterable[tuple[StoredMatrix, Shard]]) -> list[QuantisedPart]:
         return [
-            read_quantised(self._weights, each, each.format, cut, self._communicator)
-            for each, cut in matrices
+            read_quantised(self._weights, each, each.format, shard, self._communicator)
+            for each, shard in matrices
             if each.format is not None
         ]

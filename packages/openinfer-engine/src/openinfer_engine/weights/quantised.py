@@ -2,7 +2,7 @@
 
     matrix = StoredMatrix(name="X", shape=(out, in), format=FP8_BLOCKS)
     matrix.tensors() ─► part of `ModelDefinition.tensors`
-    `WeightLoader.linear(matrix, cut=Cut.ROWS)` ─► what `Ops.linear` multiplies with
+    `WeightLoader.linear(matrix, shard=Shard.COLUMN_PARALLEL)` ─► what `Ops.linear` multiplies with
 
 How a checkpoint stores a matrix is data, a `StoredFormat`; a family says which of its matrices have which. Codes are
 cut across ranks; scales are read whole, as blocks of them may be cut in the middle, and the part says where it begins.
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from openinfer_core import InvalidCheckpoint
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Cut, WeightSource
+from openinfer_engine.model import Shard, WeightSource
 from openinfer_engine.weights.checkpoint import share_of_rank
 from openinfer_engine.weights.stored_tensor import RandomBytes, Repeated, StoredTensor, TensorSpec
 from openinfer_kernels import QuantisedPart, WeightFormat
@@ -133,7 +133,7 @@ class StoredMatrix:
 
 
 def read_quantised(
-    weights: WeightSource, matrix: StoredMatrix, stored: StoredFormat, cut: Cut, communicator: Communicator
+    weights: WeightSource, matrix: StoredMatrix, stored: StoredFormat, shard: Shard, communicator: Communicator
 ) -> QuantisedPart:
     """A rank's share; `InvalidCheckpoint` if it cannot be cut so, or says that it has another shape."""
     codes = f"{matrix.name}.{stored.codes}"
@@ -142,11 +142,11 @@ def read_quantised(
         shape = weights.read_stored(declared)
         if tuple(int(size) for size in shape) != matrix.shape:
             raise InvalidCheckpoint(f"{declared} says {shape.tolist()}, and {codes} is read as {list(matrix.shape)}")
-    begin, _ = share_of_rank(matrix.shape, codes, cut, rank=communicator.rank, size=communicator.size)
+    begin, _ = share_of_rank(matrix.shape, codes, shard, rank=communicator.rank, size=communicator.size)
     return QuantisedPart(
         format=stored.format,
-        codes=weights.read_stored(codes, cut),
+        codes=weights.read_stored(codes, shard),
         scales=weights.read_stored(f"{matrix.name}.{stored.scales}"),
-        first_row=begin if cut is Cut.ROWS else 0,
-        first_column=begin if cut is Cut.COLUMNS else 0,
+        first_row=begin if shard is Shard.COLUMN_PARALLEL else 0,
+        first_column=begin if shard is Shard.ROW_PARALLEL else 0,
     )

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Cut, ModelDefinition
+from openinfer_engine.model import ModelDefinition, Shard
 from openinfer_engine.weights.checkpoint import share_of_rank
 from openinfer_engine.weights.safetensors_file import NUMPY_DTYPES
 from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec, spec_bytes
@@ -62,25 +62,25 @@ class _Shapes:
         self._specs = specs
         self._size = size
 
-    def read(self, name: str, cut: Cut = Cut.WHOLE) -> WeightPart:
+    def read(self, name: str, shard: Shard = Shard.WHOLE) -> WeightPart:
         spec = self._specs[name]
         shape = spec.shape if isinstance(spec, StoredTensor) else spec
-        return _without_memory(self._piece(name, shape, cut), np.dtype(np.uint16))
+        return _without_memory(self._piece(name, shape, shard), np.dtype(np.uint16))
 
-    def read_stored(self, name: str, cut: Cut = Cut.WHOLE) -> HostArray:
+    def read_stored(self, name: str, shard: Shard = Shard.WHOLE) -> HostArray:
         spec = self._specs[name]
         if not isinstance(spec, StoredTensor):
             raise _NotCounted(f"{name} is no stored tensor")
-        dtype, shape = np.dtype(NUMPY_DTYPES[spec.dtypes[0]]), self._piece(name, spec.shape, cut)
+        dtype, shape = np.dtype(NUMPY_DTYPES[spec.dtypes[0]]), self._piece(name, spec.shape, shard)
         if isinstance(spec.dummy, Repeated) and math.prod(shape) <= _SMALL and dtype.kind in "iuf":
             return np.resize(np.asarray(spec.dummy.values), shape).astype(dtype)
         return _without_memory(shape, dtype)
 
-    def _piece(self, name: str, shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
-        begin, end = share_of_rank(shape, name, cut, rank=0, size=self._size)
-        if cut is Cut.WHOLE:
+    def _piece(self, name: str, shape: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
+        begin, end = share_of_rank(shape, name, shard, rank=0, size=self._size)
+        if shard is Shard.WHOLE:
             return shape
-        return (end - begin, *shape[1:]) if cut is Cut.ROWS else (shape[0], end - begin)
+        return (end - begin, *shape[1:]) if shard is Shard.COLUMN_PARALLEL else (shape[0], end - begin)
 
 
 @dataclass(slots=True)

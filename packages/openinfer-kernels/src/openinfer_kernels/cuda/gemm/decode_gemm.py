@@ -5,7 +5,7 @@ import ctypes
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
-from openinfer_kernels.cuda.common.tensor_maps import Cut, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import Shard, TensorMaps
 from openinfer_kernels.ops import Array
 
 _STEM = "decode_gemm"
@@ -57,15 +57,17 @@ class DecodeGemm:
         """Gate and up are the halves of `gate_up [2 F, k]`; `out [T, F]`."""
         n, k = gate_up.shape
         row_bytes = k * _BF16_BYTES
-        cut = _weight_cut(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
-        self._multiply(self._swiglu, x, cut, out)
+        shard = _weight_cut(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
+        self._multiply(self._swiglu, x, shard, out)
 
-    def _multiply(self, kernels: dict[int, Kernel], x: Array, weight: Cut, out: Array, *, overlap: bool = True) -> None:
+    def _multiply(
+        self, kernels: dict[int, Kernel], x: Array, weight: Shard, out: Array, *, overlap: bool = True
+    ) -> None:
         num_tokens, k = x.shape
         n = weight.sizes[1] * weight.sizes[2] * weight.sizes[3]
         tokens = next(most for most in kernels if num_tokens <= most)
         # The map ends at the last token, and the copy engine fills up with zeros: nothing is padded or copied.
-        x_cut = Cut(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
+        x_cut = Shard(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
         sizes = [ctypes.c_int(size) for size in (num_tokens, n, k)]
         blocks, cluster = self._partition(n // _ROWS, k // _CHUNK_COLUMNS)
         arguments = [self._maps.of(weight), self._maps.of(x_cut), out, *sizes]
@@ -91,14 +93,14 @@ def _kernels(device: Device, epilogue: str) -> dict[int, Kernel]:
     }
 
 
-def _rows_cut(weight: Array) -> Cut:
+def _rows_cut(weight: Array) -> Shard:
     row_bytes = weight.shape[1] * _BF16_BYTES
     return _weight_cut(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
 
 
-def _weight_cut(weight: Array, *, second_bytes: int, third_bytes: int) -> Cut:
+def _weight_cut(weight: Array, *, second_bytes: int, third_bytes: int) -> Shard:
     """Tiles of 64 rows: 8 rows, twice with `second_bytes` between, and that four times with `third_bytes` between."""
     n, k = weight.shape
     # Four axes, so that the copy engine itself interleaves 8 rows of gate with the 8 of up: a thread ends up with both.
     strides_bytes = (k * _BF16_BYTES, second_bytes, third_bytes)
-    return Cut(address(weight), (k, 8, 2, n // 16), strides_bytes, (_BOX_COLUMNS, 8, 2, _ROWS // 16))
+    return Shard(address(weight), (k, 8, 2, n // 16), strides_bytes, (_BOX_COLUMNS, 8, 2, _ROWS // 16))

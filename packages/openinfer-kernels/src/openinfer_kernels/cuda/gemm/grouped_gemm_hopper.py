@@ -4,7 +4,7 @@ import ctypes
 
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
-from openinfer_kernels.cuda.common.tensor_maps import Cut, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import Shard, TensorMaps
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, Plan
 from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
 
@@ -42,13 +42,13 @@ class GroupedGemmHopper:
         swiglu = epilogue is Epilogue.SWIGLU
         second, third = (rows // 2, 8) if swiglu else (8, 16)
         groups = (matrices * rows - rows // 2) // 8 if swiglu else matrices * rows // 16
-        weight_cut = Cut(
+        weight_cut = Shard(
             address(weight),
             (k, 8, 2, groups),
             (row_bytes, second * row_bytes, third * row_bytes),
             (_CHUNK, 8, 2, _COLUMNS // 16),
         )
-        x_cut = Cut(address(x), (k, len(x)), (row_bytes,), (_CHUNK, _TOKENS))
+        x_cut = Shard(address(x), (k, len(x)), (row_bytes,), (_CHUNK, _TOKENS))
         features = out.shape[1]
         tile_features = _COLUMNS // 2 if swiglu else _COLUMNS
         most_tiles = len(plan.tiles)
