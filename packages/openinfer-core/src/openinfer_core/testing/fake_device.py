@@ -3,56 +3,53 @@
 Its KV cache holds, for each position of each block, the fake model's state there, that is a hash of the whole
 prefix. A row that reads a block which another row has overwritten, was never written, or belongs to another
 salt, reads another state and is caught, in the step in which it happens.
+
+With drafts it alone knows how long a sequence is: rows are computed from the true position, what a rejected draft
+leaves in the cache is the state of a wrong prefix, and a planned start must be the exact upper bound.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from openinfer_core.events import TokenLogprobs
-from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.request import RequestId
 from openinfer_core.scheduling import SchedulerConfig, SlotStart, StepPlan, StepResult
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.errors import ConformanceError, require
+from openinfer_core.testing.fake_drafter import FakeDrafter
+from openinfer_core.testing.fake_rows import FakeRow, FakeSlot, check_row
 from openinfer_core.testing.fake_states import FakeStates
 
 FAULT = "the fake device was told to fail this row"
-_INT_COLUMNS = (
-    "slots",
-    "starts",
-    "counts",
-    "num_host_tokens",
-    "max_new",
-    "token_ids",
-    "new_block_counts",
-    "new_blocks",
-)
-
-
-@dataclass(slots=True)
-class _Slot:
-    request: GenerateRequest
-    token_ids: list[int]  # given and sampled ids, by position
-    states: list[int]  # the fake model's state at each of them
-    blocks: list[int] = field(default_factory=list[int])
-    end: int | None = None  # position after the last one computed; None before the first row
-    num_sampled: int = 0  # how many of `token_ids` were sampled in this sequence slot
-
-    @property
-    def what(self) -> str:
-        return f"request {self.request.request_id}"
+_PADDING = -2  # the id of a draft that the device does not have; no drafter gives it
+_ROW_COLUMNS = {
+    "slots": np.int32,
+    "starts": np.int32,
+    "counts": np.int32,
+    "num_host_tokens": np.int32,
+    "max_new": np.int32,
+    "new_block_counts": np.int32,
+    "draft_counts": np.int32,
+    "wants_drafts": np.bool_,
+}
 
 
 class FakeDevice:
-    """Runs plans one after the other. Any violation of the contract raises `ConformanceError`."""
+    """Runs plans one after the other. Any violation of the contract raises `ConformanceError`.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    Args:
+        config: the scheduler's.
+        drafter: leaves drafts in a slot after each row that samples; without one there are none.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, drafter: FakeDrafter | None = None) -> None:
         self._config = config
+        self._drafter = drafter
         self._states = FakeStates(config) if config.num_snapshots else None
         self._memory: dict[int, int] = {}  # block id * block size + offset -> state
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, FakeSlot] = {}
         self._seeds: dict[RequestId, int] = {}
         self._to_fail: set[RequestId] = set()
         self.steps = 0
@@ -84,29 +81,36 @@ class FakeDevice:
             raise ConformanceError("this device has no recurrent states: num_snapshots is 0")
         return self._states
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, *, num_applied: int | None = None) -> StepResult:
+        """Executes a plan.
+
+        Args:
+            plan: the next step.
+            num_applied: steps that were applied when it was planned; by default all before it.
+        """
         self._check_columns(plan)
         for start in plan.started:
             self._start(start, plan)
         self._begin_states(plan)
-        rows = self._read_rows(plan)
+        rows = self._read_rows(plan, plan.step if num_applied is None else num_applied)
         self._advance_states(plan, rows)
         self._write(rows)
         for row in rows:
             self._read_context(row)
         self.steps += 1
-        return self._sample(rows)
+        return self._result(plan, rows)
 
     # --- columns ----------------------------------------------------------------------------------------
 
     def _check_columns(self, plan: StepPlan) -> None:
         config = self._config
         require(plan.step == self.steps, f"step {plan.step} was planned; the next one is {self.steps}")
-        for name in _INT_COLUMNS:
-            _check_column(plan, name, np.int32)
+        _check_column(plan, "token_ids", np.int32)
+        _check_column(plan, "new_blocks", np.int32)
         num_rows = len(plan.slots)
         require(num_rows > 0, "a plan without rows; return None")
-        for name in ("starts", "counts", "num_host_tokens", "max_new", "new_block_counts"):
+        for name, dtype in _ROW_COLUMNS.items():
+            _check_column(plan, name, dtype)
             require(len(getattr(plan, name)) == num_rows, f"{name} has {len(getattr(plan, name))} of {num_rows} rows")
         require(num_rows <= config.max_num_seqs, f"{num_rows} rows; max_num_seqs is {config.max_num_seqs}")
         require(
@@ -132,7 +136,7 @@ class FakeDevice:
         require(outputs == right[: len(outputs)], f"{what} starts with outputs {outputs}; the model gave {right}")
         self._check_seed(start)
         token_ids = [*request.prompt_token_ids, *outputs]
-        self._slots[start.slot] = _Slot(request, token_ids, fake_model.states(request, token_ids))
+        self._slots[start.slot] = FakeSlot(request, token_ids, fake_model.states(request, token_ids))
 
     def _check_seed(self, start: SlotStart) -> None:
         request = start.request
@@ -141,8 +145,8 @@ class FakeDevice:
         require(0 <= start.seed < 2**64, f"seed {start.seed} is no unsigned 64-bit number")
         require(start.seed == seed, f"request {request.request_id} starts with seed {start.seed}; it has {seed}")
 
-    def _read_rows(self, plan: StepPlan) -> "list[_Row]":
-        rows: list[_Row] = []
+    def _read_rows(self, plan: StepPlan, num_applied: int) -> list[FakeRow]:
+        rows: list[FakeRow] = []
         token_ids, new_blocks = plan.token_ids.tolist(), plan.new_blocks.tolist()
         num_ids = num_blocks = 0
         for index, slot_index in enumerate(plan.slots.tolist()):
@@ -152,58 +156,73 @@ class FakeDevice:
             given = token_ids[num_ids : num_ids + int(plan.num_host_tokens[index])]
             added = new_blocks[num_blocks : num_blocks + int(plan.new_block_counts[index])]
             num_ids, num_blocks = num_ids + len(given), num_blocks + len(added)
-            start, count = int(plan.starts[index]), int(plan.counts[index])
-            row = _Row(slot, start, start + count, given, is_sampled=bool(plan.max_new[index]))
+            slot.rejected = {step: count for step, count in slot.rejected.items() if step >= num_applied}
+            start = int(plan.starts[index])
+            row = FakeRow(
+                slot,
+                planned_start=start,
+                start=start - sum(slot.rejected.values()),
+                count=int(plan.counts[index]),
+                host_ids=given,
+                draft_count=int(plan.draft_counts[index]),
+                max_new=int(plan.max_new[index]),
+                kv=[],
+            )
             slot.blocks += added
-            self._check_row(row)
-            slot.end = row.end
+            check_row(row, self._config)
+            self._compute(row, plan.step)
             rows.append(row)
         return rows
 
-    def _check_row(self, row: "_Row") -> None:
-        slot, what = row.slot, f"{row.slot.what}, row {row.start}:{row.end}"
-        known = len(slot.token_ids)
-        require(row.start < row.end, f"{what}: no tokens")
-        if slot.end is None:
-            require(row.start >= 0, f"{what}: begins before the sequence")
-        else:
-            require(row.start == slot.end, f"{what}: its last row ended at {slot.end}")
-        require(row.end <= known, f"{what}: only {known} ids are there")
-        from_device = row.end - row.start - len(row.given)
-        require(from_device in (0, 1), f"{what}: {from_device} ids are to come from the device, at most 1 can")
-        if from_device:
-            is_there = slot.num_sampled > 0 and row.start == known - 1
-            require(is_there, f"{what}: no id of that position was sampled in the slot")
-        right = slot.token_ids[row.start + from_device : row.end]
-        require(row.given == right, f"{what}: ids {row.given} are given; its ids are {right}")
-        if row.is_sampled:
-            require(row.end == known, f"{what}: samples position {row.end}, whose id is known")
-        room = len(slot.blocks) * self._config.block_size_tokens
-        require(row.end <= room, f"{what}: its {len(slot.blocks)} blocks have room for {room} tokens")
-        require(row.end <= self._config.max_model_tokens, f"{what}: beyond max_model_tokens")
+    def _compute(self, row: FakeRow, step: int) -> None:
+        slot = row.slot
+        host_drafts = row.host_ids[len(row.host_ids) - (row.num_drafts - row.draft_count) :]
+        drafts = [*host_drafts, *slot.drafts[: row.draft_count]]
+        row.num_compared = len(drafts)
+        drafts += [_PADDING] * (row.num_drafts - len(drafts))
+        row.kv = slot.states[row.start : row.known_end]
+        for draft in drafts:
+            row.kv.append(fake_model.extend(row.kv[-1], draft))
+        if row.max_new:
+            self._sample(row, drafts)
+            slot.rejected[step] = row.max_new - len(row.new_ids)
+        slot.end = row.end
+
+    def _sample(self, row: FakeRow, drafts: list[int]) -> None:
+        slot = row.slot
+        for draft in [*drafts, None]:
+            token_id = fake_model.next_token(slot.request, slot.states[-1], num_outputs=slot.num_outputs)
+            row.new_ids.append(token_id)
+            slot.token_ids.append(token_id)
+            slot.states.append(fake_model.extend(slot.states[-1], token_id))
+            if token_id != draft:
+                break
+        slot.num_sampled += len(row.new_ids)
+        if self._drafter is not None:
+            slot.drafts = self._drafter.draft(slot.request, slot.states[-1], num_outputs=slot.num_outputs)
 
     # --- KV ---------------------------------------------------------------------------------------------
 
-    def _write(self, rows: "list[_Row]") -> None:
-        writers: dict[int, _Row] = {}
+    def _write(self, rows: list[FakeRow]) -> None:
+        writers: dict[int, FakeRow] = {}
         for row in rows:
-            for position in range(row.start, row.end):
+            for position, state in enumerate(row.kv, row.start):
                 place = self._place(row.slot, position)
                 other = writers.setdefault(place, row)
                 require(other is row, f"{row.slot.what} and {other.slot.what} write to the same block in one step")
-                self._memory[place] = row.slot.states[position]
+                self._memory[place] = state
 
-    def _read_context(self, row: "_Row") -> None:
+    def _read_context(self, row: FakeRow) -> None:
         for position in range(row.end):
             place = self._place(row.slot, position)
             if self._memory.get(place) != row.slot.states[position]:
                 block = place // self._config.block_size_tokens
                 raise ConformanceError(
-                    f"{row.slot.what}, row {row.start}:{row.end}: position {position} in block {block} holds "
+                    f"{row.what}: position {position} in block {block} holds "
                     f"{'nothing' if place not in self._memory else 'the KV of another prefix'}"
                 )
 
-    def _place(self, slot: _Slot, position: int) -> int:
+    def _place(self, slot: FakeSlot, position: int) -> int:
         size = self._config.block_size_tokens
         return slot.blocks[position // size] * size + position % size
 
@@ -216,56 +235,45 @@ class FakeDevice:
             copies = len(plan.state_restores) + len(plan.state_snapshots)
             require(not copies, f"{copies} copies of states; num_snapshots is 0")
 
-    def _advance_states(self, plan: StepPlan, rows: "list[_Row]") -> None:
+    def _advance_states(self, plan: StepPlan, rows: list[FakeRow]) -> None:
         if self._states is None:
             return
         for slot, row in zip(plan.slots.tolist(), rows, strict=True):
-            what = f"{row.slot.what}, row {row.start}:{row.end}"
-            self._states.consume(slot, row.slot.states, row.start, row.end, what=what)
+            # Of drafts only those that were accepted are consumed: how a device sees to that is its own affair.
+            self._states.consume(slot, row.slot.states, row.start, row.end, what=row.what)
         self._states.keep(plan)
 
     # --- results ----------------------------------------------------------------------------------------
 
-    def _sample(self, rows: "list[_Row]") -> StepResult:
-        token_ids = np.full(len(rows), -1, np.int32)
-        logprobs: dict[int, TokenLogprobs] = {}
+    def _result(self, plan: StepPlan, rows: list[FakeRow]) -> StepResult:
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        next_drafts: dict[int, tuple[int, ...]] = {}
         failed_rows: dict[int, str] = {}
         for index, row in enumerate(rows):
             request = row.slot.request
             if request.request_id in self._to_fail:
                 self._to_fail.remove(request.request_id)
                 failed_rows[index] = FAULT
-            if row.is_sampled:
-                token_id = row.slot_samples()
-                if index not in failed_rows:
-                    token_ids[index] = token_id
+            elif row.max_new:
                 if request.sampling.logprobs is not None:
-                    logprobs[index] = _marked(row.end)
+                    positions = range(row.known_end, row.known_end + len(row.new_ids))
+                    logprobs[index] = tuple(map(_marked, positions))
+                if plan.wants_drafts[index]:
+                    next_drafts[index] = tuple(row.slot.drafts)
             if request.sampling.prompt_logprobs is not None:
-                last = min(row.end, len(request.prompt_token_ids) - 1)
+                last = min(row.known_end, len(request.prompt_token_ids) - 1)
                 prompt_logprobs[index] = tuple(_marked(position + 1) for position in range(row.start, last))
-        return StepResult.of_single_tokens(
-            token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed_rows=failed_rows
+        new_ids = [[] if index in failed_rows else row.new_ids for index, row in enumerate(rows)]
+        return StepResult(
+            new_counts=np.array([len(token_ids) for token_ids in new_ids], np.int32),
+            token_ids=np.array([token_id for token_ids in new_ids for token_id in token_ids], np.int32),
+            draft_counts=np.array([row.num_compared for row in rows], np.int32),
+            next_drafts=next_drafts,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            failed_rows=failed_rows,
         )
-
-
-@dataclass(slots=True)
-class _Row:
-    slot: _Slot
-    start: int
-    end: int
-    given: list[int]
-    is_sampled: bool
-
-    def slot_samples(self) -> int:
-        slot = self.slot
-        num_outputs = len(slot.token_ids) - len(slot.request.prompt_token_ids)
-        token_id = fake_model.next_token(slot.request, slot.states[-1], num_outputs=num_outputs)
-        slot.token_ids.append(token_id)
-        slot.states.append(fake_model.extend(slot.states[-1], token_id))
-        slot.num_sampled += 1
-        return token_id
 
 
 def _check_column(plan: StepPlan, name: str, dtype: Any) -> None:

@@ -31,6 +31,7 @@ from openinfer_core.scheduling import (
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.errors import require
 from openinfer_core.testing.fake_device import FAULT, FakeDevice
+from openinfer_core.testing.fake_drafter import DraftScript, FakeDrafter
 from openinfer_core.testing.queue_policy import WatchedPolicy
 
 SchedulerFactory: TypeAlias = Callable[[SchedulerConfig, QueuePolicy], Scheduler]
@@ -44,6 +45,13 @@ class RunsAt(StrEnum):
 
     PLAN = "plan"  # as soon as it is planned
     APPLY = "apply"  # as late as its result is taken
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    num_applied: int  # steps that were applied when it was planned
+    result: StepResult | None  # None until a device that runs late has run it
 
 
 @dataclass(slots=True)
@@ -73,6 +81,7 @@ class SchedulerDriver:
         max_in_flight: plans made before the first of them is applied: 1 without overlap, 2 with it.
         is_moving: whether blocks are on their way from or to KV tiers; then there may be no plan, and asking helps.
         runs_at: when a step runs: as soon as it is planned, or as late as its result is taken.
+        drafts: how good the device's drafts are; it has none where it is None, or `max_drafts` is 0.
     """
 
     def __init__(
@@ -84,18 +93,21 @@ class SchedulerDriver:
         max_in_flight: int = 2,
         is_moving: Callable[[], bool] = lambda: False,
         runs_at: RunsAt = RunsAt.PLAN,
+        drafts: DraftScript | None = None,
     ) -> None:
         self.config = config
         self.policy = WatchedPolicy(FirstComeFirstServed(QueuePolicyConfig()) if policy is None else policy)
         self.scheduler = factory(config, self.policy)
-        self.device = FakeDevice(config)
+        drafter = None if drafts is None else FakeDrafter(drafts, max_drafts=config.max_drafts)
+        self.device = FakeDevice(config, drafter=drafter)
         self.accounts: dict[RequestId, Account] = {}
         # Requests that the test's queue policy spoils: they may end with `Failed(INTERNAL)`.
         self.may_fail: set[RequestId] = set()
         self._max_in_flight = max_in_flight
         self._is_moving = is_moving
         self._runs_at = runs_at
-        self._in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._num_applied = 0
         self._masked_slots: dict[int, bool] = {}  # slot -> whether its request has a grammar
         self._ledger = Ledger()
         self._budget_steps = 100
@@ -145,13 +157,17 @@ class SchedulerDriver:
         require(self._budget_steps > 0, f"stuck: {self.device.steps} steps and no end; {self.scheduler.stats()}")
         self._check_starts(plan)
         self._check_masked_rows(plan)
-        self._in_flight.append((plan, self.device.run(plan) if self._runs_at is RunsAt.PLAN else None))
+        result = self.device.run(plan, num_applied=self._num_applied) if self._runs_at is RunsAt.PLAN else None
+        self._in_flight.append(_InFlight(plan, self._num_applied, result))
         return plan
 
     def apply(self) -> None:
-        plan, result = self._in_flight.popleft()
-        result = self.device.run(plan) if result is None else result
-        self._take(self.scheduler.apply(plan, result, now_s=self._tick()))
+        step = self._in_flight.popleft()
+        result = step.result
+        if result is None:
+            result = self.device.run(step.plan, num_applied=step.num_applied)
+        self._num_applied += 1
+        self._take(self.scheduler.apply(step.plan, result, now_s=self._tick()))
 
     def step(self) -> StepPlan | None:
         """Plans a step, and applies the oldest one if enough are in flight, or if nothing could be planned."""
@@ -201,6 +217,11 @@ class SchedulerDriver:
         elif isinstance(event, Tokens):
             require(account.scheduled is not None, f"{account.what} has tokens and was not scheduled")
             require(not (event.prompt_logprobs and account.token_ids), f"{account.what}: prompt_logprobs after tokens")
+            num_logprobs = len(event.token_ids) if event.logprobs is None else len(event.logprobs)
+            require(
+                num_logprobs == len(event.token_ids),
+                f"{account.what}: {num_logprobs} logprobs for {len(event.token_ids)} tokens",
+            )
             account.token_ids += event.token_ids
             account.logprobs += event.logprobs or ()
             account.prompt_logprobs += event.prompt_logprobs or ()
@@ -210,7 +231,7 @@ class SchedulerDriver:
     # --- checks -----------------------------------------------------------------------------------------
 
     def _check_starts(self, plan: StepPlan) -> None:
-        busy = {slot for earlier, _ in self._in_flight for slot in earlier.slots.tolist()}
+        busy = {slot for earlier in self._in_flight for slot in earlier.plan.slots.tolist()}
         for start in plan.started:
             request_id = start.request.request_id
             require(start.slot not in busy, f"slot {start.slot} is started while a step in flight has a row in it")
@@ -222,9 +243,13 @@ class SchedulerDriver:
 
     def _check_masked_rows(self, plan: StepPlan) -> None:
         self._masked_slots.update((start.slot, start.request.sampling.is_masked) for start in plan.started)
-        sampled = {slot for earlier, _ in self._in_flight for slot in earlier.slots[earlier.max_new > 0].tolist()}
-        early = [slot for slot in plan.slots.tolist() if self._masked_slots.get(slot) and slot in sampled]
+        plans = [earlier.plan for earlier in self._in_flight]
+        sampled = {slot for earlier in plans for slot in earlier.slots[earlier.max_new > 0].tolist()}
+        masked = [slot for slot in plan.slots.tolist() if self._masked_slots.get(slot)]
+        early = [slot for slot in masked if slot in sampled]
         require(not early, f"slots {early} have a grammar and a row, while their last token is in flight")
+        drafting = [slot for slot in plan.slots[plan.draft_counts > 0].tolist() if slot in masked]
+        require(not drafting, f"slots {drafting} have a grammar and drafts that no mask can be made for")
 
     def _check_nothing_is_left(self) -> None:
         stats = self.scheduler.stats()
