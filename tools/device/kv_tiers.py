@@ -34,7 +34,7 @@ from openinfer_core import (
 from openinfer_core.plugins import MODELS
 from openinfer_core.provenance import provenance
 from openinfer_engine import StepLoop, build_loop, resolve
-from openinfer_engine.kv_tiers import MemoryPrefault, TierPort
+from openinfer_engine.kv_tiers import MemoryPrefault, PoolTierPort
 from openinfer_kernels.cuda.common.block_copies import DevicePool
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
@@ -160,7 +160,7 @@ def measure_decode(engine: Engine) -> dict[str, Any]:
     pool = cupy.zeros((COPIED_BLOCKS, layout.block_bytes), np.uint8)
     memory = DevicePool(pool, Device.open())
     memory.lock(tier.pinnable_memory())
-    port = TierPort(tier, memory.blocks, load_timeout_s=30, before_close=memory.unlock)
+    port = PoolTierPort(tier, memory.blocks, load_timeout_s=30, before_close=memory.unlock)
     for _ in range(DECODERS):
         engine.submit(engine.prompt(DECODE_TOKENS), max_tokens=12 * DECODE_STEPS)
     for _ in range(60):
@@ -182,7 +182,7 @@ def measure_decode(engine: Engine) -> dict[str, Any]:
 class _Copier:
     """Keeps some moves under way, one way after the other."""
 
-    def __init__(self, port: TierPort) -> None:
+    def __init__(self, port: PoolTierPort) -> None:
         self._port, self._way = port, "save"
         names = np.arange(2 * 32 * 1000, dtype=np.uint64).tobytes()
         digests = [Digest(names[begin : begin + 16]) for begin in range(0, len(names), 16)]

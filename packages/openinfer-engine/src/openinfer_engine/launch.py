@@ -23,8 +23,8 @@ from openinfer_engine.kv_tiers import (
     LocalShare,
     MemoryPrefault,
     OpenTiers,
+    PoolTierPort,
     RankShare,
-    TierPort,
     begin_prefault,
     open_port,
     require_tiered,
@@ -123,7 +123,7 @@ def _join_tiers(
     scheduler: Scheduler,
     runner: ThreadRunner | ProcessRunner,
     processes: ProcessGroup | None,
-) -> TierPort | None:
+) -> PoolTierPort | None:
     if tiers is None:
         return None
     memories = runner.pool_memories()

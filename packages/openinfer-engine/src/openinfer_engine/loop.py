@@ -28,7 +28,7 @@ from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import Scheduler, StepPlan
 from openinfer_engine.grammars.masking import MaskedRequests
 from openinfer_engine.kv_events.recorder import KvEventRecorder
-from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.tracing.trace import LOOP, NoTrace, Tracer
 from openinfer_engine.worker.runner import PendingStep, Runner
 
@@ -56,7 +56,7 @@ class StepLoop:
         runner: Runner,
         grammar_compiler: GrammarCompiler | None = None,
         kv_events: KvEventRecorder | None = None,
-        port: TierPort | None = None,
+        port: PoolTierPort | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,  # seconds
     ) -> None:

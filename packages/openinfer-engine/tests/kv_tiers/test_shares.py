@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.port import TierPort
+from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.kv_tiers.remote_share import RemoteShare
 from openinfer_engine.kv_tiers.share_service import ShareService
 from openinfer_engine.kv_tiers.stats import total_of_ranks
@@ -146,7 +146,7 @@ class Service:
         self._sent = RemoteShare(lambda message: self.service.take(cast("Any", message), self.fence))
         self.fence: Callable[[], None] = lambda: None
         self.service = ShareService(
-            cast("TierPort", self.port), answer=self.said.put, fail=self.errors.put, enter_thread=self.entered.set
+            cast("PoolTierPort", self.port), answer=self.said.put, fail=self.errors.put, enter_thread=self.entered.set
         )
 
     @property

@@ -31,9 +31,9 @@ from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_core.testing.fake_model import NUM_TOKEN_IDS
 from openinfer_core.testing.scheduler_driver import RunsAt, SchedulerDriver
-from openinfer_engine.kv_tiers import TieredScheduler, TierPort
+from openinfer_engine.kv_tiers import PoolTierPort
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_kv_cache import Digest, KvLayout, KvTier, TierCounters, TierFailure, TransferState
+from openinfer_kv_cache import Digest, KvLayout, KvTier, TierCounters, TieredScheduler, TierFailure, TransferState
 
 Content = tuple[int | None, ...]
 GARBAGE = -1
@@ -290,7 +290,7 @@ class Rig:
         blocks = [FakeBlock(device, block_id) for block_id in range(config.num_blocks)]
         num_slots = config.max_num_seqs + config.num_snapshots if config.num_snapshots and has_states else 0
         states = [[FakeChunk(device, slot, half) for half in range(2)] for slot in range(num_slots)]
-        self.port = TierPort(
+        self.port = PoolTierPort(
             cast("KvTier", tier),
             cast("Any", blocks),
             states=cast("Any", states),

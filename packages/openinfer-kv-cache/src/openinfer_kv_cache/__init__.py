@@ -1,5 +1,6 @@
 """KV block bookkeeping: a prefix-caching pool, sequences, state slots, layouts as data. No GPU needed."""
 
+from openinfer_kv_cache.block_saves import BlockSaves
 from openinfer_kv_cache.blocks import BlockPin, BlockPool, BlockState
 from openinfer_kv_cache.cache import KvCache, KvCacheOptions
 from openinfer_kv_cache.counters import EvictionReason, PoolCounters
@@ -20,6 +21,7 @@ from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 from openinfer_kv_cache.state_slots import CopyKind, StateSlotCopy, StateSlotPool, StateSlotStatus
+from openinfer_kv_cache.tier_port import KvEventSource, PrefixHit, TieredScheduler, TierPort, TierTransfer
 from openinfer_kv_cache.tier_traits import BlockMover, CopyingTier, DeviceBlock, DeviceTier, LastingTier
 from openinfer_kv_cache.tiers import (
     EvictingTier,
@@ -37,6 +39,7 @@ __all__ = [
     "BlockMover",
     "BlockPin",
     "BlockPool",
+    "BlockSaves",
     "BlockSequence",
     "BlockState",
     "BlockStateError",
@@ -56,6 +59,7 @@ __all__ = [
     "KvCacheOptions",
     "KvConfigError",
     "KvDtype",
+    "KvEventSource",
     "KvGroupLayout",
     "KvLayout",
     "KvRegion",
@@ -70,6 +74,7 @@ __all__ = [
     "PagedTensor",
     "PoolCounters",
     "PrefixHasher",
+    "PrefixHit",
     "SequenceStateError",
     "StateSlotCopy",
     "StateSlotGroup",
@@ -80,6 +85,9 @@ __all__ = [
     "TierCounters",
     "TierFailure",
     "TierHit",
+    "TierPort",
+    "TierTransfer",
+    "TieredScheduler",
     "Transfer",
     "TransferState",
     "check_same_layout",

@@ -4,8 +4,9 @@ from importlib.util import find_spec
 
 from openinfer_core.errors import Refused
 from openinfer_core.scheduling import Scheduler
-from openinfer_engine.kv_events.recorder import KvEventRecorder, ListenedScheduler
+from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_events.setting import parse_kv_events
+from openinfer_kv_cache import KvEventSource
 
 
 def open_kv_events(text: str, scheduler: Scheduler, *, block_size_tokens: int) -> KvEventRecorder:
@@ -16,9 +17,9 @@ def open_kv_events(text: str, scheduler: Scheduler, *, block_size_tokens: int) -
         ValueError: the text is not of its form.
     """
     setting = parse_kv_events(text)
-    if not isinstance(scheduler, ListenedScheduler):
+    if not isinstance(scheduler, KvEventSource):
         raise Refused(
-            f"kv_events needs a scheduler that tells of its blocks (ListenedScheduler), and {type(scheduler).__name__} "
+            f"kv_events needs a scheduler that tells of its blocks (KvEventSource), and {type(scheduler).__name__} "
             "does not; use token-budget"
         )
     if find_spec("zmq") is None:

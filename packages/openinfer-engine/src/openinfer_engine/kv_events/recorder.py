@@ -1,9 +1,9 @@
 """`KvEventRecorder`: what happened to the prefix cache in one step, on its way to the publisher."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
-from openinfer_kv_cache import BlockListener, Digest, StoredBlocks
+from openinfer_kv_cache import Digest, StoredBlocks
 
 # Stored, removed, or (None) all cleared: as it was heard, so that another thread makes messages of it.
 Change: TypeAlias = "StoredBlocks | Sequence[Digest] | None"
@@ -18,15 +18,6 @@ class Publisher(Protocol):
 
     def close(self) -> None:
         """Sends what is left, within a short time."""
-        ...
-
-
-@runtime_checkable
-class ListenedScheduler(Protocol):
-    """A scheduler that says what its block pool holds."""
-
-    def listen(self, listener: BlockListener) -> None:
-        """From now on `listener` hears of every change."""
         ...
 
 

@@ -3,8 +3,8 @@
 choice.py   `--kv-tier`: plug-ins and settings, what they are refused for, and opening them
 pool.py     PoolMemory: a pool's blocks and states as tiers copy them
 joining.py  tiers and pools put together; prefault.py: a tier's memory, taken while weights are read
-port.py     TierPort: loads and saves of the pool's blocks and states, all that a scheduler and the loop ask
-prefix_hit.py  PrefixHit: what tiers hold for a load; transfer.py: what is on its way
+port.py     PoolTierPort: loads and saves of the pool's blocks and states, as `openinfer_kv_cache.TierPort` has them
+transfer.py what is on its way
 share.py    RankShare: another rank's share of it, in this process (local_share.py) or another (remote_share.py asks,
             share_service.py answers)
 """
@@ -12,22 +12,17 @@ share.py    RankShare: another rank's share of it, in this process (local_share.
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers
 from openinfer_engine.kv_tiers.joining import begin_prefault, open_port, require_tiered
 from openinfer_engine.kv_tiers.local_share import LocalShare
-from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
+from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.kv_tiers.prefault import MemoryPrefault
-from openinfer_engine.kv_tiers.prefix_hit import PrefixHit
 from openinfer_engine.kv_tiers.share import RankShare
-from openinfer_engine.kv_tiers.transfer import TierTransfer
 
 __all__ = [
     "ChosenTiers",
     "LocalShare",
     "MemoryPrefault",
     "OpenTiers",
-    "PrefixHit",
+    "PoolTierPort",
     "RankShare",
-    "TierPort",
-    "TierTransfer",
-    "TieredScheduler",
     "begin_prefault",
     "choose_tiers",
     "open_port",

@@ -7,10 +7,10 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.kv_tiers.choice import OpenTiers
 from openinfer_engine.kv_tiers.pool import PoolMemory
-from openinfer_engine.kv_tiers.port import TieredScheduler, TierPort
+from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.kv_tiers.prefault import MemoryPrefault, available_bytes
 from openinfer_engine.kv_tiers.share import RankShare
-from openinfer_kv_cache import DeviceTier, KvTier
+from openinfer_kv_cache import DeviceTier, KvTier, TieredScheduler
 
 _GIB = 1 << 30
 
@@ -44,7 +44,7 @@ def begin_prefault(tiers: OpenTiers, *, num_ranks: int = 1) -> MemoryPrefault:
 
 def open_port(
     tiers: OpenTiers, *, pool: PoolMemory, load_timeout_s: float, shares: Sequence[RankShare] = ()
-) -> TierPort:
+) -> PoolTierPort:
     """The port of one rank's open tiers, which it owns; `shares` are those of the other ranks, on rank 0.
 
     Raises:
@@ -56,7 +56,7 @@ def open_port(
         raise ContractViolation(f"blocks of the pool have {pool.blocks[0].nbytes} bytes, those of tiers {block_bytes}")
     if pool.is_on_device:
         pool.lock(_device_tier(tiers.tier).pinnable_memory())
-    return TierPort(
+    return PoolTierPort(
         tiers.tier,
         pool.blocks,
         states=pool.states,

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, TierTransfer
-from openinfer_kv_cache import Digest
+from openinfer_engine.kv_tiers.port import PoolTierPort
+from openinfer_engine.kv_tiers.transfer import ChunkedTransfer
+from openinfer_kv_cache import Digest, TierTransfer
 
 
 class LocalShare:
@@ -15,7 +15,7 @@ class LocalShare:
         port: to the rank's tiers; closed by `close`.
     """
 
-    def __init__(self, port: TierPort) -> None:
+    def __init__(self, port: PoolTierPort) -> None:
         self._port = port
 
     def load(self, digests: Sequence[Digest], places: Sequence[int]) -> TierTransfer:

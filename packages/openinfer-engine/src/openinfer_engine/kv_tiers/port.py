@@ -1,4 +1,4 @@
-"""`TierPort`: what a scheduler asks of KV tiers, in terms of places of the pool.
+"""`PoolTierPort`: the tiers of an engine and the blocks of its pool, as `openinfer_kv_cache.TierPort` has them.
 
     find(digests)           the longest beginning of a chain that the tiers hold
     load(found, places)     what was found, on its way into those places
@@ -14,14 +14,13 @@ still touches the pool's blocks is not known then.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.prefix_hit import PrefixHit
 from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.kv_tiers.stats import stats_of, total_of_ranks
-from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, RankedTransfer, TierTransfer
-from openinfer_kv_cache import Digest, KvTier, TierHit, Transfer
+from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, RankedTransfer
+from openinfer_kv_cache import Digest, KvTier, PrefixHit, TierHit, TierTransfer, Transfer
 from openinfer_kv_cache.tier_traits import BlockMemory
 
 logger = logging.getLogger("openinfer.engine")
@@ -31,16 +30,7 @@ CHUNK_BLOCKS = 32
 _FINISH_S, _CLOSE_S = 2.0, 10.0  # when an engine ends: for copies to complete, and to stop
 
 
-@runtime_checkable
-class TieredScheduler(Protocol):
-    """A scheduler that can use KV tiers."""
-
-    def use_tiers(self, port: "TierPort") -> None:
-        """From now on loads prefixes from tiers and saves to them; called once, before the first request."""
-        ...
-
-
-class TierPort:
+class PoolTierPort:
     """The tiers of one engine and the blocks of its pool. Called by one thread, but for `stats`.
 
     Args:

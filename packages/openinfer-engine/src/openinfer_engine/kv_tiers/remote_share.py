@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.transfer import TierTransfer
 from openinfer_engine.worker.messages import CancelTransfer, LoadShare, SaveShare, ToRank, TransferEnded
-from openinfer_kv_cache import Digest
+from openinfer_kv_cache import Digest, TierTransfer
 
 
 class RemoteShare:

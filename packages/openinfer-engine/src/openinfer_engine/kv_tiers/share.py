@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from openinfer_core.engine import KvTierStats
-from openinfer_engine.kv_tiers.transfer import TierTransfer
-from openinfer_kv_cache import Digest
+from openinfer_kv_cache import Digest, TierTransfer
 
 
 class RankShare(Protocol):

@@ -11,10 +11,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.kv_tiers.transfer import TierTransfer
+from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.worker.messages import CancelTransfer, LoadShare, SaveShare, TransferEnded
-from openinfer_kv_cache import Digest
+from openinfer_kv_cache import Digest, TierTransfer
 from openinfer_kv_cache.digest import DIGEST_BYTES
 
 ShareOrder: TypeAlias = LoadShare | SaveShare | CancelTransfer
@@ -30,7 +29,7 @@ class ShareService:
 
     def __init__(
         self,
-        port: TierPort,
+        port: PoolTierPort,
         *,
         answer: Callable[[TransferEnded], None],
         fail: Callable[[BaseException], None],

@@ -1,40 +1,8 @@
 """What is on its way between a pool and tiers: `ChunkedTransfer` of one rank, `RankedTransfer` of all."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from openinfer_kv_cache import Transfer, TransferState
-
-
-class TierTransfer(Protocol):
-    """One load or save. Until `is_over` its places are the tiers': hold them."""
-
-    @property
-    def num_blocks(self) -> int:
-        """How many are on their way."""
-        ...
-
-    @property
-    def begin_s(self) -> float:
-        """When it began, on the clock of its port."""
-        ...
-
-    def is_over(self) -> bool:
-        """Whether nothing is pending; what follows a partial chunk is cancelled, as it is of no use."""
-        ...
-
-    @property
-    def completed_blocks(self) -> int:
-        """Of a load that is over, how many leading blocks hold their right bytes."""
-        ...
-
-    def cancel(self) -> None:
-        """Asks for an early end; it is over once no copy touches its places."""
-        ...
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits until it has come further, at most so long."""
-        ...
+from openinfer_kv_cache import TierTransfer, Transfer, TransferState
 
 
 class ChunkedTransfer:

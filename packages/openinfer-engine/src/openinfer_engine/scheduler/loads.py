@@ -10,10 +10,10 @@ given up keeps the sequence's blocks until no copy touches them (`settle`).
 """
 
 from openinfer_core.errors import ContractViolation
-from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_load import StateLoad
+from openinfer_kv_cache import TierPort
 
 
 class Loads:

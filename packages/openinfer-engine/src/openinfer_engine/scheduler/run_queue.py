@@ -20,17 +20,15 @@ from dataclasses import dataclass
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StateCopy
 from openinfer_core.waiting_queue import WaitingQueue
-from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.admission import BlockAllocation, BlockAllocator
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.loads import Loads
-from openinfer_engine.scheduler.saves import Saves
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_prefixes import StatePrefixes
 from openinfer_engine.scheduler.state_saves import StateSaves
 from openinfer_engine.scheduler.step_builder import StepInFlight
-from openinfer_kv_cache import KvCache, KvCacheOptions, StateSlotCopy
+from openinfer_kv_cache import BlockSaves, KvCache, KvCacheOptions, StateSlotCopy, TierPort
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +57,7 @@ class RunQueue:
             digest_key=config.digest_key,
         )
         self.loads: Loads | None = None
-        self.saves: Saves | None = None  # None without KV tiers
+        self.saves: BlockSaves | None = None  # None without KV tiers
         self._state_saves: StateSaves | None = None  # with KV tiers, for a model with recurrent states
         self.snapshots = None  # None for a model without recurrent states, or where none are kept
         if self.kv.slots is not None:
@@ -87,7 +85,7 @@ class RunQueue:
             raise ContractViolation("KV tiers need a prefix cache")
         snapshots, block_tokens = self.snapshots, self.kv.pool.block_size_tokens
         self.loads = Loads(port, block_size_tokens=block_tokens, snapshots=snapshots)
-        self.saves = Saves(self.kv.pool, port)
+        self.saves = BlockSaves(self.kv.pool, port)
         if snapshots is None:
             return
         if not port.chunks_per_slot:

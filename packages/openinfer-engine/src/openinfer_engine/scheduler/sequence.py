@@ -30,9 +30,8 @@ from enum import IntEnum
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import SlotStart
-from openinfer_engine.kv_tiers.transfer import TierTransfer
 from openinfer_engine.scheduler.state_load import StateLoad
-from openinfer_kv_cache import BlockSequence
+from openinfer_kv_cache import BlockSequence, TierTransfer
 
 NO_SLOT = -1
 

@@ -1,7 +1,6 @@
 """`StateLoad`: a prefix of a model with recurrent states on its way from KV tiers: blocks, and states after them."""
 
-from openinfer_engine.kv_tiers.transfer import TierTransfer
-from openinfer_kv_cache import StateSlotCopy
+from openinfer_kv_cache import StateSlotCopy, TierTransfer
 
 
 class StateLoad:

@@ -1,14 +1,12 @@
 """`StateSaves`: snapshots of recurrent states on their way into KV tiers, held until their copy has ended.
 
-As for blocks (`saves.py`), only a share of the snapshots is saved at a time; what comes beyond it is not saved, and is
-counted. Where snapshots are short for a sequence, copies that take longer than `PATIENCE_S` are cancelled.
+As for blocks (`BlockSaves`), only a share of the snapshots is saved at a time; what comes beyond it is not saved, and
+is counted. Where snapshots are short for a sequence, copies that take longer than `PATIENCE_S` are cancelled.
 """
 
-from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.kv_tiers.transfer import TierTransfer
-from openinfer_engine.scheduler.saves import PATIENCE_S
 from openinfer_engine.scheduler.snapshots import Snapshots
-from openinfer_kv_cache import Digest, PrefixHasher, StateSlotCopy
+from openinfer_kv_cache import Digest, PrefixHasher, StateSlotCopy, TierPort, TierTransfer
+from openinfer_kv_cache.block_saves import PATIENCE_S
 
 _SHARE = 2  # of the snapshots, one in so many may be on its way
 

@@ -25,7 +25,6 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.events import Failed, FailureKind, FinishReason, TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, StepPlan, StepResult
-from openinfer_engine.kv_tiers.port import TierPort
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.integrity import check_integrity
 from openinfer_engine.scheduler.itl_limit import ItlLimiter
@@ -33,7 +32,7 @@ from openinfer_engine.scheduler.outputs import OutputProcessor, finished
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, count_final_tokens
 from openinfer_engine.scheduler.step_builder import StepBuilder, StepInFlight
-from openinfer_kv_cache import BlockListener
+from openinfer_kv_cache import BlockListener, TierPort
 
 _POLICY_FAULT = "the queue policy failed on this request"
 

@@ -1,4 +1,4 @@
-"""`Saves`: sealed blocks on their way into KV tiers, pinned until their copy has ended.
+"""`BlockSaves`: sealed blocks on their way into KV tiers, pinned until their copy has ended.
 
 A block is sealed when the step that computed it was applied, so nothing writes to it any more, and a copy may begin
 on any stream. While copies run, their blocks cannot be evicted. So that slow tiers do not take the pool away from
@@ -8,16 +8,17 @@ for a sequence, copies that take longer than `PATIENCE_S` are cancelled.
 
 from collections.abc import Sequence
 
-from openinfer_engine.kv_tiers.port import TierPort
-from openinfer_engine.kv_tiers.transfer import TierTransfer
-from openinfer_kv_cache import BlockPin, BlockPool, BlockSequence, Digest
+from openinfer_kv_cache.blocks import BlockPin, BlockPool
+from openinfer_kv_cache.digest import Digest
+from openinfer_kv_cache.sequence import BlockSequence
+from openinfer_kv_cache.tier_port import TierPort, TierTransfer
 
 PATIENCE_S = 0.05
 _LEAST_BLOCKS = 8
 _SHARE = 2  # of the pool, one in so many blocks may be on its way
 
 
-class Saves:
+class BlockSaves:
     """Saves of one pool."""
 
     def __init__(self, pool: BlockPool, port: TierPort) -> None:
