@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from openinfer_core import (
     EngineInfo,
     EngineStats,
@@ -164,7 +166,11 @@ class StepLoop:
             return self._scheduler.apply(step.plan, result, now_s=self._clock())
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        if self._port is None:
+            return stats
+        # What the tiers did is told here, so that no scheduler has to.
+        return msgspec.structs.replace(stats, kv_tier_faults=self._port.faults, kv_tiers=self._port.stats())
 
     def close(self) -> None:
         self._in_flight = None

@@ -426,7 +426,7 @@ def test_tier_that_raises_is_left_alone_and_counted(checked_scheduler: type[Toke
     for request_id in range(3):
         rig.run(request_of(request_id, range(1, 14)))
         rig.run(request_of(10 + request_id, [20] * 28))
-    assert rig.driver.scheduler.stats().kv_tier_faults == 1
+    assert rig.port.faults == 1
 
 
 def test_tier_that_raises_when_it_is_closed_keeps_nobody_from_closing_the_rest(

@@ -47,12 +47,10 @@ class TokenBudgetScheduler:
         self._open: dict[RequestId, Sequence] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._itl_limiter = ItlLimiter(config.max_itl_ms)
-        self._port: TierPort | None = None
 
     def use_tiers(self, port: TierPort) -> None:
         """Raises `ContractViolation`: prefixes are not shared, or the port lacks the model's recurrent states."""
         self._queue.use_tiers(port)
-        self._port = port
 
     def listen(self, listener: BlockListener) -> None:
         self._queue.kv.pool.listener = listener
@@ -208,7 +206,7 @@ class TokenBudgetScheduler:
     def stats(self) -> EngineStats:
         """Gauges and counters; from another thread they may be of slightly different moments."""
         queue, counters, pool, snapshots = self._queue, self._counters, self._queue.kv.pool, self._queue.snapshots
-        loads, port = queue.loads, self._port
+        loads = queue.loads
         loading = 0 if loads is None else len(loads.sequences)
         return EngineStats(
             running=len(queue.running),
@@ -228,8 +226,6 @@ class TokenBudgetScheduler:
             loading=loading,
             tier_tokens=0 if loads is None else loads.loaded_tokens,
             unsaved_blocks=queue.unsaved_blocks,
-            kv_tier_faults=0 if port is None else port.faults,
-            kv_tiers=() if port is None else port.stats(),
         )
 
     def check_integrity(self) -> None:
