@@ -5,9 +5,8 @@ from typing import Self
 
 from openinfer_core import Refused
 from openinfer_engine.cpu.worker import WorkerLimits, make_states
-from openinfer_engine.cuda.graphs import row_buckets, token_buckets
-from openinfer_engine.cuda.memory_budget import kv_cache_share, workspaces
-from openinfer_engine.cuda.sampling_state import slot_sizes
+from openinfer_engine.cuda.memory_budget import kv_cache_share, slot_sizes, workspaces
+from openinfer_engine.cuda.step_buckets import row_buckets, token_buckets
 from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
@@ -26,7 +25,7 @@ from openinfer_kernels.cuda.comm.nccl import unique_id
 from openinfer_kernels.cuda.comm.nccl import version as nccl_version
 from openinfer_kernels.cuda.common.device import Device, gpu_count
 from openinfer_kernels.cuda.ops import CudaOps
-from openinfer_kernels.cuda.sampling.steps import state_bytes
+from openinfer_kernels.cuda.sampling.slot_sizes import state_bytes
 from openinfer_kernels.gpu_requirements import require_attention, require_entries, require_latents
 from openinfer_kv_cache import KvDtype, KvLayout
 

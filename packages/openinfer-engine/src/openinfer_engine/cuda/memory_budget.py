@@ -7,7 +7,9 @@ The bounds are checked against the device: `openinfer bench startup` prints memo
 from collections.abc import Mapping, Sequence
 
 from openinfer_core import Refused
+from openinfer_core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
+from openinfer_kernels.cuda.sampling.slot_sizes import SlotSizes
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -86,6 +88,16 @@ def kv_cache_share(
             "or lower max_num_seqs and max_step_tokens for smaller workspaces"
         )
     return rest
+
+
+def slot_sizes(limits: WorkerLimits) -> SlotSizes:
+    return SlotSizes(
+        max_num_seqs=limits.max_num_seqs,
+        max_blocks=-(-limits.max_model_tokens // limits.block_size_tokens),
+        block_tokens=limits.block_size_tokens,
+        num_columns=limits.vocab_size,
+        max_biased=MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS,
+    )
 
 
 def _gib(num_bytes: int) -> str:

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from openinfer_core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from openinfer_core.scheduling import SlotStart, StepPlan
 from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.worker.sampling_state import LogitChanges, has_penalties, row_values
 from openinfer_kernels import HostArray
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.sampling.slot_record import SLOT_RECORD
-from openinfer_kernels.cuda.sampling.steps import SlotSizes, SlotState, make_record
+from openinfer_kernels.cuda.sampling.steps import SlotState, make_record
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -110,13 +110,3 @@ class CudaSamplingState:
             repetition=params.repetition_penalty,
             num_biased=num_biased,
         )
-
-
-def slot_sizes(limits: WorkerLimits) -> SlotSizes:
-    return SlotSizes(
-        max_num_seqs=limits.max_num_seqs,
-        max_blocks=-(-limits.max_model_tokens // limits.block_size_tokens),
-        block_tokens=limits.block_size_tokens,
-        num_columns=limits.vocab_size,
-        max_biased=MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS,
-    )

@@ -16,21 +16,12 @@ import numpy as np
 
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
-from openinfer_engine.cuda.graphs import (
-    ROW_BUCKETS,
-    TOKEN_BUCKETS,
-    CapturedDecode,
-    CapturedMixed,
-    StepWork,
-    bucket_of,
-    capture_decode,
-    capture_mixed,
-    row_buckets,
-    token_buckets,
-)
+from openinfer_engine.cuda.graphs import CapturedDecode, CapturedMixed, StepWork, capture_decode, capture_mixed
+from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.cuda.results import QueuedStep, SampledTokens, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler
-from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow, slot_sizes
+from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow
+from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, TOKEN_BUCKETS, bucket_of, row_buckets, token_buckets
 from openinfer_engine.cuda.times import StepTimes
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import LastTokenModel, LogitsIndices, Model

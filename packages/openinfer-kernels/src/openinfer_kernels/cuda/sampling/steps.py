@@ -1,7 +1,6 @@
 """`SlotState`: what the device knows of each slot, from which steps make their inputs. `csrc/sampling/steps.cu`."""
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,25 +9,12 @@ from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.sampling.slot_record import PARAMS_BYTES, SLOT_RECORD
+from openinfer_kernels.cuda.sampling.slot_sizes import SlotSizes
 from openinfer_kernels.cuda.sampling.step_inputs import MIXED_LINES, DecodeInputs, MixedInputs, SampledRows
 from openinfer_kernels.ops import Array, Bias, HostArray, Penalties
 
 _THREADS = 128
 _ONE_BLOCK_THREADS = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotSizes:
-    """Sizes of the state."""
-
-    max_num_seqs: int
-    max_blocks: int
-    """KV blocks of the longest context."""
-    block_tokens: int
-    num_columns: int
-    """Of the logits."""
-    max_biased: int
-    """Tokens of one sequence whose logits are changed by a bias."""
 
 
 class _SlotArrays(ctypes.Structure):
@@ -186,11 +172,6 @@ class SlotState:
 
     def _table_arrays(self) -> _Tables:
         return _Tables(address(self._tables), self._sizes.max_blocks, self._sizes.block_tokens)
-
-
-def state_bytes(sizes: SlotSizes) -> int:
-    per_slot = 4 * sizes.max_blocks + 5 * sizes.num_columns + 8 * sizes.max_biased + PARAMS_BYTES + 32
-    return sizes.max_num_seqs * per_slot
 
 
 def make_record(slot: int, **fields: Any) -> HostArray:

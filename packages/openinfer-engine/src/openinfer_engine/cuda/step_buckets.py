@@ -1,0 +1,24 @@
+"""Sizes that steps are captured in; a step is padded to the next one. Known without a device, for plans."""
+
+from openinfer_engine.cpu.worker import WorkerLimits
+
+# rows of captured decode steps
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+# tokens of captured mixed batches. Of more tokens the device has work for longer than it takes to launch them
+TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+# of scores of a captured mixed batch, at most: to write and read more takes longer than to launch it
+_CAPTURED_SCORE_BYTES = 1 << 26
+
+
+def token_buckets(limits: WorkerLimits) -> tuple[int, ...]:
+    """The buckets of mixed batches: a captured one computes scores of the longest context, whatever its own is."""
+    return tuple(each for each in TOKEN_BUCKETS if each * limits.score_bytes_per_token <= _CAPTURED_SCORE_BYTES)
+
+
+def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    largest = bucket_of(ROW_BUCKETS, max_num_seqs) or ROW_BUCKETS[-1]
+    return tuple(bucket for bucket in ROW_BUCKETS if bucket <= largest)
+
+
+def bucket_of(buckets: tuple[int, ...], count: int) -> int | None:
+    return next((bucket for bucket in buckets if bucket >= count), None)
