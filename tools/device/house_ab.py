@@ -59,7 +59,7 @@ QWEN3_4B: Mapping[str, Any] = {
 IMPORTS = {
     "openinfer": "import openinfer",
     "LLM": "from openinfer import LLM",
-    "the command": "import openinfer.commands.main",
+    "the command": "import openinfer_core, openinfer.commands.main",
     "the server": "from openinfer_server import ServerOptions, run",
     "the engine": "import openinfer_engine",
     "a family": "import openinfer_qwen3",

@@ -28,7 +28,6 @@ from openinfer_core import (
     Tokens,
     claim,
     list_plugins,
-    load_family,
     read_config,
 )
 from openinfer_core.plugins import MODELS
@@ -53,7 +52,7 @@ class Engine:
     """An engine with tiers that only this program drives."""
 
     def __init__(self, model_dir: Path, tiers: list[str], *, seed: int = 1) -> None:
-        family: Any = claim(read_config(model_dir), map(load_family, list_plugins(MODELS)))
+        family: Any = claim(read_config(model_dir), list_plugins(MODELS))[0]
         given = {
             "device": "cuda",
             "load_format": "dummy",

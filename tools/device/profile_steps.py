@@ -31,7 +31,6 @@ from openinfer_core import (  # noqa: E402
     Tokens,
     claim,
     list_plugins,
-    load_family,
     read_config,
 )
 from openinfer_core.plugins import MODELS  # noqa: E402
@@ -70,7 +69,7 @@ def main() -> None:
 
 
 def open_loop(folder: Path, options: dict[str, str]) -> StepLoop:
-    family: Any = claim(read_config(folder), map(load_family, list_plugins(MODELS)))
+    family: Any = claim(read_config(folder), list_plugins(MODELS))[0]
     fields = {"device": "cuda", "load_format": "dummy", "prefix_cache": False, "grammar_compiler": "none", **options}
     return build_loop(resolve(family.definition, folder, msgspec.convert(fields, family.options_type, strict=False)))
 

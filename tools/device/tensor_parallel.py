@@ -26,7 +26,6 @@ from openinfer_core import (
     Tokens,
     claim,
     list_plugins,
-    load_family,
     read_config,
 )
 from openinfer_core.plugins import MODELS
@@ -43,7 +42,7 @@ PROMPTS = (1, 17, 100, 333, 700, 1024)
 def main() -> None:
     model_dir, out, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     out.mkdir(parents=True, exist_ok=True)
-    family: Any = claim(read_config(model_dir), map(load_family, list_plugins(MODELS)))
+    family: Any = claim(read_config(model_dir), list_plugins(MODELS))[0]
     given = {"device": "cuda", "load_format": "dummy", "tensor_parallel_size": ranks, "prefix_cache": False}
     options = msgspec.convert({**given, "grammar_compiler": "none"}, family.options_type)
     begin_s = time.perf_counter()

@@ -10,6 +10,9 @@ from openinfer_core import AmbiguousPlugin, BrokenPlugin, PluginError, UnknownPl
 from openinfer_core.plugins import QUEUE_POLICIES, Lister
 
 GROUP = "openinfer.schedulers"
+OPENINFER_CONTRACT = 1
+HERE = "module_of_test_plugins"
+sys.modules[HERE] = sys.modules[__name__]  # under a name that an entry point may have
 
 
 def lister(**entries: str) -> Lister:
@@ -29,9 +32,9 @@ def test_list_plugins_of_another_group_is_empty() -> None:
 
 
 def test_find_plugin_loads_what_the_entry_point_names() -> None:
-    plugin = find_plugin(GROUP, "ordered", lister=lister(ordered="collections:OrderedDict"))
-    assert plugin.load().__name__ == "OrderedDict"
-    assert plugin.origin == "collections:OrderedDict"  # it belongs to no distribution
+    plugin = find_plugin(GROUP, "here", lister=lister(here=f"{HERE}:lister"))
+    assert plugin.load() is lister
+    assert plugin.origin == f"{HERE}:lister"  # it belongs to no distribution
 
 
 def test_find_plugin_that_nobody_offers_lists_the_names_there_are() -> None:
@@ -54,10 +57,29 @@ def test_find_plugin_listed_twice_by_one_distribution_is_not_ambiguous() -> None
     assert find_plugin(GROUP, "same", lister=lister(same1="one:S", same2="one:S")).entry_point.value == "one:S"
 
 
+def test_find_plugin_of_one_value_from_two_distributions_names_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one-copy", "other-copy"):
+        info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\ncopied = the_same:Thing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AmbiguousPlugin) as caught:
+        find_plugin(GROUP, "copied")
+    assert str(caught.value) == (
+        f"'copied' in {GROUP} is offered more than once: one-copy 1.0 (the_same:Thing); "
+        "other-copy 1.0 (the_same:Thing); uninstall all but one"
+    )
+
+
 def test_load_of_a_plugin_that_breaks_on_import_keeps_its_own_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "broken_plugin_for_test.py").write_text("raise RuntimeError('no such device')\n")
+    (tmp_path / "broken_plugin_for_test.py").write_text(
+        "OPENINFER_CONTRACT = 1\nraise RuntimeError('no such device')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     plugin = find_plugin(GROUP, "broken", lister=lister(broken="broken_plugin_for_test:Thing"))
     with pytest.raises(BrokenPlugin, match="failed to load: RuntimeError: no such device") as caught:
@@ -67,7 +89,8 @@ def test_load_of_a_plugin_that_breaks_on_import_keeps_its_own_exception(
 
 
 @pytest.mark.parametrize(
-    ("value", "cause"), [("collections:NoSuchThing", AttributeError), ("no_such_module_at_all:X", ModuleNotFoundError)]
+    ("value", "cause"),
+    [(f"{HERE}:NoSuchThing", AttributeError), ("no_such_module_at_all:X", ModuleNotFoundError)],
 )
 def test_load_of_a_plugin_that_is_not_there_is_broken(value: str, cause: type[Exception]) -> None:
     with pytest.raises(BrokenPlugin) as caught:

@@ -1,18 +1,26 @@
 """From a name to a folder and a family, with plug-ins listed by the test."""
 
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from openinfer.models import find_family, find_model_dir, name_of
 from openinfer_core.errors import AmbiguousPlugin, BrokenPlugin, InvalidCheckpoint, UnclaimedModel
+
+OPENINFER_CONTRACT = 1
+HERE = "module_of_test_models"
+sys.modules[HERE] = sys.modules[__name__]  # under a name that an entry point may have
 
 
 class Anything:
     """A family that serves everything."""
 
     name = "anything"
+    options_type = msgspec.Struct
+    plan = launch = print
 
     def refusal(self, config: object) -> None:
         return None
@@ -41,9 +49,16 @@ def test_two_packages_with_one_name_are_ambiguous() -> None:
 
 def test_two_families_that_claim_one_model_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "thing"}')
-    twice = lister(f"{__name__}:Anything", f"{__name__}:Anything")
-    with pytest.raises((UnclaimedModel, BrokenPlugin)):
+    twice = lister(f"{HERE}:Anything", f"{HERE}:Anything")
+    with pytest.raises(UnclaimedModel, match=r"'thing' is claimed by x0 .*, x1 .*; choose one with --family NAME"):
         find_family(tmp_path, lister=twice)
+    assert isinstance(find_family(tmp_path, "x1", lister=twice)[0], Anything)
+
+
+def test_a_broken_family_that_is_named_is_the_whole_answer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "thing"}')
+    with pytest.raises(BrokenPlugin, match=r"^openinfer.models plug-in 'x0' .* failed to load: AttributeError"):
+        find_family(tmp_path, "x0", lister=lister(f"{HERE}:Missing"))
 
 
 def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:

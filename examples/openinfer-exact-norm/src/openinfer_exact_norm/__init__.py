@@ -2,4 +2,6 @@
 
 from openinfer_exact_norm.provider import ExactNorm
 
+OPENINFER_CONTRACT = 1
+
 __all__ = ["ExactNorm"]

@@ -2,4 +2,6 @@
 
 from openinfer_llama.family import Llama
 
+OPENINFER_CONTRACT = 1
+
 __all__ = ["Llama"]

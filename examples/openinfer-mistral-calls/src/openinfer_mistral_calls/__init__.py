@@ -2,4 +2,6 @@
 
 from openinfer_mistral_calls.parser import MistralParser
 
+OPENINFER_CONTRACT = 1
+
 __all__ = ["MistralParser"]

@@ -2,4 +2,6 @@
 
 from openinfer_ollama.endpoint import endpoints
 
+OPENINFER_CONTRACT = 1
+
 __all__ = ["endpoints"]

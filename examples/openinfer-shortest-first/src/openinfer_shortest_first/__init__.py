@@ -2,4 +2,6 @@
 
 from openinfer_shortest_first.policy import AGE_TOKENS, ShortestFirst
 
+OPENINFER_CONTRACT = 1
+
 __all__ = ["AGE_TOKENS", "ShortestFirst"]

@@ -2,4 +2,6 @@
 
 from openinfer_sqlite_tier.store import SqliteStore, open_sqlite
 
+OPENINFER_CONTRACT = 1
+
 __all__ = ["SqliteStore", "open_sqlite"]

@@ -25,6 +25,8 @@ from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_engine.grammars.choice import LLGUIDANCE, choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 
+OPENINFER_CONTRACT = 1
+
 _PERSON = {
     "type": "object",
     "properties": {

@@ -23,6 +23,8 @@ from openinfer_kv_offload.remote.tier import RemoteTier, RemoteTierOptions
 from openinfer_kv_offload.transfer.memory import block_views
 from openinfer_kv_offload.transfer.queue import QueueOptions
 
+OPENINFER_CONTRACT = 1
+
 _ROUNDS = 20
 _QUEUE = QueueOptions(num_threads=1)
 

@@ -29,7 +29,6 @@ from openinfer_core import (
     Tokens,
     claim,
     list_plugins,
-    load_family,
     read_config,
 )
 from openinfer_core.plugins import MODELS
@@ -37,6 +36,8 @@ from openinfer_core.provenance import provenance
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.launch import build_loop
 from openinfer_engine.loop import StepLoop
+
+OPENINFER_CONTRACT = 1
 
 _STEPS_IN_FLIGHT = 2
 
@@ -64,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; `--json FILE` also writes it."""
     arguments = _parser().parse_args(argv)
     model_dir = Path(arguments.model)
-    family: Any = claim(read_config(model_dir), map(load_family, list_plugins(MODELS)))
+    family: Any = claim(read_config(model_dir), list_plugins(MODELS))[0]
     given = dict(_pair(each) for each in arguments.option)
     if arguments.trace is not None:
         given["trace"] = arguments.trace

@@ -11,6 +11,8 @@ from typing import Any
 from openinfer_bench.scheduler_timing import measure_scheduler
 from openinfer_kv_cache.testing import measure_bookkeeping
 
+OPENINFER_CONTRACT = 1
+
 
 def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; `--json FILE` also writes it."""

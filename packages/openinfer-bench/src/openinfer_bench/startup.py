@@ -17,6 +17,8 @@ from openinfer_bench.processes import TreeMemory, tree_memory
 from openinfer_bench.served import served
 from openinfer_core.provenance import provenance
 
+OPENINFER_CONTRACT = 1
+
 _SETTLE_S = 1.0
 """Between ready and the look at memory."""
 _GIGA, _MIB = 1e9, 2**20

@@ -18,6 +18,8 @@ import numpy as np
 from openinfer_core import InvalidRequest
 from openinfer_engine.tracing.trace import DEVICE
 
+OPENINFER_CONTRACT = 1
+
 Interval = tuple[float, float]
 """Begin and end, microseconds."""
 

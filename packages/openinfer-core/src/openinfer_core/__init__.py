@@ -1,18 +1,20 @@
 """The contract of openinfer: what flows between a frontend, an engine, a scheduler and a model family.
 
 Importing this package loads neither NumPy nor a network stack. Submodules hold the rest: `scheduling` (the
-scheduler's contract, NumPy columns), `queue_policies`, `process` (running an engine), `simulated`
-(an engine without a model) and `testing` (conformance kits).
+scheduler's contract, NumPy columns), `queue_policies`, `contracts` (their numbers), `process` (running an engine),
+`simulated` (an engine without a model) and `testing` (conformance kits).
 """
 
 from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
 from openinfer_core.errors import (
     AmbiguousPlugin,
     BrokenPlugin,
+    ContractMismatch,
     ContractViolation,
     EngineClosed,
     InvalidCheckpoint,
     InvalidRequest,
+    MixedReleases,
     OpenInferError,
     PluginError,
     Refused,
@@ -39,6 +41,7 @@ from openinfer_core.sampling import Grammar, GrammarKind, Preamble, SamplingPara
 __all__ = [
     "AmbiguousPlugin",
     "BrokenPlugin",
+    "ContractMismatch",
     "ContractViolation",
     "EngineClosed",
     "EngineHandle",
@@ -55,6 +58,7 @@ __all__ = [
     "InvalidCheckpoint",
     "InvalidRequest",
     "Ledger",
+    "MixedReleases",
     "ModelFamily",
     "OpenInferError",
     "Plugin",

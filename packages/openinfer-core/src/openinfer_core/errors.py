@@ -8,7 +8,9 @@ OpenInferError
 ├── PluginError           discovery of entry points
 │   ├── UnknownPlugin     no installed package offers the name
 │   ├── AmbiguousPlugin   two packages offer the same name
-│   └── BrokenPlugin      the plug-in's own import failed (its traceback is the cause)
+│   ├── BrokenPlugin      the plug-in's own import failed (its traceback is the cause)
+│   └── ContractMismatch  the plug-in was written for another contract than the one installed
+├── MixedReleases         packages of openinfer that are installed do not belong together
 ├── EngineClosed          the engine has ended or its process died
 └── ContractViolation     a part broke the contract: a bug of that part, never of the user
 """
@@ -59,6 +61,14 @@ class AmbiguousPlugin(PluginError):
 
 class BrokenPlugin(PluginError):
     """The plug-in was found and failed to load; its own exception is the `__cause__`."""
+
+
+class ContractMismatch(PluginError):
+    """A plug-in says another number of its group's contract than this release has (`openinfer_core.contracts`)."""
+
+
+class MixedReleases(OpenInferError):
+    """Two of our own packages are of releases that do not belong together."""
 
 
 class EngineClosed(OpenInferError):

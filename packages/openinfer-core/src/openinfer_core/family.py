@@ -1,13 +1,13 @@
 """Model families: which of them serves a `config.json`, found through the entry-point group `openinfer.models`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from openinfer_core.engine import EngineHandle
-from openinfer_core.errors import InvalidCheckpoint, UnclaimedModel
+from openinfer_core.errors import BrokenPlugin, InvalidCheckpoint, OpenInferError, UnclaimedModel
 from openinfer_core.plugins import Plugin
 
 KNOWN_FAMILIES: Mapping[str, str] = {
@@ -21,6 +21,9 @@ KNOWN_FAMILIES: Mapping[str, str] = {
     "kimi_k25": "openinfer-kimi-k2",
 }
 """`model_type` -> the distribution that serves it, for the message when it is not installed."""
+
+
+_MEMBERS = ("name", "options_type", "refusal", "plan", "launch")
 
 
 class ModelFamily(Protocol):
@@ -101,10 +104,17 @@ def load_family(plugin: Plugin) -> ModelFamily:
     """The family that an entry point of `openinfer.models` offers: its object, or an instance of its class.
 
     Raises:
-        BrokenPlugin: it failed to load.
+        PluginError: it was written for another contract, failed to load, or is no family.
     """
     found = plugin.load()
-    return found() if isinstance(found, type) else found
+    try:
+        family = found() if isinstance(found, type) else found
+        missing = [name for name in _MEMBERS if not hasattr(family, name)]
+    except Exception as error:
+        raise BrokenPlugin(f"{plugin.described} cannot be made: {type(error).__name__}: {error}") from error
+    if missing:
+        raise BrokenPlugin(f"{plugin.described} is no model family: it lacks {', '.join(missing)}")
+    return family
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -122,33 +132,73 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         raise InvalidCheckpoint(f"{path} is not a JSON object: {error}") from error
 
 
-def claim(config: Mapping[str, Any], families: Iterable[ModelFamily]) -> ModelFamily:
-    """The one family that serves a config.
+def claim(config: Mapping[str, Any], plugins: Iterable[Plugin]) -> tuple[ModelFamily, Plugin]:
+    """The one family that serves a config, and the plug-in that it came from.
+
+    A family that cannot be loaded or asked claims nothing. It is told where no other one claims the config, and
+    logged where one does, so that it stands in no other model's way.
 
     Raises:
         UnclaimedModel: none does (the message has each family's reason, and the package to install if it is
             known), or more than one does.
     """
-    refusals = [(family, family.refusal(config)) for family in families]
-    claiming = [family for family, refusal in refusals if refusal is None]
-    if len(claiming) == 1:
-        return claiming[0]
+    claiming: list[tuple[ModelFamily, Plugin]] = []
+    refusals: list[tuple[str, str]] = []
+    broken: list[str] = []
+    for plugin in plugins:
+        try:
+            family = load_family(plugin)
+            refusal = _refusal_of(family, plugin, config)
+        except OpenInferError as error:
+            broken.append(str(error))
+            continue
+        if refusal is None:
+            claiming.append((family, plugin))
+        else:
+            refusals.append((family.name, refusal))
     model_type = config.get("model_type")
-    if claiming:
-        names = ", ".join(sorted(family.name for family in claiming))
-        raise UnclaimedModel(f"model_type {model_type!r} is claimed by {names}; choose one with --family NAME")
-    raise UnclaimedModel(_unclaimed(model_type, [(family.name, refusal or "") for family, refusal in refusals]))
+    if not claiming:
+        raise UnclaimedModel("; ".join([_unclaimed(model_type, refusals, is_complete=not broken), *broken]))
+    if len(claiming) > 1:
+        raise UnclaimedModel(_claimed_by_several(model_type, claiming))
+    if broken:
+        import logging  # which takes longer to import than all of this package, and is seldom needed
+
+        for message in broken:
+            logging.getLogger("openinfer.plugins").warning("%s", message)
+    return claiming[0]
 
 
-def _unclaimed(model_type: object, refusals: list[tuple[str, str]]) -> str:
+def _refusal_of(family: ModelFamily, plugin: Plugin, config: Mapping[str, Any]) -> str | None:
+    try:
+        refusal: Any = family.refusal(config)
+    except Exception as error:
+        raise BrokenPlugin(
+            f"{plugin.described} failed when it was asked about the model: {type(error).__name__}: {error}"
+        ) from error
+    if refusal is None or isinstance(refusal, str):
+        return refusal
+    raise BrokenPlugin(
+        f"{plugin.described} answered {refusal!r} when it was asked about the model: neither None nor text"
+    )
+
+
+def _claimed_by_several(model_type: object, claiming: Sequence[tuple[ModelFamily, Plugin]]) -> str:
+    names = ", ".join(sorted(f"{plugin.name} ({plugin.origin})" for _, plugin in claiming))
+    if len({plugin.name for _, plugin in claiming}) == len(claiming):
+        return f"model_type {model_type!r} is claimed by {names}; choose one with --family NAME"
+    return f"model_type {model_type!r} is claimed by {names}; two have one name: uninstall all but one of these"
+
+
+def _unclaimed(model_type: object, refusals: list[tuple[str, str]], *, is_complete: bool) -> str:
     concerned = [f"{name}: {text}" for name, text in refusals if not text.startswith("not ")]
     if concerned:
         return "; ".join(concerned)
     lines = [f"no installed family serves model_type {model_type!r}"]
     package = KNOWN_FAMILIES.get(str(model_type))
     installed = sorted(name for name, _ in refusals)
-    if package is not None and package.removeprefix("openinfer-") not in installed:
+    if package is not None and is_complete and package.removeprefix("openinfer-") not in installed:
         lines.append(f"install it with: pip install {package}")
-    else:
+    elif is_complete:
         lines += [f"{name}: {text}" for name, text in sorted(refusals)] or ["none is installed"]
     return "; ".join(lines)

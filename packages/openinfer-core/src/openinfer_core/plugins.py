@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from openinfer_core.errors import AmbiguousPlugin, BrokenPlugin, UnknownPlugin
+from openinfer_core.contracts import misfit_of, require_contract, require_one_release
+from openinfer_core.errors import AmbiguousPlugin, BrokenPlugin, MixedReleases, UnknownPlugin
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -42,21 +43,38 @@ class Plugin:
         distribution = self.entry_point.dist
         return f"{distribution.name} {distribution.version}" if distribution else self.entry_point.value
 
+    @property
+    def described(self) -> str:
+        """For the beginning of a message: group, name, distribution and where in it."""
+        return f"{self.group} plug-in {self.name!r} of {self.origin} ({self.entry_point.value})"
+
     def load(self) -> Any:
-        """The plug-in's object; `BrokenPlugin` if its import failed, with its own exception as the cause."""
+        """The plug-in's object, imported after its contract's number has been compared.
+
+        Raises:
+            ContractMismatch: it was written for another contract of its group.
+            MixedReleases: it needs packages of openinfer that are not installed in one release.
+            BrokenPlugin: its import failed, with its own exception as the cause.
+        """
+        require_contract(self)
+        if self.entry_point.dist is not None:
+            require_one_release(self.entry_point.dist.name)
         try:
             return self.entry_point.load()
         except Exception as error:
+            sentence = misfit_of(error)
+            if sentence is not None:
+                raise MixedReleases(f"{self.described} failed to load: {sentence}") from error
             raise BrokenPlugin(
-                f"{self.group} plug-in {self.name!r} of {self.origin} ({self.entry_point.value}) failed to load: "
-                f"{type(error).__name__}: {error}; repair or uninstall that package"
+                f"{self.described} failed to load: {type(error).__name__}: {error}; repair or uninstall that package"
             ) from error
 
 
 def list_plugins(group: str, *, lister: Lister = installed) -> list[Plugin]:
-    """Every plug-in of a group, sorted by name; nothing is imported."""
+    """Every plug-in of a group, sorted by name; one that its distribution lists twice is one. Nothing is imported."""
     found = [Plugin(group, entry_point.name, entry_point) for entry_point in lister(group)]
-    return sorted(found, key=lambda plugin: (plugin.name, plugin.entry_point.value))
+    by_place = {(plugin.name, plugin.entry_point.value, plugin.origin): plugin for plugin in found}
+    return [plugin for _, plugin in sorted(by_place.items(), key=lambda item: item[0])]
 
 
 def find_plugin(group: str, name: str, *, lister: Lister = installed) -> Plugin:
@@ -67,11 +85,11 @@ def find_plugin(group: str, name: str, *, lister: Lister = installed) -> Plugin:
         AmbiguousPlugin: more than one distribution offers it.
     """
     plugins = list_plugins(group, lister=lister)
-    matches = {plugin.entry_point.value: plugin for plugin in plugins if plugin.name == name}
+    matches = [plugin for plugin in plugins if plugin.name == name]
     if not matches:
         names = ", ".join(sorted({plugin.name for plugin in plugins})) or "none"
         raise UnknownPlugin(f"no installed package offers {name!r} in {group}; installed: {names}")
     if len(matches) > 1:
-        origins = "; ".join(f"{plugin.origin} ({value})" for value, plugin in sorted(matches.items()))
+        origins = "; ".join(f"{plugin.origin} ({plugin.entry_point.value})" for plugin in matches)
         raise AmbiguousPlugin(f"{name!r} in {group} is offered more than once: {origins}; uninstall all but one")
-    return next(iter(matches.values()))
+    return matches[0]

@@ -6,6 +6,8 @@ from operator import itemgetter
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import QueuePolicyConfig
 
+OPENINFER_CONTRACT = 1
+
 # Tenants that the fair share remembers; names may come from outside, so there has to be a bound.
 MAX_INDEBTED_TENANTS = 1 << 16
 

@@ -21,6 +21,8 @@ from openinfer_engine.refusals import (
 from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 
+OPENINFER_CONTRACT = 1
+
 CHANGES_THE_MODEL: Mapping[str, str] = MappingProxyType(
     {
         "compression_config": "weights compressed by other tools are not served",

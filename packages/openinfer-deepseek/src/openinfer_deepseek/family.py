@@ -19,6 +19,8 @@ from openinfer_engine.refusals import (
 from openinfer_engine.weights.quantised import FP8_BLOCKS, stored_format
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
 
+OPENINFER_CONTRACT = 1
+
 _V2_ALONE = {
     "scoring_func": "softmax",
     "norm_topk_prob": False,

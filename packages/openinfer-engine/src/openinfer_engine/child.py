@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from openinfer_core.contracts import one_release
 from openinfer_core.process.engine_process import run_engine_process
 from openinfer_core.timeline import Timeline
 from openinfer_engine.engine_plan import resolve
@@ -20,6 +21,11 @@ SWITCH_INTERVAL_S = 2e-5
 
 
 def build(raw: msgspec.Raw) -> StepLoop:
+    with one_release():
+        return _build(raw)
+
+
+def _build(raw: msgspec.Raw) -> StepLoop:
     spec, timeline = msgspec.json.decode(raw, type=EngineSpec), Timeline()
     definition, options = spec.read()
     processes = start_workers(spec, options)  # they import and open their devices while this goes on

@@ -16,6 +16,8 @@ from openinfer_kernels.catalogue import WITHOUT_GPU_KERNEL, measured_by_part, se
 from openinfer_kernels.cubins import ARCHITECTURES, find_cubins, require_cubins, sources
 from openinfer_kernels.errors import DeviceUnavailableError, KernelsError
 
+OPENINFER_CONTRACT = 1
+
 _ALL = "all"
 
 

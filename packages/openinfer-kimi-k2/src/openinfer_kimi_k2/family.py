@@ -11,6 +11,8 @@ from openinfer_engine.refusals import PLAIN_DECODER, architecture_reasons, key_r
 from openinfer_engine.weights.quantised import stored_format
 from openinfer_kimi_k2 import model
 
+OPENINFER_CONTRACT = 1
+
 CHANGES_THE_MODEL: Mapping[str, str] = MappingProxyType(
     {**PLAIN_DECODER, "compression_config": "compressed weights are served as quantization_config says them"}
 )

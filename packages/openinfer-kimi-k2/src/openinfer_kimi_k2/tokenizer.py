@@ -21,6 +21,8 @@ import msgspec
 from openinfer_core import InvalidCheckpoint
 from openinfer_core.tokenizer_files import byte_alphabet
 
+OPENINFER_CONTRACT = 1
+
 RANKS_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_CLASS = "TikTokenTokenizer"

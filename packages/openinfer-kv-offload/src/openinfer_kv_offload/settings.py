@@ -13,6 +13,8 @@ from openinfer_kv_offload.host.tier import HostTier
 from openinfer_kv_offload.setting_fields import convert, parse_fields, parse_size
 from openinfer_kv_offload.stack.tier import StackOptions, TierStack, WriteMode
 
+OPENINFER_CONTRACT = 1
+
 
 def open_tiers(settings: Sequence[str], layout: KvLayout, *, options: StackOptions | None = None) -> KvTier:
     """Opens the tiers that `settings` name, fastest first; several are a stack.

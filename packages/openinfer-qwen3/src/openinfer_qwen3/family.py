@@ -19,6 +19,8 @@ from openinfer_engine.refusals import (
 from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor
 from openinfer_qwen3 import model
 
+OPENINFER_CONTRACT = 1
+
 CHANGES_THE_MODEL: Mapping[str, str] = MappingProxyType(
     {
         **PLAIN_WEIGHTS,

@@ -21,6 +21,8 @@ from openinfer_kv_cache import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSl
 from openinfer_qwen35 import model
 from openinfer_qwen35.model import TEXT, VISION_LANGUAGE
 
+OPENINFER_CONTRACT = 1
+
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {VISION_LANGUAGE: "Qwen3_5ForConditionalGeneration", TEXT: "Qwen3_5ForCausalLM"}
 )

@@ -16,6 +16,8 @@ MODULE = """
 import msgspec
 from openinfer_server import Route, RouteDoc
 
+OPENINFER_CONTRACT = 1
+
 class Count(msgspec.Struct):
     text: str
 

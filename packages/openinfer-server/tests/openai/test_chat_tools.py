@@ -298,6 +298,7 @@ def test_special_tokens_of_a_format_reach_its_parser_and_no_others_show(start, c
 
 
 FAULTY = """
+OPENINFER_CONTRACT = 1
 from openinfer_server.parsers.hermes import HermesParser
 
 class Faulty(HermesParser):

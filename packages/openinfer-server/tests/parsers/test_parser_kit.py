@@ -186,6 +186,7 @@ class _Loaded:
 
     def __init__(self, entry, found):
         self.name, self.value, self.group, self.dist = entry.name, entry.value, entry.group, None
+        self.module = HermesParser.__module__  # one that says its contract
         self._found = found
 
     def load(self):

@@ -3,6 +3,8 @@
 from importlib.resources import files
 from pathlib import Path
 
+OPENINFER_CONTRACT = 1
+
 __all__ = ["model_dir"]
 
 

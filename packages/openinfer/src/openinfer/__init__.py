@@ -19,7 +19,12 @@ def __getattr__(name: str) -> Any:
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{module}"), name)
+    except ImportError as error:
+        from openinfer.core_fits import misfit_of_core
+
+        raise ImportError(misfit_of_core(error)) from error
 
 
 def __dir__() -> list[str]:

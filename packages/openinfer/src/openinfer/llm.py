@@ -33,6 +33,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
+from openinfer_core.contracts import one_release, require_one_release
 from openinfer_core.events import Failed
 from openinfer_server.chat.template import ChatTemplate, RenderingRefused
 from openinfer_server.text.tokenizer import Tokenizer
@@ -60,12 +61,15 @@ class LLM:
     Raises:
         InvalidCheckpoint, UnclaimedModel, PluginError, Refused: the model cannot be served; the message says why.
         InvalidRequest: an option is unknown or out of range.
+        MixedReleases: packages of openinfer are installed that do not belong together.
     """
 
     def __init__(self, model: str, *, family: str | None = None, **options: Any) -> None:
+        require_one_release("openinfer")
         self._model_dir = find_model_dir(model)
-        found, _ = find_family(self._model_dir, family)
-        self._engine = found.launch(self._model_dir, _options(found.options_type, options))
+        with one_release():
+            found, _ = find_family(self._model_dir, family)
+            self._engine = found.launch(self._model_dir, _options(found.options_type, options))
         self._tokenizer = Tokenizer.load(self._model_dir, num_token_ids=self._engine.info.num_token_ids)
         self._template = ChatTemplate.load(self._model_dir, timeout_s=10.0, max_characters=2**24)
         self._ids = itertools.count()

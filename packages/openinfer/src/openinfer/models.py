@@ -44,11 +44,12 @@ def find_family(model_dir: Path, name: str | None = None, *, lister: Lister = in
 
     Raises:
         UnclaimedModel: not exactly one family claims it, or the one named refuses it.
-        PluginError: a family is absent, ambiguous or broken.
+        PluginError: the family named is absent, ambiguous or broken.
         InvalidCheckpoint: no readable `config.json`.
     """
     config = read_config(model_dir)
-    plugins = list_plugins(MODELS, lister=lister) if name is None else [find_plugin(MODELS, name, lister=lister)]
-    families = [(load_family(plugin), plugin) for plugin in plugins]
-    family = claim(config, [family for family, _ in families])
-    return next((family, plugin) for candidate, plugin in families if candidate is family)
+    if name is None:
+        return claim(config, list_plugins(MODELS, lister=lister))
+    named = find_plugin(MODELS, name, lister=lister)
+    load_family(named)  # what is wrong with the one family that was asked for is the whole answer
+    return claim(config, [named])

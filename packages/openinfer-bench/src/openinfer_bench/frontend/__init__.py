@@ -26,6 +26,8 @@ from openinfer_bench.frontend.duties import DUTIES, duties
 from openinfer_bench.frontend.measure import Bench, Sample
 from openinfer_core import Refused
 
+OPENINFER_CONTRACT = 1
+
 RATE_TOKENS_PER_S = 16_000
 _HERE = Path(__file__).resolve().parent
 

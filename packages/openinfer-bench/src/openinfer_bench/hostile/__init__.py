@@ -28,6 +28,8 @@ from openinfer_bench.hostile.model import write_model
 from openinfer_core.errors import Refused
 from openinfer_core.provenance import provenance
 
+OPENINFER_CONTRACT = 1
+
 GOOD_CLIENTS = 8
 STREAMS = 64
 LONG_PROMPT = "word after word, number 1234567890 " * 1600

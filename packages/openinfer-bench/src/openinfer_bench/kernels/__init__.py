@@ -2,4 +2,6 @@
 
 from openinfer_bench.kernels.command import run
 
+OPENINFER_CONTRACT = 1
+
 __all__ = ["run"]

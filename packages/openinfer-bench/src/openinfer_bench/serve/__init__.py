@@ -30,6 +30,8 @@ from openinfer_bench.served import served
 from openinfer_core import InvalidRequest
 from openinfer_core.provenance import provenance
 
+OPENINFER_CONTRACT = 1
+
 
 def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; returns 1 if a request failed. Flags that are not listed go to `openinfer serve`."""

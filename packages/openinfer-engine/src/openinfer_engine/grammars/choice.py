@@ -9,6 +9,8 @@ from openinfer_core.grammars import GrammarCompiler, MakeGrammarCompiler, Vocabu
 from openinfer_core.plugins import GRAMMAR_COMPILERS
 from openinfer_core.tokenizer_files import read_tokenizer
 
+OPENINFER_CONTRACT = 1
+
 AUTO = "auto"
 NONE = "none"
 LLGUIDANCE = "llguidance"

@@ -15,4 +15,6 @@ integrity.py      whether all that agrees, for tests
 
 from openinfer_engine.scheduler.token_budget import TokenBudgetScheduler
 
+OPENINFER_CONTRACT = 1
+
 __all__ = ["TokenBudgetScheduler"]

@@ -11,6 +11,8 @@ from openinfer_kv_offload.remote.object_store import ObjectStore
 from openinfer_kv_offload.remote.tier import RemoteTier, RemoteTierOptions
 from openinfer_kv_offload.setting_fields import convert, parse_fields, parse_size
 
+OPENINFER_CONTRACT = 1
+
 _VALKEY = "valkey=valkey://10.0.0.7:6379/0,64GiB"
 _S3 = "s3=s3://bucket/prefix,10TiB"
 _VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")

@@ -19,6 +19,8 @@ from openinfer_server.parsers.contract import ModelTraits
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
 
+OPENINFER_CONTRACT = 1
+
 SECTION_BEGIN, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"

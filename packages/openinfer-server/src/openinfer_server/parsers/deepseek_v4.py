@@ -21,6 +21,8 @@ from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
 from openinfer_server.parsers.tagged_syntax import ParameterTags, parameters
 from openinfer_server.parsers.typed_values import ANYTHING, TEXT
 
+OPENINFER_CONTRACT = 1
+
 MARK = "｜DSML｜"
 SECTIONS = tuple(f"<{slash}{MARK}{name}>" for name in ("tool_calls", "function_calls") for slash in ("", "/"))
 CALL_BEGIN, CALL_END = f'<{MARK}invoke name="', f"</{MARK}invoke>"

@@ -15,6 +15,8 @@ from openinfer_server.parsers.contract import ModelTraits
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
 
+OPENINFER_CONTRACT = 1
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _OPEN = Markers(OPEN)
 MAX_HELD = 2**20  # characters of arguments that are held while the name has not come; more are no call

@@ -16,6 +16,8 @@ from openinfer_server.parsers.contract import ModelTraits
 from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
 
+OPENINFER_CONTRACT = 1
+
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 TURN = "<|im_middle|>"

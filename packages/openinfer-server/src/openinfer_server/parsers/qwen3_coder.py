@@ -22,6 +22,8 @@ from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
 from openinfer_server.parsers.tagged_syntax import ParameterTags, parameters
 from openinfer_server.parsers.typed_values import types_of
 
+OPENINFER_CONTRACT = 1
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"

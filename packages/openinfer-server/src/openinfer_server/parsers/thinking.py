@@ -13,6 +13,8 @@ from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script, ScriptedParser
 from openinfer_server.parsers.trimmed import TrimmedText
 
+OPENINFER_CONTRACT = 1
+
 OPEN, CLOSE = "<think>", "</think>"
 _DEEPSEEK = "<｜Assistant｜>"
 
