@@ -50,7 +50,7 @@ def test_short_requests_overtake_in_the_default_scheduler_and_all_are_served() -
     for index, tokens in enumerate((100, 120, 12, 90, 8)):
         driver.submit(make_request(index, tokens=tokens))
     started: list[int] = []
-    while driver.scheduler.unfinished:
+    while driver.scheduler.unfinished_ids:
         plan = driver.step()
         started += [start.request.request_id for start in plan.started] if plan else []
     driver.run()

@@ -1,12 +1,13 @@
 """Requests refuse every value out of range, made in Python or decoded."""
 
+import math
 from typing import Any
 
 import msgspec
 import pytest
 
 from openinfer_core import GenerateRequest, InvalidRequest, RequestId, SamplingParams
-from openinfer_core.request import MAX_NAME_LENGTH
+from openinfer_core.request import MAX_DEADLINE_S, MAX_HINT_LENGTH, MAX_HINTS, MAX_NAME_LENGTH
 from openinfer_core.sampling import MAX_TOKEN_ID, MAX_TOKENS
 
 SAMPLING = SamplingParams(max_tokens=1)
@@ -26,6 +27,11 @@ def request(**fields: Any) -> GenerateRequest:
         ("priority", 2**31 - 1),
         ("tenant", "t" * MAX_NAME_LENGTH),
         ("cache_salt", ""),
+        ("deadline_s", 1e-3),
+        ("deadline_s", 5),
+        ("deadline_s", MAX_DEADLINE_S),
+        ("hints", {"h" * MAX_HINT_LENGTH: "v" * MAX_HINT_LENGTH}),
+        ("hints", {f"hint {index}": "" for index in range(MAX_HINTS)}),
     ],
 )
 def test_request_at_each_bound_is_accepted(field: str, value: object) -> None:
@@ -53,6 +59,20 @@ def test_request_at_each_bound_is_accepted(field: str, value: object) -> None:
         ("cache_salt", "x" * (MAX_NAME_LENGTH + 1)),
         ("tenant", "x" * (MAX_NAME_LENGTH + 1)),
         ("trace_parent", "x" * (MAX_NAME_LENGTH + 1)),
+        ("deadline_s", 0),
+        ("deadline_s", -1.0),
+        ("deadline_s", math.nan),
+        ("deadline_s", math.inf),
+        ("deadline_s", MAX_DEADLINE_S + 1),
+        ("deadline_s", "1"),
+        ("deadline_s", True),
+        ("hints", {f"hint {index}": "" for index in range(MAX_HINTS + 1)}),
+        ("hints", {"": "a name is missing"}),
+        ("hints", {"h" * (MAX_HINT_LENGTH + 1): ""}),
+        ("hints", {"h": "v" * (MAX_HINT_LENGTH + 1)}),
+        ("hints", {"h": 1}),
+        ("hints", {1: "h"}),
+        ("hints", [("h", "v")]),
     ],
 )
 def test_request_out_of_range_is_refused_by_name(field: str, value: object) -> None:

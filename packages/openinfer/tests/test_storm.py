@@ -125,7 +125,7 @@ async def run() -> None:
     assert outcome["done"] + outcome["left"] == STREAMS
     assert outcome["left"] > 0
 
-    await until(lambda: scheduler.unfinished == 0 and len(engine.ends) == len(set(engine.submitted)))
+    await until(lambda: not scheduler.unfinished_ids and len(engine.ends) == len(set(engine.submitted)))
     assert set(engine.ends) == set(engine.submitted)
     assert set(engine.ends.values()) == {1}, "a request had more than one terminal event"
     stats = await engine.stats()

@@ -34,6 +34,8 @@ class FailureKind(StrEnum):
     """The engine cannot serve what was asked (too long, unknown LoRA, no grammar compiler)."""
     OVERLOADED = "overloaded"
     """The queue is full; try later."""
+    DEADLINE = "deadline"
+    """Its `deadline_s` was over before it had ended, or would have been: the scheduler gave it up early."""
     INTERNAL = "internal"
     """A fault inside this request (numbers, plug-in); others live on."""
     SHUTDOWN = "shutdown"

@@ -1,6 +1,6 @@
 """`GenerateRequest`: what a frontend asks of an engine. Tokens in; text never reaches an engine."""
 
-from typing import Annotated, NewType
+from typing import Annotated, NewType, cast
 
 import msgspec
 
@@ -12,6 +12,11 @@ RequestId = NewType("RequestId", int)
 
 MAX_NAME_LENGTH = 512
 """Bound of tenant, salt, LoRA name and trace parent, in characters."""
+
+MAX_DEADLINE_S = 30 * 86_400.0
+MAX_HINTS = 16
+MAX_HINT_LENGTH = 256
+"""Bound of a hint's name, and of its text, in characters."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +39,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Smaller is served earlier by the `priority` queue policy."""
     trace_parent: str | None = None
     """A W3C `traceparent`, handed on to spans."""
+    deadline_s: float | None = None
+    """Seconds from its arrival at the engine, after which it ends with `Failed(DEADLINE)`, waiting or running."""
+    hints: dict[str, str] = {}
+    """What its sender tells a scheduler that knows it; nothing else reads them. At most `MAX_HINTS`, each a name and a
+    text of at most `MAX_HINT_LENGTH` characters; not to be changed."""
 
     def __post_init__(self) -> None:
         check_integer("request_id", self.request_id, low=0, high=2**63 - 1)
@@ -43,6 +53,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             value = getattr(self, name)
             if value is not None and len(value) > MAX_NAME_LENGTH:
                 raise InvalidRequest(f"{name} has {len(value)} characters; at most {MAX_NAME_LENGTH} fit", field=name)
+        if self.deadline_s is not None:
+            _check_deadline(self.deadline_s)
+        if self.hints:
+            _check_hints(self.hints)
 
 
 _TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)], ...]
@@ -58,3 +72,32 @@ def _check_prompt(prompt: object) -> None:
         msgspec.convert(prompt, _TokenIds)  # types and range in one pass of C: 0.14 ms for 16k ids
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the prompt is not of token ids: {error}", field="prompt_token_ids") from error
+
+
+def _check_deadline(deadline_s: object) -> None:
+    if type(deadline_s) not in (int, float):
+        raise InvalidRequest(
+            f"deadline_s is of type {type(deadline_s).__name__}; it must be a number", field="deadline_s"
+        )
+    if not 0 < cast("float", deadline_s) <= MAX_DEADLINE_S:  # not true of NaN either
+        raise InvalidRequest(
+            f"deadline_s is {deadline_s}; it must be above 0 and at most {MAX_DEADLINE_S:.0f} seconds",
+            field="deadline_s",
+        )
+
+
+def _check_hints(hints: object) -> None:
+    if type(hints) is not dict:
+        raise InvalidRequest(f"hints is of type {type(hints).__name__}; it must be a dict", field="hints")
+    entries = cast("dict[object, object]", hints)
+    if len(entries) > MAX_HINTS:
+        raise InvalidRequest(f"hints has {len(entries)} entries; at most {MAX_HINTS} are possible", field="hints")
+    for name, text in entries.items():
+        if type(name) is not str or type(text) is not str:
+            raise InvalidRequest("hints must have texts as names and values", field="hints")
+        if not name or max(len(name), len(text)) > MAX_HINT_LENGTH:
+            raise InvalidRequest(
+                f"a hint has a name of {len(name)} and a text of {len(text)} characters; a name must have 1 to "
+                f"{MAX_HINT_LENGTH}, a text at most {MAX_HINT_LENGTH}",
+                field="hints",
+            )

@@ -8,6 +8,7 @@ A step is three verbs: `plan`, run, `apply`. The loop overlaps them: it may call
 """
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
@@ -292,6 +293,31 @@ class QueuePolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 )
 
 
+class SchedulerCapabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a scheduler declares about itself; the kit asks of it what these leave, and the engine refuses the rest.
+
+    Nothing declared is the plain scheduler: it keeps the queue policy's order, ends no request early and has no KV
+    tiers, no KV events and no drafts.
+    """
+
+    own_order: bool = False
+    """Requests are not always admitted in the order of the queue policy's keys; the policy is asked and told."""
+    own_policy: bool = False
+    """The queue policy is never asked, so the order is the scheduler's, too; `--queue-policy` is refused with it."""
+    may_shed: bool = False
+    """A waiting request may end early with `Failed`: `OVERLOADED`, or `DEADLINE` if it has a `deadline_s`."""
+    uses_kv_tiers: bool = False
+    """It has `use_tiers`; `--kv-tier` is refused without."""
+    tells_kv_events: bool = False
+    """It has `listen`; `--kv-events` is refused without."""
+    plans_drafts: bool = False
+    """Its rows may have drafts; a drafter is refused without."""
+
+    @property
+    def keeps_policy_order(self) -> bool:
+        return not (self.own_order or self.own_policy)
+
+
 class Scheduler(Protocol):
     """Decides each step. A plug-in of the group `openinfer.schedulers` is a callable `(SchedulerConfig, QueuePolicy)`.
 
@@ -301,7 +327,15 @@ class Scheduler(Protocol):
     between a step that samples it and that step's `apply`, since the mask of its next token depends on this one.
 
     `openinfer_core.testing.scheduler` checks all of this.
+
+    The host ends requests whose `deadline_s` is over: it calls `abort` and answers `Failed(DEADLINE)`. A scheduler that
+    declares `may_shed` may end waiting requests before that.
     """
+
+    @property
+    def capabilities(self) -> SchedulerCapabilities:
+        """The same in every instance and at any time: a class attribute will do."""
+        ...
 
     def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
         """Queues a request; returns a terminal event at once if it can never be served or the queue is full.
@@ -332,8 +366,11 @@ class Scheduler(Protocol):
         ...
 
     @property
-    def unfinished(self) -> int:
-        """Requests added and not ended."""
+    def unfinished_ids(self) -> AbstractSet[RequestId]:
+        """Requests added and not ended: a live view, such as a dict's keys, since it is asked for in every iteration.
+
+        The loop compares it with the requests that it handed over, and ends those that are missing here.
+        """
         ...
 
     def stats(self) -> EngineStats:

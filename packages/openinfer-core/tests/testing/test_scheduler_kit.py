@@ -1,6 +1,7 @@
 """The scheduler's kit passes a plain scheduler that keeps the contract, and fails each of a set of broken ones."""
 
 import dataclasses
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -22,7 +23,14 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StepPlan, StepResult
+from openinfer_core.scheduling import (
+    QueuePolicy,
+    SchedulerCapabilities,
+    SchedulerConfig,
+    SlotStart,
+    StepPlan,
+    StepResult,
+)
 from openinfer_core.testing import ConformanceError
 from openinfer_core.testing.scheduler import SCHEDULER_CHECKS, SchedulerCheck, check_scheduler
 
@@ -56,6 +64,8 @@ class PlainScheduler:
     Its verbs are cut into many methods, so that a broken scheduler is one method of a subclass.
     """
 
+    capabilities = SchedulerCapabilities()
+
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
         self.config = config
         self.policy = policy
@@ -65,6 +75,7 @@ class PlainScheduler:
         self.free_blocks = list(range(config.num_blocks))
         self.free_slots = list(range(config.max_num_seqs))
         self.in_flight: list[list[Job]] = []
+        self.released: list[int] = []
         self.arrivals = self.steps = 0
         self.seeds = 1000
 
@@ -153,6 +164,7 @@ class PlainScheduler:
             return np.array(values, np.int32)
 
         is_last = [start + count == len(job.ids) for job, (start, count) in zip(rows, spans, strict=True)]
+        released, self.released = self.released, []
         return StepPlan(
             step=self.steps,
             slots=column([job.slot for job in rows]),
@@ -168,6 +180,7 @@ class PlainScheduler:
             new_block_counts=column([len(job.blocks) - job.sent_blocks for job in rows]),
             new_blocks=column([block for job in rows for block in job.blocks[job.sent_blocks :]]),
             started=tuple(self.slot_start(job) for job in rows if not job.is_started),
+            released=tuple(released),
         )
 
     def slot_start(self, job: Job) -> SlotStart:
@@ -211,10 +224,15 @@ class PlainScheduler:
     def end(self, job: Job) -> None:
         del self.jobs[job.request.request_id]
         job.has_ended = True
+        if job.is_started:
+            self.release(job)
         if job in self.running:
             self.running.remove(job)
             if not job.in_flight:
                 self.free(job)
+
+    def release(self, job: Job) -> None:
+        self.released.append(job.slot)
 
     def free(self, job: Job) -> None:
         self.free_slots.append(job.slot)
@@ -222,8 +240,8 @@ class PlainScheduler:
         job.blocks = []
 
     @property
-    def unfinished(self) -> int:
-        return len(self.jobs)
+    def unfinished_ids(self) -> AbstractSet[RequestId]:
+        return self.jobs.keys()
 
     def stats(self) -> EngineStats:
         used = self.config.num_blocks - len(self.free_blocks)
@@ -301,7 +319,8 @@ class RunsInCircles(PlainScheduler):
 
     def plan(self, *, now_s: float) -> StepPlan | None:
         for job in self.running:
-            if not job.in_flight and job.computed < len(job.request.prompt_token_ids):
+            if not job.in_flight and job.is_started and job.computed < len(job.request.prompt_token_ids):
+                self.release(job)
                 job.computed, job.is_started, job.sent_blocks = 0, False, 0
         return super().plan(now_s=now_s)
 
@@ -507,8 +526,25 @@ class DropsPromptLogprobs(PlainScheduler):
 
 class MiscountsUnfinished(PlainScheduler):
     @property
-    def unfinished(self) -> int:
-        return max(0, len(self.jobs) - 1)
+    def unfinished_ids(self) -> AbstractSet[RequestId]:
+        return set(sorted(self.jobs)[1:])
+
+
+class NeverReleases(PlainScheduler):
+    def release(self, job: Job) -> None: ...
+
+
+class ReleasesTwice(PlainScheduler):
+    def release(self, job: Job) -> None:
+        self.released += [job.slot, job.slot]
+
+
+class ReleasesWhatStillRuns(PlainScheduler):
+    def take_row(self, job: Job, row: int, plan: StepPlan, result: StepResult, now_s: float) -> list[TokenEvent]:
+        events = super().take_row(job, row, plan, result, now_s)
+        if not job.has_ended and job.request.request_id == 7:
+            self.release(job)
+        return events
 
 
 class PlansAfterTheEnd(PlainScheduler):
@@ -527,7 +563,7 @@ MUTANTS = {
     DiesOfAFaultyPolicy: "the policy raised",
     DropsATokenAtTheEnd: "the model gives",
     DropsPromptLogprobs: "prompt_logprobs of positions",
-    EndsInSilence: "requests have no terminal event",
+    EndsInSilence: "have no terminal event and are not among unfinished_ids",
     EndsTwice: "was never added, has its terminal event",
     ExceedsTheBudget: "tokens in one step; max_step_tokens is",
     ExceedsTheSlots: "beyond max_num_seqs",
@@ -542,11 +578,14 @@ MUTANTS = {
     IgnoresThePolicy: "were admitted in the order",
     IgnoresTheSeed: "starts with seed 0; it has 42",
     LeaksABlock: "1 blocks are used, with all requests ended: a leak",
-    MiscountsUnfinished: "unfinished is 0; 1 requests have no terminal event",
+    MiscountsUnfinished: "are not among unfinished_ids",
     NeverOverloaded: "the queue is full; add answered None",
     NeverTellsThePolicy: "neither admitted nor withdrawn",
     PassesOverTheHead: "were admitted in the order",
     PlansAfterTheEnd: "are running, with all of them ended",
+    NeverReleases: "the slots are not among released",
+    ReleasesTwice: "is released; no sequence is in it",
+    ReleasesWhatStillRuns: "has a row and was never started",
     ReservesTooLittle: "blocks have room for",
     RunsInCircles: "stuck",
     SamplesEveryChunk: "samples position 16, whose id is known",
@@ -554,7 +593,7 @@ MUTANTS = {
     StartsABusySlot: "is started while a step in flight has a row in it",
     TakesAnIdThatWasNeverSampled: "no id of that position was sampled in the slot",
     UsesWideColumns: "starts must be a one-dimensional array of int32",
-    Wedges: "wedged: .* no plan comes",
+    Wedges: "wedged: .* no step is in flight, no plan",
 }
 
 
@@ -563,3 +602,106 @@ def test_kit_refuses_a_broken_scheduler(mutant: type[PlainScheduler]) -> None:
     raised = RuntimeError if mutant is DiesOfAFaultyPolicy else ConformanceError
     with pytest.raises(raised, match=MUTANTS[mutant]):
         check_scheduler(mutant)
+
+
+# what a scheduler declares
+
+
+class ShedsWhatIsLate(PlainScheduler):
+    """Gives up waiting requests that have a deadline once others wait, too."""
+
+    capabilities = SchedulerCapabilities(may_shed=True)
+    kind = FailureKind.DEADLINE
+
+    def apply(self, plan: StepPlan, result: StepResult, *, now_s: float) -> list[TokenEvent]:
+        events = super().apply(plan, result, now_s=now_s)
+        for job in [job for job in self.waiting if self.is_hopeless(job)]:
+            self.waiting.remove(job)
+            with suppress(ValueError):
+                self.policy.withdrawn(job.request)
+            self.end(job)
+            events.append(Failed(job.request.request_id, self.kind, "it would be too late"))
+        return events
+
+    def is_hopeless(self, job: Job) -> bool:
+        return job.request.deadline_s is not None and len(self.waiting) > 1
+
+
+class ShedsUndeclared(ShedsWhatIsLate):
+    capabilities = SchedulerCapabilities()
+
+
+class ShedsForADeadlineThatIsNotThere(ShedsWhatIsLate):
+    def is_hopeless(self, job: Job) -> bool:
+        return job.request.deadline_s is None and len(self.waiting) > 1
+
+
+class ShedsAsInternal(ShedsWhatIsLate):
+    kind = FailureKind.INTERNAL
+
+
+class ShedsWhatIsAlone(ShedsWhatIsLate):
+    kind = FailureKind.OVERLOADED
+
+    def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
+        if not self.jobs and self.steps > 20:
+            return [Failed(request.request_id, self.kind, "not today")]
+        return super().add(request, now_s=now_s)
+
+
+class LastComeFirstServed(PlainScheduler):
+    capabilities = SchedulerCapabilities(own_order=True)
+
+    def sort_queue(self, queue: list[Job]) -> list[Job]:
+        in_order = super().sort_queue(queue)  # the policy's keys may refuse to be compared
+        return sorted(in_order, key=lambda job: -job.request.request_id)
+
+
+class LastComeUndeclared(LastComeFirstServed):
+    capabilities = SchedulerCapabilities()
+
+
+class NeverAsksThePolicy(PlainScheduler):
+    capabilities = SchedulerCapabilities(own_policy=True)
+
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        super().__init__(config, Deaf())
+
+
+class NeverAsksUndeclared(NeverAsksThePolicy):
+    capabilities = SchedulerCapabilities()
+
+
+class AsksInSpiteOfWhatItDeclares(PlainScheduler):
+    capabilities = SchedulerCapabilities(own_policy=True)
+
+
+class DeclaresByInstance(PlainScheduler):
+    @property
+    def capabilities(self) -> SchedulerCapabilities:
+        return SchedulerCapabilities(own_order=self.config.max_waiting > 1)
+
+
+@pytest.mark.parametrize(
+    "factory", [ShedsWhatIsLate, LastComeFirstServed, NeverAsksThePolicy], ids=attrgetter("__name__")
+)
+def test_kit_leaves_out_what_a_scheduler_declares(factory: type[PlainScheduler]) -> None:
+    check_scheduler(factory)
+
+
+UNDECLARED = {
+    AsksInSpiteOfWhatItDeclares: "own_policy is declared; the queue policy is asked about request 0",
+    DeclaresByInstance: "two instances declare",
+    LastComeUndeclared: "were admitted in the order",
+    NeverAsksUndeclared: "it ended with|were admitted in the order|never asked",
+    ShedsAsInternal: "without a fault",
+    ShedsWhatIsAlone: "can be served; add answered Failed",
+    ShedsForADeadlineThatIsNotThere: "ended with Failed.* after it was taken",
+    ShedsUndeclared: "ended with Failed.* after it was taken",
+}
+
+
+@pytest.mark.parametrize("factory", UNDECLARED, ids=attrgetter("__name__"))
+def test_kit_holds_a_scheduler_to_what_it_declares(factory: type[PlainScheduler]) -> None:
+    with pytest.raises(ConformanceError, match=UNDECLARED[factory]):
+        check_scheduler(factory)

@@ -89,7 +89,7 @@ class StepLoop:
         """Whether there is work: requests, a step in flight, blocks on their way from or to tiers, or a dead rank."""
         is_moving = self._port is not None and self._port.is_moving
         return (
-            self._scheduler.unfinished > 0
+            len(self._scheduler.unfinished_ids) > 0
             or self._in_flight is not None
             or self._masked.num_compiling > 0
             or is_moving
@@ -188,8 +188,8 @@ class StepLoop:
         if self._port is not None and self._port.is_moving:
             self._port.wait(_TIER_WAIT_S)
             return
-        if self._scheduler.unfinished > 0:
-            raise ContractViolation(f"the scheduler is wedged: {self._scheduler.unfinished} requests and no plan")
+        if unfinished := len(self._scheduler.unfinished_ids):
+            raise ContractViolation(f"the scheduler is wedged: {unfinished} requests and no plan")
         if self._masked.num_compiling > 0:
             self._masked.wait(_COMPILER_WAIT_S)
 

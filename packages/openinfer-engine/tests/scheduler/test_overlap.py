@@ -76,7 +76,7 @@ def test_abort_in_flight_holds_slot_and_blocks_until_the_last_row_is_applied(
     driver.plan()
     driver.plan()
     driver.abort(0)
-    assert driver.scheduler.unfinished == 0
+    assert not driver.scheduler.unfinished_ids
     assert driver.plan() is None
     assert driver.scheduler.stats().blocks_used == 1
     driver.apply()

@@ -49,7 +49,7 @@ def test_resumption_finds_its_sealed_blocks_in_the_cache(make_driver: Any, make_
     driver.submit(make_request(0, (1,) * 4, max_tokens=9))
     driver.submit(make_request(1, (2,) * 4, max_tokens=9))
     starts: list[int] = []
-    while driver.scheduler.unfinished:
+    while driver.scheduler.unfinished_ids:
         plan = driver.step()
         starts += [plan.starts[plan.slots == start.slot][0] for start in plan.started]
     assert driver.scheduler.stats().preemptions == 1
@@ -68,7 +68,7 @@ def test_the_preempted_resume_oldest_first_and_before_anybody_is_admitted(
     running: list[int] = []
     preempted: list[int] = []
     num_preemptions = num_admitted = 0
-    while driver.scheduler.unfinished:
+    while driver.scheduler.unfinished_ids:
         plan = driver.plan()
         for _ in range(driver.scheduler.stats().preemptions - num_preemptions):
             preempted.append(running.pop())  # the youngest
@@ -162,7 +162,7 @@ def test_resumption_after_all_prompt_logprobs_uses_the_cache(make_driver: Any, m
     driver.submit(make_request(0, (1,) * 4, max_tokens=9))
     driver.submit(make_request(1, (2,) * 4, max_tokens=9, prompt_logprobs=0))
     starts: list[int] = []
-    while driver.scheduler.unfinished:
+    while driver.scheduler.unfinished_ids:
         plan = driver.step()
         starts += [plan.starts[plan.slots == start.slot][0] for start in plan.started]
     assert starts[:2] == [0, 0]

@@ -116,7 +116,7 @@ def test_row_without_a_token_fails_its_request(make_request: Any) -> None:
     assert [event for event in events if isinstance(event, Failed)] == [
         Failed(0, FailureKind.INTERNAL, "the step gave no token")
     ]
-    assert scheduler.unfinished == 1
+    assert len(scheduler.unfinished_ids) == 1
 
 
 def test_apply_out_of_order_is_a_contract_violation(make_request: Any) -> None:

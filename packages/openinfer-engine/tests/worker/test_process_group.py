@@ -141,7 +141,7 @@ def test_the_death_of_a_rank_ends_loads_and_saves_that_wait_for_it(tmp_path: Pat
     loop = make_loop(2, kv_tier=[setting], block_size_tokens=4)
     (process_id,) = runner_of(loop).process_ids
     loop.submit(make_request(3, max_tokens=1))
-    while loop.scheduler.unfinished:
+    while loop.scheduler.unfinished_ids:
         loop.step()
     os.kill(process_id, signal.SIGKILL)  # while it saves what the request left
     with pytest.raises(GroupBroken, match="rank 1 has died"):

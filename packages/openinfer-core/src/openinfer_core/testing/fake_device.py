@@ -89,6 +89,8 @@ class FakeDevice:
             num_applied: steps that were applied when it was planned; by default all before it.
         """
         self._check_columns(plan)
+        for slot in plan.released:
+            require(self._slots.pop(slot, None), f"slot {slot} is released; no sequence is in it")
         for start in plan.started:
             self._start(start, plan)
         self._begin_states(plan)
@@ -130,6 +132,8 @@ class FakeDevice:
     def _start(self, start: SlotStart, plan: StepPlan) -> None:
         request = start.request
         require(start.slot in plan.slots, f"slot {start.slot} is started without a row in the step")
+        owner = self._slots.get(start.slot)
+        require(owner is None, f"slot {start.slot} is started; {owner and owner.what} was not released from it")
         right = fake_model.outcome(request, max_model_tokens=self._config.max_model_tokens).token_ids
         outputs = start.output_token_ids
         what = f"request {request.request_id}"

@@ -7,6 +7,10 @@
 Each check drives schedulers on a `FakeDevice`, with and without overlap of steps. The traffic is random and the same
 in every run. What is checked throughout is listed in `SchedulerDriver` and `FakeDevice`: limits, positions, KV
 contents, slots, seeds, events, the queue policy's hooks, no wedge, nothing left over at the end.
+
+What does not apply to a scheduler is left out because of what it declares (`SchedulerCapabilities`), and for no other
+reason: the order of admissions with `own_order` or `own_policy`, faults of a policy that is never asked with
+`own_policy`, requests that end before they ran with `may_shed`.
 """
 
 import random
@@ -17,8 +21,8 @@ from typing import Any, TypeAlias
 from openinfer_core.events import Failed, FailureKind
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, StepPlan
-from openinfer_core.testing.errors import require
+from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerCapabilities, StepPlan
+from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.scheduler_driver import SchedulerDriver, SchedulerFactory
 from openinfer_core.testing.scheduler_traffic import (
     GRAMMAR,
@@ -110,7 +114,10 @@ def check_full_queue(factory: SchedulerFactory) -> None:
 
 
 def check_queue_order(factory: SchedulerFactory) -> None:
-    """Requests are admitted in the order of the policy's keys, also where only one after the head would fit."""
+    """Requests are admitted in the order of the policy's keys, also where only one after the head would fit.
+
+    Where the scheduler declares an order of its own, all are served in whichever it has.
+    """
     for max_in_flight in OVERLAPS:
         config = make_config(num_blocks=16, block_size_tokens=2, max_num_seqs=4, max_step_tokens=8, max_model_tokens=32)
         driver = SchedulerDriver(factory, config, policy=Priority(QueuePolicyConfig()), max_in_flight=max_in_flight)
@@ -119,6 +126,9 @@ def check_queue_order(factory: SchedulerFactory) -> None:
             prompt = (index,) * rng.choice((1, 2, 22))
             submit_served(driver, make_request(index, prompt=prompt, max_tokens=6, priority=rng.randrange(5)))
         admitted = _started_requests(driver)
+        if not driver.scheduler.capabilities.keeps_policy_order:
+            check_served_in_full(driver, [account.request for account in driver.accounts.values()])
+            continue
         order = sorted(driver.accounts.values(), key=lambda a: (a.request.priority, a.request.request_id))
         right = [account.request.request_id for account in order]
         require(admitted == right, f"requests were admitted in the order {admitted}; the policy's is {right}")
@@ -218,10 +228,25 @@ def check_seeds(factory: SchedulerFactory) -> None:
     require(len(set(seeds)) == len(seeds), f"two of eight requests have the same seed: {seeds}")
 
 
+def check_capabilities(factory: SchedulerFactory) -> None:
+    """What it declares is a `SchedulerCapabilities`, the same in every instance; an ignored policy hears nothing."""
+    configs = (make_config(), make_config(max_waiting=1))
+    declared = [SchedulerDriver(factory, config).scheduler.capabilities for config in configs]
+    for capabilities in declared:
+        require(type(capabilities) is SchedulerCapabilities, f"capabilities is {capabilities!r}")
+    require(declared[0] == declared[1], f"two instances declare {declared[0]} and {declared[1]}")
+    if declared[0].own_policy:
+        driver = SchedulerDriver(factory, make_config(), policy=_UnaskedPolicy())
+        driver.submit(make_request(0, prompt=(1, 2), max_tokens=3))
+        driver.run()
+
+
 def check_faulty_policy(factory: SchedulerFactory) -> None:
     """A queue policy that raises costs the request that it was asked about, and no other."""
     for max_in_flight in OVERLAPS:
         driver = SchedulerDriver(factory, make_config(), policy=_FaultyPolicy(), max_in_flight=max_in_flight)
+        if driver.scheduler.capabilities.own_policy:
+            return
         for index in range(12):
             if index in _FaultyPolicy.FAULTS:
                 driver.may_fail.add(RequestId(index))
@@ -238,6 +263,7 @@ def check_faulty_policy(factory: SchedulerFactory) -> None:
 
 # The narrow ones first.
 SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
+    check_capabilities,
     check_refusals,
     check_context_length,
     check_full_queue,
@@ -263,6 +289,19 @@ class _Unordered:
         raise TypeError("these keys have no order")
 
 
+class _UnaskedPolicy:
+    """Of a scheduler that declares `own_policy`."""
+
+    def key(self, request: GenerateRequest, arrival: int) -> Any:
+        raise ConformanceError(f"own_policy is declared; the queue policy is asked about request {request.request_id}")
+
+    def admitted(self, request: GenerateRequest) -> None:
+        raise ConformanceError(f"own_policy is declared; the queue policy is told of request {request.request_id}")
+
+    def withdrawn(self, request: GenerateRequest) -> None:
+        self.admitted(request)
+
+
 class _FaultyPolicy:
     """First come first served, until it is asked about one of `FAULTS`."""
 
@@ -284,7 +323,7 @@ class _FaultyPolicy:
 
 def _started_requests(driver: SchedulerDriver) -> list[RequestId]:
     started: dict[RequestId, None] = {}
-    while driver.scheduler.unfinished:
+    while driver.scheduler.unfinished_ids:
         plan: StepPlan | None = driver.step()
         started.update((start.request.request_id, None) for start in (plan.started if plan else ()))
     driver.run()

@@ -108,6 +108,7 @@ class SchedulerDriver:
         self._runs_at = runs_at
         self._in_flight: deque[_InFlight] = deque()
         self._num_applied = 0
+        self._owners: dict[int, RequestId] = {}  # slot -> the request that was started in it and not released from it
         self._masked_slots: dict[int, bool] = {}  # slot -> whether its request has a grammar
         self._ledger = Ledger()
         self._budget_steps = 100
@@ -120,7 +121,7 @@ class SchedulerDriver:
         account = self.accounts[request.request_id] = Account(request)
         tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
         self._budget_steps += STEPS_PER_TOKEN * tokens
-        self._take(self.scheduler.add(request, now_s=self._tick()))
+        self._take(self.scheduler.add(request, now_s=self._tick()), is_answer_to_add=True)
         require(
             account.terminal is None or isinstance(account.terminal, Failed),
             f"{account.what}: add answered {account.terminal}; it can only refuse",
@@ -149,12 +150,13 @@ class SchedulerDriver:
         plan = self.scheduler.plan(now_s=self._tick())
         if plan is None:
             require(
-                self._in_flight or not self.scheduler.unfinished or self._is_moving(),
-                f"wedged: {self.scheduler.unfinished} requests are unfinished, no step is in flight, and no plan comes",
+                self._in_flight or not self.scheduler.unfinished_ids or self._is_moving(),
+                f"wedged: {len(self.scheduler.unfinished_ids)} requests are unfinished, no step is in flight, no plan",
             )
             return None
         self._budget_steps -= 1
         require(self._budget_steps > 0, f"stuck: {self.device.steps} steps and no end; {self.scheduler.stats()}")
+        self._check_released(plan)
         self._check_starts(plan)
         self._check_masked_rows(plan)
         result = self.device.run(plan, num_applied=self._num_applied) if self._runs_at is RunsAt.PLAN else None
@@ -178,7 +180,7 @@ class SchedulerDriver:
 
     def run(self) -> None:
         """Steps until every request has ended and every step is applied, then checks that nothing is left."""
-        while self._in_flight or self.scheduler.unfinished or self._is_moving():
+        while self._in_flight or self.scheduler.unfinished_ids or self._is_moving():
             self.step()
         require(self.scheduler.plan(now_s=self._tick()) is None, "a plan, with all requests finished")
         self._check_nothing_is_left()
@@ -194,7 +196,7 @@ class SchedulerDriver:
         self._now_s += 0.001
         return self._now_s
 
-    def _take(self, events: list[TokenEvent]) -> None:
+    def _take(self, events: list[TokenEvent], *, is_answer_to_add: bool = False) -> None:
         self.policy.check()
         for event in events:
             recorded = self._ledger.record([event])
@@ -202,11 +204,14 @@ class SchedulerDriver:
                 recorded,
                 f"request {event.request_id} was never added, has its terminal event or is scheduled twice: {event}",
             )
-            self._note(self.accounts[event.request_id], recorded[0])
-        require(
-            self.scheduler.unfinished == len(self._ledger),
-            f"unfinished is {self.scheduler.unfinished}; {len(self._ledger)} requests have no terminal event",
-        )
+            account = self.accounts[event.request_id]
+            self._note(account, recorded[0])
+            if isinstance(event, Failed) and not is_answer_to_add:
+                self._check_failure(account, event)
+        unfinished, open_ids = set(self.scheduler.unfinished_ids), set(self._ledger.open_ids)
+        lost, ended = sorted(open_ids - unfinished), sorted(unfinished - open_ids)
+        require(not lost, f"lost: requests {lost} have no terminal event and are not among unfinished_ids")
+        require(not ended, f"requests {ended} have ended, or were never added, and are among unfinished_ids")
 
     def _note(self, account: Account, event: TokenEvent) -> None:
         if isinstance(event, Scheduled):
@@ -229,6 +234,34 @@ class SchedulerDriver:
             account.terminal = event
 
     # --- checks -----------------------------------------------------------------------------------------
+
+    def is_shed(self, account: Account) -> bool:
+        """Whether the scheduler has given a request up before it ran, as one that declares `may_shed` may."""
+        terminal = account.terminal
+        if not isinstance(terminal, Failed) or account.scheduled is not None:
+            return False
+        is_late = terminal.kind is FailureKind.DEADLINE and account.request.deadline_s is not None
+        return self.scheduler.capabilities.may_shed and (is_late or terminal.kind is FailureKind.OVERLOADED)
+
+    def _check_failure(self, account: Account, event: Failed) -> None:
+        require(
+            event.kind is FailureKind.INTERNAL or self.is_shed(account),
+            f"{account.what} ended with {event} after it was taken; one that declares may_shed may end a request that "
+            "waits with overloaded, or with deadline if it has one",
+        )
+
+    def _check_released(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            require(slot in self._owners, f"slot {slot} is released; no sequence is in it")
+            del self._owners[slot]
+        kept = {slot: owner for slot, owner in self._owners.items() if owner not in self._ledger}
+        require(not kept, f"the requests of slots {kept} have ended, and the slots are not among released")
+        for start in plan.started:
+            owner, request_id = self._owners.get(start.slot), start.request.request_id
+            require(owner is None, f"slot {start.slot} is started; request {owner} was not released from it")
+            held = [slot for slot, other in self._owners.items() if other == request_id]
+            require(not held, f"request {request_id} is started in slot {start.slot} and was not released from {held}")
+            self._owners[start.slot] = request_id
 
     def _check_starts(self, plan: StepPlan) -> None:
         busy = {slot for earlier in self._in_flight for slot in earlier.plan.slots.tolist()}

@@ -109,6 +109,9 @@ def random_request(request_id: int, max_model_tokens: int, rng: random.Random) -
         lora=rng.choice((None, None, None, "adapter")),
         tenant=rng.choice(("", "gold", "free")),
         priority=rng.choice((0, 0, 0, -1, 1)),
+        # The host would end it; a scheduler may know that it cannot be served in time, if it declares that.
+        deadline_s=0.02 if request_id % 5 == 3 else None,
+        hints={"sender": "kit"} if request_id % 7 == 4 else {},
     )
 
 
@@ -120,6 +123,8 @@ def submit_served(driver: SchedulerDriver, request: GenerateRequest) -> None:
 def check_served_in_full(driver: SchedulerDriver, requests: Iterable[GenerateRequest]) -> None:
     for request in requests:
         account = driver.accounts[request.request_id]
+        if driver.is_shed(account):
+            continue
         require(isinstance(account.scheduled, Scheduled), f"{account.what} has no Scheduled event")
         require(
             tuple(account.token_ids) == driver.outcome(request).token_ids,
@@ -134,4 +139,8 @@ def check_serves_on(driver: SchedulerDriver) -> None:
     request = make_request(request_id, prompt=prompt, max_tokens=driver.config.max_model_tokens)
     submit_served(driver, request)
     driver.run()
+    account = driver.accounts[request.request_id]
+    require(
+        not driver.is_shed(account), f"{account.what} was alone and has no deadline; it ended with {account.terminal}"
+    )
     check_served_in_full(driver, [request])

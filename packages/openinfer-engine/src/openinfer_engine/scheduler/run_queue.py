@@ -68,6 +68,7 @@ class RunQueue:
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []  # youngest first, so that the end is next
         self.num_slots = config.max_num_seqs
+        self.released: list[int] = []  # slots that their sequences left since the last plan
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.matches_prefixes = config.prefix_cache or self.snapshots is not None
         self._allocator = BlockAllocator(
@@ -246,6 +247,7 @@ class RunQueue:
     def _preempt(self, sequence: Sequence) -> None:
         """Sends the youngest running sequence back; what it has generated will be given when it resumes."""
         self.running.pop()
+        self.released.append(sequence.slot)
         self.preempted.append(sequence)
         sequence.transition(SequenceState.PREEMPTED)
         sequence.asked_tiers = False
@@ -276,6 +278,10 @@ class RunQueue:
         sequence.transition(SequenceState.PREEMPTED)
         bisect.insort(self.preempted, sequence, key=lambda each: -each.admission)
 
+    def take_released(self) -> tuple[int, ...]:
+        released, self.released = self.released, []
+        return tuple(released)
+
     # --- out --------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence) -> None:
@@ -288,6 +294,7 @@ class RunQueue:
                 self.loads.give_up(sequence)
             case _:
                 self.running.remove(sequence)
+                self.released.append(sequence.slot)
         sequence.transition(SequenceState.FINISHED)
         if not sequence.is_held:
             self.give_back(sequence)

@@ -121,7 +121,7 @@ class StepBuilder:
         sequence.rows_in_flight += 1
         return end - start
 
-    def build(self, step: int, *, planned_s: float) -> tuple[StepPlan, StepInFlight]:
+    def build(self, step: int, *, planned_s: float, released: tuple[int, ...]) -> tuple[StepPlan, StepInFlight]:
         plan = StepPlan(
             step=step,
             slots=np.array(self.slots, np.int32),
@@ -133,6 +133,7 @@ class StepBuilder:
             new_block_counts=np.array(self.new_block_counts, np.int32),
             new_blocks=np.array(self.new_blocks, np.int32),
             started=tuple(self.started),
+            released=released,
             state_restores=tuple(self.restores),
             state_snapshots=tuple(StateCopy(source=c.source, target=c.target) for c in self.snapshots.values()),
         )

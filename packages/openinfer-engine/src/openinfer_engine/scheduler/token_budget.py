@@ -19,12 +19,13 @@ a row of their sequence.
 
 import secrets
 from collections import deque
+from collections.abc import Set as AbstractSet
 
 from openinfer_core.engine import EngineStats
 from openinfer_core.errors import ContractViolation
 from openinfer_core.events import Failed, FailureKind, FinishReason, TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, StepPlan, StepResult
+from openinfer_core.scheduling import QueuePolicy, SchedulerCapabilities, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.integrity import check_integrity
 from openinfer_engine.scheduler.itl_limit import ItlLimiter
@@ -39,6 +40,8 @@ _POLICY_FAULT = "the queue policy failed on this request"
 
 class TokenBudgetScheduler:
     """Implements `openinfer_core.scheduling.Scheduler`. Called from one thread, but for `stats`."""
+
+    capabilities = SchedulerCapabilities(uses_kv_tiers=True, tells_kv_events=True)
 
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
         self._config = config
@@ -120,7 +123,7 @@ class TokenBudgetScheduler:
         self._admit(builder)
         if not builder.rows:
             return None
-        plan, record = builder.build(self._counters.steps, planned_s=now_s)
+        plan, record = builder.build(self._counters.steps, planned_s=now_s, released=self._queue.take_released())
         self._in_flight.append(record)
         self._counters.steps += 1
         return plan
@@ -200,8 +203,8 @@ class TokenBudgetScheduler:
     # --- questions --------------------------------------------------------------------------------------
 
     @property
-    def unfinished(self) -> int:
-        return len(self._open)
+    def unfinished_ids(self) -> AbstractSet[RequestId]:
+        return self._open.keys()
 
     def stats(self) -> EngineStats:
         """Gauges and counters; from another thread they may be of slightly different moments."""

@@ -105,6 +105,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -153,6 +154,8 @@ def from_failed(failed: Failed) -> ApiError:
             return ApiError(400, failed.message, code="invalid_value")
         case FailureKind.OVERLOADED:
             return overloaded(failed.message)
+        case FailureKind.DEADLINE:
+            return ApiError(504, failed.message, code="deadline_exceeded")
         case FailureKind.SHUTDOWN:
             return shutting_down(failed.message)
         case FailureKind.INTERNAL:
