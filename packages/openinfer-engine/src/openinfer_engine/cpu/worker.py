@@ -1,4 +1,8 @@
-"""`CpuWorker`: executes steps on one rank: input ids, forward, sampling, log-probabilities."""
+"""`CpuWorker`: executes steps on one rank: input ids, forward, sampling, log-probabilities.
+
+A row of several sampled positions is sampled at the first, then at the next as long as its token is the draft that
+stands there: exactly what so many steps of one token would do, with the same penalties, masks and random numbers.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -7,8 +11,10 @@ from types import MappingProxyType
 import numpy as np
 
 from openinfer_core import TokenLogprobs
-from openinfer_core.scheduling import StepPlan, StepResult
+from openinfer_core.scheduling import Int32Column, StepPlan, StepResult
+from openinfer_engine.cpu.draft_rows import InputIds, SequenceLengths, SlotDrafts
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.model import Model
 from openinfer_engine.tracing.trace import DEVICE, NoTrace, Tracer
@@ -52,6 +58,16 @@ def make_states(layout: KvLayout, limits: WorkerLimits, *, ops: Ops) -> StateSlo
     return StateSlots(layout, num_slots=num_slots, slot_bytes=limits.slot_bytes, ops=ops)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SampledRows:
+    """What the rows of a step sampled, as in `StepResult`."""
+
+    new_counts: Int32Column
+    token_ids: list[list[int]]
+    logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    failed_rows: dict[int, str]
+
+
 class CpuWorker:
     """One rank's state and its step. Steps run one after the other on one thread."""
 
@@ -65,9 +81,11 @@ class CpuWorker:
         limits: WorkerLimits,
         states: StateSlots | None = None,
         caches: Mapping[str, Array] = MappingProxyType({}),
+        drafter: SharedDrafter | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer or NoTrace()
+        self._limits = limits
         self._states = states
         self._caches = caches
         self._model = model
@@ -84,6 +102,8 @@ class CpuWorker:
         )
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._last_ids: Array = ops.zeros((limits.max_num_seqs,), np.int32)
+        self._lengths = SequenceLengths(max_num_seqs=limits.max_num_seqs)
+        self._drafts = None if drafter is None else SlotDrafts(drafter, max_num_seqs=limits.max_num_seqs, ops=ops)
 
     def launch(self, plan: StepPlan) -> DoneStep:
         """Computes one step. If it fails, the other ranks are told, so that none waits for this one."""
@@ -91,7 +111,10 @@ class CpuWorker:
             for start in plan.started:
                 self._sampling.start(start)
                 self._prompts[start.slot] = start.request.prompt_token_ids
+            if self._drafts is not None:
+                self._drafts.start(plan.started)
             self._tables.advance(plan)
+            plan = self._lengths.place(plan)
             if self._states is not None:
                 self._states.advance(plan)
             with self._tracer.span(DEVICE, "step", step=plan.step, rows=plan.num_rows, tokens=plan.num_tokens):
@@ -113,48 +136,103 @@ class CpuWorker:
         self._communicator.close()
 
     def _compute(self, plan: StepPlan) -> StepResult:
+        inputs = InputIds.of(plan, last_ids=self._last_ids, drafts=self._drafts, ops=self._ops)
+        token_ids = inputs.model_ids(num_token_ids=self._limits.num_token_ids)
+        drafting = np.flatnonzero(plan.max_new > 1)
+        kept = self._states.copy_of(plan.slots[drafting]) if self._states is not None and len(drafting) else None
+        hidden = self._forward(plan, token_ids)
+        sampled = self._sample(plan, inputs, hidden)
+        if self._states is not None and kept is not None:
+            self._set_back(self._states, plan, kept, token_ids, sampled.new_counts)
+        self._lengths.advance(plan, sampled.new_counts)
+        if self._drafts is not None:
+            self._draft(self._drafts, plan, inputs, hidden, sampled.new_counts)
+        return StepResult(
+            new_counts=sampled.new_counts,
+            token_ids=np.asarray([each for row in sampled.token_ids for each in row], np.int32),
+            draft_counts=inputs.draft_counts,
+            next_drafts=self._next_drafts(plan, sampled.new_counts),
+            logprobs=sampled.logprobs,
+            prompt_logprobs=self._prompt_logprobs(plan, hidden),
+            failed_rows=sampled.failed_rows,
+        )
+
+    def _forward(self, plan: StepPlan, token_ids: Array) -> Array:
         batch = replace(self._tables.batch(plan, self._ops), caches=self._caches)
         if self._states is not None:
             batch = self._states.join(batch, plan)
-        hidden = self._model.forward(self._input_ids(plan), batch=batch, kv_cache=self._kv_cache)
-        sampled = np.flatnonzero(plan.max_new)
-        token_ids = np.full(plan.num_rows, -1, np.int32)
-        logprobs: dict[int, TokenLogprobs] = {}
-        if len(sampled):
-            logits = self._model.logits(self._take(hidden, np.cumsum(plan.counts)[sampled] - 1))
-            token_ids[sampled] = self._sample(plan, sampled, logits)
-            logprobs = self._logprobs(plan, sampled, logits, token_ids)
-        return StepResult.of_single_tokens(
-            token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=self._prompt_logprobs(plan, hidden),
-            failed_rows={int(row): NOT_FINITE for row in sampled if token_ids[row] < 0},
-        )
+        return self._model.forward(token_ids, batch=batch, kv_cache=self._kv_cache)
 
-    def _input_ids(self, plan: StepPlan) -> Array:
-        """`[T]`: host ids, and before them the last sampled id of the slot where a row begins with it."""
-        starts = np.cumsum(plan.counts) - plan.counts
-        from_device = plan.counts > plan.num_host_tokens
-        is_host = np.ones(plan.num_tokens, np.bool_)
-        is_host[starts[from_device]] = False
-        host_ids = np.zeros(plan.num_tokens, np.int32)
-        host_ids[is_host] = plan.token_ids
-        token_ids = self._ops.upload(host_ids)
-        if from_device.any():
-            slots = self._ops.upload(plan.slots[from_device])
-            token_ids[self._ops.upload(starts[from_device])] = self._last_ids[slots]
-        return token_ids
+    def _set_back(
+        self, states: StateSlots, plan: StepPlan, kept: Array, token_ids: Array, new_counts: Int32Column
+    ) -> None:
+        """Sets states back that have consumed refused drafts, and computes again what was right before these."""
+        drafting = np.flatnonzero(plan.max_new > 1)
+        is_refused = new_counts[drafting] < plan.max_new[drafting]
+        rows = drafting[is_refused]
+        if not len(rows):
+            return
+        counts = plan.counts[rows] - plan.max_new[rows] + np.maximum(new_counts[rows], 1)
+        states.set_back(plan.slots[rows], kept[self._ops.upload(is_refused)], consumed=plan.starts[rows] + counts)
+        begins = (np.cumsum(plan.counts) - plan.counts)[rows]
+        places = np.concatenate([np.arange(begin, begin + count) for begin, count in zip(begins, counts, strict=True)])
+        accepted = replace(plan, slots=plan.slots[rows], starts=plan.starts[rows], counts=counts)
+        self._forward(accepted, token_ids[self._ops.upload(places)])
+
+    def _draft(
+        self, drafts: SlotDrafts, plan: StepPlan, inputs: InputIds, hidden: Array, new_counts: Int32Column
+    ) -> None:
+        rows = np.flatnonzero(new_counts)
+        if not len(rows):
+            return
+        slots, predicted = plan.slots[rows], inputs.first_sampled[rows] + new_counts[rows] - 1
+        lengths = (plan.starts + plan.counts - plan.max_new + 1 + new_counts)[rows]
+        drafts.draft(slots, self._last_ids[self._ops.upload(slots)], self._take(hidden, predicted), lengths)
+
+    def _next_drafts(self, plan: StepPlan, new_counts: Int32Column) -> dict[int, tuple[int, ...]]:
+        if self._drafts is None:
+            return {}
+        rows: list[int] = np.flatnonzero(plan.wants_drafts & (new_counts > 0)).tolist()
+        return {row: self._drafts.of(int(plan.slots[row])) for row in rows}
 
     def _take(self, array: Array, rows: HostArray) -> Array:
         return self._ops.embedding(self._ops.upload(rows.astype(np.int32)), array)
 
-    def _sample(self, plan: StepPlan, rows: HostArray, logits: Array) -> HostArray:
-        """Samples on rank 0 and tells the others; returns the ids of `rows`."""
+    def _sample(self, plan: StepPlan, inputs: InputIds, hidden: Array) -> "_SampledRows":
+        """Samples all rows at their first position, then those whose token is their draft at the next, and so on."""
+        token_ids: list[list[int]] = [[] for _ in range(plan.num_rows)]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        failed_rows: dict[int, str] = {}
+        rows, position = np.flatnonzero(plan.max_new), 0
+        while len(rows):
+            logits = self._model.logits(self._take(hidden, inputs.first_sampled[rows] + position))
+            sampled = self._sample_position(plan, rows, position, logits)
+            for row, token_id in zip(rows.tolist(), sampled.tolist(), strict=True):
+                if token_id >= 0:
+                    token_ids[row].append(token_id)
+                else:
+                    failed_rows[row] = NOT_FINITE
+            for row, found in self._logprobs(plan, rows, logits, sampled).items():
+                logprobs.setdefault(row, []).append(found)
+            rows = rows[(sampled >= 0) & (sampled == inputs.draft_after(rows, position))]
+            position += 1
+        for row in failed_rows:  # a request that fails gets none of the step's tokens
+            token_ids[row].clear()
+            logprobs.pop(row, None)
+        return _SampledRows(
+            new_counts=np.asarray([len(each) for each in token_ids], np.int32),
+            token_ids=token_ids,
+            logprobs={row: tuple(each) for row, each in logprobs.items()},
+            failed_rows=failed_rows,
+        )
+
+    def _sample_position(self, plan: StepPlan, rows: HostArray, position: int, logits: Array) -> HostArray:
+        """Samples on rank 0 and tells the others; returns the ids of `rows` at their `position`-th sampled position."""
         slots = plan.slots[rows]
-        positions = (plan.starts[rows] + plan.counts[rows]).astype(np.int64)
+        places = (plan.starts + plan.counts - plan.max_new + 1)[rows].astype(np.int64) + position
         if self._communicator.rank == 0:
-            masks = [plan.token_masks.get((row, 0)) for row in rows.tolist()] if plan.token_masks else []
-            token_ids = self._ops.sample(logits, self._sampling.batch(slots, positions, self._ops, masks=masks))
+            masks = [plan.token_masks.get((row, position)) for row in rows.tolist()] if plan.token_masks else []
+            token_ids = self._ops.sample(logits, self._sampling.batch(slots, places, self._ops, masks=masks))
         else:
             token_ids = self._ops.zeros((len(rows),), np.int32)
         token_ids = self._communicator.broadcast(token_ids, root=0)
@@ -164,15 +242,15 @@ class CpuWorker:
         return host_ids
 
     def _logprobs(
-        self, plan: StepPlan, sampled: HostArray, logits: Array, token_ids: HostArray
+        self, plan: StepPlan, rows: HostArray, logits: Array, token_ids: HostArray
     ) -> dict[int, TokenLogprobs]:
-        tops = self._sampling.logprobs[plan.slots[sampled]]
-        asked = np.flatnonzero((tops >= 0) & (token_ids[sampled] >= 0))
+        """Row -> those of its token, for rows that asked; `token_ids` of `rows`."""
+        tops = self._sampling.logprobs[plan.slots[rows]]
+        asked = np.flatnonzero((tops >= 0) & (token_ids >= 0))
         if not len(asked) or self._communicator.rank != 0:
             return {}
-        rows = sampled[asked]
-        found = self._logprobs_of(self._take(logits, asked), self._ops.upload(token_ids[rows]), tops[asked].tolist())
-        return dict(zip(rows.tolist(), found, strict=True))
+        found = self._logprobs_of(self._take(logits, asked), self._ops.upload(token_ids[asked]), tops[asked].tolist())
+        return dict(zip(rows[asked].tolist(), found, strict=True))
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Array) -> dict[int, tuple[TokenLogprobs, ...]]:
         tops = self._sampling.prompt_logprobs[plan.slots]

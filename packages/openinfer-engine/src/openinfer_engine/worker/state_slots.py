@@ -1,7 +1,9 @@
 """`StateSlots`: recurrent states of one rank, for models whose `KvSpec` has slot groups.
 
 A sequence keeps its states in the slot that the plan runs it in, and they cannot be set back: a row goes on exactly
-where the last one of its slot ended, or where a copy ends that the plan brings into the slot before.
+where the last one of its slot ended, or where a copy ends that the plan brings into the slot before. A row with drafts
+ends where its accepted ones do: a worker keeps a copy of the states before it, and computes from that what was
+accepted. Positions here are true ones, not a plan's upper bounds.
 
 A slot is one piece of memory, laid out as `KvLayout` says, so that it is copied at once. With KV tiers it is padded to
 whole chunks of a block's size, which tiers move like blocks.
@@ -67,6 +69,21 @@ class StateSlots:
 
     def keep(self, plan: StepPlan) -> None:
         self._copy(plan.state_snapshots)
+
+    def copy_of(self, slots: HostArray) -> Array:
+        """`[n, bytes]`: all states of these slots as they are now."""
+        return self._memory[self._ops.upload(slots)]
+
+    def set_back(self, slots: HostArray, states: Array, *, consumed: HostArray) -> None:
+        """Gives slots back what `copy_of` had copied before a step with drafts.
+
+        Args:
+            slots: `[n]`.
+            states: `[n, bytes]`.
+            consumed: `[n]` tokens that each will have consumed when its accepted ones are computed again.
+        """
+        self._memory[self._ops.upload(slots)] = states
+        self._consumed[slots] = consumed
 
     def _copy(self, copies: Sequence[StateCopy]) -> None:
         if not copies:
