@@ -76,6 +76,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     failed_requests: int = 0
     policy_faults: int = 0
     """Times the queue policy raised; each cost the request it was asked about."""
+    drafter_faults: int = 0
+    """Times the drafter raised, or returned no drafts; it is not used after that."""
     state_snapshots: int = 0
     """Copies of recurrent states at prefix boundaries that can be found."""
     evicted_state_snapshots: int = 0

@@ -10,6 +10,7 @@ from typing import Protocol
 from openinfer_core import Refused
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import DeviceKind, EngineOptions
 from openinfer_engine.tracing.trace import Tracer
@@ -95,6 +96,7 @@ class Backend(Protocol):
         layout: KvLayout,
         communicator: Communicator,
         limits: WorkerLimits,
+        drafter: SharedDrafter | None,
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:

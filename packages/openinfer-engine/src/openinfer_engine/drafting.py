@@ -9,16 +9,19 @@ nothing that would have to be trusted, and a draft that is no token id ends its 
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from openinfer_core.errors import ContractViolation
+from openinfer_core import Plugin, find_plugin
+from openinfer_core.errors import BrokenPlugin, ContractViolation, OpenInferError
+from openinfer_core.plugins import DRAFTERS
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Model
+from openinfer_engine.options import EngineOptions
 from openinfer_kernels import Array, Ops
 
 logger = logging.getLogger("openinfer.engine")
@@ -88,6 +91,9 @@ DrafterFactory: TypeAlias = Callable[[DrafterContext], Drafter]
 """A plug-in of the group `openinfer.drafters`; called on every rank, after the model was loaded."""
 
 
+DEFAULT_MAX_DRAFTS = 4
+
+
 class DrafterFaults:
     """Times drafters of an engine raised, or returned what is no array of drafts."""
 
@@ -154,3 +160,58 @@ class SharedDrafter:
                 f"{message}; with several ranks no step can go on after that: start without --drafter {self._name}"
             ) from error
         logger.error("%s; decoding goes on without drafts", message, exc_info=error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenDrafter:
+    """The drafter that an engine's options name, and what it does wrong."""
+
+    plugin: Plugin
+    max_drafts: int
+    faults: DrafterFaults = field(default_factory=DrafterFaults)
+
+    @property
+    def origin(self) -> str:
+        """`NAME (DISTRIBUTION VERSION), up to N drafts`, for `openinfer plan` and its lock files."""
+        return f"{self._name}, up to {self.max_drafts} drafts"
+
+    @property
+    def _name(self) -> str:
+        return f"{self.plugin.name} ({self.plugin.origin})"
+
+    def make(self, context: DrafterContext) -> SharedDrafter:
+        """The drafter of one rank.
+
+        Raises:
+            BrokenPlugin: it failed to load, or to be made, or makes more drafts than it may.
+            OpenInferError: what it raises itself to refuse the model.
+        """
+        make: DrafterFactory = self.plugin.load()
+        try:
+            drafter = make(context)
+            max_drafts = drafter.max_drafts
+        except OpenInferError:
+            raise
+        except Exception as error:
+            raise BrokenPlugin(f"drafter {self._name} could not be made: {type(error).__name__}: {error}") from error
+        if not 1 <= max_drafts <= self.max_drafts:
+            raise BrokenPlugin(f"drafter {self._name} has max_drafts {max_drafts}; possible are 1 .. {self.max_drafts}")
+        return SharedDrafter(
+            drafter,
+            name=self._name,
+            communicator=context.communicator,
+            num_token_ids=context.num_token_ids,
+            faults=self.faults,
+        )
+
+
+def choose_drafter(options: EngineOptions) -> ChosenDrafter | None:
+    """The drafter that the options name; None without one.
+
+    Raises:
+        UnknownPlugin, AmbiguousPlugin: no package, or more than one, has such a drafter.
+    """
+    if options.drafter is None:
+        return None
+    max_drafts = DEFAULT_MAX_DRAFTS if options.max_drafts is None else options.max_drafts
+    return ChosenDrafter(plugin=find_plugin(DRAFTERS, options.drafter), max_drafts=max_drafts)

@@ -16,6 +16,7 @@ from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerCon
 from openinfer_core.timeline import Timeline
 from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.drafting import ChosenDrafter, choose_drafter
 from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
 from openinfer_engine.kv_events.opening import open_kv_events
@@ -55,6 +56,7 @@ class EnginePlan:
     scheduler: Plugin
     queue_policy: Plugin
     grammar_compiler: Plugin | None
+    drafter: ChosenDrafter | None
     kernel_providers: tuple[ChosenProvider, ...]
     tiers: ChosenTiers | None  # where KV blocks go in addition to the pool
     timeline: Timeline
@@ -86,6 +88,7 @@ class EnginePlan:
             num_snapshots=self.worker_limits.num_snapshots,
             layout_digest=self.layouts[0].digest,
             max_itl_ms=options.max_itl_ms,
+            max_drafts=0 if self.drafter is None else self.drafter.max_drafts,
         )
 
     @property
@@ -113,6 +116,7 @@ class EnginePlan:
             "grammar_compiler": "none" if self.grammar_compiler is None else _origin(self.grammar_compiler),
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
+            **({} if self.drafter is None else {"drafter": self.drafter.origin}),
             **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
             "weights": str(self.options.load_format),
             **({"prefix_cache": self._prefix_cache} if self.has_states else {}),
@@ -186,6 +190,7 @@ class EnginePlan:
                 "kv_cache_tokens": self.num_blocks * config.block_size_tokens,
                 "max_num_seqs": config.max_num_seqs,
                 "max_step_tokens": config.max_step_tokens,
+                **({"max_drafts": config.max_drafts} if config.max_drafts else {}),
                 **({} if config.max_itl_ms is None else {"max_itl_ms": config.max_itl_ms}),
                 "tensor_parallel_size": ranks,
             },
@@ -207,7 +212,7 @@ def resolve(
         InvalidCheckpoint: the folder is incomplete or contradicts its config.
         InvalidRequest: an option is out of the model's range.
         Refused: the options cannot be served.
-        PluginError: the scheduler, queue policy, grammar compiler or a KV tier is not there.
+        PluginError: the scheduler, queue policy, grammar compiler, drafter or a KV tier is not there.
     """
     if timeline is None:
         timeline = Timeline(begin_s=time.time())
@@ -259,6 +264,7 @@ def resolve(
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
+        drafter=choose_drafter(options),
         kernel_providers=choose_providers(options.kernel_providers, architecture=backend.architecture),
         tiers=tiers,
         timeline=timeline,

@@ -103,6 +103,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         grammar_compiler=compiler,
         kv_events=kv_events,
         port=port,
+        drafter_faults=None if engine_plan.drafter is None else engine_plan.drafter.faults,
         tracer=tracer,
     )
 

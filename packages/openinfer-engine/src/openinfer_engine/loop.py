@@ -28,6 +28,7 @@ from openinfer_core import (
 from openinfer_core.errors import ContractViolation
 from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import Scheduler, StepPlan
+from openinfer_engine.drafting import DrafterFaults
 from openinfer_engine.grammars.masking import MaskedRequests
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.port import PoolTierPort
@@ -59,6 +60,7 @@ class StepLoop:
         grammar_compiler: GrammarCompiler | None = None,
         kv_events: KvEventRecorder | None = None,
         port: PoolTierPort | None = None,
+        drafter_faults: DrafterFaults | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,  # seconds
     ) -> None:
@@ -68,6 +70,7 @@ class StepLoop:
         self._clock = clock
         self._kv_events = kv_events
         self._port = port
+        self._drafter_faults = drafter_faults or DrafterFaults()
         self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
         self._masked = MaskedRequests(grammar_compiler, num_token_ids=info.num_token_ids)
@@ -166,7 +169,7 @@ class StepLoop:
             return self._scheduler.apply(step.plan, result, now_s=self._clock())
 
     def stats(self) -> EngineStats:
-        stats = self._scheduler.stats()
+        stats = msgspec.structs.replace(self._scheduler.stats(), drafter_faults=self._drafter_faults.count)
         if self._port is None:
             return stats
         # What the tiers did is told here, so that no scheduler has to.

@@ -5,6 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from openinfer_core import InvalidRequest
+from openinfer_core.scheduling import MAX_DRAFTS
 from openinfer_engine.kv_events.setting import parse_kv_events
 
 
@@ -102,6 +103,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name in the group openinfer.queue_policies."""
     tenant_weights: dict[str, float] = {}
     """Shares per tenant for the fair-share policy: gold=4,free=1."""
+    drafter: str | None = None
+    """What proposes tokens that a step verifies, so that it may yield several of a sequence: a name in the group
+    openinfer.drafters. What is sampled is the same with and without; see docs/reference/write-a-drafter.md."""
+    max_drafts: int | None = None
+    """Drafts of a sequence in one step at most, with --drafter; by default 4."""
     kernel_providers: dict[str, str] = {}
     """Operators of other packages: rms_norm=NAME, each NAME in the group openinfer.kernel_providers."""
     grammar_compiler: str = "auto"
@@ -136,6 +142,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("kv_cache_bytes", self.kv_cache_bytes, 1, 2**48)
         _check("state_snapshot_bytes", self.state_snapshot_bytes, 0, 2**48)
         _check("num_blocks", self.num_blocks, 1, 2**31 - 1)
+        _check("max_drafts", self.max_drafts, 1, MAX_DRAFTS)
         _check("kv_load_timeout_ms", self.kv_load_timeout_ms, 1, 600_000)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
         if not 0.05 <= self.gpu_memory_fraction <= 1:
@@ -151,6 +158,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.kv_cache_bytes is not None and self.num_blocks is not None:
             raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")
+        if self.max_drafts is not None and self.drafter is None:
+            raise InvalidRequest("max_drafts is of no use without drafter", field="max_drafts")
         if self.kv_events is not None:
             _check_kv_events(self.kv_events, prefix_cache=self.prefix_cache)
         if self.kv_tier:

@@ -316,6 +316,7 @@ _COUNTERS = (
     "wasted_rows",
     "failed_requests",
     "policy_faults",
+    "drafter_faults",
     "evicted_state_snapshots",
     "tier_tokens",
     "unsaved_blocks",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.socket_communicator import SocketCommunicator
+from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.tracing.trace import Tracer
@@ -72,6 +73,7 @@ class CpuBackend:
         layout: KvLayout,
         communicator: Communicator,
         limits: WorkerLimits,
+        drafter: SharedDrafter | None,
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
@@ -86,5 +88,6 @@ class CpuBackend:
             limits=limits,
             states=states,
             caches=paged_tensors(layout, kv_cache),
+            drafter=drafter,
             tracer=tracer,
         )

@@ -1,4 +1,4 @@
-"""What `CpuWorker` keeps of rows with drafts: true lengths of sequences, drafts per sequence slot, a step's input ids."""
+"""What `CpuWorker` keeps for rows with drafts: true lengths of sequences, drafts of their slots, a step's input ids."""
 
 from collections.abc import Sequence
 from dataclasses import replace

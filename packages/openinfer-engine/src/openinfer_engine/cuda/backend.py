@@ -10,6 +10,7 @@ from openinfer_engine.cuda.step_buckets import row_buckets, token_buckets
 from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.nccl_communicator import NcclCommunicator
+from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import Model, WeightSource
 from openinfer_engine.options import EngineOptions, RankHost
 from openinfer_engine.tracing.trace import Tracer
@@ -46,6 +47,8 @@ class CudaBackend:
         Raises:
             Refused: too few GPUs, an old driver, missing packages, or what cannot be done on GPUs.
         """
+        if options.drafter is not None:
+            raise Refused("--drafter: drafts are verified on --device cpu only; leave the option out")
         try:
             if options.tensor_parallel_size > 1:
                 _check_ranks(options)
@@ -143,9 +146,11 @@ class CudaBackend:
         layout: KvLayout,
         communicator: Communicator,
         limits: WorkerLimits,
+        drafter: SharedDrafter | None,
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
+        del drafter  # refused by `open`
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")

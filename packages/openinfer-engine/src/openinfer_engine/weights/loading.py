@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TextIO
 
+from openinfer_core import read_config
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafting import DrafterContext, SharedDrafter
 from openinfer_engine.engine_plan import EnginePlan
 from openinfer_engine.kernel_providers import with_providers
 from openinfer_engine.model import Model, WeightSource
@@ -80,6 +82,7 @@ def _make_worker(
     engine_plan: EnginePlan, loaded: tuple[Model, Ops], communicator: Communicator, tracer: Tracer
 ) -> Worker:
     model, ops = loaded
+    drafter = _make_drafter(engine_plan, model, ops, communicator)
     return engine_plan.backend.make_worker(
         model,
         ops=ops,
@@ -87,9 +90,28 @@ def _make_worker(
         layout=engine_plan.layouts[communicator.rank],
         communicator=communicator,
         limits=engine_plan.worker_limits,
+        drafter=drafter,
         mark=engine_plan.mark if communicator.rank == 0 else _no_mark,
         tracer=tracer if communicator.rank == 0 else NoTrace(),
     )
+
+
+def _make_drafter(engine_plan: EnginePlan, model: Model, ops: Ops, communicator: Communicator) -> SharedDrafter | None:
+    if engine_plan.drafter is None:
+        return None
+    limits = engine_plan.worker_limits
+    context = DrafterContext(
+        model_dir=engine_plan.model_dir,
+        config=read_config(engine_plan.model_dir),
+        model=model,
+        ops=with_providers(ops, engine_plan.kernel_providers),
+        communicator=communicator,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_tokens=limits.max_model_tokens,
+        num_token_ids=limits.num_token_ids,
+        max_drafts=engine_plan.drafter.max_drafts,
+    )
+    return engine_plan.drafter.make(context)
 
 
 def _no_mark(phase: str) -> None:

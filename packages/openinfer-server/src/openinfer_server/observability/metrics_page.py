@@ -109,6 +109,7 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
         ),
         ("openinfer_engine_wasted_rows_total", "counter", "Rows computed for nothing.", stats.wasted_rows),
         ("openinfer_engine_policy_faults_total", "counter", "Faults of the queue policy.", stats.policy_faults),
+        ("openinfer_engine_drafter_faults_total", "counter", "Faults of the drafter.", stats.drafter_faults),
         ("openinfer_engine_failed_requests_total", "counter", "Requests that failed.", stats.failed_requests),
     ):
         yield from render_family(name, kind, text, [((), value)])
