@@ -118,8 +118,7 @@ class InputIds:
         """`[T]` for the embedding: drafts that are no token ids are replaced by ones that are."""
         if self._host_ids is None:
             return self._ids
-        places = np.concatenate([np.arange(begin + 1, end) for begin, end in self._spans()])
-        at = self._ops.upload(places)
+        at = self._ops.upload(indices_of(self.first_sampled + 1, np.maximum(self._plan.max_new - 1, 0)))
         ids = self._ids.copy()
         ids[at] = ids[at].clip(0, num_token_ids - 1)
         return ids
@@ -137,11 +136,13 @@ class InputIds:
         """`[rows]` drafts that can be compared, host and device drafts together."""
         counts = np.zeros(self._plan.num_rows, np.int32)
         if self._host_ids is not None:
-            for row, (begin, end) in enumerate(self._spans()):
-                counts[row] = (self._host_ids[begin + 1 : end] >= 0).sum()
+            for row in np.flatnonzero(self._plan.max_new > 1).tolist():
+                first = int(self.first_sampled[row]) + 1
+                counts[row] = (self._host_ids[first : first + int(self._plan.max_new[row]) - 1] >= 0).sum()
         return counts
 
-    def _spans(self) -> list[tuple[int, int]]:
-        """Where each row's sampled positions lie; the ids after the first of them are drafts."""
-        ends = np.cumsum(self._plan.counts)
-        return list(zip((ends - self._plan.max_new).tolist(), ends.tolist(), strict=True))
+
+def indices_of(begins: HostArray, counts: HostArray) -> HostArray:
+    """`counts[i]` indices from `begins[i]` on, for one i after the other."""
+    ends = np.cumsum(counts)
+    return np.repeat(begins - (ends - counts), counts) + np.arange(int(counts.sum()))

@@ -12,7 +12,7 @@ import numpy as np
 
 from openinfer_core import TokenLogprobs
 from openinfer_core.scheduling import Int32Column, StepPlan, StepResult
-from openinfer_engine.cpu.draft_rows import InputIds, SequenceLengths, SlotDrafts
+from openinfer_engine.cpu.draft_rows import InputIds, SequenceLengths, SlotDrafts, indices_of
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.kv_tiers.pool import HostPool
@@ -174,8 +174,7 @@ class CpuWorker:
             return
         counts = plan.counts[rows] - plan.max_new[rows] + np.maximum(new_counts[rows], 1)
         states.set_back(plan.slots[rows], kept[self._ops.upload(is_refused)], consumed=plan.starts[rows] + counts)
-        begins = (np.cumsum(plan.counts) - plan.counts)[rows]
-        places = np.concatenate([np.arange(begin, begin + count) for begin, count in zip(begins, counts, strict=True)])
+        places = indices_of((np.cumsum(plan.counts) - plan.counts)[rows], counts)
         accepted = replace(plan, slots=plan.slots[rows], starts=plan.starts[rows], counts=counts)
         self._forward(accepted, token_ids[self._ops.upload(places)])
 
