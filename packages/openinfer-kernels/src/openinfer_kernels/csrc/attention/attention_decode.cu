@@ -10,13 +10,13 @@ using namespace attention;
 
 namespace {
 
-template <int D, int kTiles>
-__device__ void run(const Arguments& a) {
+template <int D, int kTiles, class V>
+__device__ void run(const Arguments<V>& a) {
   using W = Warp<D, kTiles>;
   constexpr int kHeads = Shape<D, kTiles>::kHeads;
   extern __shared__ __align__(16) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<D, kTiles>*>(raw);
-  const Rows rows(reinterpret_cast<int*>(raw + sizeof(s)), a.num_rows);
+  const Rows<V> rows(a, reinterpret_cast<int*>(raw + sizeof(s)), a.num_rows);
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int tiles = (a.group + kHeads - 1) / kHeads, heads = a.cache.num_heads * tiles;
   const int64_t value_offset = a.cache.value_offset(D);
@@ -32,20 +32,20 @@ __device__ void run(const Arguments& a) {
   }
   const int first = partition.first_of(blockIdx.x), last = partition.first_of(blockIdx.x + 1);
 
-  auto block_at = [&](const WorkTile& place) {
-    const int token = place.index * kWorkTile + warp * kKvTile;
+  auto block_at = [&](const WorkTile<V>& place) {
+    const int token = place.token(warp);
     return token < place.context
                ? __ldcg(a.block_tables + int64_t(place.row) * a.table_stride + (token >> a.cache.block_shift))
                : 0;
   };
-  auto key_at = [&](const WorkTile& place, int block) {
-    const int token = place.index * kWorkTile + warp * kKvTile;
+  auto key_at = [&](const WorkTile<V>& place, int block) {
+    const int token = place.token(warp);
     return a.cache.key(block, place.head / tiles, token & block_mask, D);
   };
 
-  WorkTile here;
+  WorkTile<V> here;
   here.find(first, a.num_rows, rows);
-  WorkTile ahead = here;
+  WorkTile<V> ahead = here;
   typename W::Buffer buffers[2];
   const bf16* keys = key_at(here, block_at(here));
   // What is read before the previous kernel has ended does not include the newest token.
@@ -69,14 +69,14 @@ __device__ void run(const Arguments& a) {
 
   W w;
   bool is_new = true;
-  Item item;
+  Item<V> item;
   for (int work_tile = first; work_tile < last; work_tile++) {
     if (is_new) {
       item.enter(a, rows, here, tiles, kHeads);
       w.load_q(a.q + item.query * D, item.heads, g, t);
       w.clear();
     }
-    const int left = here.left(warp);
+    const int left = here.left(warp), unseen = here.unseen(warp);
     const bool has_next = work_tile + 1 < last && ahead.left(warp) > 0;
     float scores[kTiles][4];
     uint32_t p[kTiles][2];
@@ -89,8 +89,8 @@ __device__ void run(const Arguments& a) {
       const bf16* next = key_at(ahead, next_block);
       if (has_next) W::template load_k<FromMemory>(buffers[0], next, 0, g, t);
       if (left > 0) {
-        w.exponentials(p, scores, left, a.scale, g);
-        w.multiply_v(p, buffers[1], 0, left, t);
+        w.template exponentials<V>(p, scores, left, unseen, a.scale, a, g);
+        w.template multiply_v<V>(p, buffers[1], 0, left, unseen, a, t);
       }
       if (has_next) W::template load_v<FromMemory>(buffers[1], next + value_offset, 0, g, t);
     } else {
@@ -99,12 +99,12 @@ __device__ void run(const Arguments& a) {
         W::template load_v<FromMemory>(buffers[0], keys + value_offset, 0, g, t);
         w.multiply_k(scores, buffers[1], 1);
         W::template load_v<FromMemory>(buffers[1], keys + value_offset, 1, g, t);
-        w.exponentials(p, scores, left, a.scale, g);
-        w.multiply_v(p, buffers[0], 0, left, t);
+        w.template exponentials<V>(p, scores, left, unseen, a.scale, a, g);
+        w.template multiply_v<V>(p, buffers[0], 0, left, unseen, a, t);
       }
       keys = key_at(ahead, next_block);
       if (has_next) W::template load_k<FromMemory>(buffers[0], keys, 0, g, t);
-      if (left > 0) w.multiply_v(p, buffers[1], 1, left, t);
+      if (left > 0) w.template multiply_v<V>(p, buffers[1], 1, left, unseen, a, t);
       if (has_next) W::template load_k<FromMemory>(buffers[1], keys, 1, g, t);
     }
 
@@ -120,13 +120,15 @@ __device__ void run(const Arguments& a) {
 
 }  // namespace
 
-#define ATTENTION_DECODE(D, TILES, BLOCKS)                                                                \
-  extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_decode_##D##_##TILES(Arguments arguments) { \
-    run<D, TILES>(arguments);                                                                             \
+#define ATTENTION_DECODE(NAME, V, D, TILES, BLOCKS)                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) NAME##_##D##_##TILES(Arguments<V> arguments) { \
+    run<D, TILES>(arguments);                                                                                   \
   }
 
-ATTENTION_DECODE(64, 1, 3)
-ATTENTION_DECODE(64, 2, 3)
-ATTENTION_DECODE(128, 1, 2)
-ATTENTION_DECODE(128, 2, 2)
-ATTENTION_DECODE(256, 1, 2)
+#ifndef ATTENTION_VARIANT  // attention_variants/attention_decode_variant.cu
+ATTENTION_DECODE(attention_decode, Plain, 64, 1, 3)
+ATTENTION_DECODE(attention_decode, Plain, 64, 2, 3)
+ATTENTION_DECODE(attention_decode, Plain, 128, 1, 2)
+ATTENTION_DECODE(attention_decode, Plain, 128, 2, 2)
+ATTENTION_DECODE(attention_decode, Plain, 256, 1, 2)
+#endif

@@ -44,17 +44,18 @@ struct KvTiles {
   int64_t offset;  // of the keys in the block
   int left;        // tokens of the context from the tile on; nothing to do where it is not positive
 
-  __device__ __forceinline__ void find(const Arguments& a, const Rows& rows, int first, int last, int warp, int tiles,
-                                       int head_dim) {
+  template <class V>
+  __device__ __forceinline__ void find(const Arguments<V>& a, const Rows<V>& rows, int first, int last, int warp,
+                                       int tiles, int head_dim) {
     const int work_tile = first + threadIdx.x % 32;
     block = left = 0;
     offset = 0;
     if (work_tile >= last) return;
-    WorkTile place;
+    WorkTile<V> place;
     place.find(work_tile, a.num_rows, rows);
     left = place.left(warp);
     if (left <= 0) return;
-    const int token = place.index * kWorkTile + warp * kKvTile, block_mask = (1 << a.cache.block_shift) - 1;
+    const int token = place.token(warp), block_mask = (1 << a.cache.block_shift) - 1;
     block = __ldcg(a.block_tables + int64_t(place.row) * a.table_stride + (token >> a.cache.block_shift));
     offset = a.cache.key(0, place.head / tiles, token & block_mask, head_dim) - a.cache.data;
   }
@@ -63,14 +64,14 @@ struct KvTiles {
   }
 };
 
-template <int D, int kTiles, int kDepth>
-__device__ void run(const Arguments& a) {
+template <int D, int kTiles, int kDepth, class V>
+__device__ void run(const Arguments<V>& a) {
   using W = Warp<D, kTiles>;
   using M = Memory<D, kTiles, kDepth>;
   using S = Shape<D, kTiles>;
   extern __shared__ __align__(128) uint8_t raw[];
   auto& m = *reinterpret_cast<M*>(raw);
-  const Rows rows(m.rows, a.num_rows);
+  const Rows<V> rows(a, m.rows, a.num_rows);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (a.group + S::kHeads - 1) / S::kHeads, heads = a.cache.num_heads * tiles;
   const int64_t value_offset = a.cache.value_offset(D);
@@ -106,9 +107,9 @@ __device__ void run(const Arguments& a) {
   if (a.early) hopper::wait_for_previous_kernel();
   fill(true);
 
-  WorkTile here;
+  WorkTile<V> here;
   here.find(first, a.num_rows, rows);
-  Item item;
+  Item<V> item;
   item.enter(a, rows, here, tiles, S::kHeads);
   W w;
   w.load_q(a.q + item.query * D, item.heads, g, t);
@@ -122,7 +123,7 @@ __device__ void run(const Arguments& a) {
       if (lane == ahead && kv_tiles.left > 0)
         copy(ring[stage][kind], keys + kind * value_offset, M::kKvTileBytes, &full[stage][kind]);
     };
-    const int left = here.left(warp);
+    const int left = here.left(warp), unseen = here.unseen(warp);
     const uint32_t parity = parities >> stage & 1;
     float scores[kTiles][4];
     uint32_t p[kTiles][2];
@@ -142,21 +143,21 @@ __device__ void run(const Arguments& a) {
     __syncwarp();  // all lanes have read the stage
     ask(0);
     const bool ends_item = here.index + 1 == here.count, is_last = work_tile + 1 == last;
-    WorkTile next = here;
-    Item next_item = item;
+    WorkTile<V> next = here;
+    Item<V> next_item = item;
     if (!is_last) next.advance(heads, a.num_rows, rows);
     if (ends_item && !is_last) {  // its queries arrive while this item ends
       next_item.enter(a, rows, next, tiles, S::kHeads);
       w.load_q(a.q + next_item.query * D, next_item.heads, g, t);
     }
     if (left > 0) {
-      w.exponentials(p, scores, left, a.scale, g);
+      w.template exponentials<V>(p, scores, left, unseen, a.scale, a, g);
       barrier_wait(&full[stage][1], parity);
 #pragma unroll
       for (int chunk = 0; chunk < S::kChunks; chunk++) {
         typename W::Buffer v;
         W::template load_v<FromShared>(v, reinterpret_cast<const bf16*>(ring[stage][1]), chunk, g, t);
-        w.multiply_v(p, v, chunk, left, t);
+        w.template multiply_v<V>(p, v, chunk, left, unseen, a, t);
       }
       parities ^= 1u << stage;
     }
@@ -183,13 +184,15 @@ __device__ void run(const Arguments& a) {
 
 // Rings are 128 KiB of a multiprocessor for every head dimension. At 128, one block has too few bytes
 // in flight, and three blocks with rings of one KV tile are 1 to 2 us a layer slower at 1 and 8 rows.
-#define ATTENTION_DECODE(D, TILES, DEPTH, BLOCKS)                                                                      \
-  extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_decode_hopper_##D##_##TILES(Arguments arguments) { \
-    run<D, TILES, DEPTH>(arguments);                                                                                   \
+#define ATTENTION_DECODE(NAME, V, D, TILES, DEPTH, BLOCKS)                                                      \
+  extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) NAME##_##D##_##TILES(Arguments<V> arguments) { \
+    run<D, TILES, DEPTH>(arguments);                                                                            \
   }
 
-ATTENTION_DECODE(64, 1, 4, 2)
-ATTENTION_DECODE(64, 2, 4, 2)
-ATTENTION_DECODE(128, 1, 2, 2)
-ATTENTION_DECODE(128, 2, 2, 2)
-ATTENTION_DECODE(256, 1, 2, 1)
+#ifndef ATTENTION_VARIANT  // attention_variants/attention_decode_hopper_variant.cu
+ATTENTION_DECODE(attention_decode_hopper, Plain, 64, 1, 4, 2)
+ATTENTION_DECODE(attention_decode_hopper, Plain, 64, 2, 4, 2)
+ATTENTION_DECODE(attention_decode_hopper, Plain, 128, 1, 2, 2)
+ATTENTION_DECODE(attention_decode_hopper, Plain, 128, 2, 2, 2)
+ATTENTION_DECODE(attention_decode_hopper, Plain, 256, 1, 2, 1)
+#endif

@@ -3,8 +3,9 @@
 //
 // A work tile is 64 tokens (a KV tile of 16 for each warp of a block) of one item, a (row, KV head, tile of query
 // heads). Blocks derive the list on the device from the rows' contexts, so that a captured graph serves any lengths.
+// Of a context, only what the window reaches has work tiles: they begin with the KV tile of the first key seen.
 #pragma once
-#include "attention/attention.cuh"
+#include "attention/attention_variant.cuh"
 
 namespace attention {
 
@@ -15,7 +16,8 @@ constexpr int kWorkTile = kKvTile * kWarps;  // tokens of a block
 constexpr int kRowsAtOnce = 2;          // rows that a thread reads together
 constexpr unsigned kAll = ~0u;
 
-struct Arguments {
+template <class V>
+struct Arguments : V {
   const bf16* q;            // [T, H, D]
   bf16* out;                // [T, H D]
   LayerCache cache;
@@ -29,19 +31,24 @@ struct Arguments {
   float scale;              // of scores, times log2(e)
 };
 
-struct Rows {
+template <class V>
+struct Rows : V {
   int* starts;    // [R + 1] first work tile of each row
   int* contexts;  // [R] 0 for rows of several tokens, which prefill attention serves
   int* queries;   // [R] first token of each row
 
-  __device__ __forceinline__ Rows(int* memory, int num_rows)
-      : starts(memory), contexts(memory + num_rows + 1), queries(memory + 2 * num_rows + 1) {}
+  __device__ __forceinline__ Rows(const V& variant, int* memory, int num_rows)
+      : V(variant), starts(memory), contexts(memory + num_rows + 1), queries(memory + 2 * num_rows + 1) {}
 };
 
-__device__ __forceinline__ int work_tiles_of(int context) { return (context + kWorkTile - 1) / kWorkTile; }
+// Work tiles of a row of which the keys from `first_key` on are seen.
+__device__ __forceinline__ int work_tiles_of(int context, int first_key) {
+  return (context - (first_key & ~(kKvTile - 1)) + kWorkTile - 1) / kWorkTile;
+}
 
 // Sums up the work tiles of all rows; every thread takes consecutive rows. Returns their number.
-__device__ int count_work_tiles(const Arguments& a, int heads, const Rows& rows, int* sums) {
+template <class V>
+__device__ int count_work_tiles(const Arguments<V>& a, int heads, const Rows<V>& rows, int* sums) {
   const int thread = threadIdx.x, each = (a.num_rows + kThreads - 1) / kThreads;
   const int first = min(thread * each, a.num_rows), last = min(first + each, a.num_rows);
   int mine = 0;
@@ -57,7 +64,7 @@ __device__ int count_work_tiles(const Arguments& a, int heads, const Rows& rows,
       const int context = queries[i + 1] - queries[i] == 1 ? contexts[i] : 0;
       rows.queries[base + i] = queries[i];
       rows.contexts[base + i] = context;
-      mine += work_tiles_of(context) * heads;
+      mine += work_tiles_of(context, a.first_seen(context - 1)) * heads;
     }
   }
   int sum = mine;
@@ -76,7 +83,7 @@ __device__ int count_work_tiles(const Arguments& a, int heads, const Rows& rows,
   }
   for (int row = first; row < last; row++) {
     rows.starts[row] = before;
-    before += work_tiles_of(rows.contexts[row]) * heads;
+    before += work_tiles_of(rows.contexts[row], a.first_seen(rows.contexts[row] - 1)) * heads;
   }
   if (thread == 0) rows.starts[a.num_rows] = total;
   __syncthreads();
@@ -97,15 +104,18 @@ struct Partition {
 };
 
 // A work tile of the flattened list.
+template <class V>
 struct WorkTile {
   int row, head, index, count, context;  // `index` of the `count` of this item; `head`: KV head and tile of query heads
+  int first_key;                         // that the row's query sees
 
-  __device__ __forceinline__ void enter(int new_row, const Rows& rows) {
+  __device__ __forceinline__ void enter(int new_row, const Rows<V>& rows) {
     row = new_row;
     context = rows.contexts[row];
-    count = work_tiles_of(context);
+    first_key = rows.first_seen(context - 1);
+    count = work_tiles_of(context, first_key);
   }
-  __device__ __forceinline__ void find(int flat_index, int num_rows, const Rows& rows) {
+  __device__ __forceinline__ void find(int flat_index, int num_rows, const Rows<V>& rows) {
     int low = 0, high = num_rows;  // starts[low] <= flat_index < starts[high]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -117,7 +127,7 @@ struct WorkTile {
     head = (flat_index - rows.starts[low]) / count;
     index = (flat_index - rows.starts[low]) % count;
   }
-  __device__ __forceinline__ void advance(int heads, int num_rows, const Rows& rows) {
+  __device__ __forceinline__ void advance(int heads, int num_rows, const Rows<V>& rows) {
     if (++index < count) return;
     index = 0;
     if (++head < heads) return;
@@ -126,19 +136,28 @@ struct WorkTile {
     while (row < num_rows && rows.contexts[row] == 0);
     if (row < num_rows) enter(row, rows);
   }
+  // The first token of a warp's KV tile.
+  __device__ __forceinline__ int token(int warp) const {
+    const int in_item = index * kWorkTile + warp * kKvTile;
+    if constexpr (V::kIsVariant) return (first_key & ~(kKvTile - 1)) + in_item;
+    return in_item;
+  }
   // Tokens of the context from this warp's KV tile on; nothing to do where it is not positive.
-  __device__ __forceinline__ int left(int warp) const { return context - (index * kWorkTile + warp * kKvTile); }
+  __device__ __forceinline__ int left(int warp) const { return context - token(warp); }
+  // Tokens at the begin of this warp's KV tile that the window does not reach; none where it is not positive.
+  __device__ __forceinline__ int unseen(int warp) const { return first_key - token(warp); }
 };
 
 // A block's share of its current item.
+template <class V>
 struct Item {
   int begin;          // its first work tile
   int heads;          // query heads, at most 8 or 16
   int heads_per_row;  // items of each row
   int64_t query;      // first query head, in q and out
 
-  __device__ __forceinline__ void enter(const Arguments& a, const Rows& rows, const WorkTile& here, int tiles,
-                                        int most_heads) {
+  __device__ __forceinline__ void enter(const Arguments<V>& a, const Rows<V>& rows, const WorkTile<V>& here,
+                                        int tiles, int most_heads) {
     const int head_begin = here.head % tiles * most_heads;
     begin = here.index;
     heads = min(a.group - head_begin, most_heads);

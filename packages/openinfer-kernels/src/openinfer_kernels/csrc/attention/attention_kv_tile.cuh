@@ -120,17 +120,24 @@ struct Warp {
     }
   }
 
-  // Scores to exponentials under a running maximum; `p` is P^T, as b.
-  __device__ __forceinline__ void exponentials(uint32_t (&p)[kTiles][2], float (&s)[kTiles][4], int left, float scale,
-                                               int g) {
+  // Products to exponentials under a running maximum; `p` is P^T, as b.
+  template <class V>
+  __device__ __forceinline__ void exponentials(uint32_t (&p)[kTiles][2], float (&s)[kTiles][4], int left, int unseen,
+                                               float scale, const V& variant, int g) {
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {
+      variant.cap_scores(s[n]);
 #pragma unroll
       for (int i = 0; i < 4; i++) s[n][i] *= scale;
       if (left < kKvTile) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
           if (g + 8 * (i >> 1) >= left) s[n][i] = kMinusInfinity;
+      }
+      if constexpr (V::kIsVariant) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (g + 8 * (i >> 1) < unseen) s[n][i] = kMinusInfinity;
       }
       float factor[2];
 #pragma unroll
@@ -159,13 +166,25 @@ struct Warp {
     }
   }
 
-  __device__ __forceinline__ void multiply_v(const uint32_t (&p)[kTiles][2], Buffer& v, int chunk, int left, int t) {
+  // What is not seen may be NaN, and 0 * NaN is not 0.
+  template <class V>
+  __device__ __forceinline__ void multiply_v(const uint32_t (&p)[kTiles][2], Buffer& v, int chunk, int left,
+                                             int unseen, const V&, int t) {
     if (left < kKvTile) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if (2 * t + (i & 1) + 8 * (i >> 1) >= left)
 #pragma unroll
           for (int r = 0; r < S::kChunk / 16; r++) v[i * (S::kChunk / 16) + r] = 0;
+    }
+    if constexpr (V::kIsVariant) {
+      if (unseen > 0) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (2 * t + (i & 1) + 8 * (i >> 1) < unseen)
+#pragma unroll
+            for (int r = 0; r < S::kChunk / 16; r++) v[i * (S::kChunk / 16) + r] = 0;
+      }
     }
     constexpr int kToken = S::kChunk / 16;  // registers of one token
 #pragma unroll

@@ -3,9 +3,10 @@
 // FlashAttention-2 (Dao 2023, algorithm 1): a block holds a tile of queries and walks over the keys, 16 query rows of
 // the tile per warp, with a running maximum and sum. A query row is a (token, query head) pair; those of a tile share a
 // KV head. Keys and values come by `cp.async`, two tiles in turn, from pages that the block table names; what lies
-// beyond the context is filled with zeros, never read.
+// beyond the context, or before what the tile's first token sees, is filled with zeros, never read.
 #include "attention/attention.cuh"
 #include "attention/attention_query_tile.cuh"
+#include "attention/attention_variant.cuh"
 #include "common/ampere.cuh"
 #include "common/pdl.cuh"
 
@@ -14,7 +15,8 @@ using namespace attention;
 
 namespace {
 
-struct Arguments {
+template <class V>
+struct Arguments : V {
   const bf16* q;            // [T, H, D]
   bf16* out;                // [T, H D]
   LayerCache cache;
@@ -43,11 +45,12 @@ __device__ __forceinline__ int place(int token, int chunk) {
   return token * D + ((chunk ^ (token & kExchanged)) * 8);
 }
 
-template <int D, class S>
+template <int D, class S, class V>
 struct Prefill {
-  const Arguments& a;
+  const Arguments<V>& a;
   QueryTile tile;
   int kv_head;
+  int first_key;  // that the tile's first token sees
 
   __device__ __forceinline__ int64_t query_row_offset(int query_row) const {
     const int64_t token = tile.first_query + query_row / a.group;
@@ -68,7 +71,7 @@ struct Prefill {
 #pragma unroll
     for (int i = 0; i < S::kKeys * S::kChunks / S::kThreads; i++) {
       const int n = (i * S::kThreads + threadIdx.x) / S::kChunks, chunk = threadIdx.x % S::kChunks, token = first + n;
-      const bool is_there = token < tile.context;
+      const bool is_there = token < tile.context && (!V::kIsVariant || token >= first_key);
       const int block = is_there ? __ldcg(table + (token >> a.cache.block_shift)) : 0;
       const bf16* from = a.cache.key(block, kv_head, token & ((1 << a.cache.block_shift) - 1), D) + chunk * 8;
       copy_16(keys + place<D>(n, chunk), from, is_there);
@@ -77,8 +80,8 @@ struct Prefill {
   }
 };
 
-template <int D, class S>
-__device__ void run(const Arguments& a) {
+template <int D, class S, class V>
+__device__ void run(const Arguments<V>& a) {
   extern __shared__ __align__(128) uint8_t raw[];
   bf16* queries = reinterpret_cast<bf16*>(raw);
   bf16* tiles = queries + S::kQueryRows * D;  // keys, values; keys, values
@@ -91,17 +94,22 @@ __device__ void run(const Arguments& a) {
   const QueryTile tile = find_tile<S::kWarps>(blockIdx.x / a.cache.num_heads, a.query_starts, a.context_lens,
                                               a.num_rows, a.least_tokens, a.group, S::kQueryRows, scratch);
   if (tile.row < 0) return;
-  const Prefill<D, S> self = {a, tile, kv_head};
+  const int first_key = a.first_seen(tile.past + tile.first_query_row / a.group);
+  const Prefill<D, S, V> self = {a, tile, kv_head, first_key};
 
   const int last_query_row = min(tile.first_query_row + S::kQueryRows, tile.num_query_rows) - 1;
   const int seen = tile.past + last_query_row / a.group + 1;  // by the last query row of the tile
   const int seen_by_all = tile.past + tile.first_query_row / a.group + 1;
-  const int num_tiles = (seen + S::kKeys - 1) / S::kKeys;
+  const int first_of_last = a.first_seen(seen - 1);  // key that the last query row sees
+  const int num_tiles = (seen + S::kKeys - 1) / S::kKeys, first_tile = first_key / S::kKeys;
   const int query_row = tile.first_query_row + warp * 16 + g;  // of this thread, and query_row + 8
   const int limits[2] = {tile.past + query_row / a.group, tile.past + (query_row + 8) / a.group};  // last position seen
+  const int begins[2] = {a.first_seen(limits[0]), a.first_seen(limits[1])};                          // and the first
 
   self.load_queries(queries);
-  self.load_keys(tiles, tiles + S::kTile, 0);
+  bf16* first_tiles = tiles;
+  if constexpr (V::kIsVariant) first_tiles += (first_tile & 1) * 2 * S::kTile;
+  self.load_keys(first_tiles, first_tiles + S::kTile, first_tile * S::kKeys);
   commit_copies();
 
   float o[D / 8][4];
@@ -111,7 +119,7 @@ __device__ void run(const Arguments& a) {
     for (int i = 0; i < 4; i++) o[d][i] = 0;
   float top[2] = {kMinusInfinity, kMinusInfinity}, weight[2] = {0, 0};
 
-  for (int n = 0; n < num_tiles; n++) {
+  for (int n = first_tile; n < num_tiles; n++) {
     const bf16* keys = tiles + (n & 1) * 2 * S::kTile;
     const bf16* values = keys + S::kTile;
     if (n + 1 < num_tiles) {
@@ -141,6 +149,10 @@ __device__ void run(const Arguments& a) {
     }
 
     const bool all_seen = (n + 1) * S::kKeys <= seen_by_all;
+    if constexpr (V::kIsVariant) {
+#pragma unroll
+      for (int j = 0; j < S::kKeys / 8; j++) a.cap_scores(s[j]);
+    }
 #pragma unroll
     for (int j = 0; j < S::kKeys / 8; j++)
 #pragma unroll
@@ -148,6 +160,13 @@ __device__ void run(const Arguments& a) {
         s[j][i] *= a.scale;
         if (!all_seen && n * S::kKeys + j * 8 + 2 * t + (i & 1) > limits[i >> 1]) s[j][i] = kMinusInfinity;
       }
+    if (V::kIsVariant && n * S::kKeys < first_of_last) {
+#pragma unroll
+      for (int j = 0; j < S::kKeys / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (n * S::kKeys + j * 8 + 2 * t + (i & 1) < begins[i >> 1]) s[j][i] = kMinusInfinity;
+    }
     float shift[2];  // the maximum, or 0 where nothing has been seen yet
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -195,6 +214,8 @@ __device__ void run(const Arguments& a) {
     weight[r] += __shfl_xor_sync(~0u, weight[r], 1);
     weight[r] += __shfl_xor_sync(~0u, weight[r], 2);
     if (query_row + 8 * r >= tile.num_query_rows) continue;
+    if constexpr (V::kIsVariant)
+      weight[r] += exp2_fast(a.sink_of(kv_head * a.group + (query_row + 8 * r) % a.group) - top[r]);
     const float factor = 1.0f / weight[r];
     bf16* out = a.out + self.query_row_offset(query_row + 8 * r) + 2 * t;
 #pragma unroll
@@ -205,12 +226,14 @@ __device__ void run(const Arguments& a) {
 
 }  // namespace
 
-#define ATTENTION_PREFILL(D, WARPS, KEYS, BLOCKS)                                                              \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attention_prefill_##D(Arguments arguments) { \
-    run<D, Shape<D, WARPS, KEYS>>(arguments);                                                                  \
+#define ATTENTION_PREFILL(NAME, V, D, WARPS, KEYS, BLOCKS)                                               \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME##_##D(Arguments<V> arguments) { \
+    run<D, Shape<D, WARPS, KEYS>>(arguments);                                                            \
   }
 
-ATTENTION_PREFILL(32, 8, 64, 2)
-ATTENTION_PREFILL(64, 8, 64, 2)
-ATTENTION_PREFILL(128, 8, 64, 1)
-ATTENTION_PREFILL(256, 4, 32, 1)
+#ifndef ATTENTION_VARIANT  // attention_variants/attention_prefill_variant.cu
+ATTENTION_PREFILL(attention_prefill, Plain, 32, 8, 64, 2)
+ATTENTION_PREFILL(attention_prefill, Plain, 64, 8, 64, 2)
+ATTENTION_PREFILL(attention_prefill, Plain, 128, 8, 64, 1)
+ATTENTION_PREFILL(attention_prefill, Plain, 256, 4, 32, 1)
+#endif

@@ -11,7 +11,7 @@
 // out first in each row. The list of tiles is made on the device from `query_starts` (attention_prefill_scheduler.cuh).
 //
 // Values beyond what the tile's last query row sees are set to zero in shared memory, as they may be anything, and 0 *
-// NaN is not 0; their scores are -inf.
+// NaN is not 0; their scores are -inf. So are those before the first key that the tile's first query row sees.
 //
 // Where there are fewer tiles than blocks, as for a short prefill chunk after a long prefix, tiles are divided along
 // their keys (split-KV). Each split's sums go to the workspace; the warpgroup that arrives last reduces all partials of
@@ -34,7 +34,8 @@ constexpr int kRowBytes = kBox * 2;
 constexpr int kStages = 2;
 static_assert(kQueryRows == kTileQueryRows && kThreads == kSchedulerThreads);
 
-struct Arguments {
+template <class V>
+struct Arguments : V {
   const bf16* q;            // [T, H, D]
   bf16* out;                // [T, H D]
   const int* block_tables;  // [R, table_stride]
@@ -51,8 +52,11 @@ struct Arguments {
   float scale;                // of scores, times log2(e)
 };
 
-template <int D_, int kKeys_>
+template <int D_, int kKeys_, class V_>
 struct Shape {
+  using V = V_;
+  using Arguments = ::Arguments<V>;
+  using Rows = attention::Rows<V>;
   static constexpr int D = D_, kKeys = kKeys_;
   static constexpr int kBoxes = D / kBox;
   static constexpr int kLoaders = kBoxes > 1 ? 2 : 1;  // warps that share the copies of a tile
@@ -76,7 +80,7 @@ struct Shared {
 // Tiles are handed out on demand by a counter, but for the first of each block. A producer warp asks for tile `round +
 // 1` of its block while tile `round` is under way, and leaves the answer for the block's other warps.
 template <class S>
-__device__ __forceinline__ int ask_for_next(Shared<S>& s, const Arguments& a, int round) {
+__device__ __forceinline__ int ask_for_next(Shared<S>& s, const typename S::Arguments& a, int round) {
   if (round >= 2) barrier_wait(&s.next_empty[round % 2], (round / 2 - 1) & 1);
   const int index = gridDim.x + atomicAdd(&a.counters[0], 1);
   s.next[round % 2] = index;
@@ -94,7 +98,8 @@ __device__ __forceinline__ int take_next(Shared<S>& s, int round) {
 }
 
 // The block that has nothing left last sets the counters back.
-__device__ __forceinline__ void stop_asking(const Arguments& a) {
+template <class V>
+__device__ __forceinline__ void stop_asking(const Arguments<V>& a) {
   __threadfence();  // this block's atomics on the other counter come before
   if (atomicAdd(&a.counters[1], 1) == int(gridDim.x) - 1) a.counters[0] = a.counters[1] = 0;
 }
@@ -107,11 +112,13 @@ __device__ __forceinline__ uint64_t value_descriptor(const uint8_t* tile) {
 }
 
 // The token of a query row, `query_row / group`; exact for what fits into 28 bits.
-__device__ __forceinline__ int token_of(const Arguments& a, int query_row) {
+template <class V>
+__device__ __forceinline__ int token_of(const Arguments<V>& a, int query_row) {
   return a.group == 1 ? query_row : int(__umulhi(query_row, a.group_reciprocal));
 }
 
-__device__ __forceinline__ int64_t query_row_offset(const Arguments& a, const WorkTile& tile, int query_row,
+template <class V>
+__device__ __forceinline__ int64_t query_row_offset(const Arguments<V>& a, const WorkTile& tile, int query_row,
                                                     int head_dim) {
   const int token = token_of(a, query_row);
   return (int64_t(tile.first_query + token) * a.num_kv_heads * a.group + tile.kv_head * a.group + query_row -
@@ -127,8 +134,8 @@ __device__ __forceinline__ int place(int query_row, int chunk) {
 // --- the producer: two warps for keys, two for values, which share the values of a head; a lane for 16 tokens ----
 
 template <class S>
-__device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a, const Rows& rows, int num_work_tiles,
-                        int warp) {
+__device__ void produce(Shared<S>& s, const CUtensorMap& map, const typename S::Arguments& a,
+                        const typename S::Rows& rows, int num_work_tiles, int warp) {
   constexpr int kLanes = S::kKeys / kChunk, kBoxesEach = S::kBoxes / S::kLoaders;
   const int lane = threadIdx.x % 32, is_value = warp / 2, first_box = warp % 2 * kBoxesEach;
   if (first_box >= S::kBoxes) return;
@@ -145,11 +152,15 @@ __device__ void produce(Shared<S>& s, const CUtensorMap& map, const Arguments& a
     const int* table = a.block_tables + int64_t(tile.row) * a.table_stride;
     for (int first = (tile.end_key - 1) / S::kKeys * S::kKeys; first >= tile.begin_key; first -= S::kKeys, step++) {
       const int stage = step % kStages, token = first + lane * kChunk;
-      const bool is_there = lane < kLanes && token < tile.end_key;
+      bool is_there = lane < kLanes && token < tile.end_key;
       const int cache_row = is_there ? __ldcg(table + (token >> a.block_shift)) * a.block_rows + first_cache_row +
                                            (tile.kv_head << a.block_shift) + (token & ((1 << a.block_shift) - 1))
                                      : 0;
-      const int chunks = min(kLanes, (tile.end_key - first + kChunk - 1) / kChunk);
+      int chunks = min(kLanes, (tile.end_key - first + kChunk - 1) / kChunk);
+      if constexpr (S::V::kIsVariant) {  // nothing is read of what the window does not reach, not even a block's id
+        is_there = is_there && token + kChunk > tile.first_key;
+        chunks -= max(0, tile.first_key - first) / kChunk;
+      }
       // The phase that ends the stage's use before this one; in the first round it has none.
       if (step >= kStages) barrier_wait(&empty[stage], (step / kStages - 1) & 1);
       if (lane == 0) barrier_expect(&full[stage], chunks * kBoxesEach * kChunk * kRowBytes);
@@ -247,7 +258,8 @@ struct Partial {
 
   float4* data;  // of this thread
 
-  static __device__ __forceinline__ Partial of(const Arguments& a, const WorkTile& work_tile, int split, int group) {
+  static __device__ __forceinline__ Partial of(const typename S::Arguments& a, const WorkTile& work_tile, int split,
+                                               int group) {
     const int index = work_tile.first_of_tile + split * a.num_kv_heads;
     return {a.partials + int64_t(index) * kSize + group * 128 + threadIdx.x % 128};
   }
@@ -280,8 +292,8 @@ struct Partial {
 
 // Leaves this warpgroup's sums of a split; where it is the tile's last to do so, returns true and has those of all.
 template <class S>
-__device__ __forceinline__ bool reduce_partials(Shared<S>& s, const Arguments& a, const WorkTile& work_tile,
-                                                Consumer<S>& c, int group) {
+__device__ __forceinline__ bool reduce_partials(Shared<S>& s, const typename S::Arguments& a,
+                                                const WorkTile& work_tile, Consumer<S>& c, int group) {
   Partial<S>::of(a, work_tile, work_tile.split, group).leave(c);
   warpgroup_sync(group);
   if (threadIdx.x % 128 == 0) {
@@ -315,13 +327,23 @@ __device__ __forceinline__ void hide(float (&scores)[kScores], int first_key, co
     if (first_key + i / 4 * 8 + 2 * t + (i & 1) > limits[(i >> 1) & 1]) scores[i] = kMinusInfinity;
 }
 
+// Scores of keys before the windows that end with `limits`.
+template <int kScores>
+__device__ __forceinline__ void hide_before(float (&scores)[kScores], int first_key, const int (&limits)[2],
+                                            int window) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < kScores; i++)
+    if (first_key + i / 4 * 8 + 2 * t + (i & 1) <= limits[(i >> 1) & 1] - window) scores[i] = kMinusInfinity;
+}
+
 // This warpgroup's 64 query rows, in registers between global and shared memory; absent query rows are zero.
 template <class S>
 struct Queries {
   static constexpr int kChunks = S::D / 8, kEach = 64 * kChunks / 128;
   uint4 values[kEach];
 
-  __device__ __forceinline__ void load(const Arguments& a, const WorkTile& tile, int group) {
+  __device__ __forceinline__ void load(const typename S::Arguments& a, const WorkTile& tile, int group) {
     const int thread = threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
@@ -343,10 +365,22 @@ struct Queries {
   }
 };
 
+// A sink is a weight without a value, so that it is added once, to the sum of all keys' weights. Where it is so much
+// above them that it overflows, the quotient is zero, which is right.
+template <class S>
+__device__ __forceinline__ void add_sinks(const typename S::Arguments& a, const WorkTile& tile, Consumer<S>& c,
+                                          int query_row) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int head = tile.kv_head * a.group + query_row + 8 * r - token_of(a, query_row + 8 * r) * a.group;
+    c.weight[r] += exp2_fast(a.sink_of(head) - c.top[r] * a.scale);
+  }
+}
+
 // Writes 64 query rows through the queries' place in shared memory, so that whole query rows go out.
 template <class S>
-__device__ __forceinline__ void store_sums(Shared<S>& s, const Arguments& a, const WorkTile& tile, Consumer<S>& c,
-                                           int group) {
+__device__ __forceinline__ void store_sums(Shared<S>& s, const typename S::Arguments& a, const WorkTile& tile,
+                                           Consumer<S>& c, int group) {
   constexpr int kChunks = S::D / 8;
   const int thread = threadIdx.x % 128, first = group * 64 + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
@@ -380,6 +414,18 @@ __device__ __forceinline__ void clear_values(uint8_t* v, int valid, int group) {
   warpgroup_sync(group);
 }
 
+// Sets values before token `first` of a tile to zero.
+template <class S>
+__device__ __forceinline__ void clear_values_before(uint8_t* v, int first, int group) {
+  if (first <= 0) return;
+  for (int i = threadIdx.x % 128; i < first * S::kBoxes * 8; i += 128) {
+    const int row = i / (S::kBoxes * 8), box = i / 8 % S::kBoxes;
+    *reinterpret_cast<uint4*>(v + (box * S::kKeys + row) * kRowBytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+  }
+  copies_see_writes();
+  warpgroup_sync(group);
+}
+
 // A warpgroup without query rows lets a tile's keys and values pass, and takes part in the consumers' barriers.
 template <class S>
 __device__ __forceinline__ void let_pass(Shared<S>& s, const WorkTile& tile, int& step, int group) {
@@ -399,8 +445,10 @@ __device__ __forceinline__ void let_pass(Shared<S>& s, const WorkTile& tile, int
 }
 
 template <class S>
-__device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int num_work_tiles, int group) {
+__device__ void consume(Shared<S>& s, const typename S::Arguments& a, const typename S::Rows& rows, int num_work_tiles,
+                        int group) {
   using C = Consumer<S>;
+  using V = typename S::V;
   const int thread = threadIdx.x % 128, in_group = group * 64 + thread / 32 * 16 + thread % 32 / 4;
   const uint8_t* q = s.q + group * 64 * kRowBytes;
   const bool frees = thread % 32 == 0;
@@ -430,6 +478,8 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
     const int limits[2] = {tile.past + token_of(a, query_row), tile.past + token_of(a, query_row + 8)};
     const int seen_by_all = tile.past + token_of(a, tile.first_query_row + group * 64) + 1;
     const int last_key = (tile.end_key - 1) / S::kKeys * S::kKeys;
+    // The first key that the last query row of the warpgroup sees.
+    const int first_of_last = a.first_seen(tile.past + token_of(a, tile.first_query_row + group * 64 + 63));
 
     C c;
     float scores[C::kScores], factor[2];
@@ -441,6 +491,10 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
     wgmma_commit();
     wgmma_wait<0>();
     if (frees) barrier_arrive(&s.k_empty[step % kStages]);
+    if constexpr (V::kIsVariant) {
+      a.cap_scores(scores);
+      if (last_key < first_of_last) hide_before(scores, last_key, limits, a.window);
+    }
     hide(scores, last_key, limits);
     c.exponentials(scores, factor, a.scale);
     c.keep(scores);
@@ -461,6 +515,10 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
       warp_scheduler_barrier_arrive(1 - group);
       wgmma_wait<1>();
       if (frees) barrier_arrive(&s.k_empty[stage]);  // the scores are there; the product with V is still under way
+      if constexpr (V::kIsVariant) {
+        a.cap_scores(scores);
+        if (first < first_of_last) hide_before(scores, first, limits, a.window);
+      }
       if (first + S::kKeys > seen_by_all) hide(scores, first, limits);
       c.exponentials(scores, factor, a.scale);
       wgmma_wait<0>();
@@ -471,6 +529,7 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
     }
     const int stage = (step - 1) % kStages;
     barrier_wait(&s.v_full[stage], ((step - 1) / kStages) & 1);
+    if constexpr (V::kIsVariant) clear_values_before<S>(s.v[stage], tile.first_key - tile.begin_key, group);
     wgmma_fence();
     c.start_sums(s.v[stage]);
     wgmma_commit();
@@ -482,12 +541,15 @@ __device__ void consume(Shared<S>& s, const Arguments& a, const Rows& rows, int 
     wgmma_wait<0>();
     if (frees) barrier_arrive(&s.v_empty[stage]);
     c.add_up_weights();
-    if (tile.splits == 1 || reduce_partials(s, a, tile, c, group)) store_sums(s, a, tile, c, group);
+    if (tile.splits == 1 || reduce_partials(s, a, tile, c, group)) {
+      if constexpr (V::kIsVariant) add_sinks<S>(a, tile, c, query_row);
+      store_sums(s, a, tile, c, group);
+    }
   }
 }
 
 template <class S>
-__device__ void run(const CUtensorMap& map, const Arguments& a) {
+__device__ void run(const CUtensorMap& map, const typename S::Arguments& a) {
   extern __shared__ uint8_t raw[];
   // Swizzled boxes begin at multiples of 1024, to which dynamic shared memory need not be aligned.
   auto& s = *reinterpret_cast<Shared<S>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
@@ -507,8 +569,8 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
   }
   launch_dependents();
   wait_for_previous_kernel();
-  const Rows rows = {a.query_starts, a.context_lens, a.num_rows,           a.group,
-                     a.num_kv_heads, a.least_tokens, a.partials != nullptr};
+  const typename S::Rows rows = {a,       a.query_starts, a.context_lens, a.num_rows,
+                                 a.group, a.num_kv_heads, a.least_tokens, a.partials != nullptr};
   const int num_work_tiles = count_work_tiles<S::kKeys>(s.work_tiles, rows, gridDim.x) * a.num_kv_heads;
   if (threadIdx.x < 128) {
     leave_registers<40>();  // 384 threads begin with 168 each; 40 + 2 * 232 is three times that
@@ -521,12 +583,14 @@ __device__ void run(const CUtensorMap& map, const Arguments& a) {
 
 }  // namespace
 
-#define ATTENTION_PREFILL(D, KEYS)                                                                \
-  extern "C" __global__ void __launch_bounds__(kThreads, 1)                                       \
-      attention_prefill_hopper_##D(const __grid_constant__ CUtensorMap map, Arguments arguments) { \
-    run<Shape<D, KEYS>>(map, arguments);                                                          \
+#define ATTENTION_PREFILL(NAME, V, D, KEYS)                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1)                               \
+      NAME##_##D(const __grid_constant__ CUtensorMap map, Arguments<V> arguments) {       \
+    run<Shape<D, KEYS, V>>(map, arguments);                                               \
   }
 
-ATTENTION_PREFILL(64, 128)
-ATTENTION_PREFILL(128, 128)
-ATTENTION_PREFILL(256, 64)
+#ifndef ATTENTION_VARIANT  // attention_variants/attention_prefill_hopper_variant.cu
+ATTENTION_PREFILL(attention_prefill_hopper, Plain, 64, 128)
+ATTENTION_PREFILL(attention_prefill_hopper, Plain, 128, 128)
+ATTENTION_PREFILL(attention_prefill_hopper, Plain, 256, 64)
+#endif

@@ -32,9 +32,11 @@ __device__ __forceinline__ void store(bf16* to, float4 v) {
 template <int D, int kTiles>
 constexpr int kPartialSize = Shape<D, kTiles>::kHeads * (D + 2);
 
-// Adds the warps' sums: to `out` where they are all of the item, else to `partial`.
-template <int D, int kTiles>
-__device__ void add_warps(const Shared<D, kTiles>& s, bf16* out, float* partial, int heads) {
+// Adds the warps' sums: to `out` where they are all of the item, else to `partial`. The sinks of the heads from
+// `first_head` on are one more logit; -1: there are none.
+template <int D, int kTiles, class V>
+__device__ void add_warps(const Shared<D, kTiles>& s, bf16* out, float* partial, int heads, const V& variant,
+                          int first_head) {
   constexpr int kHeads = Shape<D, kTiles>::kHeads;
   for (int i = threadIdx.x; i < heads * (D / 4); i += kThreads) {
     const int head = i / (D / 4), at = i % (D / 4) * 4;
@@ -43,6 +45,11 @@ __device__ void add_warps(const Shared<D, kTiles>& s, bf16* out, float* partial,
     for (int w = 1; w < kWarps; w++) highest = fmaxf(highest, s.tops[w][head]);
     float4 sum = make_float4(0, 0, 0, 0);
     float weight = 0;
+    if constexpr (V::kIsVariant) {
+      const float sink = first_head >= 0 ? variant.sink_of(first_head + head) : kMinusInfinity;
+      highest = fmaxf(highest, sink);
+      weight = exp2_fast(sink - highest);
+    }
 #pragma unroll
     for (int w = 0; w < kWarps; w++) {
       const float factor = exp2_fast(s.tops[w][head] - highest);
@@ -133,9 +140,9 @@ __device__ __noinline__ void reduce_partials(Shared<D, kTiles>& s, const float* 
 }
 
 // Writes what this block has of an item, and the whole item where it is the last to arrive. For all threads of a block.
-template <int D, int kTiles>
-__device__ __forceinline__ void finish_item(Shared<D, kTiles>& s, Warp<D, kTiles>& w, const Arguments& a,
-                                            const Partition& partition, const WorkTile& here, const Item& item,
+template <int D, int kTiles, class V>
+__device__ __forceinline__ void finish_item(Shared<D, kTiles>& s, Warp<D, kTiles>& w, const Arguments<V>& a,
+                                            const Partition& partition, const WorkTile<V>& here, const Item<V>& item,
                                             int work_tile) {
   constexpr int kHeads = Shape<D, kTiles>::kHeads;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -145,7 +152,13 @@ __device__ __forceinline__ void finish_item(Shared<D, kTiles>& s, Warp<D, kTiles
   bf16* out = a.out + item.query * D;
   w.leave(s.sums + warp * kHeads * (D + kPadding), s.tops[warp], s.weights[warp], item.heads, g, t);
   __syncthreads();
-  add_warps<D, kTiles>(s, out, partial, item.heads);
+  if constexpr (V::kIsVariant) {
+    const int tiles = item.heads_per_row / a.cache.num_heads;
+    const int first_head = here.head / tiles * a.group + here.head % tiles * kHeads;
+    add_warps<D, kTiles, V>(s, out, partial, item.heads, a, item.begin == 0 ? first_head : -1);
+  } else {
+    add_warps<D, kTiles, V>(s, out, partial, item.heads, a, -1);
+  }
   __syncthreads();
   if (is_whole) return;
   const int item_begin = work_tile - here.index;
