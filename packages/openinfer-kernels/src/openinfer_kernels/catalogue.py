@@ -52,6 +52,7 @@ _ATTENTION = "benchmarks/results/h200/attention-2026-11-21.json"
 _ATTENTION_DECODE = "benchmarks/results/h200/attention-decode-2026-11-21.json"
 _EXPERTS = "benchmarks/results/h200/experts-2026-11-22.json"
 _SAMPLING = "benchmarks/results/h200/sampling-2026-11-21.json"
+_ATTENTION_VARIANT = "attention with a window, a soft cap or sinks"
 _LINEAR_ATTENTION = "benchmarks/results/h200/linear-attention-2026-11-22.json"
 
 SERVINGS = (
@@ -93,6 +94,14 @@ SERVINGS = (
         when="what no other kernel takes; its algorithm by measurement at the start",
     ),
     Serving(part="gate", phase=Phase.ANY, operators=("linear_swiglu",), kernel="linear", when="after cuBLASLt"),
+    Serving(
+        part="gate",
+        phase=Phase.ANY,
+        operators=("linear_geglu", "geglu"),
+        kernel="linear",
+        when="after the kernel that serves the product in `linear`",
+    ),
+    Serving(part="soft cap of logits", phase=Phase.ANY, operators=("soft_cap",), kernel="linear"),
     Serving(
         part="attention",
         phase=Phase.DECODE,
@@ -139,6 +148,23 @@ SERVINGS = (
         operators=("paged_attention",),
         kernel="attention_prefill",
         when="head dimension 32",
+    ),
+    *(
+        Serving(
+            part=_ATTENTION_VARIANT,
+            phase=phase,
+            operators=("paged_attention",),
+            kernel=f"{kernel}_variant",
+            architectures=architectures,
+            when=f"a window, a soft cap or sinks; head dimensions {head_dims}",
+        )
+        for phase, kernel, architectures, head_dims in (
+            (Phase.DECODE, "attention_decode_hopper", (HOPPER,), "64, 128, 256"),
+            (Phase.DECODE, "attention_decode", _BEFORE_HOPPER_AND_AFTER, "64, 128, 256"),
+            (Phase.PREFILL, "attention_prefill_hopper", (HOPPER,), "64, 128, 256"),
+            (Phase.PREFILL, "attention_prefill", _BEFORE_HOPPER_AND_AFTER, "32, 64, 128, 256"),
+            (Phase.ANY, "attention_prefill", ARCHITECTURES, "32"),
+        )
     ),
     Serving(
         part="latent attention",
@@ -307,7 +333,7 @@ SERVINGS = (
 )
 """In order of preference where two serve one operator."""
 
-WITHOUT_GPU_KERNEL: tuple[str, ...] = ("geglu", "linear_geglu", "soft_cap")
+WITHOUT_GPU_KERNEL: tuple[str, ...] = ()
 """Operators that the CPU alone serves so far; the CUDA operators refuse them by name."""
 
 

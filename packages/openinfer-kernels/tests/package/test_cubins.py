@@ -26,7 +26,9 @@ from openinfer_kernels.cubins.__main__ import main
 
 HOPPERS = {
     "attention_decode_hopper",
+    "attention_decode_hopper_variant",
     "attention_prefill_hopper",
+    "attention_prefill_hopper_variant",
     "decode_gemm",
     "gemm",
     "grouped_gemm_hopper",

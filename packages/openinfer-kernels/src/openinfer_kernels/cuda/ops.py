@@ -33,7 +33,6 @@ from openinfer_kernels.cuda.gemm.projections import Projections
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.linear_attention.causal_conv import CausalConv
 from openinfer_kernels.cuda.linear_attention.gated_delta_rule import GatedDeltaRule
-from openinfer_kernels.cuda.missing import Missing
 from openinfer_kernels.cuda.mla.append import LatentAppend
 from openinfer_kernels.cuda.mla.latent_attention import LatentAttention
 from openinfer_kernels.cuda.moe.experts import Experts
@@ -207,10 +206,6 @@ class CudaOps:
     def _logprobs(self) -> LogprobsKernels:
         return LogprobsKernels(self.device)
 
-    @cached_property
-    def _missing(self) -> Missing:
-        return Missing()
-
     upload = served_by(_memory, Memory.upload)
     upload_weight = served_by(_memory, Memory.upload_weight)
     upload_float32 = served_by(_memory, Memory.upload_float32)
@@ -226,9 +221,9 @@ class CudaOps:
     linear = served_by(_projections, Projections.linear)
     logits = served_by(_linear, Linear.logits)
     linear_swiglu = served_by(_projections, Projections.linear_swiglu)
-    linear_geglu = served_by(_missing, Missing.linear_geglu)
-    geglu = served_by(_missing, Missing.geglu)
-    soft_cap = served_by(_missing, Missing.soft_cap)
+    linear_geglu = served_by(_projections, Projections.linear_geglu)
+    geglu = served_by(_linear, Linear.geglu)
+    soft_cap = served_by(_linear, Linear.soft_cap)
     grouped_linear = served_by(_grouped_linear, GroupedLinear.grouped_linear)
 
     rms_norm = served_by(_norm, Norm.rms_norm)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from openinfer_kernels.cuda.attention.layer_cache import LayerCache, layer_cache
+from openinfer_kernels.cuda.attention.variant import Variant, stem_of_variants
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
@@ -23,10 +24,9 @@ _MAX_ITEMS = 1 << 17
 _WARPS, _TILE_TOKENS = 4, 16
 _PADDING = 8
 _HEADS_OF_TILE = 8
-_LOG2_E = 1.4426950408889634
 
 
-class _Variant(NamedTuple):
+class _Occupancy(NamedTuple):
     """How a compiled kernel uses a multiprocessor."""
 
     blocks: int
@@ -35,21 +35,21 @@ class _Variant(NamedTuple):
     """Tiles of keys and values in shared memory for each warp; 0 where they go straight to registers."""
 
 
-_Variants = dict[tuple[int, int], _Variant]
-"""By head dimension and tiles of query heads."""
-_ANY_GPU: _Variants = {
-    (64, 1): _Variant(3, 0),
-    (64, 2): _Variant(3, 0),
-    (128, 1): _Variant(2, 0),
-    (128, 2): _Variant(2, 0),
-    (256, 1): _Variant(2, 0),
+_Occupancies = dict[tuple[int, int], _Occupancy]
+"""By head dimension and tiles of query heads; kernels of variants have one tile."""
+_ANY_GPU: _Occupancies = {
+    (64, 1): _Occupancy(3, 0),
+    (64, 2): _Occupancy(3, 0),
+    (128, 1): _Occupancy(2, 0),
+    (128, 2): _Occupancy(2, 0),
+    (256, 1): _Occupancy(2, 0),
 }
-_HOPPER: _Variants = {
-    (64, 1): _Variant(2, 4),
-    (64, 2): _Variant(2, 4),
-    (128, 1): _Variant(2, 2),
-    (128, 2): _Variant(2, 2),
-    (256, 1): _Variant(1, 2),
+_HOPPER: _Occupancies = {
+    (64, 1): _Occupancy(2, 4),
+    (64, 2): _Occupancy(2, 4),
+    (128, 1): _Occupancy(2, 2),
+    (128, 2): _Occupancy(2, 2),
+    (256, 1): _Occupancy(1, 2),
 }
 
 
@@ -66,18 +66,36 @@ class _Arguments(ctypes.Structure):
     )
 
 
+class _VariantArguments(ctypes.Structure):
+    _fields_ = (("variant", Variant), ("others", _Arguments))
+
+
 class AttentionDecode:
     """The decode kernels of one device and their workspace: one stream at a time."""
 
-    def __init__(self, device: Device) -> None:
-        stem, self._variants = (_HOPPER_STEM, _HOPPER) if device.has(_HOPPER_STEM) else (_STEM, _ANY_GPU)
-        self._kernels = {key: _kernel(device, stem, *key, variant) for key, variant in self._variants.items()}
+    def __init__(self, device: Device, *, for_variants: bool = False) -> None:
+        """`for_variants`: the kernels of attention with a window, a soft cap or sinks."""
+        stem, occupancies = (_HOPPER_STEM, _HOPPER) if device.has(_HOPPER_STEM) else (_STEM, _ANY_GPU)
+        if for_variants:
+            stem, occupancies = stem_of_variants(stem), {key: each for key, each in occupancies.items() if key[1] == 1}
+        self._occupancies = occupancies
+        self._kernels = {key: _kernel(device, stem, *key, each) for key, each in occupancies.items()}
         self._num_multiprocessors = device.num_multiprocessors
         # Kernels leave the counters at zero: launches share them, and no memset comes between two layers.
         self._arrivals = cupy.zeros(_MAX_ITEMS, np.int32)
 
-    def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
-        """Writes the rows of `out [T, H D]` that belong to rows with one query token."""
+    def launch(
+        self,
+        q: Array,
+        kv_cache: Array,
+        out: Array,
+        *,
+        layer: int,
+        batch: AttentionBatch,
+        scale: float,
+        variant: Variant | None = None,
+    ) -> None:
+        """Writes the rows of `out [T, H D]` that belong to rows with one query token; `scale` is of powers of two."""
         num_rows, (num_kv_heads, _, head_dim) = len(batch.context_lens), kv_cache.shape[3:]
         group = q.shape[1] // num_kv_heads
         tiles = 1 if group <= _HEADS_OF_TILE or (head_dim, 2) not in self._kernels else 2
@@ -87,7 +105,7 @@ class AttentionDecode:
                 f"attention over {num_rows} rows of {num_kv_heads} KV heads: at most {_MAX_ITEMS} of both multiplied"
             )
         # As many blocks as run at once: they share the flattened list of work tiles evenly, whatever the contexts are.
-        blocks = self._num_multiprocessors * self._variants[head_dim, tiles].blocks
+        blocks = self._num_multiprocessors * self._occupancies[head_dim, tiles].blocks
         partials = cupy.empty(blocks * 2 * _HEADS_OF_TILE * tiles * (head_dim + 2), np.float32)
         arguments = _Arguments(
             address(q),
@@ -100,17 +118,17 @@ class AttentionDecode:
             # From the second layer on, the batch and all tokens but the newest are read before the kernel ahead ends:
             # the step's inputs have long been written by then, and no row reads what another row of the step appends.
             int(layer > 0),
-            # The kernel takes powers of two, not of e.
-            scale * _LOG2_E,
+            scale,
         )
-        self._kernels[head_dim, tiles]((blocks, 1, 1), (_WARPS * 32, 1, 1), [arguments], overlap=True)
+        given = arguments if variant is None else _VariantArguments(variant, arguments)
+        self._kernels[head_dim, tiles]((blocks, 1, 1), (_WARPS * 32, 1, 1), [given], overlap=True)
 
 
-def _kernel(device: Device, stem: str, head_dim: int, tiles: int, variant: _Variant) -> Kernel:
+def _kernel(device: Device, stem: str, head_dim: int, tiles: int, occupancy: _Occupancy) -> Kernel:
     heads = _HEADS_OF_TILE * tiles
     sums = _WARPS * heads * (head_dim + _PADDING)
     ends = 4 * (2 * _WARPS * heads + 2 * _WARPS + 8 + sums)
-    ring = _WARPS * variant.kv_tiles * 2 * (_TILE_TOKENS * head_dim * 2 + 8)  # keys, values, and a barrier for each
+    ring = _WARPS * occupancy.kv_tiles * 2 * (_TILE_TOKENS * head_dim * 2 + 8)  # keys, values, and a barrier for each
     # Three numbers of each row, by which blocks find their place in the list of work tiles.
     shared_bytes = ring + ends + 4 * (3 * MAX_ROWS + 1)
     return device.kernel(stem, f"{stem}_{head_dim}_{tiles}", shared_bytes=shared_bytes)

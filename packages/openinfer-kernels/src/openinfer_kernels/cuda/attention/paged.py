@@ -1,15 +1,18 @@
 """Causal attention over a paged cache: rows with one query token by one kernel, chunks of prompts by another."""
 
+from functools import cached_property
+
 import numpy as np
 
 from openinfer_kernels.cuda.attention.decode import MAX_ROWS, AttentionDecode
 from openinfer_kernels.cuda.attention.prefill import AttentionPrefill
 from openinfer_kernels.cuda.attention.prefill_hopper import STEM as HOPPER_STEM
 from openinfer_kernels.cuda.attention.prefill_hopper import AttentionPrefillHopper
+from openinfer_kernels.cuda.attention.variant import exponent_scale, variant_of
 from openinfer_kernels.cuda.common.arrays import fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
-from openinfer_kernels.errors import ArrayMismatchError, OperatorMissingError
+from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.gpu_requirements import require_attention
 from openinfer_kernels.ops import Array, AttentionBatch
 
@@ -19,16 +22,28 @@ MAX_GROUP = 16
 _INT32 = np.dtype(np.int32)
 
 
+class _Kernels:
+    """The kernels without a variant, or those for variants."""
+
+    def __init__(self, device: Device, *, for_variants: bool) -> None:
+        self.small = AttentionPrefill(device, least_tokens=1, for_variants=for_variants)
+        self.decode = AttentionDecode(device, for_variants=for_variants)
+        if device.has(HOPPER_STEM):
+            self.prefill = AttentionPrefillHopper(device, for_variants=for_variants)
+        else:
+            self.prefill = AttentionPrefill(device, for_variants=for_variants)
+
+
 class Attention:
-    """The operator on one device."""
+    """The operator on one device; a model without windows, caps and sinks never loads the kernels for them."""
 
     def __init__(self, device: Device) -> None:
-        self._small = AttentionPrefill(device, least_tokens=1)
-        self._decode = AttentionDecode(device)
-        if device.has(HOPPER_STEM):
-            self._prefill = AttentionPrefillHopper(device)
-        else:
-            self._prefill = AttentionPrefill(device)
+        self._device = device
+        self._plain = _Kernels(device, for_variants=False)
+
+    @cached_property
+    def _of_variants(self) -> _Kernels:
+        return _Kernels(self._device, for_variants=True)
 
     def paged_attention(
         self,
@@ -43,19 +58,37 @@ class Attention:
         sinks: Array | None = None,
     ) -> Array:
         """H / K is at most 16, `scale` positive; a row without context, padding of captured steps, gets no result."""
-        _refuse(window=window, soft_cap=soft_cap, sinks=sinks)
         _check(q, kv_cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
+        variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        kernels = self._plain if variant is None else self._of_variants
+        power = exponent_scale(scale, soft_cap)
         if q.shape[2] < _SMALLEST_OF_ALL_KERNELS:
-            self._small.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
+            kernels.small.launch(q, kv_cache, out, layer=layer, batch=batch, scale=power, variant=variant)
             return out
         # Only sizes are known here: the decode kernel skips rows with more tokens, the prefill kernel those with one.
         if num_tokens < num_rows * most or most == 1:  # else every row is as long as the longest
-            self._decode.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
+            kernels.decode.launch(q, kv_cache, out, layer=layer, batch=batch, scale=power, variant=variant)
         if most > 1:
-            self._prefill.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
+            kernels.prefill.launch(q, kv_cache, out, layer=layer, batch=batch, scale=power, variant=variant)
         return out
+
+
+class _OneKernel:
+    """The kernel for prompts, of heads of all sizes."""
+
+    def __init__(self, device: Device, *, for_variants: bool) -> None:
+        self._small = AttentionPrefill(device, least_tokens=1, for_variants=for_variants)
+        if device.has(HOPPER_STEM):
+            self._others = AttentionPrefillHopper(
+                device, least_tokens=1, divides_contexts=False, for_variants=for_variants
+            )
+        else:
+            self._others = self._small
+
+    def of(self, head_dim: int) -> AttentionPrefill | AttentionPrefillHopper:
+        return self._small if head_dim < _SMALLEST_OF_ALL_KERNELS else self._others
 
 
 class OneKernelAttention(Attention):
@@ -66,11 +99,12 @@ class OneKernelAttention(Attention):
     """
 
     def __init__(self, device: Device) -> None:
-        self._small = AttentionPrefill(device, least_tokens=1)
-        if device.has(HOPPER_STEM):
-            self._prefill = AttentionPrefillHopper(device, least_tokens=1, divides_contexts=False)
-        else:
-            self._prefill = AttentionPrefill(device, least_tokens=1)
+        self._device = device
+        self._one = _OneKernel(device, for_variants=False)
+
+    @cached_property
+    def _one_of_variants(self) -> _OneKernel:
+        return _OneKernel(self._device, for_variants=True)
 
     def paged_attention(
         self,
@@ -84,21 +118,13 @@ class OneKernelAttention(Attention):
         soft_cap: float | None = None,
         sinks: Array | None = None,
     ) -> Array:
-        _refuse(window=window, soft_cap=soft_cap, sinks=sinks)
         _check(q, kv_cache, batch)
         out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
-        kernel = self._small if q.shape[2] < _SMALLEST_OF_ALL_KERNELS else self._prefill
-        kernel.launch(q, kv_cache, out, layer=layer, batch=batch, scale=scale)
+        variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        kernel = (self._one if variant is None else self._one_of_variants).of(q.shape[2])
+        power = exponent_scale(scale, soft_cap)
+        kernel.launch(q, kv_cache, out, layer=layer, batch=batch, scale=power, variant=variant)
         return out
-
-
-def _refuse(**asked: object) -> None:
-    """Raises `OperatorMissingError` where scores are asked for that no kernel computes yet."""
-    names = [name for name, value in asked.items() if value is not None]
-    if names:
-        raise OperatorMissingError(
-            f"paged_attention has no CUDA kernel yet that takes {', '.join(names)}; serve the model with --device cpu"
-        )
 
 
 def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:

@@ -3,11 +3,12 @@
 import ctypes
 
 from openinfer_kernels.cuda.attention.layer_cache import LayerCache, layer_cache
+from openinfer_kernels.cuda.attention.variant import Variant, stem_of_variants
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.ops import Array, AttentionBatch
 
-_LOG2_E = 1.4426950408889634
+_STEM = "attention_prefill"
 _WARPS_AND_KEYS = {32: (8, 64), 64: (8, 64), 128: (8, 64), 256: (4, 32)}
 """By head dimension: warps of a block, each with 16 query rows (pairs of token and query head), and keys of a tile."""
 _QUERY_ROWS_OF_WARP = 16
@@ -27,22 +28,44 @@ class _Arguments(ctypes.Structure):
     )
 
 
+class _VariantArguments(ctypes.Structure):
+    _fields_ = (("variant", Variant), ("others", _Arguments))
+
+
 class AttentionPrefill:
     """The prefill kernels of one device, for any GPU."""
 
-    def __init__(self, device: Device, *, least_tokens: int = 2) -> None:
-        """Rows of a step with fewer query tokens than `least_tokens` are left alone."""
+    def __init__(self, device: Device, *, least_tokens: int = 2, for_variants: bool = False) -> None:
+        """Rows of a step with fewer query tokens than `least_tokens` are left alone.
+
+        Args:
+            device: whose kernels.
+            least_tokens: see above.
+            for_variants: the kernels of attention with a window, a soft cap or sinks.
+        """
         self._least_tokens = least_tokens
+        stem = stem_of_variants(_STEM) if for_variants else _STEM
         self._kernels = {
             head_dim: device.kernel(
-                "attention_prefill",
-                f"attention_prefill_{head_dim}",
+                stem,
+                f"{stem}_{head_dim}",
                 shared_bytes=2 * head_dim * (warps * _QUERY_ROWS_OF_WARP + 4 * keys) + _SCRATCH_BYTES,
             )
             for head_dim, (warps, keys) in _WARPS_AND_KEYS.items()
         }
 
-    def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
+    def launch(
+        self,
+        q: Array,
+        kv_cache: Array,
+        out: Array,
+        *,
+        layer: int,
+        batch: AttentionBatch,
+        scale: float,
+        variant: Variant | None = None,
+    ) -> None:
+        """`scale` is of powers of two."""
         num_rows, num_kv_heads, head_dim = len(batch.context_lens), kv_cache.shape[3], kv_cache.shape[5]
         group = q.shape[1] // num_kv_heads
         warps = _WARPS_AND_KEYS[head_dim][0]
@@ -55,10 +78,11 @@ class AttentionPrefill:
             batch.block_tables.shape[1],
             group,
             self._least_tokens,
-            scale * _LOG2_E,
+            scale,
         )
         blocks = most_tiles(len(q), num_rows, group, query_rows=warps * _QUERY_ROWS_OF_WARP) * num_kv_heads
-        self._kernels[head_dim]((blocks, 1, 1), (warps * 32, 1, 1), [arguments], overlap=True)
+        given = arguments if variant is None else _VariantArguments(variant, arguments)
+        self._kernels[head_dim]((blocks, 1, 1), (warps * 32, 1, 1), [given], overlap=True)
 
 
 def most_tiles(num_tokens: int, num_rows: int, group: int, *, query_rows: int) -> int:

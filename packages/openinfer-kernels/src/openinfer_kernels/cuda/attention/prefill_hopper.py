@@ -6,6 +6,7 @@ import numpy as np
 
 from openinfer_kernels.cuda.attention.decode import MAX_ROWS
 from openinfer_kernels.cuda.attention.prefill import most_tiles
+from openinfer_kernels.cuda.attention.variant import Variant, stem_of_variants
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
@@ -13,7 +14,6 @@ from openinfer_kernels.cuda.common.tensor_maps import Shard, TensorMaps
 from openinfer_kernels.ops import Array, AttentionBatch
 
 STEM = "attention_prefill_hopper"
-_LOG2_E = 1.4426950408889634
 _KEYS = {64: 128, 128: 128, 256: 64}
 """By head dimension: tokens of a tile of keys."""
 _QUERY_ROWS, _THREADS, _STAGES = 128, 384, 2
@@ -39,10 +39,16 @@ class _Arguments(ctypes.Structure):
     )
 
 
+class _VariantArguments(ctypes.Structure):
+    _fields_ = (("variant", Variant), ("others", _Arguments))
+
+
 class AttentionPrefillHopper:
     """The prefill kernels of one Hopper device."""
 
-    def __init__(self, device: Device, *, least_tokens: int = 2, divides_contexts: bool = True) -> None:
+    def __init__(
+        self, device: Device, *, least_tokens: int = 2, divides_contexts: bool = True, for_variants: bool = False
+    ) -> None:
         """Rows of a step with fewer query tokens than `least_tokens` are left alone.
 
         Args:
@@ -50,13 +56,15 @@ class AttentionPrefillHopper:
             least_tokens: see above.
             divides_contexts: whether several blocks may share a tile's context where tiles are few, and add up their
                 partials. It then depends on the other rows of the step in what order a token's sums are made.
+            for_variants: the kernels of attention with a window, a soft cap or sinks.
         """
         self._least_tokens = least_tokens
         self._divides_contexts = divides_contexts
+        stem = stem_of_variants(STEM) if for_variants else STEM
         self._kernels = {
             head_dim: device.kernel(
-                STEM,
-                f"{STEM}_{head_dim}",
+                stem,
+                f"{stem}_{head_dim}",
                 shared_bytes=2 * head_dim * (_QUERY_ROWS + 2 * _STAGES * keys) + _OTHER_SHARED_BYTES,
             )
             for head_dim, keys in _KEYS.items()
@@ -72,7 +80,18 @@ class AttentionPrefillHopper:
         """Where tiles are divided: there are fewer of them than blocks, and each block adds one partial at most."""
         return 2 * self._num_multiprocessors
 
-    def launch(self, q: Array, kv_cache: Array, out: Array, *, layer: int, batch: AttentionBatch, scale: float) -> None:
+    def launch(
+        self,
+        q: Array,
+        kv_cache: Array,
+        out: Array,
+        *,
+        layer: int,
+        batch: AttentionBatch,
+        scale: float,
+        variant: Variant | None = None,
+    ) -> None:
+        """`scale` is of powers of two."""
         num_layers, _, num_kv_heads, block_tokens, head_dim = kv_cache.shape[1:]
         num_rows, group = len(batch.context_lens), q.shape[1] // num_kv_heads
         layer_rows = 2 * num_kv_heads * block_tokens
@@ -96,7 +115,7 @@ class AttentionPrefillHopper:
             layer * layer_rows,
             # The kernel divides by the group with a multiplication; not by a group of 1, which has no such number.
             -(-(1 << 32) // group) & 0xFFFFFFFF,
-            scale * _LOG2_E,
+            scale,
         )
         rows_shape = (head_dim, kv_cache.size // head_dim)
         row_bytes = head_dim * bfloat16.itemsize
@@ -104,4 +123,5 @@ class AttentionPrefillHopper:
         tiles = most_tiles(len(q), num_rows, group, query_rows=_QUERY_ROWS) * num_kv_heads
         # With few tiles the blocks that have none of their own take a share of another's keys.
         blocks = self._num_multiprocessors if divides else min(tiles, self._num_multiprocessors)
-        self._kernels[head_dim]((blocks, 1, 1), (_THREADS, 1, 1), [cache_map, arguments], overlap=True)
+        given = arguments if variant is None else _VariantArguments(variant, arguments)
+        self._kernels[head_dim]((blocks, 1, 1), (_THREADS, 1, 1), [cache_map, given], overlap=True)

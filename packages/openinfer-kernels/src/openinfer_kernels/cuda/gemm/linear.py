@@ -1,15 +1,18 @@
-"""Products with weights stored `[out, in]`, and the gate of SwiGLU.
+"""Products with weights stored `[out, in]`, the gates of SwiGLU and GEGLU, and the soft cap of logits.
 
 Our own kernels multiply what they serve (docs/notes/kernels.md says what and why), cuBLASLt everything else.
 """
 
 import ctypes
+import math
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 
-from openinfer_kernels.cuda.common.arrays import require
+from openinfer_kernels.cuda.common.arrays import fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.gemm.decode_gemm import DecodeGemm
 from openinfer_kernels.cuda.gemm.gemm import Gemm
@@ -20,6 +23,9 @@ from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.ops import Array
 
 _THREADS = 256
+_WIDTH = 8
+"""Values of a thread."""
+_FLOAT32 = np.dtype(np.float32)
 
 
 class Linear:
@@ -35,8 +41,10 @@ class Linear:
         """`gemm`, if any, is asked what `decode_gemm` does not serve, and `library` multiplies the rest."""
         self._decode_gemm = decode_gemm
         self._gemm = gemm
-        self._gate_vectors = device.kernel("linear", "swiglu_vectors")
-        self._gate_singles = device.kernel("linear", "swiglu_singles")
+        self._swiglu, self._geglu, self._soft_cap = (
+            _Kernels(*(device.kernel("linear", f"{name}_{kind}") for kind in ("vectors", "singles")))
+            for name in ("swiglu", "geglu", "soft_cap")
+        )
         self._library = library
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None, *, weights_first: bool = True) -> Array:
@@ -81,10 +89,31 @@ class Linear:
         out = cupy.empty((num_tokens, width), bfloat16)
         own = self._own(Epilogue.SWIGLU, x, gate_up)
         if own is None:
-            self._gate(self.linear(x, gate_up), out)
+            _gate(self._swiglu, self.linear(x, gate_up), out)
         else:
             own.linear_swiglu(x, gate_up, out)
         return out
+
+    def linear_geglu(self, x: Array, gate_up: Array) -> Array:
+        """The product and the gate are two kernels, unlike SwiGLU's."""
+        return self.geglu(self.linear(x, gate_up))
+
+    def geglu(self, gate_up: Array) -> Array:
+        require(gate_up, bfloat16, ndim=2, what="gate and up")
+        out = cupy.empty((len(gate_up), gate_up.shape[1] // 2), bfloat16)
+        if out.size:
+            _gate(self._geglu, gate_up, out)
+        return out
+
+    def soft_cap(self, logits: Array, *, cap: float) -> None:
+        require(logits, _FLOAT32, ndim=2, what="the logits")
+        if not (0 < cap < math.inf):
+            raise ArrayMismatchError(f"a soft cap of {cap} is not possible: a finite number above 0")
+        vectors = logits.size % _WIDTH == 0 and fits_vectors(logits)
+        blocks = -(-logits.size // (_THREADS * (_WIDTH if vectors else 1)))
+        arguments = [logits, ctypes.c_int64(logits.size), ctypes.c_float(cap)]
+        if logits.size:
+            self._soft_cap.of(vectors=vectors)((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=True)
 
     def tuning(self) -> AbstractContextManager[None]:
         return self._library.tuning()
@@ -97,12 +126,23 @@ class Linear:
             return self._decode_gemm
         return self._gemm if self._gemm is not None and self._gemm.serves(epilogue, x, weight) else None
 
-    def _gate(self, both: Array, out: Array) -> None:
-        num_tokens, width = out.shape
-        vectors = width % 8 == 0
-        kernel, accesses = (self._gate_vectors, width // 8) if vectors else (self._gate_singles, width)
-        grid = (num_tokens, -(-accesses // _THREADS), 1)
-        kernel(grid, (_THREADS, 1, 1), [both, out, ctypes.c_int(width)], overlap=True)
+
+class _Kernels(NamedTuple):
+    """What runs on 16 bytes at a time, and on single values where sizes or addresses do not allow that."""
+
+    vectors: Kernel
+    singles: Kernel
+
+    def of(self, *, vectors: bool) -> Kernel:
+        return self.vectors if vectors else self.singles
+
+
+def _gate(kernels: _Kernels, both: Array, out: Array) -> None:
+    num_tokens, width = out.shape
+    vectors = width % _WIDTH == 0 and fits_vectors(both)
+    accesses = width // _WIDTH if vectors else width
+    grid = (num_tokens, -(-accesses // _THREADS), 1)
+    kernels.of(vectors=vectors)(grid, (_THREADS, 1, 1), [both, out, ctypes.c_int(width)], overlap=True)
 
 
 def _check(x: Array, weight: Array, bias: Array | None) -> None:

@@ -30,3 +30,6 @@ class Projections:
         if not isinstance(gate_up, QuantisedWeight):
             return self._linear.linear_swiglu(x, gate_up)
         return self._experts().swiglu(self._quantised().linear(x, gate_up))
+
+    def linear_geglu(self, x: Array, gate_up: LinearWeight) -> Array:
+        return self._linear.geglu(self.linear(x, gate_up))
