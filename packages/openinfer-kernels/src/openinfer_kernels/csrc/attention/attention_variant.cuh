@@ -16,7 +16,7 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
   return y;
 }
 
-// Its functions are static, as a `this` that nobody asks for is enough to change how kernels are compiled.
+// Its functions are static, as an unused `this` is enough to change how kernels are compiled.
 struct Plain {
   static constexpr bool kIsVariant = false;
 
