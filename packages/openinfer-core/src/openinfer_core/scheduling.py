@@ -23,6 +23,7 @@ from openinfer_core.errors import InvalidRequest
 from openinfer_core.events import TokenEvent, TokenLogprobs
 from openinfer_core.grammars import MaskWords
 from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.scheduler_options import check_scheduler_options
 
 Int32Column: TypeAlias = NDArray[np.int32]
 BoolColumn: TypeAlias = NDArray[np.bool_]
@@ -220,8 +221,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_itl_ms: int | None = None
     """What a step with decode rows should take at most: prompts are given as many tokens as fit. A scheduler that
     cannot keep to it raises `Refused` when it is made with one."""
+    options: dict[str, str] = {}
+    """The scheduler's own, as a user wrote them. One that it does not know, it refuses (`refuse_unknown_options`)."""
 
     def __post_init__(self) -> None:
+        check_scheduler_options(self.options, field="options")
         for name in (
             "num_blocks",
             "block_size_tokens",

@@ -23,6 +23,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
+from openinfer_core.scheduler_options import refuse_unknown_options
 from openinfer_core.scheduling import (
     QueuePolicy,
     SchedulerCapabilities,
@@ -67,6 +68,7 @@ class PlainScheduler:
     capabilities = SchedulerCapabilities()
 
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        refuse_unknown_options(config.options, known=())
         self.config = config
         self.policy = policy
         self.waiting: list[Job] = []
@@ -465,8 +467,13 @@ class IgnoresTheContextLength(PlainScheduler):
 
 class NeverOverloaded(PlainScheduler):
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
-        names = ("num_blocks", "block_size_tokens", "max_num_seqs", "max_step_tokens", "max_model_tokens")
+        names = ("num_blocks", "block_size_tokens", "max_num_seqs", "max_step_tokens", "max_model_tokens", "options")
         super().__init__(SchedulerConfig(**{name: getattr(config, name) for name in names}), policy)
+
+
+class TakesAnyOption(PlainScheduler):
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        super().__init__(msgspec.structs.replace(config, options={}), policy)
 
 
 class PassesOverTheHead(PlainScheduler):
@@ -591,6 +598,7 @@ MUTANTS = {
     SamplesEveryChunk: "samples position 16, whose id is known",
     SkipsAPosition: "its last row ended at 8",
     StartsABusySlot: "is started while a step in flight has a row in it",
+    TakesAnyOption: "was made with an option that it cannot know",
     TakesAnIdThatWasNeverSampled: "no id of that position was sampled in the slot",
     UsesWideColumns: "starts must be a one-dimensional array of int32",
     Wedges: "wedged: .* no step is in flight, no plan",

@@ -89,6 +89,7 @@ class EnginePlan:
             layout_digest=self.layouts[0].digest,
             max_itl_ms=options.max_itl_ms,
             max_drafts=0 if self.drafter is None else self.drafter.max_drafts,
+            options=options.scheduler_options,
         )
 
     @property
@@ -112,6 +113,7 @@ class EnginePlan:
         return {
             "engine": f"openinfer-engine {version('openinfer-engine')}",
             "scheduler": _origin(self.scheduler),
+            **{f"scheduler option {name}": value for name, value in sorted(self.options.scheduler_options.items())},
             "queue_policy": _origin(self.queue_policy),
             "grammar_compiler": "none" if self.grammar_compiler is None else _origin(self.grammar_compiler),
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",

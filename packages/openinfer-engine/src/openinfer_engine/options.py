@@ -5,6 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from openinfer_core import InvalidRequest
+from openinfer_core.scheduler_options import parse_scheduler_options
 from openinfer_core.scheduling import MAX_DRAFTS
 from openinfer_engine.kv_events.setting import parse_kv_events
 
@@ -99,6 +100,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Milliseconds after which the rest of a prefix that comes from KV tiers is computed instead."""
     scheduler: str = "token-budget"
     """Name in the group openinfer.schedulers."""
+    scheduler_option: list[str] = []
+    """An option of the scheduler's own, NAME=VALUE; repeat the flag for several. A scheduler refuses those that it does
+    not know."""
     queue_policy: str = "fcfs"
     """Name in the group openinfer.queue_policies."""
     tenant_weights: dict[str, float] = {}
@@ -124,6 +128,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where the step loop runs."""
     trace: str | None = None
     """Path of a trace of the run (Perfetto, chrome://tracing), written when the engine closes."""
+
+    @property
+    def scheduler_options(self) -> dict[str, str]:
+        return parse_scheduler_options(self.scheduler_option, field="scheduler_option")
 
     @property
     def num_rank_processes(self) -> int:
@@ -160,6 +168,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise InvalidRequest("kv_cache_bytes and num_blocks say the same thing; give one", field="num_blocks")
         if self.max_drafts is not None and self.drafter is None:
             raise InvalidRequest("max_drafts is of no use without drafter", field="max_drafts")
+        parse_scheduler_options(self.scheduler_option, field="scheduler_option")
         if self.kv_events is not None:
             _check_kv_events(self.kv_events, prefix_cache=self.prefix_cache)
         if self.kv_tier:

@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
+
+from openinfer_core.errors import InvalidRequest, Refused
 from openinfer_core.events import Failed, FailureKind
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
 from openinfer_core.request import GenerateRequest, RequestId
@@ -57,6 +60,16 @@ def check_random_traffic(factory: SchedulerFactory, *, seeds: Iterable[int] = ra
             driver = SchedulerDriver(factory, random_config(rng), policy=policy, max_in_flight=max_in_flight)
             drive_at_random(driver, rng)
             check_serves_on(driver)
+
+
+def check_unknown_options(factory: SchedulerFactory) -> None:
+    """An option that the scheduler does not know is refused when it is made, and none is taken in silence."""
+    config = msgspec.structs.replace(make_config(), options={"no-option-of-any-scheduler": "1"})
+    try:
+        SchedulerDriver(factory, config)
+    except (Refused, InvalidRequest):
+        return
+    raise ConformanceError("the scheduler was made with an option that it cannot know; it must raise Refused")
 
 
 def check_pressure(factory: SchedulerFactory) -> None:
@@ -265,6 +278,7 @@ def check_faulty_policy(factory: SchedulerFactory) -> None:
 SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
     check_capabilities,
     check_refusals,
+    check_unknown_options,
     check_context_length,
     check_full_queue,
     check_queue_order,

@@ -25,6 +25,7 @@ from openinfer_core.engine import EngineStats
 from openinfer_core.errors import ContractViolation
 from openinfer_core.events import Failed, FailureKind, FinishReason, TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.scheduler_options import refuse_unknown_options
 from openinfer_core.scheduling import QueuePolicy, SchedulerCapabilities, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.integrity import check_integrity
@@ -39,11 +40,16 @@ _POLICY_FAULT = "the queue policy failed on this request"
 
 
 class TokenBudgetScheduler:
-    """Implements `openinfer_core.scheduling.Scheduler`. Called from one thread, but for `stats`."""
+    """Implements `openinfer_core.scheduling.Scheduler`. Called from one thread, but for `stats`.
+
+    Raises:
+        Refused: `config.options` has any: it knows none.
+    """
 
     capabilities = SchedulerCapabilities(uses_kv_tiers=True, tells_kv_events=True)
 
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        refuse_unknown_options(config.options, known=())
         self._config = config
         self._counters = Counters()
         self._queue = RunQueue(config, policy, self._counters)
