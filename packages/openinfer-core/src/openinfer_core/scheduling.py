@@ -146,7 +146,10 @@ class StepResult:
     """`[rows]` drafts that were compared, host and device drafts together: fewer than planned where the device had
     fewer; by default none."""
     next_drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """Row -> drafts that follow its last token, for rows of `wants_drafts`."""
+    """Row -> drafts that follow its last token, for rows of `wants_drafts`.
+
+    As a drafter gave them: there may be more than `SchedulerConfig.max_drafts`, and ids that the model does not have.
+    """
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict[int, tuple[TokenLogprobs, ...]])
     """Row -> log-probabilities of each of its new tokens, for rows whose request asked."""
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(
@@ -328,7 +331,8 @@ class Scheduler(Protocol):
     Called from one thread, but for `stats`. `apply` is called once for every plan, in order; between `plan` and its
     `apply` at most one further `plan` is made. A request has one terminal event and no event after it, and one
     `Scheduled` before its first `Tokens`. A request with a grammar (`sampling.is_masked`) has no row in a step planned
-    between a step that samples it and that step's `apply`, since the mask of its next token depends on this one.
+    between a step that samples it and that step's `apply`, since the mask of its next token depends on this one; its
+    drafts are host ids, since no mask can be made after drafts that the host does not know.
 
     `openinfer_core.testing.scheduler` checks all of this.
 

@@ -34,6 +34,7 @@ from openinfer_core.scheduling import (
 )
 from openinfer_core.testing import ConformanceError
 from openinfer_core.testing.scheduler import SCHEDULER_CHECKS, SchedulerCheck, check_scheduler
+from openinfer_core.testing.scheduler_drafts import DRAFT_CHECKS
 
 
 @dataclass(eq=False)
@@ -713,3 +714,299 @@ UNDECLARED = {
 def test_kit_holds_a_scheduler_to_what_it_declares(factory: type[PlainScheduler]) -> None:
     with pytest.raises(ConformanceError, match=UNDECLARED[factory]):
         check_scheduler(factory)
+
+
+# --- with drafts ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Span:
+    start: int
+    host_ids: list[int]
+    from_device: bool
+    drafts: int  # of the device
+    max_new: int
+
+    @property
+    def count(self) -> int:
+        return self.from_device + len(self.host_ids) + self.drafts
+
+
+class DraftingScheduler(PlainScheduler):
+    """Goes on from the last id on the device while rows are in flight, and plans as many drafts as there is room for.
+
+    `Job.computed` is an upper bound while drafts are in flight.
+    """
+
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        super().__init__(config, policy)
+        self.next_drafts: dict[RequestId, tuple[int, ...]] = {}
+        self.does_sample: dict[RequestId, bool] = {}
+        self.num_drafts = 0
+
+    def final_tokens(self, request: GenerateRequest) -> int:
+        return self.limit_tokens(request) - (request.sampling.max_tokens > 0)
+
+    def plan(self, *, now_s: float) -> StepPlan | None:
+        self.admit()
+        budget, jobs, spans = self.config.max_step_tokens, list[Job](), list[Span]()
+        for job in self.running:
+            span = self.span(job, budget) if budget else None
+            if span is not None:
+                jobs.append(job)
+                spans.append(span)
+                budget -= span.count
+        if not jobs:
+            return None
+        plan = self.draft_columns(jobs, spans)
+        for job, span in zip(jobs, spans, strict=True):
+            job.is_started, job.sent_blocks, job.computed = True, len(job.blocks), span.start + span.count
+            job.in_flight += 1
+            self.does_sample[job.request.request_id] = span.max_new > 0
+        self.in_flight.append(jobs)
+        self.steps += 1
+        return plan
+
+    def span(self, job: Job, budget: int) -> Span | None:
+        request, start, host_ids = job.request, job.computed, list[int]()
+        is_masked, final = request.sampling.is_masked, self.final_tokens(request)
+        if job.in_flight:
+            goes_on = self.does_sample[request.request_id] and not is_masked and start < final
+            if not goes_on:
+                return None
+        else:
+            host_ids = job.ids[start : start + budget]
+        known_end = start + (len(host_ids) or 1)
+        if not ((job.in_flight or known_end == len(job.ids)) and request.sampling.max_tokens):
+            return Span(start, host_ids, False, 0, 0)
+        room = self.room(final - known_end, budget - (known_end - start))
+        if is_masked:
+            host_drafts = self.next_drafts.get(request.request_id, ())[:room]
+            return Span(start, [*host_ids, *host_drafts], not host_ids, 0, 1 + len(host_drafts))
+        self.num_drafts += room
+        return Span(start, host_ids, not host_ids, room, 1 + room)
+
+    def room(self, to_the_end: int, budget: int) -> int:
+        return max(0, min(self.config.max_drafts, to_the_end, budget))
+
+    def draft_columns(self, jobs: list[Job], spans: list[Span]) -> StepPlan:
+        def column(values: list[int]) -> Any:
+            return np.array(values, np.int32)
+
+        released, self.released = self.released, []
+        return StepPlan(
+            step=self.steps,
+            slots=column([job.slot for job in jobs]),
+            starts=column([span.start for span in spans]),
+            counts=column([span.count for span in spans]),
+            num_host_tokens=column([len(span.host_ids) for span in spans]),
+            max_new=column([span.max_new for span in spans]),
+            token_ids=column([token_id for span in spans for token_id in span.host_ids]),
+            new_block_counts=column([len(job.blocks) - job.sent_blocks for job in jobs]),
+            new_blocks=column([block for job in jobs for block in job.blocks[job.sent_blocks :]]),
+            started=tuple(self.slot_start(job) for job in jobs if not job.is_started),
+            released=tuple(released),
+            draft_counts=column([span.drafts for span in spans]),
+            wants_drafts=np.array([job.request.sampling.is_masked for job in jobs], np.bool_),
+        )
+
+    def take_row(self, job: Job, row: int, plan: StepPlan, result: StepResult, now_s: float) -> list[TokenEvent]:
+        request_id, sampling, planned = job.request.request_id, job.request.sampling, int(plan.max_new[row])
+        if row in result.failed_rows or job.is_spoilt:
+            self.end(job)
+            return [Failed(request_id, FailureKind.INTERNAL, result.failed_rows.get(row, "policy"))]
+        events: list[TokenEvent] = []
+        if not job.is_announced:
+            job.is_announced = True
+            events.append(Scheduled(request_id, 0, now_s - job.arrived_s))
+        if row in result.prompt_logprobs:
+            events.append(Tokens(request_id, (), None, result.prompt_logprobs[row]))
+        self.next_drafts[request_id] = result.next_drafts.get(row, ())
+        sampled = result.tokens_of_rows[row]
+        job.computed -= self.rejected(planned, sampled)
+        kept, stop = self.cut(job, sampled)
+        job.ids += kept
+        if kept:
+            logprobs = result.logprobs[row][: len(kept)] if sampling.logprobs is not None else None
+            events.append(Tokens(request_id, tuple(kept), logprobs))
+        if stop is not None:
+            self.end(job)
+            return [*events, Finished(request_id, FinishReason.STOP, 0, 0, 0, stop)]
+        if len(job.ids) >= self.limit_tokens(job.request) and (planned or job.computed == len(job.ids)):
+            self.end(job)
+            events.append(Finished(request_id, FinishReason.LENGTH, 0, 0, 0))
+        return events
+
+    def rejected(self, planned: int, sampled: list[int]) -> int:
+        return planned - len(sampled)
+
+    def cut(self, job: Job, sampled: list[int]) -> tuple[list[int], int | None]:
+        """The tokens before a stop token, and that."""
+        sampling = job.request.sampling
+        for index, token_id in enumerate(sampled):
+            if token_id in sampling.stop_token_ids and job.outputs + index >= sampling.min_tokens:
+                return sampled[:index], token_id
+        return sampled, None
+
+
+@pytest.mark.parametrize("check", SCHEDULER_CHECKS, ids=attrgetter("__name__"))
+def test_kit_accepts_a_scheduler_that_plans_drafts(check: SchedulerCheck) -> None:
+    made: list[DraftingScheduler] = []
+
+    def make(config: SchedulerConfig, policy: QueuePolicy) -> DraftingScheduler:
+        made.append(DraftingScheduler(config, policy))
+        return made[-1]
+
+    check(make)
+    has_drafts = any(scheduler.num_drafts for scheduler in made)
+    assert has_drafts == (check in DRAFT_CHECKS)
+
+
+class NeverLowersTheBound(DraftingScheduler):
+    def rejected(self, planned: int, sampled: list[int]) -> int:
+        return 0
+
+
+class LowersTheBoundByOneTooMany(DraftingScheduler):
+    def rejected(self, planned: int, sampled: list[int]) -> int:
+        rejected = super().rejected(planned, sampled)
+        return rejected + (rejected > 0)
+
+
+class LowersTheBoundBeforeItKnows(DraftingScheduler):
+    """Plans the next row as if no draft were accepted."""
+
+    def draft_columns(self, jobs: list[Job], spans: list[Span]) -> StepPlan:
+        plan = super().draft_columns(jobs, spans)
+        for span in spans:
+            span.start -= span.drafts
+        return plan
+
+    def rejected(self, planned: int, sampled: list[int]) -> int:
+        return 1 - len(sampled) if planned else 0
+
+
+class KeepsTokensAfterAStop(DraftingScheduler):
+    def cut(self, job: Job, sampled: list[int]) -> tuple[list[int], int | None]:
+        _, stop = super().cut(job, sampled)
+        return (sampled if stop is None else sampled[:-1]), stop
+
+
+class DropsTokensBeforeAStop(DraftingScheduler):
+    def cut(self, job: Job, sampled: list[int]) -> tuple[list[int], int | None]:
+        kept, stop = super().cut(job, sampled)
+        return ([] if stop is not None and len(sampled) > 1 else kept), stop
+
+
+class LooksForAStopInTheFirstTokenAlone(DraftingScheduler):
+    def cut(self, job: Job, sampled: list[int]) -> tuple[list[int], int | None]:
+        _, stop = super().cut(job, sampled[:1])
+        return ([], stop) if stop is not None else (sampled, None)
+
+
+class LiftsTheBanForTheWholeSpan(DraftingScheduler):
+    """Takes a stop token for the end that `min_tokens` still forbids at its place."""
+
+    def cut(self, job: Job, sampled: list[int]) -> tuple[list[int], int | None]:
+        stops, least = job.request.sampling.stop_token_ids, job.request.sampling.min_tokens
+        may_stop = job.outputs + len(sampled) > least + 1 and job.outputs <= least
+        for index, token_id in enumerate(sampled):
+            if token_id in stops and (may_stop or job.outputs >= least) and job.outputs + index != least:
+                return sampled[:index], token_id
+        return sampled, None
+
+
+class CountsDraftsIntoMaxTokens(DraftingScheduler):
+    """Ends when the bound is at the end, whatever was accepted."""
+
+    def take_row(self, job: Job, row: int, plan: StepPlan, *rest: Any) -> list[TokenEvent]:
+        events = super().take_row(job, row, plan, *rest)
+        is_over = plan.max_new[row] > 1 and plan.starts[row] + plan.counts[row] >= self.final_tokens(job.request)
+        if is_over and not job.has_ended:
+            self.end(job)
+            events.append(Finished(job.request.request_id, FinishReason.LENGTH, 0, 0, 0))
+        return events
+
+
+class KeepsOneTokenOfASpan(DraftingScheduler):
+    def cut(self, job: Job, sampled: list[int]) -> tuple[list[int], int | None]:
+        return super().cut(job, sampled[:1])
+
+
+class PlansDraftsBeyondTheEnd(DraftingScheduler):
+    def room(self, to_the_end: int, budget: int) -> int:
+        return super().room(to_the_end + 8, budget)
+
+
+class PlansMoreDraftsThanAllowed(DraftingScheduler):
+    def room(self, to_the_end: int, budget: int) -> int:
+        return max(0, min(self.config.max_drafts + 1, to_the_end, budget))
+
+
+class DoesNotCountDraftsIntoTheBudget(DraftingScheduler):
+    def room(self, to_the_end: int, budget: int) -> int:
+        return super().room(to_the_end, self.config.max_step_tokens)
+
+
+class PlansDeviceDraftsForGrammars(DraftingScheduler):
+    def draft_columns(self, jobs: list[Job], spans: list[Span]) -> StepPlan:
+        for job, span in zip(jobs, spans, strict=True):
+            host_drafts = span.max_new - 1 - span.drafts
+            if job.request.sampling.is_masked and host_drafts > 0:
+                del span.host_ids[-host_drafts:]
+                span.drafts = host_drafts
+        return super().draft_columns(jobs, spans)
+
+
+class KeepsOneLogprobOfASpan(DraftingScheduler):
+    def take_row(self, *arguments: Any) -> list[TokenEvent]:
+        return [
+            Tokens(event.request_id, event.token_ids, event.logprobs[:1])
+            if isinstance(event, Tokens) and event.logprobs
+            else event
+            for event in super().take_row(*arguments)
+        ]
+
+
+class MiscountsDraftsInMaxNew(DraftingScheduler):
+    def draft_columns(self, jobs: list[Job], spans: list[Span]) -> StepPlan:
+        plan = super().draft_columns(jobs, spans)
+        return replace(plan, max_new=np.minimum(plan.max_new, 1).astype(np.int32))
+
+
+class PlansDraftsForAChunk(DraftingScheduler):
+    """A row that does not sample has drafts."""
+
+    def draft_columns(self, jobs: list[Job], spans: list[Span]) -> StepPlan:
+        plan = super().draft_columns(jobs, spans)
+        return replace(plan, max_new=np.where(plan.starts == 0, 0, plan.max_new).astype(np.int32))
+
+
+DRAFT_MUTANTS = {
+    CountsDraftsIntoMaxTokens: "the model gives",
+    DoesNotCountDraftsIntoTheBudget: "tokens in one step; max_step_tokens is",
+    DropsTokensBeforeAStop: "the model gives",
+    KeepsOneLogprobOfASpan: "logprobs for . tokens",
+    KeepsOneTokenOfASpan: "no tokens|are given; its ids are",
+    KeepsTokensAfterAStop: "the model gives",
+    LiftsTheBanForTheWholeSpan: "the model gives",
+    LooksForAStopInTheFirstTokenAlone: "the model gives",
+    LowersTheBoundBeforeItKnows: "its last row ended at",
+    LowersTheBoundByOneTooMany: "its last row ended at",
+    MiscountsDraftsInMaxNew: "drafts of the device, and max_new of 1 leaves 0",
+    NeverLowersTheBound: "its last row ended at",
+    PlansDeviceDraftsForGrammars: "have a grammar and drafts that no mask can be made for",
+    PlansDraftsBeyondTheEnd: "have room for|beyond max_model_tokens",
+    PlansDraftsForAChunk: "drafts of the device, and max_new of 0 leaves 0",
+    PlansMoreDraftsThanAllowed: "5 drafts; max_drafts is 4",
+}
+
+
+@pytest.mark.parametrize("mutant", DRAFT_MUTANTS, ids=attrgetter("__name__"))
+def test_kit_refuses_a_broken_drafting_scheduler(mutant: type[DraftingScheduler]) -> None:
+    def check_all() -> None:
+        for check in DRAFT_CHECKS:
+            check(mutant)
+
+    with pytest.raises(ConformanceError, match=DRAFT_MUTANTS[mutant]):
+        check_all()

@@ -67,12 +67,12 @@ def check_row(row: FakeRow, config: SchedulerConfig) -> None:
     """What a row must be, given what its slot has been through."""
     slot, what = row.slot, row.what
     known, planned_end = len(slot.token_ids), row.planned_start + row.count
-    require(row.count > 0, f"{what}: no tokens")
     if slot.end is None:
         require(row.start >= 0, f"{what}: begins before the sequence")
     else:
         bound = slot.end + sum(slot.rejected.values())
         require(row.start == slot.end, f"{what}: its last row ended at {bound}, drafts in flight included")
+    require(row.count > 0, f"{what}: no tokens")
     _check_drafts(row, config)
     require(row.known_end <= known, f"{what}: only {known} ids are there")
     from_device = row.count - len(row.host_ids) - row.draft_count

@@ -26,6 +26,7 @@ from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Prior
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerCapabilities, StepPlan
 from openinfer_core.testing.errors import ConformanceError, require
+from openinfer_core.testing.scheduler_drafts import DRAFT_CHECKS
 from openinfer_core.testing.scheduler_driver import SchedulerDriver, SchedulerFactory
 from openinfer_core.testing.scheduler_traffic import (
     GRAMMAR,
@@ -290,6 +291,7 @@ SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
     check_aborts,
     check_pressure,
     check_faulty_policy,
+    *DRAFT_CHECKS,
     check_random_traffic,
 )
 

@@ -46,12 +46,20 @@ def make_request(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+    min_tokens: int = 0,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId(request_id),
         prompt_token_ids=prompt,
         sampling=SamplingParams(
-            max_tokens=max_tokens, seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         ),
         priority=priority,
         cache_salt=cache_salt,
