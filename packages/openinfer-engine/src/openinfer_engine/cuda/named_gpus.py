@@ -1,0 +1,54 @@
+"""GPUs by name, for `openinfer plan --gpu`: what a model would take of a card that is not here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from openinfer_core import InvalidRequest
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class NamedGpu:
+    """Implements `openinfer_engine.cuda.planned_gpu.Gpu` for an idle card."""
+
+    name: str
+    architecture: str
+    memory_gib: float
+    """Of all its memory, what CUDA reports as the device's total: less than on the box, and rounded down."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * _GIB)
+
+    def used_bytes(self) -> int:
+        return 0
+
+
+NAMED_GPUS: Mapping[str, NamedGpu] = {
+    "a10g-24g": NamedGpu("NVIDIA A10G", "sm_86", 21.9),
+    "a100-40g": NamedGpu("NVIDIA A100 40GB", "sm_80", 39.3),
+    "a100-80g": NamedGpu("NVIDIA A100 80GB", "sm_80", 79.1),
+    "a6000-48g": NamedGpu("NVIDIA RTX A6000", "sm_86", 47.3),
+    "rtx3090-24g": NamedGpu("NVIDIA GeForce RTX 3090", "sm_86", 23.5),
+    "rtx4090-24g": NamedGpu("NVIDIA GeForce RTX 4090", "sm_89", 23.5),
+    "rtx5090-32g": NamedGpu("NVIDIA GeForce RTX 5090", "sm_120", 31.3),
+    "rtxpro6000-96g": NamedGpu("NVIDIA RTX PRO 6000 Blackwell", "sm_120", 94.9),
+    "l4-24g": NamedGpu("NVIDIA L4", "sm_89", 21.9),
+    "l40s-48g": NamedGpu("NVIDIA L40S", "sm_89", 44.3),
+    "h20-96g": NamedGpu("NVIDIA H20", "sm_90a", 95.0),
+    "h100-80g": NamedGpu("NVIDIA H100 80GB HBM3", "sm_90a", 79.1),
+    "h100-94g": NamedGpu("NVIDIA H100 NVL", "sm_90a", 93.0),
+    "gh200-96g": NamedGpu("NVIDIA GH200 96GB", "sm_90a", 94.5),
+    "h200-141g": NamedGpu("NVIDIA H200", "sm_90a", 139.7),
+    "b200-180g": NamedGpu("NVIDIA B200", "sm_100", 178.3),
+}
+"""By memory in units of 10^9 bytes, as the maker sells it. Only those for whose architecture there are kernels."""
+
+
+def named_gpu(name: str) -> NamedGpu:
+    """Raises `InvalidRequest`: there is no such name."""
+    gpu = NAMED_GPUS.get(name.lower())
+    if gpu is None:
+        raise InvalidRequest(f"--gpu {name[:64]!r} is not known; known are {', '.join(NAMED_GPUS)}", field="gpu")
+    return gpu
