@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -62,6 +62,20 @@ class ModelFamily(Protocol):
         Raises:
             InvalidCheckpoint: the folder is incomplete or contradicts its config.
             Refused: the options cannot be served (memory, devices, plug-ins).
+        """
+        ...
+
+
+@runtime_checkable
+class PlansForGpu(Protocol):
+    """A `ModelFamily` that also plans for GPUs that are not here."""
+
+    def plan_for_gpu(self, model_dir: Path, options: msgspec.Struct, *, gpu: str) -> "FamilyPlan":
+        """`ModelFamily.plan` for GPUs of that name (`h100-80g`); a folder with a `config.json` alone will do.
+
+        Raises:
+            InvalidRequest: the name is not known.
+            Refused: the options cannot be served, or the model does not fit.
         """
         ...
 

@@ -207,8 +207,11 @@ def resolve(
     *,
     timeline: Timeline | None = None,
     rank: int = 0,
+    backend: Backend | None = None,
 ) -> EnginePlan:
     """Checks a model folder and options against each other; reads no weights.
+
+    `backend` stands for a device that is not here; by default the options' own is opened.
 
     Raises:
         InvalidCheckpoint: the folder is incomplete or contradicts its config.
@@ -228,7 +231,7 @@ def resolve(
     timeline.mark("config")
     tiers = choose_tiers(options)
     tag = _model_tag(model_dir, options)
-    backend = open_backend(options, rank=rank)
+    backend = backend or open_backend(options, rank=rank)
     timeline.mark("device", device_bytes=backend.used_bytes())
     specs = _specs(definition, config, tag, options, backend.dtype)
     layouts = tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)

@@ -8,7 +8,7 @@ import msgspec
 
 from openinfer_core import EngineHandle, FamilyPlan
 from openinfer_core.errors import ContractViolation
-from openinfer_engine.launch import launch, plan
+from openinfer_engine.launch import launch, plan, plan_for_gpu
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
 
@@ -40,6 +40,14 @@ class EngineFamily:
             ContractViolation: the options are not the engine's.
         """
         return plan(self.definition, model_dir, _own(options))
+
+    def plan_for_gpu(self, model_dir: Path, options: msgspec.Struct, *, gpu: str) -> FamilyPlan:
+        """See `openinfer_engine.launch.plan_for_gpu`.
+
+        Raises:
+            ContractViolation: the options are not the engine's.
+        """
+        return plan_for_gpu(self.definition, model_dir, _own(options), gpu=gpu)
 
     def launch(self, model_dir: Path, options: msgspec.Struct) -> EngineHandle:
         """The running engine; see `openinfer_engine.launch`.

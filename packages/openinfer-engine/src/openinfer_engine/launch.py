@@ -31,7 +31,7 @@ from openinfer_engine.kv_tiers import (
 )
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.model import ModelDefinition
-from openinfer_engine.options import DeviceKind, EngineOptions, LoopHost
+from openinfer_engine.options import DeviceKind, EngineOptions, LoadFormat, LoopHost
 from openinfer_engine.tracing.trace import NoTrace, Trace, Tracer
 from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import ProcessGroup, start_workers
@@ -45,6 +45,23 @@ CHILD_MODULE = "openinfer_engine.child"
 
 def plan(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> FamilyPlan:
     return resolve(definition, model_dir, options).plan()
+
+
+def plan_for_gpu(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions, *, gpu: str) -> FamilyPlan:
+    """`plan` for GPUs of that name, which need not be here; without safetensors files, of the config's shapes alone.
+
+    Raises:
+        InvalidRequest: the name is not known.
+        Refused: the options cannot be served, or the model does not fit.
+    """
+    from openinfer_engine.cuda.named_gpus import NamedGpuBackend, named_gpu
+
+    has_weights = any(model_dir.glob("*.safetensors"))
+    shapes = {} if has_weights else {"load_format": LoadFormat.DUMMY}
+    asked = msgspec.structs.replace(options, device=DeviceKind.CUDA, **shapes)
+    planned = resolve(definition, model_dir, asked, backend=NamedGpuBackend(named_gpu(gpu), asked)).plan()
+    weights = {} if has_weights else {"weights": "counted from config.json"}
+    return msgspec.structs.replace(planned, parts=planned.parts | weights)
 
 
 def launch(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> EngineHandle:

@@ -1,9 +1,15 @@
 """GPUs by name, for `openinfer plan --gpu`: what a model would take of a card that is not here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from openinfer_core import InvalidRequest
+from openinfer_core import InvalidRequest, Refused
+from openinfer_engine.cuda.planned_gpu import PlannedGpu
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.model import WeightSource
+from openinfer_engine.worker.runner import Worker
+from openinfer_kernels import Ops
 
 _GIB = 1 << 30
 
@@ -52,3 +58,28 @@ def named_gpu(name: str) -> NamedGpu:
     if gpu is None:
         raise InvalidRequest(f"--gpu {name[:64]!r} is not known; known are {', '.join(NAMED_GPUS)}", field="gpu")
     return gpu
+
+
+class NamedGpuBackend(PlannedGpu):
+    """Implements `openinfer_engine.backends.Backend` as far as a plan goes; what needs the card raises `Refused`."""
+
+    def enter_thread(self) -> None:
+        raise self._absent()
+
+    def open_group(self, size: int) -> tuple[bytes, Communicator]:
+        raise self._absent()
+
+    def join_group(self, ticket: bytes, *, rank: int, size: int) -> Communicator:
+        raise self._absent()
+
+    def make_ops(self) -> Ops:
+        raise self._absent()
+
+    def dummy_weights(self, shapes: Mapping[str, Any], *, rank: int, size: int) -> WeightSource:
+        raise self._absent()
+
+    def make_worker(self, model: Any, *, mark: Callable[[str], None], **parts: Any) -> Worker:
+        raise self._absent()
+
+    def _absent(self) -> Refused:
+        return Refused(f"{self._gpu.name} was named for a plan; nothing can be run on it")

@@ -1,4 +1,8 @@
-"""`openinfer plan`: what would serve a model, before anything is loaded; writes and checks lock files."""
+"""`openinfer plan`: what would serve a model, before anything is loaded; writes and checks lock files.
+
+openinfer plan --model DIR --lock FILE
+openinfer plan --config config.json --gpu h100-80g --gpus 8     needs neither the weights nor the GPUs
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -8,12 +12,16 @@ from typing import Any, cast
 
 import msgspec
 
+from openinfer.commands.config_alone import config_as_model
 from openinfer.commands.model_arguments import ModelArguments, parse
 from openinfer.flags import add_flags, read_flags
 from openinfer_core import FamilyPlan, InvalidRequest, OpenInferError, RankLedger
+from openinfer_core.family import PlansForGpu
 from openinfer_server.options import ServerOptions
 
 LOCK_FORMAT = 1
+_DESCRIPTION = "Prints what would serve a model: packages, kernels, memory. Loads nothing."
+_MOST_GPUS = 1024
 _SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser", "endpoints"))  # the server's options that choose a part
 
 
@@ -35,10 +43,15 @@ class LockDiffers(OpenInferError):
 
 def run(argv: Sequence[str]) -> int:
     """Prints the composition; with `--lock` also writes it."""
-    arguments = parse(argv, command="plan", description=__doc__ or "", configure=_configure)
+    with config_as_model(argv) as rest:
+        return _run(rest)
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = parse(argv, command="plan", description=_DESCRIPTION, configure=_configure)
     if arguments.namespace.lock is not None:
         check_writable(Path(arguments.namespace.lock), field="lock")
-    plan: FamilyPlan = arguments.family.plan(arguments.model_dir, arguments.options)
+    plan = _family_plan(arguments)
     composition = _composition(arguments, plan, read_flags(arguments.namespace, ServerOptions))
     if arguments.namespace.json:
         print(msgspec.json.format(msgspec.json.encode(composition)).decode())
@@ -48,6 +61,22 @@ def run(argv: Sequence[str]) -> int:
     if arguments.namespace.lock is not None:
         Path(arguments.namespace.lock).write_bytes(msgspec.json.format(msgspec.json.encode(composition)) + b"\n")
     return 0
+
+
+def _family_plan(arguments: ModelArguments) -> FamilyPlan:
+    gpu, gpus, family = arguments.namespace.gpu, arguments.namespace.gpus, arguments.family
+    if gpu is None:
+        if gpus is not None:
+            raise InvalidRequest("--gpus needs --gpu NAME: for GPUs of this machine there is --tensor-parallel-size")
+        return family.plan(arguments.model_dir, arguments.options)
+    if not isinstance(family, PlansForGpu):
+        raise InvalidRequest(f"--gpu: the family {family.name} ({arguments.plugin.origin}) plans for this machine only")
+    options = arguments.options
+    if gpus is not None:
+        if not 1 <= gpus <= _MOST_GPUS:
+            raise InvalidRequest(f"--gpus is {gpus}; it must be in 1 .. {_MOST_GPUS}", field="gpus")
+        options = msgspec.structs.replace(options, tensor_parallel_size=gpus)
+    return family.plan_for_gpu(arguments.model_dir, options, gpu=gpu)
 
 
 def check_writable(path: Path, *, field: str) -> None:
@@ -110,6 +139,9 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--config", metavar="FILE", help="a config.json alone, in place of --model; needs --gpu")
+    parser.add_argument("--gpu", metavar="NAME", help="plan for such a GPU, which need not be here: h100-80g")
+    parser.add_argument("--gpus", metavar="N", type=int, help="so many of them (default: --tensor-parallel-size)")
     parser.add_argument("--lock", metavar="FILE", help="also write the composition to FILE, for serve --locked")
     others = frozenset(ServerOptions.__struct_fields__) - _SERVER_PARTS
     add_flags(parser, ServerOptions, skip=others)
