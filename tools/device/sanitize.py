@@ -88,19 +88,24 @@ class Larger:
             given = self._host(x), self._host(weight)
             self._require_close(f"linear of {tokens}", ops.linear(x, weight), cpu.linear(*given))
             self._require_close(f"linear_swiglu of {tokens}", ops.linear_swiglu(x, weight), cpu.linear_swiglu(*given))
+            self._require_close(f"linear_geglu of {tokens}", ops.linear_geglu(x, weight), cpu.linear_geglu(*given))
             self._require_close(f"logits of {tokens}", ops.logits(x, weight), cpu.logits(*given))
 
     def attention(self) -> None:
-        for head_dim in (128, 256):
+        for head_dim in (64, 128, 256):
             for rows in (((700, 1), (33, 1)), ((200, 200), (90, 3)), ((900, 16),)):
                 case = make_paged_case(self._rng, rows, num_kv_heads=2, head_dim=head_dim, block_tokens=16)
                 q = self._normal(case.num_tokens, 8 * head_dim).reshape(case.num_tokens, 8, head_dim)
                 blocks = case.kv_cache.reshape(len(case.kv_cache), -1)  # NaN wherever no row's context is
                 cache = self._ops.upload_weight(blocks).reshape(case.kv_cache.shape)
                 where = {"layer": 1, "scale": head_dim**-0.5}
-                expected = self._cpu.paged_attention(self._host(q), self._host(cache), batch=case.batch, **where)
-                got = self._ops.paged_attention(q, cache, batch=self._uploaded(case.batch), **where)
-                self._require_close(f"attention of {rows}", got, expected)
+                sinks = self._rng.normal(size=8).astype(np.float32)
+                for asked in ({}, {"window": 150}, {"window": 40, "soft_cap": 2.0, "sinks": sinks}):
+                    given = self._host(q), self._host(cache)
+                    expected = self._cpu.paged_attention(*given, batch=case.batch, **where, **asked)
+                    there = {name: self._ops.upload(each) if name == "sinks" else each for name, each in asked.items()}
+                    got = self._ops.paged_attention(q, cache, batch=self._uploaded(case.batch), **where, **there)
+                    self._require_close(f"attention of {rows} with {asked}", got, expected)
 
     def sampling(self) -> None:
         ops, cpu, rng = self._ops, self._cpu, self._rng

@@ -8,6 +8,7 @@ from openinfer_bench.kernels.cases import QWEN3_4B, Case, Filler, cases
 from openinfer_bench.kernels.expert_cases import SHAPES, expert_cases
 from openinfer_bench.kernels.report import Row, header, line
 from openinfer_bench.kernels.sparse_cases import sparse_cases
+from openinfer_bench.kernels.variant_cases import GEMMA_3_27B, GPT_OSS, variant_cases
 from openinfer_kernels.cpu import CpuOps
 
 
@@ -48,6 +49,23 @@ def test_cases_of_windows_and_streams_run_and_count_by_hand():
         assert case.bytes == 2 * 512 * 2 * (count + 2 * 64)
     fill = Filler(CpuOps())
     for case in sparse_cases(tokens=[2], context=40):
+        case.prepare(CpuOps(), fill)()
+
+
+def test_cases_of_windows_and_caps_count_what_a_window_reaches():
+    made = {case.shape: case for case in variant_cases([GEMMA_3_27B], tokens=[2, 2000], context=300)}
+    short, long = (made[f"Gemma-3 27B, 2 rows x 1 of {context}, window 1024"] for context in (300, 2400))
+    assert short.bytes == 2 * 128 * (2 * 16 * 2 * 300 + 2 * 32 * 2)
+    assert long.bytes == 2 * 128 * (2 * 16 * 2 * 1024 + 2 * 32 * 2)
+    assert long.flops == 4 * 32 * 128 * 2 * 1024
+    prompt = made["Gemma-3 27B, 1 rows x 2000 of 2000, window 1024"]
+    assert prompt.flops == 4 * 32 * 128 * (sum(range(1, 1025)) + 976 * 1024)
+    assert prompt.bytes == 2 * 128 * (2 * 16 * 2000 + 2 * 32 * 2000)
+
+
+def test_cases_of_windows_and_caps_run():
+    fill = Filler(CpuOps())
+    for case in variant_cases([GPT_OSS], tokens=[2], context=20):
         case.prepare(CpuOps(), fill)()
 
 

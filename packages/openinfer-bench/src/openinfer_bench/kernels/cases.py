@@ -14,7 +14,7 @@ from openinfer_kernels.ops import Array, AttentionBatch, Ops, SamplingBatch
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS
 from openinfer_kernels.rope import RopeParameters, rope_table
 
-_BLOCK_TOKENS = 16
+BLOCK_TOKENS = 16
 _MAX_DECODE_ROWS = 256
 _BF16_BYTES, _FLOAT32_BYTES = 2, 4
 
@@ -183,8 +183,8 @@ def _add_norm(tokens: int, h: int) -> Case:
 
 def _append(tokens: int, model: ModelShape) -> Case:
     def prepare(ops: Ops, fill: Filler) -> Call:
-        batch, num_blocks = _batch(ops, [(tokens, tokens)])
-        cache = fill(num_blocks, 1, 2, model.num_kv_heads, _BLOCK_TOKENS, model.head_dim)
+        batch, num_blocks = paged_batch(ops, [(tokens, tokens)])
+        cache = fill(num_blocks, 1, 2, model.num_kv_heads, BLOCK_TOKENS, model.head_dim)
         qkv, q_norm, k_norm = fill(tokens, model.qkv), fill(model.head_dim), fill(model.head_dim)
         table = rope_table(RopeParameters(theta=1e6), head_dim=model.head_dim, positions=tokens)
         rope = ops.upload(table)
@@ -208,8 +208,8 @@ def _attention(rows: Sequence[tuple[int, int]], model: ModelShape) -> Case:
     heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
 
     def prepare(ops: Ops, fill: Filler) -> Call:
-        batch, num_blocks = _batch(ops, rows)
-        cache = fill(num_blocks, 1, 2, kv_heads, _BLOCK_TOKENS, head_dim)
+        batch, num_blocks = paged_batch(ops, rows)
+        cache = fill(num_blocks, 1, 2, kv_heads, BLOCK_TOKENS, head_dim)
         q = fill(tokens, heads, head_dim)
         return lambda: ops.paged_attention(q, cache, layer=0, batch=batch, scale=head_dim**-0.5)
 
@@ -259,9 +259,9 @@ def _logprobs(rows: int, vocabulary: int) -> Case:
     return Case(operator="logprobs", shape=f"{rows} rows, top 5", tokens=rows, bytes=size, flops=0, prepare=prepare)
 
 
-def _batch(ops: Ops, rows: Sequence[tuple[int, int]]) -> tuple[AttentionBatch, int]:
+def paged_batch(ops: Ops, rows: Sequence[tuple[int, int]]) -> tuple[AttentionBatch, int]:
     """The batch of such rows, their blocks scattered over the cache, and the blocks that the cache needs."""
-    per_row = [-(-context // _BLOCK_TOKENS) for context, _ in rows]
+    per_row = [-(-context // BLOCK_TOKENS) for context, _ in rows]
     order = np.random.default_rng(0).permutation(sum(per_row)).astype(np.int32)
     tables = np.zeros((len(rows), max(per_row)), np.int32)
     positions: list[np.ndarray[Any, Any]] = []
@@ -270,7 +270,7 @@ def _batch(ops: Ops, rows: Sequence[tuple[int, int]]) -> tuple[AttentionBatch, i
         tables[row, :blocks], order = order[:blocks], order[blocks:]
         place = np.arange(context - queries, context)
         positions.append(place)
-        slots.append(tables[row, place // _BLOCK_TOKENS].astype(np.int64) * _BLOCK_TOKENS + place % _BLOCK_TOKENS)
+        slots.append(tables[row, place // BLOCK_TOKENS].astype(np.int64) * BLOCK_TOKENS + place % BLOCK_TOKENS)
     batch = AttentionBatch(
         positions=ops.upload(np.concatenate(positions).astype(np.int32)),
         query_starts=ops.upload(np.cumsum([0, *(queries for _, queries in rows)]).astype(np.int32)),

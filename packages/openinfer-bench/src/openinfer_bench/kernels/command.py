@@ -11,12 +11,14 @@ from openinfer_bench.kernels.cases import QWEN3_4B, cases
 from openinfer_bench.kernels.expert_cases import SHAPES, expert_cases
 from openinfer_bench.kernels.report import Row, header, line
 from openinfer_bench.kernels.sparse_cases import sparse_cases
+from openinfer_bench.kernels.variant_cases import SHAPES as VARIANT_SHAPES
+from openinfer_bench.kernels.variant_cases import variant_cases
 from openinfer_kernels.errors import DeviceUnavailableError
 
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
 _DESCRIPTION = (
-    "The time of each CUDA operator at the shapes of Qwen3-4B, of mixtures of experts and of DeepSeek-V4-Flash, and "
-    "its share of the roofline: the larger of bytes over memory bandwidth and FLOPs over peak."
+    "The time of each CUDA operator at the shapes of Qwen3-4B, of Gemma and gpt-oss, of mixtures of experts and of "
+    "DeepSeek-V4-Flash, and its share of the roofline: the larger of bytes over memory bandwidth and FLOPs over peak."
 )
 
 
@@ -34,10 +36,13 @@ def run(argv: Sequence[str]) -> int:
     timer = Timer(ops)
     rows: list[Row] = []
     limits = f"roofline {options.tbytes} TB/s and {options.tflops} TFLOP/s"
-    _say(f"{ops.device.name}, Qwen3-4B, experts of mixtures, DeepSeek-V4-Flash's windows, {limits}\n{header()}")
+    shapes = "Qwen3-4B, Gemma, gpt-oss, experts of mixtures, DeepSeek-V4-Flash's windows"
+    _say(f"{ops.device.name}, {shapes}, {limits}\n{header()}")
     dense = cases(QWEN3_4B, tokens=options.tokens, context=options.context)
+    variants = variant_cases(VARIANT_SHAPES, tokens=options.tokens, context=options.context)
     mixtures = expert_cases(SHAPES, tokens=options.tokens)
-    for case in itertools.chain(dense, mixtures, sparse_cases(tokens=options.tokens, context=options.context)):
+    sparse = sparse_cases(tokens=options.tokens, context=options.context)
+    for case in itertools.chain(dense, variants, mixtures, sparse):
         if options.operator and case.operator not in options.operator:
             continue
         row = Row.of(case, time_s=timer.time_s(case), tbytes=options.tbytes, tflops=options.tflops)

@@ -36,8 +36,9 @@ struct Variant {
 
   __device__ __forceinline__ int first_seen(int position) const { return max(0, position - window + 1); }
 
-  // c tanh(x / c) = c - 2 c / (1 + exp(2 x / c)), from products to scores. Its error is absolute, below 2^-21 of the
-  // cap: `tanh.approx` is off by 2^-11 of a score, which moves a weight by more than its rounding to BF16 does.
+  // c tanh(x / c) = c - 2 c / (1 + exp(2 x / c)), from products to scores. Its error is absolute, below 2^-20 of the
+  // cap. `tanh.approx` is off by 2^-11 of a score, which moves a weight of a far score by more than its rounding to
+  // BF16 does: results are 1.04 to 6 times as far from the truth, with this function no farther than with the exact one.
   template <int kCount>
   __device__ __forceinline__ void cap_scores(float (&scores)[kCount]) const {
     if (cap == 0.0f) return;
