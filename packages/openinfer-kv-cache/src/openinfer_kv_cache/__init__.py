@@ -16,6 +16,7 @@ from openinfer_kv_cache.errors import (
     SequenceStateError,
 )
 from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
+from openinfer_kv_cache.kv_transfers import KvTransfers
 from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 from openinfer_kv_cache.sequence import BlockSequence
@@ -67,6 +68,7 @@ __all__ = [
     "KvTier",
     "KvTierError",
     "KvTierFactory",
+    "KvTransfers",
     "LastingTier",
     "LayoutMismatchError",
     "LeastRecentlyUsed",
