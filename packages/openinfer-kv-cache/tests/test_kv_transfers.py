@@ -189,5 +189,5 @@ def test_saves_that_take_long_are_cancelled_where_blocks_are_short():
 
 
 def test_a_model_with_recurrent_states_is_refused():
-    with pytest.raises(Refused, match="recurrent states .* plans no copies"):
+    with pytest.raises(Refused, match=r"recurrent states .* plans no copies"):
         make(port=Port(chunks_per_slot=2))

@@ -314,9 +314,12 @@ class SchedulerCapabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     may_shed: bool = False
     """A waiting request may end early with `Failed`: `OVERLOADED`, or `DEADLINE` if it has a `deadline_s`."""
     uses_kv_tiers: bool = False
-    """It has `use_tiers`; `--kv-tier` is refused without."""
+    """It is an `openinfer_kv_cache.TieredScheduler`; `--kv-tier` is refused without."""
     tells_kv_events: bool = False
-    """It has `listen`; `--kv-events` is refused without."""
+    """It is an `openinfer_kv_cache.KvEventSource`; `--kv-events` is refused without."""
+    copies_states: bool = False
+    """It plans `StateCopy`s, so that a model with recurrent states shares prefixes; `--kv-tier` is refused with such a
+    model without."""
     plans_drafts: bool = False
     """Its rows may have drafts; a drafter is refused without."""
 

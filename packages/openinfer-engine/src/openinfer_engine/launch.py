@@ -37,6 +37,7 @@ from openinfer_engine.weights.loading import load_workers
 from openinfer_engine.worker.process_group import ProcessGroup, start_workers
 from openinfer_engine.worker.process_runner import ProcessRunner, load_with_processes
 from openinfer_engine.worker.runner import ThreadRunner
+from openinfer_kv_cache import TieredScheduler
 
 logger = logging.getLogger("openinfer.engine")
 
@@ -129,7 +130,7 @@ def _prepare_tiers(engine_plan: EnginePlan, tiers: OpenTiers | None, scheduler: 
     """What is checked, and what can begin, before the weights are loaded."""
     if tiers is None:
         return MemoryPrefault([])
-    require_tiered(scheduler, name=engine_plan.scheduler.name)
+    _require_tiered(engine_plan, scheduler)
     if engine_plan.options.device is not DeviceKind.CUDA:
         return MemoryPrefault([])
     return begin_prefault(tiers, num_ranks=engine_plan.options.tensor_parallel_size)
@@ -153,10 +154,17 @@ def _join_tiers(
                 undo.callback(theirs.tier.close)
                 shares.append(LocalShare(open_port(theirs, pool=memory, load_timeout_s=load_timeout_s)))
         port = open_port(tiers, pool=memories[0], load_timeout_s=load_timeout_s, shares=shares)
+        undo.callback(port.close)
+        _require_tiered(engine_plan, scheduler).use_tiers(port)
         undo.pop_all()
-    require_tiered(scheduler, name=engine_plan.scheduler.name).use_tiers(port)
     engine_plan.mark("kv_tiers")
     return port
+
+
+def _require_tiered(engine_plan: EnginePlan, scheduler: Scheduler) -> TieredScheduler:
+    return require_tiered(
+        scheduler, name=engine_plan.scheduler.name, has_states=bool(engine_plan.layouts[0].slot_bytes)
+    )
 
 
 def _start_processes(engine_plan: EnginePlan) -> ProcessGroup | None:

@@ -18,8 +18,9 @@ from openinfer_core import (
     Tokens,
     find_plugin,
 )
+from openinfer_core.errors import ContractViolation
 from openinfer_core.queue_policies import FirstComeFirstServed
-from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerCapabilities, SchedulerConfig
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.launch import build_loop
@@ -141,6 +142,12 @@ def test_options_that_mean_nothing_are_refused(options, message):
 class Silent:
     """A third-party scheduler that publishes no events."""
 
+    capabilities = SchedulerCapabilities()
+
+
+class DeclaresAndIsSilent:
+    capabilities = SchedulerCapabilities(tells_kv_events=True)
+
 
 def make_scheduler():
     config = SchedulerConfig(
@@ -150,8 +157,13 @@ def make_scheduler():
 
 
 def test_a_scheduler_that_tells_nobody_is_refused():
-    with pytest.raises(Refused, match="and Silent does not; use token-budget"):
+    with pytest.raises(Refused, match=r"and Silent does not .* use token-budget"):
         open_kv_events("5557", Silent(), block_size_tokens=4)
+
+
+def test_a_scheduler_that_declares_events_and_has_no_listen_is_named():
+    with pytest.raises(ContractViolation, match=r"DeclaresAndIsSilent declares tells_kv_events and has no listen"):
+        open_kv_events("5557", DeclaresAndIsSilent(), block_size_tokens=4)
 
 
 def test_without_pyzmq_the_extra_is_named(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from openinfer_core import InvalidRequest, Plugin, Refused, UnknownPlugin
 from openinfer_core.errors import ContractViolation
-from openinfer_core.scheduling import Scheduler
+from openinfer_core.scheduling import Scheduler, SchedulerCapabilities
 from openinfer_engine import EngineOptions
 from openinfer_engine.kv_tiers import MemoryPrefault, OpenTiers, begin_prefault, choose_tiers, open_port, require_tiered
 from openinfer_engine.kv_tiers.choice import ChosenTiers, require_snapshots
@@ -131,9 +131,32 @@ def test_a_lasting_tier_without_a_key_needs_a_key_file(tmp_path: Path) -> None:
     assert plain(str(path)).open(LAYOUT).digest_key == bytes(range(32))
 
 
-def test_schedulers_without_tiers_are_refused() -> None:
-    with pytest.raises(Refused, match="the scheduler mine uses no KV tiers"):
-        require_tiered(cast("Scheduler", object()), name="mine")
+class _Scheduler:
+    def __init__(self, **declared: bool) -> None:
+        self.capabilities = SchedulerCapabilities(**declared)
+
+
+class _TieredScheduler(_Scheduler):
+    def use_tiers(self, port: object) -> None: ...
+
+
+def test_schedulers_that_declare_no_tiers_are_refused() -> None:
+    with pytest.raises(Refused, match=r"the scheduler mine uses no KV tiers .* use token-budget"):
+        require_tiered(cast("Scheduler", _TieredScheduler()), name="mine")
+
+
+def test_a_scheduler_that_declares_tiers_and_has_no_use_tiers_is_named() -> None:
+    with pytest.raises(ContractViolation, match=r"scheduler mine declares uses_kv_tiers and has no use_tiers"):
+        require_tiered(cast("Scheduler", _Scheduler(uses_kv_tiers=True)), name="mine")
+
+
+def test_tiers_of_a_model_with_states_need_a_scheduler_that_copies_them() -> None:
+    foreign = cast("Scheduler", _TieredScheduler(uses_kv_tiers=True))
+    assert require_tiered(foreign, name="mine") is foreign
+    with pytest.raises(Refused, match="keeps recurrent states, and the scheduler mine plans no copies of them"):
+        require_tiered(foreign, name="mine", has_states=True)
+    copying = cast("Scheduler", _TieredScheduler(uses_kv_tiers=True, copies_states=True))
+    assert require_tiered(copying, name="mine", has_states=True) is copying
 
 
 class _OnDevice(HostPool):

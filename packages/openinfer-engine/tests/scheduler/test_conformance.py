@@ -139,6 +139,21 @@ class SealsWhatIsNotComputed(TokenBudgetScheduler):
         return super().apply(plan, StepResult.of_single_tokens(ids), now_s=now_s)
 
 
+class SharesPrefixesAllTheSame(TokenBudgetScheduler):
+    """Heeds neither that `prefix_cache` is off, nor the states of a model that has some."""
+
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        super().__init__(msgspec.structs.replace(config, prefix_cache=True, num_snapshots=0), policy)
+
+
+class SharesPrefixesWithoutTheirStates(SharesPrefixesAllTheSame):
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        if config.num_snapshots:
+            super().__init__(config, policy)
+        else:
+            TokenBudgetScheduler.__init__(self, config, policy)
+
+
 def changed(plan: StepPlan, **changes: Any) -> StepPlan:
     return StepPlan(**{**{name: getattr(plan, name) for name in StepPlan.__slots__}, **changes})
 
@@ -151,6 +166,8 @@ def changed(plan: StepPlan, **changes: Any) -> StepPlan:
         (ForgetsOutputsAtResumption, "only . ids are there"),
         (DrawsASeedAtResumption, "starts with seed"),
         (MisplacesANewBlock, "write to the same block|holds nothing|another prefix|have room"),
+        (SharesPrefixesAllTheSame, "cached tokens; prefix_cache is off"),
+        (SharesPrefixesWithoutTheirStates, "its slot holds the states of another prefix"),
         (SealsWhatIsNotComputed, "its last row ended|the model gives"),
     ],
 )

@@ -202,6 +202,25 @@ def check_cache_isolation(factory: SchedulerFactory) -> None:
         check_served_in_full(driver, requests)
 
 
+def check_unshared_prefixes(factory: SchedulerFactory) -> None:
+    """Without `prefix_cache` no prefix is shared; with `num_snapshots` one may be where its states are copied, too.
+
+    So it is for a model with recurrent states: the device's states notice a row that begins without them.
+    """
+    for max_in_flight in OVERLAPS:
+        for num_snapshots in (0, 3):
+            config = msgspec.structs.replace(make_config(), prefix_cache=False, num_snapshots=num_snapshots)
+            driver = SchedulerDriver(factory, config, max_in_flight=max_in_flight)
+            requests = [make_request(index, prompt=(*range(20), index), max_tokens=4) for index in range(4)]
+            for request in requests:
+                submit_served(driver, request)
+                driver.run()
+                scheduled = driver.accounts[request.request_id].scheduled
+                cached = 0 if scheduled is None or num_snapshots else scheduled.cached_tokens
+                require(not cached, f"request {request.request_id} has {cached} cached tokens; prefix_cache is off")
+            check_served_in_full(driver, requests)
+
+
 def check_log_probabilities(factory: SchedulerFactory) -> None:
     """Each token's and each prompt token's log-probabilities arrive once and in order, preemptions or not."""
     for max_in_flight in OVERLAPS:
@@ -285,6 +304,7 @@ SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
     check_queue_order,
     check_failed_rows,
     check_cache_isolation,
+    check_unshared_prefixes,
     check_seeds,
     check_log_probabilities,
     check_grammars,

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from openinfer_core.errors import Refused
+from openinfer_core.errors import ContractViolation, Refused
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_events.setting import parse_kv_events
@@ -13,19 +13,23 @@ def open_kv_events(text: str, scheduler: Scheduler, *, block_size_tokens: int) -
     """Opens the sockets that `text` asks for and lets the scheduler tell of its blocks.
 
     Raises:
+        ContractViolation: the scheduler declares that it tells of its blocks, and has no `listen`.
         Refused: the scheduler does not tell of its blocks, pyzmq is not installed, or an endpoint cannot be had.
         ValueError: the text is not of its form.
     """
     setting = parse_kv_events(text)
-    if not isinstance(scheduler, KvEventSource):
+    if not scheduler.capabilities.tells_kv_events:
         raise Refused(
-            f"kv_events needs a scheduler that tells of its blocks (KvEventSource), and {type(scheduler).__name__} "
-            "does not; use token-budget"
+            f"kv_events needs a scheduler that tells of its blocks, and {type(scheduler).__name__} does not (it does "
+            "not declare tells_kv_events); use token-budget, or leave kv_events out"
         )
+    source: object = scheduler
+    if not isinstance(source, KvEventSource):
+        raise ContractViolation(f"{type(scheduler).__name__} declares tells_kv_events and has no listen(listener)")
     if find_spec("zmq") is None:
         raise Refused("kv_events needs pyzmq; install it with pip install 'openinfer-engine[kv-events]'")
     from openinfer_engine.kv_events.publisher import KvEventPublisher
 
     recorder = KvEventRecorder(KvEventPublisher(setting, block_size_tokens=block_size_tokens))
-    scheduler.listen(recorder)
+    source.listen(recorder)
     return recorder

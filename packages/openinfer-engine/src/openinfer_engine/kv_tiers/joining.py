@@ -15,11 +15,27 @@ from openinfer_kv_cache import DeviceTier, KvTier, TieredScheduler
 _GIB = 1 << 30
 
 
-def require_tiered(scheduler: Scheduler, *, name: str) -> TieredScheduler:
-    """The scheduler as one that can use tiers; `Refused` if it cannot."""
-    if not isinstance(scheduler, TieredScheduler):
-        raise Refused(f"--kv-tier: the scheduler {name} uses no KV tiers; leave one of the two out")
-    return scheduler
+def require_tiered(scheduler: Scheduler, *, name: str, has_states: bool = False) -> TieredScheduler:
+    """The scheduler as one that can use tiers, of a model with recurrent states or without.
+
+    Raises:
+        Refused: it declares that it cannot.
+        ContractViolation: it declares what it has not.
+    """
+    if not scheduler.capabilities.uses_kv_tiers:
+        raise Refused(
+            f"--kv-tier: the scheduler {name} uses no KV tiers (it does not declare uses_kv_tiers); leave one of the "
+            "two out, or use token-budget"
+        )
+    if has_states and not scheduler.capabilities.copies_states:
+        raise Refused(
+            f"--kv-tier: the model keeps recurrent states, and the scheduler {name} plans no copies of them (it does "
+            "not declare copies_states), without which a prefix is of no use; use token-budget, or leave --kv-tier out"
+        )
+    tiered: object = scheduler
+    if not isinstance(tiered, TieredScheduler):
+        raise ContractViolation(f"the scheduler {name} declares uses_kv_tiers and has no use_tiers(port)")
+    return tiered
 
 
 def begin_prefault(tiers: OpenTiers, *, num_ranks: int = 1) -> MemoryPrefault:

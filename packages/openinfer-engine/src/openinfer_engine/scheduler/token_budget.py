@@ -46,7 +46,7 @@ class TokenBudgetScheduler:
         Refused: `config.options` has any: it knows none.
     """
 
-    capabilities = SchedulerCapabilities(uses_kv_tiers=True, tells_kv_events=True)
+    capabilities = SchedulerCapabilities(uses_kv_tiers=True, tells_kv_events=True, copies_states=True)
 
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
         refuse_unknown_options(config.options, known=())
