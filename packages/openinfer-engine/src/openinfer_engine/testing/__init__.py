@@ -8,6 +8,9 @@ from openinfer_engine.testing.answers import (
     run_together,
     top_differences,
 )
+from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, DraftedSteps
+from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter, scripted_drafter, with_drafter
+from openinfer_engine.testing.drafts import check_drafts, drafted_requests
 from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps, step_at_random
 from openinfer_engine.testing.golden import Golden
 from openinfer_engine.testing.launched import ask_launched, check_launched
@@ -25,25 +28,34 @@ from openinfer_engine.testing.traffic import Traffic, random_requests
 __all__ = [
     "Answer",
     "Distance",
+    "DraftKind",
+    "DraftedAnswer",
+    "DraftedSizes",
+    "DraftedSteps",
     "FamilyHarness",
     "Golden",
     "QueriesOneOff",
     "RecordedModel",
     "RoundedOps",
+    "ScriptedDrafter",
     "Traffic",
     "answered_logprobs",
     "ask_launched",
     "bf16_exact",
+    "check_drafts",
     "check_family",
     "check_launched",
     "check_steps",
     "computed_logprobs",
+    "drafted_requests",
     "prompt_differences",
     "random_requests",
     "random_weights",
     "run_alone",
     "run_at_once",
     "run_together",
+    "scripted_drafter",
     "step_at_random",
     "top_differences",
+    "with_drafter",
 ]
