@@ -5,7 +5,7 @@ scheduler's contract, NumPy columns), `queue_policies`, `contracts` (their numbe
 `simulated` (an engine without a model) and `testing` (conformance kits).
 """
 
-from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
+from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats, PluginFaults, SlowCall
 from openinfer_core.errors import (
     AmbiguousPlugin,
     BrokenPlugin,
@@ -17,6 +17,7 @@ from openinfer_core.errors import (
     MixedReleases,
     OpenInferError,
     PluginError,
+    PluginFault,
     Refused,
     UnclaimedModel,
     UnknownPlugin,
@@ -63,12 +64,15 @@ __all__ = [
     "OpenInferError",
     "Plugin",
     "PluginError",
+    "PluginFault",
+    "PluginFaults",
     "Preamble",
     "RankLedger",
     "Refused",
     "RequestId",
     "SamplingParams",
     "Scheduled",
+    "SlowCall",
     "TerminalEvent",
     "TokenEvent",
     "TokenLogprobs",

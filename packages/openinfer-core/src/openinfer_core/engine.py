@@ -56,6 +56,26 @@ class KvTierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Partial transfers, by reason; each cost a recomputation at most."""
 
 
+class PluginFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often a plug-in broke its contract, since the engine began."""
+
+    group: str
+    """Of entry points, such as `openinfer.schedulers`."""
+    plugin: str
+    """Its name, its distribution and that one's version, as `EngineInfo.composition` has them."""
+    counts: dict[str, int]
+    """By kind; those that never happened are there with 0."""
+
+
+class SlowCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plug-in has had the step loop for longer than a second, and cannot be interrupted."""
+
+    plugin: str
+    call: str
+    """What it was called for: `plan`, `apply`, `add` or `abort`."""
+    age_s: float
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A snapshot of gauges and counters (counters start at 0 with the engine)."""
 
@@ -93,6 +113,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Times a KV tier raised where it may not; it is not used after that."""
     kv_tiers: tuple[KvTierStats, ...] = ()
     """One for each KV tier, fastest first."""
+    plugin_faults: tuple[PluginFaults, ...] = ()
+    """One for each plug-in that is guarded."""
+    slow_call: SlowCall | None = None
     step_age_s: float = 0.0
     """Seconds since the loop last completed an iteration while there was work; 0 when idle. Health is this number."""
 

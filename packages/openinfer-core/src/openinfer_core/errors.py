@@ -13,6 +13,7 @@ OpenInferError
 ├── MixedReleases         packages of openinfer that are installed do not belong together
 ├── EngineClosed          the engine has ended or its process died
 └── ContractViolation     a part broke the contract: a bug of that part, never of the user
+    └── PluginFault       a plug-in did so in a way that ends the engine; the message names it, for clients too
 """
 
 
@@ -77,3 +78,11 @@ class EngineClosed(OpenInferError):
 
 class ContractViolation(OpenInferError):
     """A scheduler, runner or plug-in did what the contract forbids."""
+
+
+class PluginFault(ContractViolation):
+    """A plug-in broke its contract, and the engine cannot go on.
+
+    The message names the plug-in and its distribution, quotes no exception and may be shown to a client: every open
+    request ends with it. What the plug-in raised is the `__cause__`.
+    """

@@ -8,6 +8,7 @@ What a scheduler returns passes through `record`. Events of requests that are no
 a terminal event's counts are replaced by the ledger's own.
 """
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import msgspec
@@ -40,6 +41,10 @@ class Ledger:
     @property
     def open_ids(self) -> tuple[RequestId, ...]:
         return tuple(self._open)
+
+    @property
+    def open_view(self) -> AbstractSet[RequestId]:
+        return self._open.keys()
 
     def open(self, request: GenerateRequest) -> None:
         """Begins an account; `ContractViolation` if the id is open already."""

@@ -3,8 +3,11 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
+import msgspec
 import pytest
 
 from openinfer_core import (
@@ -15,11 +18,14 @@ from openinfer_core import (
     Finished,
     FinishReason,
     GenerateRequest,
+    PluginFault,
     RequestId,
+    SamplingParams,
     Scheduled,
     TokenEvent,
     Tokens,
 )
+from openinfer_core.process.deadlines import Deadlines
 from openinfer_core.process.host import LoopRunner
 from openinfer_core.process.wire import Abort, Close, Submit
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
@@ -38,6 +44,7 @@ class ScriptedLoop:
         self.aborted: list[RequestId] = []
         self.on_submit: Callable[[GenerateRequest], list[TokenEvent]] = lambda request: []
         self.on_step: Callable[[], list[TokenEvent]] = list
+        self.on_reconcile: Callable[[set[RequestId]], list[TokenEvent]] = lambda open_ids: []
         self.on_close: Callable[[], None] = lambda: None
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
@@ -49,6 +56,9 @@ class ScriptedLoop:
 
     def step(self) -> list[TokenEvent]:
         return self.on_step()
+
+    def reconcile(self, open_ids: AbstractSet[RequestId]) -> list[TokenEvent]:
+        return self.on_reconcile(set(open_ids))
 
     def stats(self) -> EngineStats:
         return EngineStats(running=7)
@@ -240,3 +250,123 @@ def test_duplicate_id_ends_the_engine_because_the_handles_before_it_refuse_one(
 @pytest.fixture(autouse=True)
 def _log_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+
+
+# --- lost requests, deadlines, plug-ins that end the engine ---------------------------------------------------
+
+
+def test_request_that_the_loop_lost_ends_within_a_second(make_request: MakeRequest) -> None:
+    loop = ScriptedLoop()  # it never has work, whatever was submitted
+    lost = Failed(RequestId(1), FailureKind.INTERNAL, "lost by the scheduler x")
+    host = LoopRunner(loop)
+    loop.on_reconcile = lambda open_ids: [lost] if open_ids else []
+    delivered: list[TokenEvent] = []
+
+    def deliver(events: list[TokenEvent]) -> None:
+        delivered.extend(events)
+        host.post(Close())
+
+    host.post(Submit(make_request(1)))
+    begin_s = time.monotonic()
+    host.run(deliver)
+    assert delivered == [lost]
+    assert time.monotonic() - begin_s < 1.0
+    assert host.died is None
+
+
+def test_open_requests_alone_are_reconciled(make_request: MakeRequest) -> None:
+    loop = ScriptedLoop()
+    seen: list[set[RequestId]] = []
+    ended = Finished(RequestId(1), FinishReason.LENGTH, 3, 0, 0)
+    loop.on_submit = lambda request: [ended] if request.request_id == 1 else []
+
+    def reconcile(open_ids: set[RequestId]) -> list[TokenEvent]:
+        seen.append(open_ids)
+        host.post(Close())
+        return []
+
+    loop.on_reconcile = reconcile
+    host = LoopRunner(loop)
+    host.post(Submit(make_request(1)))
+    host.post(Submit(make_request(2)))
+    host.run(lambda events: None)
+    assert seen == [{RequestId(2)}]
+
+
+def run_until_close(loop: ScriptedLoop, *requests: GenerateRequest, now_s: list[float]) -> list[TokenEvent]:
+    """Each step takes a second; closes when no request is open."""
+    host = LoopRunner(loop, clock=lambda: now_s[0])
+    delivered: list[TokenEvent] = []
+
+    def step() -> list[TokenEvent]:
+        now_s[0] += 1.0
+        return []
+
+    def reconcile(open_ids: set[RequestId]) -> list[TokenEvent]:
+        if not open_ids:
+            host.post(Close())
+        return []
+
+    loop.busy = True
+    loop.on_step, loop.on_reconcile = step, reconcile
+    for request in requests:
+        host.post(Submit(request))
+    host.run(delivered.extend)
+    return delivered
+
+
+def test_deadline_ends_a_request_whatever_the_loop_does(make_request: MakeRequest) -> None:
+    loop, now_s = ScriptedLoop(), [100.0]
+    late = msgspec.structs.replace(make_request(1), deadline_s=4.5)
+    later = msgspec.structs.replace(make_request(2), deadline_s=7.0)
+    delivered = run_until_close(loop, later, late, now_s=now_s)
+    assert delivered == [
+        Failed(RequestId(1), FailureKind.DEADLINE, "the request was not done within its deadline_s of 4.5"),
+        Failed(RequestId(2), FailureKind.DEADLINE, "the request was not done within its deadline_s of 7"),
+    ]
+    assert loop.aborted == [1, 2]
+    assert 107.0 <= now_s[0] < 110.0
+
+
+def test_deadline_of_an_ended_request_ends_no_other_with_its_id() -> None:
+    deadlines = Deadlines()
+    request = GenerateRequest(
+        request_id=RequestId(1), prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1), deadline_s=5.0
+    )
+    open_requests = {RequestId(1)}
+    deadlines.begin(request, now_s=0.0, open_requests=open_requests)
+    # It ends, and its id comes again: once without a deadline, once with a later one.
+    without = msgspec.structs.replace(request, deadline_s=None)
+    deadlines.begin(without, now_s=1.0, open_requests=open_requests)
+    assert list(deadlines.take_late(10.0, open_requests)) == []
+    deadlines.begin(request, now_s=20.0, open_requests=open_requests)
+    deadlines.begin(request, now_s=22.0, open_requests=open_requests)
+    assert list(deadlines.take_late(26.0, open_requests)) == []
+    assert [failure.request_id for failure in deadlines.take_late(27.0, open_requests)] == [1]
+    assert list(deadlines.take_late(99.0, open_requests)) == []
+
+
+def test_deadlines_of_ended_requests_take_no_memory() -> None:
+    deadlines, sampling = Deadlines(), SamplingParams(max_tokens=1)
+    for index in range(5000):
+        request = GenerateRequest(
+            request_id=RequestId(index), prompt_token_ids=(1,), sampling=sampling, deadline_s=3600.0
+        )
+        deadlines.begin(request, now_s=float(index), open_requests={RequestId(index), RequestId(0)})
+    assert len(deadlines) < 200
+    assert [failure.request_id for failure in deadlines.take_late(1e9, {RequestId(0), RequestId(4999)})] == [0, 4999]
+
+
+@pytest.mark.parametrize("where", ["on_submit", "on_step", "on_reconcile"])
+def test_plug_in_that_breaks_its_contract_is_named_to_every_request(
+    make_request: MakeRequest, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    loop = ScriptedLoop()
+    loop.busy = True
+    fault = PluginFault("the scheduler x (mine 1.0) raised ValueError in plan; the engine ends")
+    setattr(loop, where, failing(fault))
+    host, delivered = run(loop, Submit(make_request(1)))
+    assert delivered == [Failed(RequestId(1), FailureKind.SHUTDOWN, str(fault))]
+    assert (host.died, host.reason) == (fault, str(fault))
+    assert "x (mine 1.0)" in caplog.text
+    assert loop.closed == 1

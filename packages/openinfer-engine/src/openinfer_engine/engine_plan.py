@@ -9,15 +9,25 @@ from typing import Any
 
 import msgspec
 
-from openinfer_core import EngineInfo, FamilyPlan, InvalidRequest, Plugin, Refused, find_plugin, read_config
+from openinfer_core import (
+    BrokenPlugin,
+    EngineInfo,
+    FamilyPlan,
+    InvalidRequest,
+    Plugin,
+    Refused,
+    find_plugin,
+    read_config,
+)
 from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
-from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerConfig
+from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerCapabilities, SchedulerConfig
 from openinfer_core.timeline import Timeline
 from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.drafting import ChosenDrafter, choose_drafter
 from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler
+from openinfer_engine.guard import GuardOptions, PlanCheck
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
 from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.kv_events.recorder import KvEventRecorder
@@ -30,12 +40,14 @@ from openinfer_engine.memory_plan import (
     weights_bytes_of_rank,
 )
 from openinfer_engine.model import ModelDefinition, ModelLimits
-from openinfer_engine.options import EngineOptions, LoadFormat
+from openinfer_engine.options import DEFAULT_QUEUE_POLICY, EngineOptions, LoadFormat
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.fingerprint import fingerprint
 from openinfer_engine.weights.stored_config import check_stored
 from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
+
+_OUR_DISTRIBUTION = "openinfer-engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +180,35 @@ class EnginePlan:
         """Blocks are named with `digest_key`, or one that is drawn; raises `BrokenPlugin`."""
         policy = self.queue_policy.load()(QueuePolicyConfig(tenant_weights=self.options.tenant_weights))
         make: Callable[..., Scheduler] = self.scheduler.load()
-        return make(msgspec.structs.replace(self.scheduler_config, digest_key=digest_key), policy)
+        scheduler = make(msgspec.structs.replace(self.scheduler_config, digest_key=digest_key), policy)
+        self._check_capabilities(scheduler)
+        return scheduler
+
+    def _check_capabilities(self, scheduler: Scheduler) -> None:
+        declared: object = getattr(scheduler, "capabilities", None)
+        if not isinstance(declared, SchedulerCapabilities):
+            raise BrokenPlugin(
+                f"the scheduler {_origin(self.scheduler)} has no capabilities of type SchedulerCapabilities: it was "
+                "written for an older openinfer; see docs/reference/write-a-scheduler.md"
+            )
+        if declared.own_policy and (self.options.queue_policy is not None or self.options.tenant_weights):
+            raise Refused(
+                f"the scheduler {_origin(self.scheduler)} orders requests by itself and asks no queue policy: leave "
+                "queue_policy and tenant_weights out, or choose another scheduler"
+            )
+
+    @property
+    def guard_options(self) -> GuardOptions:
+        """Plans of schedulers of other packages are checked; ours are, in tests."""
+        distribution = self.scheduler.entry_point.dist
+        is_ours = distribution is not None and distribution.name == _OUR_DISTRIBUTION
+        config, num_token_ids = self.scheduler_config, self.worker_limits.num_token_ids
+        return GuardOptions(
+            plugin=_origin(self.scheduler),
+            rows=config,
+            starvation_timeout_s=self.options.starvation_timeout_s,
+            plan_check=None if is_ours else PlanCheck(config, num_token_ids=num_token_ids),
+        )
 
     def open_kv_events(self, scheduler: Scheduler) -> KvEventRecorder | None:
         """Raises `Refused`: the scheduler does not tell, pyzmq is not installed, or an endpoint cannot be had."""
@@ -267,7 +307,7 @@ def resolve(
         num_blocks=num_blocks,
         weights_bytes=weights_bytes,
         scheduler=find_plugin(SCHEDULERS, options.scheduler),
-        queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy),
+        queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy or DEFAULT_QUEUE_POLICY),
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
         drafter=choose_drafter(options),
         kernel_providers=choose_providers(options.kernel_providers, architecture=backend.architecture),

@@ -118,6 +118,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         info=info,
         scheduler=scheduler,
         runner=runner,
+        guard=engine_plan.guard_options,
         grammar_compiler=compiler,
         kv_events=kv_events,
         port=port,

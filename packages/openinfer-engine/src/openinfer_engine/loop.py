@@ -10,6 +10,7 @@ overlap.
 
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import msgspec
@@ -25,11 +26,11 @@ from openinfer_core import (
     RequestId,
     TokenEvent,
 )
-from openinfer_core.errors import ContractViolation
 from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import Scheduler, StepPlan
 from openinfer_engine.drafting import DrafterFaults
 from openinfer_engine.grammars.masking import MaskedRequests
+from openinfer_engine.guard import GuardOptions, SchedulerGuard
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.port import PoolTierPort
 from openinfer_engine.tracing.trace import LOOP, NoTrace, Tracer
@@ -48,7 +49,8 @@ class _InFlight:
 class StepLoop:
     """Implements `openinfer_core.process.host.EngineLoop` with a scheduler and a runner.
 
-    The runner, the port, the grammar compiler, the recorder of KV events and the tracer are closed with it.
+    The scheduler is called through its guard alone; without options its plans and rows are not watched. The runner,
+    the port, the grammar compiler, the recorder of KV events and the tracer are closed with it.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class StepLoop:
         info: EngineInfo,
         scheduler: Scheduler,
         runner: Runner,
+        guard: GuardOptions | None = None,
         grammar_compiler: GrammarCompiler | None = None,
         kv_events: KvEventRecorder | None = None,
         port: PoolTierPort | None = None,
@@ -66,6 +69,7 @@ class StepLoop:
     ) -> None:
         self._info = info
         self._scheduler = scheduler
+        self._guard = SchedulerGuard(scheduler, guard or GuardOptions(plugin=type(scheduler).__name__), clock=clock)
         self._runner = runner
         self._clock = clock
         self._kv_events = kv_events
@@ -92,7 +96,7 @@ class StepLoop:
         """Whether there is work: requests, a step in flight, blocks on their way from or to tiers, or a dead rank."""
         is_moving = self._port is not None and self._port.is_moving
         return (
-            len(self._scheduler.unfinished_ids) > 0
+            self._guard.num_unfinished > 0
             or self._in_flight is not None
             or self._masked.num_compiling > 0
             or is_moving
@@ -115,7 +119,7 @@ class StepLoop:
                 return [Failed(request.request_id, FailureKind.OVERLOADED, message)]
             self._masked.begin(request, now_s=self._clock())
             return self._add_compiled()
-        return self._scheduler.add(request, now_s=self._clock())
+        return self._guard.add(request, now_s=self._clock())
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
         events = self._end(request_id)
@@ -127,13 +131,13 @@ class StepLoop:
         if withdrawn is not None:
             return [Finished(request_id, FinishReason.ABORT, len(withdrawn.prompt_token_ids), 0, 0)]
         self._masked.forget(request_id)
-        return self._scheduler.abort(request_id)
+        return self._guard.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
         """Plans and launches a step, then waits for the one before it.
 
         Raises:
-            ContractViolation: the scheduler has unfinished requests and nothing to run: it is wedged.
+            PluginFault: the scheduler raised, planned what cannot be, or has unfinished requests and nothing to run.
             GroupBroken: a rank is gone.
         """
         if self._runner.failure is not None:
@@ -143,7 +147,7 @@ class StepLoop:
         if self._port is not None:
             self._port.settle()
         with self._tracer.span(LOOP, "plan"):
-            plan = self._scheduler.plan(now_s=self._clock())
+            plan = self._guard.plan()
         before, self._in_flight = self._in_flight, None
         failures: list[Failed] = []
         if plan is not None:
@@ -162,11 +166,19 @@ class StepLoop:
             self._kv_events.flush()
         return events
 
+    def reconcile(self, open_ids: AbstractSet[RequestId]) -> list[TokenEvent]:
+        """Ends what the scheduler has lost or starves; requests that wait for a grammar are the loop's own."""
+        events: list[TokenEvent] = [*self._guard.reconcile(open_ids - self._masked.compiling_ids)]
+        for event in events:
+            self._masked.forget(event.request_id)
+        self._tracer.told(events)
+        return events
+
     def _finish(self, step: _InFlight) -> list[TokenEvent]:
         with self._tracer.span(LOOP, "wait", step=step.plan.step):
             result = step.pending.result()
         with self._tracer.span(LOOP, "apply", step=step.plan.step):
-            return self._scheduler.apply(step.plan, result, now_s=self._clock())
+            return self._guard.apply(step.plan, result)
 
     def stats(self) -> EngineStats:
         stats = msgspec.structs.replace(self._scheduler.stats(), drafter_faults=self._drafter_faults.count)
@@ -191,8 +203,8 @@ class StepLoop:
         if self._port is not None and self._port.is_moving:
             self._port.wait(_TIER_WAIT_S)
             return
-        if unfinished := len(self._scheduler.unfinished_ids):
-            raise ContractViolation(f"the scheduler is wedged: {unfinished} requests and no plan")
+        if unfinished := self._guard.num_unfinished:
+            raise self._guard.wedged(unfinished)
         if self._masked.num_compiling > 0:
             self._masked.wait(_COMPILER_WAIT_S)
 
@@ -202,7 +214,7 @@ class StepLoop:
             if compiled.failure is not None:
                 events.append(compiled.failure)
             else:
-                events += self._scheduler.add(compiled.request, now_s=compiled.arrived_s)
+                events += self._guard.add(compiled.request, now_s=compiled.arrived_s)
         return events
 
     def _refusal(self, request: GenerateRequest) -> str | None:

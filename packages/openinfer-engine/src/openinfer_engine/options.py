@@ -9,6 +9,8 @@ from openinfer_core.scheduler_options import parse_scheduler_options
 from openinfer_core.scheduling import MAX_DRAFTS
 from openinfer_engine.kv_events.setting import parse_kv_events
 
+DEFAULT_QUEUE_POLICY = "fcfs"
+
 
 class LoadFormat(StrEnum):
     """Where weights come from."""
@@ -103,8 +105,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     scheduler_option: list[str] = []
     """An option of the scheduler's own, NAME=VALUE; repeat the flag for several. A scheduler refuses those that it does
     not know."""
-    queue_policy: str = "fcfs"
-    """Name in the group openinfer.queue_policies."""
+    queue_policy: str | None = None
+    """Name in the group openinfer.queue_policies; by default fcfs (first come, first served). A scheduler that
+    declares a policy of its own takes none."""
+    starvation_timeout_s: int = 300
+    """Seconds after which a request that the scheduler could have run, and did not, ends with an error that names the
+    scheduler."""
     tenant_weights: dict[str, float] = {}
     """Shares per tenant for the fair-share policy: gold=4,free=1."""
     drafter: str | None = None
@@ -152,6 +158,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _check("num_blocks", self.num_blocks, 1, 2**31 - 1)
         _check("max_drafts", self.max_drafts, 1, MAX_DRAFTS)
         _check("kv_load_timeout_ms", self.kv_load_timeout_ms, 1, 600_000)
+        _check("starvation_timeout_s", self.starvation_timeout_s, 1, 86_400)
         _check("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
         if not 0.05 <= self.gpu_memory_fraction <= 1:
             raise InvalidRequest(

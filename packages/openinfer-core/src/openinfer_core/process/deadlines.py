@@ -19,10 +19,8 @@ class Deadlines:
         self._next_serial = itertools.count()
         self._num_kept = 0  # entries after the heap was last made anew
 
-    @property
-    def next_due_s(self) -> float | None:
-        """On the host's clock."""
-        return self._heap[0][0] if self._heap else None
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def begin(self, request: GenerateRequest, *, now_s: float, open_requests: "Container[object]") -> None:
         """Notes a request that has arrived; `open_requests` are those that have not ended."""

@@ -10,19 +10,24 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 import msgspec
 
 from openinfer_core.engine import EngineInfo, EngineStats
+from openinfer_core.errors import PluginFault
 from openinfer_core.events import Failed, FailureKind, TokenEvent
 from openinfer_core.ledger import Ledger
+from openinfer_core.process.deadlines import Deadlines
 from openinfer_core.process.wire import Abort, Close, Submit
 from openinfer_core.request import GenerateRequest, RequestId
 
 logger = logging.getLogger("openinfer.engine")
 
 _IDLE_LOOK_S = 1.0  # between two looks at a loop without work
+# Between two comparisons of the ledger with what the loop has: a request that was lost ends within a second.
+_RECONCILE_S = 0.25
 
 Deliver = Callable[[list[TokenEvent]], None]
 Command = Submit | Abort | Close
@@ -44,7 +49,8 @@ class EngineLoop(Protocol):
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
         """Takes a request; its id is not in use. Returns what can be said at once.
 
-        May raise: the request then fails with `INTERNAL`, and `abort` is called in case it was taken in part.
+        May raise: the request then fails with `INTERNAL`, and `abort` is called in case it was taken in part; but a
+        `PluginFault` ends the engine.
         """
         ...
 
@@ -54,6 +60,16 @@ class EngineLoop(Protocol):
 
     def step(self) -> list[TokenEvent]:
         """Runs one iteration; returns its events. May raise only if the engine cannot go on: that ends it."""
+        ...
+
+    def reconcile(self, open_ids: AbstractSet[RequestId]) -> list[TokenEvent]:
+        """Ends requests that the loop has lost: they have no terminal event, and it does not know them.
+
+        Called between steps, several times a second. May raise as `step` may.
+
+        Args:
+            open_ids: all requests without a terminal event.
+        """
         ...
 
     def stats(self) -> EngineStats:
@@ -77,6 +93,13 @@ class LoopRunner:
         self._outbox: list[TokenEvent] = []
         self._closing = False
         self._busy_since_s: float | None = None
+        self._deadlines = Deadlines()
+        self._reconcile_due_s = 0.0
+
+    @property
+    def reason(self) -> str | None:
+        """Why the loop died, where clients may be told."""
+        return str(self.died) if isinstance(self.died, PluginFault) else None
 
     def post(self, command: Command) -> None:
         self._inbox.put(command)
@@ -90,7 +113,8 @@ class LoopRunner:
     def run(self, deliver: Deliver) -> None:
         """Serves commands until `Close`, or until the loop raises: then `died` is set.
 
-        Either way every open request gets `Failed(SHUTDOWN)` and the loop is closed before this returns. `deliver`
+        Either way every open request gets `Failed(SHUTDOWN)`, with the name of the plug-in if one was the reason, and
+        the loop is closed before this returns. Requests end at their `deadline_s` whatever the loop does. `deliver`
         takes the events of one iteration, never none; it must not raise.
         """
         try:
@@ -107,7 +131,7 @@ class LoopRunner:
             self._end(deliver)
 
     def _end(self, deliver: Deliver) -> None:
-        message = "the engine has shut down" if self.died is None else "the engine failed"
+        message = "the engine has shut down" if self.died is None else self.reason or "the engine failed"
         try:
             self._outbox += self._ledger.fail_all(FailureKind.SHUTDOWN, message)
             self._flush(deliver)
@@ -132,18 +156,31 @@ class LoopRunner:
         if not self._loop.busy:
             self._busy_since_s = None
             try:
-                self._obey(self._inbox.get(timeout=_IDLE_LOOK_S))
+                # With requests open and no work, some are lost.
+                self._obey(self._inbox.get(timeout=_RECONCILE_S if len(self._ledger) else _IDLE_LOOK_S))
             except queue.Empty:  # a loop may fail between two requests, and is busy then
-                return
-        self._busy_since_s = self._clock()
+                if not len(self._ledger):
+                    return
+        now_s = self._busy_since_s = self._clock()
         while not self._closing:
             try:
                 command = self._inbox.get_nowait()
             except queue.Empty:
                 break
             self._obey(command)
+        if len(self._deadlines) and not self._closing:
+            self._end_late(now_s)
         if self._loop.busy and not self._closing:
             self._outbox += self._ledger.record(self._loop.step())
+        if now_s >= self._reconcile_due_s and not self._closing:
+            self._reconcile_due_s = now_s + _RECONCILE_S
+            self._outbox += self._ledger.record(self._loop.reconcile(self._ledger.open_view))
+
+    def _end_late(self, now_s: float) -> None:
+        for failure in self._deadlines.take_late(now_s, self._ledger):
+            self._outbox += self._ledger.record([failure])
+            # The answer is out; what the loop says of the end finds no open request.
+            self._outbox += self._ledger.record(self._loop.abort(failure.request_id))
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Submit):
@@ -156,8 +193,11 @@ class LoopRunner:
 
     def _submit(self, request: GenerateRequest) -> None:
         self._ledger.open(request)
+        self._deadlines.begin(request, now_s=self._clock(), open_requests=self._ledger)
         try:
             self._outbox += self._ledger.record(self._loop.submit(request))
+        except PluginFault:
+            raise
         except Exception:
             logger.exception("request %d could not be taken; it fails, the others live", request.request_id)
             failure = Failed(request.request_id, FailureKind.INTERNAL, "the engine could not take this request")

@@ -28,6 +28,7 @@ from openinfer_core.process.wire import (
     Abort,
     AskStats,
     Close,
+    Ended,
     Events,
     FrameBuffer,
     Hello,
@@ -143,6 +144,7 @@ class LinkServer:
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._closing = threading.Event()
+        self._reason: str | None = None
         self._thread = threading.Thread(target=self._serve, name="openinfer-links", daemon=True)
 
     def start(self) -> None:
@@ -159,7 +161,9 @@ class LinkServer:
         if any(unsent):
             self._wake()
 
-    def close(self) -> None:
+    def close(self, reason: str | None = None) -> None:
+        """Ends all links; clients are told the reason first, if there is one for them."""
+        self._reason = reason
         self._closing.set()
         if self._thread.ident is None:
             self._finish()
@@ -291,6 +295,8 @@ class LinkServer:
     def _finish(self) -> None:
         deadline_s = time.monotonic() + _FINISH_DEADLINE_S
         for link in self._links:
+            if self._reason is not None and link.welcome:
+                link.send(Ended(self._reason))
             link.close(deadline_s=deadline_s)
         self._selector.close()
         for end in (self._listener, self._wake_reader, self._wake_writer):

@@ -75,7 +75,7 @@ class InProcessEngine:
         if events:
             self._mailbox.put(events)
         if thread_ended:
-            self._mailbox.end(None if self._host.died is None else DIED)
+            self._mailbox.end(None if self._host.died is None else self._host.reason or DIED)
 
     def _run(self) -> None:
         try:

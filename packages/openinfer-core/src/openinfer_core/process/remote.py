@@ -20,6 +20,7 @@ from openinfer_core.process.wire import (
     Abort,
     AskStats,
     Close,
+    Ended,
     Events,
     FrameBuffer,
     Hello,
@@ -143,6 +144,7 @@ class RemoteEngine:
         self._early = bytearray()
         self._stats: deque[asyncio.Future[EngineStats]] = deque()
         self._closing = False
+        self._reason = DIED
         self._lost = asyncio.Event()
 
     @property
@@ -201,10 +203,13 @@ class RemoteEngine:
             answer = self._stats.popleft()
             if not answer.done():
                 answer.set_result(message.stats)
+        elif isinstance(message, Ended):
+            self._reason = message.reason
         else:
             raise ContractViolation(f"the engine sent {type(message).__name__} unasked")
 
-    def lost(self, failure: str = DIED) -> None:
+    def lost(self, failure: str | None = None) -> None:
+        failure = failure or self._reason
         self._lost.set()
         self._mailbox.end(None if self._closing else failure)
         for answer in self._stats:

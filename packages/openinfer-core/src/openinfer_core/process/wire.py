@@ -3,6 +3,7 @@
     connect ─► Hello ─► Welcome | StartRefusal       (client ► engine, engine ► client)
     Submit | Abort | AskStats | Close  ─►            requests, any time
     ◄─ Events (one per step) | Stats                 answers
+    ◄─ Ended                                         the last frame, where there is a reason to tell
 
 A frame is a little-endian u32 length and that many bytes of msgpack. End of file means that the other side is
 gone. The link is a Unix stream socket in a folder only its owner can enter, or loopback TCP where there are
@@ -73,8 +74,14 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     stats: EngineStats
 
 
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """The engine ends by itself, for a reason that clients may be told."""
+
+    reason: str
+
+
 ToEngine: TypeAlias = Hello | Submit | Abort | AskStats | Close
-ToClient: TypeAlias = Welcome | StartRefusal | Events | Stats
+ToClient: TypeAlias = Welcome | StartRefusal | Events | Stats | Ended
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

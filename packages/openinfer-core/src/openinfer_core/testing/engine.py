@@ -234,6 +234,20 @@ async def check_logprobs(driver: EngineDriver) -> None:
 
 
 @_check
+async def check_deadline(driver: EngineDriver) -> None:
+    """A request ends with `Failed(DEADLINE)` once its deadline is over, and no other with it."""
+    late = msgspec.structs.replace(driver.request(_prompt(driver, 0), _long(driver)), deadline_s=1e-6)
+    in_time = msgspec.structs.replace(driver.request(_prompt(driver, 1), _greedy(3)), deadline_s=DEADLINE_S)
+    transcripts = [driver.submit(late), driver.submit(in_time)]
+    await driver.end_of(*transcripts)
+    terminal = transcripts[0].terminal
+    is_late = isinstance(terminal, Failed) and terminal.kind is FailureKind.DEADLINE
+    require(is_late, f"request {late.request_id} had a microsecond; it ended with {terminal}")
+    _require_length(transcripts[1])
+    await _stats_at_rest(driver)
+
+
+@_check
 async def check_stats(driver: EngineDriver) -> None:
     """Counters never fall and hold what was served; gauges come to rest when all requests have ended."""
     before = await _stats(driver)
@@ -301,6 +315,7 @@ ENGINE_CHECKS: tuple[EngineCheck, ...] = (
     check_crowd,
     check_determinism,
     check_logprobs,
+    check_deadline,
     check_stats,
     check_close,
     check_close_with_open_requests,
@@ -385,7 +400,8 @@ def _require_shut_down(transcripts: list[Transcript]) -> None:
 async def _stats(driver: EngineDriver) -> EngineStats:
     driver.start()
     stats = await driver.handle.stats()
-    negative = [name for name, value in msgspec.structs.asdict(stats).items() if name != "kv_tiers" and value < 0]
+    numbers = {name: value for name, value in msgspec.structs.asdict(stats).items() if isinstance(value, int | float)}
+    negative = [name for name, value in numbers.items() if value < 0]
     require(not negative, f"stats are negative: {negative} in {stats}")
     return stats
 

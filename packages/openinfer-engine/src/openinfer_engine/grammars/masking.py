@@ -8,6 +8,7 @@ applied; the scheduler plans no row in between.
 
 import logging
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
@@ -66,6 +67,10 @@ class MaskedRequests:
     @property
     def num_compiling(self) -> int:
         return len(self._compiling)
+
+    @property
+    def compiling_ids(self) -> AbstractSet[RequestId]:
+        return self._compiling.keys()
 
     # --- before they are scheduled ----------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""`RowWatch`: requests that a scheduler counts as unfinished and never gives a row, although it could.
+
+A request counts time while it could run, and from its last row anew:
+
+    in a slot        always
+    waiting          while the newest step was of decode rows alone and left slots, tokens and enough free blocks for
+                     each request that waits, and nothing came from KV tiers
+
+The time between two looks counts as two of their periods at most, so that no hung device is blamed on a scheduler.
+"""
+
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer_core.engine import EngineStats
+from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.scheduling import SchedulerConfig, StepPlan
+
+LOOK_PERIOD_S = 1.0
+_MOST_PLANS = 256  # whose slots are kept between two looks
+
+
+class RowWatch:
+    """Times requests without a row. Adding a plan costs the same whatever its rows; a look, some time per request."""
+
+    def __init__(self, config: SchedulerConfig, *, timeout_s: float, now_s: float) -> None:
+        self._config = config
+        self._timeout_s = timeout_s
+        self._looked_s = now_s
+        self._owners: dict[int, RequestId] = {}  # slot -> the request in it
+        self._blocks: dict[RequestId, int] = {}  # unfinished request -> KV blocks that it takes at most
+        self._idle_s: dict[RequestId, float] = {}  # for how long it could have had a row
+        self._slots: list[NDArray[np.int32]] = []
+        self._newest: StepPlan | None = None
+
+    @property
+    def owners(self) -> dict[int, RequestId]:
+        return self._owners
+
+    def add(self, request: GenerateRequest) -> None:
+        config = self._config
+        tokens = min(len(request.prompt_token_ids) + request.sampling.max_tokens, config.max_model_tokens)
+        self._blocks[request.request_id] = -(-tokens // config.block_size_tokens)
+
+    def planned(self, plan: StepPlan) -> None:
+        if plan.released or plan.started:
+            for slot in plan.released:
+                self._owners.pop(slot, None)
+            for start in plan.started:
+                self._owners[start.slot] = start.request.request_id
+                self._idle_s.pop(start.request.request_id, None)
+        self._newest = plan
+        self._slots.append(plan.slots)
+        if len(self._slots) >= _MOST_PLANS:
+            self._note_rows()
+
+    def _note_rows(self) -> None:
+        if self._slots:
+            for slot in np.unique(np.concatenate(self._slots)).tolist():
+                self._idle_s.pop(self._owners.get(slot, RequestId(-1)), None)
+            self._slots.clear()
+
+    def is_due(self, now_s: float) -> bool:
+        return now_s - self._looked_s >= LOOK_PERIOD_S
+
+    def look(self, unfinished: AbstractSet[RequestId], stats: EngineStats, *, now_s: float) -> dict[RequestId, float]:
+        """The requests that could have had a row for longer than the timeout, with the seconds that it was."""
+        passed_s = min(now_s - self._looked_s, 2 * LOOK_PERIOD_S)
+        self._looked_s = now_s
+        self._note_rows()
+        for request_id in self._blocks.keys() - unfinished:
+            del self._blocks[request_id]
+            self._idle_s.pop(request_id, None)
+        running = set(self._owners.values())
+        waiting = self._blocks.keys() - running
+        could_run = (self._blocks.keys() & running) | (waiting if self._has_room(waiting, stats) else set())
+        for request_id in could_run:
+            self._idle_s[request_id] = self._idle_s.get(request_id, 0.0) + passed_s
+        return {request_id: idle_s for request_id, idle_s in self._idle_s.items() if idle_s > self._timeout_s}
+
+    def _has_room(self, waiting: AbstractSet[RequestId], stats: EngineStats) -> bool:
+        plan, config = self._newest, self._config
+        if plan is None or not waiting or stats.loading:
+            return False
+        is_decode_alone = not len(plan.token_ids) and plan.num_tokens < config.max_step_tokens
+        has_slot = len(self._owners) < config.max_num_seqs
+        free_blocks = stats.blocks_total - stats.blocks_used
+        return is_decode_alone and has_slot and free_blocks >= max(self._blocks[request_id] for request_id in waiting)
+
+    def forget(self, request_id: RequestId) -> None:
+        self._blocks.pop(request_id, None)
+        self._idle_s.pop(request_id, None)
