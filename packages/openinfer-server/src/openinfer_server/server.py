@@ -39,6 +39,7 @@ from openinfer_server.workers.group import WorkerGroup, can_share_ports
 logger = logging.getLogger("openinfer.server")
 
 DRAIN_GRACE_S = 2.0  # what aborted requests get to send their last event
+LAST_WORDS_S = 1.0  # how long a server whose engine died answers, before it ends
 _STARTED_GRACE_S = 0.2  # what an engine gets to be found started when the frontend cannot go on
 _BACKLOG = 2048
 # For how long a thread that renders or encodes may keep the interpreter from the event loop; Python's own is 5 ms.
@@ -175,6 +176,9 @@ async def serve_app(
     with _signals(stopping):
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="openinfer-http")
         await _until_end(app, serving, stopping, group)
+        if app.service.link.died:
+            # A probe that comes now is told why, by /health.
+            await asyncio.sleep(LAST_WORDS_S)
         if group is not None:
             group.drain()
         await _drain(app, server, serving, options)

@@ -6,7 +6,7 @@ import re
 import anthropic
 import msgspec
 
-from openinfer_core.engine import EngineStats, KvTierStats
+from openinfer_core.engine import EngineStats, KvTierStats, PluginFaults, SlowCall
 from openinfer_server import ServerOptions
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_page import metrics_page
@@ -109,15 +109,21 @@ def test_metrics_count_what_happened(start, info, call):
 
 def test_metrics_show_every_number_of_the_engine(info):
     """A number the engine offers is on the page under some name."""
-    names = [name for name in EngineStats.__struct_fields__ if name != "kv_tiers"]
+    names = [name for name in EngineStats.__struct_fields__ if name not in ("kv_tiers", "plugin_faults", "slow_call")]
     of_tier = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures")]
     numbers = {name: 1000 + i for i, name in enumerate(names)}
     tier_numbers = {name: 2000 + i for i, name in enumerate(of_tier)}
     tier = msgspec.convert(tier_numbers | {"tier": "host", "failures": {"timeout": 3000}}, KvTierStats)
-    stats = msgspec.structs.replace(msgspec.convert(numbers, EngineStats), kv_tiers=(tier,))
+    faults = PluginFaults(group="openinfer.schedulers", plugin="mine (my-package 1.0)", counts={"lost_request": 4000})
+    stats = msgspec.structs.replace(
+        msgspec.convert(numbers, EngineStats),
+        kv_tiers=(tier,),
+        plugin_faults=(faults,),
+        slow_call=SlowCall(plugin="mine (my-package 1.0)", call="plan", age_s=5000.0),
+    )
     metrics = ServerMetrics(max_model_tokens=info.max_model_tokens)
     page = metrics_page(metrics, info, stats, model_name="parrot", open_requests=0).decode()
-    for number in (*numbers.values(), *tier_numbers.values(), 3000):
+    for number in (*numbers.values(), *tier_numbers.values(), 3000, 4000, 5000):
         assert re.search(rf" {number}(\.0)?$", page, re.M), number
 
 

@@ -258,8 +258,8 @@ def _outside(values: NDArray[np.int32], last: int) -> NDArray[np.int32]:
     return values[(values < 0) | (values > last)]
 
 
-def _is_index(value: object, size: int) -> bool:
-    return isinstance(value, int | np.integer) and 0 <= int(value) < size
+def _is_index(value: int, size: int) -> bool:
+    return 0 <= value < size
 
 
 def _some(values: NDArray[Any]) -> str:

@@ -73,9 +73,10 @@ class RowWatch:
         for request_id in self._blocks.keys() - unfinished:
             del self._blocks[request_id]
             self._idle_s.pop(request_id, None)
-        running = set(self._owners.values())
-        waiting = self._blocks.keys() - running
-        could_run = (self._blocks.keys() & running) | (waiting if self._has_room(waiting, stats) else set())
+        waiting = self._blocks.keys() - set(self._owners.values())
+        could_run = self._blocks.keys() - waiting
+        if self._has_room(waiting, stats):
+            could_run |= waiting
         for request_id in could_run:
             self._idle_s[request_id] = self._idle_s.get(request_id, 0.0) + passed_s
         return {request_id: idle_s for request_id, idle_s in self._idle_s.items() if idle_s > self._timeout_s}

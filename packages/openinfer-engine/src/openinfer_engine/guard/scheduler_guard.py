@@ -277,7 +277,7 @@ class SchedulerGuard:
 
     def _take_stats(self) -> None:
         try:
-            stats: object = self._scheduler.stats()
+            stats = cast("object", self._scheduler.stats())
         except Exception:
             if not self._has_told_stats:
                 self._has_told_stats = True

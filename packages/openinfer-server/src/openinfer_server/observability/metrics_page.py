@@ -113,7 +113,23 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
         ("openinfer_engine_failed_requests_total", "counter", "Requests that failed.", stats.failed_requests),
     ):
         yield from render_family(name, kind, text, [((), value)])
+    yield from _plugin_lines(stats)
     yield from tier_lines(stats)
+
+
+def _plugin_lines(stats: EngineStats) -> Iterator[str]:
+    faults: list[Sample] = [
+        ((("group", each.group), ("plugin", each.plugin), ("kind", kind)), count)
+        for each in stats.plugin_faults
+        for kind, count in sorted(each.counts.items())
+    ]
+    yield from render_family("openinfer_plugin_faults_total", "counter", "Breaches of a plug-in's contract.", faults)
+    call = stats.slow_call
+    slow: list[Sample] = []
+    if call is not None:
+        slow.append(((("plugin", call.plugin), ("call", call.call)), call.age_s))
+    text = "Since the engine's loop called a plug-in, if longer than a second."
+    yield from render_family("openinfer_plugin_slow_call_seconds", "gauge", text, slow)
 
 
 _OF_EACH = (

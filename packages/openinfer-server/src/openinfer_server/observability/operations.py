@@ -20,11 +20,12 @@ DISTRIBUTION = "openinfer-server"
 STATS_TIMEOUT_S = 5.0  # an engine process that does not answer for so long is not well
 
 
-class Health(msgspec.Struct, frozen=True):
+class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     """Response of `/health`."""
 
-    status: str
+    status: str  # `ok`, or what is wrong
     step_age_s: float | None  # seconds since the last step, while there is work; None if the engine did not say
+    plugin_faults: tuple[str, ...] = ()  # plug-ins that broke their contract since the engine began
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
@@ -46,16 +47,19 @@ class Operations:
         self._service = service
 
     async def health(self, http_request: HttpRequest) -> None:
-        """200 while the step loop turns; 503 when it hangs, is dead or does not answer."""
-        stats, lost = await self._stats(), self._service.peers.lost
+        """200 while the step loop turns; 503 when it hangs, is dead or does not answer.
+
+        A plug-in that has had the loop for longer than a second is named, and so are those that broke their contract.
+        """
+        stats, lost, link = await self._stats(), self._service.peers.lost, self._service.link
         if lost is not None:
-            await http_request.send(503, msgspec.json.encode(Health(lost, None)))
+            status, health = 503, Health(lost, None)
         elif stats is None:
-            await http_request.send(503, msgspec.json.encode(Health("the engine does not answer", None)))
-        elif stats.step_age_s > self._service.options.health_max_step_age_s:
-            await http_request.send(503, msgspec.json.encode(Health("the engine's loop hangs", stats.step_age_s)))
+            status, health = 503, Health(link.ended_because if link.dead else "the engine does not answer", None)
         else:
-            await http_request.send(200, msgspec.json.encode(Health("ok", stats.step_age_s)))
+            hangs = stats.step_age_s > self._service.options.health_max_step_age_s
+            status, health = 503 if hangs else 200, _health(stats, hangs=hangs)
+        await http_request.send(status, msgspec.json.encode(health))
 
     async def ready(self, http_request: HttpRequest) -> None:
         """200 while new requests are taken."""
@@ -89,6 +93,19 @@ class Operations:
                 return await self._service.link.stats()
         except TimeoutError:
             return None
+
+
+def _health(stats: EngineStats, *, hangs: bool) -> Health:
+    status, call = "the engine's loop hangs" if hangs else "ok", stats.slow_call
+    if call is not None:
+        status = f"the scheduler {call.plugin} has been in {call.call} for {call.age_s:.1f} s"
+    faults = tuple(
+        f"{faults.plugin}, of {faults.group}: {kind} {count}"
+        for faults in stats.plugin_faults
+        for kind, count in faults.counts.items()
+        if count
+    )
+    return Health(status, stats.step_age_s, faults)
 
 
 def operation_routes(service: Service) -> list[Route]:

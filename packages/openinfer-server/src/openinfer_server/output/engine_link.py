@@ -39,6 +39,7 @@ class EngineLink:
         dirty: writers with something to flush at the end of this wake-up.
         dead: whether the engine has ended.
         died: whether it did so by itself.
+        ended_because: why, for clients and operators; it names a plug-in that was the reason.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class EngineLink:
         self.dirty: list[StreamWriter] = []
         self.dead = False
         self.died = False
+        self.ended_because = ENGINE_ENDED
         self._clock = clock
         self._ids = itertools.count(1)
         self._choices: dict[RequestId, Choice] = {}
@@ -71,13 +73,14 @@ class EngineLink:
                 self.dispatch(events)
         except EngineClosed as error:
             self.died = True
+            self.ended_because = str(error)
             logger.critical("the engine died: %s", error)
         except Exception:
             self.died = True
             logger.exception("the link to the engine failed")
         finally:
             self.dead = True
-            self.fail_all(FailureKind.SHUTDOWN, ENGINE_ENDED)
+            self.fail_all(FailureKind.SHUTDOWN, self.ended_because)
 
     def new_id(self) -> RequestId:
         return RequestId(next(self._ids))
@@ -97,7 +100,7 @@ class EngineLink:
         try:
             self.handle.submit(request)
         except EngineClosed:
-            self._failed(choice, Failed(request.request_id, FailureKind.SHUTDOWN, ENGINE_ENDED))
+            self._failed(choice, Failed(request.request_id, FailureKind.SHUTDOWN, self.ended_because))
 
     def replace(self, choice: Choice, request: GenerateRequest) -> None:
         """Goes on with another request in place of the choice's own; for the counters it is one. Not if it ended."""
