@@ -7,10 +7,14 @@ import pytest
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.plugins import QUEUE_POLICIES, find_plugin
 from openinfer_core.queue_policies import MAX_INDEBTED_TENANTS, FairShare, FirstComeFirstServed, Priority
-from openinfer_core.scheduling import QueuePolicyConfig
+from openinfer_core.scheduling import QueuePolicyConfig, WaitingRequest
 from openinfer_core.testing.queue_policy import QueuePolicyFactory, check_queue_policy, serving_order
 
 CONFIG = QueuePolicyConfig()
+
+
+def waiting(one: GenerateRequest, arrival: int) -> WaitingRequest:
+    return WaitingRequest(request=one, arrival=arrival)
 
 
 def request(request_id: int, *, tenant: str = "", priority: int = 0, tokens: int = 10) -> GenerateRequest:
@@ -67,7 +71,7 @@ def test_fair_share_gives_no_credit_for_having_been_idle() -> None:
     policy = FairShare(CONFIG)
     serving_order(policy, [request(i, tenant="busy") for i in range(20)])
     keys = {
-        request_id: policy.key(request(request_id, tenant="busy" if request_id < 104 else "late"), request_id)
+        request_id: policy.key(waiting(request(request_id, tenant="busy" if request_id < 104 else "late"), request_id))
         for request_id in range(100, 108)
     }
     assert sorted(keys, key=keys.__getitem__) == [104, 100, 105, 101, 106, 102, 107, 103]
@@ -76,7 +80,7 @@ def test_fair_share_gives_no_credit_for_having_been_idle() -> None:
 def test_fair_share_refunds_a_withdrawn_request() -> None:
     policy = FairShare(CONFIG)
     huge = request(0, tenant="a", tokens=1000)
-    policy.key(huge, 0)
+    policy.key(waiting(huge, 0))
     policy.withdrawn(huge)
     assert serving_order(policy, [request(1, tenant="a"), request(2, tenant="b")]) == [1, 2]
 
@@ -84,8 +88,8 @@ def test_fair_share_refunds_a_withdrawn_request() -> None:
 def test_fair_share_withdraws_a_request_of_a_tenant_it_has_forgotten() -> None:
     policy = FairShare(CONFIG)
     first, second = request(0, tenant="a"), request(1, tenant="a")
-    policy.key(first, 0)
-    policy.key(second, 1)
+    policy.key(waiting(first, 0))
+    policy.key(waiting(second, 1))
     policy.withdrawn(first)  # now the tenant's debt ends where its second request starts
     others = [request(i, tenant="b", tokens=20) for i in range(2, 20)]
     serving_order(policy, others)
@@ -98,6 +102,6 @@ def test_fair_share_remembers_a_bounded_number_of_tenants() -> None:
     policy = FairShare(CONFIG)
     for i in range(3 * MAX_INDEBTED_TENANTS):
         one = request(i, tenant=str(i))
-        policy.key(one, i)
+        policy.key(waiting(one, i))
         policy.admitted(one)
     assert MAX_INDEBTED_TENANTS // 2 <= policy.num_tenants <= 2 * MAX_INDEBTED_TENANTS

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
-from openinfer_core.waiting_queue import WaitingQueue
+from openinfer_core.scheduling import WaitingRequest
+from openinfer_core.waiting_queue import ASKED_AGAIN, WaitingQueue
 
 
 class Scripted:
@@ -16,9 +17,9 @@ class Scripted:
         self.raises = raises
         self.calls: list[str] = []
 
-    def key(self, request: Any, arrival: int) -> Any:
-        self.note("key", request)
-        return request.priority, arrival
+    def key(self, waiting: WaitingRequest) -> Any:
+        self.note("key", waiting.request)
+        return waiting.request.priority, waiting.arrival
 
     def admitted(self, request: Any) -> None:
         self.note("admitted", request)
@@ -96,12 +97,103 @@ def test_policy_that_raises_is_fenced_counted_and_logged(caplog: pytest.LogCaptu
 
 def test_key_without_an_order_costs_its_own_request_only() -> None:
     class Mixed(Scripted):
-        def key(self, request: GenerateRequest, arrival: int) -> Any:
-            self.note("key", request)
-            return "a string" if request.request_id == 1 else arrival
+        def key(self, waiting: WaitingRequest) -> Any:
+            self.note("key", waiting.request)
+            return "a string" if waiting.request.request_id == 1 else waiting.arrival
 
     policy = Mixed()
     queue = make_queue(policy)
     assert [queue.add(i, make(i)) for i in range(3)] == [True, False, True]
     assert "withdrawn 1" in policy.calls
     assert (len(queue), queue.faults) == (2, 1)
+
+
+class CachedFirst(Scripted):
+    """The more of a prompt is cached, the earlier; then order of arrival."""
+
+    asks_again = True
+    max_bypass_s = 10.0
+
+    def key(self, waiting: WaitingRequest) -> Any:
+        self.note("key", waiting.request)
+        return -waiting.cached_tokens, not waiting.is_adapter_loaded, waiting.arrival
+
+
+def test_policy_that_is_asked_again_sees_what_is_cached_by_then() -> None:
+    cached = {0: 0, 1: 0, 2: 0}
+    queue = WaitingQueue[int](CachedFirst(), describe=lambda item: (cached[item], True))
+    for item in cached:
+        queue.add(item, make(item), now_s=0.0)
+    assert queue.head == 0
+    cached[2] = 64
+    queue.ask_again(now_s=1.0)
+    assert queue.head == 2
+
+
+def test_policy_that_is_asked_again_sees_which_adapters_are_loaded() -> None:
+    loaded = {0: False, 1: True}
+    queue = WaitingQueue[int](CachedFirst(), describe=lambda item: (0, loaded[item]))
+    for item in loaded:
+        queue.add(item, make(item), now_s=0.0)
+    assert queue.head == 1
+    loaded[0] = True
+    queue.ask_again(now_s=1.0)
+    assert queue.head == 0
+
+
+def test_policy_that_does_not_ask_for_it_is_asked_once_and_not_told_what_is_cached() -> None:
+    policy = Scripted()
+    queue = WaitingQueue[int](policy, describe=lambda item: 1 // 0)
+    for item in range(3):
+        queue.add(item, make(item))
+    queue.ask_again(now_s=100.0)
+    assert policy.calls == ["key 0", "key 1", "key 2"]
+
+
+def test_no_request_is_passed_by_later_ones_for_longer_than_the_bound() -> None:
+    queue = WaitingQueue[int](CachedFirst(), describe=lambda item: (item, True))
+    queue.add(0, make(0), now_s=0.0)
+    queue.add(1, make(1), now_s=1.0)
+    queue.add(2, make(2), now_s=9.5)
+    queue.ask_again(now_s=9.9)
+    assert queue.head == 2
+    queue.ask_again(now_s=10.0)
+    assert queue.head == 0
+    queue.ask_again(now_s=11.0)
+    served: list[int | None] = []
+    while len(queue):
+        served.append(queue.head)
+        queue.admit_head()
+    assert served == [0, 1, 2]
+
+
+def test_asking_again_is_bounded_and_reaches_every_request_in_turn() -> None:
+    policy = CachedFirst()
+    queue = WaitingQueue[int](policy, describe=lambda item: (0, True))
+    for item in range(3 * ASKED_AGAIN):
+        queue.add(item, make(item))
+    for _ in range(3):
+        before = len(policy.calls)
+        queue.ask_again(now_s=0.0)
+        assert len(policy.calls) - before == ASKED_AGAIN
+    assert {f"key {item}" for item in range(3 * ASKED_AGAIN)} == set(policy.calls[3 * ASKED_AGAIN :])
+
+
+@pytest.mark.parametrize("what", ["key", "comparison"])
+def test_fault_while_asking_again_keeps_the_order_and_is_counted(what: str) -> None:
+    class TurnsBad(CachedFirst):
+        is_bad = False
+
+        def key(self, waiting: WaitingRequest) -> Any:
+            if self.is_bad and what == "key":
+                raise ZeroDivisionError
+            return "a string" if self.is_bad and waiting.request.request_id == 1 else -waiting.arrival
+
+    policy = TurnsBad()
+    queue = WaitingQueue[int](policy)
+    for item in range(3):
+        queue.add(item, make(item))
+    policy.is_bad = True
+    queue.ask_again(now_s=0.0)
+    assert queue.faults == (3 if what == "key" else 1)
+    assert (len(queue), queue.head) == (3, 2)

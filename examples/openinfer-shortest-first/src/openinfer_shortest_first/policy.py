@@ -1,7 +1,7 @@
 """`ShortestFirst`: few tokens before many."""
 
 from openinfer_core import GenerateRequest
-from openinfer_core.scheduling import QueuePolicyConfig
+from openinfer_core.scheduling import QueuePolicyConfig, WaitingRequest
 
 AGE_TOKENS = 16
 """How much longer a request counts for each one that arrived before it."""
@@ -16,10 +16,10 @@ class ShortestFirst:
     def __init__(self, config: QueuePolicyConfig) -> None:
         del config
 
-    def key(self, request: GenerateRequest, arrival: int) -> tuple[int, int]:
+    def key(self, waiting: WaitingRequest) -> tuple[int, int]:
         """Tokens and age, then arrival."""
-        tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        return tokens + AGE_TOKENS * arrival, arrival
+        tokens = len(waiting.request.prompt_token_ids) + waiting.request.sampling.max_tokens
+        return tokens + AGE_TOKENS * waiting.arrival, waiting.arrival
 
     def admitted(self, request: GenerateRequest) -> None:
         """Keeps no account."""

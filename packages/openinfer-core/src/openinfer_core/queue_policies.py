@@ -4,7 +4,7 @@ from heapq import nlargest
 from operator import itemgetter
 
 from openinfer_core.request import GenerateRequest
-from openinfer_core.scheduling import QueuePolicyConfig
+from openinfer_core.scheduling import QueuePolicyConfig, WaitingRequest
 
 OPENINFER_CONTRACT = 1
 
@@ -18,9 +18,8 @@ class FirstComeFirstServed:
     def __init__(self, config: QueuePolicyConfig) -> None:
         del config
 
-    def key(self, request: GenerateRequest, arrival: int) -> int:
-        del request
-        return arrival
+    def key(self, waiting: WaitingRequest) -> int:
+        return waiting.arrival
 
     def admitted(self, request: GenerateRequest) -> None:
         """Keeps no account."""
@@ -35,8 +34,8 @@ class Priority:
     def __init__(self, config: QueuePolicyConfig) -> None:
         del config
 
-    def key(self, request: GenerateRequest, arrival: int) -> tuple[int, int]:
-        return request.priority, arrival
+    def key(self, waiting: WaitingRequest) -> tuple[int, int]:
+        return waiting.request.priority, waiting.arrival
 
     def admitted(self, request: GenerateRequest) -> None:
         """Keeps no account."""
@@ -65,11 +64,12 @@ class FairShare:
     def num_tenants(self) -> int:
         return len(self._finish_tags)
 
-    def key(self, request: GenerateRequest, arrival: int) -> tuple[float, int]:
+    def key(self, waiting: WaitingRequest) -> tuple[float, int]:
+        request = waiting.request
         start = max(self._virtual_time, self._finish_tags.get(request.tenant, 0.0))
         self._finish_tags[request.tenant] = start + self._cost(request)
         self._start_tags[request.request_id] = start
-        return start, arrival
+        return start, waiting.arrival
 
     def admitted(self, request: GenerateRequest) -> None:
         start = self._start_tags.pop(request.request_id, self._virtual_time)

@@ -258,23 +258,35 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingRequest:
+    """What a queue policy is told of a request; of a scheduler that does not know the last two, their defaults."""
+
+    request: GenerateRequest
+    arrival: int
+    """Its number in order of arrival; end the key with it to break ties fairly."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV is cached at this moment: they would not be computed."""
+    is_adapter_loaded: bool = True
+    """Whether its adapter is on the device at this moment; True for a request without one."""
+
+
 class QueuePolicy(Protocol):
     """The order of the waiting queue: the small hook most people want.
 
     A plug-in of the group `openinfer.queue_policies` is a callable taking a `QueuePolicyConfig`. The queue serves
     the smallest key first and never passes over its head, so that no request starves while others fit.
 
-    `key` is called once for each request, and then `admitted` or `withdrawn` once. What a hook raises fails the
+    `key` is called when a request arrives, and then `admitted` or `withdrawn` once. What a hook raises fails the
     request it was called for and no other, and is counted.
+
+    A policy with a true attribute `asks_again` is asked again for the keys of requests that wait, some of them before
+    each step, because what is cached and loaded changes. Then one that has waited for `max_bypass_s` (an attribute,
+    too; 30 seconds without it) goes before all that have not, in order of arrival, whatever its key.
     """
 
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        """The request's place, asked once when it arrives; keys must order among each other.
-
-        Args:
-            request: the request.
-            arrival: its number in order of arrival; end the key with it to break ties fairly.
-        """
+    def key(self, waiting: WaitingRequest) -> Any:
+        """The request's place; keys must order among each other."""
         ...
 
     def admitted(self, request: GenerateRequest) -> None:

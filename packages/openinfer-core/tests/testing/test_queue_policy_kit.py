@@ -7,6 +7,7 @@ import pytest
 
 from openinfer_core import GenerateRequest
 from openinfer_core.queue_policies import FirstComeFirstServed
+from openinfer_core.scheduling import WaitingRequest
 from openinfer_core.testing import ConformanceError
 from openinfer_core.testing.queue_policy import WatchedPolicy, check_queue_policy
 
@@ -14,18 +15,18 @@ from openinfer_core.testing.queue_policy import WatchedPolicy, check_queue_polic
 class WithoutTies(FirstComeFirstServed):
     """Forgets to end its keys with the arrival number."""
 
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        return len(request.prompt_token_ids)
+    def key(self, waiting: WaitingRequest) -> Any:
+        return len(waiting.request.prompt_token_ids)
 
 
 class LastComeFirstServed(FirstComeFirstServed):
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        return -arrival
+    def key(self, waiting: WaitingRequest) -> Any:
+        return -waiting.arrival
 
 
 class NotANumber(FirstComeFirstServed):
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        return (float("nan"), arrival)
+    def key(self, waiting: WaitingRequest) -> Any:
+        return (float("nan"), waiting.arrival)
 
 
 class Changing:
@@ -42,8 +43,8 @@ class Changing:
 
 
 class ChangesItsMind(FirstComeFirstServed):
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        return Changing(arrival)
+    def key(self, waiting: WaitingRequest) -> Any:
+        return Changing(waiting.arrival)
 
 
 @pytest.mark.parametrize(
@@ -61,16 +62,16 @@ def test_kit_refuses_a_policy_without_a_fair_order(policy: Any, message: str) ->
 
 
 class MixesTypes(FirstComeFirstServed):
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        return arrival if arrival % 2 else str(arrival)
+    def key(self, waiting: WaitingRequest) -> Any:
+        return waiting.arrival if waiting.arrival % 2 else str(waiting.arrival)
 
 
 class LosesTrack(FirstComeFirstServed):
     """Assumes that only the last one who came can be withdrawn."""
 
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        self.last = {request.request_id: arrival}
-        return arrival
+    def key(self, waiting: WaitingRequest) -> Any:
+        self.last = {waiting.request.request_id: waiting.arrival}
+        return waiting.arrival
 
     def withdrawn(self, request: GenerateRequest) -> None:
         del self.last[request.request_id]
@@ -97,6 +98,6 @@ def test_watched_policy_notes_calls_out_of_order(calls: list[str], violation: st
     watched = WatchedPolicy(FirstComeFirstServed(Any))
     for arrival, name in enumerate(calls):
         hook = attrgetter(name)(watched)
-        hook(make_request(1), arrival) if name == "key" else hook(make_request(1))
+        hook(WaitingRequest(request=make_request(1), arrival=arrival) if name == "key" else make_request(1))
     with pytest.raises(ConformanceError, match=violation):
         watched.check()

@@ -31,6 +31,7 @@ from openinfer_core.scheduling import (
     SlotStart,
     StepPlan,
     StepResult,
+    WaitingRequest,
 )
 from openinfer_core.testing import ConformanceError
 from openinfer_core.testing.scheduler import SCHEDULER_CHECKS, SchedulerCheck, check_scheduler
@@ -102,7 +103,13 @@ class PlainScheduler:
         self.arrivals += 1
         seed = self.seeds if request.sampling.seed is None else request.sampling.seed
         try:
-            job = Job(request, now_s, self.policy.key(request, self.arrivals), [*request.prompt_token_ids], seed)
+            job = Job(
+                request,
+                now_s,
+                self.policy.key(WaitingRequest(request=request, arrival=self.arrivals)),
+                [*request.prompt_token_ids],
+                seed,
+            )
         except ValueError:
             return [Failed(request.request_id, FailureKind.INTERNAL, "policy")]
         try:
@@ -500,8 +507,8 @@ class NeverTellsThePolicy(PlainScheduler):
 
 
 class Deaf:
-    def key(self, request: GenerateRequest, arrival: int) -> int:
-        return arrival
+    def key(self, waiting: WaitingRequest) -> int:
+        return waiting.arrival
 
     def admitted(self, request: GenerateRequest) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.sampling import SamplingParams
-from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig
+from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, WaitingRequest
 from openinfer_core.testing.errors import require
 
 QueuePolicyFactory: TypeAlias = Callable[[QueuePolicyConfig], QueuePolicy]
@@ -35,7 +35,9 @@ def serving_order(policy: QueuePolicy, requests: Iterable[GenerateRequest]) -> l
     """In which order requests are served that all arrive before the first is."""
     queue: list[_Entry] = []
     for arrival, request in enumerate(requests):
-        insort(queue, _Entry(policy.key(request, arrival), request), key=attrgetter("key"))
+        insort(
+            queue, _Entry(policy.key(WaitingRequest(request=request, arrival=arrival)), request), key=attrgetter("key")
+        )
     for entry in queue:
         policy.admitted(entry.request)
     return [entry.request.request_id for entry in queue]
@@ -55,7 +57,7 @@ def _check_traffic(policy: QueuePolicy, num_requests: int, rng: random.Random) -
     queue: list[_Entry] = []
     for arrival in range(num_requests):
         request = _random_request(arrival, rng)
-        entry = _Entry(policy.key(request, arrival), request)
+        entry = _Entry(policy.key(WaitingRequest(request=request, arrival=arrival)), request)
         for other in queue:
             require(
                 bool(entry.key < other.key) != bool(other.key < entry.key),
@@ -105,8 +107,8 @@ def _request(
 class WatchedPolicy:
     """A `QueuePolicy` that passes everything on, and notes where a scheduler asks out of order.
 
-    The order is `key` once for each request, then `admitted` or `withdrawn` once. It notes instead of raising,
-    because a scheduler catches what a policy raises.
+    The order is `key` once for each request, and again while it waits only for a policy that asks for it, then
+    `admitted` or `withdrawn` once. It notes instead of raising, because a scheduler catches what a policy raises.
     """
 
     def __init__(self, policy: QueuePolicy) -> None:
@@ -115,14 +117,17 @@ class WatchedPolicy:
         self._seen: set[RequestId] = set()
         self._last_arrival = -1
         self._violations: list[str] = []
+        self.asks_again = bool(getattr(policy, "asks_again", False))
 
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        request_id = request.request_id
+    def key(self, waiting: WaitingRequest) -> Any:
+        request_id, arrival = waiting.request.request_id, waiting.arrival
+        if self.asks_again and request_id in self._queued:
+            return self._policy.key(waiting)
         self._note(request_id not in self._seen, f"key of request {request_id} is asked twice")
         self._note(arrival > self._last_arrival, f"arrival {arrival} comes after {self._last_arrival}")
         self._last_arrival = arrival
         self._seen.add(request_id)
-        key = self._policy.key(request, arrival)
+        key = self._policy.key(waiting)
         self._queued.add(request_id)
         return key
 

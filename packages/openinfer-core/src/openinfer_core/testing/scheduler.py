@@ -24,7 +24,7 @@ from openinfer_core.errors import InvalidRequest, Refused
 from openinfer_core.events import Failed, FailureKind
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerCapabilities, StepPlan
+from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerCapabilities, StepPlan, WaitingRequest
 from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.scheduler_drafts import DRAFT_CHECKS
 from openinfer_core.testing.scheduler_driver import SchedulerDriver, SchedulerFactory
@@ -328,8 +328,10 @@ class _Unordered:
 class _UnaskedPolicy:
     """Of a scheduler that declares `own_policy`."""
 
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        raise ConformanceError(f"own_policy is declared; the queue policy is asked about request {request.request_id}")
+    def key(self, waiting: WaitingRequest) -> Any:
+        raise ConformanceError(
+            f"own_policy is declared; the queue policy is asked about request {waiting.request.request_id}"
+        )
 
     def admitted(self, request: GenerateRequest) -> None:
         raise ConformanceError(f"own_policy is declared; the queue policy is told of request {request.request_id}")
@@ -343,10 +345,10 @@ class _FaultyPolicy:
 
     FAULTS = (2, 5, 6)
 
-    def key(self, request: GenerateRequest, arrival: int) -> Any:
-        if request.request_id == 2:
+    def key(self, waiting: WaitingRequest) -> Any:
+        if waiting.request.request_id == 2:
             raise ValueError("key of request 2")
-        return _Unordered() if request.request_id == 5 else arrival
+        return _Unordered() if waiting.request.request_id == 5 else waiting.arrival
 
     def admitted(self, request: GenerateRequest) -> None:
         if request.request_id == 6:

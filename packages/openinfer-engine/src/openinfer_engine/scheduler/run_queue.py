@@ -64,7 +64,7 @@ class RunQueue:
             self.snapshots = Snapshots(
                 self.kv.slots, num_running_slots=config.max_num_seqs, block_size_tokens=config.block_size_tokens
             )
-        self.waiting = WaitingQueue[Sequence](policy)
+        self.waiting = WaitingQueue[Sequence](policy, describe=_cached)
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []  # youngest first, so that the end is next
         self.num_slots = config.max_num_seqs
@@ -308,6 +308,10 @@ class RunQueue:
             sequence.kv.release()
         else:
             sequence.kv.shrink(0)
+
+
+def _cached(sequence: Sequence) -> tuple[int, bool]:
+    return sequence.kv.count_cached_tokens() if sequence.may_match else 0, True
 
 
 def _age(sequence: Sequence) -> int:

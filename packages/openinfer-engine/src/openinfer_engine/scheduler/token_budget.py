@@ -76,7 +76,7 @@ class TokenBudgetScheduler:
             message = f"the queue is full: {self._config.max_waiting} requests are waiting; try again later"
             return [self._failed(request, FailureKind.OVERLOADED, message)]
         sequence = self._make_sequence(request, now_s)
-        if not self._queue.waiting.add(sequence, request):
+        if not self._queue.waiting.add(sequence, request, now_s=now_s):
             sequence.kv.release()
             return [self._failed(request, FailureKind.INTERNAL, _POLICY_FAULT)]
         self._open[request.request_id] = sequence
@@ -122,6 +122,7 @@ class TokenBudgetScheduler:
     def plan(self, *, now_s: float) -> StepPlan | None:
         # First of all, so that blocks and prefixes of ended copies are there for the rows of this plan.
         self._queue.settle()
+        self._queue.waiting.ask_again(now_s=now_s)
         builder = StepBuilder(self._config.max_step_tokens)
         unfilled = self._plan_decode_rows(builder)
         builder.budget_tokens = self._itl_limiter.budget_tokens(builder.budget_tokens, decode_rows=builder.decode_rows)
