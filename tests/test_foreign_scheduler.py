@@ -4,10 +4,11 @@ With an order and options of its own, `--kv-tier` and `--kv-events`; its prefixe
 """
 
 import contextlib
+import random
 import re
 import subprocess
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,48 +104,72 @@ def test_an_option_that_it_does_not_know_ends_the_start_with_its_name(installed:
     assert "patience" in ended.stderr
 
 
-# with a model with recurrent states
+# in this process
 
 
 @contextlib.contextmanager
-def running(**options: Any) -> Generator[StepLoop]:
-    definition = find_plugin("openinfer.models", "qwen35").load().definition
+def running(model: str, model_dir: Path, **options: Any) -> Generator[StepLoop]:
+    definition = find_plugin("openinfer.models", model).load().definition
     limits: dict[str, Any] = {"num_blocks": 24, "max_num_seqs": 4, "max_step_tokens": 64, "max_model_tokens": 320}
-    given = EngineOptions(load_format=LoadFormat.DUMMY, batch_invariant=True, **limits, **options)
-    loop = build_loop(resolve(definition, STATES, given))
+    loop = build_loop(resolve(definition, model_dir, EngineOptions(batch_invariant=True, **limits, **options)))
     try:
         yield loop
     finally:
         loop.close()
 
 
-def answers(loop: StepLoop) -> Iterator[tuple[list[int], int]]:
-    """Tokens and cached tokens of prompts that begin alike, one after the other."""
-    for index in range(3):
-        sampling = SamplingParams(max_tokens=6, temperature=0.0)
-        prompt = (*range(1, 70), index)
-        loop.submit(GenerateRequest(request_id=RequestId(index), prompt_token_ids=prompt, sampling=sampling))
-        said: list[int] = []
-        cached = 0
-        while loop.busy:
-            for event in loop.step():
-                if isinstance(event, Tokens):
-                    said += event.token_ids
-                elif isinstance(event, Finished):
-                    cached = event.cached_tokens
-        yield said, cached
+def serve(loop: StepLoop, prompts: Sequence[Sequence[int]], *, at_once: int) -> dict[int, tuple[list[int], int]]:
+    """Tokens and cached tokens of each request; so many are there at a time."""
+    said: dict[int, list[int]] = {}
+    answers: dict[int, tuple[list[int], int]] = {}
+    while len(answers) < len(prompts) or loop.busy:
+        while len(said) < len(prompts) and len(said) - len(answers) < at_once:
+            index = len(said)
+            said[index] = []
+            sampling = SamplingParams(max_tokens=6, temperature=0.0)
+            request = GenerateRequest(
+                request_id=RequestId(index), prompt_token_ids=tuple(prompts[index]), sampling=sampling
+            )
+            assert loop.submit(request) == []
+        for event in loop.step():
+            if isinstance(event, Tokens):
+                said[int(event.request_id)] += event.token_ids
+            elif isinstance(event, Finished):
+                answers[int(event.request_id)] = (said[int(event.request_id)], event.cached_tokens)
+    return answers
+
+
+def test_answers_are_those_of_the_default_scheduler_with_tiers_below_a_small_pool(
+    installed: str, tmp_path: Path
+) -> None:
+    draw = random.Random(4)
+    threads = [[draw.randrange(256) for _ in range(draw.randint(60, 120))] for _ in range(5)]
+    prompts = [(*draw.choice(threads), *(draw.randrange(256) for _ in range(draw.randint(1, 20)))) for _ in range(24)]
+    model_dir = find_plugin("openinfer.checkpoints", "tiny").load()()
+    with running("qwen3", model_dir) as loop:
+        right = serve(loop, prompts, at_once=1)
+    tiers = ["host=2MiB", f"disk={tmp_path / 'kv'},64MiB"]
+    with running("qwen3", model_dir, scheduler=installed, kv_tier=tiers) as loop:
+        answers = serve(loop, prompts, at_once=6)
+        stats = loop.stats()
+    assert {index: said for index, (said, _) in answers.items()} == {index: said for index, (said, _) in right.items()}
+    assert stats.tier_tokens > 0
+    assert [tier.tier for tier in stats.kv_tiers] == ["host", "disk"]
+    assert stats.blocks_used == 0
 
 
 def test_a_model_with_recurrent_states_is_served_without_sharing_and_refused_with_tiers(
     installed: str, tmp_path: Path
 ) -> None:
-    with running() as loop:
-        right = [said for said, _ in answers(loop)]
-    with running(scheduler=installed) as loop:
-        assert list(answers(loop)) == [(said, 0) for said in right]
+    prompts = [(*range(1, 70), index) for index in range(3)]
+    dummy: dict[str, Any] = {"load_format": LoadFormat.DUMMY}
+    with running("qwen35", STATES, **dummy) as loop:
+        right = serve(loop, prompts, at_once=1)
+    with running("qwen35", STATES, scheduler=installed, **dummy) as loop:
+        assert serve(loop, prompts, at_once=1) == {index: (said, 0) for index, (said, _) in right.items()}
     tier = [f"disk={tmp_path / 'kv'},64MiB"]
     with (
         pytest.raises(Refused, match="cached-first plans no copies of them"),
-        running(scheduler=installed, kv_tier=tier),
+        running("qwen35", STATES, scheduler=installed, kv_tier=tier, **dummy),
     ):
         pass

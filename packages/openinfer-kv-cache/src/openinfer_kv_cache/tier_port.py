@@ -8,7 +8,7 @@ A place is a block, by its id, or one of the chunks of a slot of recurrent state
 None of these waits. What a scheduler owes the tiers:
 
 - The blocks of a load are the tiers' from `load` until `is_over`: no row reads or writes them, and they are not given
-  back, also after `cancel` and after an abort of their request.
+  back, also after `cancel` and after an abort of their request, whose load is cancelled.
 - The blocks of a save are sealed, and pinned until `is_over` (`BlockPool.pin`).
 - Only the first `completed_blocks` of a load are right; what follows is computed.
 - Only what ran is saved: a step's blocks after its `apply`.
