@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,3 +136,22 @@ def test_not_finite_row_stays_alone_whatever_is_asked(run, prepared, head_dim):
     out = run(q, case, layer=0, scale=0.3, **asked)
     assert np.isnan(out[1]).all()
     np.testing.assert_array_equal(out[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize(("name", "block_tokens"), [("full", 16), ("windowed", 16), ("windowed", 32)])
+def test_sinks_are_those_of_gpt_oss(run, paged_case, check, name, block_tokens):
+    """`eager_attention_forward` of transformers' gpt-oss, with and without a window; `tools/golden/gemma.py`."""
+    with np.load(Path(__file__).parent / "sinks.npz", allow_pickle=False) as recorded:
+        arrays = dict(recorded)
+    keys_and_values = np.stack([arrays["k"], arrays["v"]])  # [2, K, tokens, D]
+    _, num_kv_heads, num_tokens, head_dim = keys_and_values.shape
+    shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
+    case = paged_case(np.random.default_rng(0), [(num_tokens, num_tokens)], **shape, num_layers=1)
+    for position, slot in enumerate(case.batch.cache_slots.tolist()):
+        case.kv_cache[slot // block_tokens, 0, :, :, slot % block_tokens] = keys_and_values[:, :, position]
+    window = int(arrays["window"]) if name == "windowed" else None
+    asked = {"scale": float(arrays["scale"]), "sinks": arrays["sinks"], "window": window}
+    out = run(arrays["q"], case, layer=0, **asked)
+    check(out, arrays[name], rtol=1e-5, atol=1e-6)
+    without = run(arrays["q"], case, layer=0, scale=asked["scale"], window=window)
+    assert np.abs(without - arrays[name]).max() > 0.1

@@ -34,6 +34,7 @@ _WRITTEN: Mapping[str, int | str] = {
     "latent_norm_rope_append": "kv_cache",
     "qk_norm_rope_append": "kv_cache",
     "rope_append": "kv_cache",
+    "zero_centred_qk_norm_rope_append": "kv_cache",
 }
 """The argument that an operator writes in the compute dtype, by position or keyword."""
 
