@@ -5,6 +5,7 @@
 
 #include "common/pdl.cuh"
 #include "sampling/sampling_record.cuh"
+#include "sampling/slot_arrays.cuh"
 
 namespace {
 
@@ -13,18 +14,6 @@ struct SlotRecord {
   SlotParams params;
   float presence, frequency, repetition;
   int num_biased, slot, unused;
-};
-
-// The state of all slots, `[slots]` each.
-struct SlotArrays {
-  int* last_ids;
-  SlotParams* params;
-  float *presence, *frequency, *repetition;
-  int* num_biased;
-
-  __device__ __forceinline__ bool is_penalised(int slot) const {
-    return presence[slot] != 0.0f || frequency[slot] != 0.0f || repetition[slot] != 1.0f;
-  }
 };
 
 // What the model reads of tokens and rows.
