@@ -16,12 +16,13 @@ import numpy as np
 
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
-from openinfer_engine.cuda.graphs import CapturedDecode, CapturedMixed, StepWork, capture_decode, capture_mixed
+from openinfer_engine.cuda.graphs import CapturedDecode, StepWork, capture_decode, capture_mixed
 from openinfer_engine.cuda.memory_budget import slot_sizes
+from openinfer_engine.cuda.mixed import MixedForward, RowColumns
 from openinfer_engine.cuda.results import QueuedStep, SampledTokens, ScoredPrompt
 from openinfer_engine.cuda.sampler import CudaSampler
 from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow
-from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, TOKEN_BUCKETS, bucket_of, row_buckets, token_buckets
+from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, bucket_of, row_buckets, token_buckets
 from openinfer_engine.cuda.times import StepTimes
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import LastTokenModel, LogitsIndices, Model
@@ -39,13 +40,9 @@ from openinfer_kernels.cuda.sampling.step_inputs import (
     DECODE_LINES,
     BatchMemory,
     DecodeInputs,
-    MixedInputs,
     SampledRows,
-    mixed_record,
 )
 
-# slots, starts, counts, numbers of host ids and host ids of rows, as in a plan
-_Columns = tuple[HostArray, HostArray, HostArray, HostArray, HostArray]
 _STAGING_BUFFERS = 3  # steps whose host memory is in use at a time, at most: one running, one queued, one being read
 
 
@@ -77,7 +74,7 @@ class CudaWorker:
     ) -> None:
         self._model = model
         self._states = states
-        self._memory = BatchMemory(
+        self._memory = memory = BatchMemory(
             block_tokens=limits.block_size_tokens,
             caches=caches,
             states=None if states is None else states.tensors,
@@ -97,7 +94,7 @@ class CudaWorker:
         max_rows = max(limits.max_num_seqs, ROW_BUCKETS[-1])
         self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
         self._decode: dict[int, CapturedDecode] = {}
-        self._mixed: dict[int, CapturedMixed] = {}
+        self._mixed = MixedForward(model, kv_cache=kv_cache, slots=self._slots.state, limits=limits, memory=memory)
         self._staging = StagingRing(ops.device, _STAGING_BUFFERS)
 
     # --- start ------------------------------------------------------------------------------------------
@@ -108,23 +105,23 @@ class CudaWorker:
             decode_logits=self._decode_logits,
             sample=lambda logits, inputs: self._sampler.sample(logits, inputs.sampled),
             sample_fully=self._sampler.sample_fully,
-            mixed_hidden=self._mixed_hidden,
+            mixed_hidden=self._mixed.hidden_of,
         )
         self._ops.device.synchronize()  # state and cache are filled on other streams, which this one does not wait for
         with self._stream:
             decode = [self._decode_inputs(rows) for rows in row_buckets(self._limits.max_num_seqs)]
-            mixed = [self._mixed_inputs(tokens) for tokens in token_buckets(self._limits)]
+            mixed = [self._mixed.padded_inputs(tokens) for tokens in token_buckets(self._limits)]
             with self._ops.tuning():
                 for inputs in decode:
                     self._sampler.sample_fully(self._decode_logits(inputs), inputs)
                 for inputs in mixed:
-                    self._mixed_hidden(inputs)
+                    self._mixed.hidden_of(inputs)
                 self._stream.synchronize()
             mark("tuning")
             if capture:
                 with self._stream.private_pool():  # every graph's scratch; inputs lie elsewhere
                     for inputs in reversed(mixed):
-                        self._mixed[len(inputs.token_ids)] = capture_mixed(self._stream, inputs, work)
+                        self._mixed.captured[len(inputs.token_ids)] = capture_mixed(self._stream, inputs, work)
                     for inputs in reversed(decode):
                         self._decode[inputs.rows.shape[1]] = capture_decode(self._stream, inputs, work)
                 self._stream.synchronize()
@@ -139,26 +136,11 @@ class CudaWorker:
             memory=self._memory,
         )
 
-    def _mixed_inputs(self, num_tokens: int) -> MixedInputs:
-        """For as many rows as so many tokens can have; two at least, since attention is told of no shorter row else."""
-        return MixedInputs.make(
-            max(2, min(num_tokens, self._limits.max_num_seqs)),
-            num_tokens,
-            max_blocks=slot_sizes(self._limits).max_blocks,
-            longest=(num_tokens, self._limits.max_model_tokens),
-            memory=self._memory,
-        )
-
     # --- what is captured, next to sampling -------------------------------------------------------------
 
     def _decode_logits(self, inputs: DecodeInputs) -> Array:
         self._slots.state.prepare_decode(inputs)
         return self._model.logits(self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache))
-
-    def _mixed_hidden(self, inputs: MixedInputs) -> Array:
-        """`[T, h]` hidden states of a mixed batch."""
-        self._slots.state.prepare_mixed(inputs)
-        return self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
 
     # --- steps ------------------------------------------------------------------------------------------
 
@@ -185,7 +167,7 @@ class CudaWorker:
         # Graphs hold collectives of the communicator: they go first, once nothing of them runs.
         self._stream.synchronize()
         self._decode.clear()
-        self._mixed.clear()
+        self._mixed.captured.clear()
         self._communicator.close()
 
     def _queue(self, plan: StepPlan) -> QueuedStep:
@@ -239,15 +221,13 @@ class CudaWorker:
         last_tokens, slots, positions = staging.upload(
             (ends[sampled] - 1).astype(np.int32), plan.slots[sampled], (plan.starts + plan.counts)[sampled]
         )
-        captured, unscored = self._captured_mixed(plan), self._slots.unscored(plan)
+        captured, unscored = self._mixed.captured_for(plan.num_tokens), self._slots.unscored(plan)
         prompts: list[ScoredPrompt] = []
         # A captured step, and log-probabilities of the prompt, take the hidden states of every token.
         if captured is None and not unscored and isinstance(self._model, LastTokenModel):
             last = self._forward_last_tokens(self._model, plan, last_tokens, staging)
         else:
-            hidden = (
-                self._launch_mixed(plan, staging) if captured is None else self._replay_mixed(plan, captured, staging)
-            )
+            _, hidden = self._mixed.run(RowColumns.of(plan), staging)
             prompts = [
                 self._score(each, hidden[int(ends[each.row] - plan.counts[each.row]) :], staging) for each in unscored
             ]
@@ -268,31 +248,16 @@ class CudaWorker:
         logprobs = self._ops.logprobs(logits, token_ids, top=top) if top >= 0 else None
         return _Rows(sampled, places, token_ids, logprobs, prompts)
 
-    def _captured_mixed(self, plan: StepPlan) -> CapturedMixed | None:
-        bucket = bucket_of(TOKEN_BUCKETS, plan.num_tokens)
-        return None if bucket is None else self._mixed.get(bucket)
-
-    def _replay_mixed(self, plan: StepPlan, captured: CapturedMixed, staging: StagingBuffer) -> Array:
-        """`[T or more, h]` hidden states of a step."""
-        inputs = captured.inputs
-        sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
-        staging.upload_into(mixed_record(*_columns(plan), sizes=sizes), inputs.record)
-        captured.forward.launch()
-        return captured.hidden
-
-    def _launch_mixed(self, plan: StepPlan, staging: StagingBuffer) -> Array:
-        return self._mixed_hidden(self._inputs_of(_columns(plan), staging))
-
     def _forward_last_tokens(self, model: LastTokenModel, plan: StepPlan, last: Array, staging: StagingBuffer) -> Array:
         """`[n, h]` hidden states of the last tokens of rows that sample."""
-        inputs = self._inputs_of(_columns(plan), staging)
+        inputs = self._mixed.inputs_of(RowColumns.of(plan), staging)
         self._slots.state.prepare_mixed(inputs)
         batch, sampled = inputs.batch, plan.max_new > 0
         if len(last):
             # The last tokens again, as rows of one token each: what the last layer computes is for them alone.
             ends, ones = (plan.starts + plan.counts)[sampled], np.ones(len(last), np.int32)
-            columns = plan.slots[sampled], ends - 1, ones, np.zeros_like(ones), plan.token_ids[:0]
-            rows = self._inputs_of(columns, staging)
+            columns = RowColumns(plan.slots[sampled], ends - 1, ones, np.zeros_like(ones), plan.token_ids[:0])
+            rows = self._mixed.inputs_of(columns, staging)
             self._slots.state.prepare_mixed(rows)
             batch = rows.batch
         return model.forward_last_tokens(
@@ -300,20 +265,6 @@ class CudaWorker:
             batch=inputs.batch,
             kv_cache=self._kv_cache,
             last=LogitsIndices(tokens=last, batch=batch),
-        )
-
-    def _inputs_of(self, columns: _Columns, staging: StagingBuffer) -> MixedInputs:
-        _, starts, counts, _, _ = columns
-        num_rows, num_tokens, longest = len(counts), int(counts.sum()), int((starts + counts).max())
-        (record,) = staging.upload(mixed_record(*columns, sizes=(num_rows, num_tokens)))
-        return MixedInputs.make(
-            num_rows,
-            num_tokens,
-            max_blocks=-(-longest // self._limits.block_size_tokens),
-            longest=(int(counts.max()), longest),
-            chunk_context_tokens=int((starts + counts)[counts > 1].sum()),
-            record=record,
-            memory=self._memory,
         )
 
     def _score(self, unscored: UnscoredRow, hidden: Array, staging: StagingBuffer) -> ScoredPrompt:
@@ -326,10 +277,6 @@ class CudaWorker:
             logits = self._model.logits(hidden[chunk])
             chunks.append(_download(self._ops.logprobs(logits, token_ids[chunk], top=unscored.top), staging))
         return ScoredPrompt(unscored.row, chunks, unscored.top)
-
-
-def _columns(plan: StepPlan) -> _Columns:
-    return plan.slots, plan.starts, plan.counts, plan.num_host_tokens, plan.token_ids
 
 
 def _download(logprobs: Logprobs, staging: StagingBuffer) -> HostLogprobs:

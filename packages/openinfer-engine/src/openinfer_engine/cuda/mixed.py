@@ -1,0 +1,107 @@
+"""`MixedForward`: forward passes of mixed batches on a GPU, replayed from graphs or launched operator by operator."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from openinfer_core.scheduling import StepPlan
+from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.cuda.graphs import CapturedMixed
+from openinfer_engine.cuda.memory_budget import slot_sizes
+from openinfer_engine.cuda.step_buckets import TOKEN_BUCKETS, bucket_of
+from openinfer_engine.model import Model
+from openinfer_kernels import Array, HostArray
+from openinfer_kernels.cuda.common.pinned import StagingBuffer
+from openinfer_kernels.cuda.sampling.step_inputs import BatchMemory, MixedInputs, mixed_record
+from openinfer_kernels.cuda.sampling.steps import SlotState
+
+
+class RowColumns(NamedTuple):
+    """Rows of a mixed batch, as in a plan."""
+
+    slots: HostArray
+    starts: HostArray
+    counts: HostArray
+    num_host_tokens: HostArray
+    host_ids: HostArray
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "RowColumns":
+        return cls(plan.slots, plan.starts, plan.counts, plan.num_host_tokens, plan.token_ids)
+
+
+class MixedForward:
+    """Queues forward passes; `captured` has those that are replayed, by tokens."""
+
+    def __init__(
+        self, model: Model, *, kv_cache: Array, slots: SlotState, limits: WorkerLimits, memory: BatchMemory
+    ) -> None:
+        self.captured: dict[int, CapturedMixed] = {}
+        self._model = model
+        self._kv_cache = kv_cache
+        self._slots = slots
+        self._limits = limits
+        self._memory = memory
+
+    def padded_inputs(self, num_tokens: int) -> MixedInputs:
+        """For as many rows as so many tokens can have; two at least, since attention is told of no shorter row else."""
+        return MixedInputs.make(
+            max(2, min(num_tokens, self._limits.max_num_seqs)),
+            num_tokens,
+            max_blocks=slot_sizes(self._limits).max_blocks,
+            longest=(num_tokens, self._limits.max_model_tokens),
+            memory=self._memory,
+        )
+
+    def inputs_of(self, columns: RowColumns, staging: StagingBuffer) -> MixedInputs:
+        starts, counts = columns.starts, columns.counts
+        num_rows, num_tokens, longest = len(counts), int(counts.sum()), int((starts + counts).max())
+        (record,) = staging.upload(mixed_record(*columns, sizes=(num_rows, num_tokens)))
+        return MixedInputs.make(
+            num_rows,
+            num_tokens,
+            max_blocks=-(-longest // self._limits.block_size_tokens),
+            longest=(int(counts.max()), longest),
+            chunk_context_tokens=int((starts + counts)[counts > 1].sum()),
+            record=record,
+            memory=self._memory,
+        )
+
+    def captured_for(self, num_tokens: int) -> CapturedMixed | None:
+        bucket = bucket_of(TOKEN_BUCKETS, num_tokens)
+        return None if bucket is None else self.captured.get(bucket)
+
+    def hidden_of(self, inputs: MixedInputs) -> Array:
+        """`[T, h]` hidden states of a mixed batch, launched operator by operator."""
+        self._slots.prepare_mixed(inputs)
+        return self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache)
+
+    def run(
+        self,
+        columns: RowColumns,
+        staging: StagingBuffer,
+        *,
+        correct: Callable[[MixedInputs], None] | None = None,
+    ) -> tuple[MixedInputs, Array]:
+        """A forward pass of these rows.
+
+        Args:
+            columns: of the rows.
+            staging: of the step.
+            correct: queues what changes the record on the device before the pass reads it.
+
+        Returns:
+            Its inputs, and `[T or more, h]` hidden states; both are those of a graph if one was replayed.
+        """
+        captured = self.captured_for(int(columns.counts.sum()))
+        if captured is None:
+            inputs = self.inputs_of(columns, staging)
+        else:
+            inputs = captured.inputs
+            sizes = len(inputs.batch.context_lens), len(inputs.token_ids)
+            staging.upload_into(mixed_record(*columns, sizes=sizes), inputs.record)
+        if correct is not None:
+            correct(inputs)
+        if captured is None:
+            return inputs, self.hidden_of(inputs)
+        captured.forward.launch()
+        return inputs, captured.hidden
