@@ -33,7 +33,7 @@ class CudaSampler:
         """Token ids `[R]` for `logits [R, V]`, which the slots' next rows begin with."""
         state = self._slots.state
         if self._communicator.rank == 0:
-            changed = state.changes(sampled.slots) if changes else None
+            changed = state.changes(sampled) if changes else None
             batch = sampled.batch(self._limits.num_token_ids, changes=changed, token_mask=mask)
             token_ids = self._ops.sample(logits, batch)
         else:

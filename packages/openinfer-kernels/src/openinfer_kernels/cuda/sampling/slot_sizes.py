@@ -22,3 +22,8 @@ class SlotSizes:
 def state_bytes(sizes: SlotSizes) -> int:
     per_slot = 4 * sizes.max_blocks + 5 * sizes.num_columns + 8 * sizes.max_biased + PARAMS_BYTES + 32
     return sizes.max_num_seqs * per_slot
+
+
+def drafted_state_bytes(sizes: SlotSizes, *, max_drafts: int) -> int:
+    """What `DraftedSlotState` takes: a second list of changed logits, and drafts."""
+    return state_bytes(sizes) + sizes.max_num_seqs * (8 * sizes.max_biased + 4 * max_drafts + 32)

@@ -7,6 +7,7 @@ import numpy as np
 
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
+from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.cuda.sampling.slot_record import PARAMS_BYTES, SLOT_RECORD
 from openinfer_kernels.cuda.sampling.slot_sizes import SlotSizes
@@ -14,7 +15,7 @@ from openinfer_kernels.cuda.sampling.step_inputs import MIXED_LINES, DecodeInput
 from openinfer_kernels.ops import Array, Bias, HostArray, Penalties
 
 _THREADS = 128
-_ONE_BLOCK_THREADS = 1024
+ONE_BLOCK_THREADS = 1024
 
 
 class _SlotArrays(ctypes.Structure):
@@ -30,7 +31,8 @@ class _Tables(ctypes.Structure):
 class SlotState:
     """What the device knows of each slot. Its methods queue kernels on CuPy's current stream."""
 
-    def __init__(self, device: Device, sizes: SlotSizes) -> None:
+    def __init__(self, device: Device, sizes: SlotSizes, *, bias_lists: int = 1) -> None:
+        """`bias_lists` of changes of single logits for each slot; a slot's record has the length of the first."""
         names = (
             "append_blocks",
             "start_slots",
@@ -49,13 +51,14 @@ class SlotState:
         self._params = cupy.zeros(slots * PARAMS_BYTES, np.uint8)
         self._presence, self._frequency = cupy.zeros(slots, np.float32), cupy.zeros(slots, np.float32)
         self._repetition = cupy.asarray(np.ones(slots, np.float32))
-        self._num_biased = cupy.zeros(slots, np.int32)
-        self._bias_ids = cupy.zeros((slots, sizes.max_biased), np.int32)
-        self._bias_values = cupy.zeros((slots, sizes.max_biased), np.float32)
+        lists = bias_lists * slots
+        self._num_biased = cupy.zeros(lists, np.int32)
+        self._bias_ids = cupy.zeros((lists, sizes.max_biased), np.int32)
+        self._bias_values = cupy.zeros((lists, sizes.max_biased), np.float32)
         self._counts = cupy.zeros((slots, sizes.num_columns), np.int32)
         self._seen = cupy.zeros((slots, sizes.num_columns), np.bool_)
         self._penalised_rows = cupy.asarray(np.full(slots, -1, np.int32))
-        self._biased_rows = cupy.asarray(np.full(slots, -1, np.int32))
+        self._biased_rows = cupy.asarray(np.full(lists, -1, np.int32))
 
     # --- what begins ------------------------------------------------------------------------------------
 
@@ -118,17 +121,9 @@ class SlotState:
         arguments = [sampled.slots, positions, self._slot_arrays(), sampled.pointers(), _int(count)]
         self._launch("prepare_sampling", count, arguments)
 
-    def changes(self, sampled_slots: Array) -> tuple[Bias, Penalties]:
-        """The bias and penalties of rows `[R]` by slot, -1 for none; views of this state."""
-        arguments = [
-            sampled_slots,
-            _int(sampled_slots.shape[0]),
-            self._slot_arrays(),
-            _int(self._sizes.max_num_seqs),
-            self._penalised_rows,
-            self._biased_rows,
-        ]
-        self._kernels["name_rows"]((1, 1, 1), (_ONE_BLOCK_THREADS, 1, 1), arguments)
+    def changes(self, sampled: SampledRows) -> tuple[Bias, Penalties]:
+        """The bias and penalties of rows by slot, -1 for none; views of this state."""
+        self._name_rows(sampled)
         bias = Bias(rows=self._biased_rows, counts=self._num_biased, token_ids=self._bias_ids, values=self._bias_values)
         penalties = Penalties(
             rows=self._penalised_rows,
@@ -153,11 +148,21 @@ class SlotState:
         ]
         self._launch("keep_sampled", count, arguments)
 
+    def _name_rows(self, sampled: SampledRows) -> None:
+        arguments = [
+            sampled.slots,
+            _int(sampled.slots.shape[0]),
+            self._slot_arrays(),
+            _int(self._sizes.max_num_seqs),
+            self._penalised_rows,
+            self._biased_rows,
+        ]
+        self._kernels["name_rows"]((1, 1, 1), (ONE_BLOCK_THREADS, 1, 1), arguments)
+
     # --- arguments --------------------------------------------------------------------------------------
 
     def _launch(self, name: str, count: int, arguments: list[Any]) -> None:
-        if count:
-            self._kernels[name]((-(-count // _THREADS), 1, 1), (_THREADS, 1, 1), arguments)
+        launch_per_item(self._kernels[name], count, arguments)
 
     def _slot_arrays(self) -> _SlotArrays:
         arrays = (
@@ -172,6 +177,12 @@ class SlotState:
 
     def _table_arrays(self) -> _Tables:
         return _Tables(address(self._tables), self._sizes.max_blocks, self._sizes.block_tokens)
+
+
+def launch_per_item(kernel: Kernel, count: int, arguments: list[Any]) -> None:
+    """A thread for each of `count` items."""
+    if count:
+        kernel((-(-count // _THREADS), 1, 1), (_THREADS, 1, 1), arguments)
 
 
 def make_record(slot: int, **fields: Any) -> HostArray:
