@@ -16,7 +16,14 @@ from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.errors import Refused
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
 from openinfer_engine.options import DeviceKind
-from openinfer_engine.testing import Answer, prompt_differences, random_requests, random_weights, run_at_once
+from openinfer_engine.testing import (
+    Answer,
+    check_drafts,
+    prompt_differences,
+    random_requests,
+    random_weights,
+    run_at_once,
+)
 from openinfer_qwen3.family import Qwen3
 
 pytestmark = pytest.mark.gpu
@@ -120,3 +127,12 @@ def test_every_sampling_field_runs_beside_plain_rows(model_dir: Path) -> None:
     assert sum(said[i] == alone[i] for i in alone) >= len(alone) - 1
     assert len(together[103].logprobs) == len(together[103].token_ids)
     assert 4 not in said[101]
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_answers_with_drafts_are_those_without(model_dir: Path, capture: bool) -> None:
+    options = {"device": DeviceKind.CUDA, "block_size_tokens": 16, "cuda_graph": capture}
+    try:
+        check_drafts(Qwen3().definition, model_dir, seeds=[int(capture), 2], **options)
+    except Refused as reason:
+        pytest.skip(str(reason))

@@ -20,6 +20,7 @@ from openinfer_engine.options import DeviceKind
 from openinfer_engine.testing import (
     Answer,
     bf16_exact,
+    check_drafts,
     prompt_differences,
     random_requests,
     run_alone,
@@ -160,3 +161,12 @@ def test_batch_invariant_answers_do_not_depend_on_the_batch(model_dir: Path) -> 
         )
         assert ours == theirs
         assert tokens_of(alone)[request.request_id] == tokens_of(together)[request.request_id]
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_answers_with_drafts_are_those_without(model_dir: Path, capture: bool) -> None:
+    options = {"device": DeviceKind.CUDA, "block_size_tokens": 16, "cuda_graph": capture}
+    try:
+        check_drafts(Qwen35().definition, model_dir, seeds=[int(capture), 2], **options)
+    except Refused as reason:
+        pytest.skip(str(reason))

@@ -127,25 +127,31 @@ class SharedDrafter:
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
             self._stop(error)
 
-    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array | None:
-        """`[R, max_drafts]` int32 as `Drafter.draft`, -1 from each row's first id that is none; None after a fault."""
+    def propose(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array | None:
+        """`[R, max_drafts]` int32 as `Drafter.draft`, rank 0's; None after a fault."""
         if self._drafter is None:
             return None
         try:
             drafts = self._drafter.draft(slots, last_ids, hidden, lengths)
-            self._check(drafts, num_rows=len(slots))
+            self._check(drafts, num_rows=len(slots), kind=type(slots))
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
             self._stop(error)
             return None
-        shared = self._communicator.broadcast(drafts.copy(), root=0)
+        return self._communicator.broadcast(drafts.copy(), root=0)
+
+    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array | None:
+        """As `propose`, -1 from each row's first id that is none."""
+        shared = self.propose(slots, last_ids, hidden, lengths)
+        if shared is None:
+            return None
         is_id = (shared >= 0) & (shared < self._num_token_ids)
         is_draft = is_id.astype(np.int32).cumprod(axis=1).astype(np.int32)
         return shared * is_draft + (is_draft - 1)
 
-    def _check(self, drafts: Array, *, num_rows: int) -> None:
+    def _check(self, drafts: Array, *, num_rows: int, kind: type[Array]) -> None:
         expected = num_rows, self.max_drafts
         found = getattr(drafts, "shape", None), getattr(drafts, "dtype", None)
-        if found != (expected, np.dtype(np.int32)):
+        if found != (expected, np.dtype(np.int32)) or not isinstance(drafts, kind):
             raise ContractViolation(
                 f"draft() returned a {type(drafts).__name__} of shape {found[0]} and dtype {found[1]}, "
                 f"not {list(expected)} int32"
@@ -213,5 +219,11 @@ def choose_drafter(options: EngineOptions) -> ChosenDrafter | None:
     """
     if options.drafter is None:
         return None
-    max_drafts = DEFAULT_MAX_DRAFTS if options.max_drafts is None else options.max_drafts
-    return ChosenDrafter(plugin=find_plugin(DRAFTERS, options.drafter), max_drafts=max_drafts)
+    return ChosenDrafter(plugin=find_plugin(DRAFTERS, options.drafter), max_drafts=max_drafts_of(options))
+
+
+def max_drafts_of(options: EngineOptions) -> int:
+    """Drafts of a row at most; 0 without a drafter."""
+    if options.drafter is None:
+        return 0
+    return DEFAULT_MAX_DRAFTS if options.max_drafts is None else options.max_drafts

@@ -41,8 +41,6 @@ class CudaBackend(PlannedGpu):
         Raises:
             Refused: too few GPUs, an old driver, missing packages, or what cannot be done on GPUs.
         """
-        if options.drafter is not None:
-            raise Refused("--drafter: drafts are verified on --device cpu only; leave the option out")
         try:
             if options.tensor_parallel_size > 1:
                 _check_ranks(options)
@@ -84,7 +82,6 @@ class CudaBackend(PlannedGpu):
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
-        del drafter  # refused by `open`
         kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
@@ -98,6 +95,7 @@ class CudaBackend(PlannedGpu):
             limits=limits,
             states=states,
             caches=paged_tensors(layout, kv_cache),
+            drafter=drafter,
             tracer=tracer,
         )
         rank.warm_up(capture=self._options.cuda_graph, mark=mark)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from openinfer_core import Refused
 from openinfer_core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
-from openinfer_kernels.cuda.sampling.slot_sizes import SlotSizes
+from openinfer_kernels.cuda.sampling.slot_sizes import SlotSizes, drafted_state_bytes, state_bytes
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -35,8 +35,9 @@ def workspaces(
     decode_rows: Sequence[int],
     mixed_tokens: Sequence[int],
     num_ranks: int = 1,
+    max_drafts: int = 0,
 ) -> Mapping[str, int]:
-    """Purpose -> bytes on one GPU."""
+    """Purpose -> bytes on one GPU; what a drafter has of its own is not among them."""
     rows = limits.max_num_seqs + PROMPT_LOGPROB_ROWS
     gathered_bytes = rows * limits.vocab_size * _GATHERED_LOGIT_BYTES
     scored_tokens = max_step_tokens + max((*decode_rows, *mixed_tokens), default=0)  # graphs have memory of their own
@@ -53,7 +54,15 @@ def workspaces(
         "logits": rows * limits.vocab_size * _LOGIT_BYTES,
         "slots": slot_state_bytes,
         "graphs": graph_bytes,
+        **({"drafts": _drafts_bytes(limits, max_drafts)} if max_drafts else {}),
     }
+
+
+def _drafts_bytes(limits: WorkerLimits, max_drafts: int) -> int:
+    """Of slots that have drafts, and of a copy of their recurrent states."""
+    sizes = slot_sizes(limits)
+    slots_bytes = drafted_state_bytes(sizes, max_drafts=max_drafts) - state_bytes(sizes)
+    return slots_bytes + limits.max_num_seqs * limits.slot_bytes
 
 
 def kv_cache_share(

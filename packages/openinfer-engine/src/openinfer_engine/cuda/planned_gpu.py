@@ -7,6 +7,7 @@ from openinfer_core import Refused
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.memory_budget import kv_cache_share, slot_sizes, workspaces
 from openinfer_engine.cuda.step_buckets import row_buckets, token_buckets
+from openinfer_engine.drafting import max_drafts_of
 from openinfer_engine.options import EngineOptions
 from openinfer_engine.worker.paged_tensors import paged_regions
 from openinfer_kernels import KernelsError
@@ -87,14 +88,16 @@ class PlannedGpu:
         return found
 
     def workspaces(self, limits: WorkerLimits, *, max_step_tokens: int, num_ranks: int) -> Mapping[str, int]:
-        is_capturing = self._options.cuda_graph
+        is_capturing, max_drafts = self._options.cuda_graph, max_drafts_of(self._options)
         return workspaces(
             limits,
             max_step_tokens=max_step_tokens,
             slot_state_bytes=state_bytes(slot_sizes(limits)),
-            decode_rows=row_buckets(limits.max_num_seqs) if is_capturing else (),
+            # With a drafter every step is a mixed batch.
+            decode_rows=row_buckets(limits.max_num_seqs) if is_capturing and not max_drafts else (),
             mixed_tokens=token_buckets(limits) if is_capturing else (),
             num_ranks=num_ranks,
+            max_drafts=max_drafts,
         )
 
     def kv_cache_bytes(self, *, weights_bytes: int, workspace_bytes: int) -> int:

@@ -9,6 +9,7 @@ from openinfer_core.sampling import MAX_LOGPROBS
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.sampling_state import CudaSamplingState
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.worker.logprobs import HostLogprobs
 from openinfer_kernels import Array, HostArray, Logprobs, TokenMask
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.ops import CudaOps
@@ -62,3 +63,8 @@ class CudaSampler:
             bits[index, : len(words)], rows[index] = words, row
         staging.upload_into(bits, self._mask_bits)
         return rows
+
+
+def download_logprobs(logprobs: Logprobs, staging: StagingBuffer) -> HostLogprobs:
+    columns = (logprobs.chosen, logprobs.ranks, logprobs.top_ids, logprobs.top)
+    return HostLogprobs(*map(staging.download, columns))

@@ -6,10 +6,8 @@ import numpy as np
 
 from openinfer_core.scheduling import SlotStart, StepPlan
 from openinfer_engine.cpu.worker import WorkerLimits
-from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.worker.sampling_state import LogitChanges, has_penalties, row_values
 from openinfer_kernels import HostArray
-from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.sampling.slot_record import SLOT_RECORD
 from openinfer_kernels.cuda.sampling.steps import SlotState, make_record
@@ -29,8 +27,8 @@ class UnscoredRow:
 class CudaSamplingState:
     """One slot per running sequence. Copies and kernels are queued; nothing is waited for."""
 
-    def __init__(self, device: Device, limits: WorkerLimits) -> None:
-        self.state = SlotState(device, slot_sizes(limits))
+    def __init__(self, state: SlotState, limits: WorkerLimits) -> None:
+        self.state = state
         self._vocab_size = limits.vocab_size
         slots = limits.max_num_seqs
         # alternatives per sampled token that each slot's request asked for; -1 for no log-probabilities
@@ -78,13 +76,19 @@ class CudaSamplingState:
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._unscored_before[slot] = prompt_tokens - 1 if params.prompt_logprobs is not None else 0
         changes = LogitChanges.of(params)
-        is_early = params.min_tokens > len(start.output_token_ids)
-        self._stop_allowed_from[slot] = prompt_tokens + params.min_tokens if changes and is_early else _NEVER
         is_penalised = has_penalties(params)
         self._changes_logits[slot] = is_penalised or changes is not None
         if is_penalised:
             ids = [np.asarray(each, np.int32) for each in (request.prompt_token_ids, start.output_token_ids)]
             self.state.count_tokens(slot, *staging.upload(*ids))
+        return self._first_record(start, changes, staging)
+
+    def _first_record(self, start: SlotStart, changes: LogitChanges | None, staging: StagingBuffer) -> HostArray:
+        """The record that a slot begins with; stop tokens are forbidden while its sequence is short."""
+        params = start.request.sampling
+        is_early = params.min_tokens > len(start.output_token_ids)
+        allowed_from = len(start.request.prompt_token_ids) + params.min_tokens
+        self._stop_allowed_from[start.slot] = allowed_from if changes and is_early else _NEVER
         return self._record(start, changes, staging, forbid_stop=is_early)
 
     def _allow_stop(self, slot: int, staging: StagingBuffer) -> HostArray:

@@ -14,17 +14,22 @@ from types import MappingProxyType
 
 import numpy as np
 
+from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
+from openinfer_engine.cuda.drafted import DraftedSteps
+from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
+from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode, StepWork, capture_decode, capture_mixed
 from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.cuda.mixed import MixedForward, RowColumns
 from openinfer_engine.cuda.results import QueuedStep, SampledTokens, ScoredPrompt
-from openinfer_engine.cuda.sampler import CudaSampler
+from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
 from openinfer_engine.cuda.sampling_state import CudaSamplingState, UnscoredRow
 from openinfer_engine.cuda.step_buckets import ROW_BUCKETS, bucket_of, row_buckets, token_buckets
 from openinfer_engine.cuda.times import StepTimes
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafting import SharedDrafter
 from openinfer_engine.model import LastTokenModel, LogitsIndices, Model
 from openinfer_engine.tracing.trace import NoTrace, Tracer
 from openinfer_engine.worker.block_tables import BlockTables
@@ -36,12 +41,14 @@ from openinfer_kernels.cuda.common.block_copies import DevicePool
 from openinfer_kernels.cuda.common.graphs import Fence, Stream
 from openinfer_kernels.cuda.common.pinned import StagingBuffer, StagingRing
 from openinfer_kernels.cuda.ops import CudaOps
+from openinfer_kernels.cuda.sampling.draft_state import DraftedSlotState
 from openinfer_kernels.cuda.sampling.step_inputs import (
     DECODE_LINES,
     BatchMemory,
     DecodeInputs,
     SampledRows,
 )
+from openinfer_kernels.cuda.sampling.steps import SlotState
 
 _STAGING_BUFFERS = 3  # steps whose host memory is in use at a time, at most: one running, one queued, one being read
 
@@ -70,6 +77,7 @@ class CudaWorker:
         limits: WorkerLimits,
         states: StateSlots | None = None,
         caches: Mapping[str, Array] = MappingProxyType({}),
+        drafter: SharedDrafter | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._model = model
@@ -90,12 +98,35 @@ class CudaWorker:
             max_model_tokens=limits.max_model_tokens,
             block_size_tokens=limits.block_size_tokens,
         )
-        self._slots = CudaSamplingState(ops.device, limits)
+        self._slots, drafted_slots = _sampling_states(ops, limits, drafter)
         max_rows = max(limits.max_num_seqs, ROW_BUCKETS[-1])
         self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
         self._decode: dict[int, CapturedDecode] = {}
         self._mixed = MixedForward(model, kv_cache=kv_cache, slots=self._slots.state, limits=limits, memory=memory)
+        self._drafted: DraftedSteps | None = None
+        if drafter is not None and drafted_slots is not None:
+            self._drafted = DraftedSteps(
+                model,
+                mixed=self._mixed,
+                slots=drafted_slots,
+                sampler=self._sampler,
+                ops=ops,
+                drafter=drafter,
+                limits=limits,
+                states=self._drafted_states(states),
+                score_prompts=self._score_prompts,
+            )
         self._staging = StagingRing(ops.device, _STAGING_BUFFERS)
+
+    def _drafted_states(self, states: StateSlots | None) -> DraftedStates | None:
+        if states is None:
+            return None
+        return DraftedStates(
+            states,
+            mixed=self._mixed,
+            max_num_seqs=self._limits.max_num_seqs,
+            synchronize=self._stream.synchronize,
+        )
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -122,7 +153,8 @@ class CudaWorker:
                 with self._stream.private_pool():  # every graph's scratch; inputs lie elsewhere
                     for inputs in reversed(mixed):
                         self._mixed.captured[len(inputs.token_ids)] = capture_mixed(self._stream, inputs, work)
-                    for inputs in reversed(decode):
+                    # With a drafter every step is a mixed batch.
+                    for inputs in reversed(decode if self._drafted is None else []):
                         self._decode[inputs.rows.shape[1]] = capture_decode(self._stream, inputs, work)
                 self._stream.synchronize()
                 mark("capture")
@@ -172,6 +204,10 @@ class CudaWorker:
 
     def _queue(self, plan: StepPlan) -> QueuedStep:
         entries = self._tables.advance(plan)
+        if self._drafted is not None:
+            plan = self._drafted.place(plan)
+        elif (plan.max_new > 1).any():
+            raise ContractViolation("the plan has rows of several new tokens, and the worker no drafter")
         staging = self._staging.take()
         note_times = self._times.begin(plan)
         # Queued before the step on the same stream, whose kernels read the tables and records that this writes.
@@ -179,20 +215,25 @@ class CudaWorker:
         if self._states is not None:
             self._states.advance(plan)
         # States were restored above, before the rows that go on from them; they are kept below, after these rows.
-        captured = self._captured_decode(plan)
-        rows = self._run_mixed(plan, staging) if captured is None else self._replay_decode(plan, captured, staging)
+        run = self._run if self._drafted is None else self._drafted.run
+        sampled, prompts = run(plan, staging)
         if self._states is not None:
             self._states.keep(plan)
+        after = note_times()
+        staging.done.record()  # after the downloads: the step's host memory is reused once this event has passed
+        return QueuedStep(staging.done, plan.num_rows, sampled, prompts, after)
+
+    def _run(self, plan: StepPlan, staging: StagingBuffer) -> tuple[SampledTokens, list[ScoredPrompt]]:
+        captured = self._captured_decode(plan)
+        rows = self._run_mixed(plan, staging) if captured is None else self._replay_decode(plan, captured, staging)
         sampled = SampledTokens(
             rows=rows.sampled,
             places=rows.places,
             token_ids=staging.download(rows.token_ids),
-            logprobs=None if rows.logprobs is None else _download(rows.logprobs, staging),
+            logprobs=None if rows.logprobs is None else download_logprobs(rows.logprobs, staging),
             tops=self._slots.logprobs[plan.slots[rows.sampled]],
         )
-        after = note_times()
-        staging.done.record()  # after the downloads: the step's host memory is reused once this event has passed
-        return QueuedStep(staging.done, plan.num_rows, sampled, rows.prompts, after)
+        return sampled, rows.prompts
 
     def _captured_decode(self, plan: StepPlan) -> CapturedDecode | None:
         is_decode = not len(plan.token_ids) and plan.num_tokens == plan.num_rows
@@ -228,9 +269,7 @@ class CudaWorker:
             last = self._forward_last_tokens(self._model, plan, last_tokens, staging)
         else:
             _, hidden = self._mixed.run(RowColumns.of(plan), staging)
-            prompts = [
-                self._score(each, hidden[int(ends[each.row] - plan.counts[each.row]) :], staging) for each in unscored
-            ]
+            prompts = self._score_prompts(plan, hidden, staging)
             last = self._ops.embedding(last_tokens, hidden) if len(sampled) else hidden[:0]
         if not len(sampled):
             return _Rows(sampled, places, slots, None, prompts)
@@ -267,6 +306,10 @@ class CudaWorker:
             last=LogitsIndices(tokens=last, batch=batch),
         )
 
+    def _score_prompts(self, plan: StepPlan, hidden: Array, staging: StagingBuffer) -> list[ScoredPrompt]:
+        begins = np.cumsum(plan.counts) - plan.counts
+        return [self._score(each, hidden[int(begins[each.row]) :], staging) for each in self._slots.unscored(plan)]
+
     def _score(self, unscored: UnscoredRow, hidden: Array, staging: StagingBuffer) -> ScoredPrompt:
         """Log-probabilities of a row's `targets`, which the first of `hidden` predict, chunk by chunk."""
         targets: Sequence[int] = unscored.targets
@@ -275,10 +318,16 @@ class CudaWorker:
         for begin in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             chunk = slice(begin, min(begin + PROMPT_LOGPROB_ROWS, len(targets)))
             logits = self._model.logits(hidden[chunk])
-            chunks.append(_download(self._ops.logprobs(logits, token_ids[chunk], top=unscored.top), staging))
+            chunks.append(download_logprobs(self._ops.logprobs(logits, token_ids[chunk], top=unscored.top), staging))
         return ScoredPrompt(unscored.row, chunks, unscored.top)
 
 
-def _download(logprobs: Logprobs, staging: StagingBuffer) -> HostLogprobs:
-    columns = (logprobs.chosen, logprobs.ranks, logprobs.top_ids, logprobs.top)
-    return HostLogprobs(*map(staging.download, columns))
+def _sampling_states(
+    ops: CudaOps, limits: WorkerLimits, drafter: SharedDrafter | None
+) -> tuple[CudaSamplingState, DraftedSamplingState | None]:
+    """How slots are sampled; the second is the first where there is a drafter."""
+    sizes = slot_sizes(limits)
+    if drafter is None:
+        return CudaSamplingState(SlotState(ops.device, sizes), limits), None
+    drafted = DraftedSamplingState(DraftedSlotState(ops.device, sizes, max_drafts=drafter.max_drafts), limits)
+    return drafted, drafted

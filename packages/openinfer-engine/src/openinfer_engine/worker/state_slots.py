@@ -83,6 +83,10 @@ class StateSlots:
             consumed: `[n]` tokens that each will have consumed when its accepted ones are computed again.
         """
         self._memory[self._ops.upload(slots)] = states
+        self.note_set_back(slots, consumed=consumed)
+
+    def note_set_back(self, slots: HostArray, *, consumed: HostArray) -> None:
+        """As `set_back`, for slots whose `memory` a worker has set back itself."""
         self._consumed[slots] = consumed
 
     def _copy(self, copies: Sequence[StateCopy]) -> None:

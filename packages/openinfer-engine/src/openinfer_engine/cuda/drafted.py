@@ -1,0 +1,184 @@
+"""`DraftedSteps`: steps of an engine with a drafter, whose rows yield as many tokens as were accepted.
+
+    plan ─► record ─► corrected on the device ─► forward ─► position by position: sample, accept ─► draft ─► to the host
+
+The host waits for nothing: which drafts are accepted, and so where each sequence stands, is decided on the device. Each
+position is sampled by a launch of its own, as a step of its own would have sampled it: with the penalties of the tokens
+before, the bias and the random number of its true position. Rows that do not reach a position take no part in it.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from openinfer_core.errors import ContractViolation
+from openinfer_core.scheduling import StepPlan
+from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
+from openinfer_engine.cuda.drafted_states import DraftedStates
+from openinfer_engine.cuda.mixed import MixedForward, RowColumns
+from openinfer_engine.cuda.results import DraftedTokens, PositionLogprobs, ScoredPrompt
+from openinfer_engine.cuda.sampler import CudaSampler, download_logprobs
+from openinfer_engine.drafting import SharedDrafter
+from openinfer_engine.model import Model
+from openinfer_kernels import Array, HostArray
+from openinfer_kernels.cuda.common.pinned import StagingBuffer
+from openinfer_kernels.cuda.ops import CudaOps
+from openinfer_kernels.cuda.sampling.draft_state import Spans
+from openinfer_kernels.cuda.sampling.step_inputs import MixedInputs
+
+ScorePrompts: TypeAlias = Callable[[StepPlan, Array, StagingBuffer], list[ScoredPrompt]]
+
+
+class DraftedSteps:
+    """Queues the steps of one worker. Every rank accepts alike, by the ids and drafts of rank 0."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        mixed: MixedForward,
+        slots: DraftedSamplingState,
+        sampler: CudaSampler,
+        ops: CudaOps,
+        drafter: SharedDrafter,
+        limits: WorkerLimits,
+        states: DraftedStates | None,
+        score_prompts: ScorePrompts,
+    ) -> None:
+        self._model = model
+        self._mixed = mixed
+        self._slots = slots
+        self._drafts = slots.drafts
+        self._sampler = sampler
+        self._ops = ops
+        self._drafter = drafter
+        self._limits = limits
+        self._states = states
+        self._score_prompts = score_prompts
+
+    def place(self, plan: StepPlan) -> StepPlan:
+        """The plan with true positions where the host knows them: of a model with states, which waits for its steps."""
+        return plan if self._states is None else self._states.place(plan)
+
+    def run(self, plan: StepPlan, staging: StagingBuffer) -> tuple[DraftedTokens, list[ScoredPrompt]]:
+        """Queues a placed step whose slots are up to date."""
+        self._drafter.start(plan.started)
+        if self._states is not None:
+            self._states.save(plan)
+        (num_planned,) = staging.upload(plan.draft_counts)
+        inputs, hidden = self._mixed.run(
+            columns_of(plan, num_token_ids=self._limits.num_token_ids),
+            staging,
+            correct=lambda inputs: self._drafts.place_rows(inputs, num_planned),
+        )
+        prompts = self._score_prompts(plan, hidden, staging)
+        rows = np.flatnonzero(plan.max_new)
+        if len(rows):
+            spans, logprobs = self._sample(plan, rows, inputs, hidden, staging)
+            tokens = self._finish(plan, rows, spans, logprobs=logprobs, hidden=hidden, staging=staging)
+        else:
+            tokens = nothing_sampled()
+        if self._states is not None:
+            self._states.settle(plan, tokens, inputs, staging)
+        return tokens, prompts
+
+    def _sample(
+        self, plan: StepPlan, rows: HostArray, inputs: MixedInputs, hidden: Array, staging: StagingBuffer
+    ) -> tuple[Spans, list[PositionLogprobs]]:
+        """Samples `rows` at their first position, those whose token is their draft at the next, and so on."""
+        slots, max_new = plan.slots[rows], plan.max_new[rows]
+        firsts = (np.cumsum(plan.counts)[rows] - max_new).astype(np.int32)
+        (columns,) = staging.upload(np.stack([slots, firsts, max_new, plan.draft_counts[rows]]).astype(np.int32))
+        most = int(max_new.max())
+        spans = Spans.make(columns, positions=most)
+        changes = self._slots.changes_logits(plan)
+        logprobs: list[PositionLogprobs] = []
+        for position in range(most):
+            having = np.flatnonzero(max_new > position).astype(np.int32)
+            chosen, tokens = staging.upload(having, firsts[having] + np.int32(position))
+            logits = self._model.logits(self._ops.embedding(tokens, hidden))
+            sampled = self._drafts.open_position(spans, chosen, position, inputs)
+            masks = [
+                (place, plan.token_masks[row, position])
+                for place, row in enumerate(rows[having].tolist())
+                if (row, position) in plan.token_masks
+            ]
+            mask = self._sampler.token_mask(masks, len(having), staging) if masks else None
+            token_ids = self._sampler.sample(logits, sampled, changes=changes, mask=mask)
+            self._drafts.accept(spans, chosen, position, token_ids, inputs)
+            top = int(self._slots.logprobs[slots[having]].max())
+            if top >= 0:
+                found = self._ops.logprobs(logits, token_ids, top=top)
+                logprobs.append(PositionLogprobs(spans=having, logprobs=download_logprobs(found, staging)))
+        self._drafts.finish(spans, inputs)
+        return spans, logprobs
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        rows: HostArray,
+        spans: Spans,
+        *,
+        logprobs: list[PositionLogprobs],
+        hidden: Array,
+        staging: StagingBuffer,
+    ) -> DraftedTokens:
+        """Asks for the next drafts, and brings to the host what the step's result has."""
+        last_hidden = self._ops.embedding(spans.last_tokens, hidden)
+        drafts = self._drafter.propose(spans.slots, spans.last_ids, last_hidden, spans.lengths)
+        num_drafts = self._drafts.keep_drafts(spans, drafts, num_token_ids=self._limits.num_token_ids)
+        wants_drafts = plan.wants_drafts[rows]
+        return DraftedTokens(
+            rows=rows,
+            token_ids=staging.download(spans.token_ids),
+            new_counts=staging.download(spans.new_counts),
+            compared=staging.download(spans.compared),
+            drafts=staging.download(drafts) if drafts is not None and wants_drafts.any() else None,
+            num_drafts=staging.download(num_drafts),
+            wants_drafts=wants_drafts,
+            logprobs=logprobs,
+            tops=self._slots.logprobs[plan.slots[rows]],
+        )
+
+
+def nothing_sampled() -> DraftedTokens:
+    """Of a step without a row that samples."""
+    none = np.zeros(0, np.int32)
+    return DraftedTokens(
+        rows=none,
+        token_ids=np.zeros((1, 0), np.int32),
+        new_counts=none,
+        compared=none,
+        drafts=None,
+        num_drafts=none,
+        wants_drafts=np.zeros(0, np.bool_),
+        logprobs=[],
+        tops=none,
+    )
+
+
+def columns_of(plan: StepPlan, *, num_token_ids: int) -> RowColumns:
+    """The rows of a plan, with 0 where the device will put drafts, and host ids that an embedding has.
+
+    Raises:
+        ContractViolation: a row has ids that are neither its slot's last, nor the host's, nor drafts.
+    """
+    num_host_tokens = plan.num_host_tokens + plan.draft_counts
+    num_last_ids = plan.counts - num_host_tokens
+    num_drafts = np.maximum(plan.max_new - 1, 0)
+    is_astray = (num_last_ids < 0) | (num_last_ids > 1) | (plan.draft_counts > num_drafts)
+    is_astray |= plan.max_new > plan.counts
+    if is_astray.any():
+        row = int(np.flatnonzero(is_astray)[0])
+        raise ContractViolation(
+            f"row {row} is planned with {plan.counts[row]} ids, {plan.num_host_tokens[row]} from the host and "
+            f"{plan.draft_counts[row]} drafts, and max_new {plan.max_new[row]}: one id at most may be the slot's last, "
+            "and drafts stand after the first sampled position"
+        )
+    # Where each host id stands among ids and gaps for drafts: after the drafts of all rows before its own.
+    gaps = np.repeat(np.cumsum(plan.draft_counts) - plan.draft_counts, plan.num_host_tokens)
+    host_ids = np.zeros(int(num_host_tokens.sum()), np.int32)
+    host_ids[np.arange(len(plan.token_ids)) + gaps] = plan.token_ids.clip(0, num_token_ids - 1)
+    return RowColumns(plan.slots, plan.starts, plan.counts, num_host_tokens, host_ids)

@@ -1,0 +1,259 @@
+"""`CudaWorker` with drafts in host memory: the script that `test_drafted_worker.py` runs, for one family and ranks."""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import emulated_cuda
+import numpy as np
+import pytest
+
+emulated_cuda.install()
+
+# ruff: noqa: E402 - CuPy's stand-in first
+from openinfer_core import GenerateRequest, find_plugin
+from openinfer_core.errors import ContractViolation
+from openinfer_engine import LocalGroup, SoloCommunicator
+from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
+from openinfer_engine.cuda.worker import CudaWorker
+from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.drafting import DrafterContext, DrafterFaults, SharedDrafter
+from openinfer_engine.model import Model
+from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, DraftedSteps
+from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter
+from openinfer_engine.testing.drafts import drafted_requests, every_third_token_masked
+from openinfer_engine.weights.dummy import DummyWeights
+from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors
+from openinfer_engine.worker.runner import ThreadRunner
+from openinfer_engine.worker.state_slots import padded_slot_bytes
+from openinfer_kernels import Array, AttentionBatch
+from openinfer_kernels.cpu import BatchInvariantCpuOps
+from openinfer_kernels.cuda.common import graphs
+from openinfer_kv_cache import KvDtype, KvLayout
+
+VOCAB, NUM_TOKEN_IDS, BLOCK, NUM_SLOTS, NUM_BLOCKS, MAX_MODEL_TOKENS = 96, 93, 4, 5, 200, 112
+_QWEN = {
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "vocab_size": VOCAB,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": _QWEN
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "rope_theta": 1e6,
+    },
+    "qwen3_5": _QWEN
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 8,
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+}
+PLUGINS = {"qwen3": "qwen3", "qwen3_5": "qwen35"}
+
+
+class PaddedModel:
+    """A model of the CPU, told of the rows that are none: captured steps have them."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._hidden_size = _QWEN["hidden_size"]
+
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+        assert ((token_ids >= 0) & (token_ids < NUM_TOKEN_IDS)).all(), "an id that the embedding does not have"
+        hidden = np.full((len(token_ids), self._hidden_size), np.nan, np.float32)
+        counts = np.diff(batch.query_starts)
+        rows = np.flatnonzero((counts > 0) & (batch.context_lens > 0))
+        if not len(rows):
+            return emulated_cuda.array(np.zeros_like(hidden))
+        count = int(batch.query_starts[rows[-1] + 1])
+        used = batch.context_lens[rows].astype(np.int64)
+        assert (used <= MAX_MODEL_TOKENS).all()
+        batch = replace(
+            batch,
+            positions=batch.positions[:count],
+            cache_slots=batch.cache_slots[:count],
+            query_starts=np.concatenate([[0], batch.query_starts[rows + 1]]).astype(np.int32),
+            context_lens=batch.context_lens[rows],
+            block_tables=batch.block_tables[rows],
+            max_query_tokens=int(counts.max()),
+            max_context_tokens=int(used.max()),
+            state_slots=None if batch.state_slots is None else batch.state_slots[rows],
+        )
+        hidden[:count] = self._model.forward(np.asarray(token_ids)[:count], batch=batch, kv_cache=kv_cache)
+        return emulated_cuda.array(hidden)
+
+    def logits(self, hidden: Array) -> Array:
+        return emulated_cuda.array(self._model.logits(np.asarray(hidden)))
+
+
+class Bench:
+    """One family on some ranks."""
+
+    def __init__(self, family: str, ranks: int, kernels: emulated_cuda.Kernels) -> None:
+        self.definition: Any = find_plugin("openinfer.models", PLUGINS[family]).load()().definition
+        self.config = self.definition.parse(CONFIGS[family])
+        self.ranks, self.kernels = ranks, kernels
+
+    def model(self, communicator: Communicator) -> tuple[Model, KvLayout, WorkerLimits]:
+        share = {"rank": communicator.rank, "size": communicator.size}
+        weights = DummyWeights(self.definition.tensors(self.config), **share)
+        given = {"ops": BatchInvariantCpuOps(), "communicator": communicator, "max_model_tokens": MAX_MODEL_TOKENS}
+        model = self.definition.load(self.config, weights, **given)
+        spec = self.definition.kv_spec(
+            self.config,
+            model_tag="test",
+            dtype=KvDtype.FLOAT32,
+            num_ranks=communicator.size,
+            rank_index=communicator.rank,
+        )
+        layout = KvLayout.from_spec(spec, block_size_tokens=BLOCK)
+        limits = WorkerLimits(
+            max_num_seqs=NUM_SLOTS,
+            max_model_tokens=MAX_MODEL_TOKENS,
+            block_size_tokens=BLOCK,
+            num_token_ids=NUM_TOKEN_IDS,
+            vocab_size=VOCAB,
+            slot_bytes=padded_slot_bytes(layout, in_blocks=False) if layout.slot_bytes else 0,
+        )
+        return model, layout, limits
+
+    def communicators(self) -> list[Communicator]:
+        return [SoloCommunicator()] if self.ranks == 1 else list(LocalGroup(self.ranks).communicators)
+
+    def cpu(self) -> ThreadRunner:
+        """Without drafts, on one rank: what is right."""
+        model, layout, limits = self.model(SoloCommunicator())
+        ops = BatchInvariantCpuOps()
+        pool = make_pool(layout, num_blocks=NUM_BLOCKS, ops=ops)
+        given = {
+            "kv_cache": pool,
+            "caches": paged_tensors(layout, pool),
+            "states": make_states(layout, limits, ops=ops),
+        }
+        return ThreadRunner([CpuWorker(model, ops=ops, communicator=SoloCommunicator(), limits=limits, **given)])
+
+    def cuda(self, *, capture: bool, drafts: "Drafts | None" = None) -> ThreadRunner:
+        """Ranks of emulated GPUs."""
+        workers: list[CudaWorker] = []
+        for communicator in self.communicators():
+            model, layout, limits = self.model(communicator)
+            ops = emulated_cuda.emulated_ops(BatchInvariantCpuOps(), self.kernels)
+            pool = make_pool(layout, num_blocks=NUM_BLOCKS, ops=ops)
+            worker = CudaWorker(
+                PaddedModel(model),
+                kv_cache=pool,
+                ops=ops,
+                communicator=communicator,
+                limits=limits,
+                states=make_states(layout, limits, ops=ops),
+                caches=paged_tensors(layout, pool),
+                drafter=None if drafts is None else drafts.make(model, ops, communicator),
+            )
+            if capture:
+                worker.warm_up(capture=True, mark=lambda _: None)
+            workers.append(worker)
+        return ThreadRunner(workers)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Which drafter."""
+
+    kind: DraftKind
+    max_drafts: int
+    outputs: Mapping[int, Sequence[int]]
+    faults: DrafterFaults = field(default_factory=DrafterFaults)
+
+    def make(self, model: Model, ops: Any, communicator: Communicator) -> SharedDrafter:
+        context = DrafterContext(
+            model_dir=Path(),
+            config={},
+            model=model,
+            ops=ops,
+            communicator=communicator,
+            max_num_seqs=NUM_SLOTS,
+            max_model_tokens=MAX_MODEL_TOKENS,
+            num_token_ids=NUM_TOKEN_IDS,
+            max_drafts=self.max_drafts,
+        )
+        drafter = ScriptedDrafter(self.kind, self.outputs, context)
+        given = {"communicator": communicator, "num_token_ids": NUM_TOKEN_IDS, "faults": self.faults}
+        return SharedDrafter(drafter, name="scripted", **given)
+
+
+def serve(
+    runner: ThreadRunner, requests: list[GenerateRequest], *, seed: int, drafts: Drafts | None = None
+) -> tuple[dict[int, DraftedAnswer], DraftedSteps]:
+    sizes = DraftedSizes(
+        num_blocks=NUM_BLOCKS,
+        block_size_tokens=BLOCK,
+        max_num_seqs=NUM_SLOTS,
+        max_model_tokens=MAX_MODEL_TOKENS,
+        num_token_ids=NUM_TOKEN_IDS,
+    )
+    steps = DraftedSteps(
+        runner,
+        sizes,
+        seed=seed,
+        max_drafts=0 if drafts is None else drafts.max_drafts,
+        outputs=None if drafts is None else drafts.outputs,
+        allowed=lambda request, output: every_third_token_masked(request, output, num_token_ids=NUM_TOKEN_IDS),
+    )
+    with contextlib.closing(runner):
+        return steps.run(requests), steps
+
+
+def check(bench: Bench, *, capture: bool, max_drafts: int) -> None:
+    requests = drafted_requests(NUM_TOKEN_IDS, count=12)
+    plain, _ = serve(bench.cuda(capture=False), requests, seed=1)
+    if bench.ranks == 1:  # sums over ranks round elsewhere
+        assert serve(bench.cpu(), requests, seed=0)[0] == plain
+        assert serve(bench.cuda(capture=True), requests, seed=2)[0] == plain
+    outputs = {request_id: answer.token_ids for request_id, answer in plain.items()}
+    for seed, kind in enumerate(DraftKind):
+        drafts = Drafts(kind, max_drafts, outputs)
+        found, steps = serve(bench.cuda(capture=capture, drafts=drafts), requests, seed=3 + seed, drafts=drafts)
+        assert drafts.faults.count == 0, f"drafter {kind} was told something wrong"
+        for request_id, answer in plain.items():
+            assert found[request_id] == answer, f"request {request_id}, drafter {kind}, {max_drafts} drafts"
+        assert steps.num_compared > 50, steps.num_compared
+        assert steps.num_preemptions > 0
+        assert kind is not DraftKind.RIGHT or steps.num_accepted > 0.5 * steps.num_compared
+
+
+def check_refusal(bench: Bench) -> None:
+    drafts = Drafts(DraftKind.RIGHT, 2, {})
+    with pytest.raises(ContractViolation, match="no drafter"):
+        serve(bench.cuda(capture=False), drafted_requests(NUM_TOKEN_IDS), seed=0, drafts=drafts)
+
+
+if __name__ == "__main__":
+    graphs.Stream.capture = emulated_cuda.capture
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(sys.argv[1], int(sys.argv[2]), emulated_cuda.Kernels(Path(folder)))
+    check_refusal(bench)
+    check(bench, capture=False, max_drafts=4)
+    check(bench, capture=bench.ranks == 1, max_drafts=1)  # ranks would have to be captured side by side
+    sys.stdout.write("equal\n")

@@ -1,0 +1,213 @@
+"""A GPU's worker without a GPU: NumPy in the place of CuPy, and kernels compiled for the host.
+
+`install` puts stand-ins in the place of `cupy` and `cuda.bindings.driver`, so it belongs to a process of its own. What
+the model computes is left to `CpuOps`; the kernels of `csrc/sampling/steps.cu` and `drafts.cu` run as they are, thread
+by thread, so that a test of `CudaWorker` here tests their arithmetic of indices too.
+"""
+
+import ctypes
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+CSRC = Path(__file__).parents[3] / "openinfer-kernels/src/openinfer_kernels/csrc"
+_HOST_CUDA = """
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+using std::max;
+using std::min;
+struct Place { int x, y, z; };
+static Place threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
+struct uint4 { uint32_t x, y, z, w; };
+static void __syncthreads() {}
+static int atomicAdd(int* target, int value) { const int old = *target; *target += value; return old; }
+#include "sampling/steps.cu"
+#include "sampling/drafts.cu"
+extern "C" void place_thread(int thread, int block, int threads, int blocks) {
+  threadIdx.x = thread, blockIdx.x = block, blockDim.x = threads, gridDim.x = blocks;
+}
+"""
+_PER_ITEM = 128
+"""Threads of a block of kernels that have a thread for each item; the others loop, and run as one thread here."""
+_one_kernel = threading.Lock()  # where a thread stands is a global of the library
+_LOOPING = ("steps_prepare_decode", "steps_prepare_chunks")
+
+
+class Array(np.ndarray):
+    """A NumPy array with the address that CuPy's have."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def array(values: Any) -> Any:
+    return np.asarray(values).view(Array)
+
+
+def install() -> None:
+    """Puts the stand-ins where `openinfer_kernels.cuda` imports CuPy and the driver from."""
+    cupy: Any = ModuleType("cupy")
+    cupy.ndarray = Array
+    cupy.asnumpy = np.asarray
+    # What is not written yet may be anything on a GPU.
+    cupy.empty = lambda shape, dtype: array(np.full(shape, 113, dtype))
+    cupy.zeros = lambda shape, dtype: array(np.zeros(shape, dtype))
+    cupy.asarray = lambda values: array(np.array(values))
+    stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
+    cupy.cuda = SimpleNamespace(
+        Event=_Event,
+        Stream=_Stream,
+        MemoryPool=lambda: SimpleNamespace(malloc=None),
+        using_allocator=lambda _: nullcontext(),
+        alloc_pinned_memory=bytearray,
+        get_current_stream=lambda: stream,
+        get_elapsed_time=lambda *_: 1.0,
+        runtime=SimpleNamespace(
+            memcpyAsync=lambda target, source, nbytes, *_: ctypes.memmove(target, source, nbytes),
+            memsetAsync=lambda target, value, nbytes, *_: ctypes.memset(target, value, nbytes),
+        ),
+    )
+    sys.modules["cupy"] = cupy
+    driver: Any = ModuleType("cuda.bindings.driver")
+    for name in ("cuda", "cuda.bindings"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules["cuda.bindings.driver"] = driver
+    # The operators are others here, so that the libraries behind them need not be there.
+    operators: Any = ModuleType("openinfer_kernels.cuda.ops")
+    operators.CudaOps = object
+    sys.modules["openinfer_kernels.cuda.ops"] = operators
+
+
+class _Event:
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Stream(AbstractContextManager[None]):
+    ptr = 0
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Replay:
+    """A graph: the work again, its results where they were the first time."""
+
+    def __init__(self, work: Callable[[], Any], results: Any) -> None:
+        self._work, self._results = work, results
+
+    def launch(self) -> None:
+        _overwrite(self._results, self._work())
+
+
+def capture(_: Any, work: Callable[[], Any]) -> tuple[Replay, Any]:
+    """In the place of `Stream.capture`."""
+    results = work()
+    return Replay(work, results), results
+
+
+def _overwrite(targets: Any, sources: Any) -> None:
+    if isinstance(targets, np.ndarray):
+        targets[...] = sources
+    elif isinstance(targets, tuple):
+        for target, source in zip(targets, sources, strict=True):
+            _overwrite(target, source)
+    else:
+        for name in targets.__slots__:
+            _overwrite(getattr(targets, name), getattr(sources, name))
+
+
+class Kernels:
+    """A `Device` that has the kernels of steps."""
+
+    index = 0
+
+    def __init__(self, folder: Path) -> None:
+        source, library = folder / "steps.cpp", folder / "steps.so"
+        source.write_text(_HOST_CUDA)
+        options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-I", str(CSRC)]
+        subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
+        self._library = ctypes.CDLL(str(library))
+
+    def kernel(self, stem: str, name: str, *, shared_bytes: int = 0) -> "_Kernel":
+        del stem, shared_bytes
+        return _Kernel(name, getattr(self._library, name), self._library.place_thread)
+
+    def use(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Kernel:
+    def __init__(self, name: str, function: Any, place: Any) -> None:
+        self._function, self._place = function, place
+        self._is_looping = name in _LOOPING
+
+    def __call__(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Sequence[Any], **_: Any
+    ) -> None:
+        given = [ctypes.c_void_p(each.data.ptr) if isinstance(each, Array) else each for each in arguments]
+        threads = block[0] if block[0] == _PER_ITEM and not self._is_looping else 1
+        with _one_kernel:
+            for index in range(grid[0]):
+                for thread in range(threads):
+                    self._place(thread, index, threads, grid[0])
+                    self._function(*given)
+
+
+def emulated_ops(ops: Any, kernels: Kernels) -> Any:
+    """`CudaOps` of `kernels`, whose operators are those of `ops`, in host memory."""
+
+    class Ops(type(ops)):
+        device = kernels
+
+        def __getattribute__(self, name: str) -> Any:
+            found = super().__getattribute__(name)
+            return _with_addresses(found) if callable(found) and not name.startswith("_") else found
+
+        def tuning(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    return Ops()
+
+
+def _with_addresses(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _addressed(function(*args, **kwargs))
+
+    return call
+
+
+def _addressed(result: Any) -> Any:
+    if isinstance(result, np.ndarray):
+        return array(result)
+    if hasattr(result, "top_ids"):
+        return type(result)(**{name: array(getattr(result, name)) for name in result.__slots__})
+    return result
