@@ -94,6 +94,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     wasted_rows: int = 0
     """Rows computed after their sequence had ended: the price of overlap."""
     failed_requests: int = 0
+    spec_decode_num_drafts: int = 0
+    """Rows whose drafts were compared with what was sampled."""
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    """Drafts that were what was sampled; the mean length of a row is 1 + accepted tokens / drafts."""
+    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """The same by place among a row's drafts, from the first on."""
     policy_faults: int = 0
     """Times the queue policy raised; each cost the request it was asked about."""
     drafter_faults: int = 0

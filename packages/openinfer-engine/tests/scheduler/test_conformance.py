@@ -34,6 +34,8 @@ def test_kit_makes_the_scheduler_preempt_match_and_waste() -> None:
     assert sum(s.cached_tokens for s in stats) > 200
     assert sum(s.wasted_rows for s in stats) > 20
     assert sum(s.policy_faults for s in stats) == 8
+    assert sum(s.spec_decode_num_drafts for s in stats) > 2000
+    assert sum(s.spec_decode_num_accepted_tokens for s in stats) > 2000
     made.clear()
     check_pressure(make)
     assert all(scheduler.stats().preemptions > 0 for scheduler in made)

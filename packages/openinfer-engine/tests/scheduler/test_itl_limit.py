@@ -18,8 +18,8 @@ TOKEN_MS = 0.02
 
 def make_step(*, planned_s: float, decode_rows: int, prompt_tokens: int) -> StepInFlight:
     counts = [1] * decode_rows + [prompt_tokens] * (prompt_tokens > 0)
-    fields: dict[str, Any] = {"step": 0, "rows": [None] * len(counts), "samples": [True] * len(counts), "faults": {}}
-    return StepInFlight(planned_s=planned_s, starts=[0] * len(counts), ends=counts, decode_rows=decode_rows, **fields)
+    fields: dict[str, Any] = {"step": 0, "rows": [None] * len(counts), "max_new": [1] * len(counts), "faults": {}}
+    return StepInFlight(planned_s=planned_s, starts=[0] * len(counts), ends=counts, decode_tokens=decode_rows, **fields)
 
 
 def teach(pace: ItlLimiter, *, steps: int = 40, token_ms: float = TOKEN_MS) -> None:

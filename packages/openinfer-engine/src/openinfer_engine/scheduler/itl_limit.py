@@ -41,11 +41,11 @@ class ItlLimiter:
         if self._max_ms is None or took_ms <= 0:
             return
         tokens = sum(end - start for start, end in zip(step.starts, step.ends, strict=True))
-        prompt_tokens = tokens - step.decode_rows
+        prompt_tokens = tokens - step.decode_tokens
         if prompt_tokens == 0:
             self._decode_ms = _follow(self._decode_ms, took_ms)
         else:
-            decode_ms = (self._decode_ms or 0.0) if step.decode_rows else 0.0
+            decode_ms = (self._decode_ms or 0.0) if step.decode_tokens else 0.0
             self._token_ms = _follow(self._token_ms, max(took_ms - decode_ms, 0.1 * took_ms) / prompt_tokens)
 
 

@@ -13,6 +13,7 @@ from openinfer_core.events import (
 from openinfer_core.request import RequestId
 from openinfer_core.scheduling import StepResult
 from openinfer_engine.scheduler.counters import Counters
+from openinfer_engine.scheduler.drafts import usable_drafts
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState
 from openinfer_engine.scheduler.step_builder import StepInFlight
@@ -25,10 +26,17 @@ _RUNNING = SequenceState.RUNNING
 class OutputProcessor:
     """Takes in the rows of one step; `events` (in row order) and `ended` fill up."""
 
-    __slots__ = ("_counters", "_queue", "_record", "_result", "_seals_blocks", "ended", "events")
+    __slots__ = ("_counters", "_queue", "_record", "_result", "_seals_blocks", "_takes_drafts", "ended", "events")
 
     def __init__(
-        self, record: StepInFlight, result: StepResult, *, queue: RunQueue, counters: Counters, seals_blocks: bool
+        self,
+        record: StepInFlight,
+        result: StepResult,
+        *,
+        queue: RunQueue,
+        counters: Counters,
+        seals_blocks: bool,
+        takes_drafts: bool,
     ) -> None:
         self.events: list[TokenEvent] = []
         self.ended: list[RequestId] = []
@@ -37,12 +45,15 @@ class OutputProcessor:
         self._queue = queue
         self._counters = counters
         self._seals_blocks = seals_blocks
+        self._takes_drafts = takes_drafts
 
     def process(self) -> None:
         """Takes all rows. What a sequence holds is given back with its last row in flight, if it runs no longer."""
         failures = {**self._result.failed_rows, **self._record.faults}
         computed: set[int] = set()
         tokens = self._result.tokens_of_rows
+        if self._takes_drafts:
+            self._take_drafts(tokens)
         for row, sequence in enumerate(self._record.rows):
             if sequence.state is _FINISHED:
                 # It ended after this row was planned, by a stop token of the step before or an abort.
@@ -61,9 +72,27 @@ class OutputProcessor:
         for hold in self._record.holds:
             self._queue.end_hold(hold)
 
+    def _take_drafts(self, tokens: list[list[int]]) -> None:
+        """Lowers bounds by what was not accepted, and takes the drafts of rows that asked."""
+        draft_counts: list[int] = self._result.draft_counts.tolist()
+        for row, (sequence, max_new) in enumerate(zip(self._record.rows, self._record.max_new, strict=True)):
+            if max_new == 0 or sequence.state is _FINISHED:
+                continue
+            if sequence.is_masked:
+                sequence.drafts = usable_drafts(self._result.next_drafts.get(row, ()))
+            num_tokens = len(tokens[row])
+            if max_new > 1 and num_tokens:
+                sequence.drafts_in_flight -= max_new - 1
+                sequence.reject(max_new - num_tokens)
+                if draft_counts[row]:
+                    self._counters.count_drafts(draft_counts[row], num_tokens - 1)
+
     def _take_row(self, row: int, sequence: Sequence, token_ids: list[int]) -> None:
         record, result = self._record, self._result
-        end = record.ends[row]
+        max_new = record.max_new[row]
+        # What is computed and kept: with drafts in flight the planned end is a bound, and before the next token is
+        # taken the known ids are those that were computed.
+        end = sequence.known_tokens if max_new else record.ends[row]
         if self._seals_blocks and (sealed := sequence.kv.seal(end)) and self._queue.saves is not None:
             self._queue.saves.note(sequence.kv, sealed)
         if not sequence.is_announced:
@@ -71,7 +100,7 @@ class OutputProcessor:
         prompt_logprobs = result.prompt_logprobs.get(row)
         if prompt_logprobs is not None:
             prompt_logprobs = _take_unsent(sequence, record.starts[row], prompt_logprobs)
-        if record.samples[row]:
+        if max_new:
             self._take_tokens(sequence, token_ids, result.logprobs.get(row), prompt_logprobs)
             return
         if prompt_logprobs:
@@ -86,8 +115,8 @@ class OutputProcessor:
         logprobs: tuple[TokenLogprobs, ...] | None,
         prompt_logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> None:
-        if not token_ids:
-            self._fail(sequence, _NOTHING_SAMPLED)
+        if len(token_ids) != 1:
+            self._take_span(sequence, token_ids, logprobs, prompt_logprobs)
             return
         (token_id,) = token_ids
         self._counters.generated_tokens += 1
@@ -100,6 +129,37 @@ class OutputProcessor:
         sequence.known_tokens += 1
         self.events.append(Tokens(sequence.request_id, (token_id,), logprobs, prompt_logprobs or None))
         if sequence.known_tokens == sequence.limit_tokens:
+            self._finish(sequence, FinishReason.LENGTH)
+
+    def _take_span(
+        self,
+        sequence: Sequence,
+        token_ids: list[int],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> None:
+        """Takes several tokens in one event; what was sampled after a stop token is dropped."""
+        if not token_ids:
+            self._fail(sequence, _NOTHING_SAMPLED)
+            return
+        num_kept = sequence.count_before_stop(token_ids)
+        kept, stop_token_id = token_ids[:num_kept], None
+        if num_kept < len(token_ids):
+            stop_token_id = token_ids[num_kept]
+            self._counters.generated_tokens += 1
+        self._counters.generated_tokens += num_kept
+        sequence.kv.extend(kept)
+        sequence.known_tokens += num_kept
+        # All but the last one are computed, and that one, too, where the stop token was sampled after it.
+        computed_tokens = sequence.known_tokens - (stop_token_id is None)
+        if self._seals_blocks and (sealed := sequence.kv.seal(computed_tokens)) and self._queue.saves is not None:
+            self._queue.saves.note(sequence.kv, sealed)
+        if kept or prompt_logprobs:
+            shown = logprobs[:num_kept] if kept and logprobs is not None else None
+            self.events.append(Tokens(sequence.request_id, tuple(kept), shown, prompt_logprobs or None))
+        if stop_token_id is not None:
+            self._finish(sequence, FinishReason.STOP, stop_token_id=stop_token_id)
+        elif sequence.known_tokens == sequence.limit_tokens:
             self._finish(sequence, FinishReason.LENGTH)
 
     def _announce(self, sequence: Sequence) -> None:

@@ -231,8 +231,9 @@ class RunQueue:
     def allocate_next(self, sequence: Sequence, in_flight: Iterable[StepInFlight]) -> ListLike[int] | None:
         """The blocks added for one more position of a running sequence; None if it has to sit this step out."""
         while (new_blocks := sequence.kv.reserve(sequence.computed_tokens + 1)) is None:
-            # Blocks that steps in flight or copies still use are about to come back: nothing is preempted for them.
-            if self._are_blocks_coming(in_flight):
+            # Blocks that steps in flight or copies still use are about to come back, and with drafts in flight the
+            # position is a bound, which may be beyond the one needed: nothing is preempted for them.
+            if sequence.drafts_in_flight or self._are_blocks_coming(in_flight):
                 return None
             # Loads go before running sequences: their prefix can be computed later.
             if self._give_up_load():

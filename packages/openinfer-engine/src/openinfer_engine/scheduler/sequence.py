@@ -22,7 +22,10 @@ Positions of a running sequence, each mark at or after the one before it:
                 computed_tokens transfers from the cached prefix to target_tokens
 
 `given_tokens` ids were known when it took its slot and are sent by the host. Every later id is sampled in the
-slot and read on the device, one per step, so that a step can be planned before the last one's ids are known.
+slot and read on the device, so that a step can be planned before the last one's ids are known.
+
+While drafts are in flight (`drafts_in_flight`), `computed_tokens` and `target_tokens` are upper bounds, as if all were
+accepted; when their step is applied, both are lowered by what was not (`reject`).
 """
 
 from enum import IntEnum
@@ -83,6 +86,8 @@ class Sequence:
         "cached_tokens",
         "capacity_tokens",
         "computed_tokens",
+        "drafts",
+        "drafts_in_flight",
         "final_tokens",
         "given_tokens",
         "has_policy_fault",
@@ -138,6 +143,9 @@ class Sequence:
         self.asked_tiers = False
         self.has_policy_fault = False  # whether the queue policy raised on it; then its first row fails
         self.is_masked = request.sampling.is_masked  # whether it waits for each token before the next row is planned
+        # host drafts of its next row, with a grammar, and those of all rows in flight
+        self.drafts: tuple[int, ...] = ()
+        self.drafts_in_flight = 0
         self.is_announced = False  # whether `Scheduled` is out
         self.prompt_logprobs_sent = 0
 
@@ -159,16 +167,29 @@ class Sequence:
     def may_stop(self) -> bool:
         return self.completion_tokens >= self.request.sampling.min_tokens
 
+    def count_before_stop(self, token_ids: list[int]) -> int:
+        """How many of the tokens sampled next come before one that ends the request; all if none does."""
+        first = max(0, self.request.sampling.min_tokens - self.completion_tokens)
+        stops = (index for index in range(first, len(token_ids)) if token_ids[index] in self.stop_token_ids)
+        return next(stops, len(token_ids))
+
     @property
     def may_match(self) -> bool:
         """Whether a cached prefix helps; not while log-probabilities of prompt positions are still owed."""
         owes_logprobs = self.request.sampling.prompt_logprobs is not None
         return not owes_logprobs or self.prompt_logprobs_sent >= self.prompt_tokens - 1
 
+    def reject(self, num_drafts: int) -> None:
+        """Lowers the bounds: so many drafts of a row that was applied were not accepted."""
+        if num_drafts:
+            self.computed_tokens -= num_drafts
+            self.target_tokens = self.computed_tokens + 1
+
     def take_slot(self, *, cached_tokens: int) -> SlotStart:
         """Begins, or begins again, to run in its slot; the blocks for every known id are reserved."""
         self.computed_tokens = cached_tokens
         self.given_tokens = self.target_tokens = self.known_tokens
+        self.drafts = ()
         self.capacity_tokens = self.kv.capacity_tokens
         self.sent_blocks = 0
         return SlotStart(

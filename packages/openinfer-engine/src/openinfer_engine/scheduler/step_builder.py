@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,9 @@ class StepInFlight:
     rows: list[Sequence]
     starts: list[int]
     ends: list[int]  # position after each row's last one
-    samples: list[bool]
+    max_new: list[int]  # tokens that each row may yield
     faults: dict[int, str]  # row -> why its request fails whatever the step gives
-    decode_rows: int  # the first so many rows go on from the last id of their slot
+    decode_tokens: int  # positions of the first rows, which go on from the last id of their slot; drafts included
     # row -> the copy of its states after it
     snapshots: dict[int, StateSlotCopy] = field(default_factory=dict[int, StateSlotCopy])
     # snapshots that the step restores from, and that no tier may fill before it has run
@@ -36,32 +37,37 @@ class StepBuilder:
         "budget_tokens",
         "counts",
         "decode_rows",
+        "decode_tokens",
+        "draft_counts",
         "ends",
         "faults",
         "holds",
+        "max_new",
         "new_block_counts",
         "new_blocks",
         "num_host_tokens",
         "restores",
         "rows",
-        "samples",
         "slots",
         "snapshots",
         "started",
         "starts",
         "token_ids",
+        "wants_drafts",
     )
 
-    def __init__(self, budget_tokens: int) -> None:
+    def __init__(self, budget_tokens: int, *, wants_drafts: bool = False) -> None:
         self.budget_tokens = budget_tokens  # what is left of the step's token budget
-        self.decode_rows = 0
+        self.wants_drafts = wants_drafts  # whether rows with a grammar ask for the drafts after their last token
+        self.decode_rows = self.decode_tokens = 0
         self.rows: list[Sequence] = []
         self.slots: list[int] = []
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.counts: list[int] = []
         self.num_host_tokens: list[int] = []
-        self.samples: list[bool] = []
+        self.max_new: list[int] = []
+        self.draft_counts: list[int] = []  # of decode rows, as far as the last that has any
         self.token_ids = array("I")
         self.new_block_counts: list[int] = []
         self.new_blocks: list[int] = []
@@ -89,11 +95,29 @@ class StepBuilder:
         sequence.rows_in_flight += 1
 
     def close_decode_rows(self) -> None:
-        num_rows = self.decode_rows = len(self.rows)
+        num_rows = self.decode_rows = self.decode_tokens = len(self.rows)
         self.counts = [1] * num_rows
         self.num_host_tokens = [0] * num_rows
-        self.samples = [True] * num_rows
+        self.max_new = [1] * num_rows
         self.budget_tokens -= num_rows
+
+    def add_drafts(self, row: int, num_drafts: int) -> None:
+        """Drafts for a decode row, in row order; with a grammar those that the host has."""
+        sequence = self.rows[row]
+        end = self.ends[row] = self.ends[row] + num_drafts
+        self.counts[row] += num_drafts
+        self.max_new[row] += num_drafts
+        if sequence.is_masked:
+            self.num_host_tokens[row] = num_drafts
+            self.token_ids.extend(sequence.drafts[:num_drafts])
+        else:
+            self.draft_counts += [0] * (row - len(self.draft_counts))
+            self.draft_counts.append(num_drafts)
+        self.decode_tokens += num_drafts
+        self.budget_tokens -= num_drafts
+        sequence.drafts_in_flight += num_drafts
+        sequence.computed_tokens = end
+        sequence.target_tokens = min(end + 1, sequence.final_tokens)
 
     def add_chunk(self, sequence: Sequence) -> int:
         """Plans as many of the sequence's given ids as the budget allows, and returns how many; both are at least 1."""
@@ -109,7 +133,7 @@ class StepBuilder:
         self.ends.append(end)
         self.counts.append(end - start)
         self.num_host_tokens.append(end - start)
-        self.samples.append(samples)
+        self.max_new.append(int(samples))
         self.token_ids.extend(sequence.kv.token_ids[start:end])
         self.new_block_counts.append(len(new_blocks))
         self.new_blocks.extend(new_blocks)
@@ -128,7 +152,7 @@ class StepBuilder:
             starts=np.array(self.starts, np.int32),
             counts=np.array(self.counts, np.int32),
             num_host_tokens=np.array(self.num_host_tokens, np.int32),
-            max_new=np.array(self.samples, np.int32),
+            max_new=np.array(self.max_new, np.int32),
             token_ids=np.frombuffer(self.token_ids, np.int32),
             new_block_counts=np.array(self.new_block_counts, np.int32),
             new_blocks=np.array(self.new_blocks, np.int32),
@@ -136,6 +160,7 @@ class StepBuilder:
             released=released,
             state_restores=tuple(self.restores),
             state_snapshots=tuple(StateCopy(source=c.source, target=c.target) for c in self.snapshots.values()),
+            **self._draft_columns(),
         )
         record = StepInFlight(
             step=step,
@@ -143,10 +168,19 @@ class StepBuilder:
             rows=self.rows,
             starts=self.starts,
             ends=self.ends,
-            samples=self.samples,
+            max_new=self.max_new,
             snapshots=self.snapshots,
             holds=self.holds,
             faults=self.faults,
-            decode_rows=self.decode_rows,
+            decode_tokens=self.decode_tokens,
         )
         return plan, record
+
+    def _draft_columns(self) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        if self.draft_counts:
+            columns["draft_counts"] = np.zeros(len(self.rows), np.int32)
+            columns["draft_counts"][: len(self.draft_counts)] = self.draft_counts
+        if self.wants_drafts:
+            columns["wants_drafts"] = np.array([sequence.is_masked for sequence in self.rows], np.bool_)
+        return columns

@@ -4,6 +4,7 @@ A plan is made by walking along the run queue (`run_queue.py`) until the budget 
 
     running, next id on the device    one token each; where blocks run short, the youngest of all is preempted;
                                       with a grammar every other step, once the last token is known
+    their drafts                      where blocks and budget are left (`drafts.py`)
     running, given ids left           chunks of prompts, or of what a preemption made them lose
     preempted, then the queue's head  admitted while slots, blocks and budget last
 
@@ -12,9 +13,9 @@ No sequence is passed over, so none starves, and the oldest always has a row, so
 With KV tiers (`use_tiers`), an admitted sequence first loads what the tiers have of its prefix; others are planned
 meanwhile.
 
-A result is applied up to one plan late. Ends by length are known in advance and never planned past; an end by a
-stop token leaves one wasted row in the step that is in flight. Slots and blocks come back when no step in flight has
-a row of their sequence.
+A result is applied up to one plan late. Until then the positions of a row with drafts are upper bounds. Ends by length
+are known in advance and never planned past; an end by a stop token leaves one wasted row in the step that is in flight.
+Slots and blocks come back when no step in flight has a row of their sequence.
 """
 
 import secrets
@@ -28,6 +29,7 @@ from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduler_options import refuse_unknown_options
 from openinfer_core.scheduling import QueuePolicy, SchedulerCapabilities, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.scheduler.counters import Counters
+from openinfer_engine.scheduler.drafts import add_drafts
 from openinfer_engine.scheduler.integrity import check_integrity
 from openinfer_engine.scheduler.itl_limit import ItlLimiter
 from openinfer_engine.scheduler.outputs import OutputProcessor, finished
@@ -51,7 +53,7 @@ class TokenBudgetScheduler:
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
         refuse_unknown_options(config.options, known=())
         self._config = config
-        self._counters = Counters()
+        self._counters = Counters(accepted_tokens_per_pos=[0] * config.max_drafts)
         self._queue = RunQueue(config, policy, self._counters)
         self._open: dict[RequestId, Sequence] = {}
         self._in_flight: deque[StepInFlight] = deque()
@@ -123,8 +125,10 @@ class TokenBudgetScheduler:
         # First of all, so that blocks and prefixes of ended copies are there for the rows of this plan.
         self._queue.settle()
         self._queue.waiting.ask_again(now_s=now_s)
-        builder = StepBuilder(self._config.max_step_tokens)
+        builder = StepBuilder(self._config.max_step_tokens, wants_drafts=self._config.max_drafts > 0)
         unfilled = self._plan_decode_rows(builder)
+        if self._config.max_drafts:
+            self._add_drafts(builder, unfilled)
         builder.budget_tokens = self._itl_limiter.budget_tokens(builder.budget_tokens, decode_rows=builder.decode_rows)
         self._plan_chunks(builder, unfilled)
         self._admit(builder)
@@ -145,7 +149,7 @@ class TokenBudgetScheduler:
                 unfilled.append(sequence)
             elif computed_tokens == sequence.target_tokens:
                 continue
-            elif sequence.is_masked and computed_tokens == sequence.known_tokens:
+            elif sequence.is_masked and computed_tokens >= sequence.known_tokens:
                 continue  # its last token is in flight, and the mask of the next one depends on it
             elif computed_tokens < sequence.capacity_tokens:
                 builder.add_decode_row(sequence, ())
@@ -156,6 +160,18 @@ class TokenBudgetScheduler:
                 is_short = True
         builder.close_decode_rows()
         return unfilled
+
+    def _add_drafts(self, builder: StepBuilder, unfilled: list[Sequence]) -> None:
+        queue, budget_tokens = self._queue, builder.budget_tokens
+        if unfilled or queue.preempted or len(queue.waiting):
+            budget_tokens //= 2  # prompts go on, however many drafts there could be
+        add_drafts(
+            builder,
+            queue.kv.pool,
+            max_drafts=self._config.max_drafts,
+            budget_tokens=budget_tokens,
+            spare_blocks=len(queue.running),
+        )
 
     def _plan_chunks(self, builder: StepBuilder, unfilled: list[Sequence]) -> None:
         for sequence in unfilled:
@@ -191,6 +207,7 @@ class TokenBudgetScheduler:
             queue=self._queue,
             counters=self._counters,
             seals_blocks=self._queue.matches_prefixes,
+            takes_drafts=self._config.max_drafts > 0,
         )
         outputs.process()
         self._queue.begin_saves()
@@ -230,6 +247,10 @@ class TokenBudgetScheduler:
             preemptions=counters.preemptions,
             wasted_rows=counters.wasted_rows,
             failed_requests=counters.failed_requests,
+            spec_decode_num_drafts=counters.drafts,
+            spec_decode_num_draft_tokens=counters.draft_tokens,
+            spec_decode_num_accepted_tokens=sum(counters.accepted_tokens_per_pos),
+            spec_decode_num_accepted_tokens_per_pos=tuple(counters.accepted_tokens_per_pos),
             policy_faults=queue.waiting.faults,
             state_snapshots=0 if snapshots is None else snapshots.num_snapshots,
             evicted_state_snapshots=0 if snapshots is None else snapshots.evicted_snapshots,
