@@ -4,7 +4,8 @@
     each step that samples it:  fill(words) ─► StepPlan.token_masks ─► the runner samples ─► accept(token)
 
 A mask depends on the token before it, so a request with a grammar is not planned ahead (`Scheduler`), and a step's
-masks are made when it is planned. What a matcher raises fails its request and no other.
+masks are made when it is planned. Where a row has drafts, its matcher is advanced along them, asked for a mask after
+each, and rolled back. What a matcher raises fails its request and no other.
 
 A compiler is found through the entry-point group `openinfer.grammar_compilers`; its object takes a `Vocabulary` and
 returns a `GrammarCompiler`.
@@ -44,7 +45,7 @@ class Vocabulary:
 class TokenMatcher(Protocol):
     """Follows one request's output. Called from the engine's thread; a call holds up every request of the step.
 
-    Either method may raise `InvalidRequest` with a message for the client, when the grammar turns out to be too
+    Each method may raise `InvalidRequest` with a message for the client, when the grammar turns out to be too
     expensive to follow; any other exception is a fault.
     """
 
@@ -57,7 +58,11 @@ class TokenMatcher(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """Takes the token that was sampled under the last mask; a stop token ends the request and is not told."""
+        """Takes a token that the last mask allows; a stop token ends the request and is not told."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forgets the last so many tokens: at most those that were accepted since it was last told what was sampled."""
         ...
 
 

@@ -65,16 +65,19 @@ class OddMatcher:
     """Allows a larger odd token after each token."""
 
     def __init__(self) -> None:
-        self.last = -1
+        self.accepted = [-1]
 
     def fill(self, words: MaskWords) -> None:
         words[:] = 0
-        for token_id in range(self.last + 1, VOCAB):
+        for token_id in range(self.accepted[-1] + 1, VOCAB):
             if token_id % 2:
                 words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
     def accept(self, token_id: int) -> None:
-        self.last = token_id
+        self.accepted.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        del self.accepted[len(self.accepted) - num_tokens :]
 
 
 class OddCompiler:

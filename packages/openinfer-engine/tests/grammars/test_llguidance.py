@@ -80,6 +80,50 @@ def walk(matcher: TokenMatcher, rng: random.Random, max_tokens: int) -> str | No
     return None
 
 
+# --- drafts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["(ab|cd)*x?", "[a-f]{1,9}", '\\{"a": ("[a-z]{0,5}"|[0-9]+)\\}'])
+def test_a_matcher_rolled_back_stands_where_it_stood(compiler: LlguidanceCompiler, text: str) -> None:
+    rng = random.Random(3)
+    for _ in range(12):
+        matcher = make(compiler, regex(text))
+        for _ in range(rng.randrange(4)):
+            choices = [token_id for token_id in allowed(matcher) if token_id != END]
+            if choices:
+                matcher.accept(rng.choice(choices))
+        before, masks = allowed(matcher), list[list[int]]()
+        drafts: list[int] = []
+        for _ in range(4):
+            choices = [token_id for token_id in allowed(matcher) if token_id != END]
+            if not choices:
+                break
+            drafts.append(rng.choice(choices))
+            matcher.accept(drafts[-1])
+            masks.append(allowed(matcher))
+        if drafts:
+            matcher.rollback(len(drafts))
+        assert allowed(matcher) == before
+        for draft, mask in zip(drafts, masks, strict=True):
+            matcher.accept(draft)
+            assert allowed(matcher) == mask
+
+
+def test_a_matcher_can_be_rolled_back_from_its_end(compiler: LlguidanceCompiler) -> None:
+    matcher = make(compiler, regex("ab", min_tokens=1))
+    first, second = TOKENIZER.tokenize_str("a")[0], TOKENIZER.tokenize_str("b")[0]
+    matcher.accept(first)
+    before = allowed(matcher)
+    matcher.accept(second)
+    assert allowed(matcher) == [END]
+    matcher.rollback(1)
+    assert allowed(matcher) == before
+    matcher.rollback(1)
+    assert END not in allowed(matcher)
+    matcher.accept(first)
+    assert allowed(matcher) == before
+
+
 # --- ends -----------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from openinfer_core import (
 from openinfer_core.grammars import MaskWords, TokenMatcher, mask_words
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.sampling import Grammar, GrammarKind
-from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
@@ -69,6 +69,9 @@ class WordMatcher:
             raise RuntimeError("an unlucky number")
         self.accepted.append(token_id)
 
+    def rollback(self, num_tokens: int) -> None:
+        del self.accepted[len(self.accepted) - num_tokens :]
+
 
 class FillFails(WordMatcher):
     def fill(self, words: MaskWords) -> None:
@@ -106,9 +109,16 @@ class WordCompiler:
         self.closed = True
 
 
-def make_loop(compiler: WordCompiler, *, num_blocks: int = 64, max_waiting: int = 1000) -> StepLoop:
+def make_loop(
+    compiler: WordCompiler,
+    *,
+    num_blocks: int = 64,
+    max_waiting: int = 1000,
+    drafting: "DraftingRunner | None" = None,
+    max_drafts: int = 0,
+) -> StepLoop:
     limits: dict[str, Any] = {"max_num_seqs": 8, "max_model_tokens": 48, "block_size_tokens": BLOCK}
-    config = SchedulerConfig(num_blocks=num_blocks, max_step_tokens=16, **limits)
+    config = SchedulerConfig(num_blocks=num_blocks, max_step_tokens=64, max_drafts=max_drafts, **limits)
     ops = CpuOps()
     rank = CpuWorker(
         FlatModel(),
@@ -129,7 +139,8 @@ def make_loop(compiler: WordCompiler, *, num_blocks: int = 64, max_waiting: int 
         max_waiting=max_waiting,
     )
     scheduler = TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig()))
-    return StepLoop(info=info, scheduler=scheduler, runner=ThreadRunner([rank]), grammar_compiler=compiler)
+    runner: Any = ThreadRunner([rank]) if drafting is None else drafting
+    return StepLoop(info=info, scheduler=scheduler, runner=runner, grammar_compiler=compiler)
 
 
 def make_request(request_id: int, word: str | None, **sampling: Any) -> GenerateRequest:
@@ -137,6 +148,60 @@ def make_request(request_id: int, word: str | None, **sampling: Any) -> Generate
     fields = {"max_tokens": 8, "temperature": 0.0, "stop_token_ids": (STOP,), **sampling}
     params = SamplingParams(**fields, grammar=grammar)
     return GenerateRequest(request_id=RequestId(request_id), prompt_token_ids=(1, 2, 3), sampling=params)
+
+
+class DraftingRunner:
+    """A flat model, as above, on a device whose drafter follows a word, with every so many a wrong id in it."""
+
+    failure = None
+
+    def __init__(self, drafts: Sequence[int], *, wrong_every: int) -> None:
+        self.drafts = list(drafts)
+        self.wrong_every = wrong_every
+        self.given = 0
+        self.places: dict[int, int] = {}  # slot -> tokens that it has sampled
+        self.results: list[StepResult] = []
+
+    def launch(self, plan: StepPlan) -> "DraftingRunner":
+        self.places.update((start.slot, len(start.output_token_ids)) for start in plan.started)
+        ends, rows, next_drafts = plan.num_host_tokens.cumsum().tolist(), list[list[int]](), dict[int, Any]()
+        for row, slot in enumerate(plan.slots.tolist()):
+            num_drafts = max(0, int(plan.max_new[row]) - 1)
+            drafts = plan.token_ids[ends[row] - num_drafts : ends[row]].tolist()
+            rows.append(self.sample(plan, row, drafts) if plan.max_new[row] else [])
+            self.places[slot] += len(rows[-1])
+            if plan.wants_drafts[row]:
+                next_drafts[row] = self.draft(self.places[slot])
+        counts = np.array([len(ids) for ids in rows], np.int32)
+        token_ids = np.array([token_id for ids in rows for token_id in ids], np.int32)
+        drafted = np.maximum(plan.max_new - 1, 0).astype(np.int32)
+        self.results.append(
+            StepResult(new_counts=counts, token_ids=token_ids, draft_counts=drafted, next_drafts=next_drafts)
+        )
+        return self
+
+    def sample(self, plan: StepPlan, row: int, drafts: list[int]) -> list[int]:
+        new_ids: list[int] = []
+        for position, draft in enumerate([*drafts, None]):
+            words = plan.token_masks.get((row, position))
+            bits = np.ones(1, np.uint8) if words is None else np.unpackbits(words.view(np.uint8), bitorder="little")
+            new_ids.append(int(np.flatnonzero(bits)[0]))
+            if new_ids[-1] != draft:
+                break
+        return new_ids
+
+    def draft(self, place: int) -> tuple[int, ...]:
+        drafts = self.drafts[place : place + 5]
+        for index in range(len(drafts)):
+            self.given += 1
+            if self.given % self.wrong_every == 0:
+                drafts[index] += 1
+        return tuple(drafts)
+
+    def result(self) -> StepResult:
+        return self.results.pop(0)
+
+    def close(self) -> None: ...
 
 
 class Client:
@@ -215,6 +280,39 @@ def test_max_tokens_ends_a_request_inside_its_grammar() -> None:
     terminal = client.events[0][-1]
     assert isinstance(terminal, Finished)
     assert terminal.reason is FinishReason.LENGTH
+    loop.close()
+
+
+@pytest.mark.parametrize("wrong_every", [1, 2, 3, 1000])
+def test_drafts_change_no_token_of_a_masked_request_and_save_steps(wrong_every: int) -> None:
+    word = [14 + 7 * i % 24 for i in range(24)]
+    runner = DraftingRunner(word, wrong_every=wrong_every)
+    loop = make_loop(WordCompiler(), drafting=runner, max_drafts=4)
+    client = Client(loop)
+    for index in range(3):
+        client.submit(make_request(index, ",".join(map(str, word)), max_tokens=40))
+    client.run()
+    for index in range(3):
+        assert client.tokens(index) == word
+        assert client.events[index][-1] == Finished(RequestId(index), FinishReason.STOP, 3, 25, 0, STOP)
+    stats = loop.stats()
+    accepted = {1: 0, 2: 20, 3: 30, 1000: 57}[wrong_every]
+    assert stats.spec_decode_num_accepted_tokens >= accepted
+    assert (stats.spec_decode_num_accepted_tokens == 0) == (wrong_every == 1)
+    loop.close()
+
+
+def test_a_matcher_that_raises_on_a_draft_fails_its_request_alone() -> None:
+    word = [7, 8, 13, 9]
+    loop = make_loop(WordCompiler(), drafting=DraftingRunner(word, wrong_every=1000), max_drafts=4)
+    client = Client(loop)
+    client.submit(make_request(0, "7,8,13,9"))
+    client.submit(make_request(1, "7,8,12"))
+    client.run()
+    assert client.events[0][-1] == Failed(
+        RequestId(0), FailureKind.INTERNAL, "the grammar matcher failed on this request"
+    )
+    assert client.tokens(1) == [7, 8, 12]
     loop.close()
 
 

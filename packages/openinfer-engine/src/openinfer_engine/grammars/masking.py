@@ -2,8 +2,9 @@
 
     begin ─► compiling ─► compiled ─► scheduled │ mask(plan) ─► step ─► follow(events) │ ended
 
-A matcher is asked for a mask when a step that samples its request is planned, and told the token when that step is
-applied; the scheduler plans no row in between.
+A matcher is asked for masks when a step that samples its request is planned, and told the tokens when that step is
+applied; the scheduler plans no row in between. A row with drafts has a mask at each position that it may reach
+(`row_masks.py`).
 """
 
 import logging
@@ -13,6 +14,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from openinfer_core import (
     Failed,
@@ -26,10 +28,12 @@ from openinfer_core import (
 )
 from openinfer_core.grammars import GrammarCompiler, MaskWords, TokenMatcher, mask_words
 from openinfer_core.scheduling import StepPlan
+from openinfer_engine.grammars.row_masks import row_masks
 
 logger = logging.getLogger("openinfer.engine")
 
 _FAULT = "the grammar matcher failed on this request"
+_LOGGED_FAULT = "the matcher of request %d failed; the others live"
 _COMPILER_FAULT = "the grammar compiler failed on this request"
 _DEAD_END = "the grammar allows no token after what was generated"
 
@@ -50,6 +54,12 @@ class _Compiling:
     matcher: "Future[TokenMatcher]"
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    matcher: TokenMatcher
+    stop_token_ids: frozenset[int]
+
+
 class MaskedRequests:
     """See the module. Without a compiler there are none."""
 
@@ -57,7 +67,7 @@ class MaskedRequests:
         self._compiler = compiler
         self._num_words = mask_words(num_token_ids)
         self._compiling: dict[RequestId, _Compiling] = {}
-        self._matchers: dict[RequestId, TokenMatcher] = {}
+        self._running: dict[RequestId, _Running] = {}
         self._slots: dict[int, RequestId] = {}  # slots whose present owner has a matcher
 
     @property
@@ -97,7 +107,8 @@ class MaskedRequests:
     def _finish(self, compiling: _Compiling) -> CompiledRequest:
         request, failure = compiling.request, None
         try:
-            self._matchers[request.request_id] = compiling.matcher.result()
+            stop_token_ids = frozenset(request.sampling.stop_token_ids)
+            self._running[request.request_id] = _Running(compiling.matcher.result(), stop_token_ids)
         except InvalidRequest as refusal:
             failure = Failed(request.request_id, FailureKind.INVALID, str(refusal))
         except Exception:
@@ -110,7 +121,7 @@ class MaskedRequests:
     def mask(self, plan: StepPlan) -> tuple[StepPlan, list[Failed]]:
         """A plan with the masks of its sampled rows; the failures of requests that cannot go on, to be ended."""
         for start in plan.started:
-            if start.request.request_id in self._matchers:
+            if start.request.request_id in self._running:
                 self._slots[start.slot] = start.request.request_id
             else:
                 self._slots.pop(start.slot, None)
@@ -118,51 +129,57 @@ class MaskedRequests:
             return plan, []
         masks: dict[tuple[int, int], MaskWords] = {}
         failures: list[Failed] = []
-        for row in np.flatnonzero(plan.max_new).tolist():
+        ends = plan.num_host_tokens.cumsum()
+        for row in plan.max_new.nonzero()[0].tolist():
             request_id = self._slots.get(int(plan.slots[row]))
-            matcher = None if request_id is None else self._matchers.get(request_id)
-            if request_id is not None and matcher is not None:
-                words = np.empty(self._num_words, np.uint32)
-                failure = _fill(request_id, matcher, words)
-                if failure is None:
-                    masks[row, 0] = words
+            running = None if request_id is None else self._running.get(request_id)
+            if request_id is not None and running is not None:
+                found = self._row_masks(request_id, running, _host_drafts(plan, row, ends))
+                if isinstance(found, Failed):
+                    failures.append(found)
                 else:
-                    failures.append(failure)
+                    masks.update(((row, position), words) for position, words in enumerate(found))
         return (replace(plan, token_masks=masks) if masks else plan), failures
+
+    def _row_masks(self, request_id: RequestId, running: _Running, drafts: list[int]) -> list[MaskWords] | Failed:
+        try:
+            masks = row_masks(running.matcher, drafts, stop_token_ids=running.stop_token_ids, num_words=self._num_words)
+        except InvalidRequest as refusal:
+            return Failed(request_id, FailureKind.INVALID, str(refusal))
+        except Exception:
+            logger.exception(_LOGGED_FAULT, request_id)
+            return Failed(request_id, FailureKind.INTERNAL, _FAULT)
+        return masks if masks[0].any() else Failed(request_id, FailureKind.INVALID, _DEAD_END)
 
     def follow(self, events: Iterable[TokenEvent]) -> list[Failed]:
         """Tells matchers what was sampled and forgets those of ended requests; returns as `mask` does."""
-        if not self._matchers:
+        if not self._running:
             return []
         failures: list[Failed] = []
         for event in events:
             if isinstance(event, Finished | Failed):
                 self.forget(event.request_id)
-            elif isinstance(event, Tokens) and (matcher := self._matchers.get(event.request_id)) is not None:
-                failure = _accept(matcher, event)
+            elif isinstance(event, Tokens) and (running := self._running.get(event.request_id)) is not None:
+                failure = _accept(running.matcher, event)
                 if failure is not None:
                     failures.append(failure)
         return failures
 
     def forget(self, request_id: RequestId) -> None:
-        self._matchers.pop(request_id, None)
+        self._running.pop(request_id, None)
 
     def close(self) -> None:
         self._compiling.clear()
-        self._matchers.clear()
+        self._running.clear()
         if self._compiler is not None:
             self._compiler.close()
 
 
-def _fill(request_id: RequestId, matcher: TokenMatcher, words: MaskWords) -> Failed | None:
-    try:
-        matcher.fill(words)
-    except InvalidRequest as refusal:
-        return Failed(request_id, FailureKind.INVALID, str(refusal))
-    except Exception:
-        logger.exception("the matcher of request %d failed; the others live", request_id)
-        return Failed(request_id, FailureKind.INTERNAL, _FAULT)
-    return None if words.any() else Failed(request_id, FailureKind.INVALID, _DEAD_END)
+def _host_drafts(plan: StepPlan, row: int, ends: NDArray[np.int64]) -> list[int]:
+    """A row's drafts that are host ids; `ends` [rows] is where each row's host ids end."""
+    num_drafts = int(plan.max_new[row]) - 1 - int(plan.draft_counts[row])
+    end = int(ends[row])
+    return plan.token_ids[end - num_drafts : end].tolist()
 
 
 def _accept(matcher: TokenMatcher, event: Tokens) -> Failed | None:
@@ -172,6 +189,6 @@ def _accept(matcher: TokenMatcher, event: Tokens) -> Failed | None:
     except InvalidRequest as refusal:
         return Failed(event.request_id, FailureKind.INVALID, str(refusal))
     except Exception:
-        logger.exception("the matcher of request %d failed; the others live", event.request_id)
+        logger.exception(_LOGGED_FAULT, event.request_id)
         return Failed(event.request_id, FailureKind.INTERNAL, _FAULT)
     return None

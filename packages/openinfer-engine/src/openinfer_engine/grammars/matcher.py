@@ -97,6 +97,12 @@ class LlguidanceMatcher:
         self._credit_s = min(BURST_S, self._credit_s + PER_TOKEN_S)
         self._spend(begin_s)
 
+    def rollback(self, num_tokens: int) -> None:
+        begin_s = self._clock()
+        self._matcher.rollback(num_tokens)
+        self._num_accepted -= num_tokens
+        self._spend(begin_s)
+
     def _spend(self, begin_s: float) -> None:
         """Ends the request if llguidance gave up, or takes so long that other requests would feel it."""
         if self._matcher.is_error():
