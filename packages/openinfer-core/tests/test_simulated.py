@@ -352,3 +352,51 @@ def test_options_out_of_range_are_refused_by_name(field: str, value: object) -> 
     with pytest.raises(InvalidRequest) as caught:
         SimulatedOptions(**{field: value})
     assert caught.value.field == field
+
+
+def test_drafts_change_no_token_and_bring_several_in_one_event(make_request: MakeRequest) -> None:
+    plain, drafting = Bench(num_token_ids=50), Bench(num_token_ids=50, drafts_per_step=3, acceptance_rate=0.6)
+    requests = [
+        make_request(index, prompt=(index, 2, 3), max_tokens=max_tokens, logprobs=1, **fields)
+        for index, (max_tokens, fields) in enumerate(
+            [(40, {}), (1, {}), (2, {}), (40, {"stop_token_ids": (3, 7, 11, 30)}), (3, {"min_tokens": 3})]
+        )
+    ]
+    for bench in (plain, drafting):
+        bench.run(*requests)
+    for request in requests:
+        assert drafting.token_ids(request.request_id) == plain.token_ids(request.request_id)
+    ends = [{e.request_id: e for e in bench.events if isinstance(e, Finished)} for bench in (plain, drafting)]
+    assert ends[0] == ends[1]
+    tokens = [event for event in drafting.events if isinstance(event, Tokens)]
+    assert {len(event.token_ids) for event in tokens} == {1, 2, 3, 4}
+    assert all(event.logprobs is not None and len(event.logprobs) == len(event.token_ids) for event in tokens)
+    stats = drafting.loop.stats()
+    assert stats.steps < plain.loop.stats().steps
+    assert stats.spec_decode_num_draft_tokens == 3 * stats.spec_decode_num_drafts > 0
+    assert sum(stats.spec_decode_num_accepted_tokens_per_pos) == stats.spec_decode_num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(("rate", "tokens_per_step"), [(0.0, 1), (1.0, 5)])
+def test_acceptance_rate_is_none_or_all_of_the_drafts(
+    make_request: MakeRequest, rate: float, tokens_per_step: int
+) -> None:
+    bench = Bench(drafts_per_step=4, acceptance_rate=rate)
+    bench.run(make_request(0, prompt=(1, 2), max_tokens=21))
+    counts = [len(event.token_ids) for event in bench.events if isinstance(event, Tokens)]
+    assert counts == [1, *[tokens_per_step] * (20 // tokens_per_step)]
+
+
+def test_acceptance_rate_is_the_share_of_drafts_accepted_after_accepted_ones(make_request: MakeRequest) -> None:
+    bench = Bench(drafts_per_step=2, acceptance_rate=0.7)
+    bench.run(*(make_request(index, prompt=(index, 5), max_tokens=200) for index in range(20)))
+    stats = bench.loop.stats()
+    first, second = stats.spec_decode_num_accepted_tokens_per_pos
+    assert first / stats.spec_decode_num_drafts == pytest.approx(0.7, abs=0.05)
+    assert second / first == pytest.approx(0.7, abs=0.05)
+
+
+@pytest.mark.parametrize("options", [{"drafts_per_step": -1}, {"drafts_per_step": 65}, {"acceptance_rate": 1.5}])
+def test_options_of_drafts_are_range_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(options))):
+        SimulatedOptions(**options)

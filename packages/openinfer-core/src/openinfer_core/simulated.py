@@ -1,9 +1,10 @@
 """A simulated engine: real requests, events and timing, no model. For tests and for measuring frontends.
 
 It takes requests in order of arrival, gives each its first token `ttft_s` after submission at the earliest and one more
-every `tpot_s`, at most `rows_per_step` of them in one step; a later request waits until one of these has ended. Tokens
-are a function of the prompt and the position alone: two runs agree, whatever the seed, and what shapes a distribution
-(temperature, penalties, bias) shapes nothing here. Everything else of a request is honoured or refused.
+every `tpot_s`, at most `rows_per_step` of them in one step; a later request waits until one of these has ended. With
+`drafts_per_step` a step after the first gives several tokens, in one event. Tokens are a function of the prompt and the
+position alone: two runs agree, whatever the seed and the drafts, and what shapes a distribution (temperature,
+penalties, bias) shapes nothing here. Everything else of a request is honoured or refused.
 
 Run it in a thread with `InProcessEngine(SimulatedLoop(options))`, or in a process of its own with
 `spawn_simulated(options)`.
@@ -36,6 +37,7 @@ from openinfer_core.request import GenerateRequest, RequestId
 
 _NAP_S = 0.02  # the longest sleep: commands are heard between two
 _NUM_BLOCKS = 1 << 20
+_MOST_DRAFTS = 64  # as `SchedulerConfig.max_drafts`, whose module needs NumPy
 
 
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +49,10 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Seconds from one step to the next; 0 goes as fast as it can."""
     rows_per_step: int = 256
     """Requests that get a token in one step at most; more wait."""
+    drafts_per_step: int = 0
+    """Drafts of each row after its first; those up to the first that is not accepted add a token each."""
+    acceptance_rate: float = 0.7
+    """Share of drafts that are accepted where all before them were."""
     num_token_ids: int = 1000
     first_token_id: int = 0
     """Tokens are drawn from `first_token_id .. num_token_ids - 1`."""
@@ -63,6 +69,10 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise InvalidRequest("first_token_id must be below num_token_ids", field="first_token_id")
         if any(not 0 <= token_id < self.num_token_ids for token_id in self.eos_token_ids):
             raise InvalidRequest("eos_token_ids must be below num_token_ids", field="eos_token_ids")
+        if not 0 <= self.drafts_per_step <= _MOST_DRAFTS:
+            raise InvalidRequest(f"drafts_per_step must be in 0 .. {_MOST_DRAFTS}", field="drafts_per_step")
+        if not 0 <= self.acceptance_rate <= 1:  # also refuses NaN
+            raise InvalidRequest("acceptance_rate must be in 0 .. 1", field="acceptance_rate")
         for name in ("ttft_s", "tpot_s"):
             if not 0 <= getattr(self, name) < 3600:  # also refuses NaN
                 raise InvalidRequest(f"{name} must be in 0 .. 3600", field=name)
@@ -79,10 +89,14 @@ def _prompt_digest(request: GenerateRequest) -> int:
 
 
 def _draw(digest: int, position: int, options: SimulatedOptions) -> int:
+    span = options.num_token_ids - options.first_token_id
+    return options.first_token_id + _mix(digest, position) % span
+
+
+def _mix(digest: int, position: int) -> int:
     mixed = (digest + position * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
-    span = options.num_token_ids - options.first_token_id
-    return options.first_token_id + (mixed ^ (mixed >> 13)) % span
+    return mixed ^ (mixed >> 13)
 
 
 @dataclass(slots=True)
@@ -116,6 +130,8 @@ class SimulatedLoop:
         self._prompt_tokens = 0
         self._generated = 0
         self._failed = 0
+        self._drafted_rows = 0
+        self._accepted_per_pos = [0] * options.drafts_per_step
 
     @property
     def info(self) -> EngineInfo:
@@ -158,7 +174,7 @@ class SimulatedLoop:
         return [] if row is None else [self._end(row, FinishReason.ABORT)]
 
     def step(self) -> list[TokenEvent]:
-        """Gives each row that is due a token; sleeps a little and returns nothing if it is too early for that."""
+        """Gives each row that is due its tokens; sleeps a little and returns nothing if it is too early for that."""
         if not self._rows or not self._wait():
             return []
         self._steps += 1
@@ -185,6 +201,10 @@ class SimulatedLoop:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated,
             failed_requests=self._failed,
+            spec_decode_num_drafts=self._drafted_rows,
+            spec_decode_num_draft_tokens=self._drafted_rows * self._options.drafts_per_step,
+            spec_decode_num_accepted_tokens=sum(self._accepted_per_pos),
+            spec_decode_num_accepted_tokens_per_pos=tuple(self._accepted_per_pos),
         )
 
     def close(self) -> None:
@@ -209,18 +229,38 @@ class SimulatedLoop:
         return True
 
     def _advance(self, row: _Row, now_s: float, events: list[TokenEvent]) -> None:
+        num_tokens = 1 + self._count_accepted(row) if row.begun else 1
         if not row.begun:
             self._begin(row, now_s, events)
-        if row.produced < row.max_tokens:
+        token_ids, stop_token_id = list[int](), None
+        while stop_token_id is None and len(token_ids) < num_tokens and row.produced < row.max_tokens:
             token_id = self._next_token(row)
             if token_id in row.stop_token_ids:
-                events.append(self._end(row, FinishReason.STOP, token_id))
-                return
+                stop_token_id = token_id
+            else:
+                token_ids.append(token_id)
+        if token_ids:
             top = row.request.sampling.logprobs
-            logprobs = None if top is None else (self._logprobs(token_id, top),)
-            events.append(Tokens(row.request.request_id, (token_id,), logprobs))
-        if row.produced >= row.max_tokens:
+            logprobs = None if top is None else tuple(self._logprobs(token_id, top) for token_id in token_ids)
+            events.append(Tokens(row.request.request_id, tuple(token_ids), logprobs))
+        if stop_token_id is not None:
+            events.append(self._end(row, FinishReason.STOP, stop_token_id))
+        elif row.produced >= row.max_tokens:
             events.append(self._end(row, FinishReason.LENGTH))
+
+    def _count_accepted(self, row: _Row) -> int:
+        """Drafts of a row's next step that are accepted; a function of prompt and position."""
+        options, num_accepted = self._options, 0
+        if not options.drafts_per_step:
+            return 0
+        self._drafted_rows += 1
+        bound = options.acceptance_rate * 2**32
+        for place in range(options.drafts_per_step):
+            if _mix(row.digest ^ 0x5BD1E995, row.produced + place) >= bound:
+                break
+            self._accepted_per_pos[place] += 1
+            num_accepted += 1
+        return num_accepted
 
     def _begin(self, row: _Row, now_s: float, events: list[TokenEvent]) -> None:
         request = row.request
