@@ -109,7 +109,9 @@ def test_metrics_count_what_happened(start, info, call):
 
 def test_metrics_show_every_number_of_the_engine(info):
     """A number the engine offers is on the page under some name."""
-    names = [name for name in EngineStats.__struct_fields__ if name not in ("kv_tiers", "plugin_faults", "slow_call")]
+    per_pos = "spec_decode_num_accepted_tokens_per_pos"
+    others = ("kv_tiers", "plugin_faults", "slow_call", per_pos)
+    names = [name for name in EngineStats.__struct_fields__ if name not in others]
     of_tier = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures")]
     numbers = {name: 1000 + i for i, name in enumerate(names)}
     tier_numbers = {name: 2000 + i for i, name in enumerate(of_tier)}
@@ -120,11 +122,15 @@ def test_metrics_show_every_number_of_the_engine(info):
         kv_tiers=(tier,),
         plugin_faults=(faults,),
         slow_call=SlowCall(plugin="mine (my-package 1.0)", call="plan", age_s=5000.0),
+        **{per_pos: (6000, 6001)},
     )
     metrics = ServerMetrics(max_model_tokens=info.max_model_tokens)
     page = metrics_page(metrics, info, stats, model_name="parrot", open_requests=0).decode()
     for number in (*numbers.values(), *tier_numbers.values(), 3000, 4000, 5000):
         assert re.search(rf" {number}(\.0)?$", page, re.M), number
+    for position in (0, 1):
+        labels = f'{{model_name="parrot",position="{position}"}}'
+        assert f"openinfer_{per_pos}_total{labels} {6000 + position}" in page
 
 
 def test_metrics_are_in_prometheus_format(shared, call):

@@ -114,6 +114,7 @@ def _of_engine(stats: EngineStats, model: Labels) -> Iterator[str]:
     ):
         yield from render_family(name, kind, text, [((), value)])
     yield from _plugin_lines(stats)
+    yield from _of_drafts(stats, model)
     yield from tier_lines(stats)
 
 
@@ -130,6 +131,29 @@ def _plugin_lines(stats: EngineStats) -> Iterator[str]:
         slow.append(((("plugin", call.plugin), ("call", call.call)), call.age_s))
     text = "Since the engine's loop called a plug-in, if longer than a second."
     yield from render_family("openinfer_plugin_slow_call_seconds", "gauge", text, slow)
+
+
+def _of_drafts(stats: EngineStats, model: Labels) -> Iterator[str]:
+    for name, text, value in (
+        ("openinfer_spec_decode_num_drafts_total", "Rows whose drafts were compared.", stats.spec_decode_num_drafts),
+        (
+            "openinfer_spec_decode_num_draft_tokens_total",
+            "Drafts that were compared.",
+            stats.spec_decode_num_draft_tokens,
+        ),
+        (
+            "openinfer_spec_decode_num_accepted_tokens_total",
+            "Drafts that were accepted.",
+            stats.spec_decode_num_accepted_tokens,
+        ),
+    ):
+        yield from render_family(name, "counter", text, [(model, value)])
+    samples: list[Sample] = [
+        ((*model, ("position", str(position))), count)
+        for position, count in enumerate(stats.spec_decode_num_accepted_tokens_per_pos)
+    ]
+    text = "Accepted drafts by their place in the row, from 0."
+    yield from render_family("openinfer_spec_decode_num_accepted_tokens_per_pos_total", "counter", text, samples)
 
 
 _OF_EACH = (
