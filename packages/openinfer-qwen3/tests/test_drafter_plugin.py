@@ -1,0 +1,139 @@
+"""`--drafter`: the drafter of docs/reference/write-a-drafter.md as an installed package, and drafters that fail."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from openinfer_core import InvalidRequest
+from openinfer_core.errors import BrokenPlugin, UnknownPlugin
+from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve
+from openinfer_engine.options import RankHost
+from openinfer_engine.testing import Answer, random_requests
+from openinfer_engine.testing.answers import run_at_once
+from openinfer_qwen3.family import Qwen3Definition
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "write-a-drafter.md"
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, value: str) -> None:
+    """Puts a module and its entry point where this process and its children find them."""
+    name = value.partition(":")[0]
+    (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(f"[openinfer.drafters]\nmine = {value}\n", encoding="utf-8")
+    monkeypatch.delitem(sys.modules, name, raising=False)  # another test's of the same name
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@pytest.fixture
+def model_dir(fixtures: Path) -> Path:
+    return fixtures / "tied"
+
+
+@pytest.fixture
+def page_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not PAGE.exists():
+        pytest.skip("the page is in the source tree")
+    (source, *_) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    install(tmp_path, monkeypatch, source, "openinfer_lookup:LookupDrafter")
+
+
+def make_loop(model_dir: Path, **options: object) -> StepLoop:
+    fields = {"num_blocks": 64, "max_num_seqs": 4, "batch_invariant": True, **options}
+    return build_loop(resolve(Qwen3Definition(), model_dir, EngineOptions(**fields)))
+
+
+def answers(loop: StepLoop) -> dict[int, Answer]:
+    requests = random_requests(5, vocab_size=loop.info.num_token_ids, max_prompt_tokens=40, logprobs=1)
+    try:
+        found = run_at_once(loop, requests)
+        assert loop.stats().drafter_faults == 0
+    finally:
+        loop.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks", [{}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "rank_host": RankHost.PROCESS}]
+)
+@pytest.mark.usefixtures("page_drafter")
+def test_answers_with_an_installed_drafter_are_those_without(model_dir: Path, ranks: dict[str, object]) -> None:
+    loop = make_loop(model_dir, drafter="mine", **ranks)
+    assert loop.info.composition["drafter"] == "mine (openinfer_lookup 1.0), up to 4 drafts"
+
+    assert answers(loop) == answers(make_loop(model_dir, **ranks))
+
+
+@pytest.mark.usefixtures("page_drafter")
+def test_plan_shows_the_drafter_and_its_bound(model_dir: Path) -> None:
+    plan = resolve(Qwen3Definition(), model_dir, EngineOptions(drafter="mine", max_drafts=7, num_blocks=8)).plan()
+
+    assert plan.parts["drafter"] == "mine (openinfer_lookup 1.0), up to 7 drafts"
+    assert plan.limits["max_drafts"] == 7
+    without = resolve(Qwen3Definition(), model_dir, EngineOptions(num_blocks=8)).plan()
+    assert "drafter" not in without.parts
+    assert "max_drafts" not in without.limits
+
+
+RAISING = """
+OPENINFER_CONTRACT = 1
+
+class Raising:
+    def __init__(self, context):
+        self.max_drafts = context.max_drafts
+    def start(self, starts):
+        raise RuntimeError("no start")
+"""
+
+
+def test_drafter_that_raises_costs_its_drafts_and_no_request(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, monkeypatch, RAISING, "raising:Raising")
+    loop = make_loop(model_dir, drafter="mine")
+    requests = random_requests(3, vocab_size=loop.info.num_token_ids, max_prompt_tokens=40)
+
+    with caplog.at_level(logging.ERROR, logger="openinfer.engine"):
+        found = run_at_once(loop, requests)
+    stats = loop.stats()
+    loop.close()
+
+    without = make_loop(model_dir)
+    assert found == run_at_once(without, requests)
+    without.close()
+    assert stats.drafter_faults == 1
+    assert "drafter mine (raising 1.0) failed: RuntimeError: no start" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('eh_proj')", r"drafter mine \(unmade 1.0\) could not be made: KeyError: 'eh_proj'"),
+        ("return None", r"could not be made: AttributeError: 'NoneType' object has no attribute 'max_drafts'"),
+        ("import types; return types.SimpleNamespace(max_drafts=5)", r"has max_drafts 5; possible are 1 .. 4"),
+    ],
+)
+def test_drafter_that_cannot_be_made_is_refused_by_name(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    install(tmp_path, monkeypatch, f"OPENINFER_CONTRACT = 1\n\ndef make(context):\n    {body}\n", "unmade:make")
+
+    with pytest.raises(BrokenPlugin, match=message):
+        make_loop(model_dir, drafter="mine")
+
+
+def test_unknown_drafter_is_refused(model_dir: Path) -> None:
+    with pytest.raises(UnknownPlugin, match=r"no installed package offers 'other' in openinfer\.drafters"):
+        make_loop(model_dir, drafter="other")
+
+
+@pytest.mark.parametrize(("options", "message"), [({"max_drafts": 3}, "of no use"), ({"max_drafts": 65}, "1 and 64")])
+def test_max_drafts_out_of_range_or_without_a_drafter_is_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        EngineOptions(**options)
