@@ -160,7 +160,7 @@ BROKEN = {
     Raising: "failed when it was asked about the model: KeyError: 'architectures'",
     Mumbling: "answered 7 when it was asked about the model: neither None nor text",
     Unmakeable: "cannot be made: TypeError: Unmakeable.__init__() missing 1 required",
-    Nothing: "is no model family: it lacks options_type, refusal, plan, launch",
+    Nothing: "is no ModelFamily: it lacks launch, options_type, plan, refusal",
 }
 
 
@@ -196,7 +196,7 @@ def test_family_of_another_contract_stands_in_no_other_models_way(
 
 
 def test_load_family_of_what_is_no_family_is_broken() -> None:
-    with pytest.raises(BrokenPlugin, match="is no model family: it lacks options_type"):
+    with pytest.raises(BrokenPlugin, match="is no ModelFamily: it lacks launch"):
         load_family(plugin_of(Nothing))
 
 

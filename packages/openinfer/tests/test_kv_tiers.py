@@ -68,7 +68,7 @@ def running(*, model: str = "qwen3", plugin: ChosenTiers | None = None, **option
 
 
 def faulty_tier(capacity_bytes: int) -> ChosenTiers:
-    plugin = Plugin(KV_TIERS, "faulty", _Ours("faulty", "here:open_faulty", KV_TIERS))
+    plugin = Plugin(KV_TIERS, "faulty", _Ours("faulty", "openinfer_kv_offload.settings:open_faulty", KV_TIERS))
     return ChosenTiers(
         settings=("faulty",), plugins=(plugin,), opener=plugin, opener_setting=str(capacity_bytes), key_file=None
     )

@@ -23,9 +23,6 @@ KNOWN_FAMILIES: Mapping[str, str] = {
 """`model_type` -> the distribution that serves it, for the message when it is not installed."""
 
 
-_MEMBERS = ("name", "options_type", "refusal", "plan", "launch")
-
-
 class ModelFamily(Protocol):
     """One architecture. The entry point's object is an instance, or a class without arguments."""
 
@@ -120,15 +117,7 @@ def load_family(plugin: Plugin) -> ModelFamily:
     Raises:
         PluginError: it was written for another contract, failed to load, or is no family.
     """
-    found = plugin.load()
-    try:
-        family = found() if isinstance(found, type) else found
-        missing = [name for name in _MEMBERS if not hasattr(family, name)]
-    except Exception as error:
-        raise BrokenPlugin(f"{plugin.described} cannot be made: {type(error).__name__}: {error}") from error
-    if missing:
-        raise BrokenPlugin(f"{plugin.described} is no model family: it lacks {', '.join(missing)}")
-    return family
+    return plugin.instance(ModelFamily)
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openinfer_core.contracts import misfit_of, require_contract, require_one_release
-from openinfer_core.errors import AmbiguousPlugin, BrokenPlugin, MixedReleases, UnknownPlugin
+from openinfer_core.errors import (
+    AmbiguousPlugin,
+    BrokenPlugin,
+    InvalidRequest,
+    MixedReleases,
+    OpenInferError,
+    Refused,
+    UnknownPlugin,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -68,6 +76,79 @@ class Plugin:
             raise BrokenPlugin(
                 f"{self.described} failed to load: {type(error).__name__}: {error}; repair or uninstall that package"
             ) from error
+
+    def make(self, *arguments: Any, contract: type | None = None) -> Any:
+        """What the plug-in's factory makes of the arguments, with the members that the Protocol `contract` declares.
+
+        Raises:
+            PluginError: as `load` does; `BrokenPlugin` also if the factory fails, or makes something else.
+            Refused: the factory refuses what it is made with; the message names the plug-in.
+        """
+        factory = self.load()
+        try:
+            made = factory(*arguments)
+            self.require(made, contract)
+        except (Refused, InvalidRequest) as error:
+            raise Refused(f"{self.described}: {error}") from error
+        except OpenInferError:
+            raise  # it has a sentence of its own
+        except Exception as error:
+            raise BrokenPlugin(f"{self.described} cannot be made: {type(error).__name__}: {error}") from error
+        return made
+
+    def instance(self, contract: type) -> Any:
+        """The plug-in's object, or an instance of its class, with the members that `contract` declares.
+
+        Raises:
+            PluginError: as `load` does; `BrokenPlugin` also if there can be no instance, or it lacks a member.
+        """
+        found = self.load()
+        try:
+            made = found() if isinstance(found, type) else found
+            self.require(made, contract)
+        except OpenInferError:
+            raise
+        except Exception as error:
+            raise BrokenPlugin(f"{self.described} cannot be made: {type(error).__name__}: {error}") from error
+        return made
+
+    def callable_with(self, num_arguments: int) -> Any:
+        """The plug-in's object, which a call with so many arguments fits; it is not called.
+
+        Raises:
+            PluginError: as `load` does; `BrokenPlugin` also if it takes no such call.
+        """
+        found = self.load()
+        try:
+            _signature(found).bind(*[None] * num_arguments)
+        except TypeError as error:
+            raise BrokenPlugin(
+                f"{self.described} cannot be called with {num_arguments} argument(s): {error}"
+            ) from error
+        return found
+
+    def require(self, made: object, contract: type | None) -> None:
+        """Raises `BrokenPlugin` if what was made is None, or lacks a member that the Protocol `contract` declares."""
+        if made is None:
+            raise BrokenPlugin(f"{self.described} makes nothing: it returned None")
+        missing = [] if contract is None else [name for name in members_of(contract) if not hasattr(made, name)]
+        if missing and contract is not None:
+            raise BrokenPlugin(f"{self.described} is no {contract.__name__}: it lacks {', '.join(missing)}")
+
+
+def members_of(contract: type) -> tuple[str, ...]:
+    """The public members that a Protocol and its bases declare, sorted."""
+    declared = [{*vars(base), *vars(base).get("__annotations__", ())} for base in contract.__mro__[:-1]]
+    return tuple(sorted(name for name in set[str]().union(*declared) if not name.startswith("_")))
+
+
+def _signature(found: Any) -> Any:
+    from inspect import signature  # is not needed to list or load
+
+    try:
+        return signature(found)
+    except ValueError:  # of what is written in C and says nothing of its parameters
+        return signature(lambda *arguments: arguments)
 
 
 def list_plugins(group: str, *, lister: Lister = installed) -> list[Plugin]:

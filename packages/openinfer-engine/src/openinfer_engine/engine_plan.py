@@ -1,7 +1,7 @@
 """Resolving a model folder and options into everything an engine is made of, before a weight is read."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,13 @@ from openinfer_core import (
 )
 from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
-from openinfer_core.scheduling import QueuePolicyConfig, Scheduler, SchedulerCapabilities, SchedulerConfig
+from openinfer_core.scheduling import (
+    QueuePolicy,
+    QueuePolicyConfig,
+    Scheduler,
+    SchedulerCapabilities,
+    SchedulerConfig,
+)
 from openinfer_core.timeline import Timeline
 from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.cpu.worker import WorkerLimits
@@ -177,10 +183,11 @@ class EnginePlan:
         return None if self.tiers is None else self.tiers.open(self.layouts[rank])
 
     def make_scheduler(self, *, digest_key: bytes | None = None) -> Scheduler:
-        """Blocks are named with `digest_key`, or one that is drawn; raises `BrokenPlugin`."""
-        policy = self.queue_policy.load()(QueuePolicyConfig(tenant_weights=self.options.tenant_weights))
-        make: Callable[..., Scheduler] = self.scheduler.load()
-        scheduler = make(msgspec.structs.replace(self.scheduler_config, digest_key=digest_key), policy)
+        """Blocks are named with `digest_key`, or one that is drawn; raises `BrokenPlugin` or `Refused`."""
+        weights = QueuePolicyConfig(tenant_weights=self.options.tenant_weights)
+        policy = self.queue_policy.make(weights, contract=QueuePolicy)
+        config = msgspec.structs.replace(self.scheduler_config, digest_key=digest_key)
+        scheduler: Scheduler = self.scheduler.make(config, policy, contract=Scheduler)
         self._check_capabilities(scheduler)
         return scheduler
 
@@ -264,6 +271,7 @@ def resolve(
     published = read_config(model_dir)
     config = definition.parse(published)
     limits = definition.limits(config)
+    definition.check_device(options.device)
     definition.check_ranks(config, options.tensor_parallel_size)
     if options.load_format is LoadFormat.SAFETENSORS:
         with Checkpoint.open(model_dir) as checkpoint:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from openinfer_core import InvalidRequest, Plugin, Refused, find_plugin
+from openinfer_core import BrokenPlugin, InvalidRequest, OpenInferError, Plugin, Refused, find_plugin
 from openinfer_core.plugins import KERNEL_PROVIDERS
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.providers import PROVIDABLE, KernelProvider, provide, why_not
@@ -38,7 +38,7 @@ def choose_providers(asked: Mapping[str, str], *, architecture: str) -> tuple[Ch
                 f"kernel_providers names the operator {operator!r}; possible are {', '.join(PROVIDABLE)}",
                 field="kernel_providers",
             )
-    providers = {name: _load(plugin) for name, plugin in plugins.items()}
+    providers: dict[str, KernelProvider] = {name: plugin.instance(KernelProvider) for name, plugin in plugins.items()}
     for operator, name in asked.items():
         reason = why_not(providers[name], operator, architecture=architecture)
         if reason is not None:
@@ -47,14 +47,14 @@ def choose_providers(asked: Mapping[str, str], *, architecture: str) -> tuple[Ch
 
 
 def with_providers(own: Ops, chosen: Sequence[ChosenProvider]) -> Ops:
-    """Raises `Refused` if a provider cannot be used on this machine."""
+    """Raises `Refused` if a provider cannot be used on this machine, `BrokenPlugin` if it fails otherwise."""
     try:
         return provide(own, {each.operator: each.provider for each in chosen})
     except KernelsError as error:
         names = ", ".join(sorted({each.origin for each in chosen}))
         raise Refused(f"kernel_providers {names}: {error}") from error
-
-
-def _load(plugin: Plugin) -> KernelProvider:
-    found = plugin.load()
-    return found() if isinstance(found, type) else found
+    except OpenInferError:
+        raise
+    except Exception as error:
+        names = ", ".join(sorted({each.plugin.described for each in chosen}))
+        raise BrokenPlugin(f"{names} cannot be bound: {type(error).__name__}: {error}") from error

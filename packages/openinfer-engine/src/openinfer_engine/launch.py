@@ -17,6 +17,7 @@ from openinfer_core.scheduling import Scheduler
 from openinfer_core.timeline import Timeline
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
+from openinfer_engine.dry_run import dry_run
 from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.kv_tiers import (
@@ -45,7 +46,10 @@ CHILD_MODULE = "openinfer_engine.child"
 
 
 def plan(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions) -> FamilyPlan:
-    return resolve(definition, model_dir, options).plan()
+    """What `launch` would do; every part is made, and the scheduler run on a fake device. Raises as these do."""
+    engine_plan = resolve(definition, model_dir, options)
+    dry_run(engine_plan)
+    return engine_plan.plan()
 
 
 def plan_for_gpu(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions, *, gpu: str) -> FamilyPlan:

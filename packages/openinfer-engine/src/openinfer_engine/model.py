@@ -14,6 +14,7 @@ import msgspec
 
 from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.options import DeviceKind
 from openinfer_engine.weights.stored_tensor import TensorSpec
 from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, WeightPart
 from openinfer_kv_cache import KvDtype, KvSpec
@@ -153,6 +154,8 @@ class ModelDefinition(ABC, Generic[Config]):
     """What `parse` makes of a config: a Struct of the keys that shape the model, under their own names."""
     rank_sizes: ClassVar[tuple[str, ...]]
     """Numbers of the config that the ranks share equally, so that their number divides each."""
+    devices: ClassVar[frozenset[DeviceKind]] = frozenset(DeviceKind)
+    """What its operators are there for; the engine refuses it on any other."""
 
     @abstractmethod
     def refusal(self, config: Mapping[str, Any]) -> str | None:
@@ -202,6 +205,12 @@ class ModelDefinition(ABC, Generic[Config]):
         layers = range(rotary.num_hidden_layers)
         names = {"model.rotary_emb.inv_freq", *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in layers)}
         return names | {"lm_head.weight"} if rotary.tie_word_embeddings else names
+
+    def check_device(self, device: DeviceKind) -> None:
+        """Raises `Refused` if the model does not run on such a device."""
+        if device not in self.devices:
+            possible = ", ".join(sorted(self.devices)) or "none"
+            raise Refused(f"the family {self.name} does not run on the device {device}; possible: {possible}")
 
     @abstractmethod
     def kv_spec(self, config: Config, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int) -> KvSpec:

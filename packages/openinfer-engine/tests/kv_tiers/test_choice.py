@@ -70,7 +70,7 @@ class _Ours(EntryPoint):
 
 
 def plain(key_file: str | None = None) -> ChosenTiers:
-    plugin = Plugin(KV_TIERS, "plain", _Ours("plain", "here:PlainTier", KV_TIERS))
+    plugin = Plugin(KV_TIERS, "plain", _Ours("plain", "openinfer_kv_offload.settings:PlainTier", KV_TIERS))
     return ChosenTiers(settings=("plain=x",), plugins=(plugin,), opener=plugin, opener_setting="x", key_file=key_file)
 
 

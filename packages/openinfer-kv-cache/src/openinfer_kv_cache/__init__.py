@@ -31,6 +31,7 @@ from openinfer_kv_cache.tiers import (
     TierCounters,
     TierFailure,
     TierHit,
+    TierSettingCheck,
     Transfer,
     TransferState,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "TierFailure",
     "TierHit",
     "TierPort",
+    "TierSettingCheck",
     "TierTransfer",
     "TieredScheduler",
     "Transfer",

@@ -227,3 +227,15 @@ class KvTierFactory(Protocol):
             ValueError: the setting means nothing; the message says what is possible.
         """
         ...
+
+
+@runtime_checkable
+class TierSettingCheck(Protocol):
+    """A `KvTierFactory` that says what is wrong with a setting without opening what it names.
+
+    `openinfer plan` asks it. A factory without it is asked for a tier instead, which is closed again.
+    """
+
+    def check_setting(self, layout: KvLayout, setting: str) -> None:
+        """Raises what the factory raises for a setting that means nothing; opens, makes and connects nothing."""
+        ...

@@ -1,16 +1,48 @@
 """Sizes and `NAME=VALUE` fields, as tiers are set up with them."""
 
 import re
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
+from openinfer_kv_cache import KvLayout, KvTier
 from openinfer_kv_offload.errors import TierConfigError
 
 _SIZE = re.compile(r"(\d+)(KiB|MiB|GiB|TiB)")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _Options = TypeVar("_Options", bound=msgspec.Struct)
+_Parsed = TypeVar("_Parsed")
+_Tier = TypeVar("_Tier", bound=KvTier)
+
+
+class TierOpener(Generic[_Parsed, _Tier]):
+    """A `KvTierFactory` that can also check a setting: what it means is one function, opening that another.
+
+    Args:
+        parse: raises `TierConfigError` for a setting that means nothing, and touches nothing.
+        open_tier: raises `LayoutMismatchError` or `StoreError` where what is there is not for this process.
+        also_check: what else `check_setting` asks.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[str], _Parsed],
+        open_tier: Callable[[KvLayout, _Parsed], _Tier],
+        *,
+        also_check: Callable[[KvLayout, _Parsed], None] | None = None,
+    ) -> None:
+        self._parse = parse
+        self._open = open_tier
+        self._also_check = also_check
+
+    def __call__(self, layout: KvLayout, setting: str) -> _Tier:
+        return self._open(layout, self._parse(setting))
+
+    def check_setting(self, layout: KvLayout, setting: str) -> None:
+        parsed = self._parse(setting)
+        if self._also_check is not None:
+            self._also_check(layout, parsed)
 
 
 def parse_size(text: str) -> int:

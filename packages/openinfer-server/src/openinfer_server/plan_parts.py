@@ -15,6 +15,18 @@ def parsers_for(template: str | None, family: str, options: ServerOptions) -> Mo
     return choose_parsers(traits, tool_parser=options.tool_parser, reasoning_parser=options.reasoning_parser)
 
 
+def check_frontend_parts(model_dir: Path, family: str, options: ServerOptions) -> None:
+    """Makes the parsers of an answer, and loads the endpoints: what `openinfer plan` asks before it approves them.
+
+    Raises:
+        UnusableTemplate, UnusableParser, PluginError: see `frontend_parts`; also for parts that cannot be made.
+    """
+    parsers = parsers_for(template_source(model_dir), family, options)
+    parsers.check()
+    for name in options.endpoints:
+        find_plugin(ENDPOINTS, name).callable_with(1)
+
+
 def frontend_parts(model_dir: Path, family: str, options: ServerOptions) -> dict[str, str]:
     """What supplies each part: `tool_parser` -> `hermes (openinfer-server 0.1.0)`.
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from openinfer_core import Plugin, Refused, find_plugin
-from openinfer_core.grammars import GrammarCompiler, MakeGrammarCompiler, Vocabulary
+from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import GRAMMAR_COMPILERS
 from openinfer_core.tokenizer_files import read_tokenizer
 
@@ -40,8 +40,7 @@ def make_grammar_compiler(plugin: Plugin | None, vocabulary: Vocabulary) -> Gram
     """Raises `BrokenPlugin`, or `Refused` if it cannot serve this model."""
     if plugin is None:
         return None
-    make: MakeGrammarCompiler = plugin.load()
-    return make(vocabulary)
+    return plugin.make(vocabulary, contract=GrammarCompiler)
 
 
 def llguidance_compiler(vocabulary: Vocabulary) -> GrammarCompiler:

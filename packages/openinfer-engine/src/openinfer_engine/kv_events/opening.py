@@ -18,18 +18,29 @@ def open_kv_events(text: str, scheduler: Scheduler, *, block_size_tokens: int) -
         ValueError: the text is not of its form.
     """
     setting = parse_kv_events(text)
-    if not scheduler.capabilities.tells_kv_events:
-        raise Refused(
-            f"kv_events needs a scheduler that tells of its blocks, and {type(scheduler).__name__} does not (it does "
-            "not declare tells_kv_events); use token-budget, or leave kv_events out"
-        )
-    source: object = scheduler
-    if not isinstance(source, KvEventSource):
-        raise ContractViolation(f"{type(scheduler).__name__} declares tells_kv_events and has no listen(listener)")
-    if find_spec("zmq") is None:
-        raise Refused("kv_events needs pyzmq; install it with pip install 'openinfer-engine[kv-events]'")
+    source = require_kv_events(scheduler, name=type(scheduler).__name__)
     from openinfer_engine.kv_events.publisher import KvEventPublisher
 
     recorder = KvEventRecorder(KvEventPublisher(setting, block_size_tokens=block_size_tokens))
     source.listen(recorder)
     return recorder
+
+
+def require_kv_events(scheduler: Scheduler, *, name: str) -> KvEventSource:
+    """The scheduler as one that tells of its blocks.
+
+    Raises:
+        ContractViolation: it declares that it tells, and has no `listen`.
+        Refused: it does not tell, or pyzmq is not installed.
+    """
+    if not scheduler.capabilities.tells_kv_events:
+        raise Refused(
+            f"kv_events needs a scheduler that tells of its blocks, and {name} does not (it does not declare "
+            "tells_kv_events); use token-budget, or leave kv_events out"
+        )
+    source: object = scheduler
+    if not isinstance(source, KvEventSource):
+        raise ContractViolation(f"{name} declares tells_kv_events and has no listen(listener)")
+    if find_spec("zmq") is None:
+        raise Refused("kv_events needs pyzmq; install it with pip install 'openinfer-engine[kv-events]'")
+    return source

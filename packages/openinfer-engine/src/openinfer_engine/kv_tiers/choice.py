@@ -1,10 +1,12 @@
 """`--kv-tier`: which tiers an engine uses, what it refuses them for, and how it opens them."""
 
+import contextlib
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from openinfer_core import InvalidRequest, OpenInferError, Plugin, Refused, find_plugin
+from openinfer_core import BrokenPlugin, InvalidRequest, OpenInferError, Plugin, Refused, find_plugin
 from openinfer_engine.options import EngineOptions
 from openinfer_kv_cache import (
     KvLayout,
@@ -12,6 +14,7 @@ from openinfer_kv_cache import (
     KvTier,
     KvTierFactory,
     LastingTier,
+    TierSettingCheck,
 )
 from openinfer_kv_cache.digest import MAX_KEY_BYTES, MIN_KEY_BYTES
 from openinfer_kv_cache.tiers import KV_TIERS
@@ -50,22 +53,44 @@ class ChosenTiers:
         """Opens them, for the rank of the layout, whose number stands in for `{rank}` in their settings.
 
         Raises:
-            BrokenPlugin: one failed to load.
+            PluginError: one failed to load, or makes no tier.
             Refused: one cannot be opened, or has no key to be found again with.
         """
         factory = cast("KvTierFactory", self.opener.load())
-        try:
-            tier = factory(layout, self.opener_setting.replace(RANK, str(layout.rank_index)))
-        except (OpenInferError, ValueError, OSError) as error:
-            hint = f"; each rank keeps a share of its own: write {RANK} where its number is to stand"
-            is_shared = layout.num_ranks > 1 and RANK not in self.opener_setting
-            settings = " --kv-tier ".join(self.settings)
-            raise Refused(f"--kv-tier {settings}: {error}{hint if is_shared else ''}") from error
+        with self._named(self.opener, layout):
+            tier = factory(layout, _for_rank(self.opener_setting, layout))
+        self.opener.require(tier, KvTier)
         try:
             return OpenTiers(tier=tier, digest_key=self._key_for(tier))
         except BaseException:
             tier.close()
             raise
+
+    def check(self, layout: KvLayout) -> None:
+        """Asks each tier whether its setting means anything, as `TierSettingCheck` says; raises as `open` does."""
+        settings = [setting.partition("=")[2] for setting in self.settings]
+        for setting, plugin in zip(settings, self.plugins, strict=True):
+            factory = plugin.callable_with(2)
+            with self._named(plugin, layout):
+                if isinstance(factory, TierSettingCheck):
+                    factory.check_setting(layout, _for_rank(setting, layout))
+                    continue
+                tier = factory(layout, _for_rank(setting, layout))
+            plugin.require(tier, KvTier)
+            tier.close()
+
+    @contextlib.contextmanager
+    def _named(self, plugin: Plugin, layout: KvLayout) -> Generator[None]:
+        """What a tier refuses becomes a sentence with its flag, and anything else its plug-in's fault."""
+        try:
+            yield
+        except (OpenInferError, ValueError, OSError) as error:
+            hint = f"; each rank keeps a share of its own: write {RANK} where its number is to stand"
+            is_shared = layout.num_ranks > 1 and RANK not in self.opener_setting
+            settings = " --kv-tier ".join(self.settings)
+            raise Refused(f"--kv-tier {settings} ({plugin.origin}): {error}{hint if is_shared else ''}") from error
+        except Exception as error:
+            raise BrokenPlugin(f"{plugin.described} cannot be made: {type(error).__name__}: {error}") from error
 
     def _key_for(self, tier: KvTier) -> bytes | None:
         if self.key_file is not None:
@@ -109,6 +134,10 @@ def choose_tiers(options: EngineOptions) -> ChosenTiers | None:
         key_file=options.kv_key_file,
         num_ranks=options.tensor_parallel_size,
     )
+
+
+def _for_rank(setting: str, layout: KvLayout) -> str:
+    return setting.replace(RANK, str(layout.rank_index))
 
 
 def require_snapshots(spec: KvSpec, num_snapshots: int) -> None:

@@ -9,7 +9,7 @@ from openinfer_kv_cache import KvLayout
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.remote.object_store import ObjectStore
 from openinfer_kv_offload.remote.tier import RemoteTier, RemoteTierOptions
-from openinfer_kv_offload.setting_fields import convert, parse_fields, parse_size
+from openinfer_kv_offload.setting_fields import TierOpener, convert, parse_fields, parse_size
 
 OPENINFER_CONTRACT = 1
 
@@ -39,13 +39,7 @@ class _S3Fields(_ServerFields, frozen=True, kw_only=True):
     region: str | None = None
 
 
-def open_valkey(layout: KvLayout, setting: str) -> RemoteTier:
-    """Opens `URL,SIZE[,prefix=P][,access=write|read][,ttl_s=S][,password_file=PATH]` and what `open_s3` takes of both.
-
-    Raises:
-        TierConfigError: it is not of that form, or the extra `valkey` is not installed.
-        LayoutMismatchError, StoreError: the server or the prefix is not for this process.
-    """
+def _parse_valkey(setting: str) -> tuple[str, _ValkeyFields]:
     url, fields = _split(setting, example=_VALKEY)
     if url.partition("://")[0] not in _VALKEY_SCHEMES:
         raise TierConfigError(f"{url} is no address of a Valkey server; write for example {_VALKEY}")
@@ -56,6 +50,11 @@ def open_valkey(layout: KvLayout, setting: str) -> RemoteTier:
     options = convert(fields, _ValkeyFields)
     if options.ttl_s is not None and options.ttl_s <= 0:
         raise TierConfigError(f"ttl_s is {options.ttl_s}; it must be more than 0, or absent")
+    return url, options
+
+
+def _open_valkey(layout: KvLayout, parsed: tuple[str, _ValkeyFields]) -> RemoteTier:
+    url, options = parsed
     password = None if options.password_file is None else _read_secret(options.password_file)
 
     def connect() -> ObjectStore:
@@ -66,16 +65,7 @@ def open_valkey(layout: KvLayout, setting: str) -> RemoteTier:
     return _open(layout, _with_extra(connect, extra="valkey"), options, name="valkey")
 
 
-def open_s3(layout: KvLayout, setting: str) -> RemoteTier:
-    """Opens `s3://BUCKET[/PREFIX],SIZE` and fields, each `,NAME=VALUE`.
-
-    `endpoint=URL` and `region=R` of the service; `access=write|read`, `connections=N`, `refresh_s=S` and `timeout_s=S`
-    as in `RemoteTierOptions` and the stores.
-
-    Raises:
-        TierConfigError: it is not of that form, or the extra `s3` is not installed.
-        LayoutMismatchError, StoreError: the service or the prefix is not for this process.
-    """
+def _parse_s3(setting: str) -> tuple[str, _S3Fields]:
     url, fields = _split(setting, example=_S3)
     scheme, _, place = url.partition("://")
     bucket, _, prefix = place.partition("/")
@@ -85,7 +75,11 @@ def open_s3(layout: KvLayout, setting: str) -> RemoteTier:
         if "prefix" in fields:
             raise TierConfigError(f"{url} has a prefix already; write it once")
         fields["prefix"] = prefix
-    options = convert(fields, _S3Fields)
+    return bucket, convert(fields, _S3Fields)
+
+
+def _open_s3(layout: KvLayout, parsed: tuple[str, _S3Fields]) -> RemoteTier:
+    bucket, options = parsed
 
     def connect() -> ObjectStore:
         from openinfer_kv_offload.remote.s3_store import S3Store
@@ -124,3 +118,12 @@ def _read_secret(path: str) -> str:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError as error:
         raise TierConfigError(f"password_file: {error}") from error
+
+
+# `URL,SIZE[,prefix=P][,access=write|read][,ttl_s=S][,password_file=PATH]` and what `open_s3` takes of both. Without the
+# extra `valkey`, and for a server that cannot be had, opening raises.
+open_valkey = TierOpener(_parse_valkey, _open_valkey)
+
+# `s3://BUCKET[/PREFIX],SIZE` and fields, each `,NAME=VALUE`: `endpoint=URL` and `region=R` of the service;
+# `access=write|read`, `connections=N`, `refresh_s=S` and `timeout_s=S` as in `RemoteTierOptions` and the stores.
+open_s3 = TierOpener(_parse_s3, _open_s3)

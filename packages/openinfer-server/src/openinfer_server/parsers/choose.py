@@ -15,6 +15,7 @@ from openinfer_server.parsers.contract import (
     ReasoningParser,
     ToolParser,
 )
+from openinfer_server.parsers.deltas import Delta
 from openinfer_server.parsers.output import OutputParser, fault_boundary
 
 TOOL_PARSERS = "openinfer.tool_parsers"
@@ -57,6 +58,22 @@ class ModelParsers:
         return frozenset(
             token for chosen in (self.tools, self.reasoning) if chosen for token in chosen.parser.visible_tokens
         )
+
+    def check(self) -> None:
+        """Makes each parser once; raises `UnusableParser` for one that cannot be made, or takes no text."""
+        context = ParserContext("", {"example": {"type": "object"}}, new_call_id)
+        for chosen in (self.reasoning, self.tools):
+            if chosen is None:
+                continue
+            try:
+                parser = chosen.parser(context)
+                deltas: list[object] = [*parser.feed("text"), *parser.finish()]
+            except Exception as error:
+                raise UnusableParser(
+                    f"the parser {chosen.origin} fails on a text: {type(error).__name__}: {error}"
+                ) from error
+            if odd := [delta for delta in deltas if not isinstance(delta, Delta)]:
+                raise UnusableParser(f"the parser {chosen.origin} says {odd[0]!r} of a text, which is no delta")
 
     def open(self, prompt: str, tools: Mapping[str, Mapping[str, Any]]) -> OutputParser:
         """The parsers of one answer.
@@ -102,12 +119,21 @@ def _choose(group: str, name: str, traits: ModelTraits, lister: Lister) -> Chose
         return None
     if name != AUTO:
         return _load(find_plugin(group, name, lister=lister))
-    claiming = [chosen for chosen in map(_load, list_plugins(group, lister=lister)) if chosen.parser.claims(traits)]
+    claiming = [chosen for chosen in map(_load, list_plugins(group, lister=lister)) if _claims(chosen, traits)]
     if len(claiming) > 1:
         names = ", ".join(chosen.origin for chosen in claiming)
         flag = "--" + group.removeprefix("openinfer.").replace("_", "-").removesuffix("s")
         raise UnusableParser(f"more than one of {group} claims this model: {names}; name one with {flag}")
     return claiming[0] if claiming else None
+
+
+def _claims(chosen: Chosen, traits: ModelTraits) -> bool:
+    try:
+        return chosen.parser.claims(traits)
+    except Exception as error:
+        raise UnusableParser(
+            f"the parser {chosen.origin} fails when it is asked about the model: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _load(plugin: Plugin) -> Chosen:

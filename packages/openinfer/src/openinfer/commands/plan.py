@@ -92,8 +92,9 @@ def resolve(arguments: ModelArguments, server: ServerOptions) -> Composition:
 
 
 def _composition(arguments: ModelArguments, plan: FamilyPlan, server: ServerOptions) -> Composition:
-    from openinfer_server.plan_parts import frontend_parts  # not before an engine that `serve` starts
+    from openinfer_server.plan_parts import check_frontend_parts, frontend_parts  # not before an engine starts
 
+    check_frontend_parts(arguments.model_dir, arguments.family.name, server)
     parts = {
         "openinfer": f"openinfer {version('openinfer')}",
         "contract": f"openinfer-core {version('openinfer-core')}",
