@@ -29,7 +29,7 @@ GOLDEN: dict[str, tuple[TokenEvent, str]] = {
             "9194cbbfe00000000000000292070992cbbfd0000000000000cbbfe0000000000000"
         ),
     ),
-    "finished": (Finished(RequestId(5), FinishReason.STOP, 3, 2, 1, 9), "97a16605a473746f7003020109"),
+    "finished": (Finished(RequestId(5), FinishReason.STOP, 3, 2, 1, 9), "98a16605a473746f7003020109c0"),
     "failed": (
         Failed(RequestId(70000), FailureKind.OVERLOADED, "full"),
         "94a165ce00011170aa6f7665726c6f61646564a466756c6c",
@@ -58,6 +58,16 @@ def test_event_of_a_later_release_with_appended_fields_is_decoded(name: str) -> 
     assert msgspec.msgpack.decode(later, type=TokenEvent) == event
 
 
+def test_event_without_the_fields_that_were_appended_is_decoded_from_its_recorded_bytes() -> None:
+    finished = bytes.fromhex("97a16605a473746f7003020109")  # before `transfer`
+    assert msgspec.msgpack.decode(finished, type=TokenEvent) == GOLDEN["finished"][0]
+
+
+def test_transfer_of_a_finished_request_crosses_the_wire() -> None:
+    event = Finished(RequestId(5), FinishReason.LENGTH, 3, 2, 1, transfer={"digests": ["ab"], "tokens": 32})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=TokenEvent) == event
+
+
 def test_event_of_an_earlier_release_without_optional_fields_is_decoded() -> None:
     earlier = msgspec.msgpack.encode(["t", 5, [1]])
     assert msgspec.msgpack.decode(earlier, type=TokenEvent) == Tokens(RequestId(5), (1,), None, None)
@@ -65,7 +75,7 @@ def test_event_of_an_earlier_release_without_optional_fields_is_decoded() -> Non
 
 def test_reasons_and_kinds_keep_their_words() -> None:
     assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort"]
-    assert [str(kind) for kind in FailureKind] == ["invalid", "overloaded", "internal", "shutdown"]
+    assert [str(kind) for kind in FailureKind] == ["invalid", "overloaded", "deadline", "internal", "shutdown"]
 
 
 def test_event_with_an_unknown_tag_is_refused() -> None:

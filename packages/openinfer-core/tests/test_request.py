@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from openinfer_core import GenerateRequest, InvalidRequest, RequestId, SamplingParams
-from openinfer_core.request import MAX_DEADLINE_S, MAX_HINT_LENGTH, MAX_HINTS, MAX_NAME_LENGTH
+from openinfer_core.request import MAX_DEADLINE_S, MAX_HINT_LENGTH, MAX_HINTS, MAX_NAME_LENGTH, MAX_TRANSFER_BYTES
 from openinfer_core.sampling import MAX_TOKEN_ID, MAX_TOKENS
 
 SAMPLING = SamplingParams(max_tokens=1)
@@ -73,6 +73,9 @@ def test_request_at_each_bound_is_accepted(field: str, value: object) -> None:
         ("hints", {"h": 1}),
         ("hints", {1: "h"}),
         ("hints", [("h", "v")]),
+        ("transfer", [1]),
+        ("transfer", {"blocks": object()}),
+        ("transfer", {"blocks": "x" * MAX_TRANSFER_BYTES}),
     ],
 )
 def test_request_out_of_range_is_refused_by_name(field: str, value: object) -> None:

@@ -5,7 +5,9 @@ through the block tables. A wrong block, a stale id on the device or a lost posi
 """
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,8 +19,10 @@ from openinfer_core import (
     FinishReason,
     GenerateRequest,
     Ledger,
+    LoadedAdapter,
     RequestId,
     SamplingParams,
+    Scheduled,
     TokenEvent,
     Tokens,
 )
@@ -26,6 +30,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_engine.adapters import AdapterTable
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
@@ -78,6 +83,7 @@ def make_loop(
     max_step_tokens: int = 16,
     model: SumModel | None = None,
     scheduler: type[TokenBudgetScheduler] = TokenBudgetScheduler,
+    adapters: AdapterTable | None = None,
 ) -> StepLoop:
     max_model_tokens = 48
     config = SchedulerConfig(
@@ -114,7 +120,7 @@ def make_loop(
         max_waiting=1000,
     )
     policy = FirstComeFirstServed(QueuePolicyConfig())
-    return StepLoop(info=info, scheduler=scheduler(config, policy), runner=ThreadRunner([rank]))
+    return StepLoop(info=info, scheduler=scheduler(config, policy), runner=ThreadRunner([rank]), adapters=adapters)
 
 
 def make_request(request_id: int, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
@@ -256,6 +262,58 @@ def test_what_the_engine_cannot_serve_is_refused_at_once(request_: GenerateReque
     assert event.kind is FailureKind.INVALID
     assert message in event.message
     loop.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora": "calls"}, "no LoRA adapter is loaded under the name 'calls'"),
+        ({"adapter": LoadedAdapter(b"0" * 16, 0)}, "a request names lora alone"),
+        ({"transfer": {"do_remote_prefill": True}}, "send no transfer"),
+    ],
+)
+def test_what_the_engine_was_not_made_for_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    request = msgspec.structs.replace(make_request(0, [1, 2]), **fields)
+    (failed,) = make_loop().submit(request)
+    assert isinstance(failed, Failed)
+    assert failed.kind is FailureKind.INVALID
+    assert message in failed.message
+
+
+class Adapters:
+    """One name, whose content changes."""
+
+    content = b"first adapter..."
+
+    def find(self, name: str) -> LoadedAdapter | None:
+        return LoadedAdapter(self.content, 3) if name == "calls" else None
+
+
+class NotesRequests(TokenBudgetScheduler):
+    added: ClassVar[list[GenerateRequest]] = []
+
+    def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
+        self.added.append(request)
+        return super().add(request, now_s=now_s)
+
+
+def test_scheduler_sees_an_adapter_by_its_content_and_shares_no_kv_of_what_had_its_name_before() -> None:
+    adapters = Adapters()
+    NotesRequests.added.clear()
+    loop = make_loop(adapters=adapters, scheduler=NotesRequests)
+    prompt = list(range(12))
+    cached: list[int] = []
+    for number, content in enumerate((adapters.content, adapters.content, b"second adapter..")):
+        adapters.content = content
+        request = msgspec.structs.replace(make_request(number, prompt), lora="calls")
+        events = run(loop, [request])[number]
+        cached += [event.cached_tokens for event in events if isinstance(event, Scheduled)]
+    assert [request.adapter for request in NotesRequests.added] == [
+        LoadedAdapter(b"first adapter...", 3),
+        LoadedAdapter(b"first adapter...", 3),
+        LoadedAdapter(b"second adapter..", 3),
+    ]
+    assert cached == [0, 8, 0]
 
 
 def test_a_wedged_scheduler_is_reported_and_not_spun_on() -> None:

@@ -5,7 +5,7 @@ scheduler's contract, NumPy columns), `queue_policies`, `contracts` (their numbe
 `simulated` (an engine without a model) and `testing` (conformance kits).
 """
 
-from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats, PluginFaults, SlowCall
+from openinfer_core.engine import EngineCapability, EngineHandle, EngineInfo, EngineStats, PluginFaults, SlowCall
 from openinfer_core.errors import (
     AmbiguousPlugin,
     BrokenPlugin,
@@ -36,7 +36,7 @@ from openinfer_core.events import (
 from openinfer_core.family import FamilyPlan, ModelFamily, RankLedger, claim, load_family, read_config
 from openinfer_core.ledger import Ledger
 from openinfer_core.plugins import Plugin, find_plugin, list_plugins
-from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.request import GenerateRequest, LoadedAdapter, RequestId
 from openinfer_core.sampling import Grammar, GrammarKind, Preamble, SamplingParams
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "BrokenPlugin",
     "ContractMismatch",
     "ContractViolation",
+    "EngineCapability",
     "EngineClosed",
     "EngineHandle",
     "EngineInfo",
@@ -59,6 +60,7 @@ __all__ = [
     "InvalidCheckpoint",
     "InvalidRequest",
     "Ledger",
+    "LoadedAdapter",
     "MixedReleases",
     "ModelFamily",
     "OpenInferError",

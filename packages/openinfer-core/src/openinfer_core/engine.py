@@ -1,6 +1,7 @@
 """`EngineHandle`: an engine as its caller sees it, in this process or in another one."""
 
 from collections.abc import AsyncIterator
+from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -8,6 +9,17 @@ import msgspec
 from openinfer_core.events import TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.timeline import StartPhase
+
+
+class EngineCapability(StrEnum):
+    """What an engine may be able to do beyond serving requests; it refuses by name what it cannot."""
+
+    KV_TRANSFER = "kv_transfer"
+    """`GenerateRequest.transfer`."""
+    FLUSH_CACHE = "flush_cache"
+    LOAD_ADAPTER = "load_adapter"
+    SLEEP = "sleep"
+    UPDATE_WEIGHTS = "update_weights"
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +40,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Sequences in one step at most."""
     max_waiting: int
     """Requests in the queue at most; beyond it `submit` is answered with `Failed(OVERLOADED)`."""
+    capabilities: tuple[EngineCapability, ...] = ()
     composition: dict[str, str] = {}
     """What supplies each part: name -> distribution and version, as `openinfer plan` prints it."""
     start: tuple[StartPhase, ...] = ()

@@ -9,7 +9,7 @@ Each request gets exactly one terminal event (`Finished` or `Failed`), and nothi
 """
 
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -86,6 +86,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="f"):
     cached_tokens: int
     stop_token_id: int | None = None
     """The stop token that ended it."""
+    transfer: dict[str, Any] | None = None
+    """Where the KV of the request was left, if its own `transfer` asked for that: for the engine that goes on."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="e"):

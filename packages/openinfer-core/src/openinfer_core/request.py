@@ -1,6 +1,6 @@
 """`GenerateRequest`: what a frontend asks of an engine. Tokens in; text never reaches an engine."""
 
-from typing import Annotated, NewType, cast
+from typing import Annotated, Any, NewType, cast
 
 import msgspec
 
@@ -13,10 +13,23 @@ RequestId = NewType("RequestId", int)
 MAX_NAME_LENGTH = 512
 """Bound of tenant, salt, LoRA name and trace parent, in characters."""
 
+MAX_TRANSFER_BYTES = 1 << 16
+"""Bound of `GenerateRequest.transfer`, as JSON."""
+
 MAX_DEADLINE_S = 30 * 86_400.0
 MAX_HINTS = 16
 MAX_HINT_LENGTH = 256
 """Bound of a hint's name, and of its text, in characters."""
+
+
+class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An adapter that is on the device."""
+
+    digest: bytes
+    """Of its content, 16 bytes: KV computed with it is found by this and not by its name, under which others may be
+    loaded later."""
+    slot: int
+    """Adapter slot that holds it."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +44,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sampling: SamplingParams
     lora: str | None = None
     """Name of a loaded adapter."""
+    adapter: LoadedAdapter | None = None
+    """What `lora` names: the engine's loop sets it before the scheduler sees the request, and a frontend leaves it."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with equal salts."""
     tenant: str = ""
@@ -45,6 +60,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """What its sender tells a scheduler that knows it; nothing else reads them. At most `MAX_HINTS`, each a name and a
     text of at most `MAX_HINT_LENGTH` characters; not to be changed."""
 
+    transfer: dict[str, Any] | None = None
+    """Where KV computed by another engine is, or where to leave it, for an engine that can: what a router of prefill
+    and decode engines sends (vLLM's `kv_transfer_params`). At most `MAX_TRANSFER_BYTES` as JSON; not to be changed."""
+
     def __post_init__(self) -> None:
         check_integer("request_id", self.request_id, low=0, high=2**63 - 1)
         _check_prompt(self.prompt_token_ids)
@@ -57,6 +76,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             _check_deadline(self.deadline_s)
         if self.hints:
             _check_hints(self.hints)
+        if self.transfer is not None:
+            check_transfer(self.transfer)
 
 
 _TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)], ...]
@@ -101,3 +122,17 @@ def _check_hints(hints: object) -> None:
                 f"{MAX_HINT_LENGTH}, a text at most {MAX_HINT_LENGTH}",
                 field="hints",
             )
+
+
+def check_transfer(transfer: object) -> None:
+    """Raises `InvalidRequest`: these are no parameters of a transfer, or too many bytes of them."""
+    if type(transfer) is not dict:
+        raise InvalidRequest(f"transfer is of type {type(transfer).__name__}; it must be a dict", field="transfer")
+    try:
+        num_bytes = len(msgspec.json.encode(cast("dict[Any, Any]", transfer)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest("transfer must be what JSON can say", field="transfer") from error
+    if num_bytes > MAX_TRANSFER_BYTES:
+        raise InvalidRequest(
+            f"transfer has {num_bytes} bytes as JSON; at most {MAX_TRANSFER_BYTES} are possible", field="transfer"
+        )

@@ -28,6 +28,9 @@ from openinfer_core.scheduler_options import check_scheduler_options
 Int32Column: TypeAlias = NDArray[np.int32]
 BoolColumn: TypeAlias = NDArray[np.bool_]
 
+MAX_ADAPTERS = 1 << 16
+"""Bound of `SchedulerConfig.max_adapters`."""
+
 MAX_DRAFTS = 64
 """Bound of `SchedulerConfig.max_drafts`."""
 
@@ -219,6 +222,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_snapshots: int = 0
     """State slots after the first `max_num_seqs`, for copies. A model with states has `prefix_cache` off
     here; a scheduler that plans `StateCopy`s may share prefixes all the same, where it has copied the states."""
+    max_adapters: int = 0
+    """Adapter slots of the device; a request's is `GenerateRequest.adapter`."""
     max_drafts: int = 0
     """Drafts of one row at most; 0 without a drafter. Device drafts are planned only up to it."""
     max_itl_ms: int | None = None
@@ -243,6 +248,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if not 0 <= self.num_snapshots < 2**31:
             raise InvalidRequest(
                 f"num_snapshots is {self.num_snapshots}; it must be in 0 .. 2^31 - 1", field="num_snapshots"
+            )
+        if not 0 <= self.max_adapters <= MAX_ADAPTERS:
+            raise InvalidRequest(
+                f"max_adapters is {self.max_adapters}; it must be in 0 .. {MAX_ADAPTERS}", field="max_adapters"
             )
         if not 0 <= self.max_drafts <= MAX_DRAFTS:
             raise InvalidRequest(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from openinfer_core import (
+    EngineCapability,
     EngineInfo,
     EngineStats,
     Failed,
@@ -28,6 +29,7 @@ from openinfer_core import (
 )
 from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import Scheduler, StepPlan
+from openinfer_engine.adapters import AdapterTable
 from openinfer_engine.drafting import DrafterFaults
 from openinfer_engine.grammars.masking import MaskedRequests
 from openinfer_engine.guard import GuardOptions, SchedulerGuard
@@ -63,6 +65,7 @@ class StepLoop:
         grammar_compiler: GrammarCompiler | None = None,
         kv_events: KvEventRecorder | None = None,
         port: PoolTierPort | None = None,
+        adapters: AdapterTable | None = None,
         drafter_faults: DrafterFaults | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,  # seconds
@@ -74,6 +77,7 @@ class StepLoop:
         self._clock = clock
         self._kv_events = kv_events
         self._port = port
+        self._adapters = adapters
         self._drafter_faults = drafter_faults or DrafterFaults()
         self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
@@ -113,6 +117,11 @@ class StepLoop:
         refusal = self._refusal(request)
         if refusal is not None:
             return [Failed(request.request_id, FailureKind.INVALID, refusal)]
+        found = self._with_adapter(request)
+        if found is None:
+            message = f"no LoRA adapter is loaded under the name {(request.lora or '')[:64]!r}"
+            return [Failed(request.request_id, FailureKind.INVALID, message)]
+        request = found
         if request.sampling.is_masked:
             if self._masked.num_compiling >= self._info.max_waiting:
                 message = f"{self._masked.num_compiling} requests wait for their grammar; no more are taken"
@@ -225,6 +234,15 @@ class StepLoop:
             return f"logit_bias names a token id beyond the model's {limit} tokens"
         if request.sampling.is_masked and not self._masked.is_possible:
             return "there is no grammar compiler: install openinfer-engine[structured], or send no grammar"
-        if request.lora is not None:
-            return f"no LoRA adapter is loaded under the name {request.lora[:64]!r}"
+        if request.adapter is not None:
+            return "adapter is what the engine finds for lora; a request names lora alone"
+        if request.transfer is not None and EngineCapability.KV_TRANSFER not in self._info.capabilities:
+            return "this engine hands no KV to other engines and takes none from them; send no transfer"
         return None
+
+    def _with_adapter(self, request: GenerateRequest) -> GenerateRequest | None:
+        """The request with the adapter that it names, by content; None if no such one is loaded."""
+        if request.lora is None:
+            return request
+        adapter = None if self._adapters is None else self._adapters.find(request.lora)
+        return None if adapter is None else msgspec.structs.replace(request, adapter=adapter)

@@ -79,7 +79,11 @@ class IgnoresSalts(IgnoresNames):
 
 
 class IgnoresAdapters(IgnoresNames):
-    hidden = ("lora",)
+    hidden = ("lora", "adapter")
+
+
+class KnowsAdaptersByNameAlone(IgnoresNames):
+    hidden = ("adapter",)
 
 
 class ForgetsOutputsAtResumption(TokenBudgetScheduler):
@@ -165,6 +169,7 @@ def changed(plan: StepPlan, **changes: Any) -> StepPlan:
     [
         (IgnoresSalts, "holds the KV of another prefix"),
         (IgnoresAdapters, "holds the KV of another prefix"),
+        (KnowsAdaptersByNameAlone, "holds the KV of another prefix"),
         (ForgetsOutputsAtResumption, "only . ids are there"),
         (DrawsASeedAtResumption, "starts with seed"),
         (MisplacesANewBlock, "write to the same block|holds nothing|another prefix|have room"),

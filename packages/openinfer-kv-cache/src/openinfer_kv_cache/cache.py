@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from openinfer_core import GenerateRequest
 from openinfer_kv_cache.blocks import BlockPool, BlockState
 from openinfer_kv_cache.checks import check_count
 from openinfer_kv_cache.digest import PrefixHasher
@@ -77,11 +78,26 @@ class KvCache:
     def num_live_sequences(self) -> int:
         return len(self._live)
 
+    def sequence_of(self, request: GenerateRequest) -> BlockSequence:
+        """`sequence` of a request's prompt: shares prefixes with those of equal salt and adapter alone."""
+        adapter = request.adapter
+        return self.sequence(
+            request.prompt_token_ids,
+            lora_name=request.lora,
+            adapter_digest=None if adapter is None else adapter.digest,
+            cache_salt=request.cache_salt,
+        )
+
     def sequence(
-        self, token_ids: Iterable[int], *, lora_name: str | None = None, cache_salt: str | None = None
+        self,
+        token_ids: Iterable[int],
+        *,
+        lora_name: str | None = None,
+        adapter_digest: bytes | None = None,
+        cache_salt: str | None = None,
     ) -> BlockSequence:
         """A sequence that knows `token_ids`, each a uint32, and holds no blocks; the caller releases it."""
-        root = self.hasher.root(lora_name=lora_name, cache_salt=cache_salt)
+        root = self.hasher.root(lora_name=lora_name, adapter_digest=adapter_digest, cache_salt=cache_salt)
         sequence = BlockSequence(
             self.pool,
             self.hasher,

@@ -51,8 +51,15 @@ class PrefixHasher:
         self._layout_digest = layout_digest
         self._block = hashlib.blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-block")
 
-    def root(self, *, lora_name: str | None = None, cache_salt: str | None = None) -> Digest:
-        """The start of a chain: what a prefix depends on besides its tokens."""
+    def root(
+        self, *, lora_name: str | None = None, adapter_digest: bytes | None = None, cache_salt: str | None = None
+    ) -> Digest:
+        """The start of a chain: what a prefix depends on besides its tokens.
+
+        Of an adapter its content's digest counts, or its name where that is not known.
+        """
+        if adapter_digest is not None:
+            lora_name = f"content {adapter_digest.hex()}"
         fields = (_ROOT_VERSION, str(self.block_size_tokens).encode(), self._layout_digest.encode())
         names = (lora_name, cache_salt)
         message = b"".join(map(_encode_field, fields)) + b"".join(map(_encode_name, names))

@@ -18,11 +18,16 @@ _MASK = (1 << 64) - 1
 def root(request: GenerateRequest) -> int:
     """The state before the first token: what a KV entry depends on besides the tokens."""
     state = 0x9E3779B97F4A7C15
-    for name in (request.lora, request.cache_salt):
+    for name in (_adapter_of(request), request.cache_salt):
         text = b"\x00" if name is None else b"\x01" + name.encode("utf-8", "surrogatepass")
         for byte in text + b"\xff":
             state = extend(state, byte)
     return state
+
+
+def _adapter_of(request: GenerateRequest) -> str | None:
+    # By content: two adapters may have had one name, one after the other.
+    return request.lora if request.adapter is None else request.adapter.digest.hex()
 
 
 def extend(state: int, token_id: int) -> int:

@@ -23,7 +23,7 @@ import msgspec
 from openinfer_core.errors import InvalidRequest, Refused
 from openinfer_core.events import Failed, FailureKind
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
-from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.request import GenerateRequest, LoadedAdapter, RequestId
 from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, SchedulerCapabilities, StepPlan, WaitingRequest
 from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.scheduler_drafts import DRAFT_CHECKS
@@ -202,6 +202,23 @@ def check_cache_isolation(factory: SchedulerFactory) -> None:
         check_served_in_full(driver, requests)
 
 
+def check_adapter_identity(factory: SchedulerFactory) -> None:
+    """KV belongs to an adapter's content: what is loaded under its name later shares none of it."""
+    prompt = tuple(range(20))
+    for max_in_flight in OVERLAPS:
+        config = msgspec.structs.replace(make_config(), max_adapters=2)
+        driver = SchedulerDriver(factory, config, max_in_flight=max_in_flight)
+        contents = [b"first" * 4, b"first" * 4, b"other" * 4, b"first" * 4]
+        requests = [
+            make_request(index, prompt=prompt, max_tokens=4, lora="adapter", adapter=LoadedAdapter(content[:16], 0))
+            for index, content in enumerate(contents)
+        ]
+        for request in requests:
+            submit_served(driver, request)
+            driver.run()
+        check_served_in_full(driver, requests)
+
+
 def check_unshared_prefixes(factory: SchedulerFactory) -> None:
     """Without `prefix_cache` no prefix is shared; with `num_snapshots` one may be where its states are copied, too.
 
@@ -304,6 +321,7 @@ SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
     check_queue_order,
     check_failed_rows,
     check_cache_isolation,
+    check_adapter_identity,
     check_unshared_prefixes,
     check_seeds,
     check_log_probabilities,

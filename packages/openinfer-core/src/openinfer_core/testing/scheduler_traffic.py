@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable
 
 from openinfer_core.events import Scheduled
-from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.request import GenerateRequest, LoadedAdapter, RequestId
 from openinfer_core.sampling import Grammar, GrammarKind, SamplingParams
 from openinfer_core.scheduling import SchedulerConfig
 from openinfer_core.testing import fake_model
@@ -42,6 +42,7 @@ def make_request(
     priority: int = 0,
     cache_salt: str | None = None,
     lora: str | None = None,
+    adapter: LoadedAdapter | None = None,
     seed: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
@@ -64,6 +65,7 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
         lora=lora,
+        adapter=adapter,
     )
 
 

@@ -109,7 +109,7 @@ class TokenBudgetScheduler:
         seed = request.sampling.seed
         return Sequence(
             request,
-            self._queue.kv.sequence(request.prompt_token_ids, lora_name=request.lora, cache_salt=request.cache_salt),
+            self._queue.kv.sequence_of(request),
             seed=secrets.randbits(64) if seed is None else seed,
             arrived_s=now_s,
             max_model_tokens=self._config.max_model_tokens,
