@@ -149,10 +149,8 @@ class StepResult:
     """`[rows]` drafts that were compared, host and device drafts together: fewer than planned where the device had
     fewer; by default none."""
     next_drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """Row -> drafts that follow its last token, for rows of `wants_drafts`.
-
-    As a drafter gave them: there may be more than `SchedulerConfig.max_drafts`, and ids that the model does not have.
-    """
+    """Row -> drafts that follow its last token, for rows of `wants_drafts`: ids of the model, at most
+    `SchedulerConfig.max_drafts`. The worker ends them before an id of the drafter's that is none."""
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict[int, tuple[TokenLogprobs, ...]])
     """Row -> log-probabilities of each of its new tokens, for rows whose request asked."""
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(

@@ -9,6 +9,7 @@ leaves in the cache is the state of a wrong prefix, and a planned start must be 
 """
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -264,7 +265,7 @@ class FakeDevice:
                     positions = range(row.known_end, row.known_end + len(row.new_ids))
                     logprobs[index] = tuple(map(_marked, positions))
                 if plan.wants_drafts[index]:
-                    next_drafts[index] = tuple(row.slot.drafts)
+                    next_drafts[index] = tuple(takewhile(_is_token_id, row.slot.drafts[: self._config.max_drafts]))
             if request.sampling.prompt_logprobs is not None:
                 last = min(row.known_end, len(request.prompt_token_ids) - 1)
                 prompt_logprobs[index] = tuple(_marked(position + 1) for position in range(row.start, last))
@@ -286,6 +287,10 @@ def _check_column(plan: StepPlan, name: str, dtype: Any) -> None:
     right = (np.dtype(dtype), 1)
     if kind != right:  # what an array looks like is not written down for nothing: this is asked of every step
         raise ConformanceError(f"{name} must be a one-dimensional array of {right[0].name}; it is {column!r}")
+
+
+def _is_token_id(token_id: int) -> bool:
+    return 0 <= token_id < fake_model.NUM_TOKEN_IDS
 
 
 def _marked(position: int) -> TokenLogprobs:

@@ -139,10 +139,10 @@ def check_drafts_in_conversations(factory: SchedulerFactory) -> None:
             num_blocks=192 // block_size_tokens,
             block_size_tokens=block_size_tokens,
             max_step_tokens=24,
-            max_model_tokens=48,
+            max_model_tokens=64,
         )
         for driver in _drivers(factory, config, max_drafts=4):
-            _converse(driver, num_conversations=4, num_turns=4)
+            _converse(driver, num_conversations=6, num_turns=5)
 
 
 DRAFT_CHECKS: tuple[_DraftCheck, ...] = (
@@ -203,20 +203,25 @@ def _requests_with_ends(max_model_tokens: int) -> Iterator[GenerateRequest]:
 
 
 def _converse(driver: SchedulerDriver, *, num_conversations: int, num_turns: int) -> None:
-    """Each turn is asked when the one before has ended, whatever is in flight then."""
+    """Each turn is asked when the one before has ended, whatever is in flight then; some are cut short."""
     open_turns = {(index, 0): _ask(driver, (index, index, 1), index) for index in range(num_conversations)}
-    requests = list(open_turns.values())
+    requests, aborted = list(open_turns.values()), set[RequestId]()
     while open_turns:
         driver.step()
-        ended = [turn for turn, asked in open_turns.items() if driver.accounts[asked.request_id].terminal is not None]
-        for index, turn in ended:
-            asked = open_turns.pop((index, turn))
+        for (index, turn), asked in list(open_turns.items()):
+            account = driver.accounts[asked.request_id]
+            if account.terminal is None and index % 2 and len(account.token_ids) > turn + 1:
+                aborted.add(asked.request_id)
+                driver.abort(asked.request_id)
+            if account.terminal is None:
+                continue
+            del open_turns[index, turn]
             if turn + 1 < num_turns:
-                token_ids = (*asked.prompt_token_ids, *driver.accounts[asked.request_id].token_ids, index)
+                token_ids = (*asked.prompt_token_ids, *account.token_ids, index)
                 requests.append(_ask(driver, token_ids, len(requests)))
                 open_turns[index, turn + 1] = requests[-1]
     driver.run()
-    check_served_in_full(driver, requests)
+    check_served_in_full(driver, [request for request in requests if request.request_id not in aborted])
 
 
 def _ask(driver: SchedulerDriver, prompt: tuple[int, ...], request_id: int) -> GenerateRequest:

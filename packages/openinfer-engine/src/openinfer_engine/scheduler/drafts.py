@@ -4,13 +4,9 @@ So drafts take nothing from any sequence: a row has as many as are left before i
 and as there is room for in its blocks and in free ones beyond one for each running sequence; at worst none.
 """
 
-from itertools import takewhile
-
 from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.step_builder import StepBuilder
 from openinfer_kv_cache import BlockPool
-
-_TOKEN_IDS = range(2**31)  # what a plan's column has room for; which of them exist is the worker's to know
 
 
 def add_drafts(
@@ -43,11 +39,6 @@ def add_drafts(
             builder.add_drafts(row, num_drafts)
             budget_tokens -= num_drafts
     builder.new_blocks = new_blocks
-
-
-def usable_drafts(token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Drafts up to the first that is no token id at all: a drafter is not trusted."""
-    return tuple(takewhile(_TOKEN_IDS.__contains__, token_ids))
 
 
 def _reserve(sequence: Sequence, num_tokens: int, pool: BlockPool, spare_blocks: int) -> list[int]:

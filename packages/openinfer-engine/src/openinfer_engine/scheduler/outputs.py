@@ -13,7 +13,6 @@ from openinfer_core.events import (
 from openinfer_core.request import RequestId
 from openinfer_core.scheduling import StepResult
 from openinfer_engine.scheduler.counters import Counters
-from openinfer_engine.scheduler.drafts import usable_drafts
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, SequenceState
 from openinfer_engine.scheduler.step_builder import StepInFlight
@@ -79,7 +78,7 @@ class OutputProcessor:
             if max_new == 0 or sequence.state is _FINISHED:
                 continue
             if sequence.is_masked:
-                sequence.drafts = usable_drafts(self._result.next_drafts.get(row, ()))
+                sequence.drafts = self._result.next_drafts.get(row, ())
             num_tokens = len(tokens[row])
             if max_new > 1 and num_tokens:
                 sequence.drafts_in_flight -= max_new - 1
