@@ -40,7 +40,7 @@ def stream(call, server, route, body):
     status, _, response = call(server, "POST", route, body)
     assert status == 200, response
     chunks = [json.loads(line[6:]) for line in response.decode().splitlines() if line.startswith("data: {")]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    choices = sorted((choice for chunk in chunks for choice in chunk["choices"]), key=lambda choice: choice["index"])
     text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
     logprobs = [entry for choice in choices if choice.get("logprobs") for entry in flat(choice["logprobs"])]
     return (
