@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from openinfer_core.engine import EngineInfo, EngineStats, KvTierStats
+from openinfer_core.engine import EngineInfo, EngineStats, KvTierStats, PluginFaults, SlowCall
 from openinfer_core.events import FailureKind, FinishReason
+from openinfer_engine.guard import FaultKind
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_page import metrics_page
 
@@ -30,7 +31,11 @@ INFO = EngineInfo(
 def page() -> str:
     metrics = ServerMetrics(max_model_tokens=INFO.max_model_tokens)
     metrics.responses["/v1/completions", 200] += 1
-    stats = EngineStats(kv_tiers=(KvTierStats(tier="host", failures={"full": 0}),))
+    stats = EngineStats(
+        kv_tiers=(KvTierStats(tier="host", failures={"full": 0}),),
+        plugin_faults=(PluginFaults(group="g", plugin="p", counts=dict.fromkeys(FaultKind, 0)),),
+        slow_call=SlowCall(plugin="p", call="plan", age_s=2.0),
+    )
     return metrics_page(metrics, INFO, stats, model_name="m", open_requests=0).decode()
 
 
@@ -62,7 +67,7 @@ def test_values_of_labels_are_the_ones_that_are_named() -> None:
     named = set(re.findall(r'request_failures_total\{model_name="m",kind="(\w+)"', text))
     assert named == set(FailureKind)
     docs = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
-    assert all(f"`{each}`" in docs for each in (*FinishReason, *FailureKind))
+    assert all(f"`{each}`" in docs for each in (*FinishReason, *FailureKind, *FaultKind))
 
 
 VLLM_DASHBOARD = """

@@ -59,6 +59,12 @@ HELLO = [{"role": "user", "content": "hello"}]
         ({"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
         ({"cache_salt": "x" * 513}, "cache_salt", "512"),
         ({"priority": 2**40}, "priority", "between"),
+        ({"deadline_s": 0}, "deadline_s", "above 0"),
+        ({"deadline_s": 1e9}, "deadline_s", "at most 2592000"),
+        ({"deadline_s": "1"}, "deadline_s", "Expected"),
+        ({"hints": {"a": 1}}, "hints[...]", "Expected"),
+        ({"hints": {"a": "x" * 257}}, "hints", "at most 256"),
+        ({"hints": {str(index): "" for index in range(17)}}, "hints", "at most 16"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},

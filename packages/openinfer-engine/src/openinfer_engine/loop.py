@@ -190,7 +190,7 @@ class StepLoop:
             return self._guard.apply(step.plan, result)
 
     def stats(self) -> EngineStats:
-        stats = msgspec.structs.replace(self._scheduler.stats(), drafter_faults=self._drafter_faults.count)
+        stats = msgspec.structs.replace(self._guard.stats(), drafter_faults=self._drafter_faults.count)
         if self._port is None:
             return stats
         # What the tiers did is told here, so that no scheduler has to.

@@ -232,6 +232,8 @@ SAMPLING = {
     "stop_token_ids": Probe([9], lambda told: 9 in told.sampling.stop_token_ids),
     "cache_salt": Probe("s", lambda told: told.request.cache_salt == "s"),
     "priority": Probe(3, lambda told: told.request.priority == 3),
+    "deadline_s": Probe(90.5, lambda told: told.request.deadline_s == 90.5),
+    "hints": Probe({"session": "a"}, lambda told: told.request.hints == {"session": "a"}),
     "structured_outputs": Probe({"regex": "a+"}, lambda told: told.grammar == ("regex", "a+")),
     "guided_json": Probe({"enum": [1]}, lambda told: told.grammar == ("json_schema", '{"enum":[1]}')),
     "guided_regex": Probe("a+", lambda told: told.grammar == ("regex", "a+")),

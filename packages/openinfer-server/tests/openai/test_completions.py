@@ -181,11 +181,14 @@ def test_sampling_fields_reach_the_engine(client, every_way, tokenizer):
             "stop_token_ids": [9],
             "cache_salt": "salt",
             "priority": -3,
+            "deadline_s": 30,
+            "hints": {"session": "a"},
         },
     )
     request = every_way[0].engine.submitted[-1]
     sampling = request.sampling
     assert (request.cache_salt, request.priority) == ("salt", -3)
+    assert (request.deadline_s, request.hints) == (30.0, {"session": "a"})
     assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature, sampling.seed) == (7, 2, 0.5, 11)
     assert (sampling.top_k, sampling.top_p, sampling.min_p) == (4, 0.9, 0.05)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.1, -0.1, 1.1)

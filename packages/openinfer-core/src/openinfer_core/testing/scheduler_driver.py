@@ -1,10 +1,11 @@
 """`SchedulerDriver`: the step loop of a test. Drives a scheduler on a `FakeDevice` and keeps the books on it."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import ParamSpec, TypeAlias, TypeVar
 
 from openinfer_core.events import (
     Failed,
@@ -34,10 +35,16 @@ from openinfer_core.testing.fake_device import FAULT, FakeDevice
 from openinfer_core.testing.fake_drafter import DraftScript, FakeDrafter
 from openinfer_core.testing.queue_policy import WatchedPolicy
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 SchedulerFactory: TypeAlias = Callable[[SchedulerConfig, QueuePolicy], Scheduler]
 
 # How many steps a token may cost, recomputation after preemptions included, before a scheduler counts as stuck.
 STEPS_PER_TOKEN = 10
+
+# A call of the scheduler is slow beyond this; a few may be the machine's fault.
+SLOW_CALL_S, SLOW_CALLS = 1.0, 3
 
 
 class RunsAt(StrEnum):
@@ -113,6 +120,7 @@ class SchedulerDriver:
         self._ledger = Ledger()
         self._budget_steps = 100
         self._now_s = 0.0
+        self._slow_calls = 0
 
     # --- what a test does -------------------------------------------------------------------------------
 
@@ -121,7 +129,7 @@ class SchedulerDriver:
         account = self.accounts[request.request_id] = Account(request)
         tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
         self._budget_steps += STEPS_PER_TOKEN * tokens
-        self._take(self.scheduler.add(request, now_s=self._tick()), is_answer_to_add=True)
+        self._take(self._timed(self.scheduler.add, request, now_s=self._tick()), is_answer_to_add=True)
         require(
             account.terminal is None or isinstance(account.terminal, Failed),
             f"{account.what}: add answered {account.terminal}; it can only refuse",
@@ -132,7 +140,7 @@ class SchedulerDriver:
         was_open = request_id in self._ledger
         if was_open:
             self.accounts[request_id].is_aborted = True
-        events = self.scheduler.abort(request_id)
+        events = self._timed(self.scheduler.abort, request_id)
         self._take(events)
         if was_open:
             terminal = self.accounts[request_id].terminal
@@ -147,7 +155,7 @@ class SchedulerDriver:
 
     def plan(self) -> StepPlan | None:
         """Plans a step and executes it, unless that is done late; its result is kept until `apply`."""
-        plan = self.scheduler.plan(now_s=self._tick())
+        plan = self._timed(self.scheduler.plan, now_s=self._tick())
         if plan is None:
             require(
                 self._in_flight or not self.scheduler.unfinished_ids or self._is_moving(),
@@ -169,7 +177,7 @@ class SchedulerDriver:
         if result is None:
             result = self.device.run(step.plan, num_applied=step.num_applied)
         self._num_applied += 1
-        self._take(self.scheduler.apply(step.plan, result, now_s=self._tick()))
+        self._take(self._timed(self.scheduler.apply, step.plan, result, now_s=self._tick()))
 
     def step(self) -> StepPlan | None:
         """Plans a step, and applies the oldest one if enough are in flight, or if nothing could be planned."""
@@ -191,6 +199,16 @@ class SchedulerDriver:
         return fake_model.outcome(request, max_model_tokens=self.config.max_model_tokens)
 
     # --- events -----------------------------------------------------------------------------------------
+
+    def _timed(self, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        begin_s = time.perf_counter()
+        result = call(*args, **named)
+        if time.perf_counter() - begin_s > SLOW_CALL_S:
+            self._slow_calls += 1
+            name = getattr(call, "__name__", "a call")
+            few = self._slow_calls < SLOW_CALLS
+            require(few, f"{name} took longer than {SLOW_CALL_S:g} s, {SLOW_CALLS} times: all requests wait meanwhile")
+        return result
 
     def _tick(self) -> float:
         self._now_s += 0.001

@@ -155,7 +155,9 @@ def from_failed(failed: Failed) -> ApiError:
         case FailureKind.OVERLOADED:
             return overloaded(failed.message)
         case FailureKind.DEADLINE:
-            return ApiError(504, failed.message, code="deadline_exceeded")
+            # The same request again would be as late: OpenAI's and Anthropic's clients heed this header.
+            no_retry = ((b"x-should-retry", b"false"),)
+            return ApiError(504, failed.message, code="deadline_exceeded", headers=no_retry)
         case FailureKind.SHUTDOWN:
             return shutting_down(failed.message)
         case FailureKind.INTERNAL:

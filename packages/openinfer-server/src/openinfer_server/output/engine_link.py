@@ -14,6 +14,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from openinfer_core.engine import EngineHandle, EngineStats
 from openinfer_core.errors import EngineClosed
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, TokenEvent, Tokens
@@ -28,6 +30,7 @@ logger = logging.getLogger("openinfer.server")
 
 ENGINE_ENDED = "the engine has ended"
 _DRAIN_POLL_S = 0.02
+_LEAST_DEADLINE_S = 1e-6  # of a request that goes on when its time is over: the engine says so
 
 
 class EngineLink:
@@ -103,8 +106,14 @@ class EngineLink:
             self._failed(choice, Failed(request.request_id, FailureKind.SHUTDOWN, self.ended_because))
 
     def replace(self, choice: Choice, request: GenerateRequest) -> None:
-        """Goes on with another request in place of the choice's own; for the counters it is one. Not if it ended."""
+        """Goes on with another request in place of the choice's own; for the counters it is one. Not if it ended.
+
+        Its deadline is that of the first.
+        """
         if self._forget(choice) is not None:
+            if request.deadline_s is not None:
+                left_s = max(_LEAST_DEADLINE_S, request.deadline_s - (self._clock() - choice.submitted_s))
+                request = msgspec.structs.replace(request, deadline_s=left_s)
             self.handle.abort(choice.request_id)
             self._hand_over(choice, request)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from openinfer_core.request import MAX_NAME_LENGTH
+from openinfer_core.request import MAX_DEADLINE_S, MAX_HINT_LENGTH, MAX_HINTS, MAX_NAME_LENGTH
 from openinfer_core.sampling import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
 from openinfer_core.sampling_parameters import PARAMETERS
 from openinfer_server.http.api_errors import refused
@@ -60,6 +60,11 @@ Seed = Annotated[int, _documented(minimum=-(2**63), maximum=2**64 - 1)]
 Logprobs = Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)]
 Priority = Annotated[int, _documented(minimum=-(2**31), maximum=2**31 - 1)]
 NonNegative = Annotated[int, _documented(minimum=0)]
+Deadline = Annotated[float, _documented(exclusiveMinimum=0, maximum=MAX_DEADLINE_S)]
+Hints = Annotated[
+    dict[str, str],
+    _documented(maxProperties=MAX_HINTS, additionalProperties={"type": "string", "maxLength": MAX_HINT_LENGTH}),
+]
 Salt = Annotated[str, _documented(maxLength=MAX_NAME_LENGTH)]
 LogitBias = Annotated[
     dict[str, float],

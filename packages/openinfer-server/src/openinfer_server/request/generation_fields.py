@@ -5,6 +5,8 @@ from typing import ClassVar
 
 from openinfer_server.request.fields import (
     Count,
+    Deadline,
+    Hints,
     LogitBias,
     NonNegative,
     Priority,
@@ -39,6 +41,8 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
     stop_token_ids: StopTokenIds | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
+    deadline_s: Deadline | None = None
+    hints: Hints | None = None
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -97,7 +97,7 @@ def make_plan(
             request_id=service.link.new_id(),
             tenant=tenant,
             salt=salt,
-            priority=fields.priority or 0,
+            fields=fields,
         )
         for prompt, limit in zip(prompts, limits, strict=True)
         for choice in range(n)
@@ -229,7 +229,13 @@ def _stop_token_ids(fields: GenerationFields, info: EngineInfo) -> tuple[int, ..
 
 
 def _request(
-    prompt: Prompt, sampling: SamplingParams, *, request_id: RequestId, tenant: str, salt: str | None, priority: int
+    prompt: Prompt,
+    sampling: SamplingParams,
+    *,
+    request_id: RequestId,
+    tenant: str,
+    salt: str | None,
+    fields: GenerationFields,
 ) -> GenerateRequest:
     try:
         return GenerateRequest(
@@ -238,7 +244,9 @@ def _request(
             sampling=sampling,
             cache_salt=salt,
             tenant=tenant,
-            priority=priority,
+            priority=fields.priority or 0,
+            deadline_s=fields.deadline_s,
+            hints=fields.hints or {},
         )
     except InvalidRequest as error:
         raise from_invalid_request(error) from error

@@ -126,6 +126,8 @@ def _fields(request: TokenRequest) -> GenerationFields:
         stream_options=request.stream_options,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        deadline_s=request.deadline_s,
+        hints=request.hints,
     )
 
 

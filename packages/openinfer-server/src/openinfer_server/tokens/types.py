@@ -8,6 +8,8 @@ import msgspec
 from openinfer_server.openai.objects import Usage
 from openinfer_server.request.fields import (
     Count,
+    Deadline,
+    Hints,
     LogitBias,
     Logprobs,
     NonNegative,
@@ -62,6 +64,8 @@ class TokenRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fiel
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
+    deadline_s: Deadline | None = None
+    hints: Hints | None = None
     features: object = None
     kv_transfer_params: object = None
 
