@@ -318,10 +318,27 @@ def resolve(
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy or DEFAULT_QUEUE_POLICY),
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
         drafter=choose_drafter(options),
-        kernel_providers=choose_providers(options.kernel_providers, architecture=backend.architecture),
+        kernel_providers=_providers(definition, options, backend),
         tiers=tiers,
         timeline=timeline,
     )
+
+
+def _providers(
+    definition: ModelDefinition[Any], options: EngineOptions, backend: Backend
+) -> tuple[ChosenProvider, ...]:
+    """Those that were asked for, and those of the family's extra operators for which none was."""
+    own = {name: each for name, each in definition.extra_operators.items() if name not in options.kernel_providers}
+    if own and options.batch_invariant:
+        raise Refused(
+            f"--batch-invariant is kept by our own operators; the family {definition.name} calls "
+            f"{', '.join(sorted(own))} of other packages"
+        )
+    try:
+        of_family = choose_providers(own, architecture=backend.architecture)
+    except InvalidRequest as error:
+        raise Refused(f"the family {definition.name} calls what its providers do not add: {error}") from error
+    return (*choose_providers(options.kernel_providers, architecture=backend.architecture), *of_family)
 
 
 def _model_tag(model_dir: Path, options: EngineOptions) -> str:

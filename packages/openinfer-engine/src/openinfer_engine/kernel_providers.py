@@ -1,4 +1,4 @@
-"""Operators of other packages, as `--kernel-providers rms_norm=NAME` asks for them: found, checked, put in place."""
+"""Operators of other packages, as an option or a family asks for them: found, checked, put in place."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from openinfer_core import BrokenPlugin, InvalidRequest, OpenInferError, Plugin, Refused, find_plugin
 from openinfer_core.plugins import KERNEL_PROVIDERS
 from openinfer_kernels import KernelsError, Ops
-from openinfer_kernels.providers import PROVIDABLE, KernelProvider, provide, why_not
+from openinfer_kernels.providers import PROVIDABLE, KernelProvider, cpu_twins, provide, why_not
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +27,19 @@ def choose_providers(asked: Mapping[str, str], *, architecture: str) -> tuple[Ch
     """The providers of an option's operators, by operator; one object for each name.
 
     Raises:
-        InvalidRequest: no such operator.
+        InvalidRequest: no such operator, neither in the contract nor added by the provider.
         PluginError: no installed package has a provider of that name, or it failed to load.
         Refused: the provider does not serve that operator on this device.
     """
     plugins = {name: find_plugin(KERNEL_PROVIDERS, name) for name in sorted({*asked.values()})}
-    for operator in asked:
-        if operator not in PROVIDABLE:
-            raise InvalidRequest(
-                f"kernel_providers names the operator {operator!r}; possible are {', '.join(PROVIDABLE)}",
-                field="kernel_providers",
-            )
     providers: dict[str, KernelProvider] = {name: plugin.instance(KernelProvider) for name, plugin in plugins.items()}
     for operator, name in asked.items():
+        added = cpu_twins(providers[name])
+        if operator not in PROVIDABLE and operator not in {*added, *providers[name].operators}:
+            possible = ", ".join([*PROVIDABLE, *sorted(added)])
+            raise InvalidRequest(
+                f"kernel_providers names the operator {operator!r}; possible are {possible}", field="kernel_providers"
+            )
         reason = why_not(providers[name], operator, architecture=architecture)
         if reason is not None:
             raise Refused(f"kernel_providers {operator}={name} ({plugins[name].origin}): {reason}")

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
@@ -156,6 +157,9 @@ class ModelDefinition(ABC, Generic[Config]):
     """Numbers of the config that the ranks share equally, so that their number divides each."""
     devices: ClassVar[frozenset[DeviceKind]] = frozenset(DeviceKind)
     """What its operators are there for; the engine refuses it on any other."""
+    extra_operators: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Operators that it calls as `ops.extra[NAME]` -> who adds each, by its name in `openinfer.kernel_providers`;
+    `--kernel-providers NAME=OTHER` puts another in its place."""
 
     @abstractmethod
     def refusal(self, config: Mapping[str, Any]) -> str | None:

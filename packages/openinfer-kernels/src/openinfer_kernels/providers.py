@@ -3,6 +3,8 @@
     own ops ──► provider.bind(own) ──► {"rms_norm": function, ...}
         └────────────► provide(own, chosen) ──► Ops, which a model is handed
 
+A provider may also add operators that the contract has not, which a family calls as `ops.extra["name"]`.
+
 A provider is the object (or the class without arguments) of an entry point in the group `openinfer.kernel_providers`.
 It is used for the operators that a user names, never because it is installed. `openinfer_kernels.testing.providers`
 has the conformance kit.
@@ -10,15 +12,17 @@ has the conformance kit.
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from openinfer_kernels.errors import KernelProviderError
 from openinfer_kernels.ops import MemoryOps, Ops, RoutingOps, SamplingOps
+from openinfer_kernels.ops.extra import ExtraOperators
 
 Operator: TypeAlias = Callable[..., Any]
 """Has the parameters, result and effects of the method of `Ops` in whose place it stands."""
 
 _NOT_PROVIDABLE = (MemoryOps, RoutingOps, SamplingOps)
+_CPU = "cpu"
 
 
 def operators_of(*protocols: type) -> tuple[str, ...]:
@@ -40,7 +44,7 @@ class KernelProvider(Protocol):
 
     @property
     def operators(self) -> Collection[str]:
-        """Those it can serve, of `PROVIDABLE`."""
+        """Those it can serve, of `PROVIDABLE` and of those it adds (`ExtendsOperators`)."""
         ...
 
     @property
@@ -59,14 +63,50 @@ class KernelProvider(Protocol):
         ...
 
 
+@runtime_checkable
+class ExtendsOperators(Protocol):
+    """What a `KernelProvider` has as well if it adds operators to the contract.
+
+    Each has a twin in NumPy, so that whatever a family calls runs everywhere and has a truth to be compared with.
+    """
+
+    @property
+    def cpu_twins(self) -> Mapping[str, Operator]:
+        """Name -> the operator on arrays in host memory, float32: what serves the CPU.
+
+        No method of `Ops` has that name. `bind` returns the same for the device, of `architectures` other than `cpu`.
+        """
+        ...
+
+
+def cpu_twins(provider: KernelProvider) -> Mapping[str, Operator]:
+    """Of the operators that a provider adds; none of one that adds none."""
+    return provider.cpu_twins if isinstance(provider, ExtendsOperators) else {}
+
+
 def why_not(provider: KernelProvider, operator: str, *, architecture: str) -> str | None:
     """Why a provider cannot serve an operator on a device, as the end of a sentence; None if it can."""
     if operator not in PROVIDABLE:
-        return f"{operator!r} is not an operator that can be provided; possible: {', '.join(PROVIDABLE)}"
+        return _why_not_extra(provider, operator, architecture)
     if operator not in provider.operators:
         return f"it does not serve {operator}, but {', '.join(sorted(provider.operators))}"
     if architecture not in provider.architectures:
         return f"it serves {', '.join(sorted(provider.architectures))}, and this device is {architecture}"
+    return None
+
+
+def _why_not_extra(provider: KernelProvider, operator: str, architecture: str) -> str | None:
+    if hasattr(Ops, operator):
+        return f"{operator!r} is not an operator that can be provided; possible: {', '.join(PROVIDABLE)}"
+    if operator not in cpu_twins(provider):
+        if operator in provider.operators:
+            return f"it adds {operator!r} without a twin for the CPU: its cpu_twins has to have one"
+        return f"{operator!r} is not an operator that can be provided; possible: {', '.join(PROVIDABLE)}"
+    if architecture == _CPU:
+        return None
+    if operator not in provider.operators or architecture not in provider.architectures:
+        there = sorted({*provider.architectures} - {_CPU}) if operator in provider.operators else []
+        return f"it serves {operator} on {', '.join([_CPU, *there])}, and this device is {architecture}"
     return None
 
 
@@ -82,21 +122,29 @@ def provide(own: Ops, chosen: Mapping[str, KernelProvider]) -> Ops:
     """
     if not chosen:
         return own
-    bound = {id(provider): provider.bind(own) for provider in chosen.values()}
+    bound: dict[int, Mapping[str, Operator]] = {}
     operators: dict[str, Operator] = {}
+    extra = ExtraOperators(own.extra)
     for operator, provider in chosen.items():
+        if own.name == _CPU and operator in cpu_twins(provider):
+            extra[operator] = cpu_twins(provider)[operator]
+            continue
+        if id(provider) not in bound:
+            bound[id(provider)] = provider.bind(own)
         if operator not in bound[id(provider)]:
             raise KernelProviderError(f"{type(provider).__name__}.bind returned no {operator}, which it says it serves")
-        operators[operator] = bound[id(provider)][operator]
-    return cast("Ops", _ProvidedOps(own, operators))
+        added = extra if operator in cpu_twins(provider) else operators
+        added[operator] = bound[id(provider)][operator]
+    return cast("Ops", _ProvidedOps(own, operators, extra))
 
 
 class _ProvidedOps:
     """Looks an operator up among those provided, then in the device's own."""
 
-    def __init__(self, own: Ops, operators: Mapping[str, Operator]) -> None:
+    def __init__(self, own: Ops, operators: Mapping[str, Operator], extra: Mapping[str, Operator]) -> None:
         self._own = own
         self._operators = operators
+        self.extra = extra
 
     def __getattr__(self, name: str) -> Any:
         operator = self._operators.get(name)

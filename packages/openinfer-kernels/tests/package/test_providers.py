@@ -1,7 +1,7 @@
 """Operators of other packages: how they are put beside our own, and a kit that notices when one is wrong."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,8 +12,9 @@ from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.errors import KernelProviderError, OperatorMissingError
 from openinfer_kernels.providers import PROVIDABLE, provide, why_not
 from openinfer_kernels.testing import ConformanceError
+from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.cases import CASES
-from openinfer_kernels.testing.providers import check_kernel_provider, check_operator
+from openinfer_kernels.testing.providers import check_added_operator, check_kernel_provider, check_operator
 
 
 class Doubled:
@@ -56,7 +57,7 @@ def test_every_operator_of_the_contract_is_providable_but_for_memory_and_samplin
     """A new one must be listed; if it fuses others, it has to be made of the provided ones where there are any."""
     contract = {name for name in dir(Ops) if not name.startswith("_")}
     uploads = {"upload", "upload_weight", "upload_float32", "upload_quantised", "upload_dequantised"}
-    memory = {"name", "download", "zeros", "copy_rows", "loading", *uploads}
+    memory = {"extra", "name", "download", "zeros", "copy_rows", "loading", *uploads}
     choices = {"sample", "logprobs", "top_experts", "table_experts"}
     assert contract - memory - choices == {*PROVIDABLE}
     assert list(PROVIDABLE) == sorted(CASES)
@@ -209,3 +210,79 @@ def test_kit_refuses_a_provider_of_nothing_of_ours_or_of_another_device():
         check_kernel_provider(Doubled, CpuOps(), architecture="sm_80")
     with pytest.raises(ConformanceError, match="the result is off"):
         check_kernel_provider(Doubled, CpuOps(), architecture="cpu")
+
+
+def triple(x: Any, *, times: int = 1) -> Any:
+    return x * np.float32(3**times)
+
+
+class Tripling:
+    """Adds an operator; on a GPU of its fantasy it is another function."""
+
+    operators = ("triple", "rms_norm")
+    architectures = ("cpu", "sm_90a")
+    cpu_twins: ClassVar[dict[str, Callable[..., Any]]] = {"triple": triple}
+
+    def bind(self, own: Ops) -> dict[str, Callable[..., Any]]:
+        return {"triple": lambda x, *, times=1: own.linear(x, 3**times * np.eye(2)), "rms_norm": own.rms_norm}
+
+
+def tripled(rng: np.random.Generator) -> Iterable[Case]:
+    yield Case(name="some", positional=(rng.normal(size=(3, 5)).astype(np.float32),), keywords={"times": 2})
+
+
+def test_added_operator_is_found_by_its_name_and_others_are_as_before():
+    own = CpuOps()
+    ops = provide(own, {"triple": Tripling(), "rms_norm": Doubled()})
+    x = np.ones((2, 2), np.float32)
+    np.testing.assert_array_equal(ops.extra["triple"](x), 3 * x)
+    np.testing.assert_array_equal(ops.rms_norm(x, x[0], eps=0.0), 2 * x)
+    np.testing.assert_array_equal(ops.linear(x, x), 2 * x)
+    assert dict(own.extra) == {}
+
+
+def test_added_operator_of_a_gpu_is_what_was_bound():
+    class FakeGpu(CpuOps):
+        name = "cuda"
+
+    x = np.ones((1, 2), np.float32)
+    ops = provide(FakeGpu(), {"triple": Tripling()})
+    np.testing.assert_array_equal(ops.extra["triple"](x, times=2), 9 * x)
+
+
+def test_operator_that_nothing_added_is_named_with_those_that_are_there():
+    with pytest.raises(OperatorMissingError, match=r"no extra operator 'fold': none was added; a family names"):
+        CpuOps().extra["fold"]
+    ops = provide(CpuOps(), {"triple": Tripling()})
+    with pytest.raises(OperatorMissingError, match=r"'fold': there are triple; .* --kernel-providers fold=PROVIDER"):
+        ops.extra["fold"]
+
+
+def test_added_operator_needs_a_twin_a_name_of_its_own_and_a_device_that_it_serves():
+    class WithoutTwin(Doubled):
+        operators = ("triple",)
+
+    class Sampling(Tripling):
+        cpu_twins: ClassVar[dict[str, Callable[..., Any]]] = {"sample": triple}
+
+    class OnTheCpuAlone(Tripling):
+        operators = ()
+
+    assert why_not(Tripling(), "triple", architecture="cpu") is None
+    assert why_not(Tripling(), "triple", architecture="sm_90a") is None
+    assert "it adds 'triple' without a twin" in str(why_not(WithoutTwin(), "triple", architecture="cpu"))
+    assert "'sample' is not an operator that can be" in str(why_not(Sampling(), "sample", architecture="cpu"))
+    assert "'fold' is not an operator that can be" in str(why_not(Tripling(), "fold", architecture="cpu"))
+    other = str(why_not(Tripling(), "triple", architecture="sm_80"))
+    assert other == "it serves triple on cpu, sm_90a, and this device is sm_80"
+    assert "it serves triple on cpu, and this" in str(why_not(OnTheCpuAlone(), "triple", architecture="sm_90a"))
+
+
+def test_kit_checks_added_operators_by_the_cases_that_it_is_given():
+    check_kernel_provider(Tripling, CpuOps(), architecture="cpu", extra_cases={"triple": tripled})
+    with pytest.raises(ConformanceError, match="the added operator triple has no cases"):
+        check_kernel_provider(Tripling, CpuOps(), architecture="cpu")
+    with pytest.raises(ConformanceError, match="triple is tried with nothing"):
+        check_kernel_provider(Tripling, CpuOps(), architecture="cpu", extra_cases={"triple": lambda rng: ()})
+    with pytest.raises(ConformanceError, match="triple, some: the result is off"):
+        check_added_operator(lambda x, *, times: 2 * x, triple, "triple", tripled, CpuOps())

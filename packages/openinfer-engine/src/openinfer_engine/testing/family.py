@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from openinfer_core import read_config
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
+from openinfer_engine.kernel_providers import choose_providers, with_providers
 from openinfer_engine.model import LastTokenModel, LogitsIndices, Model, ModelDefinition, WeightSource
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
@@ -78,7 +79,7 @@ class FamilyHarness:
         self._slots: dict[str, int] = {}
         self._lengths: dict[str, int] = {}
         self._ranks: list[_Rank] = []
-        self._ops: Ops = CpuOps() if ops is None else ops
+        self._ops: Ops = _with_extra_operators(definition, CpuOps() if ops is None else ops)
         with ExitStack() as stack:
             checkpoint = None if dummy else stack.enter_context(Checkpoint.open(model_dir))
             self.config = parsed if checkpoint is None else check_stored(definition, parsed, checkpoint)
@@ -223,6 +224,14 @@ class FamilyHarness:
             block_tokens=self.block_tokens,
             state_slots=np.asarray([self._slots[sequence] for sequence in rows], np.int32),
         )
+
+
+def _with_extra_operators(definition: ModelDefinition[Any], own: Ops) -> Ops:
+    if not definition.extra_operators:
+        return own
+    device: Any = getattr(own, "device", None)
+    architecture = "cpu" if device is None else device.architecture
+    return with_providers(own, choose_providers(definition.extra_operators, architecture=architecture))
 
 
 def _compute_dtype(ops: Ops) -> KvDtype:

@@ -1,6 +1,6 @@
 """`CpuOps`: a table of the functions that serve the operator contract in host memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -43,12 +43,14 @@ from openinfer_kernels.cpu.norm.rms_norm import (
 from openinfer_kernels.cpu.sampling.logprobs import logprobs
 from openinfer_kernels.cpu.sampling.sampling import sample
 from openinfer_kernels.ops import Array, HostArray
+from openinfer_kernels.ops.extra import ExtraOperators
 
 
 class CpuOps:
     """`openinfer_kernels.Ops` in host memory. It has no state: threads may share one."""
 
     name = "cpu"
+    extra: Mapping[str, Callable[..., Any]] = ExtraOperators()
 
     upload_weight = staticmethod(upload_weight)
     upload_float32 = upload_weight  # the compute dtype is float32

@@ -8,7 +8,7 @@ A family is made when the first of its operators is looked up, so that a model n
 it does not use; those of every model are loaded at the start. A method found once is an attribute of the instance.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -42,6 +42,7 @@ from openinfer_kernels.cuda.norm.hyper_connections import HyperConnections
 from openinfer_kernels.cuda.norm.rms_norm import Norm
 from openinfer_kernels.cuda.sampling.logprobs import LogprobsKernels
 from openinfer_kernels.cuda.sampling.sampling import Sampling
+from openinfer_kernels.ops.extra import ExtraOperators
 
 _Family = TypeVar("_Family")
 _Parameters = ParamSpec("_Parameters")
@@ -82,6 +83,7 @@ class CudaOps:
     """
 
     name = "cuda"
+    extra: Mapping[str, Callable[..., Any]] = ExtraOperators()
 
     def __init__(self, device: Device | None = None) -> None:
         """Loads the kernels of every model; `device` None opens GPU 0.

@@ -11,7 +11,8 @@ Compute dtype: float32 on the CPU (BF16 weights are converted when they are uplo
 accumulation on a GPU. Integer arrays are int32 unless said otherwise.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from openinfer_kernels.ops.arrays import Array, HostArray
 from openinfer_kernels.ops.attention import AttentionOps
@@ -82,4 +83,12 @@ class Ops(
     @property
     def name(self) -> str:
         """`cpu` or `cuda`: for `openinfer plan` and messages, never for a branch in a model."""
+        ...
+
+    @property
+    def extra(self) -> Mapping[str, Callable[..., Any]]:
+        """Operators that providers add, by name; see `openinfer_kernels.providers.ExtendsOperators`.
+
+        Asking for another raises `OperatorMissingError`.
+        """
         ...

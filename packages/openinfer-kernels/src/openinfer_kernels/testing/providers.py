@@ -7,7 +7,8 @@ compute dtype (logits in float32), answer the same bits twice, and keep a NaN wi
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.ops import AttentionBatch, Ops
-from openinfer_kernels.providers import PROVIDABLE, KernelProvider, Operator, provide, why_not
+from openinfer_kernels.providers import PROVIDABLE, KernelProvider, Operator, cpu_twins, provide, why_not
 from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.cases import CASES
 from openinfer_kernels.testing.errors import require
@@ -25,29 +26,48 @@ _FLOAT32_ERROR = 2e-5
 _BFLOAT16_ERROR = 2.0**-6
 """Relative errors: of float32 sums in any order; of two roundings to BF16 on the way and one of the result."""
 
+Cases: TypeAlias = Callable[[np.random.Generator], Iterable[Case]]
+"""What an operator is tried with, drawn from a seeded generator."""
+_NO_CASES: Mapping[str, Cases] = MappingProxyType({})
+
 _Key: TypeAlias = int | str
 """An argument by position or keyword; `KEYWORD.FIELD` is an array inside of it."""
 
 
-def check_kernel_provider(make: Callable[[], KernelProvider], own: Ops, *, architecture: str) -> None:
+def check_kernel_provider(
+    make: Callable[[], KernelProvider],
+    own: Ops,
+    *,
+    architecture: str,
+    extra_cases: Mapping[str, Cases] = _NO_CASES,
+) -> None:
     """Checks every operator of a provider on one device.
 
     Args:
         make: gives the provider: its class, as a rule.
         own: the operators of that device: `CpuOps()`, `CudaOps()`.
         architecture: of the device: `cpu`, or `ops.device.architecture`.
+        extra_cases: what each operator that it adds is tried with; it is compared with its twin.
 
     Raises:
         ConformanceError: it does not conform.
         KernelProviderError: it does not bind what it says it serves.
     """
     provider = make()
-    require(provider.operators, "the provider serves no operator")
-    for operator in sorted(provider.operators):
-        require(operator in PROVIDABLE, f"{operator!r} is not one of {', '.join(PROVIDABLE)}")
+    twins = cpu_twins(provider)
+    operators = {*provider.operators, *twins}
+    require(operators, "the provider serves no operator")
+    for operator in sorted(operators):
+        known = operator in PROVIDABLE or not hasattr(Ops, operator)
+        require(known, f"{operator!r} is not one of {', '.join(PROVIDABLE)}")
         reason = why_not(provider, operator, architecture=architecture)
         require(reason is None, f"the provider cannot serve {operator}: {reason}")
-        check_operator(getattr(provide(own, {operator: provider}), operator), operator, own)
+        ops = provide(own, {operator: provider})
+        if operator in twins:
+            require(operator in extra_cases, f"the added operator {operator} has no cases: give some as extra_cases")
+            check_added_operator(ops.extra[operator], twins[operator], operator, extra_cases[operator], own)
+        else:
+            check_operator(getattr(ops, operator), operator, own)
 
 
 def check_operator(call: Operator, operator: str, own: Ops) -> None:
@@ -61,12 +81,29 @@ def check_operator(call: Operator, operator: str, own: Ops) -> None:
     Raises:
         ConformanceError: it does not conform.
     """
-    rng = np.random.default_rng(zlib.crc32(operator.encode()))
-    for case in CASES[operator](rng):
-        _check_case(call, operator, case, own)
+    check_added_operator(call, getattr(CpuOps(), operator), operator, CASES[operator], own)
 
 
-def _check_case(call: Operator, operator: str, case: Case, own: Ops) -> None:
+def check_added_operator(call: Operator, twin: Operator, operator: str, cases: Cases, own: Ops) -> None:
+    """Checks one operator against another in NumPy, which is the truth.
+
+    Args:
+        call: of a device.
+        twin: the same in NumPy.
+        operator: its name.
+        cases: gives what it is tried with, at least one.
+        own: the operators of its device.
+
+    Raises:
+        ConformanceError: it does not conform.
+    """
+    given = list(cases(np.random.default_rng(zlib.crc32(operator.encode()))))
+    require(given, f"{operator} is tried with nothing")
+    for case in given:
+        _check_case(call, twin, operator, case, own)
+
+
+def _check_case(call: Operator, twin: Operator, operator: str, case: Case, own: Ops) -> None:
     where = f"{operator}, {case.name}"
     given = _uploaded(case, own)
     before = {key: _host(array, own) for key, array in _arrays(given)}
@@ -74,7 +111,7 @@ def _check_case(call: Operator, operator: str, case: Case, own: Ops) -> None:
 
     truth = _with_arrays(_arguments(case), {key: array.copy() for key, array in before.items()})
     truth = _with_quantised(truth, CpuOps())
-    expected = _leaves(_call(getattr(CpuOps(), operator), truth))
+    expected = _leaves(_call(twin, truth))
     require(len(results) == len(expected), f"{where}: the result has {len(results)} arrays, not {len(expected)}")
     for index, (result, right) in enumerate(zip(results, expected, strict=True)):
         what = f"{where}: the result" + (f" {index}" if len(expected) > 1 else "")
