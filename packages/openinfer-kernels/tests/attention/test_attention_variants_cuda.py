@@ -115,6 +115,31 @@ def test_captured_pieces_serve_other_divisions_into_rows(cuda, head_dim, asked):
         require_close(attend.host(out), attend.host(attend.run(attend.q, alone)))
 
 
+class WithoutHopper:
+    """A device of which attention takes the kernels for any GPU."""
+
+    def __init__(self, device):
+        self.num_multiprocessors, self.kernel = device.num_multiprocessors, device.kernel
+
+    def has(self, stem):
+        return False
+
+
+@pytest.mark.parametrize("asked", ASKED, ids="-".join)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_for_any_gpu_agree_with_this_ones(cuda, head_dim, asked):
+    from openinfer_kernels.cuda.attention.paged import Attention
+
+    for rows in ([(3000, 1), (17, 1), (640, 1), (1, 1)], [(3000, 16)], [(500, 200), (33, 1), (129, 129)]):
+        num_tokens = sum(queries for _, queries in rows)
+        attend = Attend(cuda, head_dim=head_dim, num_tokens=num_tokens, asked=asked)
+        batch = attend.batch(rows, max_query_tokens=max(queries for _, queries in rows))
+        expected = attend.host(attend.run(attend.q, batch))
+        other = Attention(WithoutHopper(cuda.device))
+        asked_of = {"layer": 1, "batch": batch, "scale": 0.1, **attend.asked}
+        require_close(attend.host(other.paged_attention(attend.q, attend.cache, **asked_of)), expected)
+
+
 def require_close(got, expected):
     """Keys may be divided otherwise: off by a rounding or two to BF16."""
     assert np.isfinite(got).all()
