@@ -39,3 +39,13 @@ def test_our_packages_are_those_of_this_repository() -> None:
 
 def test_page_says_the_line_that_a_plugin_needs() -> None:
     assert "```python\nOPENINFER_CONTRACT = 1\n```" in PAGE
+
+
+@pytest.mark.parametrize("folder", [path.parent for path in PROJECTS if path.parent.parent.name == "packages"])
+def test_readme_of_each_package_says_what_is_public(folder: Path) -> None:
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    assert readme.count("\n## Promises\n") == 1
+    promises = readme.partition("\n## Promises\n")[2].partition("\n## ")[0]
+    assert f"{folder.name.replace('-', '_')}.__all__" in promises
+    assert "semantic versioning" in promises or folder.name == "openinfer-core"
+    assert f"| [{folder.name}](../../packages/{folder.name}/README.md#promises) |" in PAGE

@@ -110,7 +110,20 @@ def test_commits_that_blame_looks_through_are_moves_and_renames() -> None:
     assert not says_so.search("engine: what moves is removed: all of it")
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", ".ci/run"])
+def test_oldest_core_is_the_lowest_release_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    uv = ModuleType("uv")  # which only the tools' own environment has, and nothing here calls
+    uv.find_uv_bin = lambda: "uv"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "uv", uv)
+    monkeypatch.syspath_prepend(TOOLS)
+    tool = load_tool("oldest_core")
+    assert tool.lowest_allowed(ROOT) == (0, 1, 0)
+    tags = ["openinfer-core-0.1.10", "openinfer-core-0.1.2", "openinfer-core-0.0.9", "openinfer-server-0.1.0"]
+    assert tool.oldest_tag(tags, (0, 1, 0)) == "openinfer-core-0.1.2"
+    assert tool.oldest_tag(tags, (0, 2, 0)) is None
+    assert tool.oldest_tag([], (0, 1, 0)) is None
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", ".ci/run", "docs/reference/public-api.md"])
 def test_commands_that_a_page_names_are_there(page: str) -> None:
     scripts = tomllib.loads((ROOT / "hatch.toml").read_text(encoding="utf-8"))["envs"]["default"]["scripts"]
     text = (ROOT / page).read_text(encoding="utf-8")

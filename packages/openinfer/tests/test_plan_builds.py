@@ -113,6 +113,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign-parts\nVersion: 1.5\n")
         (info / "entry_points.txt").write_text(f"[openinfer.{group}]\nforeign = {module}:Parts\n")
+        (info / "RECORD").write_text(f"{module}.py,,\n{info.name}/METADATA,,\n")
         monkeypatch.syspath_prepend(tmp_path)
         return [f"--{GROUPS[group]}", "foreign"] if group in GROUPS else []
 

@@ -109,6 +109,8 @@ class FamilyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of kernels, and of what could stand in their place; by the keys of `kernels`, for reading."""
     by_ranks: tuple[RankLedger, ...] = ()
     """For several numbers of ranks, whatever was asked for."""
+    distributions: tuple[str, ...] = ()
+    """Names of the distributions that supply the parts: a lock holds their files."""
 
 
 def load_family(plugin: Plugin) -> ModelFamily:

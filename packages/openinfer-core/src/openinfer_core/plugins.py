@@ -52,6 +52,11 @@ class Plugin:
         return f"{distribution.name} {distribution.version}" if distribution else self.entry_point.value
 
     @property
+    def distribution(self) -> str | None:
+        """The name of the distribution that offers it; None for an entry point that belongs to none."""
+        return self.entry_point.dist.name if self.entry_point.dist else None
+
+    @property
     def described(self) -> str:
         """For the beginning of a message: group, name, distribution and where in it."""
         return f"{self.group} plug-in {self.name!r} of {self.origin} ({self.entry_point.value})"

@@ -145,6 +145,15 @@ class EnginePlan:
         }
 
     @property
+    def distributions(self) -> tuple[str, ...]:
+        """Those that supply the parts."""
+        plugins = [self.scheduler, self.queue_policy, self.grammar_compiler, self.drafter and self.drafter.plugin]
+        plugins += [each.plugin for each in self.kernel_providers]
+        plugins += () if self.tiers is None else (self.tiers.opener, *self.tiers.plugins)
+        named = {plugin.distribution for plugin in plugins if plugin is not None}
+        return tuple(sorted({"openinfer-engine", *(name for name in named if name is not None)}))
+
+    @property
     def memory_bytes(self) -> dict[str, int]:
         """The ledger: what all ranks take of their devices' memory, by purpose."""
         ranks, options = self.options.tensor_parallel_size, self.options
@@ -231,6 +240,7 @@ class EnginePlan:
             parts=self.parts,
             kernels=self.backend.kernels(provided=[each.operator for each in self.kernel_providers]),
             measured=self.backend.measured,
+            distributions=self.distributions,
             memory_bytes=self.memory_bytes,
             limits={
                 "max_model_tokens": self.worker_limits.max_model_tokens,

@@ -37,3 +37,11 @@ def frontend_parts(model_dir: Path, family: str, options: ServerOptions) -> dict
     endpoints = [find_plugin(ENDPOINTS, name) for name in options.endpoints]
     brought = {f"endpoint {plugin.name}": plugin.origin for plugin in endpoints}
     return {**parsers_for(template_source(model_dir), family, options).parts, **brought}
+
+
+def frontend_distributions(model_dir: Path, family: str, options: ServerOptions) -> set[str]:
+    """The distributions that supply the frontend's parts; raises as `frontend_parts` does."""
+    parsers = parsers_for(template_source(model_dir), family, options)
+    plugins = [chosen.plugin for chosen in (parsers.tools, parsers.reasoning) if chosen is not None]
+    plugins += [find_plugin(ENDPOINTS, name) for name in options.endpoints]
+    return {"openinfer-server", *(plugin.distribution for plugin in plugins if plugin.distribution is not None)}

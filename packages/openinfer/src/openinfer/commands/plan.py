@@ -14,12 +14,18 @@ import msgspec
 
 from openinfer.commands.config_alone import config_as_model
 from openinfer.commands.model_arguments import ModelArguments, parse
+from openinfer.distributions import (
+    LockDiffers,
+    LockedDistribution,
+    distribution_differences,
+    lock_distributions,
+)
 from openinfer.flags import add_flags, read_flags
-from openinfer_core import FamilyPlan, InvalidRequest, OpenInferError, RankLedger
+from openinfer_core import FamilyPlan, InvalidRequest, RankLedger
 from openinfer_core.family import PlansForGpu
 from openinfer_server.options import ServerOptions
 
-LOCK_FORMAT = 1
+LOCK_FORMAT = 2
 _DESCRIPTION = "Prints what would serve a model: packages, kernels, memory. Loads nothing."
 _MOST_GPUS = 1024
 _SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser", "endpoints"))  # the server's options that choose a part
@@ -35,10 +41,7 @@ class Composition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kernels: dict[str, str]
     memory_bytes: dict[str, int]
     limits: dict[str, int]
-
-
-class LockDiffers(OpenInferError):
-    """The composition is not the one that was locked."""
+    distributions: dict[str, LockedDistribution] = {}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,7 +55,10 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.namespace.lock is not None:
         check_writable(Path(arguments.namespace.lock), field="lock")
     plan = _family_plan(arguments)
-    composition = _composition(arguments, plan, read_flags(arguments.namespace, ServerOptions))
+    server = read_flags(arguments.namespace, ServerOptions)
+    composition = _composition(arguments, plan, server)
+    if arguments.namespace.json or arguments.namespace.lock is not None:
+        composition = _with_distributions(composition, arguments, plan, server)
     if arguments.namespace.json:
         print(msgspec.json.format(msgspec.json.encode(composition)).decode())
     else:
@@ -88,7 +94,21 @@ def check_writable(path: Path, *, field: str) -> None:
 
 
 def resolve(arguments: ModelArguments, server: ServerOptions) -> Composition:
-    return _composition(arguments, arguments.family.plan(arguments.model_dir, arguments.options), server)
+    """What `serve` would start, every file of its distributions read; raises as `plan` and `lock_distributions`."""
+    plan = arguments.family.plan(arguments.model_dir, arguments.options)
+    return _with_distributions(_composition(arguments, plan, server), arguments, plan, server)
+
+
+def _with_distributions(
+    composition: Composition, arguments: ModelArguments, plan: FamilyPlan, server: ServerOptions
+) -> Composition:
+    from openinfer_server.plan_parts import frontend_distributions
+
+    names = {"openinfer", *plan.distributions}
+    names |= frontend_distributions(arguments.model_dir, arguments.family.name, server)
+    if arguments.plugin.distribution is not None:
+        names.add(arguments.plugin.distribution)
+    return msgspec.structs.replace(composition, distributions=lock_distributions(names))
 
 
 def _composition(arguments: ModelArguments, plan: FamilyPlan, server: ServerOptions) -> Composition:
@@ -114,19 +134,30 @@ def _composition(arguments: ModelArguments, plan: FamilyPlan, server: ServerOpti
 
 
 def check_lock(path: Path, composition: Composition) -> None:
-    """Raises `LockDiffers` with every difference, or `InvalidRequest` if the file is no lock file."""
+    """Raises `LockDiffers` with every difference, or `InvalidRequest` if the file is no lock file of this format."""
     try:
         locked = msgspec.json.decode(path.read_bytes(), type=Composition)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidRequest(f"--locked {path}: {error}", field="locked") from error
-    before, after = _leaves(msgspec.to_builtins(locked)), _leaves(msgspec.to_builtins(composition))
+    if locked.format != LOCK_FORMAT:
+        raise InvalidRequest(
+            f"--locked {path} has format {locked.format}, and this release reads {LOCK_FORMAT}: write it again with "
+            "openinfer plan --lock",
+            field="locked",
+        )
+    before, after = _leaves(_without_files(locked)), _leaves(_without_files(composition))
     differences = [
         f"{name} is {after.get(name)!r}, locked {before.get(name)!r}"
         for name in sorted({*before, *after})
         if before.get(name) != after.get(name)
     ]
+    differences += distribution_differences(locked.distributions, composition.distributions)
     if differences:
         raise LockDiffers(f"the composition differs from {path}: " + "; ".join(differences))
+
+
+def _without_files(composition: Composition) -> Any:
+    return msgspec.to_builtins(msgspec.structs.replace(composition, distributions={}))
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
