@@ -53,7 +53,9 @@ def answers(loop: StepLoop) -> dict[int, Answer]:
     requests = random_requests(5, vocab_size=loop.info.num_token_ids, max_prompt_tokens=40, logprobs=1)
     try:
         found = run_at_once(loop, requests)
-        assert loop.stats().drafter_faults == 0
+        stats = loop.stats()
+        assert stats.drafter_faults == 0
+        assert (stats.spec_decode_num_draft_tokens > 0) == ("drafter" in loop.info.composition)
     finally:
         loop.close()
     return found

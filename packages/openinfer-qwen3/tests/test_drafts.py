@@ -1,8 +1,11 @@
 """Drafts change how many tokens a step yields, and nothing that is answered."""
 
 from pathlib import Path
+from typing import Any
 
-from openinfer_engine.testing import check_drafts
+import pytest
+
+from openinfer_engine.testing import check_drafts, check_drafts_in_traffic
 from openinfer_qwen3.family import Qwen3Definition
 
 
@@ -12,3 +15,18 @@ def test_answers_with_drafts_are_those_without(model_dir: Path) -> None:
 
 def test_answers_of_ranks_with_drafts_are_those_without(fixtures: Path) -> None:
     check_drafts(Qwen3Definition(), fixtures / "tied", seeds=[2], tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("happens", "options"),
+    [
+        ("preemptions", {"max_step_tokens": 24, "num_blocks": 19}),
+        ("tier_tokens", {"num_blocks": 19, "kv_tier": ["host=16MiB"]}),
+        ("cached_tokens", {"num_blocks": 40, "tensor_parallel_size": 2}),
+    ],
+)
+def test_answers_of_an_engine_with_drafts_are_those_without(
+    fixtures: Path, happens: str, options: dict[str, Any]
+) -> None:
+    counts = check_drafts_in_traffic(Qwen3Definition(), fixtures / "tied", **options)
+    assert sum(getattr(stats, happens) for stats in counts) > 0

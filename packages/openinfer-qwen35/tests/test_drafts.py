@@ -1,8 +1,11 @@
 """Drafts change how many tokens a step yields, and nothing that is answered: states are set back after refused ones."""
 
 from pathlib import Path
+from typing import Any
 
-from openinfer_engine.testing import check_drafts
+import pytest
+
+from openinfer_engine.testing import check_drafts, check_drafts_in_traffic
 from openinfer_qwen35.family import Qwen35Definition
 
 
@@ -13,3 +16,18 @@ def test_answers_with_drafts_are_those_without(model_dir: Path) -> None:
 def test_answers_of_ranks_with_drafts_are_those_without(model_dir: Path) -> None:
     ranks = 3 if model_dir.name == "text_untied" else 2
     check_drafts(Qwen35Definition(), model_dir, seeds=[2], tensor_parallel_size=ranks)
+
+
+@pytest.mark.parametrize(
+    ("happens", "options"),
+    [
+        ("preemptions", {"max_step_tokens": 24, "num_blocks": 19}),
+        ("tier_tokens", {"num_blocks": 19, "kv_tier": ["host=16MiB"]}),
+        ("cached_tokens", {"num_blocks": 40, "tensor_parallel_size": 2}),
+    ],
+)
+def test_answers_of_an_engine_with_drafts_are_those_without(
+    fixtures: Path, happens: str, options: dict[str, Any]
+) -> None:
+    counts = check_drafts_in_traffic(Qwen35Definition(), fixtures / "text_tied", **options)
+    assert sum(getattr(stats, happens) for stats in counts) > 0

@@ -10,7 +10,7 @@ from openinfer_engine.testing.answers import (
 )
 from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, DraftedSteps
 from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter, scripted_drafter, with_drafter
-from openinfer_engine.testing.drafts import check_drafts, drafted_requests
+from openinfer_engine.testing.drafts import check_drafts, check_drafts_in_traffic, drafted_requests
 from openinfer_engine.testing.family import FamilyHarness, check_family, check_steps, step_at_random
 from openinfer_engine.testing.golden import Golden
 from openinfer_engine.testing.launched import ask_launched, check_launched
@@ -43,6 +43,7 @@ __all__ = [
     "ask_launched",
     "bf16_exact",
     "check_drafts",
+    "check_drafts_in_traffic",
     "check_family",
     "check_launched",
     "check_steps",

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_core import GenerateRequest, RequestId, SamplingParams
+from openinfer_core import EngineStats, GenerateRequest, RequestId, SamplingParams
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.engine_plan import EnginePlan, resolve
+from openinfer_engine.launch import build_loop
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
+from openinfer_engine.testing.answers import Answer, run_alone, run_together
 from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, DraftedSteps
 from openinfer_engine.testing.drafters import DraftKind, scripted_drafter, with_drafter
 from openinfer_engine.tracing.trace import NoTrace
@@ -66,16 +68,81 @@ def check_drafts(
             _check_run(engine_plan, requests, kind=kind, seed=seed, outputs=outputs, expected=expected)
 
 
-def drafted_requests(num_token_ids: int, *, count: int = 10) -> list[GenerateRequest]:
-    """Requests that ask for what sampling must do at each position of a row: seeds, penalties, bias, ends, scores."""
+def check_drafts_in_traffic(
+    definition: ModelDefinition[Any],
+    model_dir: Path,
+    *,
+    kinds: Sequence[DraftKind] = (DraftKind.RIGHT, DraftKind.HOSTILE),
+    **options: Any,
+) -> list[EngineStats]:
+    """The same through the real scheduler and loop: requests arrive together, twice, others are aborted next to them.
+
+    Args:
+        definition: of the family.
+        model_dir: `config.json` and safetensors.
+        kinds: drafters.
+        options: fields of `EngineOptions`, of the engine with drafts alone: small budgets, few blocks, tiers, ranks.
+
+    Returns:
+        Counts of the engines with drafts, one for each kind.
+
+    Raises:
+        AssertionError: an answer differs, a drafter was told something wrong, or nothing was compared.
+    """
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 6,
+        "max_step_tokens": 256,
+        "block_size_tokens": 8,
+        "num_blocks": 200,
+        "batch_invariant": True,
+    }
+    ranks = {"tensor_parallel_size": options.get("tensor_parallel_size", 1)}  # a sum over ranks has bits of its own
+    alone = build_loop(resolve(definition, model_dir, EngineOptions(**sizes, **ranks, prefix_cache=False)))
+    requests = drafted_requests(alone.info.num_token_ids, shared_tokens=40)
+    expected = run_alone(alone, requests)
+    alone.close()
+    outputs = {request_id: _output(answer) for request_id, answer in expected.items()}
+    counts: list[EngineStats] = []
+    for kind in kinds:
+        engine_plan = resolve(definition, model_dir, EngineOptions(**sizes | options))
+        loop = build_loop(with_drafter(engine_plan, scripted_drafter(kind, outputs), max_drafts=_MAX_DRAFTS))
+        try:
+            rounds = [run_together(loop, requests, seed=seed) for seed in range(2)]
+            counts.append(stats := loop.stats())
+        finally:
+            loop.close()
+        for found in rounds:
+            for request_id, answer in expected.items():
+                _check_answer(found[request_id], answer, name=f"drafter {kind}, request {request_id}")
+        assert stats.drafter_faults == 0, f"drafter {kind} raised: it was told something wrong"
+        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0), stats
+        assert stats.spec_decode_num_draft_tokens > 50, f"drafter {kind}: few drafts were compared"
+        share = stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_draft_tokens
+        assert share >= _ACCEPTED[kind], f"drafter {kind}: {share:.0%} of the drafts were accepted"
+    return counts
+
+
+def drafted_requests(num_token_ids: int, *, count: int = 10, shared_tokens: int = 0) -> list[GenerateRequest]:
+    """Requests that ask for what sampling must do at each position of a row: seeds, penalties, bias, ends, scores.
+
+    Args:
+        num_token_ids: of the model.
+        count: how many; their ids are 0, 1 and so on.
+        shared_tokens: with how many all prompts begin alike.
+    """
     rng = np.random.default_rng(11)
+    shared: list[int] = rng.integers(0, num_token_ids, shared_tokens).tolist()
     requests: list[GenerateRequest] = []
     for index in range(count):
-        prompt = rng.integers(0, num_token_ids, int(rng.integers(1, 60))).tolist()
+        prompt: list[int] = shared + rng.integers(0, num_token_ids, int(rng.integers(1, 60))).tolist()
         some: list[int] = rng.permutation(num_token_ids)[:40].tolist()
-        sampling: dict[str, Any] = {"max_tokens": int(rng.integers(8, 40)), "temperature": (0.0, 1.0, 0.7)[index % 3]}
+        sampling: dict[str, Any] = {
+            "max_tokens": int(rng.integers(8, 40)),
+            "temperature": (0.0, 1.0, 0.7)[index % 3],
+            "seed": index,
+        }
         if index % 2:
-            sampling |= {"seed": index, "top_p": 0.9, "top_k": 30}
+            sampling |= {"top_p": 0.9, "top_k": 30}
         if index % 4 in (1, 2):
             sampling |= {"presence_penalty": 0.5, "frequency_penalty": 0.7, "repetition_penalty": 1.2}
         if index % 5 in (0, 3):
@@ -157,3 +224,19 @@ def _check_varied(answers: Mapping[int, DraftedAnswer]) -> None:
     lengths = [len(answer.token_ids) for answer in answers.values()]
     assert sum(lengths) > 100, f"answers of {lengths} tokens are short"
     assert len({token for answer in answers.values() for token in answer.token_ids}) > 30, "few tokens differ"
+
+
+def _output(answer: Answer) -> list[int]:
+    """What was sampled, the stop token included."""
+    assert answer.finished is not None
+    stop = answer.finished.stop_token_id
+    return answer.token_ids if stop is None else [*answer.token_ids, stop]
+
+
+def _check_answer(found: Answer, expected: Answer, *, name: str) -> None:
+    assert found.finished is not None, f"{name} has not ended"
+    assert expected.finished is not None
+    assert _output(found) == _output(expected), name
+    assert found.finished.reason == expected.finished.reason, name
+    assert found.logprobs == expected.logprobs, f"{name}: log-probabilities"
+    assert found.prompt_logprobs == expected.prompt_logprobs, f"{name}: log-probabilities of the prompt"
