@@ -232,6 +232,22 @@ def test_plan_refuses_a_scheduler_without_kv_tiers_or_events(
     assert "kv_events needs a scheduler that tells of its blocks" in said
 
 
+@pytest.mark.parametrize("declares", [False, True])
+def test_plan_refuses_a_drafter_with_a_scheduler_that_plans_no_drafts(
+    declares: bool, install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = SCHEDULER.replace("SchedulerCapabilities()", "SchedulerCapabilities(plans_drafts=True)")
+    flags = install("schedulers", f"{source if declares else SCHEDULER}\n\ndef draft(context): return None\n")
+    entry_points = tmp_path / "foreign_parts-1.5.dist-info" / "entry_points.txt"
+    text = entry_points.read_text()
+    entry_points.write_text(text + text.replace("schedulers", "drafters").replace(":Parts", ":draft"))
+    if declares:
+        assert main([*PLAN, *flags, "--drafter", "foreign"]) == 0
+    else:
+        said = refusal(capsys, *flags, "--drafter", "foreign")
+        assert "foreign-parts 1.5) plans no drafts (it does not declare plans_drafts)" in said
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [

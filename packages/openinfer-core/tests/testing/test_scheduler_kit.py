@@ -745,6 +745,8 @@ class DraftingScheduler(PlainScheduler):
     `Job.computed` is an upper bound while drafts are in flight.
     """
 
+    capabilities = SchedulerCapabilities(plans_drafts=True)
+
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
         super().__init__(config, policy)
         self.next_drafts: dict[RequestId, tuple[int, ...]] = {}
@@ -981,6 +983,10 @@ class MiscountsDraftsInMaxNew(DraftingScheduler):
         return replace(plan, max_new=np.minimum(plan.max_new, 1).astype(np.int32))
 
 
+class PlansDraftsUndeclared(DraftingScheduler):
+    capabilities = SchedulerCapabilities()
+
+
 class PlansDraftsForAChunk(DraftingScheduler):
     """A row that does not sample has drafts."""
 
@@ -1005,6 +1011,7 @@ DRAFT_MUTANTS = {
     PlansDeviceDraftsForGrammars: "have a grammar and drafts that no mask can be made for",
     PlansDraftsBeyondTheEnd: "have room for|beyond max_model_tokens",
     PlansDraftsForAChunk: "drafts of the device, and max_new of 0 leaves 0",
+    PlansDraftsUndeclared: "plans_drafts is not declared",
     PlansMoreDraftsThanAllowed: "5 drafts; max_drafts is 4",
 }
 

@@ -207,6 +207,11 @@ class EnginePlan:
                 f"the scheduler {_origin(self.scheduler)} has no capabilities of type SchedulerCapabilities: it was "
                 "written for an older openinfer; see docs/reference/write-a-scheduler.md"
             )
+        if self.drafter is not None and not declared.plans_drafts:
+            raise Refused(
+                f"--drafter: the scheduler {_origin(self.scheduler)} plans no drafts (it does not declare "
+                "plans_drafts); leave one of the two out, or use token-budget"
+            )
         if declared.own_policy and (self.options.queue_policy is not None or self.options.tenant_weights):
             raise Refused(
                 f"the scheduler {_origin(self.scheduler)} orders requests by itself and asks no queue policy: leave "

@@ -167,6 +167,9 @@ class SchedulerDriver:
         self._check_released(plan)
         self._check_starts(plan)
         self._check_masked_rows(plan)
+        has_drafts = bool((plan.max_new > 1).any()) or plan.wants_drafts.any()
+        declares = self.scheduler.capabilities.plans_drafts
+        require(declares or not has_drafts, "rows have drafts or want them, and plans_drafts is not declared")
         result = self.device.run(plan, num_applied=self._num_applied) if self._runs_at is RunsAt.PLAN else None
         self._in_flight.append(_InFlight(plan, self._num_applied, result))
         return plan

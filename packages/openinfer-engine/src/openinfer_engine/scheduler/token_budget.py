@@ -48,7 +48,9 @@ class TokenBudgetScheduler:
         Refused: `config.options` has any: it knows none.
     """
 
-    capabilities = SchedulerCapabilities(uses_kv_tiers=True, tells_kv_events=True, copies_states=True)
+    capabilities = SchedulerCapabilities(
+        uses_kv_tiers=True, tells_kv_events=True, copies_states=True, plans_drafts=True
+    )
 
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
         refuse_unknown_options(config.options, known=())
