@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from openinfer_core import (
+    EngineCapability,
     EngineInfo,
     Failed,
     FailureKind,
@@ -20,12 +21,14 @@ from openinfer_core import (
     GenerateRequest,
     Ledger,
     LoadedAdapter,
+    Refused,
     RequestId,
     SamplingParams,
     Scheduled,
     TokenEvent,
     Tokens,
 )
+from openinfer_core.control import FlushCache, LoadAdapter
 from openinfer_core.errors import ContractViolation
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.sampling import Grammar, GrammarKind
@@ -314,6 +317,32 @@ def test_scheduler_sees_an_adapter_by_its_content_and_shares_no_kv_of_what_had_i
         LoadedAdapter(b"second adapter..", 3),
     ]
     assert cached == [0, 8, 0]
+
+
+def test_flushed_cache_is_not_found_again_and_rows_in_flight_are_not_lost() -> None:
+    loop = make_loop()
+    prompt = list(range(12))
+    assert EngineCapability.FLUSH_CACHE in loop.info.capabilities
+    run(loop, [make_request(0, prompt)])
+    running = make_request(1, [*prompt, 5])
+    events = loop.submit(running) + loop.step() + loop.step()
+    events += loop.control(FlushCache())
+    while loop.busy:
+        events += loop.step()
+    assert tokens_of(events) == expected(running.prompt_token_ids, 8)
+    (cached,) = [
+        event.cached_tokens for event in run(loop, [make_request(2, prompt)])[2] if isinstance(event, Scheduled)
+    ]
+    assert cached == 0
+    (cached,) = [
+        event.cached_tokens for event in run(loop, [make_request(3, prompt)])[3] if isinstance(event, Scheduled)
+    ]
+    assert cached == 8
+
+
+def test_command_that_the_engine_was_not_made_for_is_refused_by_name() -> None:
+    with pytest.raises(Refused, match="cannot do load_adapter; its capabilities are: flush_cache"):
+        make_loop().control(LoadAdapter("calls", "/adapters/calls"))
 
 
 def test_a_wedged_scheduler_is_reported_and_not_spun_on() -> None:

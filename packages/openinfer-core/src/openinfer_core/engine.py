@@ -2,13 +2,16 @@
 
 from collections.abc import AsyncIterator
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
 from openinfer_core.events import TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.timeline import StartPhase
+
+if TYPE_CHECKING:
+    from openinfer_core.control import ControlCommand
 
 
 class EngineCapability(StrEnum):
@@ -177,6 +180,15 @@ class EngineHandle(Protocol):
         """A fresh snapshot.
 
         Raises:
+            EngineClosed: the engine has ended.
+        """
+        ...
+
+    async def control(self, command: "ControlCommand") -> None:
+        """Has the engine do something beside serving requests, after the requests submitted before.
+
+        Raises:
+            Refused: it cannot do that (`EngineInfo.capabilities`), or not now; the message says which.
             EngineClosed: the engine has ended.
         """
         ...

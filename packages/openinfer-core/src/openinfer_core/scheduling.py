@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -345,6 +345,19 @@ class SchedulerCapabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     @property
     def keeps_policy_order(self) -> bool:
         return not (self.own_order or self.own_policy)
+
+
+@runtime_checkable
+class FlushesCache(Protocol):
+    """A `Scheduler` that can forget what it has cached."""
+
+    def flush_cache(self) -> None:
+        """No request that comes later finds KV computed before; those that run keep theirs. No step is in flight.
+
+        Raises:
+            Refused: not now, such as while copies of KV are under way.
+        """
+        ...
 
 
 class Scheduler(Protocol):

@@ -19,7 +19,8 @@ from itertools import islice
 
 import msgspec
 
-from openinfer_core.engine import EngineInfo, EngineStats
+from openinfer_core.control import ControlCommand, FlushCache, refusal_of
+from openinfer_core.engine import EngineCapability, EngineInfo, EngineStats
 from openinfer_core.errors import InvalidRequest
 from openinfer_core.events import (
     Failed,
@@ -146,6 +147,7 @@ class SimulatedLoop:
             num_blocks=_NUM_BLOCKS,
             max_num_seqs=options.rows_per_step,
             max_waiting=options.max_waiting,
+            capabilities=(EngineCapability.FLUSH_CACHE,),
             composition={"engine": "simulated (openinfer-core)"},
         )
 
@@ -206,6 +208,12 @@ class SimulatedLoop:
             spec_decode_num_accepted_tokens=sum(self._accepted_per_pos),
             spec_decode_num_accepted_tokens_per_pos=tuple(self._accepted_per_pos),
         )
+
+    def control(self, command: ControlCommand) -> list[TokenEvent]:
+        """Has no cache, so that one is flushed at any time, and can do nothing else."""
+        if not isinstance(command, FlushCache):
+            raise refusal_of(command, self.info.capabilities)
+        return []
 
     def close(self) -> None:
         self._rows.clear()

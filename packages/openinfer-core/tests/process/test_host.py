@@ -19,15 +19,17 @@ from openinfer_core import (
     FinishReason,
     GenerateRequest,
     PluginFault,
+    Refused,
     RequestId,
     SamplingParams,
     Scheduled,
     TokenEvent,
     Tokens,
 )
+from openinfer_core.control import ControlCommand, FlushCache, Sleep
 from openinfer_core.process.deadlines import Deadlines
-from openinfer_core.process.host import LoopRunner
-from openinfer_core.process.wire import Abort, Close, Submit
+from openinfer_core.process.host import ControlCall, LoopRunner
+from openinfer_core.process.wire import ENDED, Abort, Close, Submit
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
 
 MakeRequest = Callable[..., GenerateRequest]
@@ -45,6 +47,7 @@ class ScriptedLoop:
         self.on_submit: Callable[[GenerateRequest], list[TokenEvent]] = lambda request: []
         self.on_step: Callable[[], list[TokenEvent]] = list
         self.on_reconcile: Callable[[set[RequestId]], list[TokenEvent]] = lambda open_ids: []
+        self.on_control: Callable[[ControlCommand], list[TokenEvent]] = lambda command: []
         self.on_close: Callable[[], None] = lambda: None
 
     def submit(self, request: GenerateRequest) -> list[TokenEvent]:
@@ -56,6 +59,9 @@ class ScriptedLoop:
 
     def step(self) -> list[TokenEvent]:
         return self.on_step()
+
+    def control(self, command: ControlCommand) -> list[TokenEvent]:
+        return self.on_control(command)
 
     def reconcile(self, open_ids: AbstractSet[RequestId]) -> list[TokenEvent]:
         return self.on_reconcile(set(open_ids))
@@ -370,3 +376,40 @@ def test_plug_in_that_breaks_its_contract_is_named_to_every_request(
     assert (host.died, host.reason) == (fault, str(fault))
     assert "x (mine 1.0)" in caplog.text
     assert loop.closed == 1
+
+
+def test_command_is_obeyed_and_answered() -> None:
+    loop, obeyed, answers = ScriptedLoop(), list[ControlCommand](), list[str | None]()
+    loop.on_control = lambda command: obeyed.append(command) or []
+    host = LoopRunner(loop)
+    host.post(ControlCall(FlushCache(), answers.append))
+    host.post(Close())
+    host.run(lambda events: None)
+    assert (obeyed, answers) == ([FlushCache()], [None])
+
+
+def test_command_that_is_refused_or_fails_is_answered_and_the_engine_lives(caplog: pytest.LogCaptureFixture) -> None:
+    loop, answers = ScriptedLoop(), list[str | None]()
+
+    def control(command: ControlCommand) -> list[TokenEvent]:
+        raise Refused("not now") if isinstance(command, Sleep) else ZeroDivisionError
+
+    loop.on_control = control
+    host = LoopRunner(loop)
+    for command in (Sleep(), FlushCache()):
+        host.post(ControlCall(command, answers.append))
+    host.post(Close())
+    with caplog.at_level(logging.CRITICAL + 1):
+        host.run(lambda events: None)
+    assert answers == ["not now", "the engine failed at this command; its log says how"]
+    assert host.died is None
+
+
+def test_command_after_the_end_is_answered() -> None:
+    answers: list[str | None] = []
+    host = LoopRunner(ScriptedLoop())
+    host.post(Close())
+    host.post(ControlCall(FlushCache(), answers.append))
+    host.run(lambda events: None)
+    host.post(ControlCall(FlushCache(), answers.append))
+    assert answers == [ENDED, ENDED]

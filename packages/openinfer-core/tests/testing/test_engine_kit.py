@@ -20,6 +20,7 @@ from openinfer_core import (
     FinishReason,
     GenerateRequest,
     InvalidRequest,
+    Refused,
     RequestId,
     SamplingParams,
     Scheduled,
@@ -27,6 +28,7 @@ from openinfer_core import (
     TokenLogprobs,
     Tokens,
 )
+from openinfer_core.control import ControlCommand
 from openinfer_core.process.local import InProcessEngine
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions, spawn_simulated
 from openinfer_core.testing import ConformanceError
@@ -101,6 +103,9 @@ class Meddler:
 
     async def stats(self) -> EngineStats:
         return await self.inner.stats()
+
+    async def control(self, command: ControlCommand) -> None:
+        await self.inner.control(command)
 
     async def close(self) -> None:
         await self.inner.close()
@@ -508,6 +513,16 @@ class CloseRunsToTheEnd(Meddler):
         return [event]
 
 
+class ObeysWhatItDoesNotSay(Meddler):
+    async def control(self, command: ControlCommand) -> None:
+        """Whatever it is, it is not done."""
+
+
+class RefusesWithoutAReason(Meddler):
+    async def control(self, command: ControlCommand) -> None:
+        raise Refused("no")
+
+
 class BadInfo(Meddler):
     @property
     def info(self) -> EngineInfo:
@@ -524,6 +539,8 @@ class NoStats:
 
 
 MUTANTS: list[tuple[Callable[[], Any], EngineCheck, str]] = [
+    (ObeysWhatItDoesNotSay, kit.check_control, "was obeyed; the engine does not say load_adapter"),
+    (RefusesWithoutAReason, kit.check_control, "refused with 'no', which does not say why"),
     (NoTerminal, kit.check_requests, r"no end within 0\.5 s; requests without a terminal event: \[2\]"),
     (TwoTerminals, kit.check_requests, "request 1: Finished.* after the terminal event"),
     (TokensAfterTheEnd, kit.check_requests, "request 1: Tokens.* after the terminal event"),

@@ -27,8 +27,9 @@ from openinfer_core import (
     RequestId,
     TokenEvent,
 )
+from openinfer_core.control import ControlCommand, FlushCache, refusal_of
 from openinfer_core.grammars import GrammarCompiler
-from openinfer_core.scheduling import Scheduler, StepPlan
+from openinfer_core.scheduling import FlushesCache, Scheduler, StepPlan
 from openinfer_engine.adapters import AdapterTable
 from openinfer_engine.drafting import DrafterFaults
 from openinfer_engine.grammars.masking import MaskedRequests
@@ -71,6 +72,9 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,  # seconds
     ) -> None:
         self._info = info
+        if isinstance(scheduler, FlushesCache):
+            can = (*info.capabilities, EngineCapability.FLUSH_CACHE)
+            self._info = msgspec.structs.replace(info, capabilities=can)
         self._scheduler = scheduler
         self._guard = SchedulerGuard(scheduler, guard or GuardOptions(plugin=type(scheduler).__name__), clock=clock)
         self._runner = runner
@@ -167,10 +171,24 @@ class StepLoop:
             self._rest()
         if before is not None:
             events += self._finish(before)
+        return self._follow(events, failures)
+
+    def _follow(self, events: list[TokenEvent], failures: list[Failed]) -> list[TokenEvent]:
         # Before the next plan, for which matchers are asked for masks after these tokens.
         failures += self._masked.follow(events)
         events += [failure for failure in failures if self._end(failure.request_id)]
         self._tracer.told(events)
+        if self._kv_events is not None:
+            self._kv_events.flush()
+        return events
+
+    def control(self, command: ControlCommand) -> list[TokenEvent]:
+        """Takes the result of the step in flight first, so that nothing is under way."""
+        if not (isinstance(command, FlushCache) and isinstance(self._scheduler, FlushesCache)):
+            raise refusal_of(command, self._info.capabilities)
+        before, self._in_flight = self._in_flight, None
+        events = [] if before is None else self._follow(self._finish(before), [])
+        self._scheduler.flush_cache()
         if self._kv_events is not None:
             self._kv_events.flush()
         return events

@@ -11,16 +11,18 @@ import queue
 import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from openinfer_core.control import ControlCommand
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.errors import PluginFault
+from openinfer_core.errors import PluginFault, Refused
 from openinfer_core.events import Failed, FailureKind, TokenEvent
 from openinfer_core.ledger import Ledger
 from openinfer_core.process.deadlines import Deadlines
-from openinfer_core.process.wire import Abort, Close, Submit
+from openinfer_core.process.wire import ENDED, Abort, Close, Submit
 from openinfer_core.request import GenerateRequest, RequestId
 
 logger = logging.getLogger("openinfer.engine")
@@ -30,7 +32,17 @@ _IDLE_LOOK_S = 1.0  # between two looks at a loop without work
 _RECONCILE_S = 0.25
 
 Deliver = Callable[[list[TokenEvent]], None]
-Command = Submit | Abort | Close
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCall:
+    """A command, and who waits for its answer: None, or why it was not obeyed. Called from the loop's thread."""
+
+    command: ControlCommand
+    answer: Callable[[str | None], None]
+
+
+Command = Submit | Abort | ControlCall | Close
 
 
 class EngineLoop(Protocol):
@@ -56,6 +68,14 @@ class EngineLoop(Protocol):
 
     def abort(self, request_id: RequestId) -> list[TokenEvent]:
         """Ends a request; unknown ids give no event."""
+        ...
+
+    def control(self, command: ControlCommand) -> list[TokenEvent]:
+        """Obeys a command; returns what that means for requests.
+
+        Raises:
+            Refused: it cannot, or not now.
+        """
         ...
 
     def step(self) -> list[TokenEvent]:
@@ -95,6 +115,7 @@ class LoopRunner:
         self._busy_since_s: float | None = None
         self._deadlines = Deadlines()
         self._reconcile_due_s = 0.0
+        self._has_ended = False
 
     @property
     def reason(self) -> str | None:
@@ -103,6 +124,8 @@ class LoopRunner:
 
     def post(self, command: Command) -> None:
         self._inbox.put(command)
+        if self._has_ended:
+            self._answer_unheard()
 
     def stats(self) -> EngineStats:
         """The loop's snapshot with the age of its last iteration; from any thread, also when the loop hangs."""
@@ -136,6 +159,8 @@ class LoopRunner:
             self._outbox += self._ledger.fail_all(FailureKind.SHUTDOWN, message)
             self._flush(deliver)
         finally:
+            self._has_ended = True
+            self._answer_unheard()
             self._close_loop()
 
     def _close_loop(self) -> None:
@@ -188,8 +213,34 @@ class LoopRunner:
         elif isinstance(command, Abort):
             if command.request_id in self._ledger:
                 self._outbox += self._ledger.record(self._loop.abort(command.request_id))
+        elif isinstance(command, ControlCall):
+            self._control(command)
         else:
             self._closing = True
+
+    def _control(self, call: ControlCall) -> None:
+        try:
+            self._outbox += self._ledger.record(self._loop.control(call.command))
+        except Refused as refusal:
+            call.answer(str(refusal))
+        except PluginFault:
+            call.answer(ENDED)
+            raise
+        except Exception:
+            logger.exception("the command %s failed", type(call.command).__name__)
+            call.answer("the engine failed at this command; its log says how")
+        else:
+            call.answer(None)
+
+    def _answer_unheard(self) -> None:
+        # What came after the end: nothing waits for ever.
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(command, ControlCall):
+                command.answer(ENDED)
 
     def _submit(self, request: GenerateRequest) -> None:
         self._ledger.open(request)

@@ -9,6 +9,7 @@ requests aborted. The engine never waits for a client, and a client that breaks 
 """
 
 import contextlib
+import functools
 import hmac
 import logging
 import selectors
@@ -22,12 +23,14 @@ import msgspec
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.events import TokenEvent
-from openinfer_core.process.host import LoopRunner
+from openinfer_core.process.host import ControlCall, LoopRunner
 from openinfer_core.process.routes import Routes
 from openinfer_core.process.wire import (
     Abort,
     AskStats,
     Close,
+    Control,
+    Controlled,
     Ended,
     Events,
     FrameBuffer,
@@ -256,10 +259,17 @@ class LinkServer:
                 self._host.post(Abort(inner_id))
         elif isinstance(message, AskStats):
             self._send(link, Stats(self._host.stats()))
+        elif isinstance(message, Control):
+            self._host.post(ControlCall(message.command, functools.partial(self._answer, link, message.number)))
         elif isinstance(message, Close):
             self._host.post(message)
         else:
             raise ContractViolation("a second Hello")
+
+    def _answer(self, link: Link, number: int, refusal: str | None) -> None:
+        # Called from the loop's thread, as `deliver` is.
+        if link.send(Controlled(number, refusal)) or link.lost:
+            self._wake()
 
     def _greet(self, link: Link, message: ToEngine) -> None:
         if not isinstance(message, Hello) or not shows_token(message, self._token):

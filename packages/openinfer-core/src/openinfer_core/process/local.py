@@ -8,14 +8,17 @@ lost when there is no reader yet, or when its event loop has been closed and ano
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 
+from openinfer_core.control import ControlCommand
 from openinfer_core.engine import EngineInfo, EngineStats
+from openinfer_core.errors import EngineClosed, Refused
 from openinfer_core.events import TokenEvent
-from openinfer_core.process.host import EngineLoop, LoopRunner
+from openinfer_core.process.host import ControlCall, EngineLoop, LoopRunner
 from openinfer_core.process.mailbox import Mailbox
-from openinfer_core.process.wire import Abort, Close, Submit
+from openinfer_core.process.wire import ENDED, Abort, Close, Submit
 from openinfer_core.request import GenerateRequest, RequestId
 
 DIED = "the engine loop failed; its traceback is in the log"
@@ -61,6 +64,27 @@ class InProcessEngine:
         self._collect()
         self._mailbox.require_open()
         return self._host.stats()
+
+    async def control(self, command: ControlCommand) -> None:
+        self._collect()
+        self._mailbox.require_open()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[str | None] = loop.create_future()
+
+        def settle(refusal: str | None) -> None:
+            if not done.done():  # the caller may have been cancelled
+                done.set_result(refusal)
+
+        def answer(refusal: str | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's event loop has been closed
+                loop.call_soon_threadsafe(settle, refusal)
+
+        self._host.post(ControlCall(command, answer))
+        refusal = await done
+        if refusal == ENDED:
+            raise EngineClosed(refusal)
+        if refusal is not None:
+            raise Refused(refusal)
 
     async def close(self) -> None:
         self._host.post(Close())

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 import socket
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from openinfer_core.control import ControlCommand
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.errors import ContractViolation, EngineClosed, OpenInferError, Refused
 from openinfer_core.events import TokenEvent
@@ -17,9 +19,12 @@ from openinfer_core.process.child import EngineChild, connect_to
 from openinfer_core.process.engine_process import Address, LinkKind, default_link
 from openinfer_core.process.mailbox import Mailbox
 from openinfer_core.process.wire import (
+    ENDED,
     Abort,
     AskStats,
     Close,
+    Control,
+    Controlled,
     Ended,
     Events,
     FrameBuffer,
@@ -143,6 +148,8 @@ class RemoteEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early = bytearray()
         self._stats: deque[asyncio.Future[EngineStats]] = deque()
+        self._controls: dict[int, asyncio.Future[str | None]] = {}
+        self._control_numbers = itertools.count()
         self._closing = False
         self._reason = DIED
         self._lost = asyncio.Event()
@@ -181,6 +188,21 @@ class RemoteEngine:
         self._send(encode_frame(AskStats()))
         return await answer
 
+    async def control(self, command: ControlCommand) -> None:
+        await self._attach()
+        self._mailbox.require_open()
+        number = next(self._control_numbers)
+        answer = self._controls[number] = asyncio.get_running_loop().create_future()
+        self._send(encode_frame(Control(number, command)))
+        try:
+            refusal = await answer
+        finally:
+            self._controls.pop(number, None)
+        if refusal == ENDED:
+            raise EngineClosed(refusal)
+        if refusal is not None:
+            raise Refused(refusal)
+
     async def close(self) -> None:
         await self._attach()
         self._closing = True
@@ -203,6 +225,10 @@ class RemoteEngine:
             answer = self._stats.popleft()
             if not answer.done():
                 answer.set_result(message.stats)
+        elif isinstance(message, Controlled):
+            call = self._controls.get(message.number)  # its caller may have been cancelled
+            if call is not None and not call.done():
+                call.set_result(message.refusal)
         elif isinstance(message, Ended):
             self._reason = message.reason
         else:
@@ -212,7 +238,7 @@ class RemoteEngine:
         failure = failure or self._reason
         self._lost.set()
         self._mailbox.end(None if self._closing else failure)
-        for answer in self._stats:
+        for answer in (*self._stats, *self._controls.values()):
             if not answer.done():
                 answer.set_exception(EngineClosed(failure))
         self._stats.clear()

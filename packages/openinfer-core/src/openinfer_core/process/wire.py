@@ -1,8 +1,8 @@
 """The wire between a frontend process and an engine process: length-prefixed msgspec frames, no pickle.
 
     connect ─► Hello ─► Welcome | StartRefusal       (client ► engine, engine ► client)
-    Submit | Abort | AskStats | Close  ─►            requests, any time
-    ◄─ Events (one per step) | Stats                 answers
+    Submit | Abort | AskStats | Control | Close  ─►  requests, any time
+    ◄─ Events (one per step) | Stats | Controlled    answers
     ◄─ Ended                                         the last frame, where there is a reason to tell
 
 A frame is a little-endian u32 length and that many bytes of msgpack. End of file means that the other side is
@@ -15,10 +15,13 @@ from typing import TypeAlias
 
 import msgspec
 
+from openinfer_core.control import ControlCommand
 from openinfer_core.engine import EngineInfo, EngineStats
 from openinfer_core.errors import ContractViolation
 from openinfer_core.events import TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
+
+ENDED = "the engine has ended"  # the refusal of a command that came too late
 
 MAX_FRAME_BYTES = 256 * 2**20  # a longer frame is a broken peer, not a request
 _LENGTH = struct.Struct("<I")
@@ -58,6 +61,13 @@ class AskStats(msgspec.Struct, frozen=True, array_like=True, tag="ask_stats"):
     """Asks for one `Stats`; answered in order."""
 
 
+class Control(msgspec.Struct, frozen=True, array_like=True, tag="control"):
+    """A command, answered with `Controlled` of the same number."""
+
+    number: int
+    command: ControlCommand
+
+
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Ends the engine process."""
 
@@ -74,14 +84,22 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     stats: EngineStats
 
 
+class Controlled(msgspec.Struct, frozen=True, array_like=True, tag="controlled"):
+    """Answer to `Control`."""
+
+    number: int
+    refusal: str | None
+    """Why the command was not obeyed."""
+
+
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """The engine ends by itself, for a reason that clients may be told."""
 
     reason: str
 
 
-ToEngine: TypeAlias = Hello | Submit | Abort | AskStats | Close
-ToClient: TypeAlias = Welcome | StartRefusal | Events | Stats | Ended
+ToEngine: TypeAlias = Hello | Submit | Abort | AskStats | Control | Close
+ToClient: TypeAlias = Welcome | StartRefusal | Events | Stats | Controlled | Ended
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -18,8 +18,18 @@ from typing import Any, Protocol
 
 import msgspec
 
-from openinfer_core.engine import EngineHandle, EngineStats
-from openinfer_core.errors import EngineClosed, InvalidRequest
+from openinfer_core.control import (
+    CAPABILITY_OF,
+    ControlCommand,
+    FlushCache,
+    LoadAdapter,
+    Sleep,
+    UnloadAdapter,
+    UpdateWeights,
+    Wake,
+)
+from openinfer_core.engine import EngineCapability, EngineHandle, EngineStats
+from openinfer_core.errors import EngineClosed, InvalidRequest, Refused
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason
 from openinfer_core.request import RequestId
 from openinfer_core.sampling import MAX_LOGPROBS, MAX_TOKEN_ID, MAX_TOKENS, SamplingParams
@@ -266,6 +276,42 @@ async def check_stats(driver: EngineDriver) -> None:
 
 
 @_check
+async def check_control(driver: EngineDriver) -> None:
+    """Commands that `EngineInfo.capabilities` does not name are refused by name; a flushed cache is no obstacle."""
+    commands: tuple[ControlCommand, ...] = (
+        LoadAdapter("kit", "/nowhere"),
+        UnloadAdapter("kit"),
+        Sleep(),
+        Wake(),
+        UpdateWeights("/nowhere"),
+    )
+    for command in commands:
+        capability = CAPABILITY_OF[type(command)]
+        if capability in driver.info.capabilities:
+            continue
+        try:
+            await driver.handle.control(command)
+        except Refused as refusal:
+            require(capability in str(refusal), f"{command} is refused with {str(refusal)!r}, which does not say why")
+        else:
+            raise ConformanceError(f"{command} was obeyed; the engine does not say {capability}")
+    served = await driver.serve(_prompt(driver, 0), _greedy(4))
+    if EngineCapability.FLUSH_CACHE in driver.info.capabilities:
+        await driver.handle.control(FlushCache())
+    again = await driver.serve(_prompt(driver, 0), _greedy(4))
+    require(
+        again.token_ids == served.token_ids, f"after a flush the tokens are {again.token_ids}, not {served.token_ids}"
+    )
+    await driver.finish()
+    try:
+        await driver.handle.control(FlushCache())
+    except (EngineClosed, Refused) as error:
+        require(isinstance(error, EngineClosed), f"control after close raises {error!r}; EngineClosed is due")
+    else:
+        raise ConformanceError("control after close was taken; EngineClosed is due")
+
+
+@_check
 async def check_close(driver: EngineDriver) -> None:
     """After `close`, `events()` ends, `submit` and `stats` raise, `abort` and a second `close` do nothing."""
     served = await driver.serve(_prompt(driver, 0), _greedy(2))
@@ -317,6 +363,7 @@ ENGINE_CHECKS: tuple[EngineCheck, ...] = (
     check_logprobs,
     check_deadline,
     check_stats,
+    check_control,
     check_close,
     check_close_with_open_requests,
     check_close_before_events,

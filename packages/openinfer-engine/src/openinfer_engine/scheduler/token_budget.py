@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Set as AbstractSet
 
 from openinfer_core.engine import EngineStats
-from openinfer_core.errors import ContractViolation
+from openinfer_core.errors import ContractViolation, Refused
 from openinfer_core.events import Failed, FailureKind, FinishReason, TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduler_options import refuse_unknown_options
@@ -36,7 +36,7 @@ from openinfer_engine.scheduler.outputs import OutputProcessor, finished
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import Sequence, count_final_tokens
 from openinfer_engine.scheduler.step_builder import StepBuilder, StepInFlight
-from openinfer_kv_cache import BlockListener, TierPort
+from openinfer_kv_cache import BlockListener, BlockStateError, TierPort
 
 _POLICY_FAULT = "the queue policy failed on this request"
 
@@ -67,6 +67,12 @@ class TokenBudgetScheduler:
 
     def listen(self, listener: BlockListener) -> None:
         self._queue.kv.pool.listener = listener
+
+    def flush_cache(self) -> None:
+        try:
+            self._queue.kv.clear()
+        except BlockStateError as error:
+            raise Refused(f"the cache cannot be flushed now: {error}; try again") from error
 
     # --- requests ---------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from openinfer_core.control import ControlCommand, refusal_of
 from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
 from openinfer_core.events import (
     Failed,
@@ -100,6 +101,9 @@ class ParrotLoop:
         time.sleep(self._step_s)
         return [event for row in list(self._rows.values()) for event in self._advance(row)]
 
+    def control(self, command: ControlCommand) -> list[TokenEvent]:
+        raise refusal_of(command, self._info.capabilities)
+
     def reconcile(self, open_ids: AbstractSet[RequestId]) -> list[TokenEvent]:
         """Loses none."""
         del open_ids
@@ -170,6 +174,9 @@ class RecordingEngine:
 
     async def stats(self) -> EngineStats:
         return await self._inner.stats()
+
+    async def control(self, command: ControlCommand) -> None:
+        await self._inner.control(command)
 
     async def close(self) -> None:
         await self._inner.close()
