@@ -15,8 +15,10 @@ import pytest
 emulated_cuda.install()
 
 # ruff: noqa: E402 - CuPy's stand-in first
-from openinfer_core import GenerateRequest, find_plugin
+from openinfer_core import GenerateRequest, RequestId, SamplingParams, TokenLogprobs, find_plugin
 from openinfer_core.errors import ContractViolation
+from openinfer_core.grammars import MaskWords, mask_words
+from openinfer_core.scheduling import SlotStart, StepPlan, StepResult
 from openinfer_engine import LocalGroup, SoloCommunicator
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.cuda.worker import CudaWorker
@@ -142,8 +144,8 @@ class Bench:
     def communicators(self) -> list[Communicator]:
         return [SoloCommunicator()] if self.ranks == 1 else list(LocalGroup(self.ranks).communicators)
 
-    def cpu(self) -> ThreadRunner:
-        """Without drafts, on one rank: what is right."""
+    def cpu(self, drafter: SharedDrafter | None = None) -> ThreadRunner:
+        """On one rank: what is right."""
         model, layout, limits = self.model(SoloCommunicator())
         ops = BatchInvariantCpuOps()
         pool = make_pool(layout, num_blocks=NUM_BLOCKS, ops=ops)
@@ -152,9 +154,10 @@ class Bench:
             "caches": paged_tensors(layout, pool),
             "states": make_states(layout, limits, ops=ops),
         }
-        return ThreadRunner([CpuWorker(model, ops=ops, communicator=SoloCommunicator(), limits=limits, **given)])
+        given |= {"limits": limits, "drafter": drafter}
+        return ThreadRunner([CpuWorker(model, ops=ops, communicator=SoloCommunicator(), **given)])
 
-    def cuda(self, *, capture: bool, drafts: "Drafts | None" = None) -> ThreadRunner:
+    def cuda(self, *, capture: bool, drafts: "Drafts | SetDrafts | None" = None) -> ThreadRunner:
         """Ranks of emulated GPUs."""
         workers: list[CudaWorker] = []
         for communicator in self.communicators():
@@ -177,6 +180,24 @@ class Bench:
         return ThreadRunner(workers)
 
 
+class AttentiveDrafter(ScriptedDrafter):
+    """Also holds hidden states against the log-probabilities of what requests were answered."""
+
+    def __init__(self, kind: DraftKind, outputs: Any, context: DrafterContext, logprobs: Any) -> None:
+        super().__init__(kind, outputs, context)
+        self._model, self._logprobs = PaddedModel(context.model), logprobs
+
+    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
+        drafts = super().draft(slots, last_ids, hidden, lengths)
+        chosen = self._ops.logprobs(self._model.logits(hidden), last_ids, top=1).chosen
+        for slot, length, logprob in zip(slots.tolist(), lengths.tolist(), chosen.tolist(), strict=True):
+            request = self._requests[slot]
+            answered = self._logprobs.get(request.request_id, ())
+            index = length - len(request.prompt_token_ids) - 1
+            assert index >= len(answered) or answered[index].logprob == logprob, f"request {request.request_id}"
+        return drafts
+
+
 @dataclass(frozen=True)
 class Drafts:
     """Which drafter."""
@@ -184,6 +205,7 @@ class Drafts:
     kind: DraftKind
     max_drafts: int
     outputs: Mapping[int, Sequence[int]]
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     faults: DrafterFaults = field(default_factory=DrafterFaults)
 
     def make(self, model: Model, ops: Any, communicator: Communicator) -> SharedDrafter:
@@ -198,7 +220,7 @@ class Drafts:
             num_token_ids=NUM_TOKEN_IDS,
             max_drafts=self.max_drafts,
         )
-        drafter = ScriptedDrafter(self.kind, self.outputs, context)
+        drafter = AttentiveDrafter(self.kind, self.outputs, context, self.logprobs)
         given = {"communicator": communicator, "num_token_ids": NUM_TOKEN_IDS, "faults": self.faults}
         return SharedDrafter(drafter, name="scripted", **given)
 
@@ -232,8 +254,9 @@ def check(bench: Bench, *, capture: bool, max_drafts: int) -> None:
         assert serve(bench.cpu(), requests, seed=0)[0] == plain
         assert serve(bench.cuda(capture=True), requests, seed=2)[0] == plain
     outputs = {request_id: answer.token_ids for request_id, answer in plain.items()}
+    logprobs = {request_id: answer.logprobs for request_id, answer in plain.items()}
     for seed, kind in enumerate(DraftKind):
-        drafts = Drafts(kind, max_drafts, outputs)
+        drafts = Drafts(kind, max_drafts, outputs, logprobs)
         found, steps = serve(bench.cuda(capture=capture, drafts=drafts), requests, seed=3 + seed, drafts=drafts)
         assert drafts.faults.count == 0, f"drafter {kind} was told something wrong"
         for request_id, answer in plain.items():
@@ -241,6 +264,94 @@ def check(bench: Bench, *, capture: bool, max_drafts: int) -> None:
         assert steps.num_compared > 50, steps.num_compared
         assert steps.num_preemptions > 0
         assert kind is not DraftKind.RIGHT or steps.num_accepted > 0.5 * steps.num_compared
+
+
+class SetDrafter:
+    """The same drafts for a slot whatever its sequence."""
+
+    max_drafts = 4
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def start(self, starts: Sequence[SlotStart]) -> None:
+        pass
+
+    def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
+        return self._ops.upload(np.array([SET_DRAFTS[slot] for slot in slots.tolist()], np.int32))
+
+
+SET_DRAFTS = [5, 6, 7, 8], [5, -1, 7, 8], [5, 6, NUM_TOKEN_IDS, 8], [-1, 5, 6, 7]
+
+
+def only(*token_ids: int) -> MaskWords:
+    words = np.zeros(mask_words(NUM_TOKEN_IDS), np.uint32)
+    for token_id in token_ids:
+        words[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return words
+
+
+def two_steps(runner: ThreadRunner) -> StepResult:
+    """Prompts in four slots, then rows with three drafts each, planned before the first step's result was read."""
+    requests = [
+        GenerateRequest(
+            request_id=RequestId(i), prompt_token_ids=(1, 2, 3, 4, i), sampling=SamplingParams(max_tokens=9)
+        )
+        for i in range(4)
+    ]
+    starts = tuple(SlotStart(slot=i, request=request, seed=i) for i, request in enumerate(requests))
+    slots, ones = np.arange(4, dtype=np.int32), np.ones(4, np.int32)
+    first = StepPlan(
+        step=0,
+        slots=slots,
+        starts=0 * ones,
+        counts=5 * ones,
+        num_host_tokens=5 * ones,
+        max_new=ones,
+        token_ids=np.concatenate([request.prompt_token_ids for request in requests]).astype(np.int32),
+        new_block_counts=3 * ones,
+        new_blocks=np.arange(12, dtype=np.int32),
+        started=starts,
+    )
+    nothing = only()
+    masks = [[only(5), nothing], [only(5), only(6)], [only(5), only(6), only(7)], [nothing]]
+    second = StepPlan(
+        step=1,
+        slots=slots,
+        starts=5 * ones,
+        counts=4 * ones,
+        num_host_tokens=0 * ones,
+        max_new=4 * ones,
+        draft_counts=3 * ones,
+        token_ids=slots[:0],
+        new_block_counts=0 * ones,
+        new_blocks=slots[:0],
+        token_masks={(row, place): mask for row, of_row in enumerate(masks) for place, mask in enumerate(of_row)},
+        wants_drafts=np.array([True, True, False, True]),
+    )
+    with contextlib.closing(runner):
+        pending = [runner.launch(first), runner.launch(second)]
+        assert pending[0].result().new_counts.tolist() == [1] * 4
+        return pending[1].result()
+
+
+def check_results(bench: Bench) -> None:
+    """Rows that fail at their first position or a later one, slots with fewer drafts than planned, and next drafts."""
+    shared = {"name": "set", "communicator": SoloCommunicator(), "num_token_ids": NUM_TOKEN_IDS}
+    drafter = SharedDrafter(SetDrafter(BatchInvariantCpuOps()), faults=DrafterFaults(), **shared)
+    found, right = two_steps(bench.cuda(capture=False, drafts=SetDrafts())), two_steps(bench.cpu(drafter))
+    for result in (right, found):
+        assert result.new_counts.tolist() == [0, 2, 3, 0]
+        assert result.token_ids.tolist() == [5, 6, 5, 6, 7]
+        assert result.draft_counts.tolist() == [3, 1, 2, 0]
+        assert sorted(result.failed_rows) == [0, 3]
+        assert result.next_drafts == {1: (5,)}
+
+
+class SetDrafts:
+    def make(self, model: Model, ops: Any, communicator: Communicator) -> SharedDrafter:
+        given = {"communicator": communicator, "num_token_ids": NUM_TOKEN_IDS, "faults": DrafterFaults()}
+        return SharedDrafter(SetDrafter(ops), name="set", **given)
 
 
 def check_refusal(bench: Bench) -> None:
@@ -254,6 +365,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(sys.argv[1], int(sys.argv[2]), emulated_cuda.Kernels(Path(folder)))
     check_refusal(bench)
+    if bench.ranks == 1:
+        check_results(bench)
     check(bench, capture=False, max_drafts=4)
     check(bench, capture=bench.ranks == 1, max_drafts=1)  # ranks would have to be captured side by side
     sys.stdout.write("equal\n")
