@@ -46,6 +46,15 @@ def test_scores_of_entries_grow_with_tokens_contexts_and_ranks() -> None:
     assert "scores" not in workspaces(LIMITS, **sizes)
 
 
+def test_drafts_take_a_second_bias_and_a_copy_of_the_states_of_every_slot() -> None:
+    assert "drafts" not in ledger()
+    drafts, more = ledger(max_drafts=4)["drafts"], ledger(max_drafts=20)["drafts"]
+    assert more - drafts == 256 * 16 * 4
+    sizes = {"max_step_tokens": 2048, "slot_state_bytes": 0, "decode_rows": (), "mixed_tokens": (512,), "max_drafts": 4}
+    with_states = workspaces(dataclasses.replace(LIMITS, slot_bytes=1 << 20), **sizes)
+    assert with_states["drafts"] - drafts == 256 << 20
+
+
 def test_nothing_is_kept_for_graphs_that_are_not_captured() -> None:
     assert ledger(decode_rows=(), mixed_tokens=())["graphs"] == 0
     assert sum(ledger().values()) < 3 << 30

@@ -292,6 +292,7 @@ SERVINGS = (
     ),
     Serving(part="log-probabilities", phase=Phase.ANY, operators=("logprobs",), kernel="logprobs"),
     Serving(part="step inputs", phase=Phase.ANY, operators=(), kernel="steps"),
+    Serving(part="drafts", phase=Phase.ANY, operators=(), kernel="drafts", when="--drafter"),
     Serving(part="weights", phase=Phase.ANY, operators=("upload_weight",), kernel="weights"),
     Serving(part="weights", phase=Phase.ANY, operators=(), kernel="random_weights", when="--load-format dummy"),
     Serving(part="KV tiers", phase=Phase.ANY, operators=(), kernel="block_sums", when="--kv-tier"),
