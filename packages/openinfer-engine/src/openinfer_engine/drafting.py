@@ -54,7 +54,8 @@ class Drafter(Protocol):
             last_ids: `[R]` int32 the last token of each sequence, sampled in this step.
             hidden: `[R, h]` of the position that predicted it, after the final norm: what `Model.forward` returns.
             lengths: `[R]` int32 known tokens of each sequence, the last one included. Since the call before, it has
-                grown by 1 .. 1 + max_drafts: what was accepted of the drafts, and `last_ids`.
+                grown by 1 .. 1 + max_drafts: what was accepted of the drafts, and `last_ids`. On a GPU rows of requests
+                that fail in this step may be among them, which have not grown.
 
         Returns:
             `[R, max_drafts]` int32 on the device. An id outside `0 .. num_token_ids - 1` ends that row's drafts: -1
