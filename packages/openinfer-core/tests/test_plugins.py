@@ -3,11 +3,21 @@
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
-from openinfer_core import AmbiguousPlugin, BrokenPlugin, PluginError, UnknownPlugin, find_plugin, list_plugins
-from openinfer_core.plugins import QUEUE_POLICIES, Lister
+from openinfer_core import (
+    AmbiguousPlugin,
+    BrokenPlugin,
+    Plugin,
+    PluginError,
+    Refused,
+    UnknownPlugin,
+    find_plugin,
+    list_plugins,
+)
+from openinfer_core.plugins import QUEUE_POLICIES, Lister, members_of
 
 GROUP = "openinfer.schedulers"
 OPENINFER_CONTRACT = 1
@@ -104,3 +114,86 @@ def test_installed_queue_policies_are_found_with_their_distribution() -> None:
     plugin = find_plugin(QUEUE_POLICIES, "fcfs")
     assert plugin.origin.startswith("openinfer-core ")
     assert plugin.load().__name__ == "FirstComeFirstServed"
+
+
+# what a plug-in makes
+
+
+class Clock(Protocol):
+    zone: str
+
+    def now_s(self) -> float: ...
+
+
+class Watch:
+    zone = "UTC"
+
+    def __init__(self, offset_s: float = 0.0) -> None:
+        if offset_s < 0:
+            raise Refused("an offset is not negative")
+        if offset_s > 1e6:
+            raise LookupError("no such zone")
+        self.offset_s = offset_s
+
+    def now_s(self) -> float:
+        return self.offset_s
+
+
+class Sundial:
+    zone = "local"
+
+
+STOPPED = Watch(3.0)
+
+
+def nothing(offset_s: float) -> None:
+    """Returns nothing."""
+
+
+def plugin_named(value: str) -> Plugin:
+    return find_plugin(GROUP, "x", lister=lister(x=f"{HERE}:{value}"))
+
+
+def test_members_of_a_protocol_are_its_public_ones() -> None:
+    assert members_of(Clock) == ("now_s", "zone")
+
+
+def test_make_gives_what_the_factory_makes() -> None:
+    assert plugin_named("Watch").make(2.0, contract=Clock).now_s() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "says"),
+    [
+        ("Watch", (1.0, 2.0), "cannot be made: TypeError: Watch.__init__"),
+        ("Watch", (1e7,), "cannot be made: LookupError: no such zone"),
+        ("nothing", (1.0,), "makes nothing: it returned None"),
+        ("Sundial", (), "is no Clock: it lacks now_s"),
+        ("STOPPED", (), "cannot be made: TypeError: 'Watch' object is not callable"),
+    ],
+)
+def test_make_of_what_cannot_be_made_is_broken_and_named(value: str, arguments: tuple[float, ...], says: str) -> None:
+    with pytest.raises(BrokenPlugin) as caught:
+        plugin_named(value).make(*arguments, contract=Clock)
+    assert str(caught.value).startswith(f"{GROUP} plug-in 'x' of ")
+    assert says in str(caught.value)
+
+
+def test_make_that_refuses_is_a_refusal_with_the_plugins_name() -> None:
+    with pytest.raises(Refused, match=r"^openinfer.schedulers plug-in 'x' of .*: an offset is not negative$"):
+        plugin_named("Watch").make(-1.0, contract=Clock)
+
+
+def test_instance_is_the_object_or_one_of_its_class() -> None:
+    assert plugin_named("STOPPED").instance(Clock) is STOPPED
+    assert plugin_named("Watch").instance(Clock).now_s() == 0.0
+    with pytest.raises(BrokenPlugin, match="is no Clock: it lacks now_s"):
+        plugin_named("Sundial").instance(Clock)
+
+
+def test_callable_with_asks_for_the_parameters_and_calls_nothing() -> None:
+    assert plugin_named("nothing").callable_with(1) is nothing
+    with pytest.raises(BrokenPlugin, match=r"cannot be called with 2 argument\(s\): too many positional arguments"):
+        plugin_named("nothing").callable_with(2)
+    with pytest.raises(BrokenPlugin, match=r"cannot be called with 1 argument\(s\): .* is not a callable object"):
+        plugin_named("STOPPED").callable_with(1)

@@ -12,6 +12,7 @@ from openinfer_engine.cpu.backend import CpuBackend
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.memory_plan import plan_ranks, weights_bytes_of_rank
+from openinfer_engine.options import DeviceKind
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.weight_bytes import rank_weights_bytes
 from openinfer_kernels import Array, WeightPart
@@ -100,3 +101,12 @@ def test_a_loading_that_cannot_be_counted_is_said_and_taken_as_cut_evenly(caplog
     whole = weights_bytes_of_rank(DEFINITION, config, CpuBackend(EngineOptions()), ranks=1)
     assert rank_weights_bytes(odd, config, size=2, itemsize_bytes=4) == whole // 2
     assert "calls the operator sample" in caplog.text
+
+
+def test_device_that_the_family_does_not_run_on_is_refused_before_it_is_opened() -> None:
+    class OnCpus(type(DEFINITION)):
+        devices = frozenset({DeviceKind.CPU})
+
+    resolve(OnCpus(), MODEL_DIR, EngineOptions(device=DeviceKind.CPU))
+    with pytest.raises(Refused, match=r"^the family qwen3 does not run on the device cuda; possible: cpu$"):
+        resolve(OnCpus(), MODEL_DIR, EngineOptions(device=DeviceKind.CUDA))

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from openinfer.models import find_family, find_model_dir, name_of
+from openinfer.models import checkpoint_distributions, find_family, find_model_dir, name_of
 from openinfer_core.errors import AmbiguousPlugin, BrokenPlugin, InvalidCheckpoint, UnclaimedModel
 
 OPENINFER_CONTRACT = 1
@@ -39,6 +39,11 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_broken_package_is_an_error_with_its_cause() -> None:
     with pytest.raises(BrokenPlugin, match="no_such_module"):
         find_model_dir("x0", lister=lister("no_such_module:f"))
+
+
+def test_a_folder_is_of_no_distribution_and_a_named_checkpoint_of_its_own(tmp_path: Path) -> None:
+    assert checkpoint_distributions(str(tmp_path)) == set()
+    assert checkpoint_distributions("tiny") == {"openinfer-tiny-model"}
 
 
 def test_two_packages_with_one_name_are_ambiguous() -> None:

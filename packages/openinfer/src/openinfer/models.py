@@ -28,6 +28,14 @@ def find_model_dir(model: str, *, lister: Lister = installed) -> Path:
     return Path(plugin.load()())
 
 
+def checkpoint_distributions(model: str, *, lister: Lister = installed) -> set[str]:
+    """The distribution that brings a checkpoint which is called by name; none for a folder. Raises as `find_plugin`."""
+    if Path(model).expanduser().is_dir():
+        return set()
+    name = find_plugin(CHECKPOINTS, model, lister=lister).distribution
+    return set() if name is None else {name}
+
+
 def name_of(model: str) -> str:
     """What clients call a model: a folder's own name, or the checkpoint's."""
     folder = Path(model).expanduser()

@@ -21,6 +21,7 @@ from openinfer.distributions import (
     lock_distributions,
 )
 from openinfer.flags import add_flags, read_flags
+from openinfer.models import checkpoint_distributions
 from openinfer_core import FamilyPlan, InvalidRequest, RankLedger
 from openinfer_core.family import PlansForGpu
 from openinfer_server.options import ServerOptions
@@ -104,7 +105,7 @@ def _with_distributions(
 ) -> Composition:
     from openinfer_server.plan_parts import frontend_distributions
 
-    names = {"openinfer", *plan.distributions}
+    names = {"openinfer", *plan.distributions, *checkpoint_distributions(arguments.namespace.model)}
     names |= frontend_distributions(arguments.model_dir, arguments.family.name, server)
     if arguments.plugin.distribution is not None:
         names.add(arguments.plugin.distribution)
