@@ -10,7 +10,7 @@ from openinfer_kernels.cuda.attention.variant import Variant, stem_of_variants
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.common.tensor_maps import Shard, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
 from openinfer_kernels.ops import Array, AttentionBatch
 
 STEM = "attention_prefill_hopper"
@@ -119,7 +119,7 @@ class AttentionPrefillHopper:
         )
         rows_shape = (head_dim, kv_cache.size // head_dim)
         row_bytes = head_dim * bfloat16.itemsize
-        cache_map = self._maps.of(Shard(address(kv_cache), rows_shape, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
+        cache_map = self._maps.of(TensorBox(address(kv_cache), rows_shape, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
         tiles = most_tiles(len(q), num_rows, group, query_rows=_QUERY_ROWS) * num_kv_heads
         # With few tiles the blocks that have none of their own take a share of another's keys.
         blocks = self._num_multiprocessors if divides else min(tiles, self._num_multiprocessors)

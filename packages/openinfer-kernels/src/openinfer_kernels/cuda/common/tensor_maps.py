@@ -9,7 +9,7 @@ from openinfer_kernels.cuda.common.libraries import driver
 _MOST_KEPT = 4096
 
 
-class Shard(NamedTuple):
+class TensorBox(NamedTuple):
     """Boxes of a BF16 array; axes from the fastest, in values; swizzled by 128 bytes, zeros beyond the array."""
 
     address: int
@@ -30,29 +30,29 @@ class TensorMaps:
     """Maps by what they say: one holds an address and no reference, so it serves whatever array is there."""
 
     def __init__(self) -> None:
-        self._maps: dict[Shard, TensorMap] = {}
+        self._maps: dict[TensorBox, TensorMap] = {}
 
-    def of(self, shard: Shard) -> TensorMap:
-        """The map of a cut; making one takes some microseconds, so they are kept, up to a number of them."""
-        found = self._maps.get(shard)
+    def of(self, tensor: TensorBox) -> TensorMap:
+        """The map of such boxes; making one takes some microseconds, so they are kept, up to a number of them."""
+        found = self._maps.get(tensor)
         if found is None:
             if len(self._maps) >= _MOST_KEPT:
                 # Addresses of activations come and go: a map that is needed again is made again.
                 self._maps.clear()
-            found = self._maps[shard] = _encoded(shard)
+            found = self._maps[tensor] = _encoded(tensor)
         return found
 
 
-def _encoded(shard: Shard) -> TensorMap:
+def _encoded(tensor: TensorBox) -> TensorMap:
     result: Any = check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            len(shard.sizes),
-            shard.address,
-            [driver.cuuint64_t(size) for size in shard.sizes],
-            [driver.cuuint64_t(stride) for stride in shard.strides_bytes],
-            [driver.cuuint32_t(size) for size in shard.box],
-            [driver.cuuint32_t(1)] * len(shard.sizes),
+            len(tensor.sizes),
+            tensor.address,
+            [driver.cuuint64_t(size) for size in tensor.sizes],
+            [driver.cuuint64_t(stride) for stride in tensor.strides_bytes],
+            [driver.cuuint32_t(size) for size in tensor.box],
+            [driver.cuuint32_t(1)] * len(tensor.sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

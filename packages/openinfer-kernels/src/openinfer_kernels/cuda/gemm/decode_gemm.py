@@ -5,7 +5,7 @@ import ctypes
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
-from openinfer_kernels.cuda.common.tensor_maps import Shard, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
 from openinfer_kernels.ops import Array
 
 _STEM = "decode_gemm"
@@ -48,29 +48,29 @@ class DecodeGemm:
         With `weights_first` the weight may be read while operators ahead on the stream still run, so it must not be
         what they write.
         """
-        self._multiply(self._store, x, _rows_cut(weight), out, overlap=weights_first)
+        self._multiply(self._store, x, _rows_box(weight), out, overlap=weights_first)
 
     def linear_float32(self, x: Array, weight: Array, out: Array) -> None:
-        self._multiply(self._float32, x, _rows_cut(weight), out)
+        self._multiply(self._float32, x, _rows_box(weight), out)
 
     def linear_swiglu(self, x: Array, gate_up: Array, out: Array) -> None:
         """Gate and up are the halves of `gate_up [2 F, k]`; `out [T, F]`."""
         n, k = gate_up.shape
         row_bytes = k * _BF16_BYTES
-        shard = _weight_cut(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
-        self._multiply(self._swiglu, x, shard, out)
+        box = _weight_box(gate_up, second_bytes=n // 2 * row_bytes, third_bytes=8 * row_bytes)
+        self._multiply(self._swiglu, x, box, out)
 
     def _multiply(
-        self, kernels: dict[int, Kernel], x: Array, weight: Shard, out: Array, *, overlap: bool = True
+        self, kernels: dict[int, Kernel], x: Array, weight: TensorBox, out: Array, *, overlap: bool = True
     ) -> None:
         num_tokens, k = x.shape
         n = weight.sizes[1] * weight.sizes[2] * weight.sizes[3]
         tokens = next(most for most in kernels if num_tokens <= most)
         # The map ends at the last token, and the copy engine fills up with zeros: nothing is padded or copied.
-        x_cut = Shard(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
+        x_box = TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), (_BOX_COLUMNS, tokens))
         sizes = [ctypes.c_int(size) for size in (num_tokens, n, k)]
         blocks, cluster = self._partition(n // _ROWS, k // _CHUNK_COLUMNS)
-        arguments = [self._maps.of(weight), self._maps.of(x_cut), out, *sizes]
+        arguments = [self._maps.of(weight), self._maps.of(x_box), out, *sizes]
         kernels[tokens]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=overlap, cluster=cluster)
 
     def _partition(self, tiles: int, chunks_per_tile: int) -> tuple[int, int]:
@@ -93,14 +93,14 @@ def _kernels(device: Device, epilogue: str) -> dict[int, Kernel]:
     }
 
 
-def _rows_cut(weight: Array) -> Shard:
+def _rows_box(weight: Array) -> TensorBox:
     row_bytes = weight.shape[1] * _BF16_BYTES
-    return _weight_cut(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
+    return _weight_box(weight, second_bytes=8 * row_bytes, third_bytes=16 * row_bytes)
 
 
-def _weight_cut(weight: Array, *, second_bytes: int, third_bytes: int) -> Shard:
+def _weight_box(weight: Array, *, second_bytes: int, third_bytes: int) -> TensorBox:
     """Tiles of 64 rows: 8 rows, twice with `second_bytes` between, and that four times with `third_bytes` between."""
     n, k = weight.shape
     # Four axes, so that the copy engine itself interleaves 8 rows of gate with the 8 of up: a thread ends up with both.
     strides_bytes = (k * _BF16_BYTES, second_bytes, third_bytes)
-    return Shard(address(weight), (k, 8, 2, n // 16), strides_bytes, (_BOX_COLUMNS, 8, 2, _ROWS // 16))
+    return TensorBox(address(weight), (k, 8, 2, n // 16), strides_bytes, (_BOX_COLUMNS, 8, 2, _ROWS // 16))

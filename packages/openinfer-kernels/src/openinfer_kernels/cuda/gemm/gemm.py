@@ -5,7 +5,7 @@ import ctypes
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
-from openinfer_kernels.cuda.common.tensor_maps import Shard, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
 from openinfer_kernels.cuda.gemm.tiles import (
     CHUNK,
     SHARED_BYTES,
@@ -72,10 +72,10 @@ class Gemm:
         # divide K were chosen to fit.
         if split_k == 1:  # a block takes tile after tile
             clusters = min(clusters, self._clusters_of(cluster))
-        x_cut = Shard(address(x), (k, num_tokens), (k * _BF16_BYTES,), (CHUNK, tile.tokens // multicast_ctas))
+        x_box = TensorBox(address(x), (k, num_tokens), (k * _BF16_BYTES,), (CHUNK, tile.tokens // multicast_ctas))
         arguments = [
-            self._maps.of(_weight_cut(epilogue, tile, weight)),
-            self._maps.of(x_cut),
+            self._maps.of(_weight_box(epilogue, tile, weight)),
+            self._maps.of(x_box),
             out,
             *(ctypes.c_int(size) for size in (num_tokens, out.shape[1], k, multicast_ctas, _GROUP)),
         ]
@@ -119,10 +119,10 @@ def _kernels(device: Device) -> dict[tuple[Epilogue, Tile], Kernel]:
     }
 
 
-def _weight_cut(epilogue: Epilogue, tile: Tile, weight: Array) -> Shard:
+def _weight_box(epilogue: Epilogue, tile: Tile, weight: Array) -> TensorBox:
     """Tiles of 8 rows twice, again and again: the next 8 rows, or for the gate those of up that belong to 8 of gate."""
     n, k = weight.shape
     row_bytes = k * _BF16_BYTES
     second, third = (n // 2, 8) if epilogue is Epilogue.SWIGLU else (8, 16)
     strides_bytes = (row_bytes, second * row_bytes, third * row_bytes)
-    return Shard(address(weight), (k, 8, 2, n // 16), strides_bytes, (CHUNK, 8, 2, tile.columns // 16))
+    return TensorBox(address(weight), (k, 8, 2, n // 16), strides_bytes, (CHUNK, 8, 2, tile.columns // 16))

@@ -4,7 +4,7 @@ import ctypes
 
 from openinfer_kernels.cuda.common.arrays import address, fits_vectors
 from openinfer_kernels.cuda.common.device import Device
-from openinfer_kernels.cuda.common.tensor_maps import Shard, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
 from openinfer_kernels.cuda.gemm.grouped_gemm import Epilogue, Plan
 from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
 
@@ -42,17 +42,17 @@ class GroupedGemmHopper:
         swiglu = epilogue is Epilogue.SWIGLU
         second, third = (rows // 2, 8) if swiglu else (8, 16)
         groups = (matrices * rows - rows // 2) // 8 if swiglu else matrices * rows // 16
-        weight_cut = Shard(
+        weight_box = TensorBox(
             address(weight),
             (k, 8, 2, groups),
             (row_bytes, second * row_bytes, third * row_bytes),
             (_CHUNK, 8, 2, _COLUMNS // 16),
         )
-        x_cut = Shard(address(x), (k, len(x)), (row_bytes,), (_CHUNK, _TOKENS))
+        x_box = TensorBox(address(x), (k, len(x)), (row_bytes,), (_CHUNK, _TOKENS))
         features = out.shape[1]
         tile_features = _COLUMNS // 2 if swiglu else _COLUMNS
         most_tiles = len(plan.tiles)
-        arguments = [self._maps.of(weight_cut), self._maps.of(x_cut), plan.tiles, ctypes.c_int(most_tiles), out]
+        arguments = [self._maps.of(weight_box), self._maps.of(x_box), plan.tiles, ctypes.c_int(most_tiles), out]
         arguments += [ctypes.c_int(features), ctypes.c_int(k)]
         blocks = min(self._num_multiprocessors, most_tiles * -(-features // tile_features))
         self._kernels[epilogue]((blocks, 1, 1), (_THREADS, 1, 1), arguments, overlap=True)

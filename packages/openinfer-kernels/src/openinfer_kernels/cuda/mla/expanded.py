@@ -8,7 +8,7 @@ from openinfer_kernels.cuda.attention.prefill import most_tiles
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
-from openinfer_kernels.cuda.common.tensor_maps import Shard, TensorMaps
+from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.ops import Array, AttentionBatch
 
@@ -120,7 +120,7 @@ class LatentExpanded:
         """Boxes of 128 rows and 64 columns of `array [rows, columns]`."""
         rows, columns = array.shape
         row_bytes = columns * bfloat16.itemsize
-        return self._maps.of(Shard(address(array), (columns, rows), (row_bytes,), (_BOX_VALUES, _KEYS)))
+        return self._maps.of(TensorBox(address(array), (columns, rows), (row_bytes,), (_BOX_VALUES, _KEYS)))
 
 
 def _heads_at_once(context_tokens: int, num_heads: int) -> int:
