@@ -86,7 +86,7 @@ class Run:
         self._model = definition.load(
             config, Weights(definition, config), ops=ops, communicator=SoloCommunicator(), max_model_tokens=1024
         )
-        spec = definition.kv_spec(config, model_tag="dummy", dtype=dtype, num_ranks=1, rank_index=0)
+        spec = definition.kv_spec(config, model_tag="dummy", kv_dtype=dtype, num_ranks=1, rank_index=0)
         layout = KvLayout.from_spec(spec, block_size_tokens=BLOCK_TOKENS)
         self._pool = make_pool(layout, num_blocks=NUM_ROWS * BLOCKS_OF_ROW, ops=ops)
         self._caches = paged_tensors(layout, self._pool)

@@ -187,7 +187,7 @@ def test_kv_of_each_rank_is_its_heads_and_its_layout_names_model_rank_and_rope(c
         spec = definition.kv_spec(
             definition.parse(config | change),
             model_tag=tag,
-            dtype=KvDtype.FLOAT32,
+            kv_dtype=KvDtype.FLOAT32,
             num_ranks=ranks,
             rank_index=rank,
         )

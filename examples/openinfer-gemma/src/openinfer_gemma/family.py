@@ -68,7 +68,7 @@ class GemmaDefinition(ModelDefinition[GemmaConfig]):
         return {"lm_head.weight", "language_model.lm_head.weight", "vision_tower.", "multi_modal_projector."}
 
     def kv_spec(
-        self, config: GemmaConfig, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int
+        self, config: GemmaConfig, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int
     ) -> KvSpec:
         """K after RoPE, and V, of this rank's KV heads and all layers: also of what windows have left behind."""
         heads = config.num_key_value_heads // num_ranks
@@ -77,7 +77,7 @@ class GemmaDefinition(ModelDefinition[GemmaConfig]):
             name="attention",
             num_layers=config.num_hidden_layers,
             tensors=tuple(
-                PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=dtype) for name in "kv"
+                PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=kv_dtype) for name in "kv"
             ),
             rope_tag=f"half layout: {ropes}",
         )

@@ -40,7 +40,7 @@ class LlamaDefinition(ModelDefinition[model.LlamaConfig]):
         return ModelLimits(max_model_tokens=config.max_position_embeddings, vocab_size=config.vocab_size)
 
     def kv_spec(
-        self, config: model.LlamaConfig, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int
+        self, config: model.LlamaConfig, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int
     ) -> KvSpec:
         """K after RoPE, and V, of this rank's KV heads."""
         heads = config.num_key_value_heads // num_ranks
@@ -48,7 +48,7 @@ class LlamaDefinition(ModelDefinition[model.LlamaConfig]):
             name="attention",
             num_layers=config.num_hidden_layers,
             tensors=tuple(
-                PagedTensor(name=name, num_heads=heads, head_dim=config.head_size, dtype=dtype) for name in "kv"
+                PagedTensor(name=name, num_heads=heads, head_dim=config.head_size, dtype=kv_dtype) for name in "kv"
             ),
             rope_tag=f"half layout: {config.rope}",
         )

@@ -52,7 +52,7 @@ class LatentDefinition(ModelDefinition[model.DeepseekConfig]):
         return names | {f"{prefix}model.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)}
 
     def kv_spec(
-        self, config: model.DeepseekConfig, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int
+        self, config: model.DeepseekConfig, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int
     ) -> KvSpec:
         """The latent after its norm, then the shared key after RoPE: the same on every rank, as all heads read it."""
         group = PagedGroup(
@@ -60,7 +60,7 @@ class LatentDefinition(ModelDefinition[model.DeepseekConfig]):
             num_layers=config.num_hidden_layers,
             tensors=(
                 PagedTensor(
-                    name="latent", num_heads=1, head_dim=config.kv_lora_rank + config.qk_rope_head_dim, dtype=dtype
+                    name="latent", num_heads=1, head_dim=config.kv_lora_rank + config.qk_rope_head_dim, dtype=kv_dtype
                 ),
             ),
             rope_tag=f"pairs of the last {config.qk_rope_head_dim} dimensions: {config.rope}",

@@ -387,7 +387,7 @@ def _specs(
 ) -> list[KvSpec]:
     ranks = options.tensor_parallel_size
     return [
-        definition.kv_spec(config, model_tag=tag, dtype=dtype, num_ranks=ranks, rank_index=rank)
+        definition.kv_spec(config, model_tag=tag, kv_dtype=dtype, num_ranks=ranks, rank_index=rank)
         for rank in range(ranks)
     ]
 

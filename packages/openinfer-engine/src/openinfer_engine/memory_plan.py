@@ -60,7 +60,7 @@ def _ledger(
 ) -> RankLedger:
     try:
         definition.check_ranks(config, ranks)
-        spec = definition.kv_spec(config, model_tag="plan", dtype=backend.dtype, num_ranks=ranks, rank_index=0)
+        spec = definition.kv_spec(config, model_tag="plan", kv_dtype=backend.dtype, num_ranks=ranks, rank_index=0)
         layout = KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens)
         weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=ranks)
     except OpenInferError as error:

@@ -217,13 +217,13 @@ class ModelDefinition(ABC, Generic[Config]):
             raise Refused(f"the family {self.name} does not run on the device {device}; possible: {possible}")
 
     @abstractmethod
-    def kv_spec(self, config: Config, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int) -> KvSpec:
+    def kv_spec(self, config: Config, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int) -> KvSpec:
         """What one rank asks of the KV cache.
 
         Args:
             config: the model's.
             model_tag: fingerprint of the checkpoint.
-            dtype: the operators' compute dtype.
+            kv_dtype: what K and V are stored in; today the operators' compute dtype.
             num_ranks: ranks the model is cut into.
             rank_index: this one.
         """

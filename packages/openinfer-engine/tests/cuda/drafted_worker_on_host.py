@@ -126,7 +126,7 @@ class Bench:
         spec = self.definition.kv_spec(
             self.config,
             model_tag="test",
-            dtype=KvDtype.FLOAT32,
+            kv_dtype=KvDtype.FLOAT32,
             num_ranks=communicator.size,
             rank_index=communicator.rank,
         )

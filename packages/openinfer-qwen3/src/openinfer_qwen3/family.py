@@ -49,7 +49,7 @@ class Qwen3Definition(ModelDefinition[model.Qwen3Config]):
         return "; ".join(_reasons(config)) or None
 
     def kv_spec(
-        self, config: model.Qwen3Config, *, model_tag: str, dtype: KvDtype, num_ranks: int, rank_index: int
+        self, config: model.Qwen3Config, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int
     ) -> KvSpec:
         """K after norm and RoPE, and V, of this rank's KV heads."""
         heads = config.num_key_value_heads // num_ranks
@@ -57,7 +57,7 @@ class Qwen3Definition(ModelDefinition[model.Qwen3Config]):
             name="attention",
             num_layers=config.num_hidden_layers,
             tensors=tuple(
-                PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=dtype) for name in "kv"
+                PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=kv_dtype) for name in "kv"
             ),
             rope_tag=f"half layout: {config.rope}",
         )

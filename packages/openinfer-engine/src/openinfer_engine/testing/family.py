@@ -97,7 +97,7 @@ class FamilyHarness:
                 spec = definition.kv_spec(
                     self.config,
                     model_tag="test",
-                    dtype=_compute_dtype(self._ops),
+                    kv_dtype=_compute_dtype(self._ops),
                     num_ranks=ranks,
                     rank_index=communicator.rank,
                 )
