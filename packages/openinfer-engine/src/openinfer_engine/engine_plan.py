@@ -1,7 +1,6 @@
 """Resolving a model folder and options into everything an engine is made of, before a weight is read."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import msgspec
 
 from openinfer_core import (
-    BrokenPlugin,
     EngineInfo,
     FamilyPlan,
     InvalidRequest,
@@ -21,37 +19,33 @@ from openinfer_core import (
 )
 from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
-from openinfer_core.scheduling import (
-    QueuePolicy,
-    QueuePolicyConfig,
-    Scheduler,
-    SchedulerCapabilities,
-    SchedulerConfig,
-)
+from openinfer_core.scheduling import Scheduler, SchedulerConfig
 from openinfer_core.timeline import Timeline
 from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.drafting import ChosenDrafter, choose_drafter
 from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler
 from openinfer_engine.guard import GuardOptions, PlanCheck
-from openinfer_engine.kernel_providers import ChosenProvider, choose_providers
+from openinfer_engine.kernel_providers import ChosenProvider, choose_providers_of_model
 from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers, require_snapshots
 from openinfer_engine.memory_plan import (
-    most_snapshots,
+    num_blocks_of_pool,
+    num_snapshots_of_pool,
     plan_ranks,
+    possible_ranks,
     slot_bytes_of_rank,
-    states_bytes_of_rank,
     weights_bytes_of_rank,
 )
 from openinfer_engine.model import ModelDefinition, ModelLimits
 from openinfer_engine.options import DEFAULT_QUEUE_POLICY, EngineOptions, LoadFormat
+from openinfer_engine.scheduler.choice import check_capabilities, make_scheduler, origin_of
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.fingerprint import fingerprint
 from openinfer_engine.weights.stored_config import check_stored
-from openinfer_kv_cache import KvConfigError, KvDtype, KvLayout, KvSpec
+from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
 
 _OUR_DISTRIBUTION = "openinfer-engine"
 
@@ -130,10 +124,10 @@ class EnginePlan:
     def parts(self) -> dict[str, str]:
         return {
             "engine": f"openinfer-engine {version('openinfer-engine')}",
-            "scheduler": _origin(self.scheduler),
+            "scheduler": origin_of(self.scheduler),
             **{f"scheduler option {name}": value for name, value in sorted(self.options.scheduler_options.items())},
-            "queue_policy": _origin(self.queue_policy),
-            "grammar_compiler": "none" if self.grammar_compiler is None else _origin(self.grammar_compiler),
+            "queue_policy": origin_of(self.queue_policy),
+            "grammar_compiler": "none" if self.grammar_compiler is None else origin_of(self.grammar_compiler),
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             **({} if self.drafter is None else {"drafter": self.drafter.origin}),
@@ -193,30 +187,10 @@ class EnginePlan:
 
     def make_scheduler(self, *, digest_key: bytes | None = None) -> Scheduler:
         """Blocks are named with `digest_key`, or one that is drawn; raises `BrokenPlugin` or `Refused`."""
-        weights = QueuePolicyConfig(tenant_weights=self.options.tenant_weights)
-        policy = self.queue_policy.make(weights, contract=QueuePolicy)
         config = msgspec.structs.replace(self.scheduler_config, digest_key=digest_key)
-        scheduler: Scheduler = self.scheduler.make(config, policy, contract=Scheduler)
-        self._check_capabilities(scheduler)
+        scheduler = make_scheduler(self.scheduler, self.queue_policy, config, self.options)
+        check_capabilities(scheduler, self.scheduler, self.options, has_drafter=self.drafter is not None)
         return scheduler
-
-    def _check_capabilities(self, scheduler: Scheduler) -> None:
-        declared: object = getattr(scheduler, "capabilities", None)
-        if not isinstance(declared, SchedulerCapabilities):
-            raise BrokenPlugin(
-                f"the scheduler {_origin(self.scheduler)} has no capabilities of type SchedulerCapabilities: it was "
-                "written for an older openinfer; see docs/reference/write-a-scheduler.md"
-            )
-        if self.drafter is not None and not declared.plans_drafts:
-            raise Refused(
-                f"--drafter: the scheduler {_origin(self.scheduler)} plans no drafts (it does not declare "
-                "plans_drafts); leave one of the two out, or use token-budget"
-            )
-        if declared.own_policy and (self.options.queue_policy is not None or self.options.tenant_weights):
-            raise Refused(
-                f"the scheduler {_origin(self.scheduler)} orders requests by itself and asks no queue policy: leave "
-                "queue_policy and tenant_weights out, or choose another scheduler"
-            )
 
     @property
     def guard_options(self) -> GuardOptions:
@@ -225,7 +199,7 @@ class EnginePlan:
         is_ours = distribution is not None and distribution.name == _OUR_DISTRIBUTION
         config, num_token_ids = self.scheduler_config, self.worker_limits.num_token_ids
         return GuardOptions(
-            plugin=_origin(self.scheduler),
+            plugin=origin_of(self.scheduler),
             rows=config,
             starvation_timeout_s=self.options.starvation_timeout_s,
             plan_check=None if is_ours else PlanCheck(config, num_token_ids=num_token_ids),
@@ -310,11 +284,11 @@ def resolve(
     )
     weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=options.tensor_parallel_size)
     try:
-        num_blocks = _num_blocks(options, layouts[0], backend, sizes, weights_bytes=weights_bytes)
+        num_blocks = num_blocks_of_pool(options, layouts[0], backend, sizes, weights_bytes=weights_bytes)
     except Refused as error:
-        possible = [each.ranks for each in plan_ranks(definition, config, options, backend, sizes) if not each.refusal]
-        raise Refused(f"{error}; {_possible(possible)}") from error
-    num_snapshots = _num_snapshots(options, layouts[0], num_blocks)
+        possible = possible_ranks(plan_ranks(definition, config, options, backend, sizes))
+        raise Refused(f"{error}; {possible}") from error
+    num_snapshots = num_snapshots_of_pool(options, layouts[0], num_blocks)
     if tiers is not None:
         require_snapshots(specs[0], num_snapshots)
     return EnginePlan(
@@ -333,43 +307,16 @@ def resolve(
         queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy or DEFAULT_QUEUE_POLICY),
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
         drafter=choose_drafter(options),
-        kernel_providers=_providers(definition, options, backend),
+        kernel_providers=choose_providers_of_model(definition, options, backend),
         tiers=tiers,
         timeline=timeline,
     )
-
-
-def _providers(
-    definition: ModelDefinition[Any], options: EngineOptions, backend: Backend
-) -> tuple[ChosenProvider, ...]:
-    """Those that were asked for, and those of the family's extra operators for which none was."""
-    own = {name: each for name, each in definition.extra_operators.items() if name not in options.kernel_providers}
-    if own and options.batch_invariant:
-        raise Refused(
-            f"--batch-invariant is kept by our own operators; the family {definition.name} calls "
-            f"{', '.join(sorted(own))} of other packages"
-        )
-    try:
-        of_family = choose_providers(own, architecture=backend.architecture)
-    except InvalidRequest as error:
-        raise Refused(f"the family {definition.name} calls what its providers do not add: {error}") from error
-    return (*choose_providers(options.kernel_providers, architecture=backend.architecture), *of_family)
 
 
 def _model_tag(model_dir: Path, options: EngineOptions) -> str:
     """Names the weights: no KV of random ones may ever be found among a checkpoint's."""
     tag = fingerprint(model_dir)
     return f"dummy-{tag}" if options.load_format is LoadFormat.DUMMY else tag
-
-
-def _origin(plugin: Plugin) -> str:
-    return f"{plugin.name} ({plugin.origin})"
-
-
-def _possible(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "more devices of this kind would not help"
-    return f"by the same ledger it fits on {', '.join(map(str, ranks))} such devices (tensor_parallel_size)"
 
 
 def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:
@@ -390,28 +337,3 @@ def _specs(
         definition.kv_spec(config, model_tag=tag, kv_dtype=dtype, num_ranks=ranks, rank_index=rank)
         for rank in range(ranks)
     ]
-
-
-def _num_snapshots(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
-    """Copies of states that are kept: one per block at most."""
-    return min(most_snapshots(options, layout, ranks=options.tensor_parallel_size), num_blocks)
-
-
-def _num_blocks(
-    options: EngineOptions, layout: KvLayout, backend: Backend, sizes: WorkerLimits, *, weights_bytes: int
-) -> int:
-    """Blocks of the pool: as asked, or what the budget holds, at most what all slots can use."""
-    if options.num_blocks is not None:
-        return options.num_blocks
-    ranks = options.tensor_parallel_size
-    budget_bytes = options.kv_cache_bytes
-    if budget_bytes is None:
-        workspaces = backend.workspaces(sizes, max_step_tokens=options.max_step_tokens, num_ranks=ranks)
-        workspace_bytes = sum(workspaces.values()) + states_bytes_of_rank(options, layout, ranks=ranks)
-        budget_bytes = ranks * backend.kv_cache_bytes(weights_bytes=weights_bytes, workspace_bytes=workspace_bytes)
-    try:
-        fitting = layout.num_blocks_for(budget_bytes // ranks)
-    except KvConfigError as error:
-        raise Refused(f"kv_cache_bytes: {error}") from error
-    usable = options.max_num_seqs * -(-sizes.max_model_tokens // options.block_size_tokens)
-    return fitting if options.kv_cache_bytes is not None else min(fitting, usable)

@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from openinfer_core import BrokenPlugin, InvalidRequest, OpenInferError, Plugin, Refused, find_plugin
 from openinfer_core.plugins import KERNEL_PROVIDERS
+from openinfer_engine.backends import Backend
+from openinfer_engine.model import ModelDefinition
+from openinfer_engine.options import EngineOptions
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.providers import PROVIDABLE, KernelProvider, cpu_twins, provide, why_not
 
@@ -44,6 +48,23 @@ def choose_providers(asked: Mapping[str, str], *, architecture: str) -> tuple[Ch
         if reason is not None:
             raise Refused(f"kernel_providers {operator}={name} ({plugins[name].origin}): {reason}")
     return tuple(ChosenProvider(operator, plugins[name], providers[name]) for operator, name in sorted(asked.items()))
+
+
+def choose_providers_of_model(
+    definition: ModelDefinition[Any], options: EngineOptions, backend: Backend
+) -> tuple[ChosenProvider, ...]:
+    """Those that were asked for, and those of the family's extra operators for which none was."""
+    own = {name: each for name, each in definition.extra_operators.items() if name not in options.kernel_providers}
+    if own and options.batch_invariant:
+        raise Refused(
+            f"--batch-invariant is kept by our own operators; the family {definition.name} calls "
+            f"{', '.join(sorted(own))} of other packages"
+        )
+    try:
+        of_family = choose_providers(own, architecture=backend.architecture)
+    except InvalidRequest as error:
+        raise Refused(f"the family {definition.name} calls what its providers do not add: {error}") from error
+    return (*choose_providers(options.kernel_providers, architecture=backend.architecture), *of_family)
 
 
 def with_providers(own: Ops, chosen: Sequence[ChosenProvider]) -> Ops:

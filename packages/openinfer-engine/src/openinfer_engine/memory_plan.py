@@ -1,9 +1,9 @@
-"""What one rank would take of its device, for several numbers of ranks; before anything is loaded."""
+"""What one rank takes of its device, and would take for other numbers of ranks; before anything is loaded."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from openinfer_core import OpenInferError, RankLedger
+from openinfer_core import OpenInferError, RankLedger, Refused
 from openinfer_engine.backends import Backend
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.model import ModelDefinition
@@ -39,6 +39,31 @@ def most_snapshots(options: EngineOptions, layout: KvLayout, *, ranks: int) -> i
     return options.state_snapshot_bytes // ranks // slot_bytes_of_rank(options, layout)
 
 
+def num_blocks_of_pool(
+    options: EngineOptions, layout: KvLayout, backend: Backend, sizes: WorkerLimits, *, weights_bytes: int
+) -> int:
+    """Blocks of the pool: as asked, or what the budget holds, at most what all slots can use."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    ranks = options.tensor_parallel_size
+    budget_bytes = options.kv_cache_bytes
+    if budget_bytes is None:
+        workspaces = backend.workspaces(sizes, max_step_tokens=options.max_step_tokens, num_ranks=ranks)
+        workspace_bytes = sum(workspaces.values()) + states_bytes_of_rank(options, layout, ranks=ranks)
+        budget_bytes = ranks * backend.kv_cache_bytes(weights_bytes=weights_bytes, workspace_bytes=workspace_bytes)
+    try:
+        fitting = layout.num_blocks_for(budget_bytes // ranks)
+    except KvConfigError as error:
+        raise Refused(f"kv_cache_bytes: {error}") from error
+    usable = options.max_num_seqs * -(-sizes.max_model_tokens // options.block_size_tokens)
+    return fitting if options.kv_cache_bytes is not None else min(fitting, usable)
+
+
+def num_snapshots_of_pool(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
+    """Copies of states that are kept: one per block at most."""
+    return min(most_snapshots(options, layout, ranks=options.tensor_parallel_size), num_blocks)
+
+
 def plan_ranks(
     definition: ModelDefinition[Any], config: Any, options: EngineOptions, backend: Backend, limits: WorkerLimits
 ) -> Sequence[RankLedger]:
@@ -47,6 +72,14 @@ def plan_ranks(
         _ledger(definition, config, options=options, backend=backend, limits=limits, ranks=ranks)
         for ranks in PLANNED_RANKS
     ]
+
+
+def possible_ranks(ledgers: Sequence[RankLedger]) -> str:
+    """On how many devices a model fits, for a refusal."""
+    ranks = [each.ranks for each in ledgers if not each.refusal]
+    if not ranks:
+        return "more devices of this kind would not help"
+    return f"by the same ledger it fits on {', '.join(map(str, ranks))} such devices (tensor_parallel_size)"
 
 
 def _ledger(
