@@ -80,12 +80,25 @@ def measure_scheduler(
     )
 
 
+def record_plans(*, rows: int, steps: int) -> tuple[SchedulerConfig, list[StepPlan]]:
+    """All plans of our scheduler from the first prompt on, at the end `steps` of `rows` decode rows each."""
+    config = _config(rows, steps)
+    loop = _TimedLoop(TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig())))
+    loop.add_requests(rows, max_tokens=_sampled_tokens(steps))
+    while loop.step() < rows:
+        pass
+    for _ in range(steps):
+        loop.step()
+    return config, loop.plans
+
+
 class _TimedLoop:
     """Plans each step before the last one's result is applied; the results are random ids."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.plan_s: list[float] = []
         self.apply_s: list[float] = []
+        self.plans: list[StepPlan] = []
         self._scheduler = scheduler
         self._in_flight: deque[StepPlan] = deque()
         self._rng = np.random.default_rng(0)
@@ -106,6 +119,7 @@ class _TimedLoop:
         self.plan_s.append(time.perf_counter() - begin_s)
         if plan is None:
             raise RuntimeError("the scheduler has nothing to run: it is not in steady decoding")
+        self.plans.append(plan)
         self._in_flight.append(plan)
         self.apply_s.append(self._apply() if len(self._in_flight) > 1 else 0.0)
         return int((plan.num_host_tokens == 0).sum())

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import struct
@@ -199,6 +200,27 @@ def test_engine_whose_step_raises_delivers_what_it_said_and_then_dies(
             await read_into(seen, handle)
         assert len(token_ids(seen, 1)) == 3
         assert seen[-1] == Failed(RequestId(1), FailureKind.SHUTDOWN, "the engine failed")
+        await handle.close()
+
+    run_async(main())
+
+
+def test_engine_that_a_plug_in_ended_says_so_over_the_link(
+    spawn_faulty: Callable[..., RemoteEngine], make_request: MakeRequest, run_async: RunAsync
+) -> None:
+    reason = "the scheduler x (mine 1.0) raised KeyError in plan; the engine ends"
+
+    async def main() -> None:
+        handle = spawn_faulty("break")
+        handle.submit(make_request(1))
+        seen: list[TokenEvent] = []
+        with pytest.raises(EngineClosed, match=re.escape(reason)):
+            await read_into(seen, handle)
+        assert seen == [Failed(RequestId(1), FailureKind.SHUTDOWN, reason)]
+        with pytest.raises(EngineClosed, match=re.escape(reason)):
+            handle.submit(make_request(2))
+        with pytest.raises(EngineClosed, match=re.escape(reason)):
+            await handle.stats()
         await handle.close()
 
     run_async(main())

@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from openinfer_core import Refused, TokenEvent
+from openinfer_core import PluginFault, Refused, TokenEvent
 from openinfer_core.process.engine_process import run_engine_process
 from openinfer_core.simulated import SimulatedLoop, SimulatedOptions
 
@@ -21,6 +21,11 @@ class DyingLoop(SimulatedLoop):
         if self.stats().steps == 3:
             raise RuntimeError("device lost")
         return super().step()
+
+
+class BreakingLoop(SimulatedLoop):
+    def step(self) -> list[TokenEvent]:
+        raise PluginFault("the scheduler x (mine 1.0) raised KeyError in plan; the engine ends")
 
 
 class HangingLoop(SimulatedLoop):
@@ -44,7 +49,7 @@ def build(raw: msgspec.Raw) -> SimulatedLoop:
     if behaviour == "print":
         sys.stdout.write("this would break the protocol if it went there\n")
         sys.stdout.flush()
-    loops = {"die in a step": DyingLoop, "hang in a step": HangingLoop}
+    loops = {"die in a step": DyingLoop, "hang in a step": HangingLoop, "break": BreakingLoop}
     return loops.get(behaviour, SimulatedLoop)(SimulatedOptions(model=behaviour))
 
 

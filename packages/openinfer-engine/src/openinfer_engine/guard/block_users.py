@@ -22,7 +22,7 @@ class BlockUsers:
         self._lengths = np.zeros(config.max_num_seqs, np.int32)  # blocks in each slot's table
         self._num_users = np.zeros(config.num_blocks, np.int32)
         self._writers = np.full(config.num_blocks, _NO_SLOT, np.int32)
-        self._filled_at = np.zeros(config.num_blocks, np.int32)  # the writer's position after the block's last one
+        self._full_at = np.zeros(config.num_blocks, np.int32)  # the writer's position after the block's last one
         self._tables: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
         self._marks = np.zeros(config.num_blocks, np.int32)
 
@@ -37,23 +37,25 @@ class BlockUsers:
         if np.maximum.reduce(blocks.view(np.uint32)) >= self._num_blocks:  # negative ones are, too
             outside = blocks[(blocks < 0) | (blocks >= self._num_blocks)]
             raise BadPlan(f"block {int(outside[0])} is appended; blocks are 0 .. {self._num_blocks - 1}")
-        owners, firsts = plan.slots[rows], plan.starts[rows] // self._size_tokens
-        indices = self._lengths[owners]  # of each new block in its slot's table
-        self._lengths[owners] = indices + added
+        owners, starts = plan.slots[rows], plan.starts[rows]
+        lengths = self._lengths[owners]
+        self._lengths[owners] = lengths + added
         self._note_tables(owners.tolist(), added.tolist(), blocks.tolist())
+        indices = lengths + np.int32(1)  # how many blocks its slot's table has with each new one
         if len(rows) != len(blocks):  # not one block each, as in decoding
-            within = np.arange(len(blocks), dtype=np.int32) - np.repeat(np.cumsum(added) - added, added)
-            indices = np.repeat(indices, added) + within
-            owners, firsts = np.repeat(owners, added), np.repeat(firsts, added)
-        is_shared = indices < firsts
+            indices = np.repeat(indices - np.cumsum(added, dtype=np.int32) + added, added)
+            indices += np.arange(len(blocks), dtype=np.int32)
+            owners, starts = np.repeat(owners, added), np.repeat(starts, added)
+        full_at = indices * np.int32(self._size_tokens)
+        is_shared = full_at <= starts
         if is_shared.any():
             is_written = ~is_shared
             shared = blocks[is_shared]
-            self._write(blocks[is_written], owners[is_written], indices[is_written])
+            self._write(blocks[is_written], owners[is_written], full_at[is_written])
             self._check_shared(shared, owners[is_shared], ends)
             np.add.at(self._num_users, shared, 1)
         else:
-            self._write(blocks, owners, indices)
+            self._write(blocks, owners, full_at)
 
     def _note_tables(self, slots: list[int], added: list[int], blocks: list[int]) -> None:
         first = 0
@@ -61,7 +63,7 @@ class BlockUsers:
             self._tables[slot] += blocks[first : first + count]
             first += count
 
-    def _write(self, blocks: NDArray[np.int32], owners: NDArray[np.int32], indices: NDArray[np.int32]) -> None:
+    def _write(self, blocks: NDArray[np.int32], owners: NDArray[np.int32], full_at: NDArray[np.int32]) -> None:
         """These are appended to be written: no live slot may have them, nor any other row of the plan."""
         order = np.arange(len(blocks), dtype=np.int32)
         self._marks[blocks] = order
@@ -71,11 +73,11 @@ class BlockUsers:
             raise BadPlan(f"block {block} is appended to slot {slot}, which writes it, and a live slot has it, too")
         self._num_users[blocks] = 1
         self._writers[blocks] = owners
-        self._filled_at[blocks] = (indices + 1) * self._size_tokens
+        self._full_at[blocks] = full_at
 
     def _check_shared(self, blocks: NDArray[np.int32], owners: NDArray[np.int32], ends: NDArray[np.int32]) -> None:
         writers = self._writers[blocks]
-        unfilled = (writers != _NO_SLOT) & (ends[writers] < self._filled_at[blocks])
+        unfilled = (writers != _NO_SLOT) & (ends[writers] < self._full_at[blocks])
         if unfilled.any():
             block, slot = int(blocks[unfilled][0]), int(owners[unfilled][0])
             raise BadPlan(f"block {block} is a prefix of slot {slot}; slot {int(writers[unfilled][0])} still fills it")

@@ -69,7 +69,8 @@ class PlanCheck:
             self._start(plan)
         slots: Slots = plan.slots.astype(np.intp)  # once: every look into a table would do so
         self._check_slots(plan, slots)
-        self._check_counts(plan, slots)
+        has_sampled = self._has_sampled.take(slots)
+        self._check_counts(plan, has_sampled)
         ends = self._check_positions(plan, slots)
         self._ends[slots] = ends
         if len(plan.new_blocks):
@@ -77,7 +78,8 @@ class PlanCheck:
         elif plan.new_block_counts.any():
             raise BadPlan(f"new_block_counts sums up to {int(plan.new_block_counts.sum())}; new_blocks has 0")
         self._users.check_room(slots, ends)
-        self._has_sampled[slots] |= plan.max_new > 0
+        if not has_sampled.all():
+            self._has_sampled[slots] = has_sampled | (plan.max_new > 0)
         if plan.state_restores or plan.state_snapshots:
             self._check_states(plan)
         self._in_flight.append(plan)
@@ -145,7 +147,7 @@ class PlanCheck:
             if len(early):
                 raise BadPlan(f"slots {_some(early)} have a grammar, and a row while their last token is in flight")
 
-    def _check_counts(self, plan: StepPlan, slots: Slots) -> None:
+    def _check_counts(self, plan: StepPlan, has_sampled: NDArray[np.bool_]) -> None:
         limit, counts, num_host, max_new = self._config.max_step_tokens, plan.counts, plan.num_host_tokens, plan.max_new
         # Before the sum, which might come round to a small number.
         if _largest(counts) > limit or np.add.reduce(counts) > limit:
@@ -165,7 +167,7 @@ class PlanCheck:
         if _largest(on_device) > 1:
             is_wrong = (on_device < 0) | (on_device > 1)
             _check_rows(plan, is_wrong, "counts differs from its ids by more than one on the device")
-        never_sampled = on_device > self._has_sampled.take(slots)
+        never_sampled = on_device > has_sampled
         if never_sampled.any():
             _check_rows(plan, never_sampled, "no id was sampled in the slot to go on from")
 
