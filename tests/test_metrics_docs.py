@@ -35,6 +35,7 @@ def page() -> str:
         kv_tiers=(KvTierStats(tier="host", failures={"full": 0}),),
         plugin_faults=(PluginFaults(group="g", plugin="p", counts=dict.fromkeys(FaultKind, 0)),),
         slow_call=SlowCall(plugin="p", call="plan", age_s=2.0),
+        spec_decode_num_accepted_tokens_per_pos=(0,),
     )
     return metrics_page(metrics, INFO, stats, model_name="m", open_requests=0).decode()
 
