@@ -80,6 +80,13 @@ class RaisingInPlan(CachedFirstScheduler):
         return super().plan(now_s=now_s)
 
 
+class Exiting(CachedFirstScheduler):
+    def plan(self, *, now_s):
+        if is_spoilt(job.request for job in self.jobs.values()):
+            raise SystemExit(0)
+        return super().plan(now_s=now_s)
+
+
 class RaisingInApply(CachedFirstScheduler):
     def apply(self, plan, result, *, now_s):
         if is_spoilt(job.request for job in self.jobs.values()):
@@ -225,6 +232,7 @@ def test_lost_request_ends_within_a_second_and_others_are_served(
         ("BadPlan", "made a plan that breaks the contract: slots are 0 .. 3; the plan names 25"),
         ("RaisingInAdd", "raised ValueError in add"),
         ("RaisingInPlan", "raised ValueError in plan"),
+        ("Exiting", "raised SystemExit in plan"),
         ("RaisingInApply", "raised ValueError in apply"),
         ("Wedged", "is wedged: it has 1 requests and plans no step"),
     ],

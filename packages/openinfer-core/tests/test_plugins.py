@@ -98,6 +98,16 @@ def test_load_of_a_plugin_that_breaks_on_import_keeps_its_own_exception(
     assert isinstance(caught.value, PluginError)
 
 
+def test_plugin_that_exits_is_broken_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exiting_plugin_for_test.py").write_text("OPENINFER_CONTRACT = 1\nraise SystemExit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = find_plugin(GROUP, "exiting", lister=lister(exiting="exiting_plugin_for_test:Thing"))
+    with pytest.raises(BrokenPlugin, match="failed to load: SystemExit: 0"):
+        plugin.load()
+    with pytest.raises(BrokenPlugin, match="cannot be made: SystemExit: 3"):
+        plugin_named("exits").make()
+
+
 @pytest.mark.parametrize(
     ("value", "cause"),
     [(f"{HERE}:NoSuchThing", AttributeError), ("no_such_module_at_all:X", ModuleNotFoundError)],
@@ -148,6 +158,10 @@ STOPPED = Watch(3.0)
 
 def nothing(offset_s: float) -> None:
     """Returns nothing."""
+
+
+def exits() -> None:
+    raise SystemExit(3)
 
 
 def plugin_named(value: str) -> Plugin:

@@ -27,7 +27,7 @@ class _Returning:
     def draft(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array:
         del slots, last_ids, hidden, lengths
         self.calls += 1
-        if isinstance(self._value, Exception):
+        if isinstance(self._value, BaseException):
             raise self._value
         return self._value
 
@@ -55,13 +55,14 @@ def test_shared_drafter_ends_a_row_at_the_first_id_that_is_none() -> None:
     "value",
     [
         RuntimeError("no"),
+        SystemExit(0),
         None,
         np.zeros((2, 2), np.int32),
         np.zeros((3, 3), np.int32),
         np.zeros((2, 3), np.int64),
         [[1, 2, 3], [1, 2, 3]],
     ],
-    ids=["raises", "none", "narrow", "long", "int64", "list"],
+    ids=["raises", "exits", "none", "narrow", "long", "int64", "list"],
 )
 def test_shared_drafter_that_faults_is_counted_named_and_not_called_again(
     value: object, caplog: pytest.LogCaptureFixture

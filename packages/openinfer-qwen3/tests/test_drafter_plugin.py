@@ -83,6 +83,7 @@ def test_plan_shows_the_drafter_and_its_bound(model_dir: Path) -> None:
     assert "max_drafts" not in without.limits
 
 
+MADE = "import functools, types; return functools.partial(types.SimpleNamespace, start=print, draft=print)"
 RAISING = """
 OPENINFER_CONTRACT = 1
 
@@ -91,6 +92,8 @@ class Raising:
         self.max_drafts = context.max_drafts
     def start(self, starts):
         raise RuntimeError("no start")
+    def draft(self, slots, last_ids, hidden, lengths):
+        raise AssertionError("not called after a fault")
 """
 
 
@@ -116,9 +119,11 @@ def test_drafter_that_raises_costs_its_drafts_and_no_request(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("raise KeyError('eh_proj')", r"drafter mine \(unmade 1.0\) could not be made: KeyError: 'eh_proj'"),
-        ("return None", r"could not be made: AttributeError: 'NoneType' object has no attribute 'max_drafts'"),
-        ("import types; return types.SimpleNamespace(max_drafts=5)", r"has max_drafts 5; possible are 1 .. 4"),
+        ("raise KeyError('eh_proj')", r"'mine' of unmade 1.0 \(unmade:make\) cannot be made: KeyError: 'eh_proj'"),
+        ("return None", r"'mine' of unmade 1.0 \(unmade:make\) makes nothing: it returned None"),
+        ("return 4", r"'mine' of unmade 1.0 \(unmade:make\) is no Drafter: it lacks draft, max_drafts, start"),
+        (f"{MADE}(max_drafts=5)", r"drafter mine \(unmade 1.0\) has max_drafts 5; possible are 1 .. 4"),
+        (f"{MADE}(max_drafts='4')", r"drafter mine \(unmade 1.0\) has max_drafts '4'; possible are 1 .. 4"),
     ],
 )
 def test_drafter_that_cannot_be_made_is_refused_by_name(

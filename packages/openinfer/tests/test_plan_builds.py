@@ -181,6 +181,12 @@ CASES = {
         "def Parts(): return None\n",
         "cannot be called with 1 argument(s): too many positional arguments",
     ),
+    "drafter member": (
+        "drafters",
+        "class Parts:\n    def __init__(self, context): pass\n    def start(self, starts): pass\n",
+        "is no Drafter: it lacks draft",
+    ),
+    "exit": ("schedulers", "raise SystemExit(0)\n", "failed to load: SystemExit: 0"),
 }
 
 

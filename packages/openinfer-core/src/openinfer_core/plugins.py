@@ -27,6 +27,9 @@ KERNEL_PROVIDERS = "openinfer.kernel_providers"
 GRAMMAR_COMPILERS = "openinfer.grammar_compilers"
 TOKENIZERS = "openinfer.tokenizers"
 
+PLUGIN_ERRORS = (Exception, SystemExit)
+"""What a plug-in's code may raise; one that calls `sys.exit` ends no process of ours without a word."""
+
 Lister = Callable[[str], "Iterable[EntryPoint]"]
 """Lists the entry points of a group; the default reads the installed distributions."""
 
@@ -74,7 +77,7 @@ class Plugin:
             require_one_release(self.entry_point.dist.name)
         try:
             return self.entry_point.load()
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             sentence = misfit_of(error)
             if sentence is not None:
                 raise MixedReleases(f"{self.described} failed to load: {sentence}") from error
@@ -97,7 +100,7 @@ class Plugin:
             raise Refused(f"{self.described}: {error}") from error
         except OpenInferError:
             raise  # it has a sentence of its own
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise BrokenPlugin(f"{self.described} cannot be made: {type(error).__name__}: {error}") from error
         return made
 
@@ -113,7 +116,7 @@ class Plugin:
             self.require(made, contract)
         except OpenInferError:
             raise
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise BrokenPlugin(f"{self.described} cannot be made: {type(error).__name__}: {error}") from error
         return made
 

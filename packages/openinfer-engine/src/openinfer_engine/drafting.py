@@ -11,13 +11,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
 from openinfer_core import Plugin, find_plugin
-from openinfer_core.errors import BrokenPlugin, ContractViolation, OpenInferError
-from openinfer_core.plugins import DRAFTERS
+from openinfer_core.errors import BrokenPlugin, ContractViolation
+from openinfer_core.plugins import DRAFTERS, PLUGIN_ERRORS
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.model import Model
@@ -125,7 +125,7 @@ class SharedDrafter:
             return
         try:
             self._drafter.start(starts)
-        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
+        except PLUGIN_ERRORS as error:
             self._stop(error)
 
     def propose(self, slots: Array, last_ids: Array, hidden: Array, lengths: Array) -> Array | None:
@@ -135,7 +135,7 @@ class SharedDrafter:
         try:
             drafts = self._drafter.draft(slots, last_ids, hidden, lengths)
             self._check(drafts, num_rows=len(slots), kind=type(slots))
-        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
+        except PLUGIN_ERRORS as error:
             self._stop(error)
             return None
         return self._communicator.broadcast(drafts.copy(), root=0)
@@ -158,7 +158,7 @@ class SharedDrafter:
                 f"not {list(expected)} int32"
             )
 
-    def _stop(self, error: Exception) -> None:
+    def _stop(self, error: BaseException) -> None:
         self._drafter = None
         self._faults.count += 1
         message = f"drafter {self._name} failed: {type(error).__name__}: {error}"
@@ -182,6 +182,17 @@ class ChosenDrafter:
         """`NAME (DISTRIBUTION VERSION), up to N drafts`, for `openinfer plan` and its lock files."""
         return f"{self._name}, up to {self.max_drafts} drafts"
 
+    def check(self) -> None:
+        """What can be known before the model is loaded: that it takes a context, and that its class drafts.
+
+        Raises:
+            PluginError: as `Plugin.callable_with` does; `BrokenPlugin` also for a class without the methods.
+        """
+        found = self.plugin.callable_with(1)
+        missing = [name for name in ("draft", "start") if isinstance(found, type) and not hasattr(found, name)]
+        if missing:
+            raise BrokenPlugin(f"{self.plugin.described} is no Drafter: it lacks {', '.join(missing)}")
+
     @property
     def _name(self) -> str:
         return f"{self.plugin.name} ({self.plugin.origin})"
@@ -190,19 +201,15 @@ class ChosenDrafter:
         """The drafter of one rank.
 
         Raises:
-            BrokenPlugin: it failed to load, or to be made, or makes more drafts than it may.
-            OpenInferError: what it raises itself to refuse the model.
+            PluginError: as `Plugin.make` does; `BrokenPlugin` also if it makes more drafts than it may.
+            Refused: what it raises itself to refuse the model; the message names it.
         """
-        make: DrafterFactory = self.plugin.load()
-        try:
-            drafter = make(context)
-            max_drafts = drafter.max_drafts
-        except OpenInferError:
-            raise
-        except Exception as error:
-            raise BrokenPlugin(f"drafter {self._name} could not be made: {type(error).__name__}: {error}") from error
-        if not 1 <= max_drafts <= self.max_drafts:
-            raise BrokenPlugin(f"drafter {self._name} has max_drafts {max_drafts}; possible are 1 .. {self.max_drafts}")
+        drafter: Drafter = self.plugin.make(context, contract=Drafter)
+        max_drafts = cast("object", drafter.max_drafts)
+        if type(max_drafts) is not int or not 1 <= max_drafts <= self.max_drafts:
+            raise BrokenPlugin(
+                f"drafter {self._name} has max_drafts {max_drafts!r}; possible are 1 .. {self.max_drafts}"
+            )
         return SharedDrafter(
             drafter,
             name=self._name,

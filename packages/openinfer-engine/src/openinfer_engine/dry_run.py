@@ -45,7 +45,7 @@ def _make_parts(engine_plan: EnginePlan) -> None:
     if compiler is not None:
         compiler.close()
     if engine_plan.drafter is not None:
-        engine_plan.drafter.plugin.callable_with(1)
+        engine_plan.drafter.check()
     if options.device is DeviceKind.CPU:  # a GPU's operators would be compiled for it
         with_providers(engine_plan.backend.make_ops(), engine_plan.kernel_providers)
 

@@ -37,7 +37,7 @@ from openinfer_core import (
     TokenEvent,
     Tokens,
 )
-from openinfer_core.plugins import SCHEDULERS
+from openinfer_core.plugins import PLUGIN_ERRORS, SCHEDULERS
 from openinfer_core.scheduling import Scheduler, SchedulerConfig, StepPlan, StepResult
 from openinfer_engine.guard.errors import BadPlan
 from openinfer_engine.guard.plan_check import PlanCheck
@@ -98,7 +98,7 @@ class SchedulerGuard:
     def num_unfinished(self) -> int:
         try:
             return len(self._scheduler.unfinished_ids)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._raised("unfinished_ids", error) from error
 
     def add(self, request: GenerateRequest, *, now_s: float) -> list[TokenEvent]:
@@ -107,7 +107,7 @@ class SchedulerGuard:
         call = self._call = ("add", self._clock())
         try:
             events = self._scheduler.add(request, now_s=now_s)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._raised("add", error) from error
         finally:
             self._leave(call)
@@ -117,7 +117,7 @@ class SchedulerGuard:
         call = self._call = ("abort", self._clock())
         try:
             events = self._scheduler.abort(request_id)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._raised("abort", error) from error
         finally:
             self._leave(call)
@@ -129,7 +129,7 @@ class SchedulerGuard:
         call = self._call = ("plan", now_s)
         try:
             plan = self._scheduler.plan(now_s=now_s)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._raised("plan", error) from error
         finally:
             self._leave(call)
@@ -148,7 +148,7 @@ class SchedulerGuard:
         call = self._call = ("apply", now_s)
         try:
             events = self._scheduler.apply(plan, result, now_s=now_s)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._raised("apply", error) from error
         finally:
             self._leave(call)
@@ -211,7 +211,7 @@ class SchedulerGuard:
         """
         try:
             lost = handed - self._scheduler.unfinished_ids
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._raised("unfinished_ids", error) from error
         self._must_check_owners = True
         failures = [
@@ -244,7 +244,7 @@ class SchedulerGuard:
 
     # --- faults -----------------------------------------------------------------------------------------
 
-    def _raised(self, call: str, error: Exception) -> PluginFault:
+    def _raised(self, call: str, error: BaseException) -> PluginFault:
         return self._fault(FaultKind.RAISED, f"raised {type(error).__name__} in {call}")
 
     def _fault(self, kind: FaultKind, what: str) -> PluginFault:
@@ -278,7 +278,7 @@ class SchedulerGuard:
     def _take_stats(self) -> None:
         try:
             stats = cast("object", self._scheduler.stats())
-        except Exception:
+        except PLUGIN_ERRORS:
             if not self._has_told_stats:
                 self._has_told_stats = True
                 logger.exception("the scheduler %s raised in stats; its last ones are shown", self._options.plugin)
