@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from openinfer_core import InvalidCheckpoint, Refused, UnclaimedModel, claim
+from openinfer_core import InvalidCheckpoint, Refused, UnclaimedModel, claim, find_plugin
 from openinfer_core.errors import ContractViolation
+from openinfer_core.plugins import MODELS
 from openinfer_core.simulated import SimulatedOptions
 from openinfer_deepseek_v4 import DeepseekV4
 from openinfer_deepseek_v4.config import LayerKind, RouterKind
@@ -108,12 +109,12 @@ def test_other_architectures_are_not_its_business(tiny: dict[str, Any], model_ty
     assert reason is not None
     assert reason.startswith("not ")
     with pytest.raises(UnclaimedModel):
-        claim(tiny | {"model_type": model_type}, [DeepseekV4()])
+        claim(tiny | {"model_type": model_type}, [find_plugin(MODELS, "deepseek_v4")])
 
 
 def test_both_layouts_are_claimed(published: dict[str, Any], tiny: dict[str, Any]) -> None:
     for config in (tiny, published):
-        assert isinstance(claim(config, [DeepseekV4()]), DeepseekV4)
+        assert isinstance(claim(config, [find_plugin(MODELS, "deepseek_v4")])[0], DeepseekV4)
 
 
 def test_family_refuses_options_of_another_family(fixtures: Path) -> None:

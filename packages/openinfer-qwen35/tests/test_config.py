@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from openinfer_core import InvalidCheckpoint, Refused, UnclaimedModel, claim
+from openinfer_core import InvalidCheckpoint, Refused, UnclaimedModel, claim, find_plugin
 from openinfer_core.errors import ContractViolation
+from openinfer_core.plugins import MODELS
 from openinfer_core.simulated import SimulatedOptions
 from openinfer_kv_cache import KvDtype, KvLayout
 from openinfer_qwen35 import Qwen35
@@ -99,12 +100,12 @@ def test_other_architectures_are_not_its_business(text: dict[str, Any], model_ty
     assert reason is not None
     assert reason.startswith("not ")
     with pytest.raises(UnclaimedModel):
-        claim(text | {"model_type": model_type}, [Qwen35()])
+        claim(text | {"model_type": model_type}, [find_plugin(MODELS, "qwen35")])
 
 
 def test_both_layouts_are_claimed(text: dict[str, Any], both: dict[str, Any]) -> None:
     for config in (text, both):
-        assert isinstance(claim(config, [Qwen35()]), Qwen35)
+        assert isinstance(claim(config, [find_plugin(MODELS, "qwen35")])[0], Qwen35)
 
 
 @pytest.mark.parametrize(
