@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -328,6 +329,23 @@ def test_request_that_never_gets_a_row_ends_after_the_timeout() -> None:
     assert 5.0 < world.now_s - began_s < 8.0
     assert world.scheduler.unfinished_ids == {0}
     assert world.counts == {"starved_request": 1}
+
+
+def test_request_is_starved_beside_decode_rows_whose_ids_are_the_hosts() -> None:
+    class FromHost(Starving):
+        """Hands the last ids over again, as a scheduler does that waits for its results."""
+
+        def plan(self, *, now_s: float) -> StepPlan | None:
+            plan = super().plan(now_s=now_s)
+            if plan is None or len(plan.token_ids):
+                return plan
+            return replace(plan, num_host_tokens=plan.counts, token_ids=np.full(plan.num_tokens, 7, np.int32))
+
+    world = World(FromHost(), checked=True)
+    world.add(0)
+    world.add(1, max_tokens=39)
+    (failure,) = look_for(world, seconds=20)
+    assert failure.request_id == 1
 
 
 def test_request_that_waits_for_a_slot_is_not_starved() -> None:

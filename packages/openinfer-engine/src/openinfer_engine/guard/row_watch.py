@@ -85,7 +85,8 @@ class RowWatch:
         plan, config = self._newest, self._config
         if plan is None or not waiting or stats.loading:
             return False
-        is_decode_alone = not len(plan.token_ids) and plan.num_tokens < config.max_step_tokens
+        # A decode row samples at all its positions, wherever their ids come from; a row of a prompt only at its last.
+        is_decode_alone = np.array_equal(plan.counts, plan.max_new) and plan.num_tokens < config.max_step_tokens
         has_slot = len(self._owners) < config.max_num_seqs
         free_blocks = stats.blocks_total - stats.blocks_used
         return is_decode_alone and has_slot and free_blocks >= max(self._blocks[request_id] for request_id in waiting)
