@@ -348,6 +348,19 @@ def test_request_is_starved_beside_decode_rows_whose_ids_are_the_hosts() -> None
     assert failure.request_id == 1
 
 
+def test_requests_that_run_or_have_just_come_are_not_starved_at_the_shortest_timeout() -> None:
+    world = World(Starving(), timeout_s=1.0)
+    world.add(0)
+    for _ in range(5):
+        world.now_s += 1.1
+        world.step()
+        assert world.guard.reconcile(world.open) == []
+    world.add(1, max_tokens=39)
+    world.now_s += 1.1
+    world.step()
+    assert world.guard.reconcile(world.open) == []
+
+
 def test_request_that_waits_for_a_slot_is_not_starved() -> None:
     world = World(Starving())
     for index in range(CONFIG.max_num_seqs):

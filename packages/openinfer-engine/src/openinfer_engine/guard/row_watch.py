@@ -78,7 +78,8 @@ class RowWatch:
         if self._has_room(waiting, stats):
             could_run |= waiting
         for request_id in could_run:
-            self._idle_s[request_id] = self._idle_s.get(request_id, 0.0) + passed_s
+            # One that came or had a row since the last look begins at 0: for how long before this look is not known.
+            self._idle_s[request_id] = self._idle_s[request_id] + passed_s if request_id in self._idle_s else 0.0
         return {request_id: idle_s for request_id, idle_s in self._idle_s.items() if idle_s > self._timeout_s}
 
     def _has_room(self, waiting: AbstractSet[RequestId], stats: EngineStats) -> bool:
