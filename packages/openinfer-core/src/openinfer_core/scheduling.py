@@ -7,7 +7,7 @@ A step is three verbs: `plan`, run, `apply`. The loop overlaps them: it may call
                                  └────── step N + 1 is planned while step N runs ──────┘
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -302,6 +302,24 @@ class QueuePolicy(Protocol):
 
     def withdrawn(self, request: GenerateRequest) -> None:
         """The request leaves the queue unserved (aborted, failed)."""
+        ...
+
+
+@runtime_checkable
+class ChoosesVictim(QueuePolicy, Protocol):
+    """A `QueuePolicy` that also says which running request gives way where blocks run short.
+
+    A hook that not every policy has, nor every scheduler asks. Without it, or where it raises or answers no index of a
+    candidate, the youngest gives way; such an answer is counted as a fault and fails no request.
+    """
+
+    def victim(self, candidates: Sequence[GenerateRequest]) -> int:
+        """The index of the request to preempt: it is computed again from the tokens it has, and resumes by its age.
+
+        Args:
+            candidates: at least one, in order of first admission. The oldest that runs is not among them, so that it
+                can always finish, and none that already has a row in the step being planned.
+        """
         ...
 
 

@@ -1,18 +1,20 @@
 """`WaitingQueue`: requests in the order a `QueuePolicy` gives, and a fault boundary around the policy.
 
 A policy is code of another package. Whatever it raises, or does by returning keys that cannot be compared, costs the
-request it was asked about and no other, is logged with its traceback, and is counted in `faults`.
+request it was asked about and no other, is logged with its traceback, and is counted in `faults`. A wrong choice of a
+victim costs none.
 """
 
 import logging
+import operator
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from openinfer_core.request import GenerateRequest
-from openinfer_core.scheduling import QueuePolicy, WaitingRequest
+from openinfer_core.scheduling import ChoosesVictim, QueuePolicy, WaitingRequest
 
 logger = logging.getLogger("openinfer.scheduler")
 
@@ -54,6 +56,7 @@ class WaitingQueue(Generic[Item]):
         self.faults = 0  # times the policy raised
         self._policy = policy
         self._describe = describe
+        self._choose = policy.victim if isinstance(policy, ChoosesVictim) else None
         self._max_bypass_s = float(getattr(policy, "max_bypass_s", MAX_BYPASS_S))
         self._asks_again = bool(getattr(policy, "asks_again", False))
         self._entries: list[_Entry[Item]] = []
@@ -121,6 +124,24 @@ class WaitingQueue(Generic[Item]):
                 self._tell("withdrawn", self._policy.withdrawn, entry.request)
                 return True
         return False
+
+    @property
+    def chooses_victim(self) -> bool:
+        """Whether the policy is a `ChoosesVictim`."""
+        return self._choose is not None
+
+    def victim(self, candidates: Sequence[GenerateRequest]) -> int | None:
+        """The index of the running request that the policy has give way; None if it does not say, or says no index."""
+        if self._choose is None:
+            return None
+        try:
+            chosen = operator.index(self._choose(candidates))
+            if not 0 <= chosen < len(candidates):
+                raise IndexError(f"victim answered {chosen}; there are {len(candidates)} candidates, from 0 on")
+        except Exception as error:  # noqa: BLE001 - the policy is a plug-in: the scheduler's own choice stands in
+            self._record_fault("victim", error)
+            return None
+        return chosen
 
     def _waiting(self, item: Item, request: GenerateRequest, arrival: int) -> WaitingRequest:
         # Counting what is cached hashes the prompt: only policies that can use it pay for it.

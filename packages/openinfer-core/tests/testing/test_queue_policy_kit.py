@@ -1,13 +1,14 @@
 """The queue policies' kit refuses policies without an order, or that raise."""
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 import pytest
 
-from openinfer_core import GenerateRequest
+from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.queue_policies import FirstComeFirstServed
-from openinfer_core.scheduling import WaitingRequest
+from openinfer_core.scheduling import ChoosesVictim, QueuePolicyConfig, WaitingRequest
 from openinfer_core.testing import ConformanceError
 from openinfer_core.testing.queue_policy import WatchedPolicy, check_queue_policy
 
@@ -101,3 +102,37 @@ def test_watched_policy_notes_calls_out_of_order(calls: list[str], violation: st
         hook(WaitingRequest(request=make_request(1), arrival=arrival) if name == "key" else make_request(1))
     with pytest.raises(ConformanceError, match=violation):
         watched.check()
+
+
+class ChoosesNoCandidate(FirstComeFirstServed):
+    def victim(self, candidates: Sequence[GenerateRequest]) -> int:
+        return len(candidates)
+
+
+def test_policy_whose_victim_is_no_candidate_is_refused() -> None:
+    with pytest.raises(ConformanceError, match="victim answered 1 for 1 candidates"):
+        check_queue_policy(ChoosesNoCandidate)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"), [([1, 0], "not in order of admission"), ([0, 2], "not all admitted"), ([], "without")]
+)
+def test_wrong_candidates_are_noted(candidates: list[int], message: str) -> None:
+    requests = [
+        GenerateRequest(request_id=RequestId(index), prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
+        for index in range(3)
+    ]
+    policy = WatchedPolicy(ChoosesNoCandidate(QueuePolicyConfig()))
+    for arrival, request in enumerate(requests):
+        policy.key(WaitingRequest(request=request, arrival=arrival))
+    for request in requests[:2]:
+        policy.admitted(request)
+    assert isinstance(policy, ChoosesVictim)
+    policy.victim([requests[index] for index in (0, 1)])
+    policy.check()
+
+    policy.victim([requests[index] for index in candidates])
+
+    with pytest.raises(ConformanceError, match=message):
+        policy.check()
+    assert not isinstance(WatchedPolicy(FirstComeFirstServed(QueuePolicyConfig())), ChoosesVictim)

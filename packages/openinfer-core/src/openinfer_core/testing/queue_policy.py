@@ -2,7 +2,7 @@
 
 import random
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.sampling import SamplingParams
-from openinfer_core.scheduling import QueuePolicy, QueuePolicyConfig, WaitingRequest
+from openinfer_core.scheduling import ChoosesVictim, QueuePolicy, QueuePolicyConfig, WaitingRequest
 from openinfer_core.testing.errors import require
 
 QueuePolicyFactory: TypeAlias = Callable[[QueuePolicyConfig], QueuePolicy]
@@ -24,11 +24,12 @@ def check_queue_policy(
     """Checks a queue policy under random arrivals, admissions and withdrawals.
 
     Its keys must form one strict order that does not change, equal requests must be served in order of arrival, and
-    none of its hooks may raise; `ConformanceError` if one is broken.
+    none of its hooks may raise; `ConformanceError` if one is broken. One that chooses victims must answer an index.
     """
     for seed in seeds:
         _check_traffic(factory(_config()), num_requests, random.Random(seed))  # noqa: S311 - no secrets here
     _check_equal_requests(factory(_config()))
+    _check_victims(factory(_config()))
 
 
 def serving_order(policy: QueuePolicy, requests: Iterable[GenerateRequest]) -> list[RequestId]:
@@ -82,6 +83,20 @@ def _check_equal_requests(policy: QueuePolicy) -> None:
     require(order == sorted(order), f"equal requests are served in the order {order}, not as they arrived")
 
 
+def _check_victims(policy: QueuePolicy) -> None:
+    if not isinstance(policy, ChoosesVictim):
+        return
+    rng = random.Random(0)  # noqa: S311 - no secrets here
+    for num_candidates in (1, 2, 7, 255):
+        candidates = [_random_request(index, rng) for index in range(num_candidates)]
+        for arrival, request in enumerate(candidates):
+            policy.key(WaitingRequest(request=request, arrival=arrival))
+            policy.admitted(request)
+        chosen = policy.victim(candidates)
+        is_index = 0 <= chosen < num_candidates
+        require(is_index, f"victim answered {chosen!r} for {num_candidates} candidates; it must be 0 .. the last")
+
+
 def _random_request(request_id: int, rng: random.Random) -> GenerateRequest:
     return _request(
         request_id,
@@ -108,7 +123,8 @@ class WatchedPolicy:
     """A `QueuePolicy` that passes everything on, and notes where a scheduler asks out of order.
 
     The order is `key` once for each request, and again while it waits only for a policy that asks for it, then
-    `admitted` or `withdrawn` once. It notes instead of raising, because a scheduler catches what a policy raises.
+    `admitted` or `withdrawn` once. Candidates for a victim have been admitted, and come oldest first. It notes
+    instead of raising, because a scheduler catches what a policy raises.
     """
 
     def __init__(self, policy: QueuePolicy) -> None:
@@ -117,7 +133,11 @@ class WatchedPolicy:
         self._seen: set[RequestId] = set()
         self._last_arrival = -1
         self._violations: list[str] = []
+        self._ages: dict[RequestId, int] = {}  # of the admitted, in order of admission
         self.asks_again = bool(getattr(policy, "asks_again", False))
+        if isinstance(policy, ChoosesVictim):
+            self._chooser: ChoosesVictim = policy
+            self.victim = self._victim  # a policy is asked only where it has the attribute
 
     def key(self, waiting: WaitingRequest) -> Any:
         request_id, arrival = waiting.request.request_id, waiting.arrival
@@ -133,11 +153,20 @@ class WatchedPolicy:
 
     def admitted(self, request: GenerateRequest) -> None:
         self._leave(request.request_id, "admitted")
+        self._ages[request.request_id] = len(self._ages)
         self._policy.admitted(request)
 
     def withdrawn(self, request: GenerateRequest) -> None:
         self._leave(request.request_id, "withdrawn")
         self._policy.withdrawn(request)
+
+    def _victim(self, candidates: Sequence[GenerateRequest]) -> int:
+        ids = [request.request_id for request in candidates]
+        ages = [self._ages.get(request_id, -1) for request_id in ids]
+        self._note(ids, "victim is asked without candidates")
+        self._note(-1 not in ages, f"victim is asked of requests {ids}, which were not all admitted")
+        self._note(ages == sorted(set(ages)), f"victim is asked of requests {ids}, which are not in order of admission")
+        return self._chooser.victim(candidates)
 
     def check(self) -> None:
         require(not self._violations, "; ".join(self._violations))

@@ -38,6 +38,7 @@ from openinfer_core.testing.scheduler_traffic import (
     random_config,
     submit_served,
 )
+from openinfer_core.testing.scheduler_victims import check_chosen_victims, check_faulty_victims
 
 SchedulerCheck: TypeAlias = Callable[[SchedulerFactory], None]
 
@@ -329,6 +330,8 @@ SCHEDULER_CHECKS: tuple[SchedulerCheck, ...] = (
     check_aborts,
     check_pressure,
     check_faulty_policy,
+    check_chosen_victims,
+    check_faulty_victims,
     *DRAFT_CHECKS,
     check_random_traffic,
 )

@@ -150,6 +150,11 @@ class SchedulerDriver:
             require(not events, f"request {request_id} is not open; abort was answered with {events}")
 
     @property
+    def running_ids(self) -> set[RequestId]:
+        """Requests that have a slot after the last plan, and have not ended."""
+        return {owner for owner in self._owners.values() if owner in self._ledger}
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 

@@ -35,7 +35,8 @@ def _check_order(queue: RunQueue, *, num_open: int) -> None:
         _require(not wrong, f"requests {wrong} are listed as {state.name.lower()} and are not")
     running = [sequence.admission for sequence in queue.running]
     preempted = [sequence.admission for sequence in reversed(queue.preempted)]
-    parts = [[*running, *preempted]] if queue.loads is None else [running, preempted]
+    is_one_order = queue.loads is None and not queue.waiting.chooses_victim
+    parts = [[*running, *preempted]] if is_one_order else [running, preempted]
     _require(all(ages == sorted(ages) for ages in parts), f"the run queue is not sorted by age: {parts}")
 
 

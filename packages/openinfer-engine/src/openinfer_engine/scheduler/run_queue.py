@@ -7,6 +7,10 @@ The order within the first two is that of first admission, and it keeps itself: 
 preempted, the oldest preempted is resumed first, and none waiting is admitted before all have resumed. So
 the oldest never gives way, and as `RunQueue.can_ever_hold` was asked before it entered, it can run to its end.
 
+A queue policy may choose another than the youngest (`ChoosesVictim`), but never the oldest that runs. Then younger ones
+may run while an older one is preempted, and each list is in order by itself. Still the oldest that runs ends, and none
+enters before the oldest preempted has resumed, so that all end.
+
 With KV tiers (`use_tiers`) an admitted sequence whose prefix is being loaded is kept apart (`loads.py`), with slot and
 blocks, and is sorted in when the load has ended; later ones may have been admitted meanwhile. Where blocks run short,
 the youngest load is given up before a running sequence is preempted.
@@ -228,8 +232,13 @@ class RunQueue:
     def can_ever_hold(self, num_tokens: int) -> bool:
         return self.kv.can_ever_fit(num_tokens)
 
-    def allocate_next(self, sequence: Sequence, in_flight: Iterable[StepInFlight]) -> ListLike[int] | None:
-        """The blocks added for one more position of a running sequence; None if it has to sit this step out."""
+    def allocate_next(
+        self, sequence: Sequence, in_flight: Iterable[StepInFlight], planned: ListLike[Sequence]
+    ) -> ListLike[int] | None:
+        """The blocks added for one more position of a running sequence; None if it has to sit this step out.
+
+        `planned` have a row in this step, so that they do not give way.
+        """
         while (new_blocks := sequence.kv.reserve(sequence.computed_tokens + 1)) is None:
             # Blocks that steps in flight or copies still use are about to come back, and with drafts in flight the
             # position is a bound, which may be beyond the one needed: nothing is preempted for them.
@@ -238,19 +247,29 @@ class RunQueue:
             # Loads go before running sequences: their prefix can be computed later.
             if self._give_up_load():
                 continue
-            victim = self.running[-1]
+            victim = self._choose_victim(planned)
             self._preempt(victim)
             if victim is sequence:
                 return None
         sequence.capacity_tokens = sequence.kv.capacity_tokens
         return new_blocks
 
+    def _choose_victim(self, planned: ListLike[Sequence]) -> Sequence:
+        youngest = self.running[-1]
+        if not self.waiting.chooses_victim:
+            return youngest
+        has_row = set(planned)
+        candidates = [sequence for sequence in self.running[1:] if sequence not in has_row]
+        if not candidates:
+            return youngest  # the only one that runs
+        chosen = self.waiting.victim([sequence.request for sequence in candidates])
+        return youngest if chosen is None else candidates[chosen]
+
     def _preempt(self, sequence: Sequence) -> None:
-        """Sends the youngest running sequence back; what it has generated will be given when it resumes."""
-        self.running.pop()
+        """Sends a running sequence back; what it has generated will be given when it resumes."""
+        self.running.remove(sequence)
         self.released.append(sequence.slot)
-        self.preempted.append(sequence)
-        sequence.transition(SequenceState.PREEMPTED)
+        self._step_back(sequence)
         sequence.asked_tiers = False
         self._counters.preemptions += 1
         # A step in flight still writes to its slot and blocks: these come back with its last row.

@@ -2,7 +2,8 @@
 
 A plan is made by walking along the run queue (`run_queue.py`) until the budget is spent:
 
-    running, next id on the device    one token each; where blocks run short, the youngest of all is preempted;
+    running, next id on the device    one token each; where blocks run short, the youngest of all is preempted,
+                                      or the one that the queue policy chooses;
                                       with a grammar every other step, once the last token is known
     their drafts                      where blocks and budget are left (`drafts.py`)
     running, given ids left           chunks of prompts, or of what a preemption made them lose
@@ -20,6 +21,7 @@ Slots and blocks come back when no step in flight has a row of their sequence.
 
 import secrets
 from collections import deque
+from collections.abc import Sequence as ListLike
 from collections.abc import Set as AbstractSet
 
 from openinfer_core.engine import EngineStats
@@ -34,7 +36,7 @@ from openinfer_engine.scheduler.integrity import check_integrity
 from openinfer_engine.scheduler.itl_limit import ItlLimiter
 from openinfer_engine.scheduler.outputs import OutputProcessor, finished
 from openinfer_engine.scheduler.run_queue import RunQueue
-from openinfer_engine.scheduler.sequence import Sequence, count_final_tokens
+from openinfer_engine.scheduler.sequence import Sequence, SequenceState, count_final_tokens
 from openinfer_engine.scheduler.step_builder import StepBuilder, StepInFlight
 from openinfer_kv_cache import BlockListener, BlockStateError, TierPort
 
@@ -150,9 +152,11 @@ class TokenBudgetScheduler:
     def _plan_decode_rows(self, builder: StepBuilder) -> list[Sequence]:
         """One token for every sequence that has its next id on the device; returns those with given ids left."""
         unfilled: list[Sequence] = []
-        is_short = False
-        for sequence in self._queue.running:  # a preemption takes from its end, after or at this sequence
+        is_short, running = False, SequenceState.RUNNING
+        for sequence in tuple(self._queue.running):  # preemptions take from the list
             computed_tokens = sequence.computed_tokens
+            if sequence.state is not running:
+                continue  # gave way for one before it
             if computed_tokens < sequence.given_tokens:
                 unfilled.append(sequence)
             elif computed_tokens == sequence.target_tokens:
@@ -161,13 +165,16 @@ class TokenBudgetScheduler:
                 continue  # its last token is in flight, and the mask of the next one depends on it
             elif computed_tokens < sequence.capacity_tokens:
                 builder.add_decode_row(sequence, ())
-            elif not is_short and (new_blocks := self._queue.allocate_next(sequence, self._in_flight)) is not None:
+            elif not is_short and (new_blocks := self._allocate_next(sequence, builder)) is not None:
                 builder.add_decode_row(sequence, new_blocks)
             else:
                 # Once blocks ran short for one, all younger ones that need a block sit the step out, too.
                 is_short = True
         builder.close_decode_rows()
-        return unfilled
+        return [sequence for sequence in unfilled if sequence.state is SequenceState.RUNNING]
+
+    def _allocate_next(self, sequence: Sequence, builder: StepBuilder) -> ListLike[int] | None:
+        return self._queue.allocate_next(sequence, self._in_flight, builder.rows)
 
     def _add_drafts(self, builder: StepBuilder, unfilled: list[Sequence]) -> None:
         queue, budget_tokens = self._queue, builder.budget_tokens
