@@ -65,6 +65,9 @@ class StateCopy:
 class StepPlan:
     """One forward pass as columns, one entry per row; a row is a chunk of one sequence.
 
+    A scheduler plans at least one row. A worker takes a plan of none, with all columns empty, and answers an empty
+    result: where ranks have requests of their own, one may have none to run while the others do.
+
     Row `i` computes `counts[i]` positions of the sequence in `slots[i]`, from `starts[i]` on. Its input ids are, in
     this order:
 

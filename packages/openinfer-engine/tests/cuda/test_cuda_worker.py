@@ -11,12 +11,12 @@ from openinfer_core import EngineInfo, GenerateRequest, RequestId, SamplingParam
 from openinfer_core.grammars import MaskWords, TokenMatcher
 from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.sampling import Grammar, GrammarKind
-from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPlan
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
 from openinfer_engine.scheduler import TokenBudgetScheduler
-from openinfer_engine.worker.runner import ThreadRunner
+from openinfer_engine.worker.runner import PendingStep, ThreadRunner
 from openinfer_kernels import Array, AttentionBatch, KernelsError
 
 pytestmark = pytest.mark.gpu
@@ -193,6 +193,26 @@ def test_random_traffic_gives_the_models_tokens(capture: bool, num_blocks: int) 
                 is_likeliest = next_token(request.prompt_token_ids[:position]) == request.prompt_token_ids[position]
                 assert (one.rank == 1) == is_likeliest
     assert (loop.stats().preemptions > 0) == (num_blocks < NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_steps_of_no_rows_change_nothing(capture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, pending = make_loop(SumModel, capture=capture), list[PendingStep]()
+    launch, none = loop.runner.launch, np.zeros(0, np.int32)
+    names = ("slots", "starts", "counts", "num_host_tokens", "max_new", "token_ids", "new_block_counts", "new_blocks")
+
+    def launch_after_an_empty_one(plan: StepPlan) -> PendingStep:
+        pending.append(launch(StepPlan(step=plan.step, **dict.fromkeys(names, none))))
+        if len(pending) % 2:
+            assert not len(pending[-1].result().new_counts)
+        return launch(plan)
+
+    monkeypatch.setattr(loop.runner, "launch", launch_after_an_empty_one)
+    requests = [make_request(i, [i] * (1 + 3 * i), max_tokens=12) for i in range(6)]
+    said = run(loop, requests)
+    for request in requests:
+        assert tokens_of(said[request.request_id]) == expected(request.prompt_token_ids, 12)
+    assert len(pending) >= 12
 
 
 @pytest.mark.parametrize("capture", [True, False])

@@ -3,6 +3,7 @@
 import os
 from dataclasses import fields
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -60,6 +61,19 @@ def test_a_step_arrives_as_it_was_sent_but_for_its_masks() -> None:
             assert np.array_equal(found, sent)
         else:
             assert found == sent
+
+
+def test_a_step_of_no_rows_arrives() -> None:
+    none = np.zeros(0, np.int32)
+    columns = ("slots", "starts", "counts", "num_host_tokens", "max_new", "token_ids", "new_block_counts", "new_blocks")
+    sent = StepPlan(step=7, **dict.fromkeys(columns, none))
+    message = to_rank_decoder.decode(msgspec.msgpack.encode(RunStep.of(sent)))
+    assert isinstance(message, RunStep)
+    found = message.plan()
+    assert (found.step, found.num_rows, found.num_tokens) == (7, 0, 0)
+    for name in (*columns, "draft_counts"):
+        assert getattr(found, name).dtype == np.int32
+        assert getattr(found, name).shape == (0,)
 
 
 def test_every_field_of_a_plan_has_its_place_in_the_message() -> None:

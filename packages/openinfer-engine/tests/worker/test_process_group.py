@@ -39,7 +39,7 @@ from openinfer_engine.kv_tiers.pool import HostPool
 from openinfer_engine.options import LoadFormat, RankHost
 from openinfer_engine.worker.process_group import CHILD_MODULE, ProcessGroup
 from openinfer_engine.worker.process_runner import ProcessRunner
-from openinfer_engine.worker.runner import DoneStep
+from openinfer_engine.worker.runner import DoneStep, PendingStep
 
 FAMILY: Any = find_plugin("openinfer.models", "qwen3").load()()
 MODEL_DIR: Path = find_plugin("openinfer.checkpoints", "tiny").load()()
@@ -121,6 +121,38 @@ def test_ranks_in_processes_say_what_one_rank_says(ranks: int, four_heads: Path)
                 assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             for mine, theirs in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
                 assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_ranks_in_processes_take_steps_of_no_rows(four_heads: Path) -> None:
+    given = {"model_dir": four_heads, "load_format": LoadFormat.DUMMY}
+    expected = run(make_loop(2, **given), REQUESTS)
+    loop = make_loop(2, **given)
+    runner, launched = runner_of(loop), list[int]()
+
+    def launch_after_an_empty_one(plan: StepPlan) -> PendingStep:
+        empty = launch(no_rows(plan.step))
+        launched.append(len(empty.result().new_counts))
+        return launch(plan)
+
+    launch, runner.launch = runner.launch, launch_after_an_empty_one  # type: ignore[method-assign]
+    assert run(loop, REQUESTS) == expected
+    assert len(launched) > 30
+    assert not any(launched)
+
+
+def no_rows(step: int) -> StepPlan:
+    none = np.zeros(0, np.int32)
+    return StepPlan(
+        step=step,
+        slots=none,
+        starts=none,
+        counts=none,
+        num_host_tokens=none,
+        max_new=none,
+        token_ids=none,
+        new_block_counts=none,
+        new_blocks=none,
+    )
 
 
 def test_the_death_of_a_rank_ends_the_step_and_the_loop_says_which_and_how(four_heads: Path) -> None:

@@ -116,6 +116,20 @@ def run(worker: CpuWorker, step: StepPlan) -> StepResult:
     return worker.launch(step).result()
 
 
+def test_step_of_no_rows_yields_nothing_and_changes_nothing() -> None:
+    drafter = CountingDrafter()
+    worker = make_worker(drafter)
+    run(worker, plan([(0, 0, [1, 2, 9, 9], 0, 4)], [started(0)]))
+    told = len(drafter.told)
+
+    result = run(worker, plan([]))
+
+    assert [len(each) for each in (result.new_counts, result.token_ids, result.draft_counts)] == [0, 0, 0]
+    assert result.new_counts.dtype == result.token_ids.dtype == np.int32
+    assert len(drafter.told) == told
+    assert run(worker, plan([(0, 4, [], 2, 3)])).tokens_of_rows == [[4, 5, 6]]
+
+
 def test_row_yields_tokens_up_to_the_first_that_is_no_draft() -> None:
     worker = make_worker()
     step = plan([(0, 0, [1, 2, 3, 4], 0, 4), (1, 0, [1, 2, 9, 4], 0, 4), (2, 0, [5], 0, 1)], [*map(started, range(3))])

@@ -136,6 +136,8 @@ class CpuWorker:
         self._communicator.close()
 
     def _compute(self, plan: StepPlan) -> StepResult:
+        if not plan.num_rows:
+            return StepResult.of_single_tokens(np.zeros(0, np.int32))
         inputs = InputIds.of(plan, last_ids=self._last_ids, drafts=self._drafts, ops=self._ops)
         token_ids = inputs.model_ids(num_token_ids=self._limits.num_token_ids)
         drafting = np.flatnonzero(plan.max_new > 1)

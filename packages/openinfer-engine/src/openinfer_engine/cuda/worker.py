@@ -17,7 +17,7 @@ import numpy as np
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import StepPlan
 from openinfer_engine.cpu.worker import PROMPT_LOGPROB_ROWS, WorkerLimits
-from openinfer_engine.cuda.drafted import DraftedSteps
+from openinfer_engine.cuda.drafted import DraftedSteps, nothing_sampled
 from openinfer_engine.cuda.drafted_sampling import DraftedSamplingState
 from openinfer_engine.cuda.drafted_states import DraftedStates
 from openinfer_engine.cuda.graphs import CapturedDecode, StepWork, capture_decode, capture_mixed
@@ -216,7 +216,7 @@ class CudaWorker:
             self._states.advance(plan)
         # States were restored above, before the rows that go on from them; they are kept below, after these rows.
         run = self._run if self._drafted is None else self._drafted.run
-        sampled, prompts = run(plan, staging)
+        sampled, prompts = run(plan, staging) if plan.num_rows else (nothing_sampled(), [])
         if self._states is not None:
             self._states.keep(plan)
         after = note_times()

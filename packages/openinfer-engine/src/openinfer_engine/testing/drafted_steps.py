@@ -2,7 +2,8 @@
 
 `DraftedSteps` plans and applies for a runner as a scheduler would, one step ahead of what it knows, and does whatever
 the contract allows: chunks, drafts of the device and of the host, more than the device has, preemptions, rows left
-out, masked rows. The answers are those of steps of one token each.
+out, masked rows, and steps of no rows, which schedulers may not plan and workers take. The answers are those of steps
+of one token each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,10 @@ from openinfer_engine.worker.runner import PendingStep, Runner
 
 AllowedTokens: TypeAlias = Callable[[GenerateRequest, Sequence[int]], Sequence[int] | None]
 """Tokens that may follow the output of a request so far; None for all."""
+
+
+_EMPTY_STEPS = 0.1
+"""Share of the steps that have no rows, next to the second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,7 @@ class DraftedSteps:
         num_compared: drafts that the runner has compared.
         num_accepted: those of them that were sampled.
         num_preemptions: sequences that lost their slot.
+        num_empty: steps of no rows.
     """
 
     def __init__(
@@ -129,7 +135,7 @@ class DraftedSteps:
         self._sequences: list[_Sequence] = []
         self._started: list[SlotStart] = []
         self._step = 0
-        self.num_compared = self.num_accepted = self.num_preemptions = 0
+        self.num_compared = self.num_accepted = self.num_preemptions = self.num_empty = 0
 
     def run(self, requests: Sequence[GenerateRequest]) -> dict[int, DraftedAnswer]:
         """Answers by request id.
@@ -162,6 +168,9 @@ class DraftedSteps:
     def _plan(self) -> tuple[StepPlan, list[_Row]] | None:
         self._started = []
         live = [each for each in self._sequences if not each.is_finished]
+        if live and (self._rng.random() < _EMPTY_STEPS or self._step == 1):
+            self.num_empty += 1
+            return self._columns([]), []
         order: list[int] = self._rng.permutation(len(live)).tolist()
         chosen = [live[index] for index in order if self._rng.random() < 0.8]
         rows = [row for row in map(self._row, chosen) if row is not None]

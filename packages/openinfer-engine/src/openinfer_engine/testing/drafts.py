@@ -190,6 +190,7 @@ def _check_run(
     assert steps.num_compared > 50, f"{name}: {steps.num_compared} drafts were compared"
     assert share >= _ACCEPTED[kind], f"{name}: {share:.0%} of the drafts were accepted"
     assert steps.num_preemptions > 0, f"{name}: nothing was preempted"
+    assert steps.num_empty > 0, f"{name}: no step was without rows"
 
 
 def _run(
