@@ -4,7 +4,10 @@
 through the block tables. A wrong block, a stale id on the device or a lost position changes every later token.
 """
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -355,3 +358,28 @@ def test_a_wedged_scheduler_is_reported_and_not_spun_on() -> None:
     with pytest.raises(ContractViolation, match="wedged"):
         loop.step()
     loop.close()
+
+
+NO_LATE_IMPORTS = """
+import sys
+from test_loop import EngineCapability, make_loop, make_request
+loop = make_loop()
+asked = {"min_tokens": 1, "stop_token_ids": (5, 4), "logit_bias": {7: 1.0}, "logprobs": 1}
+loop.submit(make_request(0, [1, 2, 3], max_tokens=2, **asked))
+while loop.busy:
+    loop.step()
+before = set(sys.modules)
+for number in range(1, 40):
+    loop.submit(make_request(number, [1, 2, 3], max_tokens=16))
+    while loop.busy:
+        loop.step()
+late = sorted(name for name in {*sys.modules} - before | {"numpy.ma"} & {*sys.modules})
+sys.exit(f"imported by a step: {late}" if late else 0)
+"""
+
+
+def test_steps_import_nothing() -> None:
+    """NumPy has parts that it imports when they are first asked for: a step that does so stalls all requests."""
+    command = [sys.executable, "-c", NO_LATE_IMPORTS]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -19,7 +19,6 @@ from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_core.scheduling import SchedulerConfig, StepPlan
 
 LOOK_PERIOD_S = 1.0
-_MOST_PLANS = 256  # whose slots are kept between two looks
 
 
 class RowWatch:
@@ -32,7 +31,7 @@ class RowWatch:
         self._owners: dict[int, RequestId] = {}  # slot -> the request in it
         self._blocks: dict[RequestId, int] = {}  # unfinished request -> KV blocks that it takes at most
         self._idle_s: dict[RequestId, float] = {}  # for how long it could have had a row
-        self._slots: list[NDArray[np.int32]] = []
+        self._had_row: NDArray[np.bool_] = np.zeros(config.max_num_seqs, np.bool_)  # by slot, since the last look
         self._newest: StepPlan | None = None
 
     @property
@@ -52,15 +51,12 @@ class RowWatch:
                 self._owners[start.slot] = start.request.request_id
                 self._idle_s.pop(start.request.request_id, None)
         self._newest = plan
-        self._slots.append(plan.slots)
-        if len(self._slots) >= _MOST_PLANS:
-            self._note_rows()
+        self._had_row[plan.slots] = True
 
     def _note_rows(self) -> None:
-        if self._slots:
-            for slot in np.unique(np.concatenate(self._slots)).tolist():
-                self._idle_s.pop(self._owners.get(slot, RequestId(-1)), None)
-            self._slots.clear()
+        for slot in np.flatnonzero(self._had_row).tolist():
+            self._idle_s.pop(self._owners.get(slot, RequestId(-1)), None)
+        self._had_row[:] = False
 
     def is_due(self, now_s: float) -> bool:
         return now_s - self._looked_s >= LOOK_PERIOD_S
