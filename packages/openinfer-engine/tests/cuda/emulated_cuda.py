@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-CSRC = Path(__file__).parents[3] / "openinfer-kernels/src/openinfer_kernels/csrc"
+import openinfer_kernels
+
+CSRC = Path(openinfer_kernels.__file__).parent / "csrc"
 _HOST_CUDA = """
 #include <algorithm>
 #include <cstdint>
