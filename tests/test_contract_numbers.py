@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openinfer_core.contracts import CONTRACTS, OUR_PACKAGES, declared_contract
+from openinfer_core.contracts import CONTRACTS, OUR_PACKAGES, declared_contract, misfit_of
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")])
@@ -49,3 +49,15 @@ def test_readme_of_each_package_says_what_is_public(folder: Path) -> None:
     assert f"{folder.name.replace('-', '_')}.__all__" in promises
     assert "semantic versioning" in promises or folder.name == "openinfer-core"
     assert f"| [{folder.name}](../../packages/{folder.name}/README.md#promises) |" in PAGE
+
+
+def test_misfit_of_a_wrong_call_names_the_caller_and_the_package_whose_function_it_is() -> None:
+    """It takes what an installed package requires to tell whose function a name may be."""
+    source = "from openinfer_core import read_config\nread_config()"
+    names = {"__name__": "openinfer_kv_cache.part", "__package__": "openinfer_kv_cache"}
+    with pytest.raises(TypeError) as caught:
+        exec(compile(source, "openinfer_kv_cache.part", "exec"), names)
+    sentence = misfit_of(caught.value) or ""
+    assert sentence.startswith("openinfer-kv-cache")
+    assert "uses what openinfer-core" in sentence
+    assert "TypeError: read_config() missing 1 required" in sentence

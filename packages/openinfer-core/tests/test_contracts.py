@@ -208,7 +208,6 @@ def error_of(source: str, module: str) -> Exception:
             "from openinfer_core import SamplingParams\nSamplingParams(max_tokens=1).nothing",
             "AttributeError: 'SamplingParams' object has no attribute 'nothing'",
         ),
-        ("from openinfer_core import read_config\nread_config()", "TypeError: read_config() missing 1 required"),
     ],
 )
 def test_misfit_names_both_packages_and_what_is_lacking(source: str, says: str) -> None:
