@@ -95,7 +95,7 @@ def _time_steps(
             raise RuntimeError("fewer plans were recorded than are played")
         apply(made)
         times_s.append(time.perf_counter() - begin_s)
-    return float(np.median(times_s[_WARM_UP:]))
+    return float(np.median(times_s[min(_WARM_UP, len(times_s) // 2) :]))
 
 
 def _median(call: Callable[[], object], repeats: int) -> float:
