@@ -17,7 +17,7 @@ import pytest
 
 from openinfer_core import EngineClosed
 from openinfer_core.process.local import InProcessEngine
-from openinfer_core.timeline import Timeline
+from openinfer_core.process.timeline import Timeline
 from openinfer_server import CannotListen, ServerOptions, UnusableTokenizer, load_app, run, run_starting
 from openinfer_server.server import listen
 from openinfer_server.testing import DEADLINE_S, ParrotLoop, wait_until

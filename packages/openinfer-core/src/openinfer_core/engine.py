@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import msgspec
 
 from openinfer_core.events import TokenEvent
+from openinfer_core.process.timeline import StartPhase
 from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.timeline import StartPhase
 
 if TYPE_CHECKING:
     from openinfer_core.control import ControlCommand

@@ -7,7 +7,7 @@ import msgspec
 
 from openinfer_core.contracts import one_release
 from openinfer_core.process.engine_process import run_engine_process
-from openinfer_core.timeline import Timeline
+from openinfer_core.process.timeline import Timeline
 from openinfer_engine.engine_plan import resolve
 from openinfer_engine.engine_spec import EngineSpec
 from openinfer_engine.launch import build_loop

@@ -19,8 +19,8 @@ from openinfer_core import (
 )
 from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import QUEUE_POLICIES, SCHEDULERS
+from openinfer_core.process.timeline import Timeline
 from openinfer_core.scheduling import Scheduler, SchedulerConfig
-from openinfer_core.timeline import Timeline
 from openinfer_engine.backends import Backend, open_backend
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.drafting import ChosenDrafter, choose_drafter

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from openinfer_core import EngineHandle, FamilyPlan, Refused
+from openinfer_core.process.timeline import Timeline
 from openinfer_core.scheduling import Scheduler
-from openinfer_core.timeline import Timeline
 from openinfer_engine.distributed.communicator import Communicator, SoloCommunicator
 from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.dry_run import dry_run

@@ -25,7 +25,7 @@ from openinfer_core.engine import EngineHandle
 from openinfer_core.events import FailureKind
 from openinfer_core.process.early_launch import EarlyLaunch
 from openinfer_core.process.resident import settle_memory
-from openinfer_core.timeline import Timeline
+from openinfer_core.process.timeline import Timeline
 from openinfer_server.app import App, app_of, load_app
 from openinfer_server.errors import CannotListen, ServerError
 from openinfer_server.http.access import Access

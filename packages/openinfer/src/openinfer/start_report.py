@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from openinfer_core import EngineInfo
-from openinfer_core.timeline import StartPhase
+from openinfer_core.process.timeline import StartPhase
 
 _MIB = 2**20
 

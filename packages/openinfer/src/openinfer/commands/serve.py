@@ -11,7 +11,7 @@ from openinfer.commands.plan import check_lock, check_writable, resolve
 from openinfer.flags import add_flags, read_flags
 from openinfer.start_report import StartReport
 from openinfer_core.process.early_launch import EarlyLaunch
-from openinfer_core.timeline import Timeline
+from openinfer_core.process.timeline import Timeline
 from openinfer_server.options import ServerOptions
 
 logger = logging.getLogger("openinfer")

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from openinfer_core.process.resident import resident_bytes, settle_memory
-from openinfer_core.timeline import Timeline, process_age_s
+from openinfer_core.process.timeline import Timeline, process_age_s
 
 
 def test_phases_touch_and_begin_where_they_were_told() -> None:
