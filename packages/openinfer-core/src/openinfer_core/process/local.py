@@ -14,11 +14,10 @@ from collections.abc import AsyncIterator
 
 from openinfer_core.control import ControlCommand
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.errors import EngineClosed, Refused
 from openinfer_core.events import TokenEvent
 from openinfer_core.process.host import ControlCall, EngineLoop, LoopRunner
 from openinfer_core.process.mailbox import Mailbox
-from openinfer_core.process.wire import ENDED, Abort, Close, Submit
+from openinfer_core.process.wire import Abort, Close, Submit, raise_refusal
 from openinfer_core.request import GenerateRequest, RequestId
 
 DIED = "the engine loop failed; its traceback is in the log"
@@ -80,11 +79,7 @@ class InProcessEngine:
                 loop.call_soon_threadsafe(settle, refusal)
 
         self._host.post(ControlCall(command, answer))
-        refusal = await done
-        if refusal == ENDED:
-            raise EngineClosed(refusal)
-        if refusal is not None:
-            raise Refused(refusal)
+        raise_refusal(await done)
 
     async def close(self) -> None:
         self._host.post(Close())

@@ -19,7 +19,6 @@ from openinfer_core.process.child import EngineChild, connect_to
 from openinfer_core.process.engine_process import Address, LinkKind, default_link
 from openinfer_core.process.mailbox import Mailbox
 from openinfer_core.process.wire import (
-    ENDED,
     Abort,
     AskStats,
     Close,
@@ -35,6 +34,7 @@ from openinfer_core.process.wire import (
     ToClient,
     Welcome,
     encode_frame,
+    raise_refusal,
     to_client_decoder,
 )
 from openinfer_core.request import GenerateRequest, RequestId
@@ -195,13 +195,9 @@ class RemoteEngine:
         answer = self._controls[number] = asyncio.get_running_loop().create_future()
         self._send(encode_frame(Control(number, command)))
         try:
-            refusal = await answer
+            raise_refusal(await answer)
         finally:
             self._controls.pop(number, None)
-        if refusal == ENDED:
-            raise EngineClosed(refusal)
-        if refusal is not None:
-            raise Refused(refusal)
 
     async def close(self) -> None:
         await self._attach()

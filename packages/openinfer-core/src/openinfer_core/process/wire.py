@@ -17,7 +17,7 @@ import msgspec
 
 from openinfer_core.control import ControlCommand
 from openinfer_core.engine import EngineInfo, EngineStats
-from openinfer_core.errors import ContractViolation
+from openinfer_core.errors import ContractViolation, EngineClosed, Refused
 from openinfer_core.events import TokenEvent
 from openinfer_core.request import GenerateRequest, RequestId
 
@@ -96,6 +96,14 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """The engine ends by itself, for a reason that clients may be told."""
 
     reason: str
+
+
+def raise_refusal(refusal: str | None) -> None:
+    """What `EngineHandle.control` raises for the answer to a command."""
+    if refusal == ENDED:
+        raise EngineClosed(refusal)
+    if refusal is not None:
+        raise Refused(refusal)
 
 
 ToEngine: TypeAlias = Hello | Submit | Abort | AskStats | Control | Close

@@ -42,7 +42,7 @@ def config_as_model(argv: Sequence[str]) -> Generator[list[str]]:
         raise InvalidRequest(
             f"--config {path} has more than {_MOST_BYTES} bytes: this is no config.json", field="config"
         )
-    # A folder of its own: what lies beside the file (a tokenizer, weights of another model) has no part in the plan.
+    # A folder of its own: what lies next to the file (a tokenizer, weights of another model) has no part in the plan.
     with tempfile.TemporaryDirectory(prefix="openinfer-config-") as parent:
         folder = Path(parent) / (path.resolve().parent.name if path.name == "config.json" else path.stem)
         folder.mkdir()
