@@ -11,7 +11,7 @@ import pytest
 from openinfer.commands.main import main
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "openinfer-llama"
+EXAMPLE = ROOT / "packages" / "openinfer-llama"
 PAGE = (ROOT / "docs" / "reference" / "add-a-model.md").read_text(encoding="utf-8")
 
 

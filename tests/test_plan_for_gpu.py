@@ -58,9 +58,47 @@ def test_plan_of_a_published_shape_counts_weights_kv_and_context_as_by_hand(name
     parameters = shape["parameters"] + (gpus - 1) * shape.get("replicated_parameters", 0)
     float32_bytes = shape.get("float32_parameters", 0) * (4 - BF16_BYTES)
     assert planned.memory_bytes["weights"] == parameters * BF16_BYTES + float32_bytes
-    kv_bytes = 1000 * 16 * shape["kv_values_per_token"] * BF16_BYTES
+    kv_bytes = 1000 * 16 * values_of_a_block(shape) * BF16_BYTES
     assert planned.memory_bytes["kv_cache"] == kv_bytes * (1 if shape["kv_is_shared"] else gpus)
-    assert planned.limits["max_model_tokens"] == shape["context_tokens"]
+    context_of_pool = shape["tables"]["context_of_1000_blocks"] if "tables" in shape else 1000 * 16
+    assert planned.limits["max_model_tokens"] == min(shape["context_tokens"], context_of_pool)
+    assert planned.limits.get("model_context_tokens", shape["context_tokens"]) == shape["context_tokens"]
+
+
+def values_of_a_block(shape: dict[str, Any]) -> int:
+    """Of one token: all layers, or those of one piece where layers have windows."""
+    tables = shape.get("tables")
+    return (
+        shape["kv_values_per_token"] if tables is None else tables["layers_of_a_block"] * tables["kv_values_per_layer"]
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SERVED.items() if "tables" in shape])
+def test_plan_of_a_shape_with_windows_counts_contexts_by_its_block_tables(name: str, config_file: Any) -> None:
+    shape = SERVED[name]
+    tables, context = shape["tables"], shape["context_tokens"]
+    planned = plan(config_file(shape["config"]), gpu="h200-141g")
+    window_blocks = tables["window_tokens"] // 16 + 2  # it may begin inside a block, and one is written ahead
+    context_blocks = tables["whole"] * context // 16 + tables["windowed"] * window_blocks
+    kv_bytes = planned.memory_bytes["kv_cache"]
+    assert planned.limits["num_blocks"] == kv_bytes // (16 * values_of_a_block(shape) * BF16_BYTES)
+    assert planned.limits["kv_cache_tokens"] == planned.limits["num_blocks"] * context // context_blocks
+    assert planned.by_ranks[0].kv_cache_tokens >= planned.limits["kv_cache_tokens"]  # not more than all slots use
+    of_one_table = kv_bytes // (shape["kv_values_per_token"] * BF16_BYTES)
+    assert planned.limits["kv_cache_tokens"] > 1.3 * of_one_table
+    whole, windowed = tables["whole"], tables["windowed"]
+    assert planned.parts["kv_tables"] == (
+        f"{whole + windowed} block tables: {whole} of layers that see all tokens, "
+        f"{windowed} of layers that see the last {tables['window_tokens']:,} tokens"
+    )
+
+
+def test_plan_of_a_context_within_its_windows_has_one_table(config_file: Any) -> None:
+    planned = plan(config_file(SERVED["Gemma-2-9B"]["config"]), max_model_tokens=4096)
+    assert planned.parts["kv_tables"].startswith(
+        "1 block table, which keeps the KV of all tokens; some layers see 4,096"
+    )
+    assert planned.parts["kv_tables"].endswith("but no context is longer than 4,096")
 
 
 def test_plan_of_fp8_blocks_counts_a_byte_per_weight(config_file: Any) -> None:
@@ -101,6 +139,16 @@ def test_ranks_that_cannot_share_a_model_are_refused(config_file: Any) -> None:
 def test_plan_of_a_model_that_no_package_serves_is_refused_by_its_type(shape: dict[str, Any], config_file: Any) -> None:
     with pytest.raises(UnclaimedModel, match=f"no installed family serves model_type '?{shape['model_type']}'?"):
         find_family(config_file(shape["config"]).parent)
+
+
+def test_a_refusal_names_what_is_served_and_not_every_family_that_is_not_asked_for(config_file: Any) -> None:
+    with pytest.raises(UnclaimedModel) as refused:
+        find_family(config_file({"model_type": "qwen3_moe"}).parent)
+    message = str(refused.value)
+    assert message.count("qwen3_moe") == 1
+    for model_type in ("deepseek_v3", "kimi_k2", "qwen3", "qwen3_5"):
+        assert f" {model_type}," in message or f" {model_type}:" in message
+    assert "take a model of one of these types" in message
 
 
 def test_named_gpus_have_kernels() -> None:

@@ -85,7 +85,7 @@ class Family(EngineFamily):
     definition = Definition()
 """
 """Llama, whose logits are squared."""
-FIXTURE = ROOT / "examples" / "openinfer-llama" / "tests" / "fixture"
+FIXTURE = ROOT / "packages" / "openinfer-llama" / "tests" / "fixture"
 
 
 @pytest.fixture

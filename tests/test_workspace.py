@@ -5,6 +5,7 @@ in and weighs is `tools/workspace/alone.py`'s.
 """
 
 import importlib
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,13 @@ def test_metadata_is_static_and_uniform(folder: Path) -> None:
     assert table["license"] == "Apache-2.0"
     assert table["license-files"] == ["LICENSE"]
     assert table["readme"] == "README.md"
+
+
+@each_distribution
+def test_metadata_that_all_share_is_what_one_table_says(folder: Path) -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "workspace" / "metadata.py"))
+    text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    assert tool["written"](text, folder) == text, "run ./run metadata"
 
 
 @each_distribution

@@ -129,4 +129,63 @@ def test_commands_that_a_page_names_are_there(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     named = set(re.findall(r"\./run ([a-z][a-z-]*)", text)) | set(re.findall(r"(?m)^step ([a-z-]+)", text))
     assert named
-    assert named <= scripts.keys()
+    assert named <= scripts.keys() | {"demo", "openinfer"}  # these two are the file run's own
+
+
+def test_commands_of_pages_are_checked_by_name_and_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = load_tool("page_commands")
+    of_openinfer = {("serve",): {"--model"}, ("bench", "scheduler"): {"--json"}}
+    monkeypatch.setattr(tool, "flags_of_openinfer", lambda words: (words in of_openinfer, of_openinfer.get(words)))
+    text = """
+./run install --cuda13 --nccl   # --comment
+./run install --cuda99
+./run lintt
+./run openinfer serve --model /x --modle=/x && echo --other
+openinfer bench scheduler --json FILE | head --lines 3
+/opt/openinfer/bin/openinfer bench schedulr
+python3 dist/install.py --into ~/x
+curl --anything
+"""
+    block = tool.Block(ROOT / "README.md", 1, "", text)
+    assert list(tool.wrong_commands(block)) == [
+        "README.md:1: ./run install --cuda99 has no --cuda99",
+        "README.md:1: there is no ./run lintt",
+        "README.md:1: openinfer serve --model has no --modle",
+        "README.md:1: there is no openinfer bench schedulr",
+    ]
+
+
+def test_blocks_of_a_page_run_in_order_in_a_bare_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tool = load_tool("page_commands")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\ntest -z ${LEAK-}\necho hi > $HOME/x\n```\n```\nexit 7\n```\n```sh\ncat $HOME/x\nfalse\n```\n"
+    )
+    monkeypatch.setenv("LEAK", "1")
+    assert tool.run_page(page, list(tool.blocks_of(page))) == f"{page}:8: exit code 1"
+    assert "\nhi\n" in capfd.readouterr().out
+
+
+def test_pages_of_the_site_link_to_the_repository_where_a_link_leaves_the_docs() -> None:
+    tool = load_tool("docs_site")
+
+    def shown(link: str, page: str = "reference/kernels.md") -> str:
+        text: str = tool.outside_links(f"see [x]({link}).", page, "https://example.test/repo")
+        return text.removeprefix("see [x](").removesuffix(").")
+
+    assert shown("../../packages/openinfer-core/README.md#promises") == (
+        "https://example.test/repo/blob/main/packages/openinfer-core/README.md#promises"
+    )
+    assert shown("../deploy", page="production.md") == "https://example.test/repo/tree/main/deploy"
+    assert shown("../../docs/notes/kernels.md") == "../notes/kernels.md"
+    assert shown("metrics.md") == "metrics.md"
+    assert shown("#here") == "#here"
+    assert shown("https://example.test/x") == "https://example.test/x"
+
+
+def test_every_package_has_a_page_of_its_own_in_the_site() -> None:
+    pages = load_tool("docs_site").api_pages()
+    assert set(pages) == {f"api/{path.name.replace('-', '_')}.md" for path in ROOT.glob("packages/*")}
+    assert "::: openinfer_core\n" in pages["api/openinfer_core.md"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from openinfer_kernels import AttentionBatch
+from openinfer_kernels import AttentionBatch, PagedCache
 from openinfer_kernels.cuda.attention.paged import Attention
 from openinfer_kernels.cuda.common.launch import Module
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
@@ -75,12 +75,14 @@ def make_batch(starts, contexts, tables):
     empty = cupy.zeros(0, np.int32)
     return AttentionBatch(
         positions=empty, query_starts=cupy.asarray(starts), context_lens=cupy.asarray(contexts),
-        block_tables=cupy.asarray(tables), cache_slots=empty, max_query_tokens=int(np.diff(starts).max()),
+        block_tables=(cupy.asarray(tables),), cache_slots=(empty,), max_query_tokens=int(np.diff(starts).max()),
         max_context_tokens=int(contexts.max()))  # fmt: skip
 
 
 def reference(q, cache, batch, layer, scale):
-    starts, contexts, tables = (cupy.asnumpy(x) for x in (batch.query_starts, batch.context_lens, batch.block_tables))
+    starts, contexts, tables = (
+        cupy.asnumpy(x) for x in (batch.query_starts, batch.context_lens, batch.block_tables[0])
+    )
     kv_heads, block_tokens, head_dim = cache.shape[3:]
     out = cupy.empty(q.shape, cupy.float64)
     for row, context in enumerate(contexts.tolist()):
@@ -165,12 +167,12 @@ def check(attention, *, most_tokens):
             q, cache, batch = make_case(index, rows, **shape)
             scale = head_dim**-0.5 * 2
             expected = reference(q, cache, batch, 1, scale)
-            arrays = q.view(bfloat16), cache.view(bfloat16)
+            there = q.view(bfloat16), PagedCache(data=cache.view(bfloat16), layer=1)
             outs = []
             for _ in range(3):
                 poison = cupy.full(q.size, NAN, cupy.uint16)
                 del poison
-                out = attention.paged_attention(*arrays, layer=1, batch=batch, scale=scale)
+                out = attention.paged_attention(*there, batch=batch, scale=scale)
                 outs.append(out.view(cupy.uint16).copy())
             try:
                 cupy.cuda.Device().synchronize()
@@ -193,7 +195,8 @@ def check_replay(attention):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        out = attention.paged_attention(q.view(bfloat16), cache.view(bfloat16), layer=1, batch=batch, scale=0.1)
+        layer = PagedCache(data=cache.view(bfloat16), layer=1)
+        out = attention.paged_attention(q.view(bfloat16), layer, batch=batch, scale=0.1)
         graph = stream.end_capture()
     for lens in ([3000] * 8, [1, 2, 3, 2999, 16, 17, 1000, 64], [1] * 8, [640] * 8, [0, 0, 100, 0, 5, 0, 0, 0]):
         batch.context_lens.set(np.array(lens, np.int32))
@@ -202,7 +205,8 @@ def check_replay(attention):
         graph.launch(stream)
         stream.synchronize()
         rows = [row for row, n in enumerate(lens) if n]
-        some = dataclasses.replace(batch, context_lens=batch.context_lens[rows], block_tables=batch.block_tables[rows],
+        some = dataclasses.replace(batch, context_lens=batch.context_lens[rows],
+                                   block_tables=(batch.block_tables[0][rows],),
                                    query_starts=cupy.arange(len(rows) + 1, dtype=np.int32))  # fmt: skip
         expected = reference(q[rows], cache, some, 1, 0.1)
         worst = max(worst, error_of(out.view(cupy.uint16)[rows], expected))
@@ -218,7 +222,8 @@ def check_replay_of_pieces(attention):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        out = attention.paged_attention(q.view(bfloat16), cache.view(bfloat16), layer=1, batch=batch, scale=0.1)
+        layer = PagedCache(data=cache.view(bfloat16), layer=1)
+        out = attention.paged_attention(q.view(bfloat16), layer, batch=batch, scale=0.1)
         graph = stream.end_capture()
     for rows in ([(6000, 16)], [(5999, 13), (20, 3)], [(6000, 2), (16, 12), (3000, 1), (1, 1)], [(5, 5), (4000, 11)]):
         ends = np.cumsum([n for _, n in rows])
@@ -232,7 +237,7 @@ def check_replay_of_pieces(attention):
         graph.launch(stream)
         stream.synchronize()
         some = dataclasses.replace(batch, context_lens=batch.context_lens[: len(rows)],
-                                   block_tables=batch.block_tables[: len(rows)],
+                                   block_tables=(batch.block_tables[0][: len(rows)],),
                                    query_starts=batch.query_starts[: len(rows) + 1])  # fmt: skip
         expected = reference(q, cache, some, 1, 0.1)
         worst = max(worst, error_of(out.view(cupy.uint16), expected))
@@ -287,7 +292,8 @@ def shape_of(rows, num_blocks):
 
 def attend_layers(attention, q, cache, batch, layers):
     scale = HEAD_DIM**-0.5
-    return [attention.paged_attention(q, cache, layer=n, batch=batch, scale=scale) for n in range(layers)]
+    caches = [PagedCache(data=cache, layer=n, is_first_layer=not n) for n in range(layers)]
+    return [attention.paged_attention(q, each, batch=batch, scale=scale) for each in caches]
 
 
 def time_decode(attention, cache, rows):

@@ -15,7 +15,7 @@ from pathlib import Path
 import attention as alone
 import numpy as np
 
-from openinfer_kernels import AttentionBatch
+from openinfer_kernels import AttentionBatch, PagedCache
 from openinfer_kernels.cuda import CudaOps
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 
@@ -41,17 +41,18 @@ class Layers:
         self.norm = random_array(rng, alone.HEAD_DIM)
         self.rope = cupy.ones((2, 1 << 15, alone.HEAD_DIM // 2), np.float32)
         self.cache = alone.big_cache(num_blocks)
+        self.caches = [PagedCache(data=self.cache, layer=n, is_first_layer=not n) for n in range(alone.LAYERS)]
 
     def run(self, x, batch, *, attends):
         kept = []
-        for layer, (qkv_weight, out_weight) in enumerate(self.weights):
-            qkv = self.ops.linear(x, qkv_weight)
+        for cache, (qkv_weight, out_weight) in zip(self.caches, self.weights, strict=True):
+            qkv = self.ops.linear(x, qkv_weight, batch)
             q = self.ops.qk_norm_rope_append(qkv, q_norm=self.norm, k_norm=self.norm, eps=1e-6, rope=self.rope,
-                                             kv_cache=self.cache, layer=layer, batch=batch)  # fmt: skip
+                                             cache=cache, batch=batch)  # fmt: skip
             out = q.reshape(len(x), WIDTH)
             if attends:
-                out = self.ops.paged_attention(q, self.cache, layer=layer, batch=batch, scale=alone.HEAD_DIM**-0.5)
-            x = self.ops.linear(out, out_weight)
+                out = self.ops.paged_attention(q, cache, batch=batch, scale=alone.HEAD_DIM**-0.5)
+            x = self.ops.linear(out, out_weight, batch)
             kept += [qkv, q, out, x]
         return kept
 
@@ -59,12 +60,12 @@ class Layers:
 def make_batch(rows, num_blocks):
     """The batch of `shape_of` with the positions and slots that an append needs."""
     batch = alone.shape_of(rows, num_blocks)
-    tables, positions = cupy.asnumpy(batch.block_tables), cupy.asnumpy(batch.context_lens) - 1
+    tables, positions = cupy.asnumpy(batch.block_tables[0]), cupy.asnumpy(batch.context_lens) - 1
     blocks = tables[np.arange(len(rows)), positions // alone.BLOCK].astype(np.int64)
     return AttentionBatch(
         positions=cupy.asarray(positions.astype(np.int32)), query_starts=batch.query_starts,
         context_lens=batch.context_lens, block_tables=batch.block_tables,
-        cache_slots=cupy.asarray(blocks * alone.BLOCK + positions % alone.BLOCK), max_query_tokens=1,
+        cache_slots=(cupy.asarray(blocks * alone.BLOCK + positions % alone.BLOCK),), max_query_tokens=1,
         max_context_tokens=int(positions.max()) + 1)  # fmt: skip
 
 

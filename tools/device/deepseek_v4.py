@@ -29,7 +29,7 @@ from openinfer_engine.distributed.communicator import SoloCommunicator  # noqa: 
 from openinfer_engine.model import Shard  # noqa: E402
 from openinfer_engine.testing import QueriesOneOff, RoundedOps  # noqa: E402
 from openinfer_engine.weights.dummy import DummyWeights  # noqa: E402
-from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors  # noqa: E402
+from openinfer_engine.worker.paged_tensors import make_pool  # noqa: E402
 from openinfer_kernels import AttentionBatch  # noqa: E402
 from openinfer_kv_cache import KvDtype, KvLayout  # noqa: E402
 
@@ -86,10 +86,10 @@ class Run:
         self._model = definition.load(
             config, Weights(definition, config), ops=ops, communicator=SoloCommunicator(), max_model_tokens=1024
         )
-        spec = definition.kv_spec(config, model_tag="dummy", kv_dtype=dtype, num_ranks=1, rank_index=0)
+        dtypes = {"kv_dtype": dtype, "state_dtype": dtype}
+        spec = definition.kv_spec(config, model_tag="dummy", **dtypes, num_ranks=1, rank_index=0)
         layout = KvLayout.from_spec(spec, block_size_tokens=BLOCK_TOKENS)
         self._pool = make_pool(layout, num_blocks=NUM_ROWS * BLOCKS_OF_ROW, ops=ops)
-        self._caches = paged_tensors(layout, self._pool)
         self._states = {
             f"{group.name}.{tensor.name}": ops.zeros(
                 (NUM_ROWS, group.num_layers, *tensor.shape), None if tensor.dtype is dtype else np.float32
@@ -113,17 +113,17 @@ class Run:
             positions=upload(positions.astype(np.int32)),
             query_starts=upload(starts.astype(np.int32)),
             context_lens=upload(self._lengths[slots].astype(np.int32)),
-            block_tables=upload(self._blocks[slots].astype(np.int32)),
-            cache_slots=upload(places.astype(np.int64)),
+            block_tables=(upload(self._blocks[slots].astype(np.int32)),),
+            cache_slots=(upload(places.astype(np.int64)),),
             max_query_tokens=int(counts.max()),
             max_context_tokens=int(self._lengths[slots].max()),
             block_tokens=BLOCK_TOKENS,
-            caches=self._caches,
+            caches=self._pool.tensors,
             state_slots=upload(slots.astype(np.int32)),
             states=self._states,
         )
         token_ids = upload(np.concatenate([*rows.values()]).astype(np.int32))
-        hidden = self._model.forward(token_ids, batch=batch, kv_cache=self._pool)
+        hidden = self._model.forward(token_ids, batch=batch, kv_cache=self._pool.layers)
         return self._ops.download(self._model.logits(hidden))
 
 

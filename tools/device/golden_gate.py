@@ -2,7 +2,7 @@
 
     python3 tools/device/golden_gate.py MODEL [--ranks N] [--commit COMMIT] [--out FILE]
 
-MODEL is qwen3-4b, qwen3-8b, qwen3.5-4b or deepseek-v2-lite.
+MODEL is qwen3-4b, qwen3-8b, qwen3.5-4b, deepseek-v2-lite, gemma-2-2b or gemma-3-4b.
 
 Teacher-forced: each sequence that the engine was given, or itself went on with, is scored by transformers on the same
 tokens. Over every position: the regret of our likeliest token (how much likelier the truth's likeliest is), and
@@ -48,7 +48,8 @@ from openinfer_core.provenance import provenance  # noqa: E402
 from openinfer_deepseek import model as deepseek_v2  # noqa: E402
 from openinfer_engine import EngineOptions, StepLoop, build_loop, resolve  # noqa: E402
 from openinfer_engine.options import DeviceKind  # noqa: E402
-from openinfer_kernels import HostArray, RopeParameters  # noqa: E402
+from openinfer_gemma import model as gemma  # noqa: E402
+from openinfer_kernels import HostArray  # noqa: E402
 from openinfer_qwen3 import model as qwen3  # noqa: E402
 from openinfer_qwen35 import model as qwen35  # noqa: E402
 
@@ -57,11 +58,19 @@ GATE = {"regret_max": 0.20, "dlogprob_mean": 0.06, "dlogprob_p99": 0.20}
 CONTROL = "control, must not pass"
 MISTAKES = {
     "deepseek_v2": "positions off by one from token 100 on",
+    "gemma2": "positions off by one from token 100 on",
+    "gemma3_text": "positions off by one from token 100 on",
     "qwen3": "positions off by one from token 100 on",
     "qwen3_5_text": "states forget twice as fast",
 }
 """Of the control, by model type."""
-FAMILIES = {"deepseek_v2": "deepseek_v2", "qwen3": "qwen3", "qwen3_5_text": "qwen35"}
+FAMILIES = {
+    "deepseek_v2": "deepseek_v2",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "qwen3": "qwen3",
+    "qwen3_5_text": "qwen35",
+}
 BUCKETED_ROWS = 24
 """More than a captured number of rows; they end one after the other, so that every smaller one is passed."""
 
@@ -235,11 +244,12 @@ def run_control(folder: Path, gate: Gate, rng: np.random.Generator, config: dict
 @contextmanager
 def mistaken(model_type: str) -> Generator[None]:
     """Within it, models are loaded with the mistake of their type."""
-    rotated = {"qwen3": qwen3, "deepseek_v2": deepseek_v2}
-    make_table, make_weights = qwen3.rope_table, qwen35.LinearAttentionWeights
+    rotated = {"qwen3": qwen3, "deepseek_v2": deepseek_v2, "gemma2": gemma, "gemma3_text": gemma}
+    tables = {module: module.rope_table for module in rotated.values()}
+    make_weights = qwen35.LinearAttentionWeights
 
-    def misplaced(rope: RopeParameters, *, head_dim: int, positions: int) -> HostArray:
-        table = make_table(rope, head_dim=head_dim, positions=positions)
+    def misplaced(rope: Any, *, head_dim: int, positions: int) -> HostArray:
+        table = tables[rotated[model_type]](rope, head_dim=head_dim, positions=positions)
         return np.concatenate([table[:, :100], table[:, 99:-1]], axis=1)
 
     class Forgetful(make_weights):
@@ -255,7 +265,7 @@ def mistaken(model_type: str) -> Generator[None]:
     try:
         yield
     finally:
-        for module in rotated.values():
+        for module, make_table in tables.items():
             module.rope_table = make_table
         qwen35.LinearAttentionWeights = make_weights
 

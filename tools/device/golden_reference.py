@@ -98,7 +98,52 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "vocab_size": 102400,
     },
+    # Windows are shorter than published (4,096 and 1,024), so that sequences of the gate are longer than they.
+    "gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": 50.0,
+        "dtype": "bfloat16",
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_window": 100,
+        "tie_word_embeddings": True,
+        "vocab_size": 256000,
+    },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "dtype": "bfloat16",
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "sliding_window": 100,
+        "tie_word_embeddings": True,
+        "vocab_size": 262208,
+    },
 }
+GEMMA = ("gemma2", "gemma3_text")
 
 EMBEDDING_STD = 1.0
 QK_GAIN = 2.0
@@ -185,10 +230,10 @@ def random_weights(config: PreTrainedConfig, *, logit_std: float) -> dict[str, t
         if name.endswith(("A_log", "dt_bias")):
             weights[name] = _decay(name, shape, generator)
         elif len(shape) == 1:
-            gain = QK_GAIN if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
-            weights[name] = gain * (1 + 0.2 * random)
+            weights[name] = _norm_gain(name, config) * (1 + 0.2 * random)
         else:
-            gain = QK_GAIN if config.model_type == "deepseek_v2" and name.endswith("q_proj.weight") else 1.0
+            without_norms = config.model_type in ("deepseek_v2", "gemma2")
+            gain = QK_GAIN if without_norms and name.endswith("q_proj.weight") else 1.0
             weights[name] = random * _std(name, shape, config) * gain
     embedding = weights["model.embed_tokens.weight"]
     head = weights.get("lm_head.weight", embedding)
@@ -196,16 +241,28 @@ def random_weights(config: PreTrainedConfig, *, logit_std: float) -> dict[str, t
     signs = torch.randn(config.hidden_size, generator=generator, device="cuda").sign()
     weights["model.norm.weight"] *= signs * logit_std / (head_std * config.hidden_size**0.5)
     per_logit = head_std / (logit_std * config.hidden_size**0.5)
-    directions = embedding * signs * (per_logit / EMBEDDING_STD)
+    directions = embedding * signs * (per_logit / _std("model.embed_tokens.weight", embedding.shape, config))
     for _ in range(NUM_SUCCESSORS):
         tokens = torch.randperm(len(head), generator=generator, device="cuda")
         gains = torch.empty(len(head), 1, device="cuda").uniform_(*SUCCESSOR_LOGITS, generator=generator)
         head.index_add_(0, tokens, directions * gains)
-    if config.model_type == "qwen3_5_text":  # whose norms add one to their weights, but for the one of linear attention
+    # whose norms add one to their weights, but for the one of linear attention
+    if config.model_type == "qwen3_5_text" or config.model_type in GEMMA:
         for name in shapes:
             if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
                 weights[name] -= 1.0
     return {name: value.bfloat16() for name, value in weights.items()}
+
+
+def _norm_gain(name: str, config: PreTrainedConfig) -> float:
+    """The mean of a norm's weights."""
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return QK_GAIN
+    # Gemma norms what is added to the residual stream, whose variance is that norm's then, not the projection's.
+    is_added = config.model_type in GEMMA and name.endswith(
+        ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+    )
+    return (2 * config.num_hidden_layers) ** -0.5 if is_added else 1.0
 
 
 def _decay(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -217,7 +274,8 @@ def _decay(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Te
 
 def _std(name: str, shape: torch.Size, config: PreTrainedConfig) -> float:
     if "embed_tokens" in name or ("lm_head" in name and config.tie_word_embeddings):
-        return EMBEDDING_STD
+        # Gemma multiplies the embedding by the root of the hidden size.
+        return EMBEDDING_STD / (config.hidden_size**0.5 if config.model_type in GEMMA else 1)
     adds_to_residual = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj"))
     return shape[-1] ** -0.5 * ((2 * config.num_hidden_layers) ** -0.5 if adds_to_residual else 1)
 
@@ -229,7 +287,9 @@ def _model(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            # Gemma-2 caps the scores of attention, which the other implementations leave out.
+            attention = "eager" if config.model_type in GEMMA else None
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     finally:
         torch.set_default_dtype(before)
     missing, unexpected = model.load_state_dict(
@@ -238,19 +298,31 @@ def _model(
     assert not unexpected, unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set()), missing
     model.tie_weights()
+    if config.model_type in GEMMA:  # trained with the scale as BF16 holds it, which float32 would not round
+        model.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5).bfloat16().to(device, dtype)
     _check_frequencies(model, config)
     return model.eval()
 
 
 def _check_frequencies(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Every parameter is of one dtype; RoPE's frequencies are those of float32."""
-    found = model.model.rotary_emb.inv_freq
-    rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    steps = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
-    expected = config.rope_parameters["rope_theta"] ** -steps
-    assert found.dtype == torch.float32
-    if config.rope_parameters["rope_type"] == "yarn":  # whose fastest pairs are left as they are
-        found, expected = found[: len(expected) // 4], expected[: len(expected) // 4]
-    assert torch.allclose(found.double().cpu(), expected, rtol=1e-6, atol=0)
+    rotary, parameters = model.model.rotary_emb, config.rope_parameters
+    if "rope_type" in parameters:
+        _check_rope(rotary.inv_freq, config.head_dim, parameters)
+    else:  # of each kind of layer
+        for kind, of_kind in parameters.items():
+            _check_rope(getattr(rotary, f"{kind}_inv_freq"), config.head_dim, of_kind)
     if config.tie_word_embeddings:
         assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def _check_rope(found: torch.Tensor, head_dim: int, parameters: dict[str, Any]) -> None:
+    rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    steps = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+    expected = parameters["rope_theta"] ** -steps
+    assert found.dtype == torch.float32
+    if parameters["rope_type"] == "linear":
+        expected = expected / parameters["factor"]
+    if parameters["rope_type"] == "yarn":  # whose fastest pairs are left as they are
+        found, expected = found[: len(expected) // 4], expected[: len(expected) // 4]
+    assert torch.allclose(found.double().cpu(), expected, rtol=1e-6, atol=0)

@@ -23,7 +23,7 @@ import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 
 from openinfer_core.provenance import provenance  # noqa: E402
-from openinfer_kernels import Array, AttentionBatch  # noqa: E402
+from openinfer_kernels import Array, AttentionBatch, PagedCache  # noqa: E402
 from openinfer_kernels.cuda.common.graphs import Stream  # noqa: E402
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy  # noqa: E402
 from openinfer_kernels.cuda.mla import expanded as latent_expanded  # noqa: E402
@@ -133,7 +133,8 @@ class Bench:
         return together.tobytes() == apart.tobytes()
 
     def _attend(self, q: Array, cache: Array, layer: int, batch: AttentionBatch) -> Array:
-        return self.ops.latent_attention(q, cache, kv_b_proj=self._weight, layer=layer, batch=batch, scale=0.1147213868)
+        paged = PagedCache(data=cache, layer=layer, is_first_layer=layer == 0)
+        return self.ops.latent_attention(q, paged, kv_b_proj=self._weight, batch=batch, scale=0.1147213868)
 
     def _graph_us(self, work: Callable[[], None], layers: int, *, repeats: int = 20) -> float:
         with self._stream:
@@ -179,8 +180,8 @@ def make_batch(ops: CudaOps, rows: list[tuple[int, int]]) -> tuple[int, Attentio
         positions=ops.upload(np.concatenate(positions).astype(np.int32)),
         query_starts=ops.upload(np.cumsum([0, *(queries for _, queries in rows)]).astype(np.int32)),
         context_lens=ops.upload(np.array([context for context, _ in rows], np.int32)),
-        block_tables=ops.upload(tables),
-        cache_slots=ops.upload(np.concatenate(slots)),
+        block_tables=(ops.upload(tables),),
+        cache_slots=(ops.upload(np.concatenate(slots)),),
         max_query_tokens=max(queries for _, queries in rows),
         max_context_tokens=max(context for context, _ in rows),
     )

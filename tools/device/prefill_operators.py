@@ -18,7 +18,7 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-from openinfer_kernels import AttentionBatch, RopeParameters, rope_table
+from openinfer_kernels import AttentionBatch, PagedCache, RopeParameters, rope_table
 from openinfer_kernels.cuda import CudaOps
 from openinfer_kernels.cuda.common.libraries import bfloat16
 
@@ -46,8 +46,8 @@ def make_batch(rows, tokens):
         positions=cupy.asarray(np.tile(place, rows).astype(np.int32)),
         query_starts=cupy.asarray(np.arange(rows + 1, dtype=np.int32) * tokens),
         context_lens=cupy.full(rows, tokens, np.int32),
-        block_tables=cupy.asarray(tables),
-        cache_slots=cupy.asarray(slots.reshape(-1)),
+        block_tables=(cupy.asarray(tables),),
+        cache_slots=(cupy.asarray(slots.reshape(-1)),),
         max_query_tokens=tokens,
         max_context_tokens=tokens,
     )
@@ -63,7 +63,8 @@ class Step:
         self.head, self.table, self.norm, self.head_norm = random_bf16(V, H), random_bf16(V, H), random_bf16(H), None
         self.head_norm = random_bf16(HEAD_DIM)
         self.batch = make_batch(rows, tokens)
-        self.cache = cupy.zeros((rows * tokens // BLOCK, 1, 2, KV_HEADS, BLOCK, HEAD_DIM), bfloat16)
+        data = cupy.zeros((rows * tokens // BLOCK, 1, 2, KV_HEADS, BLOCK, HEAD_DIM), bfloat16)
+        self.cache = PagedCache(data=data, layer=0)
         parameters = RopeParameters.from_config({"rope_theta": 1e6})
         self.rope = ops.upload(rope_table(parameters, head_dim=HEAD_DIM, positions=tokens))
         self.ids = ops.upload(np.random.default_rng(0).integers(0, V, rows * tokens).astype(np.int32))
@@ -74,17 +75,17 @@ class Step:
         residual = mark("embedding", ops.residual_embedding(self.ids, self.table))
         x = mark("norm", ops.rms_norm(residual, self.norm, eps=EPS))
         for layer in self.layers:
-            qkv = mark("qkv", ops.linear(x, layer["qkv"]))
+            qkv = mark("qkv", ops.linear(x, layer["qkv"], batch))
             q = ops.qk_norm_rope_append(
-                qkv, q_norm=self.head_norm, k_norm=self.head_norm, eps=EPS, rope=self.rope, kv_cache=self.cache,
-                layer=0, batch=batch,
+                qkv, q_norm=self.head_norm, k_norm=self.head_norm, eps=EPS, rope=self.rope, cache=self.cache,
+                batch=batch,
             )  # fmt: skip
             mark("qk_norm_rope_append", q)
-            attended = mark("attention", ops.paged_attention(q, self.cache, layer=0, batch=batch, scale=SCALE))
-            x = mark("o_proj", ops.linear(attended, layer["o_proj"]))
+            attended = mark("attention", ops.paged_attention(q, self.cache, batch=batch, scale=SCALE))
+            x = mark("o_proj", ops.linear(attended, layer["o_proj"], batch))
             x = mark("norm", ops.add_rms_norm(x, residual, self.norm, eps=EPS))
-            x = mark("gate_up", ops.linear_swiglu(x, layer["gate_up"]))
-            x = mark("down", ops.linear(x, layer["down"]))
+            x = mark("gate_up", ops.linear_swiglu(x, layer["gate_up"], batch))
+            x = mark("down", ops.linear(x, layer["down"], batch))
             x = mark("norm", ops.add_rms_norm(x, residual, self.norm, eps=EPS))
         mark("head", ops.logits(ops.embedding(self.last, x), self.head))
 

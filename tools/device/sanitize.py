@@ -22,10 +22,10 @@ import numpy as np  # noqa: E402
 from openinfer_kernels.catalogue import WITHOUT_GPU_KERNEL  # noqa: E402
 from openinfer_kernels.cpu import CpuOps  # noqa: E402
 from openinfer_kernels.cuda import CudaOps  # noqa: E402
-from openinfer_kernels.ops import SamplingBatch  # noqa: E402
+from openinfer_kernels.ops import PagedCache, SamplingBatch  # noqa: E402
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS  # noqa: E402
 from openinfer_kernels.providers import PROVIDABLE  # noqa: E402
-from openinfer_kernels.testing.paged import make_paged_case  # noqa: E402
+from openinfer_kernels.testing.paged import make_batch, make_paged_case  # noqa: E402
 from openinfer_kernels.testing.providers import check_operator  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -85,11 +85,16 @@ class Larger:
         ops, cpu = self._ops, self._cpu
         for tokens, inner, width in ((5, 256, 128), (40, 256, 512), (160, 512, 256), (300, 256, 512)):
             x, weight = self._normal(tokens, inner), self._normal(2 * width, inner)
-            given = self._host(x), self._host(weight)
-            self._require_close(f"linear of {tokens}", ops.linear(x, weight), cpu.linear(*given))
-            self._require_close(f"linear_swiglu of {tokens}", ops.linear_swiglu(x, weight), cpu.linear_swiglu(*given))
-            self._require_close(f"linear_geglu of {tokens}", ops.linear_geglu(x, weight), cpu.linear_geglu(*given))
-            self._require_close(f"logits of {tokens}", ops.logits(x, weight), cpu.logits(*given))
+            batch, head = make_batch(tokens), (self._host(x), self._host(weight))
+            given = *head, batch
+            self._require_close(f"linear of {tokens}", ops.linear(x, weight, batch), cpu.linear(*given))
+            self._require_close(
+                f"linear_swiglu of {tokens}", ops.linear_swiglu(x, weight, batch), cpu.linear_swiglu(*given)
+            )
+            self._require_close(
+                f"linear_geglu of {tokens}", ops.linear_geglu(x, weight, batch), cpu.linear_geglu(*given)
+            )
+            self._require_close(f"logits of {tokens}", ops.logits(x, weight), cpu.logits(*head))
 
     def attention(self) -> None:
         for head_dim in (64, 128, 256):
@@ -98,13 +103,15 @@ class Larger:
                 q = self._normal(case.num_tokens, 8 * head_dim).reshape(case.num_tokens, 8, head_dim)
                 blocks = case.kv_cache.reshape(len(case.kv_cache), -1)  # NaN wherever no row's context is
                 cache = self._ops.upload_weight(blocks).reshape(case.kv_cache.shape)
-                where = {"layer": 1, "scale": head_dim**-0.5}
+                scale = head_dim**-0.5
                 sinks = self._rng.normal(size=8).astype(np.float32)
                 for asked in ({}, {"window": 150}, {"window": 40, "soft_cap": 2.0, "sinks": sinks}):
-                    given = self._host(q), self._host(cache)
-                    expected = self._cpu.paged_attention(*given, batch=case.batch, **where, **asked)
+                    given = self._host(q), PagedCache(data=self._host(cache), layer=1)
+                    expected = self._cpu.paged_attention(*given, batch=case.batch, scale=scale, **asked)
                     there = {name: self._ops.upload(each) if name == "sinks" else each for name, each in asked.items()}
-                    got = self._ops.paged_attention(q, cache, batch=self._uploaded(case.batch), **where, **there)
+                    got = self._ops.paged_attention(
+                        q, PagedCache(data=cache, layer=1), batch=self._uploaded(case.batch), scale=scale, **there
+                    )
                     self._require_close(f"attention of {rows} with {asked}", got, expected)
 
     def sampling(self) -> None:
@@ -138,8 +145,12 @@ class Larger:
         return self._ops.download(array).astype(np.float32)
 
     def _uploaded(self, batch):
-        names = [f.name for f in dataclasses.fields(batch) if isinstance(getattr(batch, f.name), np.ndarray)]
-        return dataclasses.replace(batch, **{name: self._ops.upload(getattr(batch, name)) for name in names})
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        lists = {
+            name: tuple(map(self._ops.upload, value)) for name, value in fields.items() if isinstance(value, tuple)
+        }
+        singles = {name: self._ops.upload(value) for name, value in fields.items() if isinstance(value, np.ndarray)}
+        return dataclasses.replace(batch, **lists, **singles)
 
     def _require_close(self, name: str, got, expected) -> None:
         error = np.linalg.norm(self._host(got) - expected) / np.linalg.norm(expected)

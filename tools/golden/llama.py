@@ -1,4 +1,4 @@
-"""Records a tiny Llama model and the logits that transformers computes with it, in float32, for the example package.
+"""Records tiny Llama and Mistral models and the logits that transformers computes with them, in float32.
 
 Usage: python tools/golden/llama.py [FOLDER]
 """
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from recording import begin, begin_model, record_whole, write
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-FIXTURE = Path(__file__).parents[2] / "examples/openinfer-llama/tests/fixture"
+FIXTURES = Path(__file__).parents[2] / "packages/openinfer-llama/tests"
 NUM_TOKENS = 90
 MOST_BYTES = 300_000
 CONFIG = {
@@ -35,10 +35,24 @@ CONFIG = {
 }
 
 
+# narrower than the sequence, and no multiple of a block; heads whose sizes do not add up to the hidden size
+MISTRAL = CONFIG | {
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "sliding_window": 21,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
 def main() -> None:
-    folder = begin(FIXTURE)
+    folder = begin(FIXTURES)
+    write_model(folder / "fixture", LlamaForCausalLM, LlamaConfig(**CONFIG, attn_implementation="eager"))
+    write_model(folder / "fixture_mistral", MistralForCausalLM, MistralConfig(**MISTRAL, attn_implementation="eager"))
+
+
+def write_model(folder: Path, model_class: type, config: object) -> None:
     begin_model(folder, seed=0)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="eager")).eval()
+    model = model_class(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             values = torch.empty_like(parameter).uniform_(0.5, 1.5)

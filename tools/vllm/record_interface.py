@@ -32,12 +32,13 @@ def write(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-# What a connector is given, by where it is defined.
+# What a connector is given and gives back, by where it is defined; not every release has all of it.
 GIVEN = {
+    CONNECTOR_SOURCE: ("KVConnectorTransferResults",),
     "vllm/config/kv_transfer.py": ("KVTransferConfig",),
     "vllm/v1/core/kv_cache_manager.py": ("KVCacheBlocks",),
     "vllm/v1/core/sched/output.py": ("SchedulerOutput", "NewRequestData", "CachedRequestData"),
-    "vllm/v1/kv_cache_interface.py": ("KVCacheConfig", "KVCacheGroupSpec", "KVCacheSpec"),
+    "vllm/v1/kv_cache_interface.py": ("KVCacheConfig", "KVCacheGroupSpec", "KVCacheSpec", "SlidingWindowSpec"),
     "vllm/v1/outputs.py": ("KVConnectorOutput",),
     "vllm/v1/request.py": ("Request",),
 }
@@ -46,7 +47,8 @@ GIVEN = {
 def read_connector(folder: Path) -> dict[str, Any]:
     base = find_class(folder / CONNECTOR_SOURCE, "KVConnectorBase_V1")
     methods = [node for node in base.body if isinstance(node, ast.FunctionDef)]
-    given = {name: read_names(find_class(folder / path, name)) for path, names in GIVEN.items() for name in names}
+    found = {name: classes_of(folder / path).get(name) for path, names in GIVEN.items() for name in names}
+    given = {name: read_names(node) for name, node in found.items() if node is not None}
     return {"methods": {node.name: read_method(node) for node in methods}, "given": given}
 
 
@@ -99,8 +101,12 @@ def is_field(node: ast.stmt) -> bool:
 
 
 def find_class(path: Path, name: str) -> ast.ClassDef:
+    return classes_of(path)[name]
+
+
+def classes_of(path: Path) -> dict[str, ast.ClassDef]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
-"""Build the wheels of all packages, and a constraints file that binds our names to them.
+"""Build the wheels of all packages into a folder that installs them, here or on a machine without a checkout.
 
     ./run wheels [--out dist]
+    python3 dist/install.py --into ~/openinfer [--cuda13] ...      # there: Python 3.11 and an index for third parties
 
-Each is built as an index would get it: the source archive first, then the wheel from that.
+Each is built as an index would get it: the source archive first, then the wheel from that. `SHA256SUMS` has them all.
 """
 
 import argparse
+import hashlib
+import shutil
 import sys
 from pathlib import Path
 
 import alone
+
+INSTALLER = Path(__file__).with_name("install.py")
 
 
 def main() -> int:
@@ -18,9 +23,19 @@ def main() -> int:
     folder: Path = parser.parse_args().out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     packages = [package for package in alone.find_packages() if package.folder.parent.name == "packages"]
-    constraints = alone.build_wheels(packages, folder)
-    print(f"{len(packages)} wheels in {folder}; install them with --constraint {constraints}")
+    alone.build_wheels(packages, folder)
+    shutil.copy(INSTALLER, folder)
+    write_sums(folder)
+    print(f"{len(packages)} wheels in {folder}; install them, here or elsewhere, with")
+    print(f"  python3 {folder / INSTALLER.name} --into FOLDER [--cuda13] ...")
     return 0
+
+
+def write_sums(folder: Path) -> None:
+    """Write what `sha256sum --check SHA256SUMS` checks."""
+    files = sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz"), folder / INSTALLER.name])
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

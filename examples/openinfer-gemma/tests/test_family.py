@@ -76,8 +76,9 @@ def test_engine_generates_with_random_weights(model_dir: Path) -> None:
 
 
 def test_plan_shows_the_engine_without_loading_it(model_dir: Path) -> None:
-    plan = Gemma().plan(model_dir, EngineOptions(num_blocks=10))
+    plan = Gemma().plan(model_dir, EngineOptions(num_blocks=100))
     assert plan.limits["max_model_tokens"] == 512
+    assert "of layers that see the last" in plan.parts["kv_tables"]
 
 
 def test_published_gemma3_with_images_is_its_text_model_with_defaults_filled_in() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from openinfer_engine.testing import Golden, RecordedModel, check_family, check_steps
 from openinfer_gemma import Gemma
-from openinfer_kernels import Array
+from openinfer_kernels import Array, PagedCache
 from openinfer_kernels.cpu import CpuOps
 
 TOLERANCE = 1e-4
@@ -121,8 +121,8 @@ def test_recorded_logits_notice_a_wrong_config(fixtures: Path, harness: Any, nam
 
 
 class GatedBySilu(CpuOps):
-    def linear_geglu(self, x: Array, gate_up: Array) -> Array:
-        return self.linear_swiglu(x, gate_up)
+    def linear_geglu(self, x: Array, gate_up: Array, batch: Any) -> Array:
+        return self.linear_swiglu(x, gate_up, batch)
 
 
 class NormsNotCentred(CpuOps):
@@ -141,10 +141,10 @@ class NothingCapped(CpuOps):
 
 
 class WindowsOfDecodeRowsOneShort(CpuOps):
-    def paged_attention(self, q: Array, kv_cache: Array, *, batch: Any, window: int | None, **named: Any) -> Array:
+    def paged_attention(self, q: Array, cache: PagedCache, *, batch: Any, window: int | None, **named: Any) -> Array:
         if window is not None and batch.max_query_tokens == 1:
             window -= 1
-        return super().paged_attention(q, kv_cache, batch=batch, window=window, **named)
+        return super().paged_attention(q, cache, batch=batch, window=window, **named)
 
 
 @pytest.mark.parametrize(

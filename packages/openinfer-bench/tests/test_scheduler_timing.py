@@ -29,8 +29,9 @@ def test_measure_scheduler_times_decode_steps_of_all_rows() -> None:
     assert 0 < timing.median_step_s <= timing.worst_step_s
 
 
-def test_measure_guard_plays_plans_that_pass_its_check() -> None:
-    timing = measure_guard(rows=40, steps=80)
+@pytest.mark.parametrize("windows", [(), (64, 32)])
+def test_measure_guard_plays_plans_that_pass_its_check(windows: tuple[int, ...]) -> None:
+    timing = measure_guard(rows=40, steps=80, windows=windows)
     assert timing.rows == 40
     assert timing.plan_check_s > 0
     assert timing.reconcile_s > 0

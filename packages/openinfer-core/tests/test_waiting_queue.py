@@ -7,7 +7,7 @@ import pytest
 
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.scheduling import WaitingRequest
-from openinfer_core.waiting_queue import ASKED_AGAIN, WaitingQueue
+from openinfer_core.scheduling.waiting_queue import ASKED_AGAIN, WaitingQueue
 
 
 class Scripted:
@@ -93,6 +93,7 @@ def test_policy_that_raises_is_fenced_counted_and_logged(caplog: pytest.LogCaptu
     (record,) = caplog.records
     assert record.getMessage() == f"queue policy Scripted: {hook} raised"
     assert record.exc_info is not None
+    assert queue.fault_message == "the queue policy Scripted failed on this request"
 
 
 def test_key_without_an_order_costs_its_own_request_only() -> None:

@@ -42,7 +42,12 @@ def test_published_config_says_what_transformers_says_of_it(published: dict[str,
 def test_memory_of_a_token_and_of_a_sequence_is_that_of_the_published_model(published: dict[str, Any]) -> None:
     """6,880 bytes per token in BF16, and 5.64 MB of windows; of open windows the compressors keep what they need."""
     spec = definition.kv_spec(
-        definition.parse(published), model_tag="a", kv_dtype=KvDtype.BFLOAT16, num_ranks=8, rank_index=3
+        definition.parse(published),
+        model_tag="a",
+        kv_dtype=KvDtype.BFLOAT16,
+        state_dtype=KvDtype.BFLOAT16,
+        num_ranks=8,
+        rank_index=3,
     )
     assert spec.bytes_per_token == 6880
     sizes = {group.name: group.bytes_per_slot for group in spec.slots}

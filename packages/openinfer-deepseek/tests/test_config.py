@@ -160,7 +160,12 @@ def test_ranks_that_do_not_divide_the_model_are_refused_with_those_that_do() -> 
 def test_every_rank_keeps_all_latents() -> None:
     def layout(ranks: int) -> KvLayout:
         spec = definition.kv_spec(
-            definition.parse(PUBLISHED), model_tag="a", kv_dtype=KvDtype.BFLOAT16, num_ranks=ranks, rank_index=0
+            definition.parse(PUBLISHED),
+            model_tag="a",
+            kv_dtype=KvDtype.BFLOAT16,
+            state_dtype=KvDtype.BFLOAT16,
+            num_ranks=ranks,
+            rank_index=0,
         )
         return KvLayout.from_spec(spec, block_size_tokens=16)
 

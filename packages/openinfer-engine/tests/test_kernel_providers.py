@@ -15,6 +15,7 @@ from openinfer_core.plugins import KERNEL_PROVIDERS
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers, with_providers
 from openinfer_kernels import KernelProviderError, Ops
 from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.testing.paged import make_batch
 
 
 class Negative:
@@ -55,7 +56,7 @@ def test_model_is_handed_the_providers_operator() -> None:
     provider = Negative()
     ops = with_providers(CpuOps(), [chosen(provider)])
     x = np.eye(2, dtype=np.float32)
-    np.testing.assert_array_equal(ops.linear(x, x), -x)
+    np.testing.assert_array_equal(ops.linear(x, x, make_batch(2)), -x)
     assert provider.bound == 1
     assert chosen(provider).origin == "negative (third-party 1.0)"
 

@@ -40,9 +40,11 @@ from openinfer_engine.adapters import AdapterTable
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
+from openinfer_engine.model import KvLayers
 from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import ThreadRunner
-from openinfer_kernels import Array, AttentionBatch
+from openinfer_kernels import Array, AttentionBatch, PagedCache
 from openinfer_kernels.cpu import CpuOps
 
 VOCAB = 97
@@ -57,12 +59,13 @@ def next_token(context: Sequence[int]) -> int:
 class SumModel:
     """Stores ids as KV; its logits are one-hot at `next_token`."""
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
-        kv_cache.reshape(-1)[batch.cache_slots] = token_ids
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
+        (cache,) = kv_cache["ids"]
+        cache.data.reshape(-1)[batch.cache_slots[cache.table]] = token_ids
         hidden = np.zeros((len(token_ids), 1), np.float32)
         for row in range(len(batch.context_lens)):
-            blocks = batch.block_tables[row, : -(-int(batch.context_lens[row]) // BLOCK)]
-            ids = kv_cache.reshape(-1, BLOCK)[blocks].reshape(-1).astype(int).tolist()
+            blocks = batch.block_tables[cache.table][row, : -(-int(batch.context_lens[row]) // BLOCK)]
+            ids = cache.data.reshape(-1, BLOCK)[blocks].reshape(-1).astype(int).tolist()
             for token in range(int(batch.query_starts[row]), int(batch.query_starts[row + 1])):
                 hidden[token, 0] = next_token(ids[: int(batch.positions[token]) + 1])
         return hidden
@@ -101,9 +104,10 @@ def make_loop(
         max_waiting=1000,
     )
     ops = CpuOps()
+    ids = ops.zeros((num_blocks, 1, 1, 1, BLOCK, 1))
     rank = CpuWorker(
         model or SumModel(),
-        kv_cache=ops.zeros((num_blocks, 1, 1, 1, BLOCK, 1)),
+        kv_pool=KvPool(blocks=ids, layers={"ids": [PagedCache(data=ids, layer=0)]}),
         ops=ops,
         communicator=SoloCommunicator(),
         limits=WorkerLimits(

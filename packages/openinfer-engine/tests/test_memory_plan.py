@@ -1,18 +1,25 @@
 """What each rank would take, against what loading really uploads."""
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from openinfer_core import Refused, find_plugin, read_config
 from openinfer_engine import EngineOptions, LocalGroup, resolve
 from openinfer_engine.cpu.backend import CpuBackend
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
+from openinfer_engine.kv_tables import TableChoice
+from openinfer_engine.launch import build_loop
 from openinfer_engine.memory_plan import plan_ranks, weights_bytes_of_rank
-from openinfer_engine.options import DeviceKind
+from openinfer_engine.options import DeviceKind, LoopHost
+from openinfer_engine.served_context import fit_context
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.weight_bytes import rank_weights_bytes
 from openinfer_kernels import Array, WeightPart
@@ -69,7 +76,7 @@ class SmallDevice(CpuBackend):
 def test_numbers_of_ranks_that_do_not_fit_say_why() -> None:
     options, config = EngineOptions(), DEFINITION.parse(PUBLISHED)
     backend = SmallDevice(options)
-    one, two, four, eight = plan_ranks(DEFINITION, config, options, backend, LIMITS)
+    one, two, four, eight = plan_ranks(DEFINITION, config, options, backend, LIMITS, tables=TableChoice())
     assert one.refusal == "it does not fit"
     assert one.weights_bytes > two.weights_bytes > one.weights_bytes // 2
     assert two.refusal is None
@@ -110,3 +117,73 @@ def test_device_that_the_family_does_not_run_on_is_refused_before_it_is_opened()
     resolve(OnCpus(), MODEL_DIR, EngineOptions(device=DeviceKind.CPU))
     with pytest.raises(Refused, match=r"^the family qwen3 does not run on the device cuda; possible: cpu$"):
         resolve(OnCpus(), MODEL_DIR, EngineOptions(device=DeviceKind.CUDA))
+
+
+# --- the served context ------------------------------------------------------------------------------------------
+
+
+def sizes_for(max_model_tokens: int) -> WorkerLimits:
+    return replace(LIMITS, max_model_tokens=max_model_tokens)
+
+
+def blocks_of_one_table(num_tokens: int) -> int:
+    return -(-num_tokens // 16)
+
+
+def test_a_context_that_the_pool_holds_is_served_whole() -> None:
+    assert fit_context(sizes_for(64), EngineOptions(), lambda sizes: 4, blocks_for_context=blocks_of_one_table) == (
+        sizes_for(64),
+        4,
+    )
+    assert fit_context(sizes_for(63), EngineOptions(), lambda sizes: 9, blocks_for_context=blocks_of_one_table) == (
+        sizes_for(63),
+        9,
+    )
+
+
+@given(context=st.integers(2, 3000), memory=st.integers(1, 20_000), per_block=st.integers(1, 9), rows=st.integers(0, 9))
+def test_the_longest_context_is_served_that_the_pool_beside_it_holds(
+    context: int, memory: int, per_block: int, rows: int
+) -> None:
+    def pool_of(sizes: WorkerLimits) -> int:
+        blocks = (memory - rows * -(-sizes.max_model_tokens // 16)) // per_block
+        if blocks < 1:
+            raise Refused("it does not fit")
+        return blocks
+
+    def holds(tokens: int) -> bool:
+        return memory - rows * -(-tokens // 16) >= per_block * -(-tokens // 16)
+
+    if not holds(min(16, context)):
+        with pytest.raises(Refused, match=r"it does not fit"):
+            fit_context(sizes_for(context), EngineOptions(), pool_of, blocks_for_context=blocks_of_one_table)
+        return
+    served, num_blocks = fit_context(
+        sizes_for(context), EngineOptions(), pool_of, blocks_for_context=blocks_of_one_table
+    )
+    assert num_blocks <= pool_of(served)
+    assert served.max_model_tokens <= num_blocks * 16
+    if served.max_model_tokens < context:
+        assert served.max_model_tokens == num_blocks * 16
+        assert not holds(min(context, served.max_model_tokens + 16))
+
+
+def test_a_context_that_was_asked_for_is_not_clipped() -> None:
+    options = EngineOptions(max_model_tokens=64, num_blocks=3)
+    with pytest.raises(Refused, match=r"max_model_tokens is 64, and the KV pool holds 48 tokens: .* raise num_blocks"):
+        fit_context(sizes_for(64), options, lambda sizes: 3, blocks_for_context=blocks_of_one_table)
+
+
+def test_an_engine_says_that_its_context_is_clipped(caplog: pytest.LogCaptureFixture) -> None:
+    options = EngineOptions(num_blocks=4, engine_host=LoopHost.THREAD)
+    plan = resolve(DEFINITION, MODEL_DIR, options)
+    assert plan.info.max_model_tokens == plan.scheduler_config.max_model_tokens == 64
+    assert plan.plan().limits["model_context_tokens"] == PUBLISHED["max_position_embeddings"]
+    with caplog.at_level(logging.WARNING, logger="openinfer.engine"):
+        build_loop(plan).close()
+    assert f"the context is 64 of the model's {PUBLISHED['max_position_embeddings']} tokens" in caplog.text
+
+
+def test_the_smallest_pool_of_several_ranks_is_the_context() -> None:
+    plan = resolve(DEFINITION, MODEL_DIR, EngineOptions(num_blocks=8))
+    assert plan.with_num_blocks(5).info.max_model_tokens == 5 * 16

@@ -113,6 +113,8 @@ def upload(ops: Ops) -> Callable[[Any], Any]:
     def uploaded(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return ops.upload(value)
+        if isinstance(value, tuple):
+            return tuple(map(uploaded, value))
         if dataclasses.is_dataclass(value):
             fields = dataclasses.fields(value)
             return dataclasses.replace(value, **{f.name: uploaded(getattr(value, f.name)) for f in fields})

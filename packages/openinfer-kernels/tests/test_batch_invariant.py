@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer_kernels import AttentionBatch, Ops
+from openinfer_kernels import AttentionBatch, Ops, PagedCache
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
+from openinfer_kernels.testing.paged import make_batch
+
+BATCH = make_batch(1)
+"""Products do not look at it."""
 
 
 def cuda_ops() -> Ops:
@@ -42,7 +46,8 @@ def upload(ops: Ops) -> Callable[[AttentionBatch], AttentionBatch]:
     def uploaded(batch: AttentionBatch) -> AttentionBatch:
         values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
         arrays = {name: ops.upload(value) for name, value in values.items() if isinstance(value, np.ndarray)}
-        return dataclasses.replace(batch, **arrays)
+        lists = {name: tuple(map(ops.upload, value)) for name, value in values.items() if isinstance(value, tuple)}
+        return dataclasses.replace(batch, **arrays, **lists)
 
     return uploaded
 
@@ -64,26 +69,25 @@ def test_product_of_a_token_has_the_same_bits_in_any_batch_and_place(ops, activa
     rng = np.random.default_rng(rows)
     weight = activation(rng.normal(size=(rows, columns)).astype(np.float32))
     x = rng.normal(size=(MOST_TOKENS, columns)).astype(np.float32)
-    multiply = getattr(ops, operator)
-    alone = np.concatenate([host(multiply(activation(x[i : i + 1]), weight)) for i in range(MOST_TOKENS)])
+    multiply, batch = getattr(ops, operator), () if operator == "logits" else (BATCH,)
+    alone = np.concatenate([host(multiply(activation(x[i : i + 1]), weight, *batch)) for i in range(MOST_TOKENS)])
     for size in (2, 7, 8, 9, 33, 64, 65, MOST_TOKENS):
         for first in (0, 3, MOST_TOKENS - size):
             some = slice(first, min(first + size, MOST_TOKENS))
-            np.testing.assert_array_equal(host(multiply(activation(x[some]), weight)), alone[some])
+            np.testing.assert_array_equal(host(multiply(activation(x[some]), weight, *batch)), alone[some])
 
 
 def test_products_equal_those_of_the_other_operators(ops, activation, host, atol):
     rng = np.random.default_rng(1)
     weight, x = (rng.normal(size=shape).astype(np.float32) / 8 for shape in ((64, 128), (21, 128)))
     bias = rng.normal(size=64).astype(np.float32)
-    arrays = [activation(array) for array in (x, weight, bias)]
-    seen = [host(array) for array in arrays]
-    cpu = CpuOps()
-    np.testing.assert_allclose(host(ops.linear(*arrays)), cpu.linear(*seen), rtol=2**-7, atol=atol)
-    np.testing.assert_allclose(host(ops.logits(*arrays[:2])), cpu.linear(*seen[:2]), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(
-        host(ops.linear_swiglu(*arrays[:2])), cpu.linear_swiglu(*seen[:2]), rtol=2**-6, atol=atol
-    )
+    *arrays, bias_there = (activation(array) for array in (x, weight, bias))
+    seen, cpu = [host(array) for array in arrays], CpuOps()
+    biased = host(ops.linear(*arrays, BATCH, bias_there))
+    np.testing.assert_allclose(biased, cpu.linear(*seen, BATCH, host(bias_there)), rtol=2**-7, atol=atol)
+    np.testing.assert_allclose(host(ops.logits(*arrays)), cpu.linear(*seen, BATCH), rtol=1e-4, atol=1e-4)
+    gated = host(ops.linear_swiglu(*arrays, BATCH))
+    np.testing.assert_allclose(gated, cpu.linear_swiglu(*seen, BATCH), rtol=2**-6, atol=atol)
 
 
 def test_queries_and_keys_of_a_token_have_the_same_bits_in_any_batch(ops, activation, upload, host):
@@ -100,8 +104,8 @@ def test_queries_and_keys_of_a_token_have_the_same_bits_in_any_batch(ops, activa
             positions=tokens.astype(np.int32),
             query_starts=np.array([0, count], np.int32),
             context_lens=np.array([count], np.int32),
-            block_tables=np.zeros((1, 6), np.int32),
-            cache_slots=tokens.astype(np.int64),
+            block_tables=(np.zeros((1, 6), np.int32),),
+            cache_slots=(tokens.astype(np.int64),),
             max_query_tokens=count,
             max_context_tokens=num_tokens,
         )
@@ -111,8 +115,7 @@ def test_queries_and_keys_of_a_token_have_the_same_bits_in_any_batch(ops, activa
             k_norm=norms[1],
             eps=1e-6,
             rope=rope,
-            kv_cache=cache,
-            layer=0,
+            cache=PagedCache(data=cache, layer=0),
             batch=upload(batch),
         )
         slots = host(cache)[:, 0].transpose(0, 3, 1, 2, 4).reshape(96, -1)
@@ -158,7 +161,7 @@ def test_attention_of_a_token_has_the_same_bits_in_any_batch_and_chunk(
     rng = np.random.default_rng(2)
     case = paged_case(rng, ROWS, **shape)
     q = host(activation(rng.normal(size=(case.num_tokens, 6, 64)).astype(np.float32)))
-    cache = activation(case.kv_cache)
+    cache = PagedCache(data=activation(case.kv_cache), layer=1)
     asked = {name: ops.upload(each) if name == "sinks" else each for name, each in asked.items()}
 
     def attend(rows: list[tuple[int, int, int]]) -> np.ndarray:
@@ -170,12 +173,12 @@ def test_attention_of_a_token_has_the_same_bits_in_any_batch_and_chunk(
             positions=case.batch.positions[tokens],
             query_starts=np.cumsum([0, *counts]).astype(np.int32),
             context_lens=np.array([ROWS[r][0] - ROWS[r][1] + b for r, _, b in rows], np.int32),
-            block_tables=np.ascontiguousarray(case.batch.block_tables[[r for r, _, _ in rows]]),
-            cache_slots=case.batch.cache_slots[tokens],
+            block_tables=(np.ascontiguousarray(case.batch.block_tables[0][[r for r, _, _ in rows]]),),
+            cache_slots=(case.batch.cache_slots[0][tokens],),
             max_query_tokens=max(counts),
             max_context_tokens=max(context for context, _ in ROWS),
         )
-        out = ops.paged_attention(activation(q[tokens]), cache, layer=1, batch=upload(batch), scale=0.2, **asked)
+        out = ops.paged_attention(activation(q[tokens]), cache, batch=upload(batch), scale=0.2, **asked)
         return host(out)
 
     whole = attend([(r, 0, queries) for r, (_, queries) in enumerate(ROWS)])
@@ -195,9 +198,9 @@ def test_attention_equals_that_of_the_other_operators(ops, paged_case, activatio
     rng = np.random.default_rng(3)
     case = paged_case(rng, ROWS, **shape)
     q = host(activation(rng.normal(size=(case.num_tokens, 6, 64)).astype(np.float32)))
-    cache = host(activation(case.kv_cache))
-    expected = CpuOps().paged_attention(q, cache, layer=1, batch=case.batch, scale=0.2, **asked)
+    data = host(activation(case.kv_cache))
+    expected = CpuOps().paged_attention(q, PagedCache(data=data, layer=1), batch=case.batch, scale=0.2, **asked)
     asked = {name: ops.upload(each) if name == "sinks" else each for name, each in asked.items()}
-    arrays = activation(q), activation(cache)
-    out = host(ops.paged_attention(*arrays, layer=1, batch=upload(case.batch), scale=0.2, **asked))
+    cache = PagedCache(data=activation(data), layer=1)
+    out = host(ops.paged_attention(activation(q), cache, batch=upload(case.batch), scale=0.2, **asked))
     np.testing.assert_allclose(out, expected, rtol=2**-6, atol=atol)

@@ -90,7 +90,7 @@ def test_check_integrity_finds_a_block_released_behind_a_sequences_back(cache):
     sequence.reserve(3)
     cache.check_integrity()
     cache.pool.release(sequence.blocks[:1])
-    with pytest.raises(IntegrityError, match="position 0 of a sequence is free"):
+    with pytest.raises(IntegrityError, match="position 0 of table 0 of a sequence is free"):
         cache.check_integrity()
 
 

@@ -47,6 +47,10 @@ def changed(layout, **fields):
     return msgspec.structs.replace(layout, **fields)
 
 
+def with_window(group):
+    return changed(group, window_tokens=7) if group.kind is GroupKind.PAGED else group
+
+
 def with_region(layout, **fields):
     """The layout with its first region changed."""
     group = layout.groups[0]
@@ -133,6 +137,8 @@ def test_digest_covers_every_field():
         changed(layout, groups=(changed(group, name="x"), *layout.groups[1:])),
         changed(layout, groups=(changed(group, rope_tag="x"), *layout.groups[1:])),
         changed(layout, groups=(changed(group, quantization_tag="x"), *layout.groups[1:])),
+        changed(layout, groups=(changed(group, table=1), *layout.groups[1:])),
+        changed(layout, groups=tuple(with_window(each) for each in layout.groups)),
         changed(layout, groups=(layout.groups[1], group, layout.groups[2])),
         with_region(layout, name="x"),
         with_region(layout, dtype=KvDtype.FLOAT16),

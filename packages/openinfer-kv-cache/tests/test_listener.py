@@ -3,7 +3,7 @@
 import random
 from array import array
 
-from openinfer_kv_cache import BlockPool, KvCache, KvCacheOptions, StoredBlocks
+from openinfer_kv_cache import BlockPool, KvCache, KvCacheOptions, StoredBlocks, table_digest
 
 
 class Router:
@@ -51,6 +51,41 @@ def test_sealed_blocks_are_told_with_their_tokens_parent_and_origin():
     first.seal(6)
     (c,) = first.prefix_digests()[2:]
     assert router.heard[1:] == [StoredBlocks(b, [c], array("I", [5, 6]), "adapter", "tenant")]
+
+
+def test_each_table_tells_of_its_own_blocks():
+    cache, router = listened(num_blocks=16, table_windows=(None, 1))
+    first = cache.sequence([1, 2, 3, 4, 5])
+    first.reserve(5)
+    first.seal(2)
+    first.free_behind_windows(4)
+    first.seal(4)
+    a, b = first.prefix_digests()
+    c, d = (table_digest(digest, 1) for digest in (a, b))
+    assert router.heard == [
+        StoredBlocks(None, [a], array("I", [1, 2]), None, None, 0),
+        StoredBlocks(None, [c], array("I", [1, 2]), None, None, 1),
+        StoredBlocks(a, [b], array("I", [3, 4]), None, None, 0),
+        StoredBlocks(c, [d], array("I", [3, 4]), None, None, 1),
+    ]
+
+
+def test_loaded_blocks_are_told_of_and_those_that_the_pool_had_are_not():
+    cache, router = listened(num_blocks=32, table_windows=(None, 2))
+    one = computed(cache, range(12))
+    one.free_behind_windows(12)
+    cache.pool.release(cache.pool.allocate(cache.pool.available_blocks))  # what was behind the window is evicted
+    two = cache.sequence(range(11))
+    assert two.match() == 0
+    two.reserve(11, windowed_tokens=2)
+    told = len(router.heard)
+    assert two.place_prefix(5)
+    assert two.tables[0].blocks[:5] == one.tables[0].blocks[:5]
+    two.seal(10)
+    d, e = (table_digest(digest, 1) for digest in two.prefix_digests()[3:5])
+    assert router.heard[told:] == [StoredBlocks(d, [e], array("I", [8, 9]), None, None, 1)]
+    assert router.known == {cache.pool.digest(block) for block in range(32)} - {None}
+    cache.check_integrity()
 
 
 def test_a_duplicate_is_not_told_and_splits_what_is():

@@ -21,7 +21,7 @@ def read_readme() -> str:
 PROGRAMS = re.findall(r"```python\n(.*?)```", read_readme(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["use", "slots", "layout"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["use", "slots", "layout", "tables", "windows"])
 def test_readme_program_prints_what_it_says(program, capsys):
     exec(compile(program, "README.md", "exec"), {})
     promised = re.findall(r"^print\(.*\)\s+# (.*)$", program, flags=re.MULTILINE)

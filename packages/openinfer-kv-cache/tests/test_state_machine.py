@@ -1,8 +1,8 @@
 """Random traffic against a model that is too simple to be wrong, and against simulated device memory.
 
 The model keeps whole prefixes instead of digests and plain lists instead of counters. The simulated memory
-holds, for every position of every block, the prefix whose KV was last written there; so a block that is
-overwritten, shared or found when it must not be shows up as a sequence reading another prefix's KV.
+holds, for every position of every block, the table and prefix whose KV was last written there; so a block that is
+overwritten, shared, found or given back when it must not be shows up as a sequence reading another prefix's KV.
 
 `CacheTraffic` and `SlotTraffic` are what can happen. Two drivers choose: hypothesis, which shrinks what it
 finds, and long runs from a seed, which get into states that short runs do not reach.
@@ -28,6 +28,7 @@ from openinfer_kv_cache import (
     KvCacheOptions,
     StateSlotCopy,
     StateSlotPool,
+    table_digest,
 )
 
 BLOCK_TOKENS = 2
@@ -40,7 +41,7 @@ class Cell:
     """What the model knows of one block that is not free."""
 
     users: int = 1
-    prefix: tuple | None = None
+    prefix: tuple | None = None  # with the index of the table before it
     is_void: bool = False
     idle_since_s: float = 0.0
 
@@ -68,14 +69,6 @@ class ModelPool:
         del self.registry[cell.prefix]
         self.free += 1
         self.evicted[reason] += 1
-
-    def find(self, prefixes: list[tuple]) -> list[Cell]:
-        found = []
-        for prefix in prefixes:
-            if prefix not in self.registry:
-                break
-            found.append(self.registry[prefix])
-        return found
 
     def acquire(self, cells: list[Cell]) -> None:
         for cell in cells:
@@ -124,7 +117,8 @@ class Request:
     world: tuple
     device_ids: list[int]
     """The ids behind the KV; the host learns the last ones later."""
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[list[Cell | None]] = field(default_factory=list)
+    """Of each table; None where it is void."""
     sealed: int = 0
     computed: int = 0
     epoch: int = 0
@@ -136,8 +130,23 @@ class Request:
     def prefix(self, end: int) -> tuple:
         return (self.world, tuple(self.device_ids[:end]))
 
-    def block_prefixes(self, num_tokens: int) -> list[tuple]:
-        return [self.prefix(end) for end in range(BLOCK_TOKENS, num_tokens + 1, BLOCK_TOKENS)]
+    @property
+    def capacity(self) -> int:
+        return min(map(len, self.cells)) * BLOCK_TOKENS
+
+    @property
+    def holds_blocks(self) -> bool:
+        return any(self.cells)
+
+
+def sees(window: int | None, position: int, seen: int) -> bool:
+    """Whether the token at `position` sees the one at `seen`."""
+    return seen <= position and (window is None or seen > position - window)
+
+
+def needs(window: int | None, position: int, block: int) -> bool:
+    """Whether it, or a later one, sees a token of a block that is full."""
+    return window is None or sees(window, max(position, (block + 1) * BLOCK_TOKENS - 1), (block + 1) * BLOCK_TOKENS - 1)
 
 
 class CacheTraffic:
@@ -146,10 +155,13 @@ class CacheTraffic:
     `at` picks a request among those to which the event can happen; if there is none, nothing happens.
     """
 
-    def __init__(self, num_blocks: int, *, ttl_s: float | None) -> None:
+    def __init__(self, num_blocks: int, *, ttl_s: float | None, windows: tuple[int | None, ...] = (None,)) -> None:
         self.now_s = 0.0
         self.with_ttl = ttl_s is not None
-        options = KvCacheOptions(num_blocks=num_blocks, block_size_tokens=BLOCK_TOKENS, idle_ttl_s=ttl_s)
+        self.windows = windows
+        options = KvCacheOptions(
+            num_blocks=num_blocks, block_size_tokens=BLOCK_TOKENS, idle_ttl_s=ttl_s, table_windows=windows
+        )
         self.cache = KvCache(options, digest_key=bytes(16), clock=lambda: self.now_s)
         self.model = ModelPool(num_blocks)
         self.memory: dict[tuple[int, int], tuple] = {}
@@ -157,60 +169,118 @@ class CacheTraffic:
         self.pins: list[tuple[BlockPin, list[Cell]]] = []
         self.epoch = 0
         self.digests: dict[tuple, Digest] = {}
-        self.num_hits = 0
+        self.num_hits = self.num_freed = 0
 
     # Verbs, each compared with the model.
 
     def arrive(self, world: tuple, ids: list[int]) -> Request:
         sequence = self.cache.sequence(ids, cache_salt=world[0], lora_name=world[1])
-        self.requests.append(Request(sequence, world, list(ids), epoch=self.epoch))
+        self.requests.append(Request(sequence, world, list(ids), [[] for _ in self.windows], epoch=self.epoch))
         return self.requests[-1]
 
-    def matchable(self, request: Request) -> list[tuple]:
-        return request.block_prefixes(max(request.known - 1, 0))
+    def find(self, request: Request) -> list[list[Cell | None]]:
+        """The most blocks after which every table has all that the next token sees; the plainest way."""
+        for count in range(max(request.known - 1, 0) // BLOCK_TOKENS, -1, -1):
+            tables = [
+                [
+                    self.model.registry.get((table, request.prefix((block + 1) * BLOCK_TOKENS)), "missing")
+                    if needs(window, count * BLOCK_TOKENS, block)
+                    else None
+                    for block in range(count)
+                ]
+                for table, window in enumerate(self.windows)
+            ]
+            if not any("missing" in cells for cells in tables):
+                return tables
+        raise AssertionError("no blocks at all are always found")
 
     def match(self, request: Request) -> None:
         if self.with_ttl:
             self.model.expire(self.now_s)
-        expected = self.model.find(self.matchable(request))
-        assert request.sequence.match() == len(expected) * BLOCK_TOKENS
-        self.model.acquire(expected)
-        request.cells, request.sealed = expected, len(expected)
-        request.computed = len(expected) * BLOCK_TOKENS
+        found = self.find(request)
+        count = len(found[0])
+        assert request.sequence.match() == count * BLOCK_TOKENS
+        self.model.acquire(held(found))
+        request.cells, request.sealed = found, count
+        request.computed = count * BLOCK_TOKENS
         request.epoch = self.epoch
-        self.num_hits += len(expected)
+        self.num_hits += count
 
-    def reserve(self, request: Request, num_tokens: int) -> bool:
-        before = list(request.sequence.blocks)
-        added = request.sequence.reserve(num_tokens)
-        cells = self.model.allocate(max(-(-num_tokens // BLOCK_TOKENS) - len(before), 0))
+    def missing(self, cells: list[list], num_tokens: int, windowed_tokens: int | None) -> list[int]:
+        need = [num_tokens if window is None or windowed_tokens is None else windowed_tokens for window in self.windows]
+        return [
+            max(-(-min(each, num_tokens) // BLOCK_TOKENS) - len(entries), 0)
+            for each, entries in zip(need, cells, strict=True)
+        ]
+
+    def reserve(self, request: Request, num_tokens: int, windowed_tokens: int | None = None) -> bool:
+        before = [list(table.blocks) for table in request.sequence.tables]
+        missing = self.missing(request.cells, num_tokens, windowed_tokens)
+        added = request.sequence.reserve(num_tokens, windowed_tokens=windowed_tokens)
+        cells = self.model.allocate(sum(missing))
         if cells is None:
             assert added is None
-            assert request.sequence.blocks == before
+            assert [table.blocks for table in request.sequence.tables] == before
             return False
         assert added is not None
-        assert request.sequence.blocks == [*before, *added]
-        if not before:
+        added = list(added)
+        if not request.holds_blocks:
             request.epoch = self.epoch
-        request.cells.extend(cells)
+        for table, entries in enumerate(request.cells):
+            count = missing[table]
+            assert request.sequence.tables[table].blocks == [*before[table], *added[:count]]
+            entries.extend(cells[:count])
+            del added[:count], cells[:count]
+        assert not added
+        assert request.sequence.capacity_tokens == request.capacity
         return True
 
     def compute(self, request: Request, count: int) -> None:
-        """A step writes the KV of the next positions; the device knows all their ids."""
-        end = min(request.computed + count, len(request.device_ids), len(request.cells) * BLOCK_TOKENS)
+        """A step writes the KV of the next positions, and reads what they see; the device knows all their ids."""
+        end = min(request.computed + count, len(request.device_ids), request.capacity)
         for position in range(request.computed, end):
-            block = request.sequence.blocks[position // BLOCK_TOKENS]
-            self.memory[block, position % BLOCK_TOKENS] = request.prefix(position + 1)
+            for table in range(len(self.windows)):
+                self.memory[self.address(request, table, position)] = (table, request.prefix(position + 1))
+        for position in range(request.computed, end):
+            self.read(request, position, end=position + 1)
         request.computed = max(request.computed, end)
 
+    def address(self, request: Request, table: int, position: int) -> tuple[int, int]:
+        entries = request.sequence.tables[table]
+        assert position // BLOCK_TOKENS >= entries.num_void
+        return entries.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+
+    def read(self, request: Request, position: int, *, end: int) -> None:
+        """What the token at a position sees before `end` is right in every table."""
+        for table, window in enumerate(self.windows):
+            for seen in range(end):
+                if sees(window, position, seen):
+                    assert self.memory[self.address(request, table, seen)] == (table, request.prefix(seen + 1))
+
     def seal(self, request: Request) -> None:
-        table = list(request.sequence.blocks)
+        tables = [list(table.blocks) for table in request.sequence.tables]
         end = max(min(request.computed, request.known) // BLOCK_TOKENS, request.sealed)
-        assert list(request.sequence.seal(request.computed)) == table[request.sealed : end]
-        for position in range(request.sealed, end):
-            prefix = request.prefix((position + 1) * BLOCK_TOKENS)
-            self.model.seal(request.cells[position], prefix, is_void=request.epoch != self.epoch)
+        expected = []
+        for table, cells in enumerate(request.cells):
+            for block in range(request.sealed, end):
+                if cells[block] is not None:
+                    prefix = (table, request.prefix((block + 1) * BLOCK_TOKENS))
+                    self.model.seal(cells[block], prefix, is_void=request.epoch != self.epoch)
+                    expected.append(tables[table][block])
+        assert list(request.sequence.seal(request.computed)) == expected
         request.sealed = end
+
+    def free(self, request: Request, num_tokens: int, *, unsealed: bool) -> None:
+        """What no token from `num_tokens` on sees goes back."""
+        freed = []
+        for cells, window in zip(request.cells, self.windows, strict=True):
+            for block in range(len(cells) if unsealed else request.sealed):
+                if not needs(window, num_tokens, block) and cells[block] is not None:
+                    freed.append(cells[block])
+                    cells[block] = None
+        assert request.sequence.free_behind_windows(num_tokens, unsealed=unsealed) == bool(freed)
+        self.model.release(freed[::-1], self.now_s)
+        self.num_freed += len(freed)
 
     def learn(self, request: Request) -> None:
         """Ids come back from the device."""
@@ -220,10 +290,20 @@ class CacheTraffic:
         """What shrink and truncate have in common."""
         is_cut_in_sealed = num_tokens < request.sealed * BLOCK_TOKENS
         blocks = num_tokens // BLOCK_TOKENS if is_cut_in_sealed else -(-num_tokens // BLOCK_TOKENS)
-        dropped = request.cells[blocks:]
-        del request.cells[blocks:]
-        self.model.release(dropped[::-1], self.now_s)
-        assert kept == min(num_tokens, len(request.cells) * BLOCK_TOKENS)
+        left = min(num_tokens, blocks * BLOCK_TOKENS, request.capacity)
+        for cells, window in zip(request.cells, self.windows, strict=True):
+            if any(cell is None and needs(window, left, block) for block, cell in enumerate(cells)):
+                left = blocks = 0
+        dropped = [
+            cells[block]
+            for block in range(max(map(len, request.cells)) - 1, blocks - 1, -1)
+            for cells in request.cells
+            if block < len(cells) and cells[block] is not None
+        ]
+        for cells in request.cells:
+            del cells[blocks:]
+        self.model.release(dropped, self.now_s)
+        assert kept == left
         request.sealed = min(request.sealed, blocks)
         request.computed = min(request.computed, kept)
 
@@ -235,7 +315,9 @@ class CacheTraffic:
             return
         request = self.arrive(world, ids)
         self.match(request)
-        if self.reserve(request, min(request.computed + count, len(ids))):
+        end = min(request.computed + count, len(ids))
+        # All of the prompt where everything is kept, and of the other tables what is computed now.
+        if self.reserve(request, len(ids), end) or self.reserve(request, end):
             self.compute(request, count)
             self.seal(request)
 
@@ -243,6 +325,18 @@ class CacheTraffic:
         """A prompt that begins like one that is there."""
         for other in pick(self.requests, at):
             self.prefill(other.world, other.device_ids[:kept] + more, 9)
+
+    def prefill_on(self, at: int, count: int) -> None:
+        """The next chunk of a prompt; what is behind its windows was given back before."""
+        for request in pick([request for request in self.requests if request.computed < request.known], at):
+            self.free(request, request.computed, unsealed=False)
+            if self.reserve(request, request.known, request.computed + count):
+                self.compute(request, count)
+                self.seal(request)
+
+    def leave_behind(self, at: int, late: int, unsealed: str) -> None:
+        for request in pick([request for request in self.requests if request.holds_blocks], at):
+            self.free(request, max(request.computed - late, 0), unsealed=unsealed == "all")
 
     def decode(self, at: int, ids: list[int], learn: str) -> None:
         """The device samples and computes on; the host may learn the ids later only."""
@@ -259,27 +353,28 @@ class CacheTraffic:
             self.learn(request)
             self.seal(request)
 
-    def admit(self, at: int, num_tokens: int) -> None:
+    def admit(self, at: int, num_tokens: int, windowed_tokens: int | None) -> None:
         """`would_fit` tells exactly whether match and reserve will succeed."""
-        for request in pick([request for request in self.requests if not request.cells], at):
-            fits = request.sequence.would_fit(num_tokens)
+        for request in pick([request for request in self.requests if not request.holds_blocks], at):
+            fits = request.sequence.would_fit(num_tokens, windowed_tokens=windowed_tokens)
             if not self.with_ttl:
-                expected = self.model.find(self.matchable(request))
-                assert request.sequence.count_cached_tokens() == len(expected) * BLOCK_TOKENS
+                expected = self.find(request)
+                assert request.sequence.count_cached_tokens() == len(expected[0]) * BLOCK_TOKENS
             self.match(request)
-            assert self.reserve(request, num_tokens) == fits
+            assert self.reserve(request, num_tokens, windowed_tokens) == fits
             if not fits:
                 self.cut(request, 0, request.sequence.shrink(0))
 
-    def grow(self, at: int, num_tokens: int, spare: int) -> None:
-        for request in pick([request for request in self.requests if request.cells], at):
-            missing = max(-(-num_tokens // BLOCK_TOKENS) - len(request.cells), 0)
+    def grow(self, at: int, num_tokens: int, spare: int, windowed_tokens: int | None) -> None:
+        for request in pick([request for request in self.requests if request.holds_blocks], at):
+            missing = sum(self.missing(request.cells, num_tokens, windowed_tokens))
             fits = missing == 0 or missing <= self.cache.pool.available_blocks - spare
-            assert request.sequence.would_fit(num_tokens, spare_blocks=spare) == fits
-            self.reserve(request, num_tokens)
+            told = request.sequence.would_fit(num_tokens, spare_blocks=spare, windowed_tokens=windowed_tokens)
+            assert told == fits
+            self.reserve(request, num_tokens, windowed_tokens)
 
     def cut_back(self, at: int, num_tokens: int, verb: str) -> None:
-        for request in pick([request for request in self.requests if request.cells], at):
+        for request in pick([request for request in self.requests if request.holds_blocks], at):
             if verb == "truncate":
                 kept = request.sequence.truncate(num_tokens)
                 del request.device_ids[num_tokens:]
@@ -291,15 +386,17 @@ class CacheTraffic:
     def release(self, at: int) -> None:
         for request in pick(self.requests, at):
             request.sequence.release()
-            self.model.release(request.cells[::-1], self.now_s)
+            self.cut(request, 0, 0)
             self.requests.remove(request)
 
     def pin(self, at: int, count: int) -> None:
         if len(self.pins) < 3:
             for request in pick([request for request in self.requests if request.sealed], at):
                 end = min(count, request.sealed)
-                self.pins.append((self.cache.pool.pin(request.sequence.blocks[:end]), request.cells[:end]))
-                self.model.acquire(request.cells[:end])
+                cells = held([cells[:end] for cells in request.cells])
+                blocks = [block for table in request.sequence.tables for block in table.blocks[table.num_void : end]]
+                self.pins.append((self.cache.pool.pin(blocks), cells))
+                self.model.acquire(cells)
 
     def unpin(self) -> None:
         if self.pins:
@@ -316,8 +413,8 @@ class CacheTraffic:
 
     def change_weights(self) -> None:
         self.cache.clear()
-        held = [cell for request in self.requests for cell in request.cells[: request.sealed]]
-        self.model.clear([*held, *(cell for _, cells in self.pins for cell in cells)])
+        sealed = [cells[: request.sealed] for request in self.requests for cells in request.cells]
+        self.model.clear([*held(sealed), *(cell for _, cells in self.pins for cell in cells)])
         self.epoch += 1
 
     # Always.
@@ -347,12 +444,14 @@ class CacheTraffic:
 
     def check_request(self, request: Request) -> None:
         """No sequence reads another prefix's KV, and each holds what the model says."""
-        blocks = request.sequence.blocks
-        assert list(map(self.cache.pool.num_users, blocks)) == [cell.users for cell in request.cells]
+        for table, cells in zip(request.sequence.tables, request.cells, strict=True):
+            users = [0 if cell is None else cell.users for cell in cells]
+            assert users[: table.num_void] == [0] * table.num_void
+            assert list(map(self.cache.pool.num_users, table.held)) == users[table.num_void :]
+            assert len(table.blocks) == len(cells)
         assert request.sequence.num_sealed_blocks == request.sealed
-        for position in range(request.computed):
-            read = self.memory[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
-            assert read == request.prefix(position + 1)
+        assert request.sequence.blocks is request.sequence.tables[0].blocks
+        self.read(request, request.computed, end=request.computed)
 
     def check_content(self) -> None:
         """Content is what its digest says; pinned and idle content too, which no sequence reads now."""
@@ -363,10 +462,14 @@ class CacheTraffic:
 
     def digest_of(self, prefix: tuple) -> Digest:
         if prefix not in self.digests:
-            (salt, lora), ids = prefix
+            table, ((salt, lora), ids) = prefix
             root = self.cache.hasher.root(cache_salt=salt, lora_name=lora)
-            self.digests[prefix] = self.cache.hasher.chain(root, ids)[-1]
+            self.digests[prefix] = table_digest(self.cache.hasher.chain(root, ids)[-1], table)
         return self.digests[prefix]
+
+
+def held(tables: list[list[Cell | None]]) -> list[Cell]:
+    return [cell for cells in tables for cell in cells if cell is not None]
 
 
 def pick(candidates: Sequence, at: int) -> Sequence:
@@ -375,15 +478,17 @@ def pick(candidates: Sequence, at: int) -> Sequence:
 
 
 AT = st.integers(0, 5)
+WINDOWS = st.one_of(st.just([None]), st.lists(st.sampled_from([None, 1, 2, 3, 4, 5, 8]), min_size=1, max_size=4))
+SOME_TOKENS = st.sampled_from([None, 0, 2, 5])
 IDS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=6)
 
 
 class CacheMachine(RuleBasedStateMachine):
     """Hypothesis chooses."""
 
-    @initialize(num_blocks=st.integers(2, 14), ttl_s=st.sampled_from([None, TTL_S]))
-    def make(self, num_blocks, ttl_s):
-        self.traffic = CacheTraffic(num_blocks, ttl_s=ttl_s)
+    @initialize(num_blocks=st.integers(2, 14), ttl_s=st.sampled_from([None, TTL_S]), windows=WINDOWS)
+    def make(self, num_blocks, ttl_s, windows):
+        self.traffic = CacheTraffic(num_blocks * len(windows), ttl_s=ttl_s, windows=tuple(windows))
 
     @rule(world=st.sampled_from(WORLDS), ids=IDS, count=st.integers(1, 9))
     def prefill(self, world, ids, count):
@@ -401,13 +506,21 @@ class CacheMachine(RuleBasedStateMachine):
     def learn_late(self, at):
         self.traffic.learn_late(at)
 
-    @rule(at=AT, num_tokens=st.integers(1, 14))
-    def admit(self, at, num_tokens):
-        self.traffic.admit(at, num_tokens)
+    @rule(at=AT, count=st.integers(1, 9))
+    def prefill_on(self, at, count):
+        self.traffic.prefill_on(at, count)
 
-    @rule(at=AT, num_tokens=st.integers(0, 14), spare=st.integers(0, 3))
-    def grow(self, at, num_tokens, spare):
-        self.traffic.grow(at, num_tokens, spare)
+    @rule(at=AT, late=st.integers(0, 3), unsealed=st.sampled_from(["sealed", "sealed", "all"]))
+    def leave_behind(self, at, late, unsealed):
+        self.traffic.leave_behind(at, late, unsealed)
+
+    @rule(at=AT, num_tokens=st.integers(1, 14), windowed_tokens=SOME_TOKENS)
+    def admit(self, at, num_tokens, windowed_tokens):
+        self.traffic.admit(at, num_tokens, windowed_tokens)
+
+    @rule(at=AT, num_tokens=st.integers(0, 14), spare=st.integers(0, 3), windowed_tokens=SOME_TOKENS)
+    def grow(self, at, num_tokens, spare, windowed_tokens):
+        self.traffic.grow(at, num_tokens, spare, windowed_tokens)
 
     @rule(at=AT, num_tokens=st.integers(0, 12), verb=st.sampled_from(["shrink", "truncate", "preempt"]))
     def cut_back(self, at, num_tokens, verb):
@@ -660,8 +773,10 @@ CACHE_EVENTS = {
     lambda traffic, at, rng: traffic.prefill_like_another(at, rng.randint(0, 12), some_ids(rng)): 20,
     lambda traffic, at, rng: traffic.decode(at, some_ids(rng)[:3], rng.choice(["now", "now", "late"])): 30,
     lambda traffic, at, rng: traffic.learn_late(at): 8,
-    lambda traffic, at, rng: traffic.admit(at, rng.randint(1, 14)): 10,
-    lambda traffic, at, rng: traffic.grow(at, rng.randint(0, 20), rng.randint(0, 3)): 6,
+    lambda traffic, at, rng: traffic.prefill_on(at, rng.randint(1, 9)): 12,
+    lambda traffic, at, rng: traffic.leave_behind(at, rng.randint(0, 3), rng.choice(["sealed"] * 5 + ["all"])): 12,
+    lambda traffic, at, rng: traffic.admit(at, rng.randint(1, 14), rng.choice([None, 2, 5])): 10,
+    lambda traffic, at, rng: traffic.grow(at, rng.randint(0, 20), rng.randint(0, 3), rng.choice([None, 2, 5])): 6,
     lambda traffic, at, rng: traffic.cut_back(
         at, rng.randint(0, 16), rng.choice(["shrink", "truncate", "preempt"])
     ): 10,
@@ -693,12 +808,25 @@ def run_from_seed(traffic, events: dict, seed: int, *, num_events: int) -> None:
         traffic.check()
 
 
-@pytest.mark.parametrize(("num_blocks", "ttl_s"), [(6, None), (10, TTL_S), (16, None), (24, TTL_S)])
-def test_cache_long_traffic_agrees_with_the_model(num_blocks, ttl_s):
-    traffic = CacheTraffic(num_blocks, ttl_s=ttl_s)
-    run_from_seed(traffic, CACHE_EVENTS, num_blocks, num_events=4000)
+LONG = {
+    "small": (6, None, (None,)),
+    "expiring": (10, TTL_S, (None,)),
+    "middling": (16, None, (None,)),
+    "large, expiring": (24, TTL_S, (None,)),
+    "one window": (12, None, (5,)),
+    "two tables": (30, None, (None, 4)),
+    "four tables, expiring": (40, TTL_S, (6, None, 3, None)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_cache_long_traffic_agrees_with_the_model(name):
+    num_blocks, ttl_s, windows = LONG[name]
+    traffic = CacheTraffic(num_blocks, ttl_s=ttl_s, windows=windows)
+    run_from_seed(traffic, CACHE_EVENTS, num_blocks, num_events=4000 if windows == (None,) else 2000)
     counters = traffic.cache.pool.counters()
     assert traffic.num_hits == counters.hit_blocks > 50
+    assert (traffic.num_freed > 30) == (windows != (None,))
     expected = set(EvictionReason) if ttl_s else set(EvictionReason) - {EvictionReason.EXPIRED}
     assert {reason for reason, count in counters.evicted_blocks.items() if count} == expected
 

@@ -189,6 +189,7 @@ def test_kv_of_each_rank_is_its_heads_and_its_layout_names_model_rank_and_rope(c
             definition.parse(config | change),
             model_tag=tag,
             kv_dtype=KvDtype.FLOAT32,
+            state_dtype=KvDtype.FLOAT32,
             num_ranks=ranks,
             rank_index=rank,
         )

@@ -29,10 +29,10 @@ def test_launched_engine_says_the_token_that_the_reference_finds_likeliest(
 
 
 def test_plan_says_what_an_engine_would_be_made_of(family: ModelFamily, fixtures: Path) -> None:
-    plan = family.plan(fixtures / "untied_yarn", EngineOptions(num_blocks=10, tensor_parallel_size=2))
+    plan = family.plan(fixtures / "untied_yarn", EngineOptions(num_blocks=16, tensor_parallel_size=2))
     assert plan.model_type == "qwen3"
     assert plan.limits["max_model_tokens"] == 256
-    assert plan.limits["num_blocks"] == 10
+    assert plan.limits["num_blocks"] == 16
 
 
 def test_dummy_weights_need_a_config_and_nothing_else(family: ModelFamily, fixtures: Path, tmp_path: Path) -> None:

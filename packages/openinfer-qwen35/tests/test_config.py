@@ -137,7 +137,12 @@ def test_ranks_that_do_not_divide_the_model_are_refused_with_those_that_do(text:
 def test_memory_of_each_rank_is_its_heads(text: dict[str, Any]) -> None:
     def layout(ranks: int) -> KvLayout:
         spec = definition.kv_spec(
-            definition.parse(text), model_tag="a", kv_dtype=KvDtype.FLOAT32, num_ranks=ranks, rank_index=0
+            definition.parse(text),
+            model_tag="a",
+            kv_dtype=KvDtype.FLOAT32,
+            state_dtype=KvDtype.FLOAT32,
+            num_ranks=ranks,
+            rank_index=0,
         )
         return KvLayout.from_spec(spec, block_size_tokens=16)
 

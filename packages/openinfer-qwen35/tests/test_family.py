@@ -29,15 +29,15 @@ def test_launched_engine_says_the_token_that_the_reference_finds_likeliest(
 
 
 def test_plan_says_what_an_engine_would_be_made_of(family: ModelFamily, fixtures: Path) -> None:
-    options = EngineOptions(num_blocks=10, tensor_parallel_size=2, max_num_seqs=3)
+    options = EngineOptions(num_blocks=32, tensor_parallel_size=2, max_num_seqs=3)
     plan = family.plan(fixtures / "text_tied", options)
     assert plan.model_type == "qwen3_5_text"
     assert plan.limits["max_model_tokens"] == 512
-    assert plan.limits["num_blocks"] == 10
-    assert plan.parts["prefix_cache"] == "where one of 10 copies of recurrent states is kept"
+    assert plan.limits["num_blocks"] == 32
+    assert plan.parts["prefix_cache"] == "where one of 32 copies of recurrent states is kept"
     channels, state = (2 * 2 * 16 + 4 * 24) * 3, 4 * 16 * 24
     assert plan.memory_bytes["states"] == 3 * 3 * (channels + state) * 4, "slots, layers, numbers, bytes of each"
-    assert plan.memory_bytes["state_snapshots"] == 10 * 3 * (channels + state) * 4
+    assert plan.memory_bytes["state_snapshots"] == 32 * 3 * (channels + state) * 4
     off = family.plan(fixtures / "text_tied", EngineOptions(num_blocks=10, prefix_cache=False))
     assert off.parts["prefix_cache"] == "off"
     assert off.memory_bytes["state_snapshots"] == 0

@@ -113,7 +113,7 @@ def test_what_the_user_can_mend_is_one_line_and_code_two(
 
 
 def test_bench_without_a_benchmark_says_what_to_install() -> None:
-    with pytest.raises(Refused, match=r'pip install "openinfer\[bench\]"'):
+    with pytest.raises(Refused, match=r"openinfer-bench has them: `\./run install`"):
         bench.run(["serve"], lister=lambda group: [])
 
 

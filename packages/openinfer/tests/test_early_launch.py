@@ -39,7 +39,7 @@ def test_a_wrong_parser_name_ends_a_start_with_one_line() -> None:
     with serve("--tool-parser", "hermse") as process:
         _, log = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 2
-    (told,) = [line for line in log.splitlines() if not line.startswith("openinfer.engine: the engine started")]
+    (told,) = [line for line in log.splitlines() if "openinfer.engine: the engine started" not in line]
     assert told.startswith("openinfer serve: no installed package offers 'hermse'")
 
 

@@ -126,3 +126,15 @@ def test_a_script_that_forgets_to_close_still_ends() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert "Paris" in done.stdout
     assert done.stderr == ""
+
+
+def test_sampling_defaults_are_the_models_and_a_call_beats_them(llm: LLM) -> None:
+    greedy = llm.generate(["Once"], max_tokens=12, temperature=0)[0].token_ids
+    assert llm.generate(["Once"], max_tokens=12)[0].token_ids == greedy  # its folder says do_sample: false
+    sampled = {tuple(llm.generate(["Once"], max_tokens=12, seed=seed, temperature=1)[0].token_ids) for seed in range(4)}
+    assert len(sampled) > 1
+
+
+def test_sampling_defaults_that_are_not_known_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(InvalidRequest, match="sampling_defaults is 'best'; it must be one of model, none"):
+        LLM("tiny", sampling_defaults="best")

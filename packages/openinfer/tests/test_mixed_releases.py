@@ -76,10 +76,10 @@ def test_core_from_before_contract_numbers_is_refused(tmp_path: Path) -> None:
 
 
 def test_core_without_a_module_that_the_engine_needs_is_named(tmp_path: Path) -> None:
-    copy_core(tmp_path, without="waiting_queue.py")
+    copy_core(tmp_path, without="scheduling/waiting_queue.py")
     said = said_by(tmp_path, *PLAN)
     assert f"openinfer-engine {version('openinfer-engine')} uses what openinfer-core {CORE} does not have" in said
-    assert "openinfer_core.waiting_queue" in said
+    assert "openinfer_core.scheduling.waiting_queue" in said
 
 
 def test_core_whose_field_has_another_name_is_named(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Witness(InProcessEngine):
 def make_engine() -> tuple[Witness, TokenBudgetScheduler, Path]:
     model_dir = find_model_dir("tiny")
     family, _ = find_family(model_dir)
-    options = EngineOptions(num_blocks=NUM_BLOCKS, max_num_seqs=16, max_step_tokens=96, max_model_tokens=256)
+    options = EngineOptions(num_blocks=NUM_BLOCKS, max_num_seqs=16, max_step_tokens=96)
     loop = build_loop(resolve(family.definition, model_dir, options))
     scheduler = loop.scheduler
     assert isinstance(scheduler, find_plugin(SCHEDULERS, "token-budget").load())

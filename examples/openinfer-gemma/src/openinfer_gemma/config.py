@@ -115,6 +115,10 @@ class GemmaConfig(msgspec.Struct, frozen=True, kw_only=True):
         is_full = ((index + 1) % self.sliding_window_pattern == 0 for index in range(self.num_hidden_layers))
         return tuple(LayerKind.FULL if full else LayerKind.SLIDING for full in is_full)
 
+    def window_of(self, kind: LayerKind) -> int | None:
+        """Keys that a token of such a layer sees, its own among them; None: all."""
+        return self.sliding_window if kind is LayerKind.SLIDING else None
+
     @property
     def attention_scale(self) -> float:
         """What scores are multiplied by."""

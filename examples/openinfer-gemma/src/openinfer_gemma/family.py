@@ -68,20 +68,32 @@ class GemmaDefinition(ModelDefinition[GemmaConfig]):
         return {"lm_head.weight", "language_model.lm_head.weight", "vision_tower.", "multi_modal_projector."}
 
     def kv_spec(
-        self, config: GemmaConfig, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int
+        self,
+        config: GemmaConfig,
+        *,
+        model_tag: str,
+        kv_dtype: KvDtype,
+        state_dtype: KvDtype,
+        num_ranks: int,
+        rank_index: int,
     ) -> KvSpec:
-        """K after RoPE, and V, of this rank's KV heads and all layers: also of what windows have left behind."""
+        """K after RoPE, and V, of this rank's KV heads: a group for each kind of layers, one of them with a window."""
+        del state_dtype
         heads = config.num_key_value_heads // num_ranks
-        ropes = sorted((str(kind), config.rope_parameters[kind]) for kind in {*config.layer_kinds})
-        group = PagedGroup(
-            name="attention",
-            num_layers=config.num_hidden_layers,
-            tensors=tuple(
-                PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=kv_dtype) for name in "kv"
-            ),
-            rope_tag=f"half layout: {ropes}",
+        tensors = tuple(
+            PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=kv_dtype) for name in "kv"
         )
-        return KvSpec(model_tag=model_tag, paged=(group,), num_ranks=num_ranks, rank_index=rank_index)
+        groups = tuple(
+            PagedGroup(
+                name=model.PAGED_GROUPS[kind],
+                num_layers=config.layer_kinds.count(kind),
+                tensors=tensors,
+                rope_tag=f"half layout: {config.rope_parameters[kind]}",
+                window_tokens=config.window_of(kind),
+            )
+            for kind in sorted({*config.layer_kinds})
+        )
+        return KvSpec(model_tag=model_tag, paged=groups, num_ranks=num_ranks, rank_index=rank_index)
 
 
 class Gemma(EngineFamily):

@@ -19,13 +19,18 @@ Letters: `T` tokens of a step, `h` hidden size, `H`/`K` query and KV heads, `D` 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Shard, WeightSource
+from openinfer_engine.model import KvLayers, Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_gemma.config import GemmaConfig, LayerKind
 from openinfer_gemma.rope import rope_table
-from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops
+from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, PagedCache
+
+PAGED_GROUPS: Mapping[LayerKind, str] = MappingProxyType({LayerKind.FULL: "full", LayerKind.SLIDING: "sliding"})
+"""In which paged group the layers of each kind are."""
+
 
 # --- tensors ------------------------------------------------------------------------------------------------
 
@@ -65,6 +70,9 @@ def tensors(config: GemmaConfig) -> Mapping[str, tuple[int, ...]]:
 class LayerWeights:
     """One decoder layer on one rank, and how far it sees."""
 
+    kind: LayerKind
+    index: int
+    """Among the layers of its kind, hence in the KV cache."""
     input_layernorm: Array
     """`[h]`, zero-centred as all norms here."""
     qkv_proj: LinearWeight
@@ -116,22 +124,28 @@ def load(
     layers = tuple(
         _load_layer(
             loader,
-            f"{prefix}.layers.{index}",
+            f"{prefix}.layers.{layer}",
             qk_norm=config.qk_norm,
+            kind=kind,
+            index=config.layer_kinds[:layer].count(kind),
             rope=ropes[kind],
-            window=config.sliding_window if kind is LayerKind.SLIDING else None,
+            window=config.window_of(kind),
         )
-        for index, kind in enumerate(config.layer_kinds)
+        for layer, kind in enumerate(config.layer_kinds)
     )
     norm = loader.plain(f"{prefix}.norm.weight")
     loaded = Weights(embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head)
     return GemmaModel(config, loaded, ops=ops, communicator=communicator)
 
 
-def _load_layer(loader: WeightLoader, prefix: str, *, qk_norm: bool, rope: Array, window: int | None) -> LayerWeights:
+def _load_layer(
+    loader: WeightLoader, prefix: str, *, qk_norm: bool, kind: LayerKind, index: int, rope: Array, window: int | None
+) -> LayerWeights:
     q, k, v, o = (f"{prefix}.self_attn.{name}_proj" for name in "qkvo")
     norms = [f"{prefix}.self_attn.{name}_norm.weight" for name in "qk"]
     return LayerWeights(
+        kind=kind,
+        index=index,
         input_layernorm=loader.plain(f"{prefix}.input_layernorm.weight"),
         qkv_proj=loader.linear(q, k, v, shard=Shard.COLUMN_PARALLEL),
         qk_norms=(loader.plain(norms[0]), loader.plain(norms[1])) if qk_norm else None,
@@ -158,24 +172,24 @@ class GemmaModel:
         self._ops = ops
         self._communicator = communicator
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         """Hidden states after the final norm, `[T, h]`, for `token_ids [T]`; the same on every rank.
 
         Args:
             token_ids: int32, each below `vocab_size`.
             batch: where the tokens stand.
-            kv_cache: `[blocks, L, 2, K, block tokens, D]`, mutated: this step's K and V are appended.
+            kv_cache: of the layers of each kind, mutated: this step's K and V are appended.
         """
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         scale = self._config.embedding_scale
         residual = ops.residual_embedding(token_ids, weights.embed_tokens, scale=scale)  # [T, h] float32
         x = ops.zero_centred_rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            x = self._attention(x, layer, index, batch=batch, kv_cache=kv_cache)
+        for layer, next_norm in zip(weights.layers, next_norms, strict=True):
+            x = self._attention(x, layer, batch=batch, cache=kv_cache[PAGED_GROUPS[layer.kind]][layer.index])
             x = ops.zero_centred_rms_norm(x, layer.post_attention_layernorm, eps=eps)
             x = ops.add_zero_centred_rms_norm(x, residual, layer.pre_feedforward_layernorm, eps=eps)
-            x = self._mlp(x, layer)
+            x = self._mlp(x, layer, batch)
             x = ops.zero_centred_rms_norm(x, layer.post_feedforward_layernorm, eps=eps)
             x = ops.add_zero_centred_rms_norm(x, residual, next_norm, eps=eps)
         return x
@@ -187,25 +201,24 @@ class GemmaModel:
             self._ops.soft_cap(logits, cap=self._config.final_logit_softcapping)
         return self._communicator.all_gather(logits, axis=1)
 
-    def _attention(self, x: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
-        """`[T, h]` of layer `index` for the normed `x [T, h]`."""
+    def _attention(self, x: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
+        """`[T, h]` of a layer for the normed `x [T, h]`."""
         ops, config = self._ops, self._config
-        q = self._queries(ops.linear(x, layer.qkv_proj), layer, index, batch=batch, kv_cache=kv_cache)  # [T, H, D]
+        q = self._queries(ops.linear(x, layer.qkv_proj, batch), layer, batch=batch, cache=cache)  # [T, H, D]
         attended = ops.paged_attention(
             q,
-            kv_cache,
-            layer=index,
+            cache,
             batch=batch,
             scale=config.attention_scale,
             window=layer.window,
             soft_cap=config.attn_logit_softcapping,
         )  # [T, H D]
-        return self._communicator.all_reduce(ops.linear(attended, layer.o_proj))
+        return self._communicator.all_reduce(ops.linear(attended, layer.o_proj, batch))
 
-    def _queries(self, qkv: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def _queries(self, qkv: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
         """`[T, H, D]` of `qkv [T, (H + 2 K) D]`; K and V are appended."""
         if layer.qk_norms is None:
-            return self._ops.rope_append(qkv, rope=layer.rope, kv_cache=kv_cache, layer=index, batch=batch)
+            return self._ops.rope_append(qkv, rope=layer.rope, cache=cache, batch=batch)
         q_norm, k_norm = layer.qk_norms
         return self._ops.zero_centred_qk_norm_rope_append(
             qkv,
@@ -213,12 +226,11 @@ class GemmaModel:
             k_norm=k_norm,
             eps=self._config.rms_norm_eps,
             rope=layer.rope,
-            kv_cache=kv_cache,
-            layer=index,
+            cache=cache,
             batch=batch,
         )
 
-    def _mlp(self, x: Array, layer: LayerWeights) -> Array:
+    def _mlp(self, x: Array, layer: LayerWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
-        gated = self._ops.linear_geglu(x, layer.gate_up_proj)  # [T, F]
-        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj))
+        gated = self._ops.linear_geglu(x, layer.gate_up_proj, batch)  # [T, F]
+        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj, batch))

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from openinfer_core import GenerateRequest, Refused, RequestId, SamplingParams, find_plugin, read_config
+from openinfer.models import find_model_dir
+from openinfer_core import GenerateRequest, Refused, RequestId, SamplingParams, read_config
 from openinfer_core.grammars import GrammarCompiler, TokenMatcher, Vocabulary, mask_words
-from openinfer_core.plugins import CHECKPOINTS
 from openinfer_core.provenance import provenance
 from openinfer_core.sampling import Grammar, GrammarKind
 from openinfer_engine.grammars.choice import LLGUIDANCE, choose_grammar_compiler, make_grammar_compiler
@@ -137,7 +137,7 @@ def _compile_ms(compiler: GrammarCompiler, grammar: Grammar, vocabulary: Vocabul
 
 
 def _vocabulary(model: str) -> Vocabulary:
-    model_dir = Path(model) if Path(model).is_dir() else find_plugin(CHECKPOINTS, model).load()()
+    model_dir = find_model_dir(model)
     return Vocabulary(
         model_dir=model_dir,
         num_token_ids=read_num_token_ids(model_dir, vocab_size=2**24),
@@ -156,7 +156,7 @@ def _print(timings: Sequence[GrammarTiming], vocabulary: Vocabulary, ready_s: fl
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openinfer bench grammars", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", default="tiny", metavar="DIR", help="a model folder or the name of a checkpoint")
+    parser.add_argument("--model", default="tiny", metavar="DIR|NAME", help="a model folder, or the name of a model")
     parser.add_argument(
         "--grammar-compiler", default=LLGUIDANCE, metavar="NAME", help="the grammar compiler to measure"
     )

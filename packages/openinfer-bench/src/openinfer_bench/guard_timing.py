@@ -1,7 +1,7 @@
 """`measure_guard`: what the guard around a scheduler costs in each step, without the scheduler."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -32,8 +32,9 @@ class GuardTiming:
     """Of one comparison with the ledger; there are four in a second."""
 
 
-def measure_guard(*, rows: int = 256, steps: int = 400) -> GuardTiming:
-    config, plans = record_plans(rows=rows, steps=steps)
+def measure_guard(*, rows: int = 256, steps: int = 400, windows: Sequence[int] = ()) -> GuardTiming:
+    """`windows` are those of further block tables, in tokens, beside one that has none."""
+    config, plans = record_plans(rows=rows, steps=steps, windows=windows)
     recorded = _Recorded(plans, rows)
     bare_s = _time_steps(plans, lambda: recorded.plan(now_s=0.0), lambda plan: recorded.apply(plan, _RESULT, now_s=0.0))
     seconds = {False: 0.0, True: 0.0}

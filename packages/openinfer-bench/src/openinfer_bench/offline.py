@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from openinfer.models import find_model_dir
 from openinfer_bench.trace import summarise_file
 from openinfer_core import (
     Failed,
@@ -65,7 +66,7 @@ class OfflineTiming:
 def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; `--json FILE` also writes it."""
     arguments = _parser().parse_args(argv)
-    model_dir = Path(arguments.model)
+    model_dir = find_model_dir(arguments.model)
     family: Any = claim(read_config(model_dir), list_plugins(MODELS))[0]
     given = dict(_pair(each) for each in arguments.option)
     if arguments.trace is not None:
@@ -208,7 +209,7 @@ def _table(timings: Sequence[OfflineTiming]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openinfer bench offline", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="DIR", help="a model folder")
+    parser.add_argument("--model", required=True, metavar="DIR|NAME", help="a model folder, or the name of a model")
     parser.add_argument(
         "--size",
         nargs="+",

@@ -18,8 +18,8 @@ OPENINFER_CONTRACT = 1
 def run(argv: Sequence[str]) -> int:
     """Measures and prints a table; `--json FILE` also writes it."""
     arguments = _parser().parse_args(argv)
-    steps = [measure_scheduler(rows=rows, steps=arguments.steps) for rows in arguments.rows]
-    guards = [measure_guard(rows=rows, steps=arguments.steps) for rows in arguments.rows]
+    steps = [measure_scheduler(rows=rows, steps=arguments.steps, windows=arguments.windows) for rows in arguments.rows]
+    guards = [measure_guard(rows=rows, steps=arguments.steps, windows=arguments.windows) for rows in arguments.rows]
     blocks = measure_bookkeeping()
     lines = [f"{'decode rows':>12} {'plan us':>9} {'apply us':>9} {'us/row':>8} {'worst step us':>14}"]
     lines += [
@@ -42,6 +42,7 @@ def run(argv: Sequence[str]) -> int:
                 "machine": platform.machine(),
                 "kernel": platform.release(),
                 "steps": arguments.steps,
+                "windows": arguments.windows,
             },
             "scheduler": [
                 {
@@ -75,5 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         "--rows", type=int, nargs="+", default=[1, 16, 64, 256], metavar="N", help="sequences that decode"
     )
     parser.add_argument("--steps", type=int, default=400, metavar="N", help="steps to time")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[], metavar="N", help="windows of further block tables, in tokens"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     return parser

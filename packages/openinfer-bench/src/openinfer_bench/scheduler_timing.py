@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,7 @@ def measure_scheduler(
     *,
     rows: int = 256,
     steps: int = 400,
+    windows: Sequence[int] = (),
     factory: Callable[[SchedulerConfig, QueuePolicy], Scheduler] = TokenBudgetScheduler,
 ) -> ScheduleTiming:
     """Times a scheduler in steady decoding, with one step of overlap.
@@ -58,9 +59,10 @@ def measure_scheduler(
     Args:
         rows: sequences that decode at once; their prompts have 96 to 159 tokens.
         steps: steps to time, after the prompts and a warm-up.
+        windows: of further block tables, in tokens, beside one that has none.
         factory: makes the scheduler.
     """
-    loop = _TimedLoop(factory(_config(rows, steps), FirstComeFirstServed(QueuePolicyConfig())))
+    loop = _TimedLoop(factory(_config(rows, steps, windows), FirstComeFirstServed(QueuePolicyConfig())))
     loop.add_requests(rows, max_tokens=_sampled_tokens(steps))
     while loop.step() < rows:
         pass
@@ -80,9 +82,9 @@ def measure_scheduler(
     )
 
 
-def record_plans(*, rows: int, steps: int) -> tuple[SchedulerConfig, list[StepPlan]]:
+def record_plans(*, rows: int, steps: int, windows: Sequence[int] = ()) -> tuple[SchedulerConfig, list[StepPlan]]:
     """All plans of our scheduler from the first prompt on, at the end `steps` of `rows` decode rows each."""
-    config = _config(rows, steps)
+    config = _config(rows, steps, windows)
     loop = _TimedLoop(TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig())))
     loop.add_requests(rows, max_tokens=_sampled_tokens(steps))
     while loop.step() < rows:
@@ -143,11 +145,12 @@ def _sampled_tokens(steps: int) -> int:
     return steps + WARM_UP_STEPS + 256
 
 
-def _config(rows: int, steps: int) -> SchedulerConfig:
+def _config(rows: int, steps: int, windows: Sequence[int]) -> SchedulerConfig:
     max_model_tokens = max(_PROMPT_TOKENS) + _sampled_tokens(steps)
     return SchedulerConfig(
-        num_blocks=rows * (max_model_tokens // BLOCK_SIZE_TOKENS + 2),
+        num_blocks=rows * (max_model_tokens // BLOCK_SIZE_TOKENS + 2) * (1 + len(windows)),
         block_size_tokens=BLOCK_SIZE_TOKENS,
+        table_windows=(None, *windows),
         max_num_seqs=rows,
         max_step_tokens=max(8192, rows),
         max_model_tokens=max_model_tokens,

@@ -17,6 +17,14 @@ OpenInferError
 """
 
 
+def brought_by(flag: str = "") -> str:
+    """Says how a missing package gets into the environment: ours are on no index, where strangers may use the names."""
+    option = f" {flag}" if flag else ""
+    return (
+        f"`./run install{option}` in a checkout of openinfer brings it, or `install.py{option}` in a folder of wheels"
+    )
+
+
 class OpenInferError(Exception):
     """Root of everything openinfer raises on purpose."""
 

@@ -7,10 +7,12 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from openinfer_core.engine import EngineHandle
-from openinfer_core.errors import BrokenPlugin, InvalidCheckpoint, OpenInferError, UnclaimedModel
+from openinfer_core.errors import BrokenPlugin, InvalidCheckpoint, OpenInferError, UnclaimedModel, brought_by
 from openinfer_core.plugins import Plugin
 
 KNOWN_FAMILIES: Mapping[str, str] = {
+    "llama": "openinfer-llama",
+    "mistral": "openinfer-llama",
     "qwen3": "openinfer-qwen3",
     "qwen3_5": "openinfer-qwen35",
     "qwen3_5_text": "openinfer-qwen35",
@@ -149,6 +151,7 @@ def claim(config: Mapping[str, Any], plugins: Iterable[Plugin]) -> tuple[ModelFa
     """
     claiming: list[tuple[ModelFamily, Plugin]] = []
     refusals: list[tuple[str, str]] = []
+    distributions: dict[str, str | None] = {}  # of the families that were asked
     broken: list[str] = []
     for plugin in plugins:
         try:
@@ -161,9 +164,11 @@ def claim(config: Mapping[str, Any], plugins: Iterable[Plugin]) -> tuple[ModelFa
             claiming.append((family, plugin))
         else:
             refusals.append((family.name, refusal))
+            distributions[family.name] = plugin.distribution
     model_type = config.get("model_type")
     if not claiming:
-        raise UnclaimedModel("; ".join([_unclaimed(model_type, refusals, is_complete=not broken), *broken]))
+        message = _unclaimed(model_type, refusals, distributions, is_complete=not broken)
+        raise UnclaimedModel("; ".join([message, *broken]))
     if len(claiming) > 1:
         raise UnclaimedModel(_claimed_by_several(model_type, claiming))
     if broken:
@@ -195,7 +200,25 @@ def _claimed_by_several(model_type: object, claiming: Sequence[tuple[ModelFamily
     return f"model_type {model_type!r} is claimed by {names}; two have one name: uninstall all but one of these"
 
 
-def _unclaimed(model_type: object, refusals: list[tuple[str, str]], *, is_complete: bool) -> str:
+def _served(distributions: Mapping[str, str | None]) -> str:
+    if not distributions:
+        return "none is installed"
+    packages = set(distributions.values())
+    types = {model_type for model_type, package in KNOWN_FAMILIES.items() if package in packages}
+    others = {name for name, package in distributions.items() if package not in KNOWN_FAMILIES.values()}
+    return (
+        f"served here are {', '.join(sorted(types | others))}: take a model of one of these types, or write a family "
+        "for this one (docs/reference/add-a-model.md)"
+    )
+
+
+def _unclaimed(
+    model_type: object,
+    refusals: list[tuple[str, str]],
+    distributions: Mapping[str, str | None],
+    *,
+    is_complete: bool,
+) -> str:
     concerned = [f"{name}: {text}" for name, text in refusals if not text.startswith("not ")]
     if concerned:
         return "; ".join(concerned)
@@ -203,7 +226,9 @@ def _unclaimed(model_type: object, refusals: list[tuple[str, str]], *, is_comple
     package = KNOWN_FAMILIES.get(str(model_type))
     installed = sorted(name for name, _ in refusals)
     if package is not None and is_complete and package.removeprefix("openinfer-") not in installed:
-        lines.append(f"install it with: pip install {package}")
+        lines.append(f"{package} does: {brought_by()}")
     elif is_complete:
-        lines += [f"{name}: {text}" for name, text in sorted(refusals)] or ["none is installed"]
+        # A family that only repeats the type says nothing of why this model is not served.
+        lines += [f"{name}: {text}" for name, text in sorted(refusals) if repr(model_type) not in text]
+        lines.append(_served(distributions))
     return "; ".join(lines)

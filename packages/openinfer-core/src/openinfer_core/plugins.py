@@ -26,6 +26,7 @@ DRAFTERS = "openinfer.drafters"
 KERNEL_PROVIDERS = "openinfer.kernel_providers"
 GRAMMAR_COMPILERS = "openinfer.grammar_compilers"
 TOKENIZERS = "openinfer.tokenizers"
+MODEL_FILES = "openinfer.model_files"
 
 PLUGIN_ERRORS = (Exception, SystemExit)
 """What a plug-in's code may raise; one that calls `sys.exit` ends no process of ours without a word."""

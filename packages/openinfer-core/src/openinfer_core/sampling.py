@@ -96,7 +96,7 @@ class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, forbid_unknown_
         check_integer("max_tokens", self.max_tokens, low=0, high=MAX_TOKENS)
         check_integer("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
         for parameter in PARAMETERS:
-            _check_parameter(parameter, getattr(self, parameter.name))
+            check_parameter(parameter, getattr(self, parameter.name))
         if self.seed is not None:
             check_integer("seed", self.seed, low=0, high=2**64 - 1)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
@@ -120,7 +120,8 @@ def check_integer(name: str, value: object, *, low: int, high: int) -> None:
         raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", field=name)
 
 
-def _check_parameter(parameter: SamplingParameter, value: object) -> None:
+def check_parameter(parameter: SamplingParameter, value: object) -> None:
+    """Raises `InvalidRequest`: the value is not of the parameter's type, or out of its range."""
     name = parameter.name
     if parameter.kind is int:
         check_integer(name, value, low=int(parameter.low), high=int(parameter.high))

@@ -309,6 +309,21 @@ class AbortFailsTheOthers(Meddler):
             super().abort(other)
 
 
+class IgnoresDeadlines(Meddler):
+    def alter(self, request: GenerateRequest) -> GenerateRequest:
+        return replace(request, deadline_s=None)
+
+
+class CallsLateInternal(Meddler):
+    def change(self, event: TokenEvent) -> Iterable[TokenEvent]:
+        return [replace(event, kind=FailureKind.INTERNAL) if isinstance(event, Failed) else event]
+
+
+class OneDeadlineForAll(Meddler):
+    def alter(self, request: GenerateRequest) -> GenerateRequest:
+        return request if request.deadline_s is None else replace(request, deadline_s=1e-6)
+
+
 class TakesDuplicates(Meddler):
     def submit(self, request: GenerateRequest) -> None:
         try:
@@ -572,6 +587,9 @@ MUTANTS: list[tuple[Callable[[], Any], EngineCheck, str]] = [
     (IgnoresAborts, kit.check_aborts, "were aborted soon, and all of them ran to their end"),
     (AnswersEveryAbort, kit.check_aborts, "after the terminal event"),
     (AbortFailsTheOthers, kit.check_aborts, "that was not aborted finished with abort"),
+    (IgnoresDeadlines, kit.check_deadline, "request 1 had a microsecond; it ended with Finished"),
+    (CallsLateInternal, kit.check_deadline, "request 1 had a microsecond; it ended with Failed.*internal"),
+    (OneDeadlineForAll, kit.check_deadline, "request 2 failed .*deadline"),
     (TakesDuplicates, kit.check_duplicate_ids, "a second request with an id in use was taken"),
     (ServesEveryPrompt, kit.check_invalid_requests, r"finished with length; Failed\(INVALID\) is due"),
     (CallsInvalidInternal, kit.check_invalid_requests, r"failed \(internal: .*; Failed\(INVALID\) is due"),

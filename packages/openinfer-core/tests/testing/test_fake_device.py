@@ -1,5 +1,6 @@
 """`FakeDevice` runs rows with drafts of the host and of a device, and refuses rows that contradict them."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -149,3 +150,123 @@ def test_drafters_keep_to_their_script(script: DraftScript) -> None:
         case DraftScript.HOSTILE:
             assert {0, 6} <= {len(drafts) for drafts in given}
             assert any(not 0 <= token_id < fake_model.NUM_TOKEN_IDS for drafts in given for token_id in drafts)
+
+
+# several block tables
+
+TABLES = SchedulerConfig(
+    num_blocks=16,
+    block_size_tokens=2,
+    max_num_seqs=2,
+    max_step_tokens=16,
+    max_model_tokens=32,
+    max_drafts=3,
+    table_windows=(None, 4),
+)
+KNOWN = (*REQUEST.prompt_token_ids, *OUTPUTS)
+
+
+def table_plan(
+    step: int, start: int, count: int, *, blocks: tuple[tuple[int, ...], ...], void: int = 0, **columns: Any
+) -> StepPlan:
+    """A row of slot 0 with ids of the host; it samples only where `max_new` says so."""
+
+    def column(*items: int) -> Any:
+        return np.array(items, np.int32)
+
+    return StepPlan(
+        step=step,
+        slots=column(0),
+        starts=column(start),
+        counts=column(count + columns.get("drafts", 0)),
+        num_host_tokens=column(count),
+        max_new=column(columns.get("max_new", 0)),
+        token_ids=column(*KNOWN[start : start + count]),
+        draft_counts=column(columns.get("drafts", 0)),
+        new_block_counts=np.array([[len(each)] for each in blocks], np.int32),
+        new_blocks=column(*(block for each in blocks for block in each)),
+        void_block_counts=np.array([[0], [void]], np.int32),
+        started=columns.get("started", ()),
+    )
+
+
+def start(output_tokens: int = 0) -> tuple[SlotStart, ...]:
+    return (SlotStart(slot=0, request=REQUEST, seed=1, output_token_ids=OUTPUTS[:output_tokens]),)
+
+
+def run_tables(device: FakeDevice, *, void: int, blocks: tuple[tuple[int, ...], ...] = ((4,), (9,))) -> None:
+    """Six positions, then the seventh and eighth, which see from position 3 on in table 1."""
+    device.run(table_plan(0, 0, 6, blocks=((0, 1, 2), (5, 6, 7)), started=start(8)))
+    device.run(table_plan(1, 6, 2, blocks=blocks, void=void))
+
+
+def test_row_reads_of_a_window_what_it_shows() -> None:
+    device = FakeDevice(TABLES)
+    device.run(table_plan(0, 0, 6, blocks=((0, 1, 2), (5, 6, 7)), started=start(8)))
+    device.write_block(5, (1, 2))  # positions 0 and 1
+    device.run(table_plan(1, 6, 2, blocks=((4,), (9,))))
+    device.write_block(7, (3, 4))  # positions 4 and 5
+    with pytest.raises(ConformanceError, match="row 8:9: position 5 in block 7 of table 1 holds the KV of another"):
+        device.run(table_plan(2, 8, 1, blocks=((8,), (10,)), void=2))
+
+
+@pytest.mark.parametrize("void", [0, 1])
+def test_void_blocks_before_what_the_row_reads_are_right(void: int) -> None:
+    run_tables(FakeDevice(TABLES), void=void)
+
+
+@pytest.mark.parametrize("void", [2, 3])
+def test_void_blocks_cover_nothing_that_the_row_reads(void: int) -> None:
+    message = f"its first {void} blocks of table 1 are void, and it reads that table from position 3 on"
+    with pytest.raises(ConformanceError, match=message):
+        run_tables(FakeDevice(TABLES), void=void)
+
+
+def test_void_blocks_are_of_the_row_as_if_drafts_in_flight_were_all_rejected() -> None:
+    device = FakeDevice(TABLES, drafter=FakeDrafter(DraftScript.WRONG, max_drafts=3))
+    blocks = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
+    device.run(table_plan(0, 0, 3, blocks=blocks, max_new=1, started=start()))
+    drafted = dataclasses.replace(table_plan(1, 3, 0, blocks=((), ()), max_new=4, drafts=3), counts=np.array([4], "i4"))
+    device.run(drafted, num_applied=1)  # one token, at position 4
+    late = dataclasses.replace(table_plan(2, 7, 0, blocks=((), ()), max_new=1, void=2), counts=np.array([1], "i4"))
+    with pytest.raises(ConformanceError, match="2 blocks of table 1 are void, and it reads that table from position 1"):
+        device.run(late, num_applied=1)
+
+
+def test_void_blocks_stay_void() -> None:
+    device = FakeDevice(TABLES)
+    run_tables(device, void=1)
+    with pytest.raises(ConformanceError, match="table 1: 0 blocks are void, and 1 were before"):
+        device.run(table_plan(2, 8, 1, blocks=((8,), (10,)), void=0))
+
+
+def test_new_blocks_follow_the_void_ones_of_a_table_that_begins_with_some() -> None:
+    device = FakeDevice(TABLES)
+    run_tables(device, void=1)
+    # Another sequence with the same six first tokens, of which table 1 has the last four.
+    released = dataclasses.replace(
+        table_plan(2, 6, 2, blocks=((0, 1, 2, 11), (6, 7, 12)), void=1, started=start(8)), released=(0,)
+    )
+    device.run(released)
+    with pytest.raises(ConformanceError, match="its 3 blocks have room for 6 tokens in table 1"):
+        FakeDevice(TABLES).run(table_plan(0, 6, 2, blocks=((0, 1, 2, 11), (6, 7)), void=1, started=start(8)))
+
+
+def test_block_of_another_table_is_not_that_of_the_prefix() -> None:
+    device = FakeDevice(TABLES)
+    run_tables(device, void=1)
+    swapped = table_plan(2, 6, 2, blocks=((0, 1, 2, 11), (1, 7, 12)), void=1, started=start(8))
+    with pytest.raises(ConformanceError, match="position 3 in block 1 of table 1 holds the KV of table 0"):
+        device.run(dataclasses.replace(swapped, released=(0,)))
+
+
+def test_two_tables_cannot_write_to_one_block() -> None:
+    with pytest.raises(ConformanceError, match="row 6:8: tables 0 and 1 have the same block"):
+        run_tables(FakeDevice(TABLES), void=1, blocks=((4,), (4,)))
+
+
+def test_table_without_a_window_has_no_void_blocks() -> None:
+    plan = table_plan(0, 0, 6, blocks=((0, 1, 2), (5, 6, 7)), started=start(8))
+    wrong = dataclasses.replace(plan, void_block_counts=np.array([[1], [0]], np.int32))
+    with pytest.raises(ConformanceError, match="1 blocks of table 0 are void, and it reads that table from position 0"):
+        FakeDevice(TABLES).run(wrong)

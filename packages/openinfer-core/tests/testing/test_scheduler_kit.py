@@ -36,6 +36,7 @@ from openinfer_core.scheduling import (
 from openinfer_core.testing import ConformanceError
 from openinfer_core.testing.scheduler import SCHEDULER_CHECKS, SchedulerCheck, check_scheduler
 from openinfer_core.testing.scheduler_drafts import DRAFT_CHECKS
+from openinfer_core.testing.scheduler_tables import check_tables
 
 
 @dataclass(eq=False)
@@ -140,7 +141,7 @@ class PlainScheduler:
         self.admit()
         budget, rows, spans = self.config.max_step_tokens, list[Job](), list[tuple[int, int]]()
         for job in self.running:
-            count = min(len(job.ids) - job.computed, budget)
+            count = min(self.chunk(job), budget)
             if count and not job.in_flight and self.may_compute(job):
                 rows.append(job)
                 spans.append((job.computed, count))
@@ -155,19 +156,29 @@ class PlainScheduler:
         self.steps += 1
         return plan
 
+    def chunk(self, job: Job) -> int:
+        return len(job.ids) - job.computed
+
     def may_compute(self, job: Job) -> bool:
         return True
 
     def admit(self) -> None:
-        while self.waiting and self.free_slots and self.blocks_for(self.waiting[0].request) <= len(self.free_blocks):
+        while self.waiting and self.free_slots and self.blocks_for(self.waiting[0].request) <= self.num_free_blocks:
             job = self.waiting.pop(0)
             try:
                 self.policy.admitted(job.request)
             except ValueError:
                 job.is_spoilt = True
             job.slot = self.free_slots.pop()
-            job.blocks = [self.free_blocks.pop() for _ in range(self.blocks_for(job.request))]
+            self.allocate(job)
             self.running.append(job)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.free_blocks)
+
+    def allocate(self, job: Job) -> None:
+        job.blocks = [self.free_blocks.pop() for _ in range(self.blocks_for(job.request))]
 
     def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
         def column(values: list[int]) -> Any:
@@ -1024,3 +1035,181 @@ def test_kit_refuses_a_broken_drafting_scheduler(mutant: type[DraftingScheduler]
 
     with pytest.raises(ConformanceError, match=DRAFT_MUTANTS[mutant]):
         check_all()
+
+
+# several block tables
+
+
+@dataclass
+class Table:
+    window: int | None
+    blocks: dict[int, int] = field(default_factory=dict[int, int])  # place -> block
+    num_places: int = 0
+    num_void: int = 0
+
+
+class WindowedScheduler(PlainScheduler):
+    """Reserves, in numbers, what a request takes of all tables at most, and takes the blocks chunk by chunk."""
+
+    capabilities = SchedulerCapabilities(frees_windows=True)
+
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        super().__init__(config, policy)
+        self.tables: dict[RequestId, list[Table]] = {}
+        self.reserved_blocks = 0
+
+    def blocks_for(self, request: GenerateRequest) -> int:
+        return self.config.blocks_for_context(self.limit_tokens(request) - (request.sampling.max_tokens > 0))
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.config.num_blocks - self.reserved_blocks
+
+    def allocate(self, job: Job) -> None:
+        self.reserved_blocks += self.blocks_for(job.request)
+        self.tables[job.request.request_id] = [Table(window) for window in self.config.table_windows]
+
+    def chunk(self, job: Job) -> int:
+        # As far as the blocks go that were reserved of each window.
+        size, end = self.config.block_size_tokens, len(job.ids)
+        for table in self.tables[job.request.request_id]:
+            if table.window is not None:
+                end = min(end, (table.num_void + -(-table.window // size) + 2) * size)
+        return end - job.computed
+
+    def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
+        new = [self.take_blocks(job, start + count) for job, (start, count) in zip(rows, spans, strict=True)]
+        counts = [[len(blocks) for blocks in column] for column in zip(*new, strict=True)]
+        return replace(
+            super().columns(rows, spans),
+            new_block_counts=np.array(counts, np.int32),
+            new_blocks=np.array(self.lay_out(new), np.int32),
+            void_block_counts=self.void_counts([self.tables[job.request.request_id] for job in rows]),
+        )
+
+    def take_blocks(self, job: Job, end: int) -> list[list[int]]:
+        num_places = -(-end // self.config.block_size_tokens)
+        new: list[list[int]] = []
+        for table in self.tables[job.request.request_id]:
+            new.append([self.free_blocks.pop(0) for _ in range(table.num_places, num_places)])
+            table.blocks |= dict(enumerate(new[-1], table.num_places))
+            table.num_places = max(table.num_places, num_places)
+        return new
+
+    def lay_out(self, new: list[list[list[int]]]) -> list[int]:
+        return [block for column in zip(*new, strict=True) for blocks in column for block in blocks]
+
+    def void_counts(self, rows: list[list[Table]]) -> Any:
+        return np.array([[table.num_void for table in tables] for tables in rows], np.int32).T
+
+    def take_row(self, job: Job, row: int, plan: StepPlan, result: StepResult, now_s: float) -> list[TokenEvent]:
+        events = super().take_row(job, row, plan, result, now_s)
+        if not job.has_ended:
+            self.free_windows(job)
+        return events
+
+    def free_windows(self, job: Job) -> None:
+        for table in self.tables[job.request.request_id]:
+            num_void = self.count_void(table, job.computed)
+            for place in range(table.num_void, num_void):
+                self.free_blocks.append(table.blocks.pop(place))
+            table.num_void = num_void
+
+    def count_void(self, table: Table, computed: int) -> int:
+        size = self.config.block_size_tokens
+        return 0 if table.window is None else max(0, computed - table.window + 1) // size
+
+    def free(self, job: Job) -> None:
+        super().free(job)
+        self.reserved_blocks -= self.blocks_for(job.request)
+        for table in self.tables.pop(job.request.request_id):
+            self.free_blocks += table.blocks.values()
+
+
+@pytest.mark.parametrize("check", SCHEDULER_CHECKS, ids=attrgetter("__name__"))
+def test_kit_accepts_a_scheduler_that_frees_windows(check: SchedulerCheck) -> None:
+    if check not in DRAFT_CHECKS:
+        check(WindowedScheduler)
+
+
+def test_scheduler_that_keeps_one_table_is_given_no_other() -> None:
+    def make(config: SchedulerConfig, policy: QueuePolicy) -> PlainScheduler:
+        assert config.table_windows == (None,)
+        return PlainScheduler(config, policy)
+
+    check_tables(make)
+
+
+class FreesOneBlockTooEarly(WindowedScheduler):
+    def count_void(self, table: Table, computed: int) -> int:
+        num_void = super().count_void(table, computed)
+        return min(num_void + 1, table.num_places) if num_void else 0
+
+
+class FreesOneBlockTooEarlyInSilence(FreesOneBlockTooEarly):
+    def void_counts(self, rows: list[list[Table]]) -> Any:
+        return np.maximum(super().void_counts(rows) - 1, 0)
+
+
+class NeverFrees(WindowedScheduler):
+    def count_void(self, table: Table, computed: int) -> int:
+        return 0
+
+    def chunk(self, job: Job) -> int:
+        return len(job.ids) - job.computed
+
+
+class ReservesAllTablesInFull(WindowedScheduler):
+    def blocks_for(self, request: GenerateRequest) -> int:
+        return -(-self.limit_tokens(request) // self.config.block_size_tokens) * len(self.config.table_windows)
+
+
+class LaysBlocksOutRowByRow(WindowedScheduler):
+    def lay_out(self, new: list[list[list[int]]]) -> list[int]:
+        return [block for row in new for blocks in row for block in blocks]
+
+
+class SwapsTables(WindowedScheduler):
+    """Tells the last table's counts as the first's."""
+
+    def void_counts(self, rows: list[list[Table]]) -> Any:
+        return super().void_counts(rows)[::-1].copy()
+
+
+class GivesBlocksOfOneTableToAnother(WindowedScheduler):
+    """The last table begins with the first's block in place of its own."""
+
+    def lay_out(self, new: list[list[list[int]]]) -> list[int]:
+        for first, *_, last in (row for row in new if len(row) > 1):
+            last[: len(first[:1])] = first[: len(last[:1])]
+        return super().lay_out(new)
+
+
+class ForgetsWhatWasVoid(WindowedScheduler):
+    def void_counts(self, rows: list[list[Table]]) -> Any:
+        return super().void_counts(rows) * (self.steps % 8 != 7)
+
+
+class TellsOneTable(WindowedScheduler):
+    def columns(self, rows: list[Job], spans: list[tuple[int, int]]) -> StepPlan:
+        plan = super().columns(rows, spans)
+        return replace(plan, new_block_counts=plan.new_block_counts[0], void_block_counts=plan.void_block_counts[0])
+
+
+TABLE_MUTANTS = {
+    ForgetsWhatWasVoid: "0 blocks are void, and .* were before",
+    FreesOneBlockTooEarly: "blocks of table 1 are void, and it reads that table from position",
+    FreesOneBlockTooEarlyInSilence: "holds the KV of|write to the same block|have the same block",
+    GivesBlocksOfOneTableToAnother: "tables 0 and 1 have the same block",
+    LaysBlocksOutRowByRow: "holds the KV of|write to the same block|have the same block",
+    NeverFrees: "what lies behind a window is not given back",
+    ReservesAllTablesInFull: "request 0 can be served; add answered Failed",
+    SwapsTables: "blocks of table 0 are void, and it reads that table from position 0 on",
+    TellsOneTable: r"new_block_counts is of shape \(1, 1\); \[tables, rows\] are \(2, 1\)",
+}
+
+
+@pytest.mark.parametrize("mutant", TABLE_MUTANTS, ids=attrgetter("__name__"))
+def test_kit_refuses_a_scheduler_that_mistakes_its_tables(mutant: type[WindowedScheduler]) -> None:
+    with pytest.raises(ConformanceError, match=TABLE_MUTANTS[mutant]):
+        check_tables(mutant)

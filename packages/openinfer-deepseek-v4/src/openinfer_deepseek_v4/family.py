@@ -89,7 +89,14 @@ class DeepseekV4Definition(ModelDefinition[DeepseekV4Config]):
         return {f"{MTP_PREFIX}.", stored_name(config, f"{MTP_PREFIX}.")}
 
     def kv_spec(
-        self, config: DeepseekV4Config, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int
+        self,
+        config: DeepseekV4Config,
+        *,
+        model_tag: str,
+        kv_dtype: KvDtype,
+        state_dtype: KvDtype,
+        num_ranks: int,
+        rank_index: int,
     ) -> KvSpec:
         """Compressed entries and index keys in blocks; windows and open windows of compressors in slots.
 
@@ -98,7 +105,7 @@ class DeepseekV4Definition(ModelDefinition[DeepseekV4Config]):
         return KvSpec(
             model_tag=model_tag,
             paged=tuple(_paged(config, kv_dtype)),
-            slots=tuple(_slots(config, kv_dtype)),
+            slots=tuple(_slots(config, state_dtype)),
             num_ranks=num_ranks,
             rank_index=rank_index,
         )

@@ -40,7 +40,7 @@ from openinfer_deepseek_v4.weights import (
 )
 from openinfer_deepseek_v4.weights import tensors as tensors  # noqa: PLC0414 - of `ModelDefinition.module`
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import WeightSource
+from openinfer_engine.model import KvLayers, WeightSource
 from openinfer_kernels import Array, AttentionBatch, CompressedEntries, Ops, rope_table
 
 
@@ -86,14 +86,14 @@ class DeepseekV4Model:
         self.block = Block(config, weights, ops=ops, communicator=communicator)
         """The equations of a layer."""
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         """Hidden states after the final norm, `[T, h]`, for `token_ids [T]`; the same on every rank.
 
         Args:
             token_ids: int32, each below `vocab_size`.
             batch: where the tokens stand. Its caches (compressed entries and index keys) and states (windows and open
                 windows of compressors; `family.py` names both) are mutated: this step's tokens are consumed.
-            kv_cache: the pool that the caches are views of.
+            kv_cache: empty.
         """
         del kv_cache
         return self.read_out(self.streams(token_ids, batch=batch))
@@ -152,8 +152,8 @@ class Block:
         """`[T, h]` for the normed `x [T, h]`."""
         ops, d, eps = self._ops, self._config.head_dim, self._config.rms_norm_eps
         rope = self._ropes.get(weights.kind, self._compress_rope)
-        low = ops.rms_norm(ops.linear(x, weights.wq_a), weights.q_norm, eps=eps)  # [T, q_lora_rank]
-        kv = ops.linear(x, weights.wkv).reshape(len(x), 1, d)
+        low = ops.rms_norm(ops.linear(x, weights.wq_a, batch), weights.q_norm, eps=eps)  # [T, q_lora_rank]
+        kv = ops.linear(x, weights.wkv, batch).reshape(len(x), 1, d)
         kv = ops.norm_rope_tail(kv, weights.kv_norm, eps=eps, rope=rope, batch=batch)
         attended = ops.window_attention(  # [T, H D]
             self._queries(low, weights, rope, batch=batch),
@@ -167,11 +167,11 @@ class Block:
             batch=batch,
         )
         grouped = ops.grouped_linear(attended, weights.wo_a)  # [T, G o_lora_rank]
-        return self._communicator.all_reduce(ops.linear(grouped, weights.wo_b))
+        return self._communicator.all_reduce(ops.linear(grouped, weights.wo_b, batch))
 
     def _queries(self, low: Array, weights: AttentionWeights, rope: Array, *, batch: AttentionBatch) -> Array:
         """`[T, H, D]`; the attention alone holds them, as they are the largest array of a step."""
-        q = self._ops.linear(low, weights.wq_b).reshape(len(low), -1, self._config.head_dim)
+        q = self._ops.linear(low, weights.wq_b, batch).reshape(len(low), -1, self._config.head_dim)
         return self._ops.norm_rope_tail(q, None, eps=self._config.rms_norm_eps, rope=rope, batch=batch)
 
     def _entries(
@@ -221,7 +221,7 @@ class Block:
         ops, config = self._ops, self._config
         # First, as the tokens choose among the entries that they complete.
         self._compress(x, indexer.compressor, weights, INDEX, batch=batch)
-        q = ops.linear(low, indexer.wq_b).reshape(len(x), -1, config.index_head_dim)  # [T, Hi, di]
+        q = ops.linear(low, indexer.wq_b, batch).reshape(len(x), -1, config.index_head_dim)  # [T, Hi, di]
         scores = ops.index_scores(
             ops.rope_tail(q, rope=self._compress_rope, batch=batch),
             ops.logits(x, indexer.weights_proj),
@@ -236,13 +236,13 @@ class Block:
 
     def _mixture(self, x: Array, weights: MixtureWeights, token_ids: Array, *, batch: AttentionBatch) -> Array:
         """`[T, h]` float32 for the normed `x [T, h]`."""
-        ops, config, slots = self._ops, self._config, batch.cache_slots
+        ops, config, slots = self._ops, self._config, batch.cache_slots[0]
         logits = ops.logits(x, weights.gate)  # [T, experts]
         if weights.table is None:
             choice = ops.top_experts(logits, routing=config.routing, cache_slots=slots, bias=weights.bias)
         else:
             choice = ops.table_experts(logits, token_ids, weights.table, routing=config.routing, cache_slots=slots)
-        shared = ops.swiglu(ops.linear(x, weights.shared_gate_up), limit=config.shared_limit)  # [T, F]
+        shared = ops.swiglu(ops.linear(x, weights.shared_gate_up, batch), limit=config.shared_limit)  # [T, F]
         # Experts are split among the ranks in equal ranges; choices of another rank's experts add nothing here.
         first = self._communicator.rank * (config.n_routed_experts // self._communicator.size)
         mixed = ops.experts(
@@ -252,7 +252,7 @@ class Block:
             weights.down,
             first_expert=first,
             limit=config.swiglu_limit,
-            shared=ops.linear(shared, weights.shared_down),
+            shared=ops.linear(shared, weights.shared_down, batch),
         )
         return self._communicator.all_reduce(mixed)
 

@@ -90,9 +90,9 @@ class DeepseekV4Mtp:
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         tokens, num_streams, h = streams.shape
         embedded = ops.embedding(next_ids, self._model.weights.embed)
-        embedded = ops.linear(ops.rms_norm(embedded, weights.enorm, eps=eps), weights.e_proj)  # [T, h]
+        embedded = ops.linear(ops.rms_norm(embedded, weights.enorm, eps=eps), weights.e_proj, batch)  # [T, h]
         normed = ops.rms_norm(streams.reshape(tokens * num_streams, h), weights.hnorm, eps=eps)
-        residual = ops.linear(normed, weights.h_proj).reshape(tokens, num_streams, h)
+        residual = ops.linear(normed, weights.h_proj, batch).reshape(tokens, num_streams, h)
         residual += embedded[:, None]
         self._model.block.forward(residual, weights.layer, next_ids, batch=batch, window=WINDOW)
         x = self._model.block.read_out(residual, weights.hyper_head)

@@ -52,11 +52,19 @@ class LatentDefinition(ModelDefinition[model.DeepseekConfig]):
         return names | {f"{prefix}model.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)}
 
     def kv_spec(
-        self, config: model.DeepseekConfig, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int
+        self,
+        config: model.DeepseekConfig,
+        *,
+        model_tag: str,
+        kv_dtype: KvDtype,
+        state_dtype: KvDtype,
+        num_ranks: int,
+        rank_index: int,
     ) -> KvSpec:
         """The latent after its norm, then the shared key after RoPE: the same on every rank, as all heads read it."""
+        del state_dtype
         group = PagedGroup(
-            name="attention",
+            name=model.ATTENTION,
             num_layers=config.num_hidden_layers,
             tensors=(
                 PagedTensor(

@@ -31,7 +31,7 @@ from typing import Annotated, Any
 import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import LogitsIndices, Shard, WeightSource
+from openinfer_engine.model import KvLayers, LogitsIndices, Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
 from openinfer_engine.weights.quantised import StoredFormat, StoredMatrix, stored_format
 from openinfer_engine.weights.stored_tensor import Repeated, StoredTensor, TensorSpec
@@ -41,6 +41,7 @@ from openinfer_kernels import (
     GroupScore,
     LinearWeight,
     Ops,
+    PagedCache,
     RopeParameters,
     Routing,
     Scoring,
@@ -50,6 +51,8 @@ from openinfer_kernels import (
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
+ATTENTION = "attention"
+"""The paged group of all layers."""
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside attention, whatever `rms_norm_eps` says."""
 
@@ -423,38 +426,41 @@ class DeepseekModel:
         self._scale = config.softmax_scale
         self._routing = config.routing
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         """Hidden states after the final norm, `[T, h]`, for `token_ids [T]`; the same on every rank.
 
         Args:
             token_ids: int32, each below `vocab_size`.
             batch: where the tokens stand.
-            kv_cache: `[blocks, L, 1, 1, block tokens, r + dr]`, mutated: this step's latents and keys are appended.
+            kv_cache: of each layer, mutated: this step's latents and keys are appended.
         """
         return self._forward(token_ids, batch=batch, kv_cache=kv_cache, last=None)
 
     def forward_last_tokens(
-        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, last: LogitsIndices
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices
     ) -> Array:
         """As `forward`, for the tokens of `last` alone, `[n, h]`; of the last layer, others have latents made only."""
         return self._forward(token_ids, batch=batch, kv_cache=kv_cache, last=last)
 
     def _forward(
-        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, last: LogitsIndices | None
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices | None
     ) -> Array:
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
         x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            q = self._queries(x, layer, index, batch=batch, kv_cache=kv_cache)
-            if last is not None and index + 1 == len(weights.layers):
+        for layer, next_norm, cache in zip(weights.layers, next_norms, kv_cache[ATTENTION], strict=True):
+            q = self._queries(x, layer, batch=batch, cache=cache)
+            if last is not None and layer is weights.layers[-1]:
                 if not len(last.tokens):
                     return x[:0]
                 batch, residual, q = last.batch, ops.embedding(last.tokens, residual), self._rows(last.tokens, q)
-            x = self._attention(q, layer, index, batch=batch, kv_cache=kv_cache)
+            x = self._attention(q, layer, batch=batch, cache=cache)
             x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-            x = self._mlp(x, layer.mlp) if layer.experts is None else self._mixture(x, layer, layer.experts, batch)
+            if layer.experts is None:
+                x = self._communicator.all_reduce(self._gated(x, layer.mlp, batch))
+            else:
+                x = self._mixture(x, layer, layer.experts, batch)
             x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
         return x
 
@@ -463,9 +469,9 @@ class DeepseekModel:
         piece = self._ops.logits(hidden, self._weights.lm_head)
         return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
 
-    def _queries(self, x: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
-        """`[T, H, dn + dr]` of layer `index` for the normed `x [T, h]`; latents and keys are appended."""
-        config, (q, latent) = self._config, self._projections(x, layer)
+    def _queries(self, x: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
+        """`[T, H, dn + dr]` of a layer for the normed `x [T, h]`; latents and keys are appended."""
+        config, (q, latent) = self._config, self._projections(x, layer, batch)
         return self._ops.latent_norm_rope_append(
             q,
             latent,
@@ -473,48 +479,43 @@ class DeepseekModel:
             norm=layer.kv_a_layernorm,
             eps=LATENT_NORM_EPS,
             rope=self._weights.rope,
-            kv_cache=kv_cache,
-            layer=index,
+            cache=cache,
             batch=batch,
         )
 
-    def _projections(self, x: Array, layer: LayerWeights) -> tuple[Array, Array]:
+    def _projections(self, x: Array, layer: LayerWeights, batch: AttentionBatch) -> tuple[Array, Array]:
         """`[T, H (dn + dr)]` and `[T, r + dr]` for the normed `x [T, h]`."""
         ops, lora = self._ops, layer.query_lora
-        projected = ops.linear(x, layer.input_proj)
+        projected = ops.linear(x, layer.input_proj, batch)
         if lora is None:
             rows = projected.shape[1] - self._config.kv_lora_rank - self._config.qk_rope_head_dim
             return projected[:, :rows], projected[:, rows:]
-        narrow = ops.rms_norm(ops.linear(x, lora.a_proj), lora.a_layernorm, eps=LATENT_NORM_EPS)  # [T, rq]
-        return ops.linear(narrow, lora.b_proj), projected
+        narrow = ops.rms_norm(ops.linear(x, lora.a_proj, batch), lora.a_layernorm, eps=LATENT_NORM_EPS)  # [T, rq]
+        return ops.linear(narrow, lora.b_proj, batch), projected
 
     def _rows(self, tokens: Array, q: Array) -> Array:
         return self._ops.embedding(tokens, q.reshape(len(q), -1)).reshape(len(tokens), *q.shape[1:])
 
-    def _attention(self, q: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
-        """`[T, h]` of layer `index` for the queries `q [T, H, dn + dr]`."""
+    def _attention(self, q: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
+        """`[T, h]` of a layer for the queries `q [T, H, dn + dr]`."""
         attended = self._ops.latent_attention(  # [T, H dv]
-            q, kv_cache, kv_b_proj=layer.kv_b_proj, layer=index, batch=batch, scale=self._scale
+            q, cache, kv_b_proj=layer.kv_b_proj, batch=batch, scale=self._scale
         )
-        return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj))
+        return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj, batch))
 
-    def _mlp(self, x: Array, mlp: MlpWeights) -> Array:
-        """`[T, h]` for the normed `x [T, h]`."""
-        return self._communicator.all_reduce(self._gated(x, mlp))
-
-    def _gated(self, x: Array, mlp: MlpWeights) -> Array:
+    def _gated(self, x: Array, mlp: MlpWeights, batch: AttentionBatch) -> Array:
         """What this rank's shard of an MLP makes of `x [T, h]`: `[T, h]`."""
-        gated = self._ops.linear_swiglu(x, mlp.gate_up_proj)  # [T, F]
-        return self._ops.linear(gated, mlp.down_proj)
+        gated = self._ops.linear_swiglu(x, mlp.gate_up_proj, batch)  # [T, F]
+        return self._ops.linear(gated, mlp.down_proj, batch)
 
     def _mixture(self, x: Array, layer: LayerWeights, experts: ExpertWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` float32 for the normed `x [T, h]`: what the experts of all ranks and the shared ones add."""
         ops, first_expert = self._ops, self._communicator.rank * experts.gate_up_proj.shape[0]
         scores = ops.logits(x, experts.router)  # [T, all experts]
         choice = ops.top_experts(
-            scores, routing=self._routing, cache_slots=batch.cache_slots, bias=experts.correction_bias
+            scores, routing=self._routing, cache_slots=batch.cache_slots[0], bias=experts.correction_bias
         )
-        shared = self._gated(x, layer.mlp)  # [T, h]
+        shared = self._gated(x, layer.mlp, batch)  # [T, h]
         summed = ops.experts(
             x, choice, experts.gate_up_proj, experts.down_proj, first_expert=first_expert, shared=shared
         )  # [T, h]

@@ -117,7 +117,8 @@ def _serve(scheduler: Plugin, config: SchedulerConfig, policy: QueuePolicy) -> N
 
 def _request(index: int, config: SchedulerConfig) -> GenerateRequest:
     """Prompts of one block and a few tokens, where context and pool have room; every other one begins like another."""
-    room = min(config.max_model_tokens, config.num_blocks * config.block_size_tokens)
+    # As if no table had a window: they take no more.
+    room = min(config.max_model_tokens, config.num_blocks // len(config.table_windows) * config.block_size_tokens)
     max_tokens = min(_NUM_TOKENS, room - 1)
     num_prompt_tokens = max(1, min(config.block_size_tokens + 1 + index, room - max_tokens))
     return GenerateRequest(

@@ -11,7 +11,6 @@ import msgspec
 from openinfer_core import (
     EngineInfo,
     FamilyPlan,
-    InvalidRequest,
     Plugin,
     Refused,
     find_plugin,
@@ -29,8 +28,10 @@ from openinfer_engine.guard import GuardOptions, PlanCheck
 from openinfer_engine.kernel_providers import ChosenProvider, choose_providers_of_model
 from openinfer_engine.kv_events.opening import open_kv_events
 from openinfer_engine.kv_events.recorder import KvEventRecorder
+from openinfer_engine.kv_tables import TableChoice, capabilities_of, choose_tables
 from openinfer_engine.kv_tiers.choice import ChosenTiers, OpenTiers, choose_tiers, require_snapshots
 from openinfer_engine.memory_plan import (
+    kv_cache_tokens,
     num_blocks_of_pool,
     num_snapshots_of_pool,
     plan_ranks,
@@ -38,9 +39,10 @@ from openinfer_engine.memory_plan import (
     slot_bytes_of_rank,
     weights_bytes_of_rank,
 )
-from openinfer_engine.model import ModelDefinition, ModelLimits
+from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import DEFAULT_QUEUE_POLICY, EngineOptions, LoadFormat
 from openinfer_engine.scheduler.choice import check_capabilities, make_scheduler, origin_of
+from openinfer_engine.served_context import context_of_pool, fit_context, longest_context, told_context
 from openinfer_engine.vocabulary import read_eos_token_ids, read_num_token_ids
 from openinfer_engine.weights.checkpoint import Checkpoint
 from openinfer_engine.weights.fingerprint import fingerprint
@@ -61,8 +63,10 @@ class EnginePlan:
     options: EngineOptions
     backend: Backend
     worker_limits: WorkerLimits
+    model_context_tokens: int  # the model's own, of which `worker_limits` has what the pool holds
     eos_token_ids: tuple[int, ...]
     layouts: tuple[KvLayout, ...]  # one per rank
+    tables: TableChoice
     num_blocks: int
     weights_bytes: int  # of one rank
     scheduler: Plugin
@@ -80,8 +84,25 @@ class EnginePlan:
 
     def with_num_blocks(self, num_blocks: int) -> "EnginePlan":
         """The same with a pool of so many blocks, which is no larger: the smallest that a rank has."""
-        copies = min(self.worker_limits.num_snapshots, num_blocks)
-        return replace(self, num_blocks=num_blocks, worker_limits=replace(self.worker_limits, num_snapshots=copies))
+        limits = self.worker_limits
+        fitting = replace(
+            limits,
+            num_snapshots=min(limits.num_snapshots, num_blocks),
+            max_model_tokens=context_of_pool(num_blocks, limits.max_model_tokens, self.layouts[0].blocks_for_context),
+        )
+        return replace(self, num_blocks=num_blocks, worker_limits=fitting)
+
+    @property
+    def _asked_limits(self) -> WorkerLimits:
+        return replace(self.worker_limits, max_model_tokens=self.options.max_model_tokens or self.model_context_tokens)
+
+    @property
+    def clipped_context(self) -> str | None:
+        """Why the context is shorter than what was asked for, or than the model's own; None if it is not."""
+        served = self.worker_limits.max_model_tokens
+        if served == self._asked_limits.max_model_tokens:
+            return None
+        return told_context(served, self.model_context_tokens, self.options)
 
     def mark(self, phase: str) -> None:
         self.timeline.mark(phase, device_bytes=self.backend.used_bytes())
@@ -92,6 +113,7 @@ class EnginePlan:
         return SchedulerConfig(
             num_blocks=self.num_blocks,
             block_size_tokens=options.block_size_tokens,
+            table_windows=self.layouts[0].table_windows,
             max_num_seqs=options.max_num_seqs,
             max_step_tokens=options.max_step_tokens,
             max_model_tokens=self.worker_limits.max_model_tokens,
@@ -129,6 +151,7 @@ class EnginePlan:
             "queue_policy": origin_of(self.queue_policy),
             "grammar_compiler": "none" if self.grammar_compiler is None else origin_of(self.grammar_compiler),
             "kv_cache": f"openinfer-kv-cache {version('openinfer-kv-cache')}",
+            **({} if self.described_tables is None else {"kv_tables": self.described_tables}),
             "kernels": f"{self.options.device} (openinfer-kernels {version('openinfer-kernels')})",
             **({} if self.drafter is None else {"drafter": self.drafter.origin}),
             **({} if self.options.kv_events is None else {"kv_events": self.options.kv_events}),
@@ -137,6 +160,11 @@ class EnginePlan:
             **({} if self.tiers is None else self.tiers.parts),
             **{f"operator {each.operator}": each.origin for each in self.kernel_providers},
         }
+
+    @property
+    def described_tables(self) -> str | None:
+        """Of a model whose layers have windows."""
+        return self.tables.described(self.layouts[0].table_windows)
 
     @property
     def distributions(self) -> tuple[str, ...]:
@@ -209,7 +237,12 @@ class EnginePlan:
         """Raises `Refused`: the scheduler does not tell, pyzmq is not installed, or an endpoint cannot be had."""
         if self.options.kv_events is None:
             return None
-        return open_kv_events(self.options.kv_events, scheduler, block_size_tokens=self.options.block_size_tokens)
+        return open_kv_events(
+            self.options.kv_events,
+            scheduler,
+            block_size_tokens=self.options.block_size_tokens,
+            table_windows=self.layouts[0].table_windows,
+        )
 
     def plan(self) -> FamilyPlan:
         ranks = self.options.tensor_parallel_size
@@ -223,16 +256,21 @@ class EnginePlan:
             memory_bytes=self.memory_bytes,
             limits={
                 "max_model_tokens": self.worker_limits.max_model_tokens,
+                **({} if self.clipped_context is None else {"model_context_tokens": self.model_context_tokens}),
                 "num_blocks": self.num_blocks,
                 "block_size_tokens": config.block_size_tokens,
-                "kv_cache_tokens": self.num_blocks * config.block_size_tokens,
+                "kv_cache_tokens": kv_cache_tokens(self.layouts[0], self.num_blocks, config.max_model_tokens),
                 "max_num_seqs": config.max_num_seqs,
                 "max_step_tokens": config.max_step_tokens,
                 **({"max_drafts": config.max_drafts} if config.max_drafts else {}),
                 **({} if config.max_itl_ms is None else {"max_itl_ms": config.max_itl_ms}),
                 "tensor_parallel_size": ranks,
             },
-            by_ranks=tuple(plan_ranks(self.definition, self.config, self.options, self.backend, self.worker_limits)),
+            by_ranks=tuple(
+                plan_ranks(
+                    self.definition, self.config, self.options, self.backend, self._asked_limits, tables=self.tables
+                )
+            ),
         )
 
 
@@ -271,12 +309,22 @@ def resolve(
     backend = backend or open_backend(options, rank=rank)
     timeline.mark("device", device_bytes=backend.used_bytes())
     specs = _specs(definition, config, tag, options, backend.dtype)
-    layouts = tuple(KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens) for spec in specs)
+    scheduler = find_plugin(SCHEDULERS, options.scheduler)
+    queue_policy = find_plugin(QUEUE_POLICIES, options.queue_policy or DEFAULT_QUEUE_POLICY)
+    max_model_tokens = longest_context(options, limits)
+    tables = choose_tables(
+        specs[0],
+        max_model_tokens=max_model_tokens,
+        scheduler=scheduler,
+        capabilities=lambda: capabilities_of(scheduler, queue_policy, options, max_model_tokens=max_model_tokens),
+    )
+    layouts = tuple(KvLayout.from_spec(tables.of(spec), block_size_tokens=options.block_size_tokens) for spec in specs)
     backend.check_layout(layouts[0])
     sizes = WorkerLimits(
         max_num_seqs=options.max_num_seqs,
-        max_model_tokens=_max_model_tokens(options, limits),
+        max_model_tokens=max_model_tokens,
         block_size_tokens=options.block_size_tokens,
+        num_tables=layouts[0].num_tables,
         num_token_ids=read_num_token_ids(model_dir, vocab_size=limits.vocab_size),
         vocab_size=limits.vocab_size,
         tokens_per_score=limits.tokens_per_score,
@@ -284,9 +332,14 @@ def resolve(
     )
     weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=options.tensor_parallel_size)
     try:
-        num_blocks = num_blocks_of_pool(options, layouts[0], backend, sizes, weights_bytes=weights_bytes)
+        sizes, num_blocks = fit_context(
+            sizes,
+            options,
+            lambda each: num_blocks_of_pool(options, layouts[0], backend, each, weights_bytes=weights_bytes),
+            blocks_for_context=layouts[0].blocks_for_context,
+        )
     except Refused as error:
-        possible = possible_ranks(plan_ranks(definition, config, options, backend, sizes))
+        possible = possible_ranks(plan_ranks(definition, config, options, backend, sizes, tables=tables))
         raise Refused(f"{error}; {possible}") from error
     num_snapshots = num_snapshots_of_pool(options, layouts[0], num_blocks)
     if tiers is not None:
@@ -299,12 +352,14 @@ def resolve(
         options=options,
         backend=backend,
         worker_limits=replace(sizes, num_snapshots=num_snapshots),
+        model_context_tokens=limits.max_model_tokens,
         eos_token_ids=read_eos_token_ids(model_dir, published),
         layouts=layouts,
+        tables=tables,
         num_blocks=num_blocks,
         weights_bytes=weights_bytes,
-        scheduler=find_plugin(SCHEDULERS, options.scheduler),
-        queue_policy=find_plugin(QUEUE_POLICIES, options.queue_policy or DEFAULT_QUEUE_POLICY),
+        scheduler=scheduler,
+        queue_policy=queue_policy,
         grammar_compiler=choose_grammar_compiler(options.grammar_compiler, model_dir),
         drafter=choose_drafter(options),
         kernel_providers=choose_providers_of_model(definition, options, backend),
@@ -319,21 +374,11 @@ def _model_tag(model_dir: Path, options: EngineOptions) -> str:
     return f"dummy-{tag}" if options.load_format is LoadFormat.DUMMY else tag
 
 
-def _max_model_tokens(options: EngineOptions, limits: ModelLimits) -> int:
-    asked = options.max_model_tokens
-    if asked is not None and asked > limits.max_model_tokens:
-        raise InvalidRequest(
-            f"max_model_tokens is {asked}; the model's position encoding reaches {limits.max_model_tokens}",
-            field="max_model_tokens",
-        )
-    return limits.max_model_tokens if asked is None else asked
-
-
 def _specs(
     definition: ModelDefinition[Any], config: Any, tag: str, options: EngineOptions, dtype: KvDtype
 ) -> list[KvSpec]:
     ranks = options.tensor_parallel_size
     return [
-        definition.kv_spec(config, model_tag=tag, kv_dtype=dtype, num_ranks=ranks, rank_index=rank)
+        definition.kv_spec(config, model_tag=tag, kv_dtype=dtype, state_dtype=dtype, num_ranks=ranks, rank_index=rank)
         for rank in range(ranks)
     ]

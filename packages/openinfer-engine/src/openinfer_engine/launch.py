@@ -20,6 +20,9 @@ from openinfer_engine.distributed.local_group import LocalGroup
 from openinfer_engine.dry_run import dry_run
 from openinfer_engine.engine_plan import EnginePlan, resolve
 from openinfer_engine.engine_spec import EngineSpec
+from openinfer_engine.gguf.file import GGUF_FILE
+from openinfer_engine.grammars.choice import NONE as NO_GRAMMARS
+from openinfer_engine.grammars.choice import no_grammars_because
 from openinfer_engine.kv_tiers import (
     LocalShare,
     MemoryPrefault,
@@ -53,7 +56,7 @@ def plan(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptio
 
 
 def plan_for_gpu(definition: ModelDefinition[Any], model_dir: Path, options: EngineOptions, *, gpu: str) -> FamilyPlan:
-    """`plan` for GPUs of that name, which need not be here; without safetensors files, of the config's shapes alone.
+    """`plan` for GPUs of that name, which need not be here; without files of weights, of the config's shapes alone.
 
     Raises:
         InvalidRequest: the name is not known.
@@ -61,7 +64,7 @@ def plan_for_gpu(definition: ModelDefinition[Any], model_dir: Path, options: Eng
     """
     from openinfer_engine.cuda.named_gpus import NamedGpuBackend, named_gpu
 
-    has_weights = any(model_dir.glob("*.safetensors"))
+    has_weights = any(model_dir.glob("*.safetensors")) or (model_dir / GGUF_FILE).exists()
     shapes = {} if has_weights else {"load_format": LoadFormat.DUMMY}
     asked = msgspec.structs.replace(options, device=DeviceKind.CUDA, **shapes)
     planned = resolve(definition, model_dir, asked, backend=NamedGpuBackend(named_gpu(gpu), asked)).plan()
@@ -97,6 +100,8 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         if processes is not None:
             undo.callback(processes.close)
             engine_plan = engine_plan.with_num_blocks(processes.smallest_pool(engine_plan.num_blocks))
+        if engine_plan.clipped_context is not None:
+            logger.warning("%s", engine_plan.clipped_context)
         tracer = _make_tracer(engine_plan.options.trace)
         tiers = engine_plan.open_tiers()
         if tiers is not None:
@@ -105,6 +110,8 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         kv_events = engine_plan.open_kv_events(scheduler)
         if kv_events is not None:
             undo.callback(kv_events.close)
+        if engine_plan.grammar_compiler is None and engine_plan.options.grammar_compiler != NO_GRAMMARS:
+            logger.warning("%s", no_grammars_because())
         compiler = engine_plan.make_grammar_compiler()  # before the weights: it reads the tokenizer while they load
         if compiler is not None:
             undo.callback(compiler.close)
@@ -118,6 +125,8 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         undo.pop_all()
     info = msgspec.structs.replace(engine_plan.info, start=engine_plan.timeline.phases)
     logger.info("the engine started in %s", engine_plan.timeline)
+    if engine_plan.described_tables is not None:
+        logger.info("KV: %s", engine_plan.described_tables)
     return StepLoop(
         info=info,
         scheduler=scheduler,
@@ -126,6 +135,7 @@ def build_loop(engine_plan: EnginePlan, processes: ProcessGroup | None = None) -
         grammar_compiler=compiler,
         kv_events=kv_events,
         port=port,
+        max_drafts=engine_plan.scheduler_config.max_drafts,
         drafter_faults=None if engine_plan.drafter is None else engine_plan.drafter.faults,
         tracer=tracer,
     )

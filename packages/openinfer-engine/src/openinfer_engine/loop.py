@@ -30,6 +30,7 @@ from openinfer_core import (
 from openinfer_core.control import ControlCommand, FlushCache, refusal_of
 from openinfer_core.grammars import GrammarCompiler
 from openinfer_core.scheduling import FlushesCache, Scheduler, StepPlan
+from openinfer_core.scheduling.draft_counter import DraftCounter
 from openinfer_engine.adapters import AdapterTable
 from openinfer_engine.drafting import DrafterFaults
 from openinfer_engine.grammars.masking import MaskedRequests
@@ -67,6 +68,7 @@ class StepLoop:
         kv_events: KvEventRecorder | None = None,
         port: PoolTierPort | None = None,
         adapters: AdapterTable | None = None,
+        max_drafts: int = 0,
         drafter_faults: DrafterFaults | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,  # seconds
@@ -82,6 +84,7 @@ class StepLoop:
         self._kv_events = kv_events
         self._port = port
         self._adapters = adapters
+        self._drafts = DraftCounter(max_drafts) if max_drafts else None
         self._drafter_faults = drafter_faults or DrafterFaults()
         self._tracer = tracer or NoTrace()
         self._in_flight: _InFlight | None = None
@@ -204,11 +207,15 @@ class StepLoop:
     def _finish(self, step: _InFlight) -> list[TokenEvent]:
         with self._tracer.span(LOOP, "wait", step=step.plan.step):
             result = step.pending.result()
+        if self._drafts is not None:
+            self._drafts.count(result)
         with self._tracer.span(LOOP, "apply", step=step.plan.step):
             return self._guard.apply(step.plan, result)
 
     def stats(self) -> EngineStats:
         stats = msgspec.structs.replace(self._guard.stats(), drafter_faults=self._drafter_faults.count)
+        if self._drafts is not None:
+            stats = self._drafts.told_in(stats)
         if self._port is None:
             return stats
         # What the tiers did is told here, so that no scheduler has to.
@@ -251,7 +258,7 @@ class StepLoop:
         if any(token_id >= limit for token_id in request.sampling.logit_bias):
             return f"logit_bias names a token id beyond the model's {limit} tokens"
         if request.sampling.is_masked and not self._masked.is_possible:
-            return "there is no grammar compiler: install openinfer-engine[structured], or send no grammar"
+            return "this engine has no grammar compiler (its log says why); send no grammar"
         if request.adapter is not None:
             return "adapter is what the engine finds for lora; a request names lora alone"
         if request.transfer is not None and EngineCapability.KV_TRANSFER not in self._info.capabilities:

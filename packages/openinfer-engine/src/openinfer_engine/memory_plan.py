@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from openinfer_core import OpenInferError, RankLedger, Refused
 from openinfer_engine.backends import Backend
 from openinfer_engine.cpu.worker import WorkerLimits
+from openinfer_engine.kv_tables import TableChoice
 from openinfer_engine.model import ModelDefinition
 from openinfer_engine.options import EngineOptions
+from openinfer_engine.served_context import fit_context
 from openinfer_engine.weights.stored_tensor import spec_bytes
 from openinfer_engine.weights.weight_bytes import rank_weights_bytes
 from openinfer_engine.worker.state_slots import padded_slot_bytes
@@ -43,6 +47,22 @@ def num_blocks_of_pool(
     options: EngineOptions, layout: KvLayout, backend: Backend, sizes: WorkerLimits, *, weights_bytes: int
 ) -> int:
     """Blocks of the pool: as asked, or what the budget holds, at most what all slots can use."""
+    num_blocks = _num_blocks(options, layout, backend, sizes, weights_bytes=weights_bytes)
+    _require_tables(layout, num_blocks)
+    return num_blocks
+
+
+def _require_tables(layout: KvLayout, num_blocks: int) -> None:
+    if num_blocks < layout.num_tables:
+        raise Refused(
+            f"the KV pool has {num_blocks} blocks, and a sequence has {layout.num_tables} block tables, each of at "
+            "least one block; raise num_blocks or kv_cache_bytes"
+        )
+
+
+def _num_blocks(
+    options: EngineOptions, layout: KvLayout, backend: Backend, sizes: WorkerLimits, *, weights_bytes: int
+) -> int:
     if options.num_blocks is not None:
         return options.num_blocks
     ranks = options.tensor_parallel_size
@@ -55,8 +75,19 @@ def num_blocks_of_pool(
         fitting = layout.num_blocks_for(budget_bytes // ranks)
     except KvConfigError as error:
         raise Refused(f"kv_cache_bytes: {error}") from error
-    usable = options.max_num_seqs * -(-sizes.max_model_tokens // options.block_size_tokens)
+    # In each table as many as whole contexts have: what windows give back stays cached for other requests.
+    usable = options.max_num_seqs * layout.num_tables * -(-sizes.max_model_tokens // options.block_size_tokens)
     return fitting if options.kv_cache_bytes is not None else min(fitting, usable)
+
+
+def kv_cache_tokens(layout: KvLayout, num_blocks: int, max_model_tokens: int) -> int:
+    """How many tokens a pool holds the KV of: with one table its blocks', else those of contexts of full length.
+
+    In windows a context holds fewer blocks per token the longer it is.
+    """
+    if layout.table_windows == (None,):
+        return num_blocks * layout.block_size_tokens
+    return num_blocks * max_model_tokens // layout.blocks_for_context(max_model_tokens)
 
 
 def num_snapshots_of_pool(options: EngineOptions, layout: KvLayout, num_blocks: int) -> int:
@@ -65,11 +96,17 @@ def num_snapshots_of_pool(options: EngineOptions, layout: KvLayout, num_blocks: 
 
 
 def plan_ranks(
-    definition: ModelDefinition[Any], config: Any, options: EngineOptions, backend: Backend, limits: WorkerLimits
+    definition: ModelDefinition[Any],
+    config: Any,
+    options: EngineOptions,
+    backend: Backend,
+    limits: WorkerLimits,
+    *,
+    tables: TableChoice,
 ) -> Sequence[RankLedger]:
     """One per number of ranks, for devices like this one."""
     return [
-        _ledger(definition, config, options=options, backend=backend, limits=limits, ranks=ranks)
+        _ledger(definition, config, options=options, backend=backend, limits=limits, tables=tables, ranks=ranks)
         for ranks in PLANNED_RANKS
     ]
 
@@ -89,29 +126,40 @@ def _ledger(
     options: EngineOptions,
     backend: Backend,
     limits: WorkerLimits,
+    tables: TableChoice,
     ranks: int,
 ) -> RankLedger:
     try:
         definition.check_ranks(config, ranks)
-        spec = definition.kv_spec(config, model_tag="plan", kv_dtype=backend.dtype, num_ranks=ranks, rank_index=0)
-        layout = KvLayout.from_spec(spec, block_size_tokens=options.block_size_tokens)
+        dtypes = {"kv_dtype": backend.dtype, "state_dtype": backend.dtype}
+        spec = definition.kv_spec(config, model_tag="plan", **dtypes, num_ranks=ranks, rank_index=0)
+        layout = KvLayout.from_spec(tables.of(spec), block_size_tokens=options.block_size_tokens)
         weights_bytes = weights_bytes_of_rank(definition, config, backend, ranks=ranks)
     except OpenInferError as error:
         return RankLedger(ranks=ranks, refusal=str(error))
-    workspaces = backend.workspaces(limits, max_step_tokens=options.max_step_tokens, num_ranks=ranks)
-    workspace_bytes = sum(workspaces.values()) + states_bytes_of_rank(options, layout, ranks=ranks)
-    known = RankLedger(ranks=ranks, weights_bytes=weights_bytes, workspace_bytes=workspace_bytes)
+
+    def beside(sizes: WorkerLimits) -> RankLedger:
+        workspaces = backend.workspaces(sizes, max_step_tokens=options.max_step_tokens, num_ranks=ranks)
+        workspace_bytes = sum(workspaces.values()) + states_bytes_of_rank(options, layout, ranks=ranks)
+        return RankLedger(ranks=ranks, weights_bytes=weights_bytes, workspace_bytes=workspace_bytes)
+
+    def pool_of(sizes: WorkerLimits) -> int:
+        try:
+            num_blocks = layout.num_blocks_for(_kv_cache_bytes(options, layout, backend, beside(sizes)))
+        except KvConfigError as error:
+            raise Refused(str(error)) from error
+        _require_tables(layout, num_blocks)
+        return num_blocks
+
     try:
-        kv_cache_bytes = _kv_cache_bytes(options, layout, backend, known)
-        num_blocks = layout.num_blocks_for(kv_cache_bytes)
-    except (OpenInferError, KvConfigError) as error:
-        return RankLedger(ranks=ranks, weights_bytes=weights_bytes, workspace_bytes=workspace_bytes, refusal=str(error))
-    return RankLedger(
-        ranks=ranks,
-        weights_bytes=weights_bytes,
-        workspace_bytes=workspace_bytes,
-        kv_cache_bytes=kv_cache_bytes,
-        kv_cache_tokens=num_blocks * options.block_size_tokens,
+        served, num_blocks = fit_context(limits, options, pool_of, blocks_for_context=layout.blocks_for_context)
+    except Refused as error:
+        return msgspec.structs.replace(beside(limits), refusal=str(error))
+    known = beside(served)
+    return msgspec.structs.replace(
+        known,
+        kv_cache_bytes=_kv_cache_bytes(options, layout, backend, known),
+        kv_cache_tokens=kv_cache_tokens(layout, num_blocks, served.max_model_tokens),
     )
 
 

@@ -5,11 +5,11 @@ and a batch, and never asks which device or how many ranks there are.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import msgspec
 
@@ -17,10 +17,12 @@ from openinfer_core import InvalidCheckpoint, Refused
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.options import DeviceKind
 from openinfer_engine.weights.stored_tensor import TensorSpec
-from openinfer_kernels import Array, AttentionBatch, Ops, RopeParameters, WeightPart
+from openinfer_kernels import Array, AttentionBatch, Ops, PagedCache, RopeParameters, WeightPart
 from openinfer_kv_cache import KvDtype, KvSpec
 
 Config = TypeVar("Config")
+KvLayers: TypeAlias = Mapping[str, Sequence[PagedCache]]
+"""Name of a paged group -> the cache of each of its layers, made once per worker."""
 
 
 class Shard(IntEnum):
@@ -72,11 +74,11 @@ class ModelLimits:
 class Model(Protocol):
     """A loaded model on one rank."""
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         """Hidden states after the final norm, `[T, h]`; appends this step's K and V to `kv_cache`.
 
         A model whose `KvSpec` has slot groups finds its recurrent states in `batch.states`, by `GROUP.TENSOR`. One
-        whose blocks are no dense array finds its paged tensors in `batch.caches`, likewise; `kv_cache` is their pool.
+        whose blocks are no dense array finds its paged tensors in `batch.caches`, likewise; `kv_cache` is then empty.
         """
         ...
 
@@ -103,7 +105,7 @@ class LastTokenModel(Protocol):
     """
 
     def forward_last_tokens(
-        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, last: LogitsIndices
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices
     ) -> Array:
         """As `Model.forward`, but for these tokens alone: `[n, h]`."""
         ...
@@ -217,13 +219,23 @@ class ModelDefinition(ABC, Generic[Config]):
             raise Refused(f"the family {self.name} does not run on the device {device}; possible: {possible}")
 
     @abstractmethod
-    def kv_spec(self, config: Config, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int) -> KvSpec:
+    def kv_spec(
+        self,
+        config: Config,
+        *,
+        model_tag: str,
+        kv_dtype: KvDtype,
+        state_dtype: KvDtype,
+        num_ranks: int,
+        rank_index: int,
+    ) -> KvSpec:
         """What one rank asks of the KV cache.
 
         Args:
             config: the model's.
             model_tag: fingerprint of the checkpoint.
-            kv_dtype: what K and V are stored in; today the operators' compute dtype.
+            kv_dtype: what paged tensors are stored in; today the operators' compute dtype.
+            state_dtype: what states are stored in that are not float32 whatever the device: the compute dtype.
             num_ranks: ranks the model is cut into.
             rank_index: this one.
         """

@@ -65,7 +65,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpu_memory_fraction: float = 0.9
     """Share of a GPU's memory that weights, KV cache and workspaces may take together."""
     max_model_tokens: int | None = None
-    """Longest context, prompt and completion together; by default the model's own."""
+    """Longest context, prompt and completion together; by default the model's own, or what the KV pool holds."""
     max_num_seqs: int = 256
     """Sequences that run at a time at most."""
     max_step_tokens: int = 4096

@@ -24,12 +24,12 @@ from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits, make_states
 from openinfer_engine.cuda.worker import CudaWorker
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import DrafterContext, DrafterFaults, SharedDrafter
-from openinfer_engine.model import Model
+from openinfer_engine.model import KvLayers, Model
 from openinfer_engine.testing.drafted_steps import DraftedAnswer, DraftedSizes, DraftedSteps
 from openinfer_engine.testing.drafters import DraftKind, ScriptedDrafter
 from openinfer_engine.testing.drafts import drafted_requests, every_third_token_masked
 from openinfer_engine.weights.dummy import DummyWeights
-from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors
+from openinfer_engine.worker.paged_tensors import make_pool
 from openinfer_engine.worker.runner import ThreadRunner
 from openinfer_engine.worker.state_slots import padded_slot_bytes
 from openinfer_kernels import Array, AttentionBatch
@@ -82,7 +82,7 @@ class PaddedModel:
         self._model = model
         self._hidden_size = _QWEN["hidden_size"]
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         assert ((token_ids >= 0) & (token_ids < NUM_TOKEN_IDS)).all(), "an id that the embedding does not have"
         hidden = np.full((len(token_ids), self._hidden_size), np.nan, np.float32)
         counts = np.diff(batch.query_starts)
@@ -95,10 +95,10 @@ class PaddedModel:
         batch = replace(
             batch,
             positions=batch.positions[:count],
-            cache_slots=batch.cache_slots[:count],
+            cache_slots=tuple(slots[:count] for slots in batch.cache_slots),
             query_starts=np.concatenate([[0], batch.query_starts[rows + 1]]).astype(np.int32),
             context_lens=batch.context_lens[rows],
-            block_tables=batch.block_tables[rows],
+            block_tables=tuple(tables[rows] for tables in batch.block_tables),
             max_query_tokens=int(counts.max()),
             max_context_tokens=int(used.max()),
             state_slots=None if batch.state_slots is None else batch.state_slots[rows],
@@ -127,6 +127,7 @@ class Bench:
             self.config,
             model_tag="test",
             kv_dtype=KvDtype.FLOAT32,
+            state_dtype=KvDtype.FLOAT32,
             num_ranks=communicator.size,
             rank_index=communicator.rank,
         )
@@ -150,8 +151,7 @@ class Bench:
         ops = BatchInvariantCpuOps()
         pool = make_pool(layout, num_blocks=NUM_BLOCKS, ops=ops)
         given = {
-            "kv_cache": pool,
-            "caches": paged_tensors(layout, pool),
+            "kv_pool": pool,
             "states": make_states(layout, limits, ops=ops),
         }
         given |= {"limits": limits, "drafter": drafter}
@@ -166,12 +166,11 @@ class Bench:
             pool = make_pool(layout, num_blocks=NUM_BLOCKS, ops=ops)
             worker = CudaWorker(
                 PaddedModel(model),
-                kv_cache=pool,
+                kv_pool=pool,
                 ops=ops,
                 communicator=communicator,
                 limits=limits,
                 states=make_states(layout, limits, ops=ops),
-                caches=paged_tensors(layout, pool),
                 drafter=None if drafts is None else drafts.make(model, ops, communicator),
             )
             if capture:

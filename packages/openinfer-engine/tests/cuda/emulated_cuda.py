@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,8 +38,8 @@ static void __syncthreads() {}
 static int atomicAdd(int* target, int value) { const int old = *target; *target += value; return old; }
 #include "sampling/steps.cu"
 #include "sampling/drafts.cu"
-extern "C" void place_thread(int thread, int block, int threads, int blocks) {
-  threadIdx.x = thread, blockIdx.x = block, blockDim.x = threads, gridDim.x = blocks;
+extern "C" void place_thread(int thread, int x, int y, int threads, int blocks) {
+  threadIdx.x = thread, blockIdx.x = x, blockIdx.y = y, blockDim.x = threads, gridDim.x = blocks;
 }
 """
 _PER_ITEM = 128
@@ -178,10 +179,9 @@ class _Kernel:
         given = [ctypes.c_void_p(each.data.ptr) if isinstance(each, Array) else each for each in arguments]
         threads = block[0] if block[0] == _PER_ITEM and not self._is_looping else 1
         with _one_kernel:
-            for index in range(grid[0]):
-                for thread in range(threads):
-                    self._place(thread, index, threads, grid[0])
-                    self._function(*given)
+            for x, y, thread in product(range(grid[0]), range(grid[1]), range(threads)):
+                self._place(thread, x, y, threads, grid[0])
+                self._function(*given)
 
 
 def emulated_ops(ops: Any, kernels: Kernels) -> Any:

@@ -15,9 +15,13 @@ from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPl
 from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
+from openinfer_engine.model import KvLayers
 from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.testing.windowed_steps import SeenModel, WindowedSteps, windowed_layout
+from openinfer_engine.worker.paged_tensors import KvPool, make_pool
 from openinfer_engine.worker.runner import PendingStep, ThreadRunner
-from openinfer_kernels import Array, AttentionBatch, KernelsError
+from openinfer_kernels import Array, AttentionBatch, KernelsError, PagedCache
+from openinfer_kv_cache import KvDtype
 
 pytestmark = pytest.mark.gpu
 VOCAB = 96
@@ -37,11 +41,13 @@ class SumModel:
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
-        cupy, flat = self.cupy, kv_cache.reshape(-1)
-        flat[cupy.where(batch.cache_slots < 0, flat.size - 1, batch.cache_slots)] = token_ids.astype(flat.dtype)
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
+        (cache,) = kv_cache["ids"]
+        cupy, flat = self.cupy, cache.data.reshape(-1)
+        (slots,), (tables,) = batch.cache_slots, batch.block_tables
+        flat[cupy.where(slots < 0, flat.size - 1, slots)] = token_ids.astype(flat.dtype)
         row = cupy.searchsorted(batch.query_starts, cupy.arange(len(token_ids), dtype=np.int32), side="right") - 1
-        ids = flat[: NUM_BLOCKS * BLOCK].reshape(-1, BLOCK)[batch.block_tables[row]].reshape(len(token_ids), -1)
+        ids = flat[: NUM_BLOCKS * BLOCK].reshape(-1, BLOCK)[tables[row]].reshape(len(token_ids), -1)
         places = cupy.arange(ids.shape[1])
         seen = cupy.where(places <= batch.positions[:, None], ids.astype(np.int64), 0)
         sums = (seen * (places + 1)).sum(axis=1) * 31 + batch.positions + 1
@@ -104,9 +110,10 @@ def make_loop(make_model: Callable[[Any], SumModel], *, capture: bool, num_block
         "max_model_tokens": MAX_MODEL_TOKENS,
         "block_size_tokens": BLOCK,
     }
+    ids = ops.zeros((NUM_BLOCKS + 1, 1, 1, 1, BLOCK, 1))
     rank = CudaWorker(
         make_model(cupy),
-        kv_cache=ops.zeros((NUM_BLOCKS + 1, 1, 1, 1, BLOCK, 1)),
+        kv_pool=KvPool(blocks=ids, layers={"ids": [PagedCache(data=ids, layer=0)]}),
         ops=ops,
         communicator=SoloCommunicator(),
         limits=WorkerLimits(num_token_ids=VOCAB, vocab_size=VOCAB, **limits),
@@ -239,3 +246,46 @@ def test_every_change_of_logits_acts_on_its_own_row_from_step_to_step(capture: b
     assert said[6] == [31, 33, 35]
     assert said[7] == [64] * 8
     assert all(said[8 + i] == [0] * 8 for i in range(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("windows", [(None, 20), (17,), (None, 40, 18, None)])
+def test_every_layer_sees_its_own_tokens_in_blocks_that_are_used_again(windows: Any, capture: bool) -> None:
+    try:
+        from openinfer_engine.cuda.worker import CudaWorker
+        from openinfer_kernels.cuda.common.libraries import cupy
+        from openinfer_kernels.cuda.ops import CudaOps
+
+        ops = CudaOps()
+    except KernelsError as reason:
+        pytest.skip(str(reason))
+    layout = windowed_layout(windows, dtype=KvDtype.BFLOAT16, block_tokens=BLOCK)
+    pool = make_pool(layout, num_blocks=320, ops=ops)
+    pool.blocks.fill(np.nan)
+    limits = WorkerLimits(
+        max_num_seqs=5,
+        max_model_tokens=100,
+        block_size_tokens=BLOCK,
+        num_tables=layout.num_tables,
+        num_token_ids=VOCAB,
+        vocab_size=VOCAB,
+    )
+    model = SeenModel(cupy, windows, vocab_size=VOCAB)
+    worker = CudaWorker(model, kv_pool=pool, ops=ops, communicator=SoloCommunicator(), limits=limits)
+    worker.warm_up(capture=capture, mark=lambda _: None)
+    prompts = [np.random.default_rng(size).integers(1, VOCAB, size).tolist() for size in (1, 40, 70, 3, 64, 17, 33)]
+    steps = WindowedSteps(
+        worker,
+        pool,
+        table_windows=layout.table_windows,
+        block_tokens=BLOCK,
+        synchronize=cupy.cuda.Device().synchronize,
+    )
+    answers = steps.run(prompts, max_tokens=20, max_num_seqs=5)
+    worker.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = list(prompt)
+        for _ in range(20):
+            tokens.append(model.right_token(tokens))
+        assert answer.token_ids == tokens[len(prompt) :]

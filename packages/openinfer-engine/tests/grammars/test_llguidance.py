@@ -20,7 +20,7 @@ from openinfer_core import GenerateRequest, InvalidRequest, Refused, RequestId, 
 from openinfer_core.grammars import MaskWords, TokenMatcher, Vocabulary, mask_words
 from openinfer_core.sampling import Grammar, GrammarKind, Preamble
 from openinfer_engine.grammars import guard_process
-from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler
+from openinfer_engine.grammars.choice import choose_grammar_compiler, make_grammar_compiler, no_grammars_because
 from openinfer_engine.grammars.compiler import MAX_KEPT, LlguidanceCompiler
 from openinfer_engine.grammars.guard import GrammarGuard
 from openinfer_engine.grammars.matcher import LlguidanceMatcher
@@ -343,8 +343,14 @@ def test_the_compiler_is_chosen_by_name() -> None:
     assert choose_grammar_compiler("none", MODEL_DIR) is None
     assert choose_grammar_compiler("auto", MODEL_DIR / "nowhere") is None
     assert choose_grammar_compiler("auto", MODEL_DIR, is_installed=lambda _: False) is None
-    with pytest.raises(Refused, match=re.escape("install openinfer-engine[structured]")):
+    with pytest.raises(Refused, match=re.escape("`./run install` in a checkout")):
         choose_grammar_compiler("llguidance", MODEL_DIR, is_installed=lambda _: False)
+
+
+def test_a_start_without_a_compiler_says_what_is_refused_and_what_to_install() -> None:
+    said = no_grammars_because(is_installed=lambda _: False)
+    assert 'tool_choice "required" are refused: llguidance is not installed; `./run install`' in said
+    assert no_grammars_because(is_installed=lambda _: True).endswith("no tokenizer that is read here")
 
 
 def test_a_model_without_a_tokenizer_is_refused() -> None:

@@ -29,7 +29,9 @@ from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepPl
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import SoloCommunicator
 from openinfer_engine.loop import StepLoop
+from openinfer_engine.model import KvLayers
 from openinfer_engine.scheduler import TokenBudgetScheduler
+from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import ThreadRunner
 from openinfer_kernels import Array, AttentionBatch
 from openinfer_kernels.cpu import CpuOps
@@ -42,7 +44,7 @@ BLOCK = 4
 class FlatModel:
     """Every token is as likely as the next, so that a mask alone decides: greedy rows take the lowest allowed id."""
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         del batch, kv_cache
         return np.zeros((len(token_ids), 1), np.float32)
 
@@ -122,7 +124,7 @@ def make_loop(
     ops = CpuOps()
     rank = CpuWorker(
         FlatModel(),
-        kv_cache=ops.zeros((num_blocks, 1, 1, 1, BLOCK, 1)),
+        kv_pool=KvPool(blocks=ops.zeros((1,)), layers={}),
         ops=ops,
         communicator=SoloCommunicator(),
         limits=WorkerLimits(num_token_ids=VOCAB, vocab_size=VOCAB, **limits),
@@ -140,7 +142,7 @@ def make_loop(
     )
     scheduler = TokenBudgetScheduler(config, FirstComeFirstServed(QueuePolicyConfig()))
     runner: Any = ThreadRunner([rank]) if drafting is None else drafting
-    return StepLoop(info=info, scheduler=scheduler, runner=runner, grammar_compiler=compiler)
+    return StepLoop(info=info, scheduler=scheduler, runner=runner, grammar_compiler=compiler, max_drafts=max_drafts)
 
 
 def make_request(request_id: int, word: str | None, **sampling: Any) -> GenerateRequest:

@@ -130,5 +130,5 @@ def test_without_a_compiler_a_grammar_is_refused() -> None:
     loop = build_loop(composition)
     (events,) = run(loop, ask(1, GrammarKind.REGEX, "a"))
     assert isinstance(events[-1], Failed)
-    assert "openinfer-engine[structured]" in events[-1].message
+    assert "no grammar compiler" in events[-1].message
     loop.close()

@@ -215,7 +215,7 @@ def test_later_plan_that_breaks_the_contract_is_named(name: str) -> None:
     change, message = NEXT[name]
     run = Run(request(0), request(1))
     first = run.step()
-    assert 0 in first.new_blocks[: first.new_block_counts[0]]
+    assert 0 in first.new_blocks[: first.new_block_counts[0, 0]]
     plan = run.plan()
     assert plan.starts.tolist() == [6, 6]
     with pytest.raises(BadPlan, match=message):
@@ -237,6 +237,7 @@ def test_row_with_a_grammar_waits_for_the_result_before() -> None:
         max_new=ints(1, 1),
         new_block_counts=ints(0, 0),
         new_blocks=ints(),
+        void_block_counts=ints(0, 0),
         draft_counts=ints(0, 0),
     )
     with pytest.raises(BadPlan, match="slots 0 have a grammar, and a row while their last token is in flight"):
@@ -353,3 +354,210 @@ def test_blocks_of_a_prefix_are_shared_once_their_writer_has_filled_them() -> No
         )
     )
     check.check(share(1, start=4, blocks=(1, 9)))
+
+
+# --- several block tables -----------------------------------------------------------------------------------
+
+
+TABLES = SchedulerConfig(
+    num_blocks=64,
+    block_size_tokens=2,
+    max_num_seqs=3,
+    max_step_tokens=32,
+    max_model_tokens=24,
+    max_drafts=3,
+    table_windows=(None, 4),
+)
+
+
+class Tables:
+    """Plans of several rows, each of one slot, and a check; steps are applied at once."""
+
+    def __init__(self) -> None:
+        self.check = PlanCheck(TABLES, num_token_ids=NUM_TOKEN_IDS)
+        self.steps = 0
+
+    def plan(self, *rows: "TableRow", released: tuple[int, ...] = ()) -> StepPlan:
+        plan = StepPlan(
+            step=self.steps,
+            slots=ints(*(row.slot for row in rows)),
+            starts=ints(*(row.start for row in rows)),
+            counts=ints(*(row.end - row.start for row in rows)),
+            num_host_tokens=ints(*(0 if row.drafts else row.end - row.start for row in rows)),
+            max_new=ints(*(1 + row.drafts for row in rows)),
+            draft_counts=ints(*(row.drafts for row in rows)),
+            token_ids=ints(*(1 for row in rows if not row.drafts for _ in range(row.start, row.end))),
+            new_block_counts=np.array([[len(row.blocks[table]) for row in rows] for table in (0, 1)], np.int32),
+            new_blocks=ints(*(block for table in (0, 1) for row in rows for block in row.blocks[table])),
+            void_block_counts=np.array([[0 for _ in rows], [row.void for row in rows]], np.int32),
+            started=tuple(
+                SlotStart(slot=row.slot, request=request(100 * self.steps + row.slot, prompt=20), seed=1)
+                for row in rows
+                if row.is_started
+            ),
+            released=released,
+        )
+        self.steps += 1
+        return plan
+
+    def run(self, *rows: "TableRow", released: tuple[int, ...] = ()) -> None:
+        plan = self.plan(*rows, released=released)
+        self.check.check(plan)
+        self.check.applied(plan, StepResult.of_single_tokens(ints(*(7 for _ in rows))))
+
+
+@dataclasses.dataclass(kw_only=True)
+class TableRow:
+    start: int
+    end: int
+    slot: int = 0
+    blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    void: int = 0
+    drafts: int = 0
+    is_started: bool = False
+
+
+def first_row(end: int, *, slot: int = 0, base: int = 0) -> TableRow:
+    """From position 0 on; table 0 has blocks from `base`, table 1 from `base + 20` on."""
+    num_blocks = -(-end // 2)
+    blocks = tuple(tuple(range(first, first + num_blocks)) for first in (base, base + 20))
+    return TableRow(slot=slot, start=0, end=end, blocks=(blocks[0], blocks[1]), is_started=True)
+
+
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_block_behind_the_window_is_anothers_whether_it_was_told_or_not(told: int) -> None:
+    tables = Tables()
+    tables.run(first_row(8))
+    # Position 8 reads from 5 on: two blocks of table 1 are free.
+    tables.run(
+        TableRow(start=8, end=9, blocks=((10,), (30,)), void=told),
+        TableRow(slot=1, start=0, end=4, blocks=((20, 12), (21, 32)), is_started=True),
+    )
+
+
+@pytest.mark.parametrize("block", [22, 23, 30, 0])
+def test_block_that_a_window_shows_or_that_has_none_is_no_others(block: int) -> None:
+    tables = Tables()
+    tables.run(first_row(8))
+    plan = tables.plan(
+        TableRow(start=8, end=9, blocks=((10,), (30,)), void=2),
+        TableRow(slot=1, start=0, end=2, blocks=((11,), (block,)), is_started=True),
+    )
+    with pytest.raises(BadPlan, match=f"block {block} is appended to slot"):
+        tables.check.check(plan)
+
+
+def test_block_behind_the_window_may_come_back_as_a_prefix_that_a_tier_has_loaded_into_another_table() -> None:
+    tables = Tables()
+    tables.run(first_row(8))
+    tables.run(
+        TableRow(start=8, end=9, blocks=((10,), (30,))),
+        TableRow(slot=1, start=2, end=4, blocks=((20, 12), (33, 34)), is_started=True),
+    )
+    plan = tables.plan(TableRow(slot=2, start=2, end=4, blocks=((23, 13), (35, 36)), is_started=True))
+    with pytest.raises(BadPlan, match="block 23 is a prefix of slot 2 in table 0; slot 0 has it in table 1"):
+        tables.check.check(plan)
+
+
+def test_block_behind_the_window_of_a_slot_without_a_row_is_anothers() -> None:
+    tables = Tables()
+    tables.run(first_row(8), first_row(2, slot=1, base=40))
+    tables.run(TableRow(slot=1, start=2, end=4, blocks=((20,), (21,))))
+    tables.run(TableRow(start=8, end=9, blocks=((10,), (30,)), void=2))
+    with pytest.raises(BadPlan, match="block 20 is appended to slot 0"):
+        tables.check.check(tables.plan(TableRow(start=9, end=12, blocks=((20,), (31,)), void=2)))
+
+
+@pytest.mark.parametrize(
+    ("void", "message"),
+    [
+        (3, "the first 3 blocks of slot 0 are void in table 1; its row reads all after the first 2"),
+        (-1, "the first -1 blocks of slot 0 are void in table 1, and 1 were before"),
+        (0, "the first 0 blocks of slot 0 are void in table 1, and 1 were before"),
+    ],
+)
+def test_void_counts_that_a_row_cannot_have_are_named(void: int, message: str) -> None:
+    tables = Tables()
+    tables.run(first_row(6))
+    tables.run(TableRow(start=6, end=8, blocks=((10,), (30,)), void=1))
+    with pytest.raises(BadPlan, match=message):
+        tables.check.check(tables.plan(TableRow(start=8, end=9, blocks=((11,), (31,)), void=void)))
+
+
+def test_void_counts_of_a_table_without_a_window_are_named() -> None:
+    tables = Tables()
+    tables.run(first_row(8))
+    plan = tables.plan(TableRow(start=8, end=9, blocks=((10,), (30,))))
+    plan = dataclasses.replace(plan, void_block_counts=np.array([[1], [0]], np.int32))
+    with pytest.raises(BadPlan, match=r"the first 1 blocks of slot 0 are void in table 0; .* all after the first 0"):
+        tables.check.check(plan)
+    one_table = Run(request(0))
+    with pytest.raises(BadPlan, match="void_block_counts is above 0, and no table has a window"):
+        one_table.check.check(dataclasses.replace(one_table.plan(), void_block_counts=ints(1)))
+
+
+@pytest.mark.parametrize("column", ["new_block_counts", "void_block_counts"])
+def test_columns_of_tables_have_an_entry_for_each_table_and_row(column: str) -> None:
+    tables = Tables()
+    plan = dataclasses.replace(tables.plan(first_row(8)), **{column: ints(4)})
+    with pytest.raises(BadPlan, match=rf"{column} is of shape \(1, 1\); \[tables, rows\] are \(2, 1\)"):
+        tables.check.check(plan)
+    with pytest.raises(BadPlan, match=f"{column} must be a two-dimensional array of int32"):
+        tables.check.check(dataclasses.replace(plan, **{column: np.zeros((1, 2, 1), np.int32)}))
+
+
+def test_voids_with_drafts_in_flight_are_as_if_all_were_rejected() -> None:
+    for void, is_right in ((2, True), (3, False)):
+        tables = Tables()
+        row = first_row(8)
+        tables.run(row)
+        tables.check.check(tables.plan(TableRow(start=8, end=12, drafts=3, blocks=((10, 11), (30, 31)), void=2)))
+        # The bound is 12, and at worst the row begins at 9, which reads from 6 on.
+        late = tables.plan(TableRow(start=12, end=16, drafts=3, blocks=((12, 13), (32, 33)), void=void + 1))
+        if is_right:
+            tables.check.check(late)
+        else:
+            with pytest.raises(BadPlan, match=r"the first 4 blocks of slot 0 are void .* all after the first 3"):
+                tables.check.check(late)
+
+
+def test_table_that_begins_with_void_blocks_goes_on_after_them() -> None:
+    tables = Tables()
+    tables.run(first_row(8))
+    shared = TableRow(slot=1, start=8, end=9, blocks=((0, 1, 2, 3, 10), (22, 23, 30)), void=2, is_started=True)
+    tables.run(shared)
+    with pytest.raises(BadPlan, match="ends at position 12; its 5 blocks have room for 10"):
+        tables.check.check(tables.plan(TableRow(slot=1, start=9, end=12, void=2)))
+
+
+def test_shared_block_is_of_the_same_table() -> None:
+    tables = Tables()
+    tables.run(first_row(8))
+    swapped = TableRow(slot=1, start=8, end=9, blocks=((0, 1, 2, 3, 10), (22, 2, 30)), void=2, is_started=True)
+    with pytest.raises(BadPlan, match="block 2 is a prefix of slot 1 in table 1; slot 0 has it in table 0"):
+        tables.check.check(tables.plan(swapped))
+
+
+def test_one_block_in_two_tables_of_a_row_is_named() -> None:
+    tables = Tables()
+    row = TableRow(start=0, end=2, blocks=((5,), (5,)), is_started=True)
+    with pytest.raises(BadPlan, match="block 5 is appended to slot 0, which writes it"):
+        tables.check.check(tables.plan(row))
+
+
+def test_released_slot_leaves_the_blocks_of_all_its_tables_once() -> None:
+    tables = Tables()
+    tables.run(first_row(8), first_row(8, slot=1, base=40))
+    tables.run(TableRow(slot=1, start=8, end=10, blocks=((10,), (20,)), void=2), released=(0,))
+    again = first_row(8, slot=2, base=0)
+    again.blocks = (again.blocks[0], (60, 61, 22, 23))  # those that the other slot has are its own now
+    tables.run(again)
+    tables.run(TableRow(slot=1, start=10, end=11, blocks=((11,), (30,)), void=3))
+
+
+def test_more_blocks_than_the_longest_context_has_are_named() -> None:
+    tables = Tables()
+    row = first_row(8)
+    row.blocks = (tuple(range(13)), row.blocks[1])
+    with pytest.raises(BadPlan, match="slot 0 has 13 blocks in table 0; the longest context has 12"):
+        tables.check.check(tables.plan(row))

@@ -12,6 +12,8 @@ from openinfer_engine.kv_events.schema import (
     BlockRemoved,
     BlockStored,
     KvEventBatch,
+    TableBlockRemoved,
+    TableBlockStored,
     block_hash,
     removed_event,
     stored_event,
@@ -23,13 +25,14 @@ A, B, C = (Digest(bytes(15) + bytes([each])) for each in (1, 2, 3))
 
 
 @pytest.mark.parametrize("version", RECORD)
-@pytest.mark.parametrize("event", [BlockStored, BlockRemoved, AllBlocksCleared])
+@pytest.mark.parametrize("event", [BlockStored, BlockRemoved, AllBlocksCleared, TableBlockStored, TableBlockRemoved])
 def test_events_have_the_recorded_fields_in_their_order(version, event):
-    recorded = RECORD[version][event.__name__]
+    name = event.__name__.removeprefix("Table")
+    recorded = RECORD[version][name]
     ours = list(event.__struct_fields__)
     assert ours == recorded["fields"][: len(ours)]
     assert set(recorded["required"]) <= set(ours)
-    assert event.__struct_config__.tag == event.__name__
+    assert event.__struct_config__.tag == name
 
 
 @pytest.mark.parametrize("version", RECORD)

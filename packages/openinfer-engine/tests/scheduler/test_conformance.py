@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from openinfer_core import GenerateRequest, TokenEvent
+from openinfer_core import EngineStats, GenerateRequest, TokenEvent
 from openinfer_core.plugins import SCHEDULERS, find_plugin
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StepPlan, StepResult
+from openinfer_core.scheduling.draft_counter import DraftCounter
 from openinfer_core.testing import ConformanceError
 from openinfer_core.testing.scheduler import SCHEDULER_CHECKS, SchedulerCheck, check_pressure, check_scheduler
 from openinfer_engine.scheduler import TokenBudgetScheduler
@@ -21,11 +22,26 @@ def test_scheduler_conforms(check: SchedulerCheck, checked_scheduler: type[Token
     check(checked_scheduler)
 
 
-def test_kit_makes_the_scheduler_preempt_match_and_waste() -> None:
-    made: list[TokenBudgetScheduler] = []
+class CountsDrafts(TokenBudgetScheduler):
+    """As an engine's loop does."""
 
-    def make(config: SchedulerConfig, policy: QueuePolicy) -> TokenBudgetScheduler:
-        made.append(TokenBudgetScheduler(config, policy))
+    def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
+        super().__init__(config, policy)
+        self.drafts = DraftCounter(config.max_drafts)
+
+    def apply(self, plan: StepPlan, result: StepResult, *, now_s: float) -> list[TokenEvent]:
+        self.drafts.count(result)
+        return super().apply(plan, result, now_s=now_s)
+
+    def stats(self) -> EngineStats:
+        return self.drafts.told_in(super().stats())
+
+
+def test_kit_makes_the_scheduler_preempt_match_and_waste() -> None:
+    made: list[CountsDrafts] = []
+
+    def make(config: SchedulerConfig, policy: QueuePolicy) -> CountsDrafts:
+        made.append(CountsDrafts(config, policy))
         return made[-1]
 
     check_scheduler(make)

@@ -80,7 +80,7 @@ def test_without_max_drafts_columns_of_drafts_are_empty(drive: Any, make_request
     assert [columns(plan) for plan in plans] == [[(0, 0, 3, 0, 1)], [(0, 3, 0, 0, 1)], [(0, 4, 0, 0, 1)]]
     assert not any(plan.wants_drafts.any() for plan in plans)
     driver.run()
-    assert driver.scheduler.stats().spec_decode_num_accepted_tokens_per_pos == ()
+    assert driver.stats().spec_decode_num_accepted_tokens_per_pos == ()
 
 
 @pytest.mark.parametrize(("max_tokens", "drafts"), [(1, None), (2, 0), (3, 1), (4, 2), (5, 3), (6, 3)])
@@ -111,7 +111,7 @@ def test_drafts_take_no_block_that_another_may_need(drive: Any, make_request: An
     driver.submit(make_request(1, (3, 4), max_tokens=12))
     driver.step()
     assert [row[3] for row in columns(driver.step())] == [1, 1]
-    assert driver.scheduler.stats().blocks_used == 2
+    assert driver.stats().blocks_used == 2
     driver.run()
 
 
@@ -121,7 +121,7 @@ def test_a_bound_preempts_nobody(drive: Any, make_request: Any) -> None:
     driver.submit(make_request(0, (1, 2, 3, 4, 5), max_tokens=3))
     driver.submit(make_request(1, (3, 4, 5, 6, 7), max_tokens=3))
     driver.run()
-    assert driver.scheduler.stats().preemptions == 0
+    assert driver.stats().preemptions == 0
 
 
 def test_masked_rows_have_the_drafts_that_came_to_the_host(drive: Any, make_request: Any) -> None:
@@ -137,7 +137,7 @@ def test_masked_rows_have_the_drafts_that_came_to_the_host(drive: Any, make_requ
     assert second.token_ids.tolist() == list(driver.outcome(request).token_ids[1:4])
     driver.run()
     assert driver.accounts[RequestId(0)].token_ids == list(driver.outcome(request).token_ids)
-    assert driver.scheduler.stats().spec_decode_num_accepted_tokens == 6
+    assert driver.stats().spec_decode_num_accepted_tokens == 6
 
 
 def test_counters_say_what_was_drafted_and_accepted(drive: Any, make_request: Any) -> None:
@@ -145,7 +145,7 @@ def test_counters_say_what_was_drafted_and_accepted(drive: Any, make_request: An
         driver = drive(script, max_in_flight=1)
         driver.submit(make_request(0, (1, 2, 3), max_tokens=17))
         driver.run()
-        stats = driver.scheduler.stats()
+        stats = driver.stats()
         assert stats.spec_decode_num_accepted_tokens_per_pos == accepted
         assert stats.spec_decode_num_accepted_tokens == sum(accepted)
         assert stats.spec_decode_num_draft_tokens >= 3 * stats.spec_decode_num_drafts - 3
@@ -157,14 +157,14 @@ def test_drafts_that_the_device_did_not_have_are_not_counted(drive: Any, make_re
     driver = drive(None)
     driver.submit(make_request(0, (1, 2, 3), max_tokens=9))
     driver.run()
-    assert driver.scheduler.stats().spec_decode_num_drafts == 0
+    assert driver.stats().spec_decode_num_drafts == 0
 
 
 def test_right_drafts_save_steps(drive: Any, make_request: Any) -> None:
     driver = drive(max_in_flight=1)
     driver.submit(make_request(0, (1, 2, 3), max_tokens=41))
     driver.run()
-    assert driver.scheduler.stats().steps == 11
+    assert driver.stats().steps == 11
 
 
 def test_itl_limit_counts_the_tokens_of_a_span_as_decoding() -> None:
@@ -214,7 +214,7 @@ def test_random_traffic_has_the_tokens_that_it_has_without_drafts(script: DraftS
         drive_at_random(driver, rng)
         check_serves_on(driver)
         num_requests += len(driver.accounts)
-        stats = driver.scheduler.stats()
+        stats = driver.stats()
         preemptions += stats.preemptions
         drafts += stats.spec_decode_num_drafts
         if script is DraftScript.WRONG:

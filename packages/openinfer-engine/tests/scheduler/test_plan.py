@@ -25,7 +25,7 @@ def test_prompt_within_the_budget_is_one_sampled_row(make_driver: Any, make_requ
     plan = driver.plan()
     assert rows(plan) == [(0, 0, 5, 5, 1)]
     assert plan.token_ids.tolist() == [5, 6, 7, 8, 9]
-    assert plan.new_block_counts.tolist() == [2]
+    assert plan.new_block_counts.tolist() == [[2]]
     assert [start.slot for start in plan.started] == [0]
     assert plan.token_ids.dtype == np.int32
 
@@ -38,7 +38,7 @@ def test_decode_row_takes_its_id_on_the_device_and_a_block_only_at_a_boundary(
     driver.step()
     plans = [driver.step() for _ in range(3)]
     assert [rows(plan) for plan in plans] == [[(0, 3, 1, 0, 1)], [(0, 4, 1, 0, 1)], [(0, 5, 1, 0, 1)]]
-    assert [plan.new_block_counts.tolist() for plan in plans] == [[0], [1], [0]]
+    assert [plan.new_block_counts.tolist() for plan in plans] == [[[0]], [[1]], [[0]]]
     assert all(len(plan.token_ids) == 0 and plan.started == () for plan in plans)
 
 
@@ -48,7 +48,7 @@ def test_long_prompt_is_cut_into_chunks_and_sampled_at_its_end_only(make_driver:
     plans = [driver.step() for _ in range(3)]
     assert [rows(plan) for plan in plans] == [[(0, 0, 7, 7, 0)], [(0, 7, 7, 7, 0)], [(0, 14, 3, 3, 1)]]
     assert [len(plan.started) for plan in plans] == [1, 0, 0]
-    assert [plan.new_block_counts.tolist() for plan in plans] == [[5], [0], [0]]
+    assert [plan.new_block_counts.tolist() for plan in plans] == [[[5]], [[0]], [[0]]]
 
 
 def test_decode_rows_come_before_an_older_prompts_chunks_and_those_before_admissions(

@@ -41,7 +41,7 @@ def test_request_that_is_still_running_shares_its_prompt(make_driver: Any, make_
     driver.submit(make_request(1, PROMPT))
     plan = driver.step()
     assert plan.starts.tolist() == [18, 16]
-    assert plan.new_block_counts.tolist() == [0, 5]
+    assert plan.new_block_counts.tolist() == [[0, 5]]
     driver.run()
 
 

@@ -11,16 +11,17 @@ from openinfer_core.queue_policies import FirstComeFirstServed
 from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig, StepResult
 from openinfer_engine.scheduler import TokenBudgetScheduler
 
+SIZES: dict[str, Any] = {
+    "num_blocks": 8,
+    "block_size_tokens": 4,
+    "max_num_seqs": 2,
+    "max_step_tokens": 16,
+    "max_model_tokens": 64,
+}
+
 
 def make_scheduler(**limits: Any) -> TokenBudgetScheduler:
-    sizes = {
-        "num_blocks": 8,
-        "block_size_tokens": 4,
-        "max_num_seqs": 2,
-        "max_step_tokens": 16,
-        "max_model_tokens": 64,
-    }
-    return TokenBudgetScheduler(SchedulerConfig(**{**sizes, **limits}), FirstComeFirstServed(QueuePolicyConfig()))
+    return TokenBudgetScheduler(SchedulerConfig(**{**SIZES, **limits}), FirstComeFirstServed(QueuePolicyConfig()))
 
 
 def result(*token_ids: int, **fields: Any) -> StepResult:
@@ -53,6 +54,24 @@ def test_request_larger_than_the_pool_is_refused_and_the_largest_that_fits_is_ta
         "shorten the prompt or lower max_tokens"
     )
     assert scheduler.add(make_request(1, (1,) * 10, max_tokens=23), now_s=0.0) == []
+
+
+@pytest.mark.parametrize("hook", ["key", "admitted"])
+def test_policy_that_raises_is_named_in_the_answer(make_request: Any, hook: str) -> None:
+    class LastOneWins(FirstComeFirstServed):
+        pass
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    setattr(LastOneWins, hook, staticmethod(fail))
+    scheduler = TokenBudgetScheduler(SchedulerConfig(**SIZES), LastOneWins(QueuePolicyConfig()))
+    events = scheduler.add(make_request(0, (1,)), now_s=0.0)
+    if hook == "admitted":
+        plan = scheduler.plan(now_s=0.0)
+        assert plan is not None
+        events = scheduler.apply(plan, result(5), now_s=0.0)
+    assert refusal(events) == (FailureKind.INTERNAL, "the queue policy LastOneWins failed on this request")
 
 
 def test_full_queue_is_overloaded_until_it_drains(make_request: Any) -> None:

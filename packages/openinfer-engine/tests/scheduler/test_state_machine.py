@@ -7,6 +7,7 @@ after each rule.
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,7 +23,8 @@ from hypothesis.stateful import (
 from openinfer_core import GenerateRequest, RequestId, SamplingParams
 from openinfer_core.queue_policies import FairShare, FirstComeFirstServed, Priority
 from openinfer_core.sampling import Grammar, GrammarKind
-from openinfer_core.scheduling import QueuePolicyConfig, SchedulerConfig
+from openinfer_core.scheduling import FlushesCache, QueuePolicyConfig, SchedulerConfig
+from openinfer_core.testing.fake_drafter import DraftScript
 from openinfer_core.testing.fake_model import NUM_TOKEN_IDS
 from openinfer_core.testing.scheduler_driver import SchedulerDriver
 from openinfer_engine.scheduler import TokenBudgetScheduler
@@ -43,9 +45,20 @@ sampling = st.builds(
 )
 
 
+ONE_TABLE = st.just((None,))
+# Within a block, about a block, longer than a chunk, and beyond the longest context.
+WINDOWS = st.sampled_from((1, 2, 3, 4, 5, 9, 30))
+SEVERAL_TABLES = st.builds(
+    lambda num_global, windows: (None,) * num_global + tuple(windows),
+    st.integers(0, 2),
+    st.lists(WINDOWS, min_size=1, max_size=2),
+)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     driver: SchedulerDriver
     total_preemptions: ClassVar[list[int]]
+    tables: ClassVar[st.SearchStrategy[tuple[int | None, ...]]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +73,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_snapshots=st.sampled_from((0, 0, 1, 3, 9)),
         max_itl_ms=st.sampled_from((None, None, 1, 5)),
         policy=st.sampled_from(POLICIES),
+        max_drafts=st.sampled_from((0, 0, 3)),
+        drafts=st.sampled_from(DraftScript),
+        data=st.data(),
     )
     def make(
         self,
@@ -72,10 +88,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_snapshots: int,
         max_itl_ms: int | None,
         policy: Callable[[QueuePolicyConfig], Any],
+        max_drafts: int,
+        drafts: DraftScript,
+        data: st.DataObject,
     ) -> None:
+        table_windows = data.draw(self.tables)
+        num_snapshots = num_snapshots if table_windows == (None,) else 0
         config = SchedulerConfig(
-            num_blocks=MAX_MODEL_TOKENS // block_size_tokens + extra_blocks,
+            num_blocks=1,
             block_size_tokens=block_size_tokens,
+            table_windows=table_windows,
+            max_drafts=max_drafts,
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_num_seqs + extra_tokens,
             max_model_tokens=MAX_MODEL_TOKENS,
@@ -84,7 +107,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_snapshots=num_snapshots,
             max_itl_ms=max_itl_ms,
         )
-        self.driver = SchedulerDriver(TokenBudgetScheduler, config, policy=policy(QueuePolicyConfig()))
+        # The longest request computes all positions but the last: down to what that one needs by itself.
+        least_blocks = config.blocks_for_context(MAX_MODEL_TOKENS - 1)
+        config = msgspec.structs.replace(config, num_blocks=least_blocks + extra_blocks)
+        self.driver = SchedulerDriver(TokenBudgetScheduler, config, policy=policy(QueuePolicyConfig()), drafts=drafts)
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -128,6 +154,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.step()
             self.driver.scheduler.check_integrity()
 
+    @precondition(lambda self: not self.driver.num_in_flight)
+    @rule()
+    def flush_the_cache(self) -> None:
+        """As after a change of weights, but for the fake model's: what runs goes on."""
+        assert isinstance(self.driver.scheduler, FlushesCache)
+        self.driver.scheduler.flush_cache()
+
     @precondition(lambda self: self.num_requests)
     @rule(data=st.data())
     def abort(self, *, data: st.DataObject) -> None:
@@ -149,10 +182,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.total_preemptions.append(self.driver.scheduler.stats().preemptions)
 
 
-@pytest.mark.parametrize("max_examples", [120])
-def test_any_order_of_events_keeps_the_books_and_the_tokens_right(max_examples: int) -> None:
+@pytest.mark.parametrize(
+    ("block_tables", "max_examples"),
+    [pytest.param(ONE_TABLE, 120, id="one table"), pytest.param(SEVERAL_TABLES, 120, id="windows")],
+)
+def test_any_order_of_events_keeps_the_books_and_the_tokens_right(
+    block_tables: st.SearchStrategy[tuple[int | None, ...]], max_examples: int
+) -> None:
     class Machine(SchedulerMachine):
         total_preemptions: ClassVar[list[int]] = []
+        tables = block_tables
 
     run_state_machine_as_test(
         Machine,

@@ -144,7 +144,9 @@ def test_integer_weights_are_refused_by_default(tmp_path: Path) -> None:
 
 def test_folder_without_weights_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(InvalidCheckpoint, match=r"it has pytorch_model.bin; weights are read from safetensors only"):
+    with pytest.raises(
+        InvalidCheckpoint, match=r"it has pytorch_model.bin; weights are read from safetensors, and from a GGUF"
+    ):
         Checkpoint.open(tmp_path)
 
 
@@ -221,4 +223,9 @@ def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 def test_damaged_index_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(InvalidCheckpoint, match=message):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_folder_without_weights_says_how_it_starts_without(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"has neither model\.safetensors nor .* --load-format dummy starts it"):
         Checkpoint.open(tmp_path)

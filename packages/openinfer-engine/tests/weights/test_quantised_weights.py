@@ -19,6 +19,7 @@ from openinfer_engine.weights.safetensors_file import SafetensorsFile
 from openinfer_engine.weights.stored_tensor import RandomIds, StoredTensor
 from openinfer_kernels import WeightFormat
 from openinfer_kernels.cpu import CpuOps
+from openinfer_kernels.testing.paged import make_batch
 
 FP8, INT4, FP4 = WeightFormat.FP8_BLOCKS, WeightFormat.INT4_GROUPS, WeightFormat.FP4_GROUPS
 SHAPE = (96, 128)
@@ -91,7 +92,7 @@ def values(weights: Any, name: str, shard: Shard = Shard.WHOLE, *, rank: int = 0
     """What a rank's piece stands for: products with unit vectors."""
     part = read_quantised(weights, MATRICES[name], MATRICES[name].format, shard, Rank(rank, size))
     weight = CpuOps().upload_quantised(part)
-    return CpuOps().linear(np.eye(weight.shape[1], dtype=np.float32), weight).T
+    return CpuOps().linear(np.eye(weight.shape[1], dtype=np.float32), weight, make_batch(1)).T
 
 
 def test_checkpoint_of_every_format_is_valid_and_read_as_its_bits(checkpoint: Checkpoint) -> None:

@@ -1,5 +1,7 @@
 """Block tables against a naive list per slot."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -59,7 +61,7 @@ def test_batch_over_random_traffic_equals_lists_per_slot() -> None:
             lengths[slot] += count
         step = plan(rows, started)
         written = [
-            [slot, len(lists[slot]) - len(new) + i, block] for slot, *_, new in rows for i, block in enumerate(new)
+            [0, slot, len(lists[slot]) - len(new) + i, block] for slot, *_, new in rows for i, block in enumerate(new)
         ]
         assert tables.advance(step).tolist() == written
         batch = tables.batch(step, ops)
@@ -74,14 +76,54 @@ def _check(batch: AttentionBatch, rows: list[tuple[int, int, int, list[int]]], l
             positions.append(position)
             cache_slots.append(lists[slot][position // BLOCK] * BLOCK + position % BLOCK)
     assert batch.positions.tolist() == positions
-    assert batch.cache_slots.tolist() == cache_slots
+    assert batch.cache_slots[0].tolist() == cache_slots
     ends = [first + count for _, first, count, _ in rows]
     assert batch.context_lens.tolist() == ends
     assert batch.max_context_tokens == max(ends)
     assert batch.max_query_tokens == max(count for _, _, count, _ in rows)
     for row, (slot, _, _, _) in enumerate(rows):
         used = -(-ends[row] // BLOCK)
-        assert batch.block_tables[row, :used].tolist() == lists[slot][:used]
+        assert batch.block_tables[0][row, :used].tolist() == lists[slot][:used]
+
+
+def test_new_blocks_of_a_table_come_after_what_is_void_there() -> None:
+    tables, ops = BlockTables(max_num_seqs=2, max_model_tokens=32, block_size_tokens=BLOCK, num_tables=2), CpuOps()
+
+    def step(
+        counts: list[list[int]], blocks: list[int], void: list[list[int]], first: int, *, begins: bool
+    ) -> StepPlan:
+        given = plan([(1, first, 4, []), (0, 0, 4, [])] if begins else [(1, first, 4, [])], (1, 0) if begins else ())
+        columns = {"new_block_counts": counts, "new_blocks": blocks, "void_block_counts": void}
+        return replace(given, **{name: np.asarray(each, np.int32) for name, each in columns.items()})
+
+    # A table may begin with void entries that were never there, as after a prefix hit.
+    written = tables.advance(step([[3, 1], [1, 1]], [5, 6, 7, 8, 9, 10], [[0, 0], [2, 0]], 8, begins=True))
+    assert written.tolist() == [
+        [0, 1, 0, 5], [0, 1, 1, 6], [0, 1, 2, 7], [0, 0, 0, 8], [1, 1, 2, 9], [1, 0, 0, 10],
+    ]  # fmt: skip
+    # One that had entries goes on after them, or after the void ones, whichever is later.
+    written = tables.advance(step([[1], [1]], [11, 12], [[0], [1]], 12, begins=False))
+    assert written.tolist() == [[0, 1, 3, 11], [1, 1, 3, 12]]
+    last = step([[1], [0]], [13], [[0], [5]], 16, begins=False)
+    assert tables.advance(last).tolist() == [[0, 1, 4, 13]]
+    batch = tables.batch(last, ops)
+    assert batch.block_tables[0].tolist() == [[5, 6, 7, 11, 13]]
+    assert batch.block_tables[1][0, 2:4].tolist() == [9, 12]
+    assert batch.cache_slots[0].tolist() == [52, 53, 54, 55]
+
+
+def test_a_plan_for_another_number_of_tables_is_a_violation() -> None:
+    tables = BlockTables(max_num_seqs=4, max_model_tokens=32, block_size_tokens=BLOCK, num_tables=2)
+    with pytest.raises(ContractViolation, match="1 tables, and the model 2"):
+        tables.advance(plan([(0, 0, 4, [3])], started=(0,)))
+    assert not len(tables.advance(plan([])))
+
+
+def test_a_table_that_does_not_cover_a_position_is_a_violation_though_another_does() -> None:
+    tables = BlockTables(max_num_seqs=4, max_model_tokens=32, block_size_tokens=BLOCK, num_tables=2)
+    counts = np.array([[2], [1]], np.int32)
+    with pytest.raises(ContractViolation, match="no blocks"):
+        tables.advance(replace(plan([(0, 0, 5, [1, 2, 3])], started=(0,)), new_block_counts=counts))
 
 
 def test_advance_with_uncovered_positions_is_a_violation() -> None:

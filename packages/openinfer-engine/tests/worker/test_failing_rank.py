@@ -8,6 +8,8 @@ from openinfer_core.scheduling import SlotStart, StepPlan
 from openinfer_engine.cpu.worker import CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.distributed.local_group import LocalGroup
+from openinfer_engine.model import KvLayers
+from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import ThreadRunner
 from openinfer_kernels import Array, AttentionBatch
 from openinfer_kernels.cpu import CpuOps
@@ -22,7 +24,7 @@ class SummingModel:
         self._communicator = communicator
         self._fails = communicator.rank == failing_rank
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         if self._fails and (token_ids == 7).any():
             raise ZeroDivisionError("token 7")
         return self._communicator.all_reduce(np.ones((len(token_ids), 1), np.float32))
@@ -37,7 +39,7 @@ def make_runner(size: int, failing_rank: int) -> ThreadRunner:
         [
             CpuWorker(
                 SummingModel(communicator, failing_rank),
-                kv_cache=ops.zeros((1,)),
+                kv_pool=KvPool(blocks=ops.zeros((1,)), layers={}),
                 ops=ops,
                 communicator=communicator,
                 limits=LIMITS,

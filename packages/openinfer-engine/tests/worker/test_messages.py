@@ -1,5 +1,6 @@
 """Steps on their way to other processes."""
 
+import dataclasses
 import os
 from dataclasses import fields
 
@@ -31,8 +32,9 @@ def make_plan() -> StepPlan:
         num_host_tokens=np.array([16, 0], np.int32),
         max_new=np.array([0, 1], np.int32),
         token_ids=np.arange(16, dtype=np.int32),
-        new_block_counts=np.array([1, 0], np.int32),
-        new_blocks=np.array([9], np.int32),
+        new_block_counts=np.array([[1, 0], [2, 0], [0, 1]], np.int32),
+        new_blocks=np.array([9, 4, 5, 1], np.int32),
+        void_block_counts=np.array([[0, 0], [0, 3], [2, 0]], np.int32),
         started=(SlotStart(slot=3, request=request, seed=2**63, output_token_ids=(1, 2)),),
         state_restores=(StateCopy(source=5, target=3), StateCopy(source=6, target=1, loaded_tokens=32)),
         state_snapshots=(StateCopy(source=3, target=6), StateCopy(source=0, target=7)),
@@ -71,9 +73,16 @@ def test_a_step_of_no_rows_arrives() -> None:
     assert isinstance(message, RunStep)
     found = message.plan()
     assert (found.step, found.num_rows, found.num_tokens) == (7, 0, 0)
-    for name in (*columns, "draft_counts"):
+    for name in (*columns, "draft_counts", "void_block_counts"):
         assert getattr(found, name).dtype == np.int32
-        assert getattr(found, name).shape == (0,)
+        assert getattr(found, name).size == 0
+
+
+def test_tables_without_void_blocks_arrive() -> None:
+    sent = dataclasses.replace(make_plan(), void_block_counts=np.zeros((3, 2), np.int32))
+    message = RunStep.of(sent)
+    assert message.void_block_counts == b""
+    assert message.plan().void_block_counts.tolist() == [[0, 0]] * 3
 
 
 def test_every_field_of_a_plan_has_its_place_in_the_message() -> None:

@@ -13,6 +13,8 @@ from openinfer_engine import LocalGroup, SoloCommunicator
 from openinfer_engine.cpu.worker import NOT_FINITE, CpuWorker, WorkerLimits
 from openinfer_engine.distributed.communicator import Communicator
 from openinfer_engine.drafting import DrafterFaults, SharedDrafter
+from openinfer_engine.model import KvLayers
+from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import ThreadRunner
 from openinfer_kernels import Array, AttentionBatch
 from openinfer_kernels.cpu import CpuOps
@@ -28,7 +30,7 @@ class CountingModel:
     def __init__(self) -> None:
         self.positions: list[list[int]] = []
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         del kv_cache
         self.positions.append(batch.positions.tolist())
         return np.asarray(token_ids, np.float32)[:, None]
@@ -73,7 +75,7 @@ def make_worker(
         )
     return CpuWorker(
         model or CountingModel(),
-        kv_cache=ops.zeros((1,)),
+        kv_pool=KvPool(blocks=ops.zeros((1,)), layers={}),
         ops=ops,
         communicator=group,
         limits=LIMITS,

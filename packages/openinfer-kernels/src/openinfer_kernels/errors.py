@@ -13,6 +13,9 @@ KernelsError
 ```
 """
 
+CUDA_IS_BROUGHT_BY = "`./run install --cuda13` in a checkout of openinfer brings it (--cuda12 for a driver before 580)"
+NCCL_IS_BROUGHT_BY = "`./run install --cuda13 --nccl` in a checkout of openinfer brings it (or --cuda12 --nccl)"
+
 
 class KernelsError(Exception):
     """Root of every error that this package raises on purpose."""

@@ -35,7 +35,7 @@ def require_driver(*, supported: int, needed: int) -> None:
         raise DeviceUnavailableError(
             f"the NVIDIA driver is too old: it supports CUDA {supported // 1000}.{supported % 1000 // 10}, "
             f"and the packages installed here need CUDA {needed // 1000}; "
-            "update the driver, or install openinfer-kernels[cuda12]"
+            "update the driver, or make the environment anew with ./run install --fresh --cuda12"
         )
 
 

@@ -26,17 +26,17 @@ class LatentShape:
     """`r`"""
 
     @classmethod
-    def of(cls, q: tuple[int, ...], kv_cache: tuple[int, ...], kv_b_proj: tuple[int, ...]) -> "LatentShape":
+    def of(cls, q: tuple[int, ...], cache: tuple[int, ...], kv_b_proj: tuple[int, ...]) -> "LatentShape":
         """The sizes from the shapes of the arguments; raises `ArrayMismatchError` where they do not agree."""
-        if len(q) == 3 and len(kv_cache) == 6 and len(kv_b_proj) == 2 and q[1] > 0:
+        if len(q) == 3 and len(cache) == 6 and len(kv_b_proj) == 2 and q[1] > 0:
             latent = kv_b_proj[1]
-            rope = kv_cache[5] - latent
+            rope = cache[5] - latent
             nope = q[2] - rope
             value = kv_b_proj[0] // q[1] - nope
-            if min(rope, nope, value) > 0 and kv_b_proj[0] % q[1] == 0 and kv_cache[2:4] == (1, 1):
+            if min(rope, nope, value) > 0 and kv_b_proj[0] % q[1] == 0 and cache[2:4] == (1, 1):
                 return cls(num_heads=q[1], nope_dim=nope, rope_dim=rope, value_dim=value, latent_dim=latent)
         raise ArrayMismatchError(
-            f"q {q}, kv_cache {kv_cache} and kv_b_proj {kv_b_proj} are not [T, H, dn + dr], "
+            f"q {q}, cache {cache} and kv_b_proj {kv_b_proj} are not [T, H, dn + dr], "
             "[blocks, layers, 1, 1, B, r + dr] and [H (dn + dv), r]"
         )
 

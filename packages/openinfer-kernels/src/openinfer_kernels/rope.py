@@ -21,6 +21,7 @@ _COMMON_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_f
 _YARN_FIELDS = frozenset(
     {
         "attention_factor",
+        "attn_factor",
         "beta_fast",
         "beta_slow",
         "factor",
@@ -47,6 +48,8 @@ class YarnScaling:
     """Dimensions that turn at most this often over the original context are slowed down by `factor`."""
     attention_factor: float | None = None
     """Multiplies cosines and sines; None derives it from `factor` and the two mscale fields."""
+    attn_factor: float = 1.0
+    """Multiplies what is derived where `attention_factor` is None; transformers does not read it."""
     mscale: float | None = None
     """Used with `mscale_all_dim` where `attention_factor` is None."""
     mscale_all_dim: float | None = None
@@ -110,12 +113,16 @@ def rope_table(parameters: RopeParameters, *, head_dim: int, positions: int) -> 
 
 
 def attention_factor(yarn: YarnScaling) -> float:
-    """What YaRN multiplies cosines and sines by: as given, or from the mscale fields, or `0.1 ln(factor) + 1`."""
+    """What YaRN multiplies cosines and sines by: as given, or from the mscale fields, or `0.1 ln(factor) + 1`.
+
+    The latter two times `attn_factor` (`YaRNScalingRotaryEmbedding` of vLLM). DeepSeek-R1-0528-Qwen3-8B has 0.878 for a
+    factor of 4, which makes 1.0.
+    """
     if yarn.attention_factor is not None:
         return yarn.attention_factor
     if yarn.mscale and yarn.mscale_all_dim:
-        return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
-    return _mscale(yarn.factor, 1.0)
+        return yarn.attn_factor * _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
+    return yarn.attn_factor * _mscale(yarn.factor, 1.0)
 
 
 def softmax_factor(yarn: YarnScaling | None) -> float:
@@ -198,6 +205,10 @@ def _yarn_scaling(fields: Mapping[str, Any], config: Mapping[str, Any]) -> YarnS
     factor = _positive(known, "factor")
     if factor < 1:
         raise RopeConfigError(f"rope factor {factor} would shorten the context: it must be at least 1")
+    if known.get("attention_factor") is not None and known.get("attn_factor") is not None:
+        raise RopeConfigError(
+            "rope parameters attention_factor and attn_factor contradict each other; keep one of them"
+        )
     truncate = known.get("truncate", True)
     if not isinstance(truncate, bool):
         raise RopeConfigError(f"rope parameter truncate must be true or false, not {truncate!r}")
@@ -207,6 +218,7 @@ def _yarn_scaling(fields: Mapping[str, Any], config: Mapping[str, Any]) -> YarnS
         beta_fast=_positive(known, "beta_fast", default=32.0),
         beta_slow=_positive(known, "beta_slow", default=1.0),
         attention_factor=_positive(known, "attention_factor") if "attention_factor" in known else None,
+        attn_factor=_positive(known, "attn_factor", default=1.0),
         mscale=_number(known, "mscale") if "mscale" in known else None,
         mscale_all_dim=_number(known, "mscale_all_dim") if "mscale_all_dim" in known else None,
         truncate=truncate,

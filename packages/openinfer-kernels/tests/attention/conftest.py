@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from openinfer_kernels import PagedCache
+
 HEAD_DIMS = {"cpu": (1, 2, 5, 8, 16), "cuda": (64, 128, 256, 32)}
 BLOCK_TOKENS = {"cpu": (1, 2, 3, 4, 16), "cuda": (16, 32, 64)}
 
@@ -69,7 +71,7 @@ def run(ops, upload, activation, host):
     def attend(q, case, *, layer, scale, sinks=None, **asked):
         if sinks is not None:
             asked["sinks"] = upload(sinks)
-        arrays = activation(q), activation(case.kv_cache)
-        return host(ops.paged_attention(*arrays, layer=layer, batch=upload(case.batch), scale=scale, **asked))
+        cache = PagedCache(data=activation(case.kv_cache), layer=layer)
+        return host(ops.paged_attention(activation(q), cache, batch=upload(case.batch), scale=scale, **asked))
 
     return attend

@@ -126,8 +126,8 @@ def test_paged_attention_chunks_equal_the_whole(
 
 def with_row(batch, other):
     """`batch` over the blocks of `other`."""
-    slots = other.cache_slots[batch.positions[0] : batch.positions[-1] + 1]
-    return dataclasses.replace(batch, block_tables=other.block_tables, cache_slots=slots)
+    slots = other.cache_slots[0][batch.positions[0] : batch.positions[-1] + 1]
+    return dataclasses.replace(batch, block_tables=other.block_tables, cache_slots=(slots,))
 
 
 def test_paged_attention_shared_blocks_equal_own_blocks(run, prepared, check, head_dim, block_tokens):
@@ -140,8 +140,8 @@ def test_paged_attention_shared_blocks_equal_own_blocks(run, prepared, check, he
         positions=np.array([23, 15], np.int32),
         query_starts=np.array([0, 1, 2], np.int32),
         context_lens=np.array([24, 16], np.int32),
-        block_tables=np.repeat(case.batch.block_tables, 2, axis=0),
-        cache_slots=np.repeat(case.batch.cache_slots, 2),
+        block_tables=(np.repeat(case.batch.block_tables[0], 2, axis=0),),
+        cache_slots=(np.repeat(case.batch.cache_slots[0], 2),),
     )
     both = dataclasses.replace(case, batch=twice)
     out = run(np.repeat(q, 2, axis=0), both, layer=0, scale=0.35)
@@ -157,7 +157,7 @@ def test_paged_attention_not_finite_row_stays_alone(run, prepared, head_dim, blo
     clean = run(q, case, layer=0, scale=0.5)
     broken = slice(*case.batch.query_starts[1:3])
     q[broken] = np.nan
-    first_block = case.batch.block_tables[1, 0]
+    first_block = case.batch.block_tables[0][1, 0]
     case.kv_cache[first_block] = np.inf
     out = run(q, case, layer=0, scale=0.5)
     assert not np.isfinite(out[broken]).any()

@@ -94,13 +94,13 @@ def test_what_the_cache_holds_before_the_windows_changes_nothing(run, prepared, 
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim(8), "block_tokens": 16}
     q, case = prepared(rng, rows, **shape)
     whole = run(q, case, layer=1, scale=0.3, window=window)
-    cache, tables = case.kv_cache.copy(), case.batch.block_tables.copy()
+    cache, tables = case.kv_cache.copy(), case.batch.block_tables[0].copy()
     for row, (context, queries) in enumerate(rows):
         first_seen = max(0, context - queries + 1 - window)
         for position in range(first_seen):
             cache[tables[row, position // 16], :, :, :, position % 16] = np.nan
         tables[row, : first_seen // 16] = 0  # of which nothing is seen
-    other = dataclasses.replace(case, kv_cache=cache, batch=dataclasses.replace(case.batch, block_tables=tables))
+    other = dataclasses.replace(case, kv_cache=cache, batch=dataclasses.replace(case.batch, block_tables=(tables,)))
     np.testing.assert_array_equal(run(q, other, layer=1, scale=0.3, window=window), whole)
 
 
@@ -147,7 +147,7 @@ def test_sinks_are_those_of_gpt_oss(run, paged_case, check, name, block_tokens):
     _, num_kv_heads, num_tokens, head_dim = keys_and_values.shape
     shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
     case = paged_case(np.random.default_rng(0), [(num_tokens, num_tokens)], **shape, num_layers=1)
-    for position, slot in enumerate(case.batch.cache_slots.tolist()):
+    for position, slot in enumerate(case.batch.cache_slots[0].tolist()):
         case.kv_cache[slot // block_tokens, 0, :, :, slot % block_tokens] = keys_and_values[:, :, position]
     window = int(arrays["window"]) if name == "windowed" else None
     asked = {"scale": float(arrays["scale"]), "sinks": arrays["sinks"], "window": window}

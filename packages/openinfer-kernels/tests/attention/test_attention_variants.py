@@ -125,9 +125,9 @@ def test_block_ids_before_the_window_are_never_used(run, prepared, head_dim):
         expected = run(q, case, layer=1, scale=0.2, window=window)
         for row, (context, queries) in enumerate(rows):
             first_seen = max(0, context - queries + 1 - window)
-            begin = case.batch.block_tables[row, first_seen // 16]
+            begin = case.batch.block_tables[0][row, first_seen // 16]
             case.kv_cache[begin, :, :, :, : first_seen % 16] = np.nan
-            case.batch.block_tables[row, : first_seen // 16] = -1
+            case.batch.block_tables[0][row, : first_seen // 16] = -1
         np.testing.assert_array_equal(run(q, case, layer=1, scale=0.2, window=window), expected)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from openinfer_kernels import ArrayMismatchError
+from openinfer_kernels import ArrayMismatchError, PagedCache
 from openinfer_kernels.testing.paged import make_paged_case
 
 pytestmark = pytest.mark.gpu
@@ -39,10 +39,10 @@ class Attend:
         if self.asked.pop("sinks", False):
             self.asked["sinks"] = cuda.upload((2 * rng.normal(size=8)).astype(np.float32))
         blocks = case.kv_cache.reshape(len(case.kv_cache), -1)
-        self.cache = cuda.upload_weight(blocks).reshape(case.kv_cache.shape)
+        self.cache = PagedCache(data=cuda.upload_weight(blocks).reshape(case.kv_cache.shape), layer=1)
         q = rng.normal(size=(num_tokens, 8 * head_dim)).astype(np.float32)
         self.q = cuda.upload_weight(q).reshape(num_tokens, 8, head_dim)
-        self.tables = case.batch.block_tables
+        (self.tables,) = case.batch.block_tables
         self.host_batch = case.batch
 
     def batch(self, rows, *, max_query_tokens):
@@ -52,12 +52,12 @@ class Attend:
             self.host_batch,
             query_starts=self.cuda.upload(starts),
             context_lens=self.cuda.upload(np.array([context for context, _ in rows], np.int32)),
-            block_tables=self.cuda.upload(np.ascontiguousarray(self.tables[: len(rows)])),
+            block_tables=(self.cuda.upload(np.ascontiguousarray(self.tables[: len(rows)])),),
             max_query_tokens=max_query_tokens,
         )
 
     def run(self, q, batch):
-        return self.cuda.paged_attention(q, self.cache, layer=1, batch=batch, scale=0.1, **self.asked)
+        return self.cuda.paged_attention(q, self.cache, batch=batch, scale=0.1, **self.asked)
 
     def captured(self, batch):
         """A graph and its stream, and what it writes."""
@@ -93,7 +93,7 @@ def test_captured_decode_step_serves_other_contexts(cuda, head_dim, asked):
             if context == 0:
                 continue
             one = attend.batch([(context, 1)], max_query_tokens=1)
-            one.block_tables.set(np.ascontiguousarray(attend.tables[row : row + 1]))
+            one.block_tables[0].set(np.ascontiguousarray(attend.tables[row : row + 1]))
             require_close(got[row : row + 1], attend.host(attend.run(attend.q[row : row + 1], one)))
 
 
@@ -136,8 +136,8 @@ def test_kernels_for_any_gpu_agree_with_this_ones(cuda, head_dim, asked):
         batch = attend.batch(rows, max_query_tokens=max(queries for _, queries in rows))
         expected = attend.host(attend.run(attend.q, batch))
         other = Attention(WithoutHopper(cuda.device))
-        asked_of = {"layer": 1, "batch": batch, "scale": 0.1, **attend.asked}
-        require_close(attend.host(other.paged_attention(attend.q, attend.cache, **asked_of)), expected)
+        attended = other.paged_attention(attend.q, attend.cache, batch=batch, scale=0.1, **attend.asked)
+        require_close(attend.host(attended), expected)
 
 
 def require_close(got, expected):

@@ -54,13 +54,12 @@ def test_queries_and_gates_alternate_per_head_and_the_first_dimensions_turn(rota
         k_norm=k_norm,
         eps=EPS,
         rope=rope_table(RopeParameters(theta=100.0), head_dim=rotated, positions=32),
-        kv_cache=case.kv_cache,
-        layer=1,
+        cache=case.cache(1),
         batch=case.batch,
     )
     pieces = projected.reshape(tokens, -1, dim)
     np.testing.assert_allclose(q, turned(pieces[:, 0:8:2], q_norm, case.batch.positions, rotated), rtol=1e-4, atol=1e-5)
-    blocks, offsets = np.divmod(case.batch.cache_slots, 4)
+    blocks, offsets = np.divmod(case.batch.cache_slots[0], 4)
     written = case.kv_cache[blocks, 1, :, :, offsets]  # [T, 2, K, D]
     expected = turned(pieces[:, 8:10], k_norm, case.batch.positions, rotated)
     np.testing.assert_allclose(written[:, 0], expected, rtol=1e-4, atol=1e-5)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from openinfer_kernels import ArrayMismatchError, RopeParameters, rope_table
+from openinfer_kernels import ArrayMismatchError, PagedCache, RopeParameters, rope_table
 from openinfer_kernels.cpu import BatchInvariantCpuOps
 from openinfer_kernels.latent_forms import LatentShape
 
@@ -74,9 +74,8 @@ def run(ops, upload, activation, host):
         batch = dataclasses.replace(upload(case.paged.batch), chunk_context_tokens=chunk_context_tokens)
         out = ops.latent_attention(
             activation(case.q if q is None else q),
-            activation(case.paged.kv_cache if kv_cache is None else kv_cache),
+            PagedCache(data=activation(case.paged.kv_cache if kv_cache is None else kv_cache), layer=layer),
             kv_b_proj=activation(case.kv_b_proj),
-            layer=layer,
             batch=batch,
             scale=case.scale,
         )
@@ -156,7 +155,7 @@ def test_latent_attention_not_finite_row_stays_alone(run, make_case, shapes, row
     broken = slice(*case.paged.batch.query_starts[1:3])
     q, kv_cache = case.q.copy(), case.paged.kv_cache.copy()
     q[broken] = np.nan
-    kv_cache[case.paged.batch.block_tables[1, 0]] = np.inf
+    kv_cache[case.paged.batch.block_tables[0][1, 0]] = np.inf
     out = run(case, layer=0, q=q, kv_cache=kv_cache)
     assert not np.isfinite(out[broken]).any()
     rest = np.delete(np.arange(case.paged.num_tokens), broken)
@@ -197,7 +196,7 @@ def test_norm_rope_and_append_equal_float64_also_for_columns_of_one_array(
     for shape in shapes:
         case = make_case(rng, [(20, 20), (33, 1), (17, 5)], shape)
         batch, tokens = case.paged.batch, case.paged.num_tokens
-        slots = batch.cache_slots.copy()
+        slots = batch.cache_slots[0].copy()
         slots[[3, tokens - 1]] = -1
         width, entry = shape.num_heads * shape.head_dim, shape.latent_dim + shape.rope_dim
         both = rounded(rng.normal(size=(tokens, width + entry)).astype(np.float32))
@@ -212,9 +211,8 @@ def test_norm_rope_and_append_equal_float64_also_for_columns_of_one_array(
             norm=activation(norm),
             eps=1e-3,
             rope=ops.upload(table),
-            kv_cache=cache,
-            layer=1,
-            batch=upload(dataclasses.replace(batch, cache_slots=slots)),
+            cache=PagedCache(data=cache, layer=1),
+            batch=upload(dataclasses.replace(batch, cache_slots=(slots,))),
         )
         angles = batch.positions[:, None] * 100.0 ** (-2.0 * np.arange(shape.rope_dim // 2) / shape.rope_dim)
         q, entries = naive_norm_rope(
@@ -244,7 +242,7 @@ def test_batch_invariant_operators_give_a_token_the_same_bits_however_it_comes(m
 
     def attend(case, q):
         return own.latent_attention(
-            q, case.paged.kv_cache, kv_b_proj=case.kv_b_proj, layer=0, batch=case.paged.batch, scale=case.scale
+            q, case.paged.cache(0), kv_b_proj=case.kv_b_proj, batch=case.paged.batch, scale=case.scale
         )
 
     expected = attend(whole, whole.q)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openinfer_kernels import RopeParameters, rope_table
+from openinfer_kernels import PagedCache, RopeParameters, rope_table
 
 THETA = 1e4
 OPERATORS = {
@@ -57,14 +57,14 @@ def outcome(ops, upload, activation, host):
         cache = activation(case.kv_cache)
         expected_cache = host(cache).copy()
         table = rope_table(RopeParameters(theta=THETA), head_dim=head_dim, positions=32)
-        keywords = {"rope": upload(table), "kv_cache": cache, "layer": 1, "batch": upload(case.batch)}
+        keywords = {"rope": upload(table), "cache": PagedCache(data=cache, layer=1), "batch": upload(case.batch)}
         q_weight, k_weight = OPERATORS[operator](host(q_norm)), OPERATORS[operator](host(k_norm))
         if q_weight is not None:
             keywords |= {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
         out = getattr(ops, operator)(qkv, **keywords)
         expected_q = np.empty((case.num_tokens, num_heads, head_dim))
         heads = host(qkv).reshape(case.num_tokens, -1, head_dim)
-        for token, (position, slot) in enumerate(zip(case.batch.positions, case.batch.cache_slots, strict=True)):
+        for token, (position, slot) in enumerate(zip(case.batch.positions, case.batch.cache_slots[0], strict=True)):
             for head in range(num_heads):
                 expected_q[token, head] = naive_head(heads[token, head], q_weight, 1e-6, int(position))
             if slot < 0:
@@ -124,7 +124,7 @@ def test_qk_norm_rope_append_of_a_models_heads_equals_float64(ops, outcome, page
 def test_qk_norm_rope_append_padding_is_written_nowhere(ops, outcome, paged_case):
     rng = np.random.default_rng(3)
     case = paged_case(rng, [(9, 4), (5, 2)], num_kv_heads=2, head_dim=128, block_tokens=4, num_layers=3)
-    case.batch.cache_slots[[1, 5]] = -1
+    case.batch.cache_slots[0][[1, 5]] = -1
     check(outcome(rng, case, group=2), bfloat16=ops.name == "cuda")
 
 
@@ -140,7 +140,6 @@ def test_qk_norm_rope_append_position_beyond_the_table_raises(ops, upload, paged
             k_norm=weight,
             eps=1e-6,
             rope=upload(rope_table(RopeParameters(theta=THETA), head_dim=4, positions=8)),
-            kv_cache=upload(case.kv_cache),
-            layer=0,
+            cache=PagedCache(data=upload(case.kv_cache), layer=0),
             batch=upload(case.batch),
         )

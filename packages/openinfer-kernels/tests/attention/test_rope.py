@@ -220,3 +220,14 @@ def test_softmax_factor_of_the_published_settings(factor, mscale_all_dim, head_d
 def test_softmax_factor_without_magnitude_is_one():
     assert softmax_factor(None) == 1.0
     assert softmax_factor(YarnScaling(factor=4.0, original_max_position_embeddings=64)) == 1.0
+
+
+def test_attn_factor_multiplies_what_yarn_derives() -> None:
+    # DeepSeek-R1-0528-Qwen3-8B, whose cosines and sines are meant to keep their size
+    fields = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    scaled = {**fields, "attn_factor": 0.8782488562869419}
+    yarn = RopeParameters.from_config({"rope_theta": 1e6, "rope_scaling": scaled}).yarn
+    assert yarn is not None
+    assert attention_factor(yarn) == pytest.approx(1.0, rel=1e-12)
+    with pytest.raises(RopeConfigError, match="attention_factor and attn_factor contradict each other"):
+        RopeParameters.from_config({"rope_theta": 1e6, "rope_scaling": {**scaled, "attention_factor": 1.0}})

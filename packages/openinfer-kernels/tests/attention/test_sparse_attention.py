@@ -38,7 +38,7 @@ def tokens_of(batch: AttentionBatch) -> list[tuple[int, int, int]]:
 def entry(cache: np.ndarray, batch: AttentionBatch, row: int, index: int, ratio: int) -> np.ndarray:
     """Where `KvLayout` says that an entry is."""
     end = index * ratio + ratio - 1
-    block = batch.block_tables[row, end // batch.block_tokens]
+    block = batch.block_tables[0][row, end // batch.block_tokens]
     return cache[block, 1, 0, end % batch.block_tokens // ratio]
 
 

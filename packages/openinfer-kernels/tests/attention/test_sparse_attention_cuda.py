@@ -151,9 +151,9 @@ def make_tokens(cuda: Any, seed: int, count: int, *, padded: int) -> dict[str, A
 
 def there(cuda: Any, batch: AttentionBatch) -> AttentionBatch:
     arrays = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    return dataclasses.replace(
-        batch, **{name: cuda.upload(value) for name, value in arrays.items() if isinstance(value, np.ndarray)}
-    )
+    lists = {name: tuple(map(cuda.upload, value)) for name, value in arrays.items() if isinstance(value, tuple)}
+    singles = {name: cuda.upload(value) for name, value in arrays.items() if isinstance(value, np.ndarray)}
+    return dataclasses.replace(batch, **lists, **singles)
 
 
 def padded_batch(batch: AttentionBatch, *, rows: int, tokens: int) -> AttentionBatch:
@@ -161,15 +161,16 @@ def padded_batch(batch: AttentionBatch, *, rows: int, tokens: int) -> AttentionB
     more_rows, more_tokens = rows - len(batch.context_lens), tokens - len(batch.positions)
     is_step = batch.max_query_tokens == 1
     ends = np.full(more_rows, len(batch.positions), np.int32) + (np.arange(1, more_rows + 1) if is_step else 0)
+    (given,), (slots,) = batch.block_tables, batch.cache_slots
     tables = np.zeros((rows, MAX_CONTEXT // batch.block_tokens), np.int32)
-    tables[: len(batch.block_tables), : batch.block_tables.shape[1]] = batch.block_tables
+    tables[: len(given), : given.shape[1]] = given
     return dataclasses.replace(
         batch,
         positions=np.pad(batch.positions, (0, more_tokens)),
         query_starts=np.concatenate((batch.query_starts, ends)).astype(np.int32),
         context_lens=np.pad(batch.context_lens, (0, more_rows)),
-        block_tables=tables,
-        cache_slots=np.pad(batch.cache_slots, (0, more_tokens), constant_values=-1),
+        block_tables=(tables,),
+        cache_slots=(np.pad(slots, (0, more_tokens), constant_values=-1),),
         max_query_tokens=1 if is_step else tokens,
         max_context_tokens=MAX_CONTEXT,
         state_slots=np.pad(batch.state_slots, (0, more_rows), constant_values=-1),
@@ -179,8 +180,10 @@ def padded_batch(batch: AttentionBatch, *, rows: int, tokens: int) -> AttentionB
 def set_all(cuda: Any, arrays: Any, values: Any) -> None:
     """Copies arrays of the device into those that a graph reads."""
     for name, value in values.items():
-        if hasattr(value, "dtype"):
-            arrays[name].set(cuda.download(value))
+        pairs = zip(arrays[name], value, strict=True) if isinstance(value, tuple) else [(arrays[name], value)]
+        for array, new in pairs:
+            if hasattr(new, "dtype"):
+                array.set(cuda.download(new))
 
 
 def fields_of(batch: AttentionBatch) -> dict[str, Any]:

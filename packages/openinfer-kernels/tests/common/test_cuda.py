@@ -6,7 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from openinfer_kernels import ArrayMismatchError, DeviceUnavailableError, KernelBuildError
+from openinfer_kernels import ArrayMismatchError, DeviceUnavailableError, KernelBuildError, PagedCache
+from openinfer_kernels.testing.paged import make_batch
+
+BATCH = make_batch(1)
+"""Products do not look at it."""
 
 
 @pytest.fixture
@@ -19,7 +23,7 @@ def cuda(ops):
 def test_without_cupy_the_error_says_what_to_install():
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("CuPy is installed here")
-    with pytest.raises(DeviceUnavailableError, match=r"cupy.*openinfer-kernels\[cuda13\]"):
+    with pytest.raises(DeviceUnavailableError, match=r"cupy.*\./run install --cuda13"):
         importlib.import_module("openinfer_kernels.cuda").CudaOps  # noqa: B018 - what a lookup raises
 
 
@@ -38,13 +42,13 @@ def test_arrays_that_a_kernel_would_misread_are_refused(cuda, activation):
     with pytest.raises(ArrayMismatchError, match="the residual must be a contiguous array of float32"):
         cuda.add_rms_norm(x, x, norm, eps=1e-6)
     with pytest.raises(ArrayMismatchError, match=r"not numpy\.ndarray"):
-        cuda.linear(np.ones((4, 16), np.float32), weight)
+        cuda.linear(np.ones((4, 16), np.float32), weight, BATCH)
     with pytest.raises(ArrayMismatchError, match="strides"):
-        cuda.linear(activation(np.ones((4, 32), np.float32))[:, ::2], weight)
+        cuda.linear(activation(np.ones((4, 32), np.float32))[:, ::2], weight, BATCH)
     with pytest.raises(ArrayMismatchError, match="inner size"):
-        cuda.linear(activation(np.ones((4, 24), np.float32)), weight)
+        cuda.linear(activation(np.ones((4, 24), np.float32)), weight, BATCH)
     with pytest.raises(ArrayMismatchError, match="bias"):
-        cuda.linear(x, weight, norm)
+        cuda.linear(x, weight, BATCH, norm)
     with pytest.raises(ArrayMismatchError, match="40000"):
         cuda.rms_norm(activation(np.ones((1, 40000), np.float32)), activation(np.ones(40000, np.float32)), eps=1e-6)
 
@@ -68,16 +72,15 @@ def test_captured_operators_replay_on_new_inputs(cuda, upload, activation, host,
         residual = cuda.residual_embedding(ids, table)
         x = cuda.rms_norm(residual, norm, eps=1e-6)
         q = cuda.qk_norm_rope_append(
-            cuda.linear(x, qkv_proj),
+            cuda.linear(x, qkv_proj, batch),
             q_norm=head_norm,
             k_norm=head_norm,
             eps=1e-6,
             rope=rope,
-            kv_cache=cache,
-            layer=1,
+            cache=PagedCache(data=cache, layer=1),
             batch=batch,
         )
-        x = cuda.linear(cuda.linear_swiglu(x, gate_up), down)
+        x = cuda.linear(cuda.linear_swiglu(x, gate_up, batch), down, batch)
         return q, cuda.add_rms_norm(x, residual, norm, eps=1e-6), residual
 
     cupy.cuda.Device().synchronize()  # the stream does not wait for the one that made the inputs
@@ -154,5 +157,5 @@ def test_linear_of_every_class_of_tokens_is_right(cuda, activation, host):
     x_device, weight_device = activation(x), activation(weight)
     expected = host(x_device).astype(np.float64) @ host(weight_device).astype(np.float64).T
     for count in (*range(1, 140), *range(150, 700, 23)):
-        out = host(cuda.linear(x_device[:count], weight_device))
+        out = host(cuda.linear(x_device[:count], weight_device, BATCH))
         assert np.linalg.norm(out - expected[:count]) < 3e-3 * np.linalg.norm(expected[:count]), count

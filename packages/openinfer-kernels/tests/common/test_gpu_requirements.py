@@ -23,7 +23,7 @@ def test_old_driver_is_named_with_the_extra_that_it_can_run():
         require_driver(supported=12040, needed=13000)
     assert str(said.value) == (
         "the NVIDIA driver is too old: it supports CUDA 12.4, and the packages installed here need CUDA 13; "
-        "update the driver, or install openinfer-kernels[cuda12]"
+        "update the driver, or make the environment anew with ./run install --fresh --cuda12"
     )
 
 

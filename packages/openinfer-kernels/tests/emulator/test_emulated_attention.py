@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from openinfer_kernels import PagedCache
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.testing.paged import make_paged_case
 
@@ -15,23 +16,29 @@ NO_BLOCK = -(1 << 20)
 class Case:
     """Rows of `(context, query tokens)`; what lies before their windows is NaN, and block ids there are no block's."""
 
-    def __init__(self, on_device, rows, *, heads, kv_heads, head_dim, block_tokens=16, seed=0, sinks=False, **asked):
+    def __init__(
+        self, on_device, rows, *, heads, kv_heads, head_dim, block_tokens=16, seed=0, table=1, sinks=False, **asked
+    ):
         rng = np.random.default_rng(seed)
         shape = {"num_kv_heads": kv_heads, "head_dim": head_dim, "block_tokens": block_tokens}
-        case = make_paged_case(rng, rows, **shape)
-        self.asked = {**asked, "scale": 1.5 * head_dim**-0.5, "layer": 1}
+        case = make_paged_case(rng, rows, **shape, table=table)
+        self.asked = {**asked, "scale": 1.5 * head_dim**-0.5}
         if sinks:
             self.asked["sinks"] = (4 * rng.normal(size=heads)).astype(np.float32)
         self.q = on_device(rng.normal(size=(case.num_tokens, heads, head_dim)))
-        cache, tables = on_device(case.kv_cache), case.batch.block_tables.copy()
+        cache, tables = on_device(case.kv_cache), [each.copy() for each in case.batch.block_tables]
         self.expected = CpuOps().paged_attention(
-            self.q.astype(np.float32), cache.astype(np.float32), batch=case.batch, **self.asked
+            self.q.astype(np.float32),
+            PagedCache(data=cache.astype(np.float32), layer=1, table=table),
+            batch=case.batch,
+            **self.asked,
         )
         for row, (context, queries) in enumerate(rows):
             first_seen = max(0, context - queries + 1 - (asked.get("window") or context))
-            cache[tables[row, first_seen // block_tokens], :, :, :, : first_seen % block_tokens] = np.nan
-            tables[row, : first_seen // block_tokens] = NO_BLOCK
-        self.cache, self.batch = cache, dataclasses.replace(case.batch, block_tables=tables)
+            cache[tables[table][row, first_seen // block_tokens], :, :, :, : first_seen % block_tokens] = np.nan
+            tables[table][row, : first_seen // block_tokens] = NO_BLOCK
+        self.cache = PagedCache(data=cache, layer=1, table=table)
+        self.batch = dataclasses.replace(case.batch, block_tables=tuple(tables))
 
     def check(self, attention):
         out = attention.paged_attention(self.q, self.cache, batch=self.batch, **self.asked).astype(np.float32)

@@ -5,6 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
+from openinfer_kernels.testing.paged import make_batch
+
+BATCH = make_batch(1)
+"""Products do not look at it."""
+
 SHAPES = [  # (n, k): what is special about the division of a tile's K, or of the tiles
     pytest.param(64, 128, id="one chunk"),
     pytest.param(64, 256, id="two blocks share a tile of two chunks"),
@@ -152,7 +157,7 @@ def test_decode_gemm_serves_few_tokens_and_whole_aligned_tiles(decode_gemm, pois
 def test_linear_of_few_tokens_with_a_bias_adds_it(cuda, activation, host, rounded):
     rng = np.random.default_rng(0)
     x, weight, bias = eighths(rng, 3, 256), eighths(rng, 128, 256), eighths(rng, 128)
-    out = cuda.linear(activation(x), activation(weight), activation(bias))
+    out = cuda.linear(activation(x), activation(weight), BATCH, activation(bias))
     np.testing.assert_array_equal(host(out), rounded(x @ weight.T + bias))
 
 

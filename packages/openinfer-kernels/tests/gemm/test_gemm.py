@@ -4,6 +4,10 @@ import numpy as np
 import pytest
 
 from openinfer_kernels.cuda.gemm.tiles import CHUNK, TILES, Epilogue, Partition, Room, Tile, partition_product
+from openinfer_kernels.testing.paged import make_batch
+
+BATCH = make_batch(1)
+"""Products do not look at it."""
 
 TOKENS = (33, 63, 64, 65, 127, 129, 255, 256, 257, 700, 1000)
 POISON = 0x7FC0  # a NaN
@@ -176,13 +180,13 @@ def test_linear_chain_overlapped_and_captured_equals_one_by_one(cuda, activation
     def chain(wait):
         at = x
         for _ in range(3):
-            at = cuda.linear(at, weights[0])
+            at = cuda.linear(at, weights[0], BATCH)
             wait()
-            at = cuda.linear_swiglu(cuda.rms_norm(at, norm, eps=1e-6), gate_up)
+            at = cuda.linear_swiglu(cuda.rms_norm(at, norm, eps=1e-6), gate_up, BATCH)
             wait()
-            at = cuda.linear(at, weights[1])
+            at = cuda.linear(at, weights[1], BATCH)
             wait()
-        return cuda.logits(cuda.linear(at, weights[0]), head)
+        return cuda.logits(cuda.linear(at, weights[0], BATCH), head)
 
     cupy.cuda.Device().synchronize()  # the stream does not wait for the one that made the inputs
     stream = cupy.cuda.Stream(non_blocking=True)

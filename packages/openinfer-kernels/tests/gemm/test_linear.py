@@ -5,6 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openinfer_kernels.testing.paged import make_batch
+
+BATCH = make_batch(1)
+"""Products do not look at it."""
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -30,8 +35,8 @@ def test_linear_equals_float64_with_and_without_bias(ops, activation, host, clos
         for shape in ((num_tokens, num_in), (num_out, num_in), (num_out,))
     )
     expected = naive_linear(host(x), host(weight))
-    close(host(ops.linear(x, weight)), expected, rtol=1e-5, atol=2e-5)
-    close(host(ops.linear(x, weight, bias)), expected + host(bias), rtol=1e-5, atol=2e-5)
+    close(host(ops.linear(x, weight, BATCH)), expected, rtol=1e-5, atol=2e-5)
+    close(host(ops.linear(x, weight, BATCH, bias)), expected + host(bias), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 16, 33, 64, 65, 100, 128, 200, 257, 384, 1000])
@@ -39,7 +44,7 @@ def test_linear_of_a_models_shape_is_right_for_any_number_of_tokens(ops, activat
     rng = np.random.default_rng(num_tokens)
     x, weight = (activation(rng.normal(size=(rows, 512)).astype(np.float32)) for rows in (num_tokens, 384))
     expected = host(x).astype(np.float64) @ host(weight).astype(np.float64).T
-    out = host(ops.linear(x, weight))
+    out = host(ops.linear(x, weight, BATCH))
     assert np.linalg.norm(out - expected) < (3e-3 if ops.name == "cuda" else 1e-6) * np.linalg.norm(expected)
 
 
@@ -58,8 +63,8 @@ def test_logits_are_the_sums_unrounded(ops, activation, num_tokens, num_in, num_
 def test_linear_twice_is_bit_identical(ops, activation, host):
     rng = np.random.default_rng(0)
     x, weight = (activation(rng.normal(size=(rows, 2048)).astype(np.float32)) for rows in (48, 640))
-    first = host(ops.linear(x, weight))
-    assert all(np.array_equal(host(ops.linear(x, weight)), first) for _ in range(5))
+    first = host(ops.linear(x, weight, BATCH))
+    assert all(np.array_equal(host(ops.linear(x, weight, BATCH)), first) for _ in range(5))
 
 
 @settings(max_examples=30, deadline=None)
@@ -72,7 +77,7 @@ def test_linear_swiglu_equals_float64(ops, activation, host, close, rounded, see
     )
     both = rounded(naive_linear(x, gate_up))
     expected = np.vectorize(naive_silu)(both[:, :width]) * both[:, width:]
-    out = host(ops.linear_swiglu(activation(x), activation(gate_up)))
+    out = host(ops.linear_swiglu(activation(x), activation(gate_up), BATCH))
     assert out.shape == (num_tokens, width)
     close(out, expected, rtol=1e-4, atol=1e-4)
 
@@ -85,13 +90,13 @@ def test_linear_swiglu_of_wide_gates_is_rounded_once_behind_its_products(
     x, gate_up = ((rng.integers(-16, 17, size=(rows, 16)) / 8).astype(np.float32) for rows in (5, 2 * width))
     both = rounded(x.astype(np.float64) @ gate_up.T)
     expected = both[:, :width] / (1 + np.exp(-both[:, :width].astype(np.float64))) * both[:, width:]
-    rounded_once(host(ops.linear_swiglu(activation(x), activation(gate_up))), expected)
+    rounded_once(host(ops.linear_swiglu(activation(x), activation(gate_up), BATCH)), expected)
 
 
 def test_linear_swiglu_far_gates_neither_warn_nor_overflow(ops, activation, host, close):
     gates = np.array([[-9984.0], [-200.0], [-89.0], [-30.0], [0.0], [30.0], [200.0], [9984.0]], np.float32)
     x = np.concatenate([gates, np.ones_like(gates)], axis=1)
-    out = host(ops.linear_swiglu(activation(x), activation(np.eye(2, dtype=np.float32))))
+    out = host(ops.linear_swiglu(activation(x), activation(np.eye(2, dtype=np.float32)), BATCH))
     close(out[:, 0], [naive_silu(g) for g in gates[:, 0].tolist()], rtol=1e-5, atol=1e-36)
 
 
@@ -109,7 +114,7 @@ def test_linear_geglu_equals_float64(ops, activation, host, close, rounded, seed
     )
     both = rounded(naive_linear(x, gate_up))
     expected = np.vectorize(naive_gelu)(both[:, :width].astype(np.float64)) * both[:, width:]
-    out = host(ops.linear_geglu(activation(x), activation(gate_up)))
+    out = host(ops.linear_geglu(activation(x), activation(gate_up), BATCH))
     assert out.shape == (num_tokens, width)
     close(out, expected, rtol=1e-4, atol=1e-4)
 
@@ -143,10 +148,10 @@ def test_soft_cap_bounds_logits_in_place(ops, upload, host, cap):
 def test_linear_not_finite_row_stays_alone(ops, activation, host):
     x = activation(np.array([[1, 2], [np.nan, 1], [np.inf, -np.inf], [3e38, 3e38]], np.float32))
     weight = activation(np.ones((4, 2), np.float32))
-    out = host(ops.linear(x, weight))
+    out = host(ops.linear(x, weight, BATCH))
     np.testing.assert_array_equal(out[0], [3, 3, 3, 3])
     assert not np.isfinite(out[1:]).any()
-    assert np.isfinite(host(ops.linear_swiglu(x, weight))[0]).all()
+    assert np.isfinite(host(ops.linear_swiglu(x, weight, BATCH))[0]).all()
 
 
 @pytest.mark.parametrize("size", [3, 8, 250, 2560])

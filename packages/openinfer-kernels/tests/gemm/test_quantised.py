@@ -7,6 +7,10 @@ import pytest
 from openinfer_kernels import QuantisedPart, RandomCodes, WeightDtypeError, WeightFormat
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.cpu.gemm.quantised import dequantised
+from openinfer_kernels.testing.paged import make_batch
+
+BATCH = make_batch(1)
+"""Products do not look at it."""
 
 FP8, INT4, FP4 = WeightFormat.FP8_BLOCKS, WeightFormat.INT4_GROUPS, WeightFormat.FP4_GROUPS
 
@@ -94,7 +98,7 @@ def test_pieces_equal_the_same_piece_of_the_whole(ops, activation, host, weight_
         weight = ops.upload_quantised(cut(part, rows, columns, keep_scales=keep_scales))
         x = activation(np.random.default_rng(2).normal(size=(5, columns.stop - columns.start)).astype(np.float32))
         expected = host(x).astype(np.float64) @ values[rows, columns].astype(np.float64).T
-        got = host(ops.linear(x, weight))
+        got = host(ops.linear(x, weight, BATCH))
         error = np.abs(got - expected).max() / np.sqrt((expected**2).mean())
         assert error < (1e-5 if ops.name == "cpu" else 2.0**-5), (rows, columns)
 
@@ -105,7 +109,7 @@ def test_product_equals_float64(ops, activation, host, weight_format, tokens):
     part, values = make_part(weight_format, 192, 512)
     x = activation(np.random.default_rng(tokens).normal(size=(tokens, 512)).astype(np.float32))
     expected = host(x).astype(np.float64) @ values.astype(np.float64).T
-    got = host(ops.linear(x, ops.upload_quantised(part)))
+    got = host(ops.linear(x, ops.upload_quantised(part), BATCH))
     error = np.abs(got - expected).max() / np.sqrt((expected**2).mean())
     assert error < (1e-5 if ops.name == "cpu" else 2.0**-5)
 
@@ -242,7 +246,7 @@ def test_many_tokens_multiply_a_dequantised_copy(ops, activation, host, weight_f
     part, values = make_part(weight_format, 72, 96)
     x = activation(np.random.default_rng(1).normal(size=(tokens, 96)).astype(np.float32))
     expected = host(x).astype(np.float64) @ values.astype(np.float64).T
-    got = host(ops.linear(x, ops.upload_quantised(part)))
+    got = host(ops.linear(x, ops.upload_quantised(part), BATCH))
     assert np.abs(got - expected).max() / np.sqrt((expected**2).mean()) < 2.0**-5
 
 
@@ -257,8 +261,8 @@ def test_codes_that_are_loaded_beside_each_other_are_those_loaded_alone(ops, act
         weights = [ops.upload_quantised(each) for each in (part, piece)]
     for weight, given in zip(weights, (part, piece), strict=True):
         tokens = activation(host(x)[:, : weight.shape[1]].copy())
-        alone = ops.linear(tokens, ops.upload_quantised(given))
-        np.testing.assert_array_equal(host(ops.linear(tokens, weight)), host(alone))
+        alone = ops.linear(tokens, ops.upload_quantised(given), BATCH)
+        np.testing.assert_array_equal(host(ops.linear(tokens, weight, BATCH)), host(alone))
     if ops.name == "cuda":
         assert sum(told) >= sum(weight.codes.nbytes for weight in weights)
 

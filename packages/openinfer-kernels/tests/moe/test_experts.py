@@ -5,6 +5,10 @@ import pytest
 
 from openinfer_kernels import ExpertChoice, Ops, QuantisedPart, WeightFormat
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
+from openinfer_kernels.testing.paged import make_batch
+
+BATCH = make_batch(1)
+"""Products do not look at it."""
 
 
 def naive_swiglu(gate: np.ndarray, up: np.ndarray, limit: float | None) -> np.ndarray:
@@ -151,7 +155,7 @@ def test_quantised_experts_equal_those_of_their_values(ops, weight_format):
     stacks = [[part(*shape) for _ in range(experts)] for shape in ((2 * width, h), (h, width))]
     values = [
         np.stack([CpuOps().linear(np.eye(each.shape[1], dtype=np.float32),
-                                            CpuOps().upload_quantised(each)).T for each in stack])
+                                            CpuOps().upload_quantised(each), BATCH).T for each in stack])
         for stack in stacks
     ]  # fmt: skip
     ids = np.array([[0, 2], [3, 1], [2, 3]], np.int32)

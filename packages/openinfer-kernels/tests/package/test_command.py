@@ -50,7 +50,7 @@ def test_build_without_a_compiler_says_what_to_install(tmp_path, monkeypatch, ca
     monkeypatch.setattr(Nvcc, "find", classmethod(lambda cls: None))
     monkeypatch.setattr(Nvrtc, "find", classmethod(lambda cls: None))
     assert run(["build", "--arch", "sm_80"]) == 2
-    assert "openinfer-kernels[cuda13]" in capsys.readouterr().err
+    assert "./run install --cuda13" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_message_says_what_is_missing_and_how_to_name_one(capsys):

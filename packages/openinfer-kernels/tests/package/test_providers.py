@@ -1,20 +1,25 @@
 """Operators of other packages: how they are put beside our own, and a kit that notices when one is wrong."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from openinfer_kernels import Ops
+from openinfer_kernels import CacheFormat, Ops, PagedCache
 from openinfer_kernels.catalogue import WITHOUT_GPU_KERNEL
-from openinfer_kernels.cpu import CpuOps
-from openinfer_kernels.errors import KernelProviderError, OperatorMissingError
+from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
+from openinfer_kernels.errors import ArrayMismatchError, KernelProviderError, OperatorMissingError
 from openinfer_kernels.providers import PROVIDABLE, provide, why_not
 from openinfer_kernels.testing import ConformanceError
 from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.cases import CASES
+from openinfer_kernels.testing.paged import make_batch
 from openinfer_kernels.testing.providers import check_added_operator, check_kernel_provider, check_operator
+
+BATCH = make_batch(1)
+"""Products do not look at it."""
 
 
 class Doubled:
@@ -36,7 +41,7 @@ def test_provided_operator_stands_in_for_our_own_and_the_rest_stays():
     ops = provide(own, {"rms_norm": Doubled()})
     x, weight = np.ones((2, 4), np.float32), np.ones(4, np.float32)
     np.testing.assert_array_equal(ops.rms_norm(x, weight, eps=0.0), 2 * own.rms_norm(x, weight, eps=0.0))
-    np.testing.assert_array_equal(ops.linear(x, np.eye(4, dtype=np.float32)), x)
+    np.testing.assert_array_equal(ops.linear(x, np.eye(4, dtype=np.float32), BATCH), x)
     assert ops.name == "cpu"
     assert provide(own, {}) is own
 
@@ -119,20 +124,75 @@ def test_kit_notices_padding_that_was_written():
     own = CpuOps()
 
     def writes(qkv: Any, *, batch: Any, **named: Any) -> Any:
-        import dataclasses
-
-        slots = np.where(batch.cache_slots < 0, 0, batch.cache_slots)
+        slots = tuple(np.where(each < 0, 0, each) for each in batch.cache_slots)
         return own.qk_norm_rope_append(qkv, batch=dataclasses.replace(batch, cache_slots=slots), **named)
 
-    with pytest.raises(ConformanceError, match="kv_cache"):
+    with pytest.raises(ConformanceError, match=r"cache\.data"):
         check_operator(writes, "qk_norm_rope_append", own)
+
+
+def in_the_first_table(batch: Any) -> Any:
+    first = {"block_tables": batch.block_tables[:1] * 2, "cache_slots": batch.cache_slots[:1] * 2}
+    return dataclasses.replace(batch, **first)
+
+
+@pytest.mark.parametrize(
+    "operator", ["qk_norm_rope_append", "rope_append", "paged_attention", "latent_norm_rope_append", "latent_attention"]
+)
+def test_kit_notices_a_layer_that_is_looked_up_in_another_block_table(operator: str):
+    own = CpuOps()
+
+    def wrong(*given: Any, batch: Any, **named: Any) -> Any:
+        return getattr(own, operator)(*given, batch=in_the_first_table(batch), **named)
+
+    with pytest.raises(ConformanceError, match=operator):
+        check_operator(wrong, operator, own)
+
+
+@pytest.mark.parametrize("operator", ["paged_attention", "latent_attention"])
+def test_batch_invariant_attention_of_the_cpu_conforms(operator: str):
+    check_operator(getattr(BatchInvariantCpuOps(), operator), operator, CpuOps())
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "qk_norm_rope_append",
+        "zero_centred_qk_norm_rope_append",
+        "rope_append",
+        "gated_qk_norm_rope_append",
+        "paged_attention",
+        "latent_norm_rope_append",
+        "latent_attention",
+    ],
+)
+@pytest.mark.parametrize("ops", [CpuOps(), BatchInvariantCpuOps()], ids=["cpu", "batch-invariant"])
+def test_cache_of_a_format_that_an_operator_does_not_read_is_refused(ops: CpuOps, operator: str):
+    def in_fp8(value: Any) -> Any:
+        return dataclasses.replace(value, format=CacheFormat.FP8) if isinstance(value, PagedCache) else value
+
+    case = next(iter(CASES[operator](np.random.default_rng(0))))
+    named = {name: in_fp8(each) for name, each in case.keywords.items()}
+    with pytest.raises(ArrayMismatchError, match=r"reads a KV cache in the compute dtype, and was given one in fp8"):
+        getattr(ops, operator)(*map(in_fp8, case.positional), **named)
+
+
+def test_kit_notices_blocks_before_a_window_that_are_read():
+    own = CpuOps()
+
+    def reads_all(q: Any, cache: Any, *, batch: Any, window: int | None = None, **named: Any) -> Any:
+        out = own.paged_attention(q, cache, batch=batch, window=window, **named)
+        return out + 0 * own.paged_attention(q, cache, batch=batch, **named)
+
+    with pytest.raises(ConformanceError, match="NaN where none belongs"):
+        check_operator(reads_all, "paged_attention", own)
 
 
 def test_kit_notices_a_mask_that_sees_the_future():
     own = CpuOps()
 
-    def sees_all(q: Any, kv_cache: Any, *, batch: Any, **named: Any) -> Any:
-        out = own.paged_attention(q, kv_cache, batch=batch, **named)
+    def sees_all(q: Any, cache: Any, *, batch: Any, **named: Any) -> Any:
+        out = own.paged_attention(q, cache, batch=batch, **named)
         last = np.repeat(batch.query_starts[1:] - 1, np.diff(batch.query_starts))
         return np.ascontiguousarray(out[last])
 
@@ -176,11 +236,11 @@ def scaled_sinks(asked: dict[str, Any]) -> None:
 def test_kit_notices_scores_that_are_not_what_was_asked_for(change: Callable[[dict[str, Any]], Any]):
     own = CpuOps()
 
-    def wrong(q: Any, kv_cache: Any, **asked: Any) -> Any:
+    def wrong(q: Any, cache: Any, **asked: Any) -> Any:
         change(asked)
-        return own.paged_attention(q, kv_cache, **asked)
+        return own.paged_attention(q, cache, **asked)
 
-    with pytest.raises(ConformanceError, match=r"paged_attention, rows .*: the result is off"):
+    with pytest.raises(ConformanceError, match=r"paged_attention, rows .*: the result (is off|has NaN)"):
         check_operator(wrong, "paged_attention", own)
 
 
@@ -224,7 +284,7 @@ class Tripling:
     cpu_twins: ClassVar[dict[str, Callable[..., Any]]] = {"triple": triple}
 
     def bind(self, own: Ops) -> dict[str, Callable[..., Any]]:
-        return {"triple": lambda x, *, times=1: own.linear(x, 3**times * np.eye(2)), "rms_norm": own.rms_norm}
+        return {"triple": lambda x, *, times=1: own.linear(x, 3**times * np.eye(2), BATCH), "rms_norm": own.rms_norm}
 
 
 def tripled(rng: np.random.Generator) -> Iterable[Case]:
@@ -237,7 +297,7 @@ def test_added_operator_is_found_by_its_name_and_others_are_as_before():
     x = np.ones((2, 2), np.float32)
     np.testing.assert_array_equal(ops.extra["triple"](x), 3 * x)
     np.testing.assert_array_equal(ops.rms_norm(x, x[0], eps=0.0), 2 * x)
-    np.testing.assert_array_equal(ops.linear(x, x), 2 * x)
+    np.testing.assert_array_equal(ops.linear(x, x, BATCH), 2 * x)
     assert dict(own.extra) == {}
 
 

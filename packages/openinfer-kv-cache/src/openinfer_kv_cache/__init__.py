@@ -1,10 +1,10 @@
 """KV block bookkeeping: a prefix-caching pool, sequences, state slots, layouts as data. No GPU needed."""
 
-from openinfer_kv_cache.block_saves import BlockSaves
+from openinfer_kv_cache.block_table import BlockTable
 from openinfer_kv_cache.blocks import BlockPin, BlockPool, BlockState
 from openinfer_kv_cache.cache import KvCache, KvCacheOptions
 from openinfer_kv_cache.counters import EvictionReason, PoolCounters
-from openinfer_kv_cache.digest import Digest, PrefixHasher
+from openinfer_kv_cache.digest import Digest, PrefixHasher, table_digest, table_digests
 from openinfer_kv_cache.errors import (
     BlockStateError,
     EvictionPolicyError,
@@ -16,15 +16,12 @@ from openinfer_kv_cache.errors import (
     SequenceStateError,
 )
 from openinfer_kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
-from openinfer_kv_cache.kv_transfers import KvTransfers
 from openinfer_kv_cache.layout import GroupKind, KvGroupLayout, KvLayout, KvRegion, check_same_layout
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor
 from openinfer_kv_cache.state_slots import CopyKind, StateSlotCopy, StateSlotPool, StateSlotStatus
-from openinfer_kv_cache.tier_port import KvEventSource, PrefixHit, TieredScheduler, TierPort, TierTransfer
-from openinfer_kv_cache.tier_traits import BlockMover, CopyingTier, DeviceBlock, DeviceTier, LastingTier
-from openinfer_kv_cache.tiers import (
+from openinfer_kv_cache.tiers.contract import (
     EvictingTier,
     KvTier,
     KvTierFactory,
@@ -35,6 +32,11 @@ from openinfer_kv_cache.tiers import (
     Transfer,
     TransferState,
 )
+from openinfer_kv_cache.tiers.port import KvEventSource, PrefixHit, TieredScheduler, TierPort, TierTransfer
+from openinfer_kv_cache.tiers.saves import BlockSaves
+from openinfer_kv_cache.tiers.table_load import TableLoad, begin_table_load
+from openinfer_kv_cache.tiers.traits import BlockMover, CopyingTier, DeviceBlock, DeviceTier, LastingTier
+from openinfer_kv_cache.tiers.transfers import KvTransfers
 
 __all__ = [
     "BlockListener",
@@ -45,6 +47,7 @@ __all__ = [
     "BlockSequence",
     "BlockState",
     "BlockStateError",
+    "BlockTable",
     "CopyKind",
     "CopyingTier",
     "DeviceBlock",
@@ -85,6 +88,7 @@ __all__ = [
     "StateSlotStatus",
     "StateTensor",
     "StoredBlocks",
+    "TableLoad",
     "TierCounters",
     "TierFailure",
     "TierHit",
@@ -94,5 +98,8 @@ __all__ = [
     "TieredScheduler",
     "Transfer",
     "TransferState",
+    "begin_table_load",
     "check_same_layout",
+    "table_digest",
+    "table_digests",
 ]

@@ -3,17 +3,20 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
 from openinfer_core import GenerateRequest
+from openinfer_core.windows import MAX_TABLES, blocks_for_context
 from openinfer_kv_cache.blocks import BlockPool, BlockState
 from openinfer_kv_cache.checks import check_count
-from openinfer_kv_cache.digest import PrefixHasher
+from openinfer_kv_cache.digest import PrefixHasher, table_digests
 from openinfer_kv_cache.errors import IntegrityError, KvConfigError
 from openinfer_kv_cache.eviction import EvictionPolicy
 from openinfer_kv_cache.sequence import BlockSequence
 from openinfer_kv_cache.state_slots import StateSlotPool
+from openinfer_kv_cache.windowed_sequence import WindowedSequence
 
 
 class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +36,8 @@ class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How many slots may hold snapshots; fewer than there are slots."""
     layout_digest: str = ""
     """`KvLayout.digest`; part of every block's identity. Empty if the KV never leaves this process."""
+    table_windows: tuple[int | None, ...] = (None,)
+    """`KvLayout.table_windows`: the block tables of every sequence, and how many tokens the layers of each see."""
 
     def __post_init__(self) -> None:
         check_count("num_blocks", self.num_blocks)
@@ -41,6 +46,10 @@ class KvCacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_count("max_snapshots", self.max_snapshots, least=0, most=max(self.num_state_slots - 1, 0))
         if self.idle_ttl_s is not None and not 0 < self.idle_ttl_s < float("inf"):
             raise KvConfigError(f"idle_ttl_s is {self.idle_ttl_s}; it must be positive and finite, or None")
+        check_count("the number of table_windows", len(self.table_windows), most=MAX_TABLES)
+        for window in self.table_windows:
+            if window is not None:
+                check_count("an entry of table_windows", window)
 
 
 class KvCache:
@@ -49,7 +58,7 @@ class KvCache:
     A `digest_key` (16 to 64 secret bytes) is the same in every process that shares a tier; None draws a random one.
     """
 
-    __slots__ = ("_live", "hasher", "pool", "slots")
+    __slots__ = ("_live", "_make_sequence", "hasher", "pool", "slots", "table_windows")
 
     def __init__(
         self,
@@ -72,6 +81,10 @@ class KvCache:
             if options.num_state_slots
             else None
         )
+        self.table_windows = options.table_windows
+        self._make_sequence = BlockSequence
+        if self.table_windows != (None,):
+            self._make_sequence = partial(WindowedSequence, table_windows=self.table_windows)
         self._live: set[BlockSequence] = set()
 
     @property
@@ -98,7 +111,7 @@ class KvCache:
     ) -> BlockSequence:
         """A sequence that knows `token_ids`, each a uint32, and holds no blocks; the caller releases it."""
         root = self.hasher.root(lora_name=lora_name, adapter_digest=adapter_digest, cache_salt=cache_salt)
-        sequence = BlockSequence(
+        sequence = self._make_sequence(
             self.pool,
             self.hasher,
             root,
@@ -111,8 +124,12 @@ class KvCache:
         return sequence
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether `num_tokens` tokens fit into the empty pool; if not, the request must be refused."""
-        return self.pool.blocks_for(num_tokens) <= self.pool.num_blocks
+        """Whether a sequence of `num_tokens` tokens, with what its windows see, fits into the empty pool.
+
+        If not, the request must be refused.
+        """
+        need = blocks_for_context(num_tokens, self.table_windows, self.pool.block_size_tokens)
+        return need <= self.pool.num_blocks
 
     def clear(self) -> None:
         """Voids all cached content, as after a change of weights; see `BlockPool.clear` and `StateSlotPool.clear`."""
@@ -129,7 +146,8 @@ class KvCache:
         for sequence in self._live:
             sequence.check_integrity()
             self._check_states(sequence)
-            users.update(sequence.blocks)
+            for table in sequence.tables:
+                users.update(table.held)
         for block_id in range(self.pool.num_blocks):
             held = users[block_id] + self.pool.num_pins(block_id)
             if held != self.pool.num_users(block_id):
@@ -139,11 +157,13 @@ class KvCache:
                 )
 
     def _check_states(self, sequence: BlockSequence) -> None:
-        digests = sequence.prefix_digests()
-        for position, block_id in enumerate(sequence.blocks):
-            is_sealed = position < sequence.num_sealed_blocks
-            if self.pool.state(block_id) is not (BlockState.SEALED if is_sealed else BlockState.WRITABLE):
-                raise IntegrityError(f"position {position} of a sequence is {self.pool.state(block_id).name.lower()}")
-            # None: `clear` has voided it since.
-            if is_sealed and self.pool.digest(block_id) not in (digests[position], None):
-                raise IntegrityError(f"position {position} of a sequence holds another prefix (block {block_id})")
+        for table in sequence.tables:
+            digests = table_digests(sequence.prefix_digests(), table.index)
+            for position, block_id in enumerate(table.held, start=table.num_void):
+                what = f"position {position} of table {table.index} of a sequence"
+                is_sealed = position < sequence.num_sealed_blocks or position in table.found
+                if self.pool.state(block_id) is not (BlockState.SEALED if is_sealed else BlockState.WRITABLE):
+                    raise IntegrityError(f"{what} is {self.pool.state(block_id).name.lower()}")
+                # None: `clear` has voided it since.
+                if is_sealed and self.pool.digest(block_id) not in (digests[position], None):
+                    raise IntegrityError(f"{what} holds another prefix (block {block_id})")

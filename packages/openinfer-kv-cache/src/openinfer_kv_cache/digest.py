@@ -3,6 +3,7 @@
     root      = H("openinfer-root",  version, block size, layout digest, LoRA name, cache salt)
     digest[i] = H("openinfer-block", digest[i - 1], or root for i = 0, token ids of block i as uint32 LE)
     state[p]  = H("openinfer-state", digest[i], p as uint32 LE): chunk p of the recurrent states after block i
+    table t's block = digest[i], its first byte XOR t: what the layers of block table t keep of the same tokens
     H(person, message) = BLAKE2b-128 with the key and the personalisation `person`
 
 A block's digest binds every token before it and, through the root, everything else that shapes its KV. Chains
@@ -16,7 +17,7 @@ import hashlib
 import secrets
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NewType
 
 from openinfer_kv_cache.errors import KvConfigError
@@ -93,6 +94,19 @@ class PrefixHasher:
             state = hashlib.blake2b(message, digest_size=DIGEST_BYTES, key=self._key, person=b"openinfer-state")
             digests.append(Digest(state.digest()))
         return digests
+
+
+def table_digest(digest: Digest, table: int) -> Digest:
+    """Identity of the block of table `table` (0 .. 255) whose tokens are those of the chain's `digest`.
+
+    In table 0 that is the digest itself. Tables of one chain never share one; other chains do as rarely as two do.
+    """
+    return digest if not table else Digest(bytes((digest[0] ^ table,)) + digest[1:])
+
+
+def table_digests(digests: Sequence[Digest], table: int) -> Sequence[Digest]:
+    """`table_digest` of each; the same object for table 0."""
+    return digests if not table else [Digest(bytes((digest[0] ^ table,)) + digest[1:]) for digest in digests]
 
 
 def encode_token_ids(token_ids: "array[int]", *, byteorder: str = sys.byteorder) -> bytes:

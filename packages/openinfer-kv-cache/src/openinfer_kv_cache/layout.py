@@ -13,6 +13,15 @@ tensor are contiguous:
 A state slot is laid out the same way from its groups. Padding appears only where a larger element follows a smaller
 one.
 
+Where layers of a group see only a window of tokens (`PagedGroup.window_tokens`), a sequence gives back the blocks that
+no later token of these layers sees. So that it can, its groups do not share blocks: each is cut into *pieces* of
+neighbouring layers (`pieces.py`), and each piece has a block table of its own, those that see everything first. All
+tables draw blocks of one size from one pool; a block holds one piece of its tokens, from its byte 0:
+
+    table 0   [layers of piece 0, 2, kv_heads, block_size_tokens, head_dim]       no window
+    table 1   [layers of piece 1, …]                                              the first layers with a window
+    table 2   [layers of piece 2, …]                                              the next ones
+
 The digest covers every field. Code that moves KV between two owners compares digests first (`check_same_layout`):
 with equal digests the bytes mean the same, otherwise nothing may be exchanged.
 """
@@ -26,8 +35,10 @@ from typing import cast
 
 import msgspec
 
+from openinfer_core.windows import MAX_TABLES, blocks_for_context
 from openinfer_kv_cache.checks import MAX_LAYERS, check_count, check_distinct, check_name, check_tag
 from openinfer_kv_cache.errors import KvConfigError, LayoutMismatchError
+from openinfer_kv_cache.pieces import LayerGroup, choose_block_bytes
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor, StateSlotGroup, StateTensor, check_ranks
 
 LAYOUT_VERSION = 1
@@ -77,8 +88,8 @@ class KvRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
 
-class KvGroupLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One group of a spec, laid out."""
+class KvGroupLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One group of a spec, laid out, or one piece of it: neighbouring layers with a block table of their own."""
 
     name: str
     kind: GroupKind
@@ -86,6 +97,12 @@ class KvGroupLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rope_tag: str
     quantization_tag: str
     regions: tuple[KvRegion, ...]
+    table: int = 0
+    """Of a paged group: the block table whose blocks hold it."""
+    first_layer: int = 0
+    """Which of the group's layers comes first here."""
+    window_tokens: int | None = None
+    """How many tokens a token sees, its own among them; None: all. One for all that is in a table."""
 
     def __post_init__(self) -> None:
         check_name("a group's name", self.name)
@@ -128,9 +145,11 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         check_tag("model_tag", self.model_tag)
         check_count("block_size_tokens", self.block_size_tokens)
         check_ranks(self.num_ranks, self.rank_index)
-        check_distinct("the layout", (group.name for group in self.groups))
-        _check_extent("a block", self.block_bytes, self._of_kind(GroupKind.PAGED))
+        _check_pieces(self.groups)
+        _check_tables(list(self._of_kind(GroupKind.PAGED)))
         _check_extent("a slot", self.slot_bytes, self._of_kind(GroupKind.SLOT))
+        for table in range(max(self.num_tables, 1)):
+            _check_extent("a block", self.block_bytes, self._of_table(table))
         if self.block_bytes < 1:
             raise KvConfigError("the layout has no paged group; it needs at least one")
         for group in self._of_kind(GroupKind.PAGED):
@@ -138,9 +157,13 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def from_spec(cls, spec: KvSpec, *, block_size_tokens: int = 16) -> "KvLayout":
-        """Lays out a spec's groups in their order."""
+        """Lays out a spec's groups in their order, in one table; with windows each piece has one of its own.
+
+        `spec.without_windows()` gives one table in any case.
+        """
         check_count("block_size_tokens", block_size_tokens)
-        paged, block_bytes = _lay_out(spec.paged, block_size_tokens)
+        has_windows = any(group.window_tokens is not None for group in spec.paged)
+        paged, block_bytes = (_lay_out_pieces if has_windows else _lay_out)(spec.paged, block_size_tokens)
         slots, slot_bytes = _lay_out(spec.slots, block_size_tokens)
         return cls(
             model_tag=spec.model_tag,
@@ -159,26 +182,68 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return hashlib.blake2b(encoded, digest_size=16, person=_DIGEST_PERSON).hexdigest()
 
     def group(self, name: str) -> KvGroupLayout:
-        for group in self.groups:
-            if group.name == name:
-                return group
-        raise KvConfigError(f"no group {name!r}; there are {', '.join(group.name for group in self.groups)}")
+        """The group of that name; `KvConfigError` if there is none, or it is cut into several `pieces`."""
+        first, *others = self.pieces(name)
+        if others:
+            raise KvConfigError(f"group {name!r} is cut into {1 + len(others)} pieces; ask for its pieces")
+        return first
+
+    def pieces(self, name: str) -> Sequence[KvGroupLayout]:
+        """The pieces of a group, first layers first; one that is not cut is its only piece."""
+        found = [group for group in self.groups if group.name == name]
+        if not found:
+            names = dict.fromkeys(group.name for group in self.groups)
+            raise KvConfigError(f"no group {name!r}; there are {', '.join(names)}")
+        return found
+
+    def place_of(self, name: str, layer: int) -> tuple[int, int]:
+        """Where a layer of a paged group is: its table, and which layer of its piece it is there."""
+        for piece in self.pieces(name):
+            if piece.kind is GroupKind.PAGED and 0 <= layer - piece.first_layer < piece.num_layers:
+                return piece.table, layer - piece.first_layer
+        raise KvConfigError(f"group {name!r} has no layer {layer} in blocks")
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables of one sequence."""
+        return len(self.table_windows)
+
+    @cached_property
+    def table_windows(self) -> tuple[int | None, ...]:
+        """How many tokens the layers of each block table see; None: all."""
+        windows = {group.table: group.window_tokens for group in self._of_kind(GroupKind.PAGED)}
+        return tuple(windows[table] for table in sorted(windows))
+
+    def blocks_for_context(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds at most, in all its tables."""
+        return blocks_for_context(num_tokens, self.table_windows, self.block_size_tokens)
 
     @property
     def is_dense(self) -> bool:
-        """Whether a block is one dense array, which has a `block_shape`; otherwise it is addressed by region."""
+        """Whether a block is one dense array, which has a `block_shape`; otherwise it is addressed by region.
+
+        It is where all layers of all groups have one shape. Groups of one table lie one after the other; with several
+        tables the last layers of some blocks stay unused.
+        """
         groups = list(self._of_kind(GroupKind.PAGED))
         kinds = {(region.shape, region.dtype, region.tokens_per_row) for group in groups for region in group.regions}
-        return len(groups) == 1 and len(kinds) == 1 and groups[0].regions[0].tokens_per_row == 1
+        return (
+            len(kinds) == 1
+            and len({len(group.regions) for group in groups}) == 1
+            and groups[0].regions[0].tokens_per_row == 1
+        )
 
     def block_shape(self) -> tuple[int, ...]:
-        """`[layers, tensors, num_heads, block_size_tokens, head_dim]`; `KvConfigError` if a block is not dense."""
+        """`[layers, tensors, num_heads, block_size_tokens, head_dim]`; `KvConfigError` if a block is not dense.
+
+        `layers` are those of all groups together; with several tables, those of the piece that has most.
+        """
         groups = list(self._of_kind(GroupKind.PAGED))
         if not self.is_dense:
             names = ", ".join(f"{group.name}.{region.name}" for group in groups for region in group.regions)
             raise KvConfigError(f"a block is not one dense array: it holds {names}; address it by region")
-        group = groups[0]
-        return (group.num_layers, len(group.regions), *group.regions[0].shape)
+        num_layers = self.block_bytes // groups[0].regions[0].stride_bytes
+        return (num_layers, len(groups[0].regions), *groups[0].regions[0].shape)
 
     def pool_bytes(self, *, num_blocks: int, num_state_slots: int = 0) -> int:
         return num_blocks * self.block_bytes + num_state_slots * self.slot_bytes
@@ -196,6 +261,9 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def _of_kind(self, kind: GroupKind) -> Iterator[KvGroupLayout]:
         return (group for group in self.groups if group.kind is kind)
+
+    def _of_table(self, table: int) -> Iterator[KvGroupLayout]:
+        return (group for group in self._of_kind(GroupKind.PAGED) if group.table == table)
 
 
 def check_same_layout(ours: KvLayout, theirs: KvLayout) -> None:
@@ -255,6 +323,28 @@ def _lay_out_group(
     return regions, base_bytes + group.num_layers * stride_bytes
 
 
+def _lay_out_pieces(groups: Sequence[PagedGroup], block_size_tokens: int) -> tuple[list[KvGroupLayout], int]:
+    """Each group in pieces with a table each, those without a window first; and the bytes of a block."""
+    ordered = sorted(groups, key=lambda group: group.window_tokens is not None)
+    whole = [_lay_out([group], block_size_tokens)[0][0] for group in ordered]
+    sizes = [LayerGroup(group.num_layers, group.regions[0].stride_bytes) for group in whole]
+    align_bytes = max(tensor.dtype.itemsize_bytes for group in groups for tensor in group.tensors)
+    block_bytes = choose_block_bytes(sizes, align_bytes=align_bytes)
+    pieces: list[KvGroupLayout] = []
+    for group, laid_out, size in zip(ordered, whole, sizes, strict=True):
+        most_layers = block_bytes // size.layer_bytes
+        for first_layer in range(0, group.num_layers, most_layers):
+            piece = msgspec.structs.replace(
+                laid_out,
+                num_layers=min(most_layers, group.num_layers - first_layer),
+                table=len(pieces),
+                first_layer=first_layer,
+                window_tokens=group.window_tokens,
+            )
+            pieces.append(piece)
+    return pieces, block_bytes
+
+
 def _part_shape(tensor: PagedTensor | StateTensor, block_size_tokens: int) -> tuple[int, ...]:
     if isinstance(tensor, StateTensor):
         return tensor.shape
@@ -272,7 +362,11 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _check_extent(what: str, extent_bytes: int, groups: Iterable[KvGroupLayout]) -> None:
     parts = sorted(
-        (region.base_bytes + layer * region.stride_bytes, region.size_bytes, f"{group.name}.{region.name}[{layer}]")
+        (
+            region.base_bytes + layer * region.stride_bytes,
+            region.size_bytes,
+            f"{group.name}.{region.name}[{group.first_layer + layer}]",
+        )
         for group in groups
         for region in group.regions
         for layer in range(group.num_layers)
@@ -285,6 +379,38 @@ def _check_extent(what: str, extent_bytes: int, groups: Iterable[KvGroupLayout])
         end_bytes, previous = start_bytes + size_bytes, name
     if end_bytes > extent_bytes or (not parts and extent_bytes):
         raise KvConfigError(f"{what} has {extent_bytes} bytes and its last part, {previous}, ends at {end_bytes}")
+
+
+def _check_pieces(groups: Iterable[KvGroupLayout]) -> None:
+    """Pieces of one group share its name, and follow each other without a gap."""
+    ends: dict[str, int] = {}
+    for group in groups:
+        _check_piece(group)
+        end = ends.get(group.name, 0)
+        if end and not group.first_layer:
+            raise KvConfigError(f"the layout names {group.name!r} twice")
+        if group.first_layer != end:
+            raise KvConfigError(f"a piece of group {group.name!r} begins at layer {group.first_layer}, not at {end}")
+        ends[group.name] = end + group.num_layers
+
+
+def _check_tables(groups: Iterable[KvGroupLayout]) -> None:
+    windows: dict[int, int | None] = {}
+    for group in groups:
+        if windows.setdefault(group.table, group.window_tokens) != group.window_tokens:
+            raise KvConfigError(f"group {group.name!r} has another window than the rest of table {group.table}")
+    if sorted(windows) != list(range(len(windows))):
+        raise KvConfigError(f"the layout has block tables {sorted(windows)}; they must be 0, 1, … without a gap")
+
+
+def _check_piece(group: KvGroupLayout) -> None:
+    where = f"of group {group.name!r}"
+    check_count(f"table {where}", group.table, least=0, most=MAX_TABLES - 1)
+    check_count(f"first_layer {where}", group.first_layer, least=0, most=MAX_LAYERS)
+    if group.window_tokens is not None:
+        check_count(f"window_tokens {where}", group.window_tokens)
+    if group.kind is GroupKind.SLOT and (group.table, group.first_layer, group.window_tokens) != (0, 0, None):
+        raise KvConfigError(f"group {group.name!r} is kept in state slots; these have no block table and no window")
 
 
 def _check_paged_shapes(group: KvGroupLayout, block_size_tokens: int) -> None:

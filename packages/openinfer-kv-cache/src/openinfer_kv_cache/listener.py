@@ -11,15 +11,17 @@ from openinfer_kv_cache.digest import Digest
 
 
 class StoredBlocks(NamedTuple):
-    """Blocks that follow each other in one prefix."""
+    """Blocks that follow each other in one prefix, of one block table."""
 
     parent: Digest | None
-    """The digest of the block before them; None at the beginning of a prefix."""
+    """The digest of the block before them in their table; None at the beginning of a prefix."""
     digests: Sequence[Digest]
     token_ids: "array[int]"
     """The ids of all these blocks, uint32."""
     lora_name: str | None
     cache_salt: str | None
+    table: int = 0
+    """Which block table; `digests` and `parent` are those of its blocks (`table_digest`)."""
 
 
 class BlockListener(Protocol):

@@ -6,7 +6,8 @@
 
 Ids and blocks grow independently: `reserve` makes room for a token before its id is known, `append` adds the
 id when it is, `seal` closes the blocks whose ids are known and whose KV is computed. A block table only ever
-changes at its end, and no call replaces a block that it has handed out.
+changes at its end, and no call replaces a block that it has handed out. A model whose layers see windows of tokens
+has sequences with several tables (`windowed_sequence.py`).
 
     empty ── match ──► holding ── release ──► released
       │                 ▲  │ ▲
@@ -18,12 +19,13 @@ changes at its end, and no call replaces a block that it has handed out.
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
+from openinfer_kv_cache.block_table import BlockTable
 from openinfer_kv_cache.blocks import BlockPool
-from openinfer_kv_cache.digest import Digest, PrefixHasher
+from openinfer_kv_cache.digest import Digest, PrefixHasher, table_digests
 from openinfer_kv_cache.errors import IntegrityError, SequenceStateError
 from openinfer_kv_cache.listener import BlockListener, StoredBlocks
 
-_NO_BLOCKS: Sequence[int] = ()
+NO_BLOCKS: Sequence[int] = ()
 _HASH_AHEAD_BLOCKS = 32  # so that a long prompt that is not cached costs little to look up
 
 
@@ -48,6 +50,7 @@ class BlockSequence:
         "_released",
         "_root",
         "_seal_at_tokens",
+        "_tables",
         "_token_ids",
     )
 
@@ -71,6 +74,7 @@ class BlockSequence:
         self._on_release = on_release
         self._block_size = pool.block_size_tokens
         self._blocks: list[int] = []
+        self._tables: Sequence[BlockTable] = ()
         self._digests: list[Digest] = []
         self._num_sealed = 0
         self._seal_at_tokens = self._block_size
@@ -90,8 +94,19 @@ class BlockSequence:
 
     @property
     def blocks(self) -> Sequence[int]:
-        """The block table, position by position; a live view, not to be changed."""
+        """The first block table, position by position; a live view, not to be changed."""
         return self._blocks
+
+    @property
+    def tables(self) -> Sequence[BlockTable]:
+        """All block tables; live views, not to be changed."""
+        if not self._tables:
+            self._tables = (BlockTable(0, None, self._blocks),)
+        return self._tables
+
+    @property
+    def block_size_tokens(self) -> int:
+        return self._block_size
 
     @property
     def num_sealed_blocks(self) -> int:
@@ -99,6 +114,7 @@ class BlockSequence:
 
     @property
     def capacity_tokens(self) -> int:
+        """Tokens that have room in every table."""
         return len(self._blocks) * self._block_size
 
     @property
@@ -116,7 +132,7 @@ class BlockSequence:
 
     def count_cached_tokens(self) -> int:
         """What `match` would find now; changes nothing and counts nothing."""
-        return len(self._find_prefix()) * self._block_size
+        return self._num_cached_blocks() * self._block_size
 
     def would_wait_for(self, other: "BlockSequence") -> bool:
         """Whether `other` holds the first block that `match` would not find now, and has it still to be sealed."""
@@ -126,16 +142,16 @@ class BlockSequence:
         self._hash_blocks(min(num_matchable, 1))
         if not num_matchable or not theirs or self._digests[0] != theirs[0]:
             return False
-        place = len(self._find_prefix())
+        place = self._num_cached_blocks()
         if place == num_matchable or not other.num_sealed_blocks <= place < min(len(other.blocks), len(theirs)):
             return False
         return self._digests[place] == theirs[place]
 
-    def would_fit(self, num_tokens: int, *, spare_blocks: int = 0) -> bool:
+    def would_fit(self, num_tokens: int, *, spare_blocks: int = 0, windowed_tokens: int | None = None) -> bool:
         """Whether the sequence can get room for `num_tokens` tokens now, leaving `spare_blocks` available.
 
-        For a sequence without blocks that is `match`, then `reserve`; else it is `reserve`. Changes nothing.
-        O(1) if the answer is yes without cached blocks, else O(cached blocks).
+        For a sequence without blocks that is `match`, then `reserve`; else it is `reserve`, with its `windowed_tokens`.
+        Changes nothing. O(1) if the answer is yes without cached blocks, else O(cached blocks).
         """
         missing = self._pool.blocks_for(num_tokens) - len(self._blocks)
         room = self._pool.available_blocks - spare_blocks
@@ -163,20 +179,25 @@ class BlockSequence:
         self._pool.acquire(found)
         self._pool.count_match(hit_blocks=len(found), missed_blocks=self._num_matchable_blocks() - len(found))
         self._generation = self._pool.generation
-        self._blocks = found
+        self._blocks.extend(found)
         self._set_sealed(len(found))
         return len(found) * self._block_size
 
-    def reserve(self, num_tokens: int) -> Sequence[int] | None:
+    def reserve(self, num_tokens: int, *, windowed_tokens: int | None = None) -> Sequence[int] | None:
         """Makes room for `num_tokens` tokens in all, known or to come.
 
+        Args:
+            num_tokens: that have room afterwards, in every table.
+            windowed_tokens: that have room in tables with a window, if fewer: for a prompt that is computed in chunks,
+                whose first are behind the window before its last are computed.
+
         Returns:
-            The blocks added at the end of the table, empty if there was room; None if the pool is short, and then
-            nothing has changed.
+            The blocks added at the end of the tables, table by table, empty if there was room; None if the pool is
+            short, and then nothing has changed.
         """
         missing = -(-num_tokens // self._block_size) - len(self._blocks)
         if missing <= 0:
-            return _NO_BLOCKS
+            return NO_BLOCKS
         self._require_live("reserve")
         added = self._pool.allocate(missing)
         if added is None:
@@ -195,6 +216,8 @@ class BlockSequence:
     def seal(self, num_computed_tokens: int) -> Sequence[int]:
         """Seals the blocks that are full of known ids and computed KV, registers their digests, and returns them.
 
+        That is in every table, one table after the other; void entries are skipped.
+
         Args:
             num_computed_tokens: the KV of positions `0 .. num_computed_tokens - 1` is computed and final.
                 Computed by a step that was launched is enough for other sequences of the same stream; a tier
@@ -204,7 +227,7 @@ class BlockSequence:
             SequenceStateError: more is computed than there is room for.
         """
         if num_computed_tokens < self._seal_at_tokens:  # most steps of a decode fill no block
-            return _NO_BLOCKS
+            return NO_BLOCKS
         first = self._num_sealed
         end = min(num_computed_tokens, len(self._token_ids)) // self._block_size
         if num_computed_tokens > self.capacity_tokens:
@@ -212,26 +235,41 @@ class BlockSequence:
                 f"cannot seal {num_computed_tokens} computed tokens: there is room for {self.capacity_tokens}"
             )
         if end <= first:
-            return _NO_BLOCKS
+            return NO_BLOCKS
         self._hash_blocks(end)
-        sealed = self._blocks[first:end]
         # Blocks taken before a `clear` hold KV of the old weights, which no later request may find.
         is_current = self._generation == self._pool.generation
-        self._pool.seal(sealed, self._digests[first:end] if is_current else None)
+        sealed = self._seal_blocks(first, end, is_current=is_current)
         self._set_sealed(end)
         if self._pool.listener is not None and is_current:
-            self._tell(self._pool.listener, first, end)
+            self._tell_sealed(self._pool.listener, first, end)
         return sealed
+
+    def free_behind_windows(self, num_computed_tokens: int, *, unsealed: bool = False) -> bool:
+        """Gives back what no token from position `num_computed_tokens` on sees; whether that is anything.
+
+        Only tables with a window change. Sealed blocks stay cached. To be called after `seal` with what is computed for
+        certain: rows in flight begin there or after it, and who gets a block next writes to it in a later step.
+
+        Args:
+            num_computed_tokens: of the sequence, as for `seal`.
+            unsealed: also what `seal` has not closed, whose content is then lost: where nothing is to be found again.
+
+        Raises:
+            SequenceStateError: more is computed than there is room for.
+        """
+        return False
 
     def shrink(self, num_tokens: int) -> int:
         """Gives back the blocks after the first `num_tokens` tokens; the ids stay.
 
-        `shrink(0)` is preemption: the sequence can `match` and `reserve` again.
+        `shrink(0)` is preemption: the sequence can `match` and `reserve` again. A sequence with windows keeps nothing,
+        too, if the next token would see void entries again.
 
         Returns:
             How many of the `num_tokens` tokens still have room; later positions must be computed (again).
         """
-        _require_not_negative(num_tokens)
+        require_not_negative(num_tokens)
         keep = min(self._pool.blocks_for(num_tokens), len(self._blocks))
         if keep <= self._num_sealed:
             # A sealed block is never written again: the cut one goes back whole.
@@ -249,7 +287,7 @@ class BlockSequence:
 
         Seal only what is accepted and this never meets a sealed block.
         """
-        _require_not_negative(num_tokens)
+        require_not_negative(num_tokens)
         del self._token_ids[num_tokens:]
         del self._digests[len(self._token_ids) // self._block_size :]
         return self.shrink(num_tokens)
@@ -277,21 +315,35 @@ class BlockSequence:
         if self._released and self._blocks:
             raise IntegrityError(f"a released sequence holds {len(self._blocks)} blocks")
 
+    # What tables with windows do otherwise.
+
+    def _num_cached_blocks(self) -> int:
+        """Blocks of the longest cached prefix."""
+        return len(self._find_prefix())
+
+    def _seal_blocks(self, first: int, end: int, *, is_current: bool) -> Sequence[int]:
+        sealed = self._blocks[first:end]
+        self._pool.seal(sealed, self._digests[first:end] if is_current else None)
+        return sealed
+
+    def _tell_sealed(self, listener: BlockListener, first: int, end: int) -> None:
+        self._tell(listener, self.tables[0], first, end)
+
     # Private.
 
     def _num_matchable_blocks(self) -> int:
         # The last known token is computed in any case: its logits are what is sampled from.
         return max(len(self._token_ids) - 1, 0) // self._block_size
 
-    def _find_prefix(self) -> list[int]:
-        """The blocks of the longest cached prefix; hashes a few blocks past it at most."""
+    def _find_prefix(self, table: int = 0) -> list[int]:
+        """One table's blocks of the longest prefix cached for it; hashes a few blocks past it at most."""
         num_matchable = self._num_matchable_blocks()
         found: list[int] = []
         while len(found) < num_matchable:
             first = len(found)
             end = min(first + _HASH_AHEAD_BLOCKS, num_matchable)
             self._hash_blocks(end)
-            found.extend(self._pool.find_prefix(self._digests[first:end]))
+            found.extend(self._pool.find_prefix(table_digests(self._digests[first:end], table)))
             if len(found) < end:
                 break
         return found
@@ -300,21 +352,23 @@ class BlockSequence:
         if len(self._digests) < end:
             self._hasher.extend_chain(self._digests, self._root, self._token_ids, num_blocks=end)
 
-    def _tell(self, listener: BlockListener, first: int, end: int) -> None:
+    def _tell(self, listener: BlockListener, table: BlockTable, begin: int, end: int) -> None:
         # Duplicates are left out: the first copy is the one that is found, and was told of when it was sealed.
-        begin = first
+        first = max(begin - 1, 0)  # with the parent
+        digests = table_digests(self._digests[first:end], table.index)
         while begin < end:
             stop = begin
-            while stop < end and self._pool.find(self._digests[stop]) == self._blocks[stop]:
+            while stop < end and self._pool.find(digests[stop - first]) == table.blocks[stop]:
                 stop += 1
             if stop > begin:
                 listener.stored(
                     StoredBlocks(
-                        parent=self._digests[begin - 1] if begin else None,
-                        digests=self._digests[begin:stop],
+                        parent=digests[begin - 1 - first] if begin else None,
+                        digests=digests[begin - first : stop - first],
                         token_ids=self._token_ids[begin * self._block_size : stop * self._block_size],
                         lora_name=self._lora_name,
                         cache_salt=self._cache_salt,
+                        table=table.index,
                     )
                 )
             begin = stop + 1
@@ -328,6 +382,6 @@ class BlockSequence:
             raise SequenceStateError(f"cannot {verb}: the sequence was released")
 
 
-def _require_not_negative(num_tokens: int) -> None:
+def require_not_negative(num_tokens: int) -> None:
     if num_tokens < 0:
         raise SequenceStateError(f"cannot keep {num_tokens} tokens")

@@ -89,9 +89,13 @@ class PagedGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What was done to the keys before they were stored, e.g. `half:theta=1000000:dim=128`."""
     quantization_tag: str = "none"
     """How the numbers stand for values, where the dtype does not say it, e.g. `fp8:scale=per-tensor`."""
+    window_tokens: int | None = None
+    """How many tokens a token of these layers sees, its own among them; None: all. KV before that is given back."""
 
     def __post_init__(self) -> None:
         _check_group(self)
+        if self.window_tokens is not None:
+            check_count(f"window_tokens of group {self.name!r}", self.window_tokens)
 
     @property
     def bytes_per_token(self) -> float:
@@ -173,6 +177,11 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def bytes_per_slot(self) -> int:
         return sum(group.bytes_per_slot for group in self.slots)
+
+    def without_windows(self) -> "KvSpec":
+        """The same KV, all of it kept: what is laid out for one block table."""
+        groups = tuple(msgspec.structs.replace(group, window_tokens=None) for group in self.paged)
+        return msgspec.structs.replace(self, paged=groups)
 
 
 def check_ranks(num_ranks: int, rank_index: int) -> None:

@@ -43,10 +43,12 @@ def test_nothing_of_vllms_that_is_abstract_is_left_and_both_sides_can_be_made(vl
         ({"tiers": ["host=1MiB"], "load_timeout_s": 0}, "load_timeout_s is 0"),
         ({"tiers": ["host=1MiB"], "digest_key_file": "/nowhere"}, "digest_key_file: "),
         ({"tiers": ["host=1MiB"], "policy": "fail"}, "kv_load_failure_policy is 'fail'"),
-        ({"tiers": ["host=1MiB"], "specs": ["FullAttentionSpec"] * 2}, "one group of full attention .*; this has"),
         ({"tiers": ["host=1MiB"], "specs": ["MambaSpec"]}, r"this has \['MambaSpec'\]"),
+        ({"tiers": ["host=1MiB"], "specs": ["FullAttentionSpec", "MambaSpec"]}, r"this has \['Full.*', 'MambaSpec'\]"),
+        ({"tiers": ["host=1MiB"], "specs": ["SlidingWindowSpec:8"]}, r"with a group of full attention .*; this has"),
+        ({"tiers": ["host=1MiB"], "specs": ["FullAttentionSpec", "SlidingWindowMLASpec:8"]}, r"'SlidingWindowMLASpec'"),
         # These derive from FullAttentionSpec, and leave gaps in what they keep of a prefix.
-        ({"tiers": ["host=1MiB"], "specs": ["RSWASpec"]}, r"every block of a prefix; this has \['RSWASpec'\]"),
+        ({"tiers": ["host=1MiB"], "specs": ["RSWASpec"]}, r"every block of a prefix, .*; this has \['RSWASpec'\]"),
         ({"tiers": ["host=1MiB"], "specs": ["SinkFullAttentionSpec"]}, r"this has \['SinkFullAttentionSpec'\]"),
         ({"tiers": ["host=1MiB"], "specs": ["SomeonesCompressedSpec"]}, r"this has \['SomeonesCompressedSpec'\]"),
     ],
@@ -59,3 +61,25 @@ def test_what_it_does_not_serve_is_refused(vllm, settings, message):
 @pytest.mark.parametrize("spec", ["FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec"])
 def test_attention_that_keeps_every_block_of_a_prefix_is_served(vllm, spec):
     assert not vllm.connector("SCHEDULER", tiers=["host=1MiB"], specs=[spec]).requires_kv_delivery
+
+
+def test_several_groups_are_served_where_vllm_computes_a_whole_request_again_and_refused_where_it_cannot(vllm):
+    settings = {"tiers": ["host=1MiB"], "specs": ["FullAttentionSpec", "SlidingWindowSpec:8"]}
+    if "get_transfer_results" in vllm.methods:
+        assert not vllm.connector("SCHEDULER", **settings).requires_kv_delivery
+    else:
+        with pytest.raises(TierConfigError, match=r"vLLM 0\.25\.0 cannot compute again .* 2 KV cache groups"):
+            vllm.connector("SCHEDULER", **settings)
+
+
+def test_groups_whose_blocks_differ_in_tokens_are_refused(vllm):
+    from openinfer_kv_offload.vllm.tables import read_groups
+
+    def group(name, **facts):
+        spec = type(name, (), facts)()
+        return vllm.given("KVCacheGroupSpec", layer_names=["a"], kv_cache_spec=spec)
+
+    groups = [group("FullAttentionSpec", block_size=4), group("SlidingWindowSpec", block_size=8, sliding_window=9)]
+    if "get_transfer_results" in vllm.methods:
+        with pytest.raises(TierConfigError, match=r"blocks of one size; these have \[4, 8\] tokens"):
+            read_groups(groups)

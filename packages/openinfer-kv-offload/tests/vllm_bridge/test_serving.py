@@ -10,20 +10,6 @@ BLOCK = 4
 PROMPT = list(range(100, 118))  # four full blocks and a half
 
 
-@pytest.fixture
-def engines(vllm):
-    """Starts engines and closes them."""
-    started = []
-
-    def start(**settings):
-        started.append(vllm.engine(**{"tiers": ["host=1MiB"], "staging_bytes": 64 * 256, **settings}))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.close()
-
-
 def test_a_prompt_that_comes_again_is_loaded_and_not_computed(engines):
     engine = engines()
     assert engine.run(engine.request("a", PROMPT)) == 0
@@ -152,7 +138,7 @@ def test_what_finds_no_staging_memory_is_left_out_and_served_all_the_same(engine
     assert engine.run(engine.request("b", PROMPT)) == 8  # two of the four were saved
 
 
-def test_random_traffic_is_never_served_wrong_bytes(engines, tmp_path):
+def test_random_traffic_is_never_served_wrong_bytes(engines, damage, tmp_path):
     """Prompts that share beginnings, in a small pool, over a host tier of few blocks and a disk that is damaged."""
     key = tmp_path / "key"
     key.write_bytes(b"k" * 32)
@@ -175,13 +161,3 @@ def test_random_traffic_is_never_served_wrong_bytes(engines, tmp_path):
         if rng.random() < 0.1:
             damage(rng, tmp_path / "store")
     assert loaded > 60
-
-
-def damage(rng, store):
-    """Flips one byte of one segment."""
-    segments = sorted(store.glob("segment-*.kv"))
-    path = rng.choice(segments) if segments else None
-    if path is not None and path.stat().st_size:
-        with path.open("r+b") as file:
-            file.seek(rng.randrange(path.stat().st_size))
-            file.write(b"\xa5")

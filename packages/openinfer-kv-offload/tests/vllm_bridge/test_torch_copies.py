@@ -53,6 +53,39 @@ def test_blocks_go_to_staging_and_come_back_elsewhere(vllm, dtype, device):
     assert loading.to_pool([], []).is_done()
 
 
+@each_device
+def test_tables_have_layers_of_their_own_in_blocks_of_one_size(vllm, device):
+    from openinfer_kv_offload.vllm.torch_copies import TorchCopies
+
+    names = [["flash", "latent", "shares-another-layers-cache"], ["first", "permuted"]]
+    source, target = layers(torch.bfloat16, 6, device), layers(torch.bfloat16, 6, device)
+    before = {name: tensor.clone() for name, tensor in target.items()}
+    saving = TorchCopies(source, num_blocks=6, tables=names)
+    loading = TorchCopies(target, num_blocks=6, tables=names)
+    assert saving.identity == loading.identity != TorchCopies(source, num_blocks=6).identity
+    staging = saving.allocate_staging(2)
+    wait(saving.to_staging([5], [1], table=0))
+    wait(saving.to_staging([2], [0], table=1))
+    for into, view in zip(loading.allocate_staging(2), staging, strict=True):
+        into[:] = view
+    wait(loading.to_pool([1], [4], table=0))
+    wait(loading.to_pool([0], [3], table=1))
+    for name, tensor in target.items():
+        dim, (block, origin) = (1 if name == "flash" else 0), ((4, 5) if name in names[0] else (3, 2))
+        assert torch.equal(tensor.select(dim, block), source[name].select(dim, origin))
+        for other in {0, 1, 2, 3, 4, 5} - {block}:
+            assert torch.equal(tensor.select(dim, other), before[name].select(dim, other))
+
+
+@pytest.mark.parametrize("names", [[["flash"], ["first"]], [["flash", "first", "latent", "permuted"], ["absent"]]])
+def test_caches_in_no_group_and_groups_without_a_cache_are_refused(vllm, names):
+    from openinfer_kv_offload import TierConfigError
+    from openinfer_kv_offload.vllm.torch_copies import TorchCopies
+
+    with pytest.raises(TierConfigError, match="needs each cache in a group, and one in each group"):
+        TorchCopies(layers(torch.bfloat16, 6, "cpu"), num_blocks=6, tables=names)
+
+
 def test_a_layer_without_a_dimension_of_blocks_is_refused(vllm):
     from openinfer_kv_offload import TierConfigError
     from openinfer_kv_offload.vllm.torch_copies import TorchCopies

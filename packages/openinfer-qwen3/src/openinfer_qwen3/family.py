@@ -49,12 +49,20 @@ class Qwen3Definition(ModelDefinition[model.Qwen3Config]):
         return "; ".join(_reasons(config)) or None
 
     def kv_spec(
-        self, config: model.Qwen3Config, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int
+        self,
+        config: model.Qwen3Config,
+        *,
+        model_tag: str,
+        kv_dtype: KvDtype,
+        state_dtype: KvDtype,
+        num_ranks: int,
+        rank_index: int,
     ) -> KvSpec:
         """K after norm and RoPE, and V, of this rank's KV heads."""
+        del state_dtype
         heads = config.num_key_value_heads // num_ranks
         group = PagedGroup(
-            name="attention",
+            name=model.ATTENTION,
             num_layers=config.num_hidden_layers,
             tensors=tuple(
                 PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=kv_dtype) for name in "kv"

@@ -24,11 +24,13 @@ from typing import Annotated, Any
 import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import LogitsIndices, Shard, WeightSource
+from openinfer_engine.model import KvLayers, LogitsIndices, Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, RopeParameters, rope_table
+from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, PagedCache, RopeParameters, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+ATTENTION = "attention"
+"""The paged group of all layers."""
 
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -186,38 +188,38 @@ class Qwen3Model:
         self._ops = ops
         self._communicator = communicator
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         """Hidden states after the final norm, `[T, h]`, for `token_ids [T]`; the same on every rank.
 
         Args:
             token_ids: int32, each below `vocab_size`.
             batch: where the tokens stand.
-            kv_cache: `[blocks, L, 2, K, block tokens, D]`, mutated: this step's K and V are appended.
+            kv_cache: of each layer, mutated: this step's K and V are appended.
         """
         return self._forward(token_ids, batch=batch, kv_cache=kv_cache, last=None)
 
     def forward_last_tokens(
-        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, last: LogitsIndices
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices
     ) -> Array:
         """As `forward`, for the tokens of `last` alone, `[n, h]`; of the last layer, others have K and V made only."""
         return self._forward(token_ids, batch=batch, kv_cache=kv_cache, last=last)
 
     def _forward(
-        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array, last: LogitsIndices | None
+        self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers, last: LogitsIndices | None
     ) -> Array:
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
         x = ops.rms_norm(residual, weights.layers[0].input_layernorm, eps=eps)
         next_norms = (*(layer.input_layernorm for layer in weights.layers[1:]), weights.norm)
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            q = self._queries(x, layer, index, batch=batch, kv_cache=kv_cache)
-            if last is not None and index + 1 == len(weights.layers):
+        for layer, next_norm, cache in zip(weights.layers, next_norms, kv_cache[ATTENTION], strict=True):
+            q = self._queries(x, layer, batch=batch, cache=cache)
+            if last is not None and layer is weights.layers[-1]:
                 if not len(last.tokens):
                     return x[:0]
                 batch, residual, q = last.batch, ops.embedding(last.tokens, residual), self._rows(last.tokens, q)
-            x = self._attention(q, layer, index, batch=batch, kv_cache=kv_cache)
+            x = self._attention(q, layer, batch=batch, cache=cache)
             x = ops.add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-            x = self._mlp(x, layer)
+            x = self._mlp(x, layer, batch)
             x = ops.add_rms_norm(x, residual, next_norm, eps=eps)
         return x
 
@@ -226,29 +228,28 @@ class Qwen3Model:
         piece = self._ops.logits(hidden, self._weights.lm_head)
         return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
 
-    def _queries(self, x: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
-        """`[T, H, D]` of layer `index` for the normed `x [T, h]`; K and V are appended."""
+    def _queries(self, x: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
+        """`[T, H, D]` of a layer for the normed `x [T, h]`; K and V are appended."""
         return self._ops.qk_norm_rope_append(
-            self._ops.linear(x, layer.qkv_proj, layer.qkv_bias),  # [T, (H + 2 K) D]
+            self._ops.linear(x, layer.qkv_proj, batch, layer.qkv_bias),  # [T, (H + 2 K) D]
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             eps=self._config.rms_norm_eps,
             rope=self._weights.rope,
-            kv_cache=kv_cache,
-            layer=index,
+            cache=cache,
             batch=batch,
         )
 
     def _rows(self, tokens: Array, q: Array) -> Array:
         return self._ops.embedding(tokens, q.reshape(len(q), -1)).reshape(len(tokens), *q.shape[1:])
 
-    def _attention(self, q: Array, layer: LayerWeights, index: int, *, batch: AttentionBatch, kv_cache: Array) -> Array:
-        """`[T, h]` of layer `index` for the queries `q [T, H, D]`."""
+    def _attention(self, q: Array, layer: LayerWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
+        """`[T, h]` of a layer for the queries `q [T, H, D]`."""
         scale = self._config.head_dim**-0.5
-        attended = self._ops.paged_attention(q, kv_cache, layer=index, batch=batch, scale=scale)  # [T, H D]
-        return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj, layer.o_bias))
+        attended = self._ops.paged_attention(q, cache, batch=batch, scale=scale)  # [T, H D]
+        return self._communicator.all_reduce(self._ops.linear(attended, layer.o_proj, batch, layer.o_bias))
 
-    def _mlp(self, x: Array, layer: LayerWeights) -> Array:
+    def _mlp(self, x: Array, layer: LayerWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
-        gated = self._ops.linear_swiglu(x, layer.gate_up_proj)  # [T, F]
-        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj))
+        gated = self._ops.linear_swiglu(x, layer.gate_up_proj, batch)  # [T, F]
+        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj, batch))

@@ -61,12 +61,19 @@ class Qwen35Definition(ModelDefinition[model.Qwen35Config]):
         return names | {"lm_head.weight"} if config.tie_word_embeddings else names
 
     def kv_spec(
-        self, config: model.Qwen35Config, *, model_tag: str, kv_dtype: KvDtype, num_ranks: int, rank_index: int
+        self,
+        config: model.Qwen35Config,
+        *,
+        model_tag: str,
+        kv_dtype: KvDtype,
+        state_dtype: KvDtype,
+        num_ranks: int,
+        rank_index: int,
     ) -> KvSpec:
         """K after norm and RoPE, and V, of full attention; states and convolution inputs of linear attention."""
         heads = config.num_key_value_heads // num_ranks
         attention = PagedGroup(
-            name="attention",
+            name=model.ATTENTION,
             num_layers=config.num_layers_of(model.LayerKind.FULL),
             tensors=tuple(
                 PagedTensor(name=name, num_heads=heads, head_dim=config.head_dim, dtype=kv_dtype) for name in "kv"
@@ -79,7 +86,7 @@ class Qwen35Definition(ModelDefinition[model.Qwen35Config]):
             name=model.LINEAR_ATTENTION,
             num_layers=config.num_layers_of(model.LayerKind.LINEAR),
             tensors=(
-                StateTensor(name="conv", shape=(channels, config.linear_conv_kernel_dim - 1), dtype=kv_dtype),
+                StateTensor(name="conv", shape=(channels, config.linear_conv_kernel_dim - 1), dtype=state_dtype),
                 StateTensor(
                     name="state",
                     shape=(value_heads, config.linear_key_head_dim, config.linear_value_head_dim),

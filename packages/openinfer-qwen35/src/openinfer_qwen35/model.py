@@ -34,15 +34,17 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from openinfer_engine.distributed.communicator import Communicator
-from openinfer_engine.model import Shard, WeightSource
+from openinfer_engine.model import KvLayers, Shard, WeightSource
 from openinfer_engine.weights.loader import WeightLoader
-from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, RopeParameters, rope_table
+from openinfer_kernels import Array, AttentionBatch, LinearWeight, Ops, PagedCache, RopeParameters, rope_table
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 VISION_LANGUAGE = "qwen3_5"
 TEXT = "qwen3_5_text"
 
+ATTENTION = "attention"
+"""The paged group of the layers of full attention."""
 LINEAR_ATTENTION = "linear_attention"
 """The slot group of the states; its tensors are `conv` and `state`."""
 
@@ -361,15 +363,14 @@ class Qwen35Model:
         self._ops = ops
         self._communicator = communicator
 
-    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def forward(self, token_ids: Array, *, batch: AttentionBatch, kv_cache: KvLayers) -> Array:
         """Hidden states after the final norm, `[T, h]`, for `token_ids [T]`; the same on every rank.
 
         Args:
             token_ids: int32, each below `vocab_size`.
             batch: where the tokens stand. Its states `linear_attention.conv [slots, layers, C, W - 1]` and
                 `linear_attention.state [slots, layers, N, dk, dv]` are mutated: this step's tokens are consumed.
-            kv_cache: `[blocks, layers, 2, K, block tokens, D]` of full attention, mutated: this step's K and V are
-                appended.
+            kv_cache: of each layer of full attention, mutated: this step's K and V are appended.
         """
         ops, weights, eps = self._ops, self._weights, self._config.rms_norm_eps
         residual = ops.residual_embedding(token_ids, weights.embed_tokens)  # [T, h] float32
@@ -378,11 +379,11 @@ class Qwen35Model:
         for layer, next_norm in zip(weights.layers, next_norms, strict=True):
             match layer.mixer:
                 case AttentionWeights() as mixer:
-                    x = self._attention(x, mixer, batch=batch, kv_cache=kv_cache)
+                    x = self._attention(x, mixer, batch=batch, cache=kv_cache[ATTENTION][mixer.index])
                 case LinearAttentionWeights() as mixer:
                     x = self._linear_attention(x, mixer, batch=batch)
             x = ops.add_zero_centred_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-            x = self._mlp(x, layer)
+            x = self._mlp(x, layer, batch)
             x = ops.add_zero_centred_rms_norm(x, residual, next_norm, eps=eps)
         return x
 
@@ -391,30 +392,29 @@ class Qwen35Model:
         piece = self._ops.logits(hidden, self._weights.lm_head)
         return self._communicator.all_gather(piece, axis=1)[:, : self._config.vocab_size]
 
-    def _attention(self, x: Array, mixer: AttentionWeights, *, batch: AttentionBatch, kv_cache: Array) -> Array:
+    def _attention(self, x: Array, mixer: AttentionWeights, *, batch: AttentionBatch, cache: PagedCache) -> Array:
         """`[T, h]` of a full-attention mixer for the normed `x [T, h]`."""
         ops, config = self._ops, self._config
-        projected = ops.linear(x, mixer.qkv_proj)  # [T, (2 H + 2 K) D]
+        projected = ops.linear(x, mixer.qkv_proj, batch)  # [T, (2 H + 2 K) D]
         q = ops.gated_qk_norm_rope_append(  # [T, H, D]
             projected,
             q_norm=mixer.q_norm,
             k_norm=mixer.k_norm,
             eps=config.rms_norm_eps,
             rope=self._weights.rope,
-            kv_cache=kv_cache,
-            layer=mixer.index,
+            cache=cache,
             batch=batch,
         )
         scale = config.head_dim**-0.5
-        attended = ops.paged_attention(q, kv_cache, layer=mixer.index, batch=batch, scale=scale)  # [T, H D]
+        attended = ops.paged_attention(q, cache, batch=batch, scale=scale)  # [T, H D]
         gated = ops.output_gate(attended, projected, head_dim=config.head_dim)
-        return self._communicator.all_reduce(ops.linear(gated, mixer.o_proj))
+        return self._communicator.all_reduce(ops.linear(gated, mixer.o_proj, batch))
 
     def _linear_attention(self, x: Array, mixer: LinearAttentionWeights, *, batch: AttentionBatch) -> Array:
         """`[T, h]` of a linear-attention mixer for the normed `x [T, h]`."""
         ops, states = self._ops, batch.states
         channels, values = len(mixer.conv1d), mixer.out_proj.shape[1]
-        projected = ops.linear(x, mixer.in_proj)  # [T, C + N dv + 2 N]
+        projected = ops.linear(x, mixer.in_proj, batch)  # [T, C + N dv + 2 N]
         qkv = ops.causal_conv_silu(  # [T, C]
             projected[:, :channels],
             mixer.conv1d,
@@ -433,9 +433,9 @@ class Qwen35Model:
         )
         z = projected[:, channels : channels + values]
         gated = ops.gated_rms_norm(attended, z, mixer.norm, eps=self._config.rms_norm_eps)
-        return self._communicator.all_reduce(ops.linear(gated, mixer.out_proj))
+        return self._communicator.all_reduce(ops.linear(gated, mixer.out_proj, batch))
 
-    def _mlp(self, x: Array, layer: LayerWeights) -> Array:
+    def _mlp(self, x: Array, layer: LayerWeights, batch: AttentionBatch) -> Array:
         """`[T, h]` for the normed `x [T, h]`."""
-        gated = self._ops.linear_swiglu(x, layer.gate_up_proj)  # [T, F]
-        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj))
+        gated = self._ops.linear_swiglu(x, layer.gate_up_proj, batch)  # [T, F]
+        return self._communicator.all_reduce(self._ops.linear(gated, layer.down_proj, batch))

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from openinfer_core.engine import EngineHandle
+from openinfer_core.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from openinfer_server.builtin import BUILTIN
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.http.access import Access
@@ -23,6 +24,7 @@ from openinfer_server.http.routes import Endpoints, Route
 from openinfer_server.http.writers import ClientDisconnected, Receive, Scope, Send
 from openinfer_server.limits.admission import AdmissionControl
 from openinfer_server.observability.metrics import ServerMetrics
+from openinfer_server.observability.request_log import RequestLog, log_stats
 from openinfer_server.observability.tracing import Tracing
 from openinfer_server.options import ServerOptions
 from openinfer_server.output.engine_link import EngineLink
@@ -44,6 +46,7 @@ class App:
         self.service = service
         self.link_ended = asyncio.Event()  # set when the engine has ended
         self._link_task: asyncio.Task[None] | None = None
+        self._stats_task: asyncio.Task[None] | None = None
         self._body_budget = BodyBudget(service.options.max_open_body_bytes)
         self._origins = Origins(service.options, service.access)
         routes = [route for api in (*BUILTIN, *endpoints) for route in api(service)]
@@ -61,9 +64,12 @@ class App:
 
     def start(self) -> None:
         self._link_task = asyncio.create_task(self._run_link(), name="openinfer-link")
+        self._stats_task = asyncio.create_task(log_stats(self.service.link), name="openinfer-stats")
 
     async def stop(self) -> None:
         """Lets background requests end, for `drain_deadline_s`; then ends what is open and takes no more events."""
+        if self._stats_task is not None:
+            self._stats_task.cancel()
         if self._link_task is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.service.options.drain_deadline_s):
@@ -81,7 +87,7 @@ class App:
             self.link_ended.set()
 
     async def _serve(self, http_request: HttpRequest) -> None:
-        route, tracing = UNROUTED, self.service.link.tracing
+        route, tracing, log = UNROUTED, self.service.link.tracing, RequestLog()
         trace = None if tracing is None else tracing.begin(http_request)
         try:
             self._origins.check_host(http_request.header(b"host"))
@@ -111,6 +117,7 @@ class App:
             if tracing is not None and trace is not None:
                 tracing.end(trace, http_request, route)
             self.service.metrics.responses[route, http_request.status] += 1
+            log.end(http_request, route)
 
     def _preflight(self, http_request: HttpRequest) -> Headers | None:
         """What answers a browser's question whether a page may ask; None for every other request."""
@@ -145,6 +152,7 @@ def build_app(
     options: ServerOptions,
     *,
     endpoints: Iterable[Endpoints] = (),
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> App:
     """Puts an application together.
 
@@ -161,7 +169,8 @@ def build_app(
     parsers = parsers_for(template.source if template else None, handle.info.family, options)
     admission = AdmissionControl(max_requests=max(1, handle.info.max_waiting), max_tokens=options.max_queued_tokens)
     link = EngineLink(handle, metrics, admission=admission)
-    service = Service(options, link, metrics, tokenizer, template, parsers, Access.load(options.api_keys_file))
+    access = Access.load(options.api_keys_file)
+    service = Service(options, link, metrics, tokenizer, template, parsers, access, sampling_defaults=sampling_defaults)
     if options.otlp_traces_endpoint:
         service.link.tracing = Tracing(options.otlp_traces_endpoint, model_name=service.model_names[0])
     return App(service, endpoints=endpoints)
@@ -180,4 +189,11 @@ def load_app(handle: EngineHandle, model_dir: Path, options: ServerOptions) -> A
 def app_of(handle: EngineHandle, text: ModelText, options: ServerOptions) -> App:
     """Puts an application together of an engine and what was read for it."""
     text.tokenizer.cover(handle.info.num_token_ids)
-    return build_app(handle, text.tokenizer, text.template, options, endpoints=text.endpoints)
+    return build_app(
+        handle,
+        text.tokenizer,
+        text.template,
+        options,
+        endpoints=text.endpoints,
+        sampling_defaults=text.sampling_defaults,
+    )

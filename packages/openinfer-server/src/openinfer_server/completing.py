@@ -55,7 +55,8 @@ async def complete(http_request: HttpRequest, service: Service, prompt: str, fie
         fields,
         [await _encoded(service, prompt)],
         tenant=http_request.tenant,
-        max_tokens=lambda given: _max_tokens(fields, given, service),
+        max_tokens=fields.max_tokens,
+        default_tokens=DEFAULT_COMPLETION_TOKENS,
         scoring=Scoring(),
     )
     plan = constrained(plan, text_grammar(output_constraint(fields)))
@@ -73,9 +74,3 @@ async def _encoded(service: Service, prompt: str) -> Prompt:
     token_ids = await service.tokenizer.encode(prompt, add_special_tokens=True)
     check_prompt_token_ids(token_ids, info, "prompt")
     return Prompt(tuple(token_ids), prompt, "prompt")
-
-
-def _max_tokens(fields: GenerationFields, prompt: Prompt, service: Service) -> int:
-    if fields.max_tokens is not None:
-        return fields.max_tokens
-    return max(1, min(DEFAULT_COMPLETION_TOKENS, service.info.max_model_tokens - len(prompt.token_ids)))

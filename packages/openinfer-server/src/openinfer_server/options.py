@@ -6,6 +6,7 @@ from enum import StrEnum
 import msgspec
 
 from openinfer_core.errors import InvalidRequest
+from openinfer_core.sampling_defaults import SamplingDefaultsFrom
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.\-]*://[^/\s]+")
 
@@ -54,13 +55,17 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Further names that a server on loopback without keys may be addressed by; others are refused (DNS rebinding)."""
     otlp_traces_endpoint: str = ""
     """Where OpenTelemetry spans go, over OTLP/HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none are made.
-    Needs openinfer-server[otel]."""
+    Needs `./run install --otel`."""
 
     tool_parser: str = "auto"
     """What finds tool calls in the output: a name in the entry-point group `openinfer.tool_parsers`, auto (by the chat
     template), or none."""
     reasoning_parser: str = "auto"
     """What tells reasoning from content: a name in `openinfer.reasoning_parsers`, auto, or none."""
+
+    sampling_defaults: SamplingDefaultsFrom = SamplingDefaultsFrom.MODEL
+    """What a request that gives no temperature, top_p, top_k, min_p or penalty is sampled with: as the model's
+    generation_config.json says, or none of it. What a request gives counts before either."""
 
     max_body_bytes: int = 8 * 2**20
     """A longer request body is answered with 413 while it is read."""

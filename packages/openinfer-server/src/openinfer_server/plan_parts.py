@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from openinfer_core.plugins import find_plugin
+from openinfer_core.sampling_defaults import read_sampling_defaults
 from openinfer_server.chat.template import template_source
 from openinfer_server.http.routes import ENDPOINTS
 from openinfer_server.options import ServerOptions
@@ -32,11 +33,18 @@ def frontend_parts(model_dir: Path, family: str, options: ServerOptions) -> dict
 
     Raises:
         UnusableTemplate: the folder's chat template cannot be read.
+        InvalidCheckpoint: see `read_sampling_defaults`.
         UnusableParser, PluginError: see `choose_parsers`.
     """
     endpoints = [find_plugin(ENDPOINTS, name) for name in options.endpoints]
     brought = {f"endpoint {plugin.name}": plugin.origin for plugin in endpoints}
-    return {**parsers_for(template_source(model_dir), family, options).parts, **brought}
+    defaults = read_sampling_defaults(model_dir, options.sampling_defaults)
+    unknown = f"; not known here: {', '.join(defaults.unknown)}" if defaults.unknown else ""
+    return {
+        **parsers_for(template_source(model_dir), family, options).parts,
+        "sampling_defaults": defaults.described + unknown,
+        **brought,
+    }
 
 
 def frontend_distributions(model_dir: Path, family: str, options: ServerOptions) -> set[str]:

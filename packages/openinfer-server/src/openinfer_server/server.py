@@ -22,6 +22,7 @@ from types import FrameType
 import uvicorn
 
 from openinfer_core.engine import EngineHandle
+from openinfer_core.errors import brought_by
 from openinfer_core.events import FailureKind
 from openinfer_core.process.early_launch import EarlyLaunch
 from openinfer_core.process.resident import settle_memory
@@ -305,5 +306,5 @@ def event_loop_factory(choice: EventLoop) -> Callable[[], asyncio.AbstractEventL
     if choice == EventLoop.ASYNCIO or (choice == EventLoop.AUTO and importlib.util.find_spec("uvloop") is None):
         return None
     if importlib.util.find_spec("uvloop") is None:
-        raise ServerError("event_loop is uvloop, which is not installed; install openinfer-server[uvloop]")
+        raise ServerError(f"event_loop is uvloop, which is not installed: {brought_by('--uvloop')}")
     return importlib.import_module("uvloop").new_event_loop

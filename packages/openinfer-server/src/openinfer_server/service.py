@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from openinfer_core.engine import EngineInfo
+from openinfer_core.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from openinfer_server.chat.template import ChatTemplate
 from openinfer_server.http.access import Access
 from openinfer_server.http.api_errors import ApiError, shutting_down
@@ -32,6 +33,7 @@ class Service:
     parsers: ModelParsers = field(default_factory=ModelParsers)
     access: Access = field(default_factory=lambda: Access(None))
     peers: Peers = field(default_factory=NoPeers)
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
 

@@ -253,10 +253,6 @@ def test_only_background_responses_are_cancelled_or_streamed_again(client):
         ({"input": [{"type": "computer_call_output"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": "a", "colour": 1}]}, "input[0].colour"),
-        (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
-            "input[0].arguments",
-        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(client, fields, param):

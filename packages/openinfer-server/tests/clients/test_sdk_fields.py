@@ -323,7 +323,13 @@ ONE_VALUE: Mapping[str, Mapping[str, Any]] = {
 ELSEWHERE = {"previous_response_id"}
 """`test_openai_responses.py` shows what it does."""
 IGNORED_VALUES: Mapping[str, Any] = {
+    "add_generation_prompt": True,
     "best_of": 1,
+    "client_metadata": {"originator": "codex"},
+    "continue_final_message": False,
+    "length_penalty": 1.0,
+    "skip_special_tokens": True,
+    "use_beam_search": False,
     "cache_control": {"type": "ephemeral"},
     "max_tool_calls": 3,
     "metadata": {"a": "b"},
@@ -405,6 +411,21 @@ def ignored():
 
 def without_id(request: GenerateRequest | None) -> GenerateRequest | None:
     return None if request is None else msgspec.structs.replace(request, request_id=0)
+
+
+def other_values():
+    for path, (kind, _, needed) in BODIES.items():
+        for name, neutral in kind.NEUTRAL.items():
+            other = not neutral if isinstance(neutral, bool) else 2
+            yield pytest.param(path, {**needed, name: other}, name, id=f"{path}-{name}")
+            yield pytest.param(path, {**needed, name: "yes"}, name, id=f"{path}-{name}-text")
+
+
+@pytest.mark.parametrize(("path", "body", "name"), list(other_values()))
+def test_field_with_one_harmless_value_is_refused_with_any_other(tell, path, body, name):
+    status, told = tell(path, body)
+    assert status == 400
+    assert json.loads(told.body)["error"]["message"].startswith(f"{name} is not supported: ")
 
 
 @pytest.mark.parametrize(("path", "needed", "given"), list(ignored()))

@@ -51,6 +51,21 @@ def test_cost_is_checked_before_anything_is_asked_of_the_engine(start, call, inf
     assert call(server, "POST", COMPLETIONS, {"prompt": "a", "n": 9, "max_tokens": 100})[0] == 200
 
 
+@pytest.mark.parametrize("options", [{"max_logprob_entries": 250}, {"max_request_kv_tokens": 500}])
+@pytest.mark.parametrize("n", [1, 3])
+def test_chat_without_max_tokens_asks_for_no_more_than_it_may(start, call, info, options, n):
+    server = start(ParrotLoop(info), ServerOptions(port=0, **options))
+    chat = {"messages": [{"role": "user", "content": "a"}], "n": n, "logprobs": True, "top_logprobs": 4}
+    status, _, answer = call(server, "POST", "/v1/chat/completions", chat)
+    assert status == 200, answer
+    (asked,) = {request.sampling.max_tokens for request in server.engine.submitted}
+    if "max_logprob_entries" in options:
+        assert n * 5 * asked <= 250 < n * 5 * (asked + 1)
+    else:
+        prompt_tokens = json.loads(answer)["usage"]["prompt_tokens"]
+        assert asked == 500 // n // info.block_size_tokens * info.block_size_tokens - prompt_tokens
+
+
 def test_waiting_room_knows_who_is_in_it():
     room = AdmissionControl(max_requests=3, max_tokens=100)
     room.check_room(500)  # a single request may bring more

@@ -140,3 +140,13 @@ def test_metrics_are_in_prometheus_format(shared, call):
     names = re.findall(r"^# TYPE (\w+) ", metrics, re.M)
     assert len(names) == len(set(names))
     assert all(name.startswith("openinfer_") for name in names)
+
+
+def test_generation_tokens_are_those_that_usage_counts(start, info, call):
+    server = start(ParrotLoop(info))
+    (stop,) = info.eos_token_ids
+    _, _, answer = call(server, "POST", "/v1/completions", {"prompt": [1, 2, stop, 3], "max_tokens": 9})
+    usage = json.loads(answer)["usage"]
+    assert usage["completion_tokens"] == 3
+    _, _, metrics = call(server, "GET", "/metrics")
+    assert value(metrics, 'openinfer_generation_tokens_total{model_name="parrot"}') == 3

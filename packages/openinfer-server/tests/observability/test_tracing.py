@@ -199,7 +199,7 @@ def test_collector_that_is_gone_costs_no_request(model_dir, info):
 
 def test_without_opentelemetry_the_server_does_not_start(monkeypatch):
     monkeypatch.setattr(openinfer_server.observability.tracing.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ServerError, match=r"install openinfer-server\[otel\]"):
+    with pytest.raises(ServerError, match=r"\./run install --otel"):
         Tracing("http://127.0.0.1:9", model_name="m")
 
 

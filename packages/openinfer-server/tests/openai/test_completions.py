@@ -270,3 +270,10 @@ def test_tokens_that_come_several_at_once_are_single_events(start, connect, info
     assert stream_text(chunks) == client.completions.create(model="parrot", prompt=text, max_tokens=20).choices[0].text
     stopped = client.completions.create(model="parrot", prompt=PROMPT, max_tokens=99, stop="France")
     assert stopped.choices[0].text == PROMPT[: PROMPT.index("France")]
+
+
+def test_echo_with_logprobs_of_one_token_has_that_token(client):
+    choice = client.completions.create(model="parrot", prompt=[5], max_tokens=2, logprobs=1, echo=True).choices[0]
+    assert len(choice.logprobs.tokens) == 3
+    assert choice.logprobs.token_logprobs[0] is None
+    assert None not in choice.logprobs.token_logprobs[1:]

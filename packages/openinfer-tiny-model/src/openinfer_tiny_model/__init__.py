@@ -18,6 +18,6 @@ def model_dir() -> Path:
     folder = files(__name__).joinpath("checkpoint")
     if not isinstance(folder, Path) or not folder.joinpath("config.json").is_file():
         raise FileNotFoundError(
-            f"the tiny checkpoint must be a folder on disk, but {folder} is none; install openinfer-tiny-model with pip"
+            f"the tiny checkpoint must be a folder on disk, but {folder} is none; install openinfer-tiny-model unpacked"
         )
     return folder

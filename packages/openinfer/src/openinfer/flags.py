@@ -65,15 +65,21 @@ def read_flags(
     Raises:
         InvalidRequest: a value cannot be converted or is out of range; the message names the flag.
     """
-    values: dict[str, Any] = dict(preset or {})
+    given = given_flags(namespace, struct)
+    try:
+        return struct(**{**(preset or {}), **given})
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{flag_of(error.field or '')}: {error}", field=error.field) from error
+
+
+def given_flags(namespace: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """The fields of a Struct whose flags were given; raises `InvalidRequest` for a value that cannot be converted."""
+    given: dict[str, Any] = {}
     for field in msgspec.structs.fields(struct):
         text = getattr(namespace, f"{struct.__name__}.{field.name}", None)
         if text is not None:
-            values[field.name] = _convert(field, text)
-    try:
-        return struct(**values)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{flag_of(error.field or '')}: {error}", field=error.field) from error
+            given[field.name] = _convert(field, text)
+    return given
 
 
 def flag_of(field_name: str) -> str:

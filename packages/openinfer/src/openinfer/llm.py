@@ -35,6 +35,7 @@ from openinfer_core import (
 )
 from openinfer_core.contracts import one_release, require_one_release
 from openinfer_core.events import Failed
+from openinfer_core.sampling_defaults import SamplingDefaultsFrom, read_sampling_defaults
 from openinfer_server.chat.template import ChatTemplate, RenderingRefused
 from openinfer_server.text.tokenizer import Tokenizer
 
@@ -54,8 +55,13 @@ class LLM:
     """A loaded model.
 
     Args:
-        model: a Hugging Face model folder, or the name of an installed checkpoint (`tiny`).
+        model: a Hugging Face model folder, the name of an installed checkpoint (`tiny`), or of a repository of the
+            hub (`Qwen/Qwen3-4B`), which is looked for in the cache and then downloaded into it.
         family: the model family, when more than one claims the model.
+        revision: of a repository: a branch, a tag or a commit.
+        offline: download nothing, as `HF_HUB_OFFLINE=1`.
+        sampling_defaults: `model`: parameters that a call does not give are as the model's `generation_config.json`
+            says; `none`: they change nothing.
         **options: fields of the family's options (`EngineOptions`): max_num_seqs, kv_cache_bytes, scheduler, …
 
     Raises:
@@ -64,10 +70,21 @@ class LLM:
         MixedReleases: packages of openinfer are installed that do not belong together.
     """
 
-    def __init__(self, model: str, *, family: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        family: str | None = None,
+        revision: str | None = None,
+        offline: bool = False,
+        sampling_defaults: str = "model",
+        **options: Any,
+    ) -> None:
         require_one_release("openinfer")
-        self._model_dir = find_model_dir(model)
+        defaults_from = _defaults_from(sampling_defaults)
         with one_release():
+            self._model_dir = find_model_dir(model, revision=revision, offline=offline, family=family)
+            self._defaults = read_sampling_defaults(self._model_dir, defaults_from)
             found, _ = find_family(self._model_dir, family)
             self._engine = found.launch(self._model_dir, _options(found.options_type, options))
         self._tokenizer = Tokenizer.load(self._model_dir, num_token_ids=self._engine.info.num_token_ids)
@@ -98,7 +115,8 @@ class LLM:
             prompts: texts, or lists of token ids.
             stop: strings that end the text; they are not part of it.
             ignore_eos: go on past the model's end-of-text tokens.
-            **sampling: fields of `SamplingParams`; `max_tokens` is 128 unless given.
+            **sampling: fields of `SamplingParams`; `max_tokens` is 128 unless given, other numbers are the model's own
+                defaults (`sampling_defaults`).
 
         Raises:
             InvalidRequest: a value is out of range.
@@ -140,7 +158,18 @@ class LLM:
             stop: as for `generate`.
             **sampling: as for `generate`.
         """
-        return self.generate([self.render(messages, template=template)], stop=stop, **sampling)[0]
+        return self.generate([self._prompt(messages, template)], stop=stop, **sampling)[0]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: Mapping[str, Any] | None = None,
+        stop: Sequence[str] = (),
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Yields the text of the assistant's next turn as it comes; arguments as for `chat`. Closing it aborts."""
+        return self.stream(self._prompt(messages, template), stop=stop, **sampling)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, template: Mapping[str, Any] | None = None) -> str:
         """The prompt that `chat` would continue.
@@ -175,8 +204,17 @@ class LLM:
         if unknown := sorted(set(given) - known):
             raise InvalidRequest(f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(sorted(known))}")
         eos = () if ignore_eos else self._engine.info.eos_token_ids
-        fields: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, **given, "stop_token_ids": (*stops, *eos)}
+        fields: dict[str, Any] = {
+            "max_tokens": DEFAULT_MAX_TOKENS,
+            **given,
+            **self._defaults.resolve(given),
+            "stop_token_ids": (*stops, *eos),
+        }
         return SamplingParams(**fields)
+
+    def _prompt(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> list[int]:
+        text = self.render(messages, template=template)  # which has the special tokens that the model wants, BOS too
+        return self._wait(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _submission(self, prompt: Prompt, params: SamplingParams, stop: Sequence[str]) -> "_Submission":
         token_ids: Sequence[int] = self._encode(prompt) if isinstance(prompt, str) else prompt
@@ -251,6 +289,15 @@ class _Submission:
     assembler: Assembler
     future: "Future[Completion]" = field(default_factory=Future[Completion])
     on_text: Callable[[str], None] = _ignore
+
+
+def _defaults_from(name: str) -> SamplingDefaultsFrom:
+    try:
+        return SamplingDefaultsFrom(name)
+    except ValueError as error:
+        known = ", ".join(SamplingDefaultsFrom)
+        message = f"sampling_defaults is {name!r}; it must be one of {known}"
+        raise InvalidRequest(message, field="sampling_defaults") from error
 
 
 def _options(options_type: type[msgspec.Struct], given: dict[str, Any]) -> msgspec.Struct:

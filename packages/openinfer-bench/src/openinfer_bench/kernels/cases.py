@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.ops import Array, AttentionBatch, Ops, SamplingBatch
+from openinfer_kernels.ops import Array, AttentionBatch, Ops, PagedCache, SamplingBatch
 from openinfer_kernels.ops.sampling_columns import COLUMN_DTYPES, DEFAULTS
 from openinfer_kernels.rope import RopeParameters, rope_table
 
@@ -101,7 +101,8 @@ def cases(model: ModelShape, *, tokens: Sequence[int], context: int) -> Iterator
 def _linear(operator: str, tokens: int, n: int, k: int) -> Case:
     def prepare(ops: Ops, fill: Filler) -> Call:
         x, weight = fill(tokens, k), fill(n, k)
-        return lambda: ops.linear(x, weight)
+        batch, _ = paged_batch(ops, [(tokens, tokens)])
+        return lambda: ops.linear(x, weight, batch)
 
     return Case(
         operator=operator,
@@ -131,7 +132,8 @@ def _head(tokens: int, n: int, k: int) -> Case:
 def _swiglu(tokens: int, f: int, h: int) -> Case:
     def prepare(ops: Ops, fill: Filler) -> Call:
         x, weight = fill(tokens, h), fill(2 * f, h)
-        return lambda: ops.linear_swiglu(x, weight)
+        batch, _ = paged_batch(ops, [(tokens, tokens)])
+        return lambda: ops.linear_swiglu(x, weight, batch)
 
     return Case(
         operator="linear_swiglu",
@@ -184,12 +186,13 @@ def _add_norm(tokens: int, h: int) -> Case:
 def _append(tokens: int, model: ModelShape) -> Case:
     def prepare(ops: Ops, fill: Filler) -> Call:
         batch, num_blocks = paged_batch(ops, [(tokens, tokens)])
-        cache = fill(num_blocks, 1, 2, model.num_kv_heads, BLOCK_TOKENS, model.head_dim)
+        data = fill(num_blocks, 1, 2, model.num_kv_heads, BLOCK_TOKENS, model.head_dim)
+        cache = PagedCache(data=data, layer=0)
         qkv, q_norm, k_norm = fill(tokens, model.qkv), fill(model.head_dim), fill(model.head_dim)
         table = rope_table(RopeParameters(theta=1e6), head_dim=model.head_dim, positions=tokens)
         rope = ops.upload(table)
         return lambda: ops.qk_norm_rope_append(
-            qkv, q_norm=q_norm, k_norm=k_norm, eps=1e-6, rope=rope, kv_cache=cache, layer=0, batch=batch
+            qkv, q_norm=q_norm, k_norm=k_norm, eps=1e-6, rope=rope, cache=cache, batch=batch
         )
 
     return Case(
@@ -209,9 +212,9 @@ def _attention(rows: Sequence[tuple[int, int]], model: ModelShape) -> Case:
 
     def prepare(ops: Ops, fill: Filler) -> Call:
         batch, num_blocks = paged_batch(ops, rows)
-        cache = fill(num_blocks, 1, 2, kv_heads, BLOCK_TOKENS, head_dim)
+        cache = PagedCache(data=fill(num_blocks, 1, 2, kv_heads, BLOCK_TOKENS, head_dim), layer=0)
         q = fill(tokens, heads, head_dim)
-        return lambda: ops.paged_attention(q, cache, layer=0, batch=batch, scale=head_dim**-0.5)
+        return lambda: ops.paged_attention(q, cache, batch=batch, scale=head_dim**-0.5)
 
     seen = sum(queries * (2 * context - queries + 1) // 2 for context, queries in rows)
     return Case(
@@ -275,8 +278,8 @@ def paged_batch(ops: Ops, rows: Sequence[tuple[int, int]]) -> tuple[AttentionBat
         positions=ops.upload(np.concatenate(positions).astype(np.int32)),
         query_starts=ops.upload(np.cumsum([0, *(queries for _, queries in rows)]).astype(np.int32)),
         context_lens=ops.upload(np.array([context for context, _ in rows], np.int32)),
-        block_tables=ops.upload(tables),
-        cache_slots=ops.upload(np.concatenate(slots)),
+        block_tables=(ops.upload(tables),),
+        cache_slots=(ops.upload(np.concatenate(slots)),),
         max_query_tokens=max(queries for _, queries in rows),
         max_context_tokens=max(context for context, _ in rows),
     )

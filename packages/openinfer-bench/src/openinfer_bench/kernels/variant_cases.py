@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from openinfer_bench.kernels.cases import BLOCK_TOKENS, Call, Case, Filler, paged_batch
-from openinfer_kernels.ops import Ops
+from openinfer_kernels.ops import Ops, PagedCache
 
 _MAX_DECODE_ROWS = 256
 _LONG = 8
@@ -59,12 +59,12 @@ def _attention(rows: Sequence[tuple[int, int]], shape: VariantShape) -> Case:
 
     def prepare(ops: Ops, fill: Filler) -> Call:
         batch, num_blocks = paged_batch(ops, rows)
-        cache = fill(num_blocks, 1, 2, kv_heads, BLOCK_TOKENS, head_dim)
+        cache = PagedCache(data=fill(num_blocks, 1, 2, kv_heads, BLOCK_TOKENS, head_dim), layer=0)
         q = fill(tokens, heads, head_dim)
         asked: dict[str, Any] = {"window": shape.window, "soft_cap": shape.soft_cap}
         if shape.has_sinks:
             asked["sinks"] = ops.upload(np.linspace(-2, 2, heads).astype(np.float32))
-        return lambda: ops.paged_attention(q, cache, layer=0, batch=batch, scale=head_dim**-0.5, **asked)
+        return lambda: ops.paged_attention(q, cache, batch=batch, scale=head_dim**-0.5, **asked)
 
     read = sum(min(context, _reach(shape, context) + queries - 1) for context, queries in rows)
     seen = sum(int(np.minimum(_positions(row), _reach(shape, row[0])).sum()) for row in rows)

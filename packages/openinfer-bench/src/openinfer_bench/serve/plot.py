@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from openinfer_core import Refused
+from openinfer_core.errors import brought_by
 
 _SHADES = {"p50": "#0b6e4f", "p90": "#6bb392", "p99": "#c9e4d6"}
 _TITLES = {"ttft_ms": "time to first token, ms", "tpot_ms": "time per output token, ms", "itl_ms": "between tokens, ms"}
@@ -20,7 +21,7 @@ def draw(rows: Sequence[dict[str, Any]], samples: Sequence[dict[str, Any]], path
     try:
         figure_class: Any = importlib.import_module("matplotlib.figure").Figure
     except ModuleNotFoundError as missing:
-        raise Refused('--plot needs matplotlib: pip install "openinfer[plot]"') from missing
+        raise Refused(f"--plot needs matplotlib, which is not installed: {brought_by('--plot')}") from missing
     panels = len(_TITLES) + bool(samples)
     figure: Any = figure_class(figsize=(4.2 * panels, 1.6 + 0.5 * max(3, len(rows))), dpi=130, layout="constrained")
     axes: Sequence[Any] = figure.subplots(1, panels)

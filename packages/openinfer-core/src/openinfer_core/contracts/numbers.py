@@ -13,6 +13,7 @@ CONTRACTS: Mapping[str, int] = MappingProxyType(
         "openinfer.grammar_compilers": 1,
         "openinfer.kernel_providers": 1,
         "openinfer.kv_tiers": 1,
+        "openinfer.model_files": 1,
         "openinfer.models": 1,
         "openinfer.queue_policies": 1,
         "openinfer.reasoning_parsers": 1,

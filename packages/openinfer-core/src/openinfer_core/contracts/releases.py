@@ -27,6 +27,7 @@ OUR_PACKAGES = frozenset(
         "openinfer-kimi-k2",
         "openinfer-kv-cache",
         "openinfer-kv-offload",
+        "openinfer-llama",
         "openinfer-qwen3",
         "openinfer-qwen35",
         "openinfer-server",

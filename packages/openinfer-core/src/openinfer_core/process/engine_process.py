@@ -21,15 +21,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
-from openinfer_core.errors import OpenInferError, Refused
+from openinfer_core.errors import OpenInferError
 from openinfer_core.process.host import EngineLoop, LoopRunner
 from openinfer_core.process.links import LinkServer, shows_token
+from openinfer_core.process.logs import set_up_logs
 from openinfer_core.process.resident import settle_memory
 from openinfer_core.process.wire import (
     Close,
@@ -122,24 +123,13 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
             return 1
         parent = _ParentWatch(clean_up=lambda: remove_socket_file(address))
         try:
-            set_log_level(os.environ)
+            set_up_logs(os.environ)
             loop = build(launch.spec)
             settle_memory()
         except OpenInferError as error:
             _refuse(listener, launch.token, str(error))
             return 1
         return _serve(loop, listener, launch.token, parent)
-
-
-def set_log_level(environ: Mapping[str, str]) -> None:
-    """Logs to standard error from the level that `OPENINFER_LOG_LEVEL` names; `Refused` if there is no such level."""
-    name = environ.get("OPENINFER_LOG_LEVEL", "INFO")
-    levels = logging.getLevelNamesMapping()
-    if name.upper() not in levels:
-        raise Refused(
-            f"OPENINFER_LOG_LEVEL is {name!r}; possible are {', '.join(sorted(levels, key=levels.__getitem__))}"
-        )
-    logging.basicConfig(level=levels[name.upper()], format="%(name)s: %(message)s")
 
 
 def _say(address: Address) -> None:
@@ -214,4 +204,5 @@ class _ParentWatch:
             if self._stopped.wait(_ORPHAN_DEADLINE_S):
                 return
         self._clean_up()
+        logging.shutdown()
         os._exit(1)

@@ -1,8 +1,8 @@
 """`FakeDevice`: executes step plans as a runner would, and notices every mistake in them.
 
-Its KV cache holds, for each position of each block, the fake model's state there, that is a hash of the whole
-prefix. A row that reads a block which another row has overwritten, was never written, or belongs to another
-salt, reads another state and is caught, in the step in which it happens.
+Its KV cache (`fake_pool.py`) holds, for each position of each block, the fake model's state there, that is a hash of
+the whole prefix. A row that reads a block which another row has overwritten, was never written, or belongs to another
+salt or another table, reads another state and is caught, in the step in which it happens.
 
 With drafts it alone knows how long a sequence is: rows are computed from the true position, what a rejected draft
 leaves in the cache is the state of a wrong prefix, and a planned start must be the exact upper bound.
@@ -20,6 +20,7 @@ from openinfer_core.scheduling import SchedulerConfig, SlotStart, StepPlan, Step
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.errors import ConformanceError, require
 from openinfer_core.testing.fake_drafter import FakeDrafter
+from openinfer_core.testing.fake_pool import FakePool, FakeTable
 from openinfer_core.testing.fake_rows import FakeRow, FakeSlot, check_row
 from openinfer_core.testing.fake_states import FakeStates
 
@@ -31,7 +32,6 @@ _ROW_COLUMNS = {
     "counts": np.int32,
     "num_host_tokens": np.int32,
     "max_new": np.int32,
-    "new_block_counts": np.int32,
     "draft_counts": np.int32,
     "wants_drafts": np.bool_,
 }
@@ -49,8 +49,9 @@ class FakeDevice:
         self._config = config
         self._drafter = drafter
         self._states = FakeStates(config) if config.num_snapshots else None
-        self._memory: dict[int, int] = {}  # block id * block size + offset -> state
+        self._pool = FakePool(config)
         self._slots: dict[int, FakeSlot] = {}
+        self._tables: dict[int, list[FakeTable]] = {}  # of the sequence in each slot
         self._seeds: dict[RequestId, int] = {}
         self._to_fail: set[RequestId] = set()
         self.steps = 0
@@ -63,17 +64,11 @@ class FakeDevice:
         self._to_fail.add(request_id)
 
     def read_block(self, block_id: int) -> tuple[int | None, ...]:
-        size = self._config.block_size_tokens
-        return tuple(self._memory.get(block_id * size + offset) for offset in range(size))
+        return self._pool.read_block(block_id)
 
     def write_block(self, block_id: int, content: tuple[int | None, ...]) -> None:
         # As a copy from a KV tier does.
-        size = self._config.block_size_tokens
-        for offset, state in enumerate(content):
-            if state is None:
-                self._memory.pop(block_id * size + offset, None)
-            else:
-                self._memory[block_id * size + offset] = state
+        self._pool.write_block(block_id, content)
 
     @property
     def states(self) -> FakeStates:
@@ -97,9 +92,10 @@ class FakeDevice:
         self._begin_states(plan)
         rows = self._read_rows(plan, plan.step if num_applied is None else num_applied)
         self._advance_states(plan, rows)
-        self._write(rows)
-        for row in rows:
-            self._read_context(row)
+        tables = [self._tables[slot] for slot in plan.slots.tolist()]
+        self._pool.write(rows, tables)
+        for row, row_tables in zip(rows, tables, strict=True):
+            self._pool.check_context(row, row_tables)
         self.steps += 1
         return self._result(plan, rows)
 
@@ -115,6 +111,10 @@ class FakeDevice:
         for name, dtype in _ROW_COLUMNS.items():
             _check_column(plan, name, dtype)
             require(len(getattr(plan, name)) == num_rows, f"{name} has {len(getattr(plan, name))} of {num_rows} rows")
+        for name in ("new_block_counts", "void_block_counts"):
+            _check_column(plan, name, np.int32, num_axes=2)
+            shape, right = getattr(plan, name).shape, (len(config.table_windows), num_rows)
+            require(shape == right, f"{name} is of shape {shape}; [tables, rows] are {right}")
         require(num_rows <= config.max_num_seqs, f"{num_rows} rows; max_num_seqs is {config.max_num_seqs}")
         require(
             plan.num_tokens <= config.max_step_tokens,
@@ -125,8 +125,7 @@ class FakeDevice:
         require(all(0 <= slot < config.max_num_seqs for slot in slots), f"slots {slots} beyond max_num_seqs")
         require(plan.num_host_tokens.sum() == len(plan.token_ids), "token_ids is not as long as num_host_tokens say")
         require(plan.new_block_counts.sum() == len(plan.new_blocks), "new_blocks is not as long as its counts say")
-        blocks = plan.new_blocks.tolist()
-        require(all(0 <= block < config.num_blocks for block in blocks), f"blocks {blocks} beyond the pool")
+        require((plan.new_block_counts >= 0).all(), "new_block_counts has negative ones")
 
     # --- rows -------------------------------------------------------------------------------------------
 
@@ -141,6 +140,7 @@ class FakeDevice:
         require(outputs == right[: len(outputs)], f"{what} starts with outputs {outputs}; the model gave {right}")
         self._check_seed(start)
         token_ids = [*request.prompt_token_ids, *outputs]
+        self._tables[start.slot] = [FakeTable() for _ in self._config.table_windows]
         self._slots[start.slot] = FakeSlot(request, token_ids, fake_model.states(request, token_ids))
 
     def _check_seed(self, start: SlotStart) -> None:
@@ -152,15 +152,14 @@ class FakeDevice:
 
     def _read_rows(self, plan: StepPlan, num_applied: int) -> list[FakeRow]:
         rows: list[FakeRow] = []
-        token_ids, new_blocks = plan.token_ids.tolist(), plan.new_blocks.tolist()
-        num_ids = num_blocks = 0
+        token_ids, num_ids = plan.token_ids.tolist(), 0
+        new_blocks, void = self._pool.new_blocks(plan), plan.void_block_counts.T.tolist()
         for index, slot_index in enumerate(plan.slots.tolist()):
             slot = self._slots.get(slot_index)
             if slot is None:
                 raise ConformanceError(f"slot {slot_index} has a row and was never started")
             given = token_ids[num_ids : num_ids + int(plan.num_host_tokens[index])]
-            added = new_blocks[num_blocks : num_blocks + int(plan.new_block_counts[index])]
-            num_ids, num_blocks = num_ids + len(given), num_blocks + len(added)
+            num_ids += len(given)
             slot.rejected = {step: count for step, count in slot.rejected.items() if step >= num_applied}
             start = int(plan.starts[index])
             row = FakeRow(
@@ -173,7 +172,7 @@ class FakeDevice:
                 max_new=int(plan.max_new[index]),
                 kv=[],
             )
-            slot.blocks += added
+            self._pool.advance(row, self._tables[slot_index], void[index], new_blocks[index])
             check_row(row, self._config)
             self._compute(row, plan.step)
             rows.append(row)
@@ -205,31 +204,6 @@ class FakeDevice:
         slot.num_sampled += len(row.new_ids)
         if self._drafter is not None:
             slot.drafts = self._drafter.draft(slot.request, slot.states[-1], num_outputs=slot.num_outputs)
-
-    # --- KV ---------------------------------------------------------------------------------------------
-
-    def _write(self, rows: list[FakeRow]) -> None:
-        writers: dict[int, FakeRow] = {}
-        for row in rows:
-            for position, state in enumerate(row.kv, row.start):
-                place = self._place(row.slot, position)
-                other = writers.setdefault(place, row)
-                require(other is row, f"{row.slot.what} and {other.slot.what} write to the same block in one step")
-                self._memory[place] = state
-
-    def _read_context(self, row: FakeRow) -> None:
-        for position in range(row.end):
-            place = self._place(row.slot, position)
-            if self._memory.get(place) != row.slot.states[position]:
-                block = place // self._config.block_size_tokens
-                raise ConformanceError(
-                    f"{row.what}: position {position} in block {block} holds "
-                    f"{'nothing' if place not in self._memory else 'the KV of another prefix'}"
-                )
-
-    def _place(self, slot: FakeSlot, position: int) -> int:
-        size = self._config.block_size_tokens
-        return slot.blocks[position // size] * size + position % size
 
     # --- states -----------------------------------------------------------------------------------------
 
@@ -281,12 +255,13 @@ class FakeDevice:
         )
 
 
-def _check_column(plan: StepPlan, name: str, dtype: Any) -> None:
+def _check_column(plan: StepPlan, name: str, dtype: Any, *, num_axes: int = 1) -> None:
     column: Any = getattr(plan, name)
     kind = (getattr(column, "dtype", None), getattr(column, "ndim", None))
-    right = (np.dtype(dtype), 1)
+    right = (np.dtype(dtype), num_axes)
     if kind != right:  # what an array looks like is not written down for nothing: this is asked of every step
-        raise ConformanceError(f"{name} must be a one-dimensional array of {right[0].name}; it is {column!r}")
+        dimensions = "one-dimensional" if num_axes == 1 else "two-dimensional"
+        raise ConformanceError(f"{name} must be a {dimensions} array of {right[0].name}; it is {column!r}")
 
 
 def _is_token_id(token_id: int) -> bool:

@@ -14,7 +14,6 @@ class FakeSlot:
     request: GenerateRequest
     token_ids: list[int]  # given and sampled ids, by position
     states: list[int]  # the fake model's state at each of them
-    blocks: list[int] = field(default_factory=list[int])
     end: int | None = None  # position after the last one computed and kept; None before the first row
     num_sampled: int = 0  # how many of `token_ids` were sampled in this sequence slot
     drafts: list[int] = field(default_factory=list[int])  # that follow the last sampled id
@@ -85,8 +84,6 @@ def check_row(row: FakeRow, config: SchedulerConfig) -> None:
     require(given == right, f"{what}: ids {given} are given; its ids are {right}")
     if row.max_new:
         require(row.known_end == known, f"{what}: samples position {row.known_end}, whose id is known")
-    room = len(slot.blocks) * config.block_size_tokens
-    require(planned_end <= room, f"{what}: its {len(slot.blocks)} blocks have room for {room} tokens")
     require(planned_end <= config.max_model_tokens, f"{what}: beyond max_model_tokens")
 
 

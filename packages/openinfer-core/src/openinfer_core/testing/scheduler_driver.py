@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ParamSpec, TypeAlias, TypeVar
 
+from openinfer_core.engine import EngineStats
 from openinfer_core.events import (
     Failed,
     FailureKind,
@@ -29,6 +30,7 @@ from openinfer_core.scheduling import (
     StepPlan,
     StepResult,
 )
+from openinfer_core.scheduling.draft_counter import DraftCounter
 from openinfer_core.testing import fake_model
 from openinfer_core.testing.errors import require
 from openinfer_core.testing.fake_device import FAULT, FakeDevice
@@ -115,6 +117,7 @@ class SchedulerDriver:
         self._runs_at = runs_at
         self._in_flight: deque[_InFlight] = deque()
         self._num_applied = 0
+        self._drafts = DraftCounter(config.max_drafts)
         self._owners: dict[int, RequestId] = {}  # slot -> the request that was started in it and not released from it
         self._masked_slots: dict[int, bool] = {}  # slot -> whether its request has a grammar
         self._ledger = Ledger()
@@ -185,6 +188,7 @@ class SchedulerDriver:
         if result is None:
             result = self.device.run(step.plan, num_applied=step.num_applied)
         self._num_applied += 1
+        self._drafts.count(result)
         self._take(self._timed(self.scheduler.apply, step.plan, result, now_s=self._tick()))
 
     def step(self) -> StepPlan | None:
@@ -202,6 +206,10 @@ class SchedulerDriver:
         self._check_nothing_is_left()
         for account in self.accounts.values():
             self._check_account(account)
+
+    def stats(self) -> EngineStats:
+        """The scheduler's, with what became of drafts, as an engine's loop counts it."""
+        return self._drafts.told_in(self.scheduler.stats())
 
     def outcome(self, request: GenerateRequest) -> fake_model.ExpectedOutcome:
         return fake_model.outcome(request, max_model_tokens=self.config.max_model_tokens)

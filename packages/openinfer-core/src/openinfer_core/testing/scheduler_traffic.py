@@ -3,6 +3,8 @@
 import random
 from collections.abc import Iterable
 
+import msgspec
+
 from openinfer_core.events import Scheduled
 from openinfer_core.request import GenerateRequest, LoadedAdapter, RequestId
 from openinfer_core.sampling import Grammar, GrammarKind, SamplingParams
@@ -23,6 +25,7 @@ def make_config(
     max_step_tokens: int = 16,
     max_model_tokens: int = 64,
     max_waiting: int = 64,
+    table_windows: tuple[int | None, ...] = (None,),
 ) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=num_blocks,
@@ -31,6 +34,7 @@ def make_config(
         max_step_tokens=max_step_tokens,
         max_model_tokens=max_model_tokens,
         max_waiting=max_waiting,
+        table_windows=table_windows,
     )
 
 
@@ -69,19 +73,22 @@ def make_request(
     )
 
 
-def random_config(rng: random.Random) -> SchedulerConfig:
+def random_config(rng: random.Random, *, table_windows: tuple[int | None, ...] = (None,)) -> SchedulerConfig:
     block_size_tokens = rng.choice((1, 2, 4, 16))
     max_model_tokens = rng.choice((24, 40, 64))
     max_num_seqs = rng.choice((1, 2, 5, 8))
-    blocks_of_one = -(-max_model_tokens // block_size_tokens)
-    return SchedulerConfig(
-        num_blocks=rng.choice((blocks_of_one, blocks_of_one + 3, 3 * blocks_of_one, 12 * blocks_of_one)),
+    contexts, more_blocks = rng.choice(((1, 0), (1, 3), (3, 0), (12, 0)))
+    config = SchedulerConfig(
+        num_blocks=1,
         block_size_tokens=block_size_tokens,
+        table_windows=table_windows,
         max_num_seqs=max_num_seqs,
         max_step_tokens=rng.choice((max_num_seqs, max_num_seqs + 3, 4 * max_num_seqs + 16)),
         max_model_tokens=max_model_tokens,
         prefix_cache=rng.random() < 0.8,
     )
+    num_blocks = contexts * config.blocks_for_context(max_model_tokens) + more_blocks
+    return msgspec.structs.replace(config, num_blocks=num_blocks)
 
 
 def drive_at_random(driver: SchedulerDriver, rng: random.Random) -> None:

@@ -11,7 +11,7 @@ from openinfer_engine.options import EngineOptions
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
-from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors
+from openinfer_engine.worker.paged_tensors import make_pool
 from openinfer_engine.worker.runner import Worker
 from openinfer_kernels import Ops
 from openinfer_kernels.cpu import BatchInvariantCpuOps, CpuOps
@@ -77,17 +77,16 @@ class CpuBackend:
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
-        kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
+        kv_pool = make_pool(layout, num_blocks=num_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
         return CpuWorker(
             model,
-            kv_cache=kv_cache,
+            kv_pool=kv_pool,
             ops=ops,
             communicator=communicator,
             limits=limits,
             states=states,
-            caches=paged_tensors(layout, kv_cache),
             drafter=drafter,
             tracer=tracer,
         )

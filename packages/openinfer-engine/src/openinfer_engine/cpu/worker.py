@@ -4,9 +4,8 @@ A row of several sampled positions is sampled at the first, then at the next as 
 stands there: exactly what so many steps of one token would do, with the same penalties, masks and random numbers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from openinfer_engine.model import Model
 from openinfer_engine.tracing.trace import DEVICE, NoTrace, Tracer
 from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.logprobs import HostLogprobs
+from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import DoneStep
 from openinfer_engine.worker.sampling_state import SamplingState
 from openinfer_engine.worker.state_slots import StateSlots
@@ -39,6 +39,7 @@ class WorkerLimits:
     max_num_seqs: int
     max_model_tokens: int
     block_size_tokens: int
+    num_tables: int = 1  # block tables of a sequence
     num_token_ids: int
     vocab_size: int
     num_snapshots: int = 0  # slots of recurrent states after the first `max_num_seqs`, for copies
@@ -75,27 +76,26 @@ class CpuWorker:
         self,
         model: Model,
         *,
-        kv_cache: Array,
+        kv_pool: KvPool,
         ops: Ops,
         communicator: Communicator,
         limits: WorkerLimits,
         states: StateSlots | None = None,
-        caches: Mapping[str, Array] = MappingProxyType({}),
         drafter: SharedDrafter | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer or NoTrace()
         self._limits = limits
         self._states = states
-        self._caches = caches
         self._model = model
-        self._kv_cache = kv_cache
+        self._kv_pool = kv_pool
         self._ops = ops
         self._communicator = communicator
         self._tables = BlockTables(
             max_num_seqs=limits.max_num_seqs,
             max_model_tokens=limits.max_model_tokens,
             block_size_tokens=limits.block_size_tokens,
+            num_tables=limits.num_tables,
         )
         self._sampling = SamplingState(
             max_num_seqs=limits.max_num_seqs, num_token_ids=limits.num_token_ids, vocab_size=limits.vocab_size
@@ -127,7 +127,7 @@ class CpuWorker:
             raise
 
     def pool_memory(self) -> HostPool:
-        return HostPool(self._kv_cache, None if self._states is None else self._states.memory)
+        return HostPool(self._kv_pool.blocks, None if self._states is None else self._states.memory)
 
     def fence(self) -> Callable[[], None]:
         return _nothing
@@ -160,10 +160,10 @@ class CpuWorker:
         )
 
     def _forward(self, plan: StepPlan, token_ids: Array) -> Array:
-        batch = replace(self._tables.batch(plan, self._ops), caches=self._caches)
+        batch = replace(self._tables.batch(plan, self._ops), caches=self._kv_pool.tensors)
         if self._states is not None:
             batch = self._states.join(batch, plan)
-        return self._model.forward(token_ids, batch=batch, kv_cache=self._kv_cache)
+        return self._model.forward(token_ids, batch=batch, kv_cache=self._kv_pool.layers)
 
     def _set_back(
         self, states: StateSlots, plan: StepPlan, kept: Array, token_ids: Array, new_counts: Int32Column

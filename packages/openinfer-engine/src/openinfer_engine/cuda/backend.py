@@ -15,7 +15,7 @@ from openinfer_engine.options import EngineOptions, RankHost
 from openinfer_engine.tracing.trace import Tracer
 from openinfer_engine.weights.dummy import DeviceDummyWeights
 from openinfer_engine.weights.stored_tensor import TensorSpec
-from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors
+from openinfer_engine.worker.paged_tensors import make_pool
 from openinfer_engine.worker.runner import Worker
 from openinfer_kernels import KernelsError, Ops
 from openinfer_kernels.cuda.batch_invariant import BatchInvariantCudaOps
@@ -82,19 +82,18 @@ class CudaBackend(PlannedGpu):
         mark: Callable[[str], None],
         tracer: Tracer,
     ) -> Worker:
-        kv_cache = make_pool(layout, num_blocks=num_blocks, ops=ops)
+        kv_pool = make_pool(layout, num_blocks=num_blocks, ops=ops)
         states = make_states(layout, limits, ops=ops)
         mark("kv_cache")
         if not isinstance(ops, CudaOps):
             raise TypeError("operators of another backend")
         rank = CudaWorker(
             model,
-            kv_cache=kv_cache,
+            kv_pool=kv_pool,
             ops=ops,
             communicator=communicator,
             limits=limits,
             states=states,
-            caches=paged_tensors(layout, kv_cache),
             drafter=drafter,
             tracer=tracer,
         )

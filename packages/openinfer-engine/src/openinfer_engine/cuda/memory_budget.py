@@ -42,7 +42,7 @@ def workspaces(
     gathered_bytes = rows * limits.vocab_size * _GATHERED_LOGIT_BYTES
     scored_tokens = max_step_tokens + max((*decode_rows, *mixed_tokens), default=0)  # graphs have memory of their own
     score_bytes = scored_tokens * limits.score_bytes_per_token * (1 if num_ranks == 1 else 2)
-    table_bytes = 4 * -(-limits.max_model_tokens // limits.block_size_tokens)
+    table_bytes = 4 * limits.num_tables * -(-limits.max_model_tokens // limits.block_size_tokens)
     captured_rows = sum(decode_rows) + sum(min(each, limits.max_num_seqs) for each in mixed_tokens)
     graph_bytes = (len(decode_rows) + len(mixed_tokens)) * _GRAPH_BYTES + captured_rows * table_bytes
     shared = {"communicator": _COMMUNICATOR_BYTES + gathered_bytes} if num_ranks > 1 else {}
@@ -104,6 +104,7 @@ def slot_sizes(limits: WorkerLimits) -> SlotSizes:
         max_num_seqs=limits.max_num_seqs,
         max_blocks=-(-limits.max_model_tokens // limits.block_size_tokens),
         block_tokens=limits.block_size_tokens,
+        num_tables=limits.num_tables,
         num_columns=limits.vocab_size,
         max_biased=MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS,
     )

@@ -8,7 +8,7 @@ from openinfer_engine.cpu.worker import WorkerLimits
 from openinfer_engine.cuda.graphs import CapturedMixed
 from openinfer_engine.cuda.memory_budget import slot_sizes
 from openinfer_engine.cuda.step_buckets import TOKEN_BUCKETS, bucket_of
-from openinfer_engine.model import Model
+from openinfer_engine.model import KvLayers, Model
 from openinfer_kernels import Array, HostArray
 from openinfer_kernels.cuda.common.pinned import StagingBuffer
 from openinfer_kernels.cuda.sampling.step_inputs import BatchMemory, MixedInputs, mixed_record
@@ -33,7 +33,7 @@ class MixedForward:
     """Queues forward passes; `captured` has those that are replayed, by tokens."""
 
     def __init__(
-        self, model: Model, *, kv_cache: Array, slots: SlotState, limits: WorkerLimits, memory: BatchMemory
+        self, model: Model, *, kv_cache: KvLayers, slots: SlotState, limits: WorkerLimits, memory: BatchMemory
     ) -> None:
         self.captured: dict[int, CapturedMixed] = {}
         self._model = model

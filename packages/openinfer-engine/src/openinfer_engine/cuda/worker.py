@@ -8,9 +8,8 @@ What the host must know of a sequence slot is known when it begins (`CudaSamplin
 ask for makes a step wait, and what few rows ask for costs the others little.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
@@ -34,6 +33,7 @@ from openinfer_engine.model import LastTokenModel, LogitsIndices, Model
 from openinfer_engine.tracing.trace import NoTrace, Tracer
 from openinfer_engine.worker.block_tables import BlockTables
 from openinfer_engine.worker.logprobs import HostLogprobs
+from openinfer_engine.worker.paged_tensors import KvPool
 from openinfer_engine.worker.runner import PendingStep
 from openinfer_engine.worker.state_slots import StateSlots
 from openinfer_kernels import Array, HostArray, Logprobs
@@ -71,12 +71,11 @@ class CudaWorker:
         self,
         model: Model,
         *,
-        kv_cache: Array,
+        kv_pool: KvPool,
         ops: CudaOps,
         communicator: Communicator,
         limits: WorkerLimits,
         states: StateSlots | None = None,
-        caches: Mapping[str, Array] = MappingProxyType({}),
         drafter: SharedDrafter | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -84,10 +83,11 @@ class CudaWorker:
         self._states = states
         self._memory = memory = BatchMemory(
             block_tokens=limits.block_size_tokens,
-            caches=caches,
+            num_tables=limits.num_tables,
+            caches=kv_pool.tensors,
             states=None if states is None else states.tensors,
         )
-        self._kv_cache = kv_cache
+        self._kv_pool = kv_pool
         self._ops = ops
         self._communicator = communicator
         self._limits = limits
@@ -97,12 +97,15 @@ class CudaWorker:
             max_num_seqs=limits.max_num_seqs,
             max_model_tokens=limits.max_model_tokens,
             block_size_tokens=limits.block_size_tokens,
+            num_tables=limits.num_tables,
         )
         self._slots, drafted_slots = _sampling_states(ops, limits, drafter)
         max_rows = max(limits.max_num_seqs, ROW_BUCKETS[-1])
         self._sampler = CudaSampler(ops, self._slots, communicator, limits, max_rows=max_rows)
         self._decode: dict[int, CapturedDecode] = {}
-        self._mixed = MixedForward(model, kv_cache=kv_cache, slots=self._slots.state, limits=limits, memory=memory)
+        self._mixed = MixedForward(
+            model, kv_cache=kv_pool.layers, slots=self._slots.state, limits=limits, memory=memory
+        )
         self._drafted: DraftedSteps | None = None
         if drafter is not None and drafted_slots is not None:
             self._drafted = DraftedSteps(
@@ -172,7 +175,9 @@ class CudaWorker:
 
     def _decode_logits(self, inputs: DecodeInputs) -> Array:
         self._slots.state.prepare_decode(inputs)
-        return self._model.logits(self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_cache))
+        return self._model.logits(
+            self._model.forward(inputs.token_ids, batch=inputs.batch, kv_cache=self._kv_pool.layers)
+        )
 
     # --- steps ------------------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class CudaWorker:
 
     def pool_memory(self) -> DevicePool:
         slots = None if self._states is None else self._states.memory
-        return DevicePool(self._kv_cache, self._ops.device, slots=slots)
+        return DevicePool(self._kv_pool.blocks, self._ops.device, slots=slots)
 
     def fence(self) -> Callable[[], None]:
         # Recorded at the stream's present end; any thread may wait for it.
@@ -302,7 +307,7 @@ class CudaWorker:
         return model.forward_last_tokens(
             inputs.token_ids,
             batch=inputs.batch,
-            kv_cache=self._kv_cache,
+            kv_cache=self._kv_pool.layers,
             last=LogitsIndices(tokens=last, batch=batch),
         )
 

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from openinfer_core import Plugin, Refused, find_plugin
+from openinfer_core.errors import brought_by
 from openinfer_core.grammars import GrammarCompiler, Vocabulary
 from openinfer_core.plugins import GRAMMAR_COMPILERS
 from openinfer_core.tokenizer_files import read_tokenizer
@@ -14,7 +15,7 @@ OPENINFER_CONTRACT = 1
 AUTO = "auto"
 NONE = "none"
 LLGUIDANCE = "llguidance"
-_NOT_INSTALLED = "grammar_compiler is llguidance, which is not installed; install openinfer-engine[structured]"
+_NOT_INSTALLED = f"grammar_compiler is llguidance, which is not installed: {brought_by()}"
 
 
 def choose_grammar_compiler(
@@ -34,6 +35,14 @@ def choose_grammar_compiler(
     if name == LLGUIDANCE and not is_installed(LLGUIDANCE):
         raise Refused(_NOT_INSTALLED)
     return find_plugin(GRAMMAR_COMPILERS, name)
+
+
+def no_grammars_because(*, is_installed: Callable[[str], bool] = lambda module: find_spec(module) is not None) -> str:
+    """What a start says where `auto` found no compiler: which requests are refused, why, and what to do."""
+    refused = 'JSON schemas, grammars, named tools and tool_choice "required" are refused: '
+    if not is_installed(LLGUIDANCE):
+        return f"{refused}llguidance is not installed; {brought_by()}"
+    return f"{refused}the model folder has no tokenizer that is read here"
 
 
 def make_grammar_compiler(plugin: Plugin | None, vocabulary: Vocabulary) -> GrammarCompiler | None:

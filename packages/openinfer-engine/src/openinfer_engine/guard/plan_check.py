@@ -26,11 +26,11 @@ _INT_COLUMNS = (
     "num_host_tokens",
     "max_new",
     "draft_counts",
-    "new_block_counts",
     "new_blocks",
     "token_ids",
 )
-_NUM_ROW_COLUMNS = 7  # the first so many have one entry per row
+_NUM_ROW_COLUMNS = 6  # the first so many have one entry per row
+_TABLE_COLUMNS = ("new_block_counts", "void_block_counts")
 _INT32 = np.dtype(np.int32)
 
 Slots: TypeAlias = NDArray[np.intp]
@@ -47,12 +47,14 @@ class PlanCheck:
     def __init__(self, config: SchedulerConfig, *, num_token_ids: int) -> None:
         self._config = config
         self._num_token_ids = num_token_ids
+        self._num_tables = len(config.table_windows)
         num_slots = config.max_num_seqs
         self.owners: dict[int, RequestId] = {}  # live slot -> the request in it
         self._is_live = np.zeros(num_slots, np.bool_)
         self._has_sampled = np.zeros(num_slots, np.bool_)
         self._masked: set[int] = set()  # live slots whose request has a grammar
         self._ends = np.zeros(num_slots, np.int32)  # after the slot's last row, as if all drafts had been accepted
+        self._drafts_in_flight = np.zeros(num_slots, np.int32)  # of the slot's rows that were not applied
         self._started_step = np.zeros(num_slots, np.int64)
         self._users = BlockUsers(config)
         self._in_flight: deque[StepPlan] = deque()
@@ -72,14 +74,22 @@ class PlanCheck:
         has_sampled = self._has_sampled.take(slots)
         self._check_counts(plan, has_sampled)
         ends = self._check_positions(plan, slots)
+        owners, first_positions = self._users.owners_of(slots), self._ends
+        if self._users.has_windows:
+            first_positions = self._ends - self._drafts_in_flight  # before the rows of this plan
+            self._users.void(plan, owners, first_positions)
+        elif plan.void_block_counts.any():
+            raise BadPlan("void_block_counts is above 0, and no table has a window")
         self._ends[slots] = ends
         if len(plan.new_blocks):
-            self._users.append(plan, self._ends)
+            self._users.append(plan, owners, self._ends, first_positions)
         elif plan.new_block_counts.any():
             raise BadPlan(f"new_block_counts sums up to {int(plan.new_block_counts.sum())}; new_blocks has 0")
-        self._users.check_room(slots, ends)
+        self._users.check_room(slots, owners, ends)
         if not has_sampled.all():
             self._has_sampled[slots] = has_sampled | (plan.max_new > 0)
+        if _largest(plan.max_new) > 1:
+            self._drafts_in_flight[slots] += np.maximum(plan.max_new - 1, 0)
         if plan.state_restores or plan.state_snapshots:
             self._check_states(plan)
         self._in_flight.append(plan)
@@ -95,6 +105,13 @@ class PlanCheck:
             if index < _NUM_ROW_COLUMNS and len(column) != num_rows:
                 raise BadPlan(f"{name} has {len(column)} entries for {num_rows} rows")
         _require(num_rows > 0, "a plan without rows, where None is right")
+        shape = (self._num_tables, num_rows)
+        for name in _TABLE_COLUMNS:
+            column = getattr(plan, name)
+            if type(column) is not np.ndarray or column.dtype is not _INT32 or column.ndim != 2:
+                _check_dtype(name, column, num_axes=2)
+            if column.shape != shape:
+                raise BadPlan(f"{name} is of shape {column.shape}; [tables, rows] are {shape}")
         if _largest(plan.slots) > self._last:
             raise BadPlan(f"slots are 0 .. {self._last}; the plan names {_some(_outside(plan.slots, self._last))}")
 
@@ -128,6 +145,7 @@ class PlanCheck:
                 self._masked.add(slot)
             self._started_step[slot] = plan.step
             self._ends[slot] = plan.starts[rows[slot]]
+            self._drafts_in_flight[slot] = 0
             _check_begin(start, int(self._ends[slot]))
 
     def _check_slots(self, plan: StepPlan, slots: Slots) -> None:
@@ -223,10 +241,11 @@ class PlanCheck:
         self._in_flight.popleft()
         if _largest(plan.max_new) <= 1:
             return
-        missing = np.where(plan.max_new > 1, plan.max_new - result.new_counts, 0).astype(np.int32)
-        # A failed row's request ends; what its slot's bound is does not matter any more.
         still_there = self._started_step[plan.slots] <= plan.step
-        np.subtract.at(self._ends, plan.slots, np.where(still_there, missing, 0))
+        has_drafts = still_there & (plan.max_new > 1)
+        # A failed row's request ends; what its slot's bound is does not matter any more.
+        self._ends[plan.slots] -= np.where(has_drafts, plan.max_new - result.new_counts, 0).astype(np.int32)
+        self._drafts_in_flight[plan.slots] -= np.where(has_drafts, plan.max_new - 1, 0).astype(np.int32)
 
 
 def _check_begin(start: SlotStart, position: int) -> None:
@@ -245,10 +264,11 @@ def _check_rows(plan: StepPlan, is_wrong: NDArray[np.bool_], what: str) -> None:
         raise BadPlan(f"{what}, in the rows of slots {_some(plan.slots[is_wrong])}")
 
 
-def _check_dtype(name: str, column: object) -> None:
+def _check_dtype(name: str, column: object, *, num_axes: int = 1) -> None:
     found = (getattr(column, "dtype", type(column).__name__), getattr(column, "ndim", 0))
-    if found != (_INT32, 1):
-        raise BadPlan(f"{name} must be a one-dimensional array of int32; it is one of {found[0]} with {found[1]} axes")
+    if found != (_INT32, num_axes):
+        dimensions = "one-dimensional" if num_axes == 1 else "two-dimensional"
+        raise BadPlan(f"{name} must be a {dimensions} array of int32; it is one of {found[0]} with {found[1]} axes")
 
 
 def _largest(values: NDArray[np.int32]) -> int:

@@ -41,7 +41,7 @@ class RowWatch:
     def add(self, request: GenerateRequest) -> None:
         config = self._config
         tokens = min(len(request.prompt_token_ids) + request.sampling.max_tokens, config.max_model_tokens)
-        self._blocks[request.request_id] = -(-tokens // config.block_size_tokens)
+        self._blocks[request.request_id] = config.blocks_for_context(tokens)
 
     def planned(self, plan: StepPlan) -> None:
         if plan.released or plan.started:

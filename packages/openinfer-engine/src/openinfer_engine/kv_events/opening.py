@@ -1,16 +1,19 @@
 """`open_kv_events`: from what a user writes to a recorder that a scheduler talks to."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
-from openinfer_core.errors import ContractViolation, Refused
+from openinfer_core.errors import ContractViolation, Refused, brought_by
 from openinfer_core.scheduling import Scheduler
 from openinfer_engine.kv_events.recorder import KvEventRecorder
 from openinfer_engine.kv_events.setting import parse_kv_events
 from openinfer_kv_cache import KvEventSource
 
 
-def open_kv_events(text: str, scheduler: Scheduler, *, block_size_tokens: int) -> KvEventRecorder:
-    """Opens the sockets that `text` asks for and lets the scheduler tell of its blocks.
+def open_kv_events(
+    text: str, scheduler: Scheduler, *, block_size_tokens: int, table_windows: Sequence[int | None] = (None,)
+) -> KvEventRecorder:
+    """Opens the sockets that `text` asks for and lets the scheduler tell of its blocks, which are in these tables.
 
     Raises:
         ContractViolation: the scheduler declares that it tells of its blocks, and has no `listen`.
@@ -21,7 +24,8 @@ def open_kv_events(text: str, scheduler: Scheduler, *, block_size_tokens: int) -
     source = require_kv_events(scheduler, name=type(scheduler).__name__)
     from openinfer_engine.kv_events.publisher import KvEventPublisher
 
-    recorder = KvEventRecorder(KvEventPublisher(setting, block_size_tokens=block_size_tokens))
+    publisher = KvEventPublisher(setting, block_size_tokens=block_size_tokens, table_windows=table_windows)
+    recorder = KvEventRecorder(publisher)
     source.listen(recorder)
     return recorder
 
@@ -42,5 +46,5 @@ def require_kv_events(scheduler: Scheduler, *, name: str) -> KvEventSource:
     if not isinstance(source, KvEventSource):
         raise ContractViolation(f"{name} declares tells_kv_events and has no listen(listener)")
     if find_spec("zmq") is None:
-        raise Refused("kv_events needs pyzmq; install it with pip install 'openinfer-engine[kv-events]'")
+        raise Refused(f"kv_events needs pyzmq, which is not installed: {brought_by('--kv-events')}")
     return source

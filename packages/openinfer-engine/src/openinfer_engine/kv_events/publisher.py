@@ -25,6 +25,7 @@ from openinfer_core.errors import Refused
 from openinfer_engine.kv_events.recorder import Change
 from openinfer_engine.kv_events.schema import AllBlocksCleared, KvEvent, KvEventBatch, removed_event, stored_event
 from openinfer_engine.kv_events.setting import KvEventsSetting
+from openinfer_engine.kv_events.tables import TableEvents
 from openinfer_kv_cache import StoredBlocks
 
 logger = logging.getLogger("openinfer.engine.kv_events")
@@ -41,12 +42,22 @@ _END = (-1).to_bytes(8, "big", signed=True)
 class KvEventPublisher:
     """Owns the sockets; `publish` and `close` are called from one thread and never wait for a subscriber.
 
+    Args:
+        setting: where events go.
+        block_size_tokens: of the pool.
+        table_windows: how many tokens the layers of each block table see; None: all. Events of several name theirs.
+
     Raises:
         Refused: an endpoint cannot be had.
     """
 
-    def __init__(self, setting: KvEventsSetting, *, block_size_tokens: int) -> None:
+    def __init__(
+        self, setting: KvEventsSetting, *, block_size_tokens: int, table_windows: Sequence[int | None] = (None,)
+    ) -> None:
         self._block_size_tokens = block_size_tokens
+        self._tables: TableEvents | None = None
+        if tuple(table_windows) != (None,):
+            self._tables = TableEvents(table_windows, block_size_tokens=block_size_tokens)
         self._topic = setting.topic.encode()
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=setting.buffer_steps)
         self._waiting: deque[tuple[int, float, Sequence[Change]]] = deque()
@@ -130,17 +141,19 @@ class KvEventPublisher:
     def _send(
         self, encoder: msgspec.msgpack.Encoder, sequence: int, happened_s: float, changes: Sequence[Change]
     ) -> None:
-        batch = KvEventBatch(happened_s, [self._event(change) for change in changes])
+        batch = KvEventBatch(happened_s, [event for change in changes for event in self._events(change)])
         message = (sequence.to_bytes(8, "big"), encoder.encode(batch))
         self._sent.append(message)
         self._pub.send_multipart((self._topic, *message))
 
-    def _event(self, change: Change) -> KvEvent:
+    def _events(self, change: Change) -> Sequence[KvEvent]:
+        if self._tables is not None:
+            return self._tables.events(change)
         if change is None:
-            return AllBlocksCleared()
+            return [AllBlocksCleared()]
         if isinstance(change, StoredBlocks):
-            return stored_event(change, block_size_tokens=self._block_size_tokens)
-        return removed_event(change)
+            return [stored_event(change, block_size_tokens=self._block_size_tokens)]
+        return [removed_event(change)]
 
     def _answer(self) -> None:
         """One request at the ROUTER: everything from a sequence number on that is still there."""

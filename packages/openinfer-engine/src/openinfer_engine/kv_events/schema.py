@@ -6,6 +6,11 @@
              ["BlockRemoved", [hash, ...], medium]
              ["AllBlocksCleared"]
 
+A model of several block tables has the same hashes in each, and events say which table they are of:
+
+    event    ["BlockStored", ..., extra keys, table, "full_attention" or "sliding_window", window in tokens or nil]
+             ["BlockRemoved", [hash, ...], medium, table]
+
 This is the schema of vLLM (`vllm/distributed/kv_events.py`; its fields, recorded from two releases, are a fixture of
 the tests) in the form of arrays. vLLM's later releases write an event as a map of the same fields; routers that read
 maps read arrays, too, and older ones read arrays only. A hash is the low 64 bits of a block's digest. Extra keys are
@@ -36,11 +41,25 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=Tr
     extra_keys: list[tuple[str, ...] | None] | None = None
 
 
+class TableBlockStored(BlockStored, frozen=True, array_like=True, gc=False, tag="BlockStored", kw_only=True):
+    """`BlockStored` of one table of several."""
+
+    group_idx: int
+    kv_cache_spec_kind: str
+    kv_cache_spec_sliding_window: int | None
+
+
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):
     """Prefixes that it has no longer."""
 
     block_hashes: list[int]
     medium: str | None
+
+
+class TableBlockRemoved(BlockRemoved, frozen=True, array_like=True, gc=False, tag="BlockRemoved", kw_only=True):
+    """`BlockRemoved` of one table of several."""
+
+    group_idx: int
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from openinfer_kernels import Array
-from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_cache.tiers.traits import BlockMemory
 
 
 class PoolMemory(Protocol):

@@ -21,7 +21,7 @@ from openinfer_engine.kv_tiers.share import RankShare
 from openinfer_engine.kv_tiers.stats import stats_of, total_of_ranks
 from openinfer_engine.kv_tiers.transfer import ChunkedTransfer, RankedTransfer
 from openinfer_kv_cache import Digest, KvTier, PrefixHit, TierHit, TierTransfer, Transfer
-from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_cache.tiers.traits import BlockMemory
 
 logger = logging.getLogger("openinfer.engine")
 

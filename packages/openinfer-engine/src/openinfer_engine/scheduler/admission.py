@@ -1,5 +1,7 @@
 """`BlockAllocator`: blocks for sequences that are to run, those of their prefix that are in the cache first.
 
+Each block table gets them for every id that a sequence knows; one with a window only for those that it holds at a time.
+
 A model with recurrent states shares a prefix up to where copies of the states are, in a slot or in KV tiers; what of it
 is cached beyond that is computed again, and given back before.
 """
@@ -13,24 +15,34 @@ from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_load import StateLoad
 from openinfer_engine.scheduler.state_prefixes import StatePrefixes, StatePrefixHit
+from openinfer_engine.scheduler.windows import Windows
 from openinfer_kv_cache import BlockPool, BlockSequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockAllocation:
-    """Blocks for every id of a sequence."""
+    """A sequence's blocks."""
 
     cached_tokens: int  # tokens of the pool after which it can begin
     found: StatePrefixHit | None = None  # what tiers have beyond that, for a model with recurrent states
 
 
 class BlockAllocator:
-    """Takes blocks from one pool; `hurry` is called when blocks are short."""
+    """Takes blocks from one pool, for `num_tables` block tables of each sequence; calls `hurry` when they are short."""
 
     def __init__(
-        self, pool: BlockPool, *, matches_prefixes: bool, snapshots: Snapshots | None, hurry: Callable[[], None]
+        self,
+        pool: BlockPool,
+        *,
+        num_tables: int,
+        windows: Windows | None,
+        matches_prefixes: bool,
+        snapshots: Snapshots | None,
+        hurry: Callable[[], None],
     ) -> None:
         self._pool = pool
+        self._num_tables = num_tables
+        self._windows = windows
         self._matches_prefixes = matches_prefixes
         self._snapshots = snapshots
         self._hurry = hurry
@@ -39,29 +51,42 @@ class BlockAllocator:
     def allocate(
         self, sequence: Sequence, *, running: ListLike[Sequence], loading: ListLike[Sequence]
     ) -> BlockAllocation | None:
-        """Takes blocks for every id a sequence knows; each that runs or loads keeps one in reserve.
+        """Takes blocks for every id a sequence knows; each that runs or loads keeps one per table in reserve.
 
         None, with nothing changed, if blocks are short, or others compute or load what it needs first.
         """
-        # One block per sequence stays spare: a newcomer that took the last ones would be preempted at their next block.
-        kv, spare_blocks = sequence.kv, len(running) + len(loading)
-        if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks):
+        # One block per table stays spare: a newcomer that took the last ones would be preempted at their next block.
+        kv, spare_blocks = sequence.kv, self._num_tables * (len(running) + len(loading))
+        windowed_tokens = self._windowed_tokens(sequence, is_alone=not spare_blocks)
+        if not kv.would_fit(sequence.known_tokens, spare_blocks=spare_blocks, windowed_tokens=windowed_tokens):
             self._hurry()
             return None
         if not (self._matches_prefixes and sequence.may_match):
-            allocation = self._match_nothing(sequence, spare_blocks)
+            allocation = self._match_nothing(sequence, spare_blocks, windowed_tokens)
         elif self._snapshots is not None:
             allocation = self._match_states(sequence, self._snapshots, spare_blocks, loading)
         elif self._is_being_computed(kv, running, loading):
             return None  # it waits, rather than compute the same prefix a second time
         else:
             allocation = BlockAllocation(kv.match())
-        if allocation is not None and kv.reserve(sequence.known_tokens) is None:
+        if allocation is not None and kv.reserve(sequence.known_tokens, windowed_tokens=windowed_tokens) is None:
             raise ContractViolation(f"blocks for request {sequence.request_id} were there and could not be reserved")
         return allocation
 
-    def _match_nothing(self, sequence: Sequence, spare_blocks: int) -> BlockAllocation | None:
-        if not self._would_fit_after(sequence, 0, spare_blocks):
+    def _windowed_tokens(self, sequence: Sequence, *, is_alone: bool) -> int | None:
+        """Tokens that tables with a window get room for, before the sequence begins; None: for all."""
+        if self._windows is None:
+            return None
+        may_match = self._matches_prefixes and sequence.may_match
+        cached_tokens = sequence.kv.count_cached_tokens() if may_match else 0
+        if is_alone:
+            return cached_tokens + 1  # it goes on with what there is, and that was found to be enough
+        return self._windows.lasting_tokens(cached_tokens, sequence.known_tokens)
+
+    def _match_nothing(
+        self, sequence: Sequence, spare_blocks: int, windowed_tokens: int | None
+    ) -> BlockAllocation | None:
+        if not self._would_fit_after(sequence, 0, spare_blocks, windowed_tokens):
             self._hurry()
             return None
         if self._snapshots is not None:
@@ -95,12 +120,21 @@ class BlockAllocator:
         )
         return BlockAllocation(cached_tokens, found)
 
-    def _would_fit_after(self, sequence: Sequence, num_tokens: int, spare_blocks: int) -> bool:
+    def _would_fit_after(
+        self, sequence: Sequence, num_tokens: int, spare_blocks: int, windowed_tokens: int | None = None
+    ) -> bool:
         """Whether there is room for all known tokens if only the first `num_tokens` stay shared."""
         pool, kept = self._pool, num_tokens // self._pool.block_size_tokens
         given_back = sum(pool.num_users(block_id) == 1 for block_id in sequence.kv.blocks[kept:])
-        missing_blocks = pool.blocks_for(sequence.known_tokens) - kept
+        missing_blocks = self._blocks_for(sequence.known_tokens, windowed_tokens) - kept
         return missing_blocks + spare_blocks <= pool.available_blocks + given_back
+
+    def _blocks_for(self, num_tokens: int, windowed_tokens: int | None) -> int:
+        blocks = self._pool.blocks_for(num_tokens)
+        if self._windows is None or windowed_tokens is None:
+            return self._num_tables * blocks
+        num_windowed = self._windows.num_windowed
+        return (self._num_tables - num_windowed) * blocks + num_windowed * self._pool.blocks_for(windowed_tokens)
 
     def _is_coming(self, kv: BlockSequence, cached_tokens: int, loading: ListLike[Sequence]) -> bool:
         loads = [each.load for each in loading if isinstance(each.load, StateLoad)]

@@ -23,10 +23,16 @@ def make_scheduler(scheduler: Plugin, policy: Plugin, config: SchedulerConfig, o
     return made
 
 
+def declared_capabilities(scheduler: Scheduler) -> SchedulerCapabilities | None:
+    """None of one that declares nothing of that type: it is a foreign object, whatever its annotations say."""
+    declared: object = getattr(scheduler, "capabilities", None)
+    return declared if isinstance(declared, SchedulerCapabilities) else None
+
+
 def check_capabilities(scheduler: Scheduler, plugin: Plugin, options: EngineOptions, *, has_drafter: bool) -> None:
     """Raises `BrokenPlugin` if it declares nothing, `Refused` if it declares what does not fit the options."""
-    declared: object = getattr(scheduler, "capabilities", None)
-    if not isinstance(declared, SchedulerCapabilities):
+    declared = declared_capabilities(scheduler)
+    if declared is None:
         raise BrokenPlugin(
             f"the scheduler {origin_of(plugin)} has no capabilities of type SchedulerCapabilities: it was "
             "written for an older openinfer; see docs/reference/write-a-scheduler.md"

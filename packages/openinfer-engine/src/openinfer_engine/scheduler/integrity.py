@@ -7,6 +7,7 @@ from openinfer_core.errors import ContractViolation
 from openinfer_engine.scheduler.run_queue import RunQueue
 from openinfer_engine.scheduler.sequence import NO_SLOT, Sequence, SequenceState
 from openinfer_engine.scheduler.step_builder import StepInFlight
+from openinfer_engine.scheduler.windows import Windows
 
 
 def check_integrity(queue: RunQueue, *, open_requests: Collection[Sequence], in_flight: Iterable[StepInFlight]) -> None:
@@ -15,6 +16,9 @@ def check_integrity(queue: RunQueue, *, open_requests: Collection[Sequence], in_
     everyone = {*open_requests, *flying, *queue.given_up}
     for sequence in everyone:
         _check_sequence(sequence, rows_in_flight=flying[sequence])
+    if queue.windows is not None:
+        for sequence in queue.running:
+            _check_windows(sequence, queue.windows)
     _check_order(queue, num_open=len(open_requests))
     slots = sorted([*queue.free_slots, *(sequence.slot for sequence in everyone if sequence.slot != NO_SLOT)])
     _require(slots == list(range(queue.num_slots)), f"of {queue.num_slots} slots these are free or held: {slots}")
@@ -51,6 +55,22 @@ def _check_sequence(sequence: Sequence, *, rows_in_flight: int) -> None:
         marks = [sequence.computed_tokens, sequence.target_tokens, sequence.final_tokens]
         _require(marks == sorted(marks), f"{what} has its marks out of order: {marks}")
         _require(sequence.computed_tokens <= sequence.kv.capacity_tokens, f"{what} computes beyond its blocks")
+        _require(sequence.capacity_tokens == sequence.kv.capacity_tokens, f"{what} and its KV disagree about its room")
+        lengths = [len(table.blocks) for table in sequence.kv.tables]
+        _require(
+            all(sent <= length for sent, length in zip(sequence.sent_blocks, lengths, strict=True)),
+            f"{what} has sent {sequence.sent_blocks} entries of block tables that have {lengths}",
+        )
+
+
+def _check_windows(sequence: Sequence, windows: Windows) -> None:
+    what = f"request {sequence.request_id}"
+    void_counts = [table.num_void for table in sequence.kv.tables]
+    told = windows.void_counts([sequence.slot])[:, 0].tolist()
+    _require(told == void_counts, f"{what} has {void_counts} void entries and tells of {told}")
+    bounds = windows.bounds(sequence)
+    is_kept = all(num_void <= first for num_void, first in bounds)
+    _require(is_kept, f"{what} has void entries that its next row may see: {bounds}")
 
 
 def _require(condition: bool, contradiction: str) -> None:  # noqa: FBT001 -- an assertion's condition

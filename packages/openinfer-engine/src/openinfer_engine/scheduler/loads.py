@@ -5,15 +5,15 @@
                              └──────── give up ──────────┴──► preempted or finished
 
 A loading sequence has its slot and all its blocks, as if it ran; others are planned meanwhile. What is not completed is
-computed; where recurrent states are not, either, the sequence begins anew on what is in the pool. A load that is
-given up keeps the sequence's blocks until no copy touches them (`settle`).
+computed; where recurrent states are not, either, or what a window sees, the sequence begins anew on what is in the
+pool. A load that is given up keeps the sequence's blocks until no copy touches them (`settle`).
 """
 
 from openinfer_core.errors import ContractViolation
 from openinfer_engine.scheduler.sequence import Sequence
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_load import StateLoad
-from openinfer_kv_cache import TierPort
+from openinfer_kv_cache import TableLoad, TierPort, begin_table_load
 
 
 class Loads:
@@ -31,17 +31,14 @@ class Loads:
     def is_ending(self) -> bool:
         return bool(self.given_up)
 
-    def begin(self, sequence: Sequence, cached_tokens: int) -> bool:
+    def begin(self, sequence: Sequence) -> bool:
         """Asks the tiers for what a sequence with reserved blocks would compute; whether anything is on its way."""
-        kv, begin = sequence.kv, cached_tokens // self._block_tokens
-        transfer = self._port.load(self._port.find(kv.matchable_digests()[begin:]), kv.blocks[begin:])
-        if transfer is None:
-            return False
-        sequence.load = transfer
-        self.sequences.append(sequence)
-        return True
+        load = begin_table_load(self._port, sequence.kv)
+        if load is not None:
+            self.add(sequence, load)
+        return load is not None
 
-    def add(self, sequence: Sequence, load: StateLoad) -> None:
+    def add(self, sequence: Sequence, load: TableLoad | StateLoad) -> None:
         sequence.load = load
         self.sequences.append(sequence)
 
@@ -50,7 +47,7 @@ class Loads:
         for place, sequence in enumerate(self.sequences):
             if sequence.load is not None and sequence.load.is_over():
                 del self.sequences[place]
-                return sequence, self._seal(sequence)
+                return sequence, self._finish(sequence)
         return None
 
     def give_up(self, sequence: Sequence) -> None:
@@ -66,18 +63,18 @@ class Loads:
         if over:
             self.given_up = [sequence for sequence in self.given_up if sequence not in over]
         for sequence in over:
-            self._seal(sequence)
+            self._finish(sequence)
         return over
 
-    def _seal(self, sequence: Sequence) -> int | None:
-        kv, load = sequence.kv, sequence.load
-        loaded_tokens = 0 if load is None else load.completed_blocks * self._block_tokens
-        tokens = kv.num_sealed_blocks * self._block_tokens + loaded_tokens
-        kv.seal(tokens)
-        sequence.load = None
+    def _finish(self, sequence: Sequence) -> int | None:
+        load, sequence.load = sequence.load, None
         if isinstance(load, StateLoad):
+            sequence.kv.seal((sequence.kv.num_sealed_blocks + load.completed_blocks) * self._block_tokens)
             return self._end_states(load)
-        self.loaded_tokens += loaded_tokens
+        if load is None:
+            return None
+        tokens = load.finish()
+        self.loaded_tokens += load.loaded_tokens
         return tokens
 
     def _end_states(self, load: StateLoad) -> int | None:

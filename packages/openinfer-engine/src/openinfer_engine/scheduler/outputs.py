@@ -25,7 +25,17 @@ _RUNNING = SequenceState.RUNNING
 class OutputProcessor:
     """Takes in the rows of one step; `events` (in row order) and `ended` fill up."""
 
-    __slots__ = ("_counters", "_queue", "_record", "_result", "_seals_blocks", "_takes_drafts", "ended", "events")
+    __slots__ = (
+        "_counters",
+        "_queue",
+        "_record",
+        "_result",
+        "_seals_blocks",
+        "_takes_drafts",
+        "_windows",
+        "ended",
+        "events",
+    )
 
     def __init__(
         self,
@@ -45,6 +55,7 @@ class OutputProcessor:
         self._counters = counters
         self._seals_blocks = seals_blocks
         self._takes_drafts = takes_drafts
+        self._windows = queue.windows
 
     def process(self) -> None:
         """Takes all rows. What a sequence holds is given back with its last row in flight, if it runs no longer."""
@@ -73,7 +84,6 @@ class OutputProcessor:
 
     def _take_drafts(self, tokens: list[list[int]]) -> None:
         """Lowers bounds by what was not accepted, and takes the drafts of rows that asked."""
-        draft_counts: list[int] = self._result.draft_counts.tolist()
         for row, (sequence, max_new) in enumerate(zip(self._record.rows, self._record.max_new, strict=True)):
             if max_new == 0 or sequence.state is _FINISHED:
                 continue
@@ -83,8 +93,6 @@ class OutputProcessor:
             if max_new > 1 and num_tokens:
                 sequence.drafts_in_flight -= max_new - 1
                 sequence.reject(max_new - num_tokens)
-                if draft_counts[row]:
-                    self._counters.count_drafts(draft_counts[row], num_tokens - 1)
 
     def _take_row(self, row: int, sequence: Sequence, token_ids: list[int]) -> None:
         record, result = self._record, self._result
@@ -93,7 +101,9 @@ class OutputProcessor:
         # taken the known ids are those that were computed.
         end = sequence.known_tokens if max_new else record.ends[row]
         if self._seals_blocks and (sealed := sequence.kv.seal(end)) and self._queue.saves is not None:
-            self._queue.saves.note(sequence.kv, sealed)
+            self._queue.saves.note(sealed)
+        if self._windows is not None:
+            self._windows.free(sequence, end)
         if not sequence.is_announced:
             self._announce(sequence)
         prompt_logprobs = result.prompt_logprobs.get(row)
@@ -152,7 +162,9 @@ class OutputProcessor:
         # All but the last one are computed, and that one, too, where the stop token was sampled after it.
         computed_tokens = sequence.known_tokens - (stop_token_id is None)
         if self._seals_blocks and (sealed := sequence.kv.seal(computed_tokens)) and self._queue.saves is not None:
-            self._queue.saves.note(sequence.kv, sealed)
+            self._queue.saves.note(sealed)
+        if self._windows is not None:
+            self._windows.free(sequence, computed_tokens)
         if kept or prompt_logprobs:
             shown = logprobs[:num_kept] if kept and logprobs is not None else None
             self.events.append(Tokens(sequence.request_id, tuple(kept), shown, prompt_logprobs or None))

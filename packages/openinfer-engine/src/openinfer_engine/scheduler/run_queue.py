@@ -14,6 +14,9 @@ enters before the oldest preempted has resumed, so that all end.
 With KV tiers (`use_tiers`) an admitted sequence whose prefix is being loaded is kept apart (`loads.py`), with slot and
 blocks, and is sorted in when the load has ended; later ones may have been admitted meanwhile. Where blocks run short,
 the youngest load is given up before a running sequence is preempted.
+
+A sequence has `num_tables` block tables. Those with a window (`windows.py`) get blocks chunk by chunk: the first ones
+of a chunk as a decode row gets its own, by age and with preemption, more only as far as blocks are left.
 """
 
 import bisect
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.scheduling import QueuePolicy, SchedulerConfig, SlotStart, StateCopy
-from openinfer_core.waiting_queue import WaitingQueue
+from openinfer_core.scheduling.waiting_queue import WaitingQueue
 from openinfer_engine.scheduler.admission import BlockAllocation, BlockAllocator
 from openinfer_engine.scheduler.counters import Counters
 from openinfer_engine.scheduler.loads import Loads
@@ -32,6 +35,7 @@ from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_engine.scheduler.state_prefixes import StatePrefixes
 from openinfer_engine.scheduler.state_saves import StateSaves
 from openinfer_engine.scheduler.step_builder import StepInFlight
+from openinfer_engine.scheduler.windows import Windows
 from openinfer_kv_cache import BlockSaves, KvCache, KvCacheOptions, StateSlotCopy, TierPort
 
 
@@ -55,6 +59,7 @@ class RunQueue:
                 num_blocks=config.num_blocks,
                 block_size_tokens=config.block_size_tokens,
                 layout_digest=config.layout_digest,
+                table_windows=config.table_windows,
                 num_state_slots=config.max_num_seqs + config.num_snapshots if config.num_snapshots else 0,
                 max_snapshots=config.num_snapshots,
             ),
@@ -75,8 +80,14 @@ class RunQueue:
         self.released: list[int] = []  # slots that their sequences left since the last plan
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.matches_prefixes = config.prefix_cache or self.snapshots is not None
+        self.num_tables = len(config.table_windows)
+        self.windows = None  # None where no block table has a window
+        if any(config.table_windows):
+            self.windows = Windows(config, seals_blocks=self.matches_prefixes)
         self._allocator = BlockAllocator(
             self.kv.pool,
+            num_tables=self.num_tables,
+            windows=self.windows,
             matches_prefixes=self.matches_prefixes,
             snapshots=self.snapshots,
             hurry=self._hurry_saves,
@@ -142,11 +153,15 @@ class RunQueue:
     def _take_ready(self) -> tuple[Sequence, int] | None:
         while self.loads is not None and (ready := self.loads.take_ready()) is not None:
             sequence, tokens = ready
-            if tokens is not None:
+            if tokens is not None and self._has_room(sequence, tokens + 1):
                 return sequence, tokens
             self._step_back(sequence)
             self.give_back(sequence)
         return None
+
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether tables with a window, which were given what is loaded, get room for what comes next."""
+        return sequence.kv.reserve(sequence.known_tokens, windowed_tokens=num_tokens) is not None
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.PREEMPTED:
@@ -165,7 +180,7 @@ class RunQueue:
             return False
         else:
             sequence.asked_tiers = True
-            is_loading = self.loads.begin(sequence, allocation.cached_tokens)
+            is_loading = self.loads.begin(sequence)
         if is_loading:
             sequence.transition(SequenceState.LOADING)
         return is_loading
@@ -188,6 +203,8 @@ class RunQueue:
         sequence.transition(SequenceState.RUNNING)
         bisect.insort(self.running, sequence, key=_age)
         start = sequence.take_slot(cached_tokens=cached_tokens)
+        if self.windows is not None:
+            self.windows.start(sequence)
         admission = Admission(sequence, start, sequence.has_policy_fault)
         if self.snapshots is not None and cached_tokens:
             admission.restore = self.snapshots.restore(sequence.kv, cached_tokens, start.slot)
@@ -254,6 +271,26 @@ class RunQueue:
         sequence.capacity_tokens = sequence.kv.capacity_tokens
         return new_blocks
 
+    def extend_windows(self, sequence: Sequence, windows: Windows, *, num_tokens: int) -> None:
+        """Room for a sequence's next given ids in tables with a window, as far as there are blocks beyond the reserve.
+
+        Args:
+            sequence: runs, and has room for one id at least.
+            windows: of the queue.
+            num_tokens: ids that a chunk may have.
+        """
+        pool = self.kv.pool
+        reserve = self.num_tables * (len(self.running) + len(self._loading) - 1)
+        blocks = max(0, pool.available_blocks - reserve) // windows.num_windowed
+        end = min(
+            sequence.computed_tokens + num_tokens,
+            sequence.given_tokens,
+            sequence.capacity_tokens + blocks * pool.block_size_tokens,
+        )
+        if end > sequence.capacity_tokens:
+            sequence.kv.reserve(sequence.given_tokens, windowed_tokens=end)
+            sequence.capacity_tokens = sequence.kv.capacity_tokens
+
     def _choose_victim(self, planned: ListLike[Sequence]) -> Sequence:
         youngest = self.running[-1]
         if not self.waiting.chooses_victim:
@@ -279,7 +316,15 @@ class RunQueue:
     def _are_blocks_coming(self, in_flight: Iterable[StepInFlight]) -> bool:
         if self.saves is not None and self.saves.are_blocks_coming():
             return True
-        return (self.loads is not None and self.loads.is_ending) or _are_blocks_in_flight(in_flight)
+        if self.loads is not None and self.loads.is_ending:
+            return True
+        return any(self._gives_back(sequence) for record in in_flight for sequence in record.rows)
+
+    def _gives_back(self, sequence: Sequence) -> bool:
+        """Whether a sequence with rows in flight gives blocks back when they are applied."""
+        if sequence.state is not SequenceState.RUNNING or sequence.computed_tokens == sequence.target_tokens:
+            return True
+        return self.windows is not None and self.windows.is_freeing(sequence)
 
     def _hurry_saves(self) -> None:
         if self.saves is not None:
@@ -336,12 +381,3 @@ def _cached(sequence: Sequence) -> tuple[int, bool]:
 
 def _age(sequence: Sequence) -> int:
     return sequence.admission
-
-
-def _are_blocks_in_flight(in_flight: Iterable[StepInFlight]) -> bool:
-    """Whether a sequence with a row in flight holds blocks that it gives back when the step is applied."""
-    return any(
-        sequence.state is not SequenceState.RUNNING or sequence.computed_tokens == sequence.target_tokens
-        for record in in_flight
-        for sequence in record.rows
-    )

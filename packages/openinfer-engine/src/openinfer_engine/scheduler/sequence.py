@@ -21,6 +21,9 @@ Positions of a running sequence, each mark at or after the one before it:
     0 ──── given ────► given_tokens ──── from the device ────► target_tokens ────► final_tokens
                 computed_tokens transfers from the cached prefix to target_tokens
 
+Its blocks have room up to `capacity_tokens`: for all given ids, unless a block table has a window; then for the next
+ones, and a row of given ids ends there.
+
 `given_tokens` ids were known when it took its slot and are sent by the host. Every later id is sampled in the
 slot and read on the device, so that a step can be planned before the last one's ids are known.
 
@@ -28,13 +31,14 @@ While drafts are in flight (`drafts_in_flight`), `computed_tokens` and `target_t
 accepted; when their step is applied, both are lowered by what was not (`reject`).
 """
 
+from collections.abc import Sequence as ListLike
 from enum import IntEnum
 
 from openinfer_core.errors import ContractViolation
 from openinfer_core.request import GenerateRequest
 from openinfer_core.scheduling import SlotStart
 from openinfer_engine.scheduler.state_load import StateLoad
-from openinfer_kv_cache import BlockSequence, TierTransfer
+from openinfer_kv_cache import BlockSequence, TableLoad
 
 NO_SLOT = -1
 
@@ -132,13 +136,14 @@ class Sequence:
         self.final_tokens = count_final_tokens(request, max_model_tokens)
         # whether anything is generated; otherwise only the prompt's log-probabilities are wanted
         self.samples = request.sampling.max_tokens > 0
-        self.given_tokens = self.target_tokens = self.computed_tokens = self.capacity_tokens = self.sent_blocks = 0
+        self.given_tokens = self.target_tokens = self.computed_tokens = self.capacity_tokens = 0
+        self.sent_blocks: list[int] = []  # entries of each block table that rows were sent with
         # positions at which rows end so that the recurrent states before them can be kept, ascending
         self.snapshot_positions: tuple[int, ...] = ()
         self.cached_tokens = 0  # that it began to run with, the first time
         self.has_run = False
         # its prefix on the way from KV tiers; until it is over its blocks stay
-        self.load: TierTransfer | StateLoad | None = None
+        self.load: TableLoad | StateLoad | None = None
         # whether tiers were asked for what it would compute: once, and again after a preemption
         self.asked_tiers = False
         self.has_policy_fault = False  # whether the queue policy raised on it; then its first row fails
@@ -185,13 +190,21 @@ class Sequence:
             self.computed_tokens -= num_drafts
             self.target_tokens = self.computed_tokens + 1
 
+    def take_unsent_blocks(self, table: int) -> ListLike[int]:
+        """What a block table has grown by since the last row of the sequence, void entries at its start left out."""
+        place, first = self.kv.tables[table], self.sent_blocks[table]
+        first = max(first, place.num_void)
+        added = place.blocks[first:]
+        self.sent_blocks[table] = first + len(added)
+        return added
+
     def take_slot(self, *, cached_tokens: int) -> SlotStart:
-        """Begins, or begins again, to run in its slot; the blocks for every known id are reserved."""
+        """Begins, or begins again, to run in its slot, with blocks for every known id; see `capacity_tokens`."""
         self.computed_tokens = cached_tokens
         self.given_tokens = self.target_tokens = self.known_tokens
         self.drafts = ()
         self.capacity_tokens = self.kv.capacity_tokens
-        self.sent_blocks = 0
+        self.sent_blocks = [0] * len(self.kv.tables)
         return SlotStart(
             slot=self.slot,
             request=self.request,

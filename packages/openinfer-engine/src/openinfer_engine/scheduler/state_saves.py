@@ -6,7 +6,7 @@ is counted. Where snapshots are short for a sequence, copies that take longer th
 
 from openinfer_engine.scheduler.snapshots import Snapshots
 from openinfer_kv_cache import Digest, PrefixHasher, StateSlotCopy, TierPort, TierTransfer
-from openinfer_kv_cache.block_saves import PATIENCE_S
+from openinfer_kv_cache.tiers.saves import PATIENCE_S
 
 _SHARE = 2  # of the snapshots, one in so many may be on its way
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_core.scheduling import SlotStart, StateCopy, StepPlan
+from openinfer_core.scheduling import Int32Column, SlotStart, StateCopy, StepPlan
 from openinfer_engine.scheduler.sequence import Sequence
+from openinfer_engine.scheduler.windows import Windows
 from openinfer_kv_cache import StateSlotCopy
 
 
@@ -41,10 +42,9 @@ class StepBuilder:
         "draft_counts",
         "ends",
         "faults",
+        "grown_rows",
         "holds",
         "max_new",
-        "new_block_counts",
-        "new_blocks",
         "num_host_tokens",
         "restores",
         "rows",
@@ -69,8 +69,7 @@ class StepBuilder:
         self.max_new: list[int] = []
         self.draft_counts: list[int] = []  # of decode rows, as far as the last that has any
         self.token_ids = array("I")
-        self.new_block_counts: list[int] = []
-        self.new_blocks: list[int] = []
+        self.grown_rows: list[int] = []  # whose sequences may have blocks that no row was sent with; in any order
         self.started: list[SlotStart] = []
         self.restores: list[StateCopy] = []
         self.snapshots: dict[int, StateSlotCopy] = {}
@@ -81,14 +80,12 @@ class StepBuilder:
         """Plans the position whose input id was sampled last in the slot; `close_decode_rows` fills in the rest."""
         start = sequence.computed_tokens
         end = start + 1
-        self.rows.append(sequence)
         self.slots.append(sequence.slot)
         self.starts.append(start)
         self.ends.append(end)
-        self.new_block_counts.append(len(new_blocks))
         if new_blocks:
-            self.new_blocks.extend(new_blocks)
-            sequence.sent_blocks += len(new_blocks)
+            self.grown_rows.append(len(self.rows))
+        self.rows.append(sequence)
         sequence.computed_tokens = end
         if end < sequence.final_tokens:
             sequence.target_tokens = end + 1
@@ -120,13 +117,13 @@ class StepBuilder:
         sequence.target_tokens = min(end + 1, sequence.final_tokens)
 
     def add_chunk(self, sequence: Sequence) -> int:
-        """Plans as many of the sequence's given ids as the budget allows, and returns how many; both are at least 1."""
+        """Plans as many of the sequence's given ids as budget and blocks allow, at least one; returns how many."""
         start = sequence.computed_tokens
-        end = min(sequence.given_tokens, start + self.budget_tokens)
+        end = min(sequence.given_tokens, start + self.budget_tokens, sequence.capacity_tokens)
         # States are copied after a step, so a row ends where they are to be kept.
         end = min([end, *(position for position in sequence.snapshot_positions if position > start)])
         samples = end == sequence.given_tokens and sequence.samples
-        new_blocks = sequence.kv.blocks[sequence.sent_blocks :]
+        self.grown_rows.append(len(self.rows))
         self.rows.append(sequence)
         self.slots.append(sequence.slot)
         self.starts.append(start)
@@ -135,17 +132,17 @@ class StepBuilder:
         self.num_host_tokens.append(end - start)
         self.max_new.append(int(samples))
         self.token_ids.extend(sequence.kv.token_ids[start:end])
-        self.new_block_counts.append(len(new_blocks))
-        self.new_blocks.extend(new_blocks)
         self.budget_tokens -= end - start
-        sequence.sent_blocks += len(new_blocks)
         sequence.computed_tokens = end
         if samples and end < sequence.final_tokens:
             sequence.target_tokens = end + 1
         sequence.rows_in_flight += 1
         return end - start
 
-    def build(self, step: int, *, planned_s: float, released: tuple[int, ...]) -> tuple[StepPlan, StepInFlight]:
+    def build(
+        self, step: int, *, planned_s: float, released: tuple[int, ...], num_tables: int, windows: Windows | None
+    ) -> tuple[StepPlan, StepInFlight]:
+        new_block_counts, new_blocks = self._block_columns(num_tables)
         plan = StepPlan(
             step=step,
             slots=np.array(self.slots, np.int32),
@@ -154,13 +151,13 @@ class StepBuilder:
             num_host_tokens=np.array(self.num_host_tokens, np.int32),
             max_new=np.array(self.max_new, np.int32),
             token_ids=np.frombuffer(self.token_ids, np.int32),
-            new_block_counts=np.array(self.new_block_counts, np.int32),
-            new_blocks=np.array(self.new_blocks, np.int32),
+            new_block_counts=new_block_counts,
+            new_blocks=new_blocks,
             started=tuple(self.started),
             released=released,
             state_restores=tuple(self.restores),
             state_snapshots=tuple(StateCopy(source=c.source, target=c.target) for c in self.snapshots.values()),
-            **self._draft_columns(),
+            **self._seldom_columns(windows),
         )
         record = StepInFlight(
             step=step,
@@ -176,8 +173,22 @@ class StepBuilder:
         )
         return plan, record
 
-    def _draft_columns(self) -> dict[str, Any]:
+    def _block_columns(self, num_tables: int) -> tuple[Int32Column, Int32Column]:
+        counts = np.zeros((num_tables, len(self.rows)), np.int32)
+        new_blocks: list[int] = []
+        # Drafts come after the rows, and may let one grow again.
+        grown_rows = sorted(set(self.grown_rows)) if self.wants_drafts else self.grown_rows
+        for table in range(num_tables):
+            for row in grown_rows:
+                added = self.rows[row].take_unsent_blocks(table)
+                counts[table, row] = len(added)
+                new_blocks += added
+        return counts, np.array(new_blocks, np.int32)
+
+    def _seldom_columns(self, windows: Windows | None) -> dict[str, Any]:
         columns: dict[str, Any] = {}
+        if windows is not None:
+            columns["void_block_counts"] = windows.void_counts(self.slots)
         if self.draft_counts:
             columns["draft_counts"] = np.zeros(len(self.rows), np.int32)
             columns["draft_counts"][: len(self.draft_counts)] = self.draft_counts

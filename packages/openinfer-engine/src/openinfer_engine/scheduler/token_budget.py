@@ -6,7 +6,8 @@ A plan is made by walking along the run queue (`run_queue.py`) until the budget 
                                       or the one that the queue policy chooses;
                                       with a grammar every other step, once the last token is known
     their drafts                      where blocks and budget are left (`drafts.py`)
-    running, given ids left           chunks of prompts, or of what a preemption made them lose
+    running, given ids left           chunks of prompts, or of what a preemption made them lose; where a block table has
+                                      a window, as long as there are blocks for, the first ones as a decode row's
     preempted, then the queue's head  admitted while slots, blocks and budget last
 
 No sequence is passed over, so none starves, and the oldest always has a row, so a step is always possible.
@@ -19,6 +20,7 @@ are known in advance and never planned past; an end by a stop token leaves one w
 Slots and blocks come back when no step in flight has a row of their sequence.
 """
 
+import bisect
 import secrets
 from collections import deque
 from collections.abc import Sequence as ListLike
@@ -40,24 +42,27 @@ from openinfer_engine.scheduler.sequence import Sequence, SequenceState, count_f
 from openinfer_engine.scheduler.step_builder import StepBuilder, StepInFlight
 from openinfer_kv_cache import BlockListener, BlockStateError, TierPort
 
-_POLICY_FAULT = "the queue policy failed on this request"
-
 
 class TokenBudgetScheduler:
     """Implements `openinfer_core.scheduling.Scheduler`. Called from one thread, but for `stats`.
 
     Raises:
-        Refused: `config.options` has any: it knows none.
+        Refused: `config.options` has any: it knows none; or there are recurrent states beside several block tables.
     """
 
     capabilities = SchedulerCapabilities(
-        uses_kv_tiers=True, tells_kv_events=True, copies_states=True, plans_drafts=True
+        uses_kv_tiers=True, tells_kv_events=True, copies_states=True, plans_drafts=True, frees_windows=True
     )
 
     def __init__(self, config: SchedulerConfig, policy: QueuePolicy) -> None:
         refuse_unknown_options(config.options, known=())
+        if config.num_snapshots and config.table_windows != (None,):
+            raise Refused(
+                f"num_snapshots is {config.num_snapshots} and table_windows {config.table_windows}: token-budget keeps "
+                "recurrent states beside one block table without a window; give it that, (None,)"
+            )
         self._config = config
-        self._counters = Counters(accepted_tokens_per_pos=[0] * config.max_drafts)
+        self._counters = Counters()
         self._queue = RunQueue(config, policy, self._counters)
         self._open: dict[RequestId, Sequence] = {}
         self._in_flight: deque[StepInFlight] = deque()
@@ -90,7 +95,7 @@ class TokenBudgetScheduler:
         sequence = self._make_sequence(request, now_s)
         if not self._queue.waiting.add(sequence, request, now_s=now_s):
             sequence.kv.release()
-            return [self._failed(request, FailureKind.INTERNAL, _POLICY_FAULT)]
+            return [self._failed(request, FailureKind.INTERNAL, self._queue.waiting.fault_message)]
         self._open[request.request_id] = sequence
         return []
 
@@ -108,10 +113,10 @@ class TokenBudgetScheduler:
             return f"the prompt has {prompt_tokens} tokens; a context of {longest} has room for at most {room_tokens}"
         final_tokens = count_final_tokens(request, longest)
         if not self._queue.can_ever_hold(final_tokens):
-            pool_tokens = self._config.num_blocks * self._config.block_size_tokens
+            fitting = bisect.bisect(range(final_tokens), self._config.num_blocks, key=self._config.blocks_for_context)
             return (
                 f"prompt and completion need KV memory for {final_tokens} tokens and this engine has it for "
-                f"{pool_tokens}; shorten the prompt or lower max_tokens"
+                f"{fitting - 1}; shorten the prompt or lower max_tokens"
             )
         return None
 
@@ -144,7 +149,13 @@ class TokenBudgetScheduler:
         self._admit(builder)
         if not builder.rows:
             return None
-        plan, record = builder.build(self._counters.steps, planned_s=now_s, released=self._queue.take_released())
+        plan, record = builder.build(
+            self._counters.steps,
+            planned_s=now_s,
+            released=self._queue.take_released(),
+            num_tables=self._queue.num_tables,
+            windows=self._queue.windows,
+        )
         self._in_flight.append(record)
         self._counters.steps += 1
         return plan
@@ -158,7 +169,12 @@ class TokenBudgetScheduler:
             if sequence.state is not running:
                 continue  # gave way for one before it
             if computed_tokens < sequence.given_tokens:
-                unfilled.append(sequence)
+                if computed_tokens < sequence.capacity_tokens or (
+                    not is_short and self._allocate_next(sequence, builder) is not None
+                ):
+                    unfilled.append(sequence)
+                else:
+                    is_short = True
             elif computed_tokens == sequence.target_tokens:
                 continue
             elif sequence.is_masked and computed_tokens >= sequence.known_tokens:
@@ -185,7 +201,8 @@ class TokenBudgetScheduler:
             queue.kv.pool,
             max_drafts=self._config.max_drafts,
             budget_tokens=budget_tokens,
-            spare_blocks=len(queue.running),
+            num_tables=queue.num_tables,
+            spare_blocks=queue.num_tables * len(queue.running),
         )
 
     def _plan_chunks(self, builder: StepBuilder, unfilled: list[Sequence]) -> None:
@@ -194,6 +211,8 @@ class TokenBudgetScheduler:
                 self._add_chunk(builder, sequence)
 
     def _add_chunk(self, builder: StepBuilder, sequence: Sequence) -> None:
+        if self._queue.windows is not None:
+            self._queue.extend_windows(sequence, self._queue.windows, num_tokens=builder.budget_tokens)
         self._counters.prompt_tokens += builder.add_chunk(sequence)
         snapshot = self._queue.begin_snapshot(sequence)
         if snapshot is not None:
@@ -202,7 +221,7 @@ class TokenBudgetScheduler:
     def _admit(self, builder: StepBuilder) -> None:
         while builder.budget_tokens and (admission := self._queue.admit()) is not None:
             if admission.has_policy_fault:
-                builder.faults[len(builder.rows)] = _POLICY_FAULT
+                builder.faults[len(builder.rows)] = self._queue.waiting.fault_message
             builder.started.append(admission.start)
             if admission.restore is not None:
                 builder.restores.append(admission.restore)
@@ -262,10 +281,6 @@ class TokenBudgetScheduler:
             preemptions=counters.preemptions,
             wasted_rows=counters.wasted_rows,
             failed_requests=counters.failed_requests,
-            spec_decode_num_drafts=counters.drafts,
-            spec_decode_num_draft_tokens=counters.draft_tokens,
-            spec_decode_num_accepted_tokens=sum(counters.accepted_tokens_per_pos),
-            spec_decode_num_accepted_tokens_per_pos=tuple(counters.accepted_tokens_per_pos),
             policy_faults=queue.waiting.faults,
             state_snapshots=0 if snapshots is None else snapshots.num_snapshots,
             evicted_state_snapshots=0 if snapshots is None else snapshots.evicted_snapshots,

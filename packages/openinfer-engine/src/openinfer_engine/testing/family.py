@@ -22,7 +22,7 @@ from openinfer_engine.model import LastTokenModel, LogitsIndices, Model, ModelDe
 from openinfer_engine.weights.checkpoint import Checkpoint, RankWeights
 from openinfer_engine.weights.dummy import DummyWeights
 from openinfer_engine.weights.stored_config import check_stored
-from openinfer_engine.worker.paged_tensors import make_pool, paged_tensors
+from openinfer_engine.worker.paged_tensors import make_pool
 from openinfer_kernels import Array, AttentionBatch, HostArray, Ops
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec
@@ -38,7 +38,8 @@ _VARIANTS = 3
 class FamilyHarness:
     """A model on all its ranks, with a KV cache and states each.
 
-    Blocks and slots are handed out in shuffled order, and all begins full of NaN: nothing may depend on either.
+    Blocks and slots are handed out in shuffled order, and all begins full of NaN: nothing may depend on either. Nor on
+    what lies behind the window of a block table: its entries name a block that stays full of NaN.
 
     Args:
         definition: of the family.
@@ -47,7 +48,8 @@ class FamilyHarness:
         dummy: random weights, the same on every device, in the place of safetensors.
         ranks: how many the model is cut into; they run as threads.
         block_tokens: `B`.
-        num_blocks: of the KV cache, for all sequences of the test.
+        num_blocks: of the KV cache, for all sequences of the test, in each block table.
+        windows: layers with a window have block tables of their own; else all KV is in one.
         max_model_tokens: longest context; None for the model's limit.
         change: keys of the config to replace.
 
@@ -66,6 +68,7 @@ class FamilyHarness:
         ranks: int = 1,
         block_tokens: int = 8,
         num_blocks: int = 80,
+        windows: bool = True,
         max_model_tokens: int | None = None,
         change: Mapping[str, Any] | None = None,
     ) -> None:
@@ -73,9 +76,8 @@ class FamilyHarness:
         definition.check_ranks(parsed, ranks)
         self.block_tokens = block_tokens
         self._group = LocalGroup(ranks)
-        self._free: list[int] = np.random.default_rng(0).permutation(num_blocks).tolist()
         self._free_slots: list[int] = np.random.default_rng(1).permutation(_NUM_SLOTS).tolist()
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, list[list[int]]] = {}
         self._slots: dict[str, int] = {}
         self._lengths: dict[str, int] = {}
         self._ranks: list[_Rank] = []
@@ -98,11 +100,16 @@ class FamilyHarness:
                     self.config,
                     model_tag="test",
                     kv_dtype=_compute_dtype(self._ops),
+                    state_dtype=_compute_dtype(self._ops),
                     num_ranks=ranks,
                     rank_index=communicator.rank,
                 )
+                spec = spec if windows else spec.without_windows()
                 rank = _Rank(model, spec, ops=self._ops, block_tokens=block_tokens, num_blocks=num_blocks)
                 self._ranks.append(rank)
+        self._windows = self._ranks[0].table_windows
+        self._free: list[int] = np.random.default_rng(0).permutation(num_blocks * len(self._windows)).tolist()
+        self._never_written = len(self._free)
 
     @property
     def has_states(self) -> bool:
@@ -147,7 +154,7 @@ class FamilyHarness:
             batch,
             positions=batch.positions[last],
             query_starts=np.arange(len(rows) + 1, dtype=np.int32),
-            cache_slots=batch.cache_slots[last],
+            cache_slots=tuple(slots[last] for slots in batch.cache_slots),
             max_query_tokens=1,
         )
         indices = LogitsIndices(tokens=self._ops.upload(last), batch=self._uploaded(alone))
@@ -157,7 +164,7 @@ class FamilyHarness:
 
     def restart(self, sequence: str) -> None:
         """Sends a sequence back to its beginning, in other blocks and another slot, as a preemption does."""
-        self._free = self._tables.pop(sequence) + self._free
+        self._free = [block for table in self._tables.pop(sequence) for block in table] + self._free
         self._free_slots.insert(0, self._slots.pop(sequence))
         del self._lengths[sequence]
 
@@ -177,7 +184,7 @@ class FamilyHarness:
             raise ValueError(f"{shared} of {self._lengths[parent]} tokens are no whole blocks of {self.block_tokens}")
         if self.has_states and shared != self._lengths[parent]:
             raise ValueError(f"states of {parent} have consumed {self._lengths[parent]} tokens, not {shared}")
-        self._tables[sequence] = self._tables[parent][: shared // self.block_tokens]
+        self._tables[sequence] = [table[: shared // self.block_tokens] for table in self._tables[parent]]
         self._lengths[sequence] = shared
         self._slots[sequence] = self._free_slots.pop()
         for rank in self._ranks:
@@ -185,45 +192,52 @@ class FamilyHarness:
                 tensor[self._slots[sequence]] = tensor[self._slots[parent]]
 
     def _uploaded(self, batch: AttentionBatch) -> AttentionBatch:
-        there: dict[str, Array] = {}
-        for field in fields(batch):
-            value: Any = getattr(batch, field.name)
-            if isinstance(value, np.ndarray):
-                there[field.name] = self._ops.upload(cast("HostArray", value))
+        def uploaded(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(uploaded, cast("tuple[Any, ...]", value)))
+            return self._ops.upload(cast("HostArray", value)) if isinstance(value, np.ndarray) else value
+
+        there = {field.name: uploaded(getattr(batch, field.name)) for field in fields(batch)}
         return replace(batch, **there)
 
     def _batch(self, rows: Mapping[str, Sequence[int]]) -> AttentionBatch:
-        positions: list[int] = []
-        cache_slots: list[int] = []
         for sequence, tokens in rows.items():
-            table = self._tables.setdefault(sequence, [])
             if sequence not in self._slots:
                 self._slots[sequence] = self._free_slots.pop()
-            start = self._lengths.get(sequence, 0)
-            end = self._lengths[sequence] = start + len(tokens)
-            while len(table) * self.block_tokens < end:
-                table.append(self._free.pop())
-            positions += range(start, end)
-            cache_slots += [
-                table[p // self.block_tokens] * self.block_tokens + p % self.block_tokens for p in range(start, end)
-            ]
-        tables = [self._tables[sequence] for sequence in rows]
-        block_tables = np.zeros((len(rows), max(map(len, tables))), np.int32)
-        for row, table in enumerate(tables):
-            block_tables[row, : len(table)] = table
+            self._lengths[sequence] = self._lengths.get(sequence, 0) + len(tokens)
+            for table in self._tables.setdefault(sequence, [[] for _ in self._windows]):
+                while len(table) * self.block_tokens < self._lengths[sequence]:
+                    table.append(self._free.pop())
         counts = [len(tokens) for tokens in rows.values()]
         lengths = [self._lengths[sequence] for sequence in rows]
+        positions = np.concatenate([np.arange(end - count, end) for end, count in zip(lengths, counts, strict=True)])
+        block_tables = [self._block_tables(rows, table) for table in range(len(self._windows))]
+        blocks = [
+            each[np.repeat(np.arange(len(rows)), counts), positions // self.block_tokens] for each in block_tables
+        ]
+        offsets = positions % self.block_tokens
         return AttentionBatch(
-            positions=np.asarray(positions, np.int32),
+            positions=positions.astype(np.int32),
             query_starts=np.cumsum([0, *counts]).astype(np.int32),
             context_lens=np.asarray(lengths, np.int32),
-            block_tables=block_tables,
-            cache_slots=np.asarray(cache_slots, np.int64),
+            block_tables=tuple(block_tables),
+            cache_slots=tuple(each.astype(np.int64) * self.block_tokens + offsets for each in blocks),
             max_query_tokens=max(counts),
             max_context_tokens=max(lengths),
             block_tokens=self.block_tokens,
             state_slots=np.asarray([self._slots[sequence] for sequence in rows], np.int32),
         )
+
+    def _block_tables(self, rows: Mapping[str, Sequence[int]], table: int) -> HostArray:
+        """`[rows, blocks]` of one table; what no token of a row sees is a block full of NaN."""
+        tables, window = [self._tables[sequence][table] for sequence in rows], self._windows[table]
+        found = np.zeros((len(rows), max(map(len, tables))), np.int32)
+        for row, ((sequence, tokens), blocks) in enumerate(zip(rows.items(), tables, strict=True)):
+            found[row, : len(blocks)] = blocks
+            if window is not None:
+                first_seen = max(0, self._lengths[sequence] - len(tokens) - window + 1)
+                found[row, : first_seen // self.block_tokens] = self._never_written
+        return found
 
 
 def _with_extra_operators(definition: ModelDefinition[Any], own: Ops) -> Ops:
@@ -244,9 +258,9 @@ class _Rank:
     def __init__(self, model: Model, spec: KvSpec, *, ops: Ops, block_tokens: int, num_blocks: int) -> None:
         self.model = model
         layout = KvLayout.from_spec(spec, block_size_tokens=block_tokens)
-        self._pool: Array = make_pool(layout, num_blocks=num_blocks, ops=ops)
-        self._pool.fill(np.nan)
-        self._caches = paged_tensors(layout, self._pool)
+        self.table_windows = layout.table_windows
+        self._pool = make_pool(layout, num_blocks=num_blocks * layout.num_tables + 1, ops=ops)
+        self._pool.blocks.fill(np.nan)
         self.states: dict[str, Array] = {}
         for group in spec.slots:
             for tensor in group.tensors:
@@ -256,18 +270,18 @@ class _Rank:
                 self.states[f"{group.name}.{tensor.name}"] = states
 
     def logits(self, token_ids: Array, batch: AttentionBatch) -> Logits:
-        return self.model.logits(self.model.forward(token_ids, batch=self._own(batch), kv_cache=self._pool))
+        return self.model.logits(self.model.forward(token_ids, batch=self._own(batch), kv_cache=self._pool.layers))
 
     def last_token_logits(self, token_ids: Array, batch: AttentionBatch, indices: LogitsIndices) -> Logits:
         model = self.model
         if not isinstance(model, LastTokenModel):
             raise TypeError(f"{type(model).__name__} computes all tokens: it has no forward_last_tokens")
         own = replace(indices, batch=self._own(indices.batch))
-        hidden = model.forward_last_tokens(token_ids, batch=self._own(batch), kv_cache=self._pool, last=own)
+        hidden = model.forward_last_tokens(token_ids, batch=self._own(batch), kv_cache=self._pool.layers, last=own)
         return self.model.logits(hidden)
 
     def _own(self, batch: AttentionBatch) -> AttentionBatch:
-        return replace(batch, caches=self._caches, states=self.states)
+        return replace(batch, caches=self._pool.tensors, states=self.states)
 
 
 def check_family(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from openinfer_engine.testing.answers import Answer
 from openinfer_engine.testing.family import FamilyHarness
-from openinfer_kernels import Array, AttentionBatch, ExpertChoice, LinearWeight
+from openinfer_kernels import Array, AttentionBatch, ExpertChoice, LinearWeight, PagedCache
 from openinfer_kernels.cpu import CpuOps
 from openinfer_kernels.cpu.gemm.linear import linear
 from openinfer_kernels.cpu.moe.experts import experts
@@ -29,12 +29,12 @@ _UNROUNDED = frozenset({"experts", "index_scores", "logits", "residual_embedding
 _WRITTEN: Mapping[str, int | str] = {
     "compress_overlapping_windows": "cache",
     "compress_windows": "cache",
-    "gated_qk_norm_rope_append": "kv_cache",
+    "gated_qk_norm_rope_append": "cache",
     "hyper_write": 1,
-    "latent_norm_rope_append": "kv_cache",
-    "qk_norm_rope_append": "kv_cache",
-    "rope_append": "kv_cache",
-    "zero_centred_qk_norm_rope_append": "kv_cache",
+    "latent_norm_rope_append": "cache",
+    "qk_norm_rope_append": "cache",
+    "rope_append": "cache",
+    "zero_centred_qk_norm_rope_append": "cache",
 }
 """The argument that an operator writes in the compute dtype, by position or keyword."""
 
@@ -137,7 +137,8 @@ def _rounding(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
         if name in _WRITTEN:
             place = _WRITTEN[name]
             written = given[place] if isinstance(place, int) else named[place]
-            written[...] = rounded(written)
+            array = written.data if isinstance(written, PagedCache) else written
+            array[...] = rounded(array)
         if result is None or name in _UNROUNDED:
             return result
         if isinstance(result, tuple):  # what else comes with it is float32

@@ -98,15 +98,18 @@ class Traffic:
         assert max(len(request.prompt_token_ids) for request in self.requests) > 80, "short prompts"
         assert all(answer.cached_tokens == 0 for answer in answers), "a prefix was cached"
 
-    def check_batch_invariant(self) -> None:
+    def check_batch_invariant(self, *, num_blocks: int = 18) -> None:
         """Batch-invariant operators give some of the requests the same bits alone and together, in pieces, preempted.
+
+        Args:
+            num_blocks: of the pool when they are together, of 8 tokens: fewer than they hold.
 
         Raises:
             AssertionError: they do not, or nothing was preempted.
         """
         some = self.requests[:6]
         alone = self.make_loop(batch_invariant=True)
-        together = self.make_loop(batch_invariant=True, max_step_tokens=24, num_blocks=18)
+        together = self.make_loop(batch_invariant=True, max_step_tokens=24, num_blocks=num_blocks)
         expected, found = run_alone(alone, some), run_together(together, some, seed=2)
         assert together.stats().preemptions >= 1, "nothing was preempted"
         for request_id, answer in expected.items():

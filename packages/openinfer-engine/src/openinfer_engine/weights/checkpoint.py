@@ -3,8 +3,8 @@
     Checkpoint.open(folder) ─► validate(names and shapes) ─► RankWeights(checkpoint, rank=…, size=…).read(name, cut)
 
 A folder has one `model.safetensors`, or shards named by `model.safetensors.index.json`, or one `modelR-mpN.safetensors`
-for each rank `R` of `N`, which have pieces of tensors under the same names (`rank_files.py`). Nothing is ever read from
-outside it, and nothing but safetensors is read at all.
+for each rank `R` of `N`, which have pieces of tensors under the same names (`rank_files.py`), or one `model.gguf`
+(`openinfer_engine.gguf`). No other format is read, and nothing from outside the folder that an index names.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,8 +15,9 @@ from typing import Self
 import msgspec
 
 from openinfer_core import InvalidCheckpoint
+from openinfer_engine.gguf.file import GGUF_FILE, GgufFile
 from openinfer_engine.model import Shard
-from openinfer_engine.weights.rank_files import Pieces, rank_files
+from openinfer_engine.weights.rank_files import Pieces, TensorFile, rank_files
 from openinfer_engine.weights.safetensors_file import SafetensorsFile, TensorInfo
 from openinfer_engine.weights.stored_tensor import StoredTensor, TensorSpec
 from openinfer_engine.weights.unique_json import decode_unique_json
@@ -43,7 +44,7 @@ class Checkpoint:
         InvalidCheckpoint: two files have a tensor of the same name.
     """
 
-    def __init__(self, files: Collection[SafetensorsFile]) -> None:
+    def __init__(self, files: Collection[TensorFile]) -> None:
         self._pieces_of: dict[str, Pieces] = {}
         for file in files:
             for name in file.tensors:
@@ -58,15 +59,17 @@ class Checkpoint:
         Raises:
             InvalidCheckpoint: files are missing or damaged, or the index contradicts them.
         """
-        single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
+        single, index, gguf = (model_dir / name for name in (SINGLE_FILE, INDEX_FILE, GGUF_FILE))
         of_ranks = rank_files(model_dir)
-        found = [path.name for path in (single, index) if path.exists()] + [path.name for path in of_ranks[:1]]
+        found = [path.name for path in (single, index, gguf) if path.exists()] + [path.name for path in of_ranks[:1]]
         if len(found) > 1:
             raise InvalidCheckpoint(f"{model_dir} has both {found[0]} and {found[1]}; remove the one that is stale")
         if single.exists():
             return cls([SafetensorsFile(single)])
         if index.exists():
             return _open_shards(index)
+        if gguf.exists():
+            return cls([GgufFile(gguf)])
         if of_ranks:
             return cls._of_ranks([SafetensorsFile(path) for path in of_ranks])
         raise InvalidCheckpoint(_no_weights(model_dir))
@@ -207,8 +210,13 @@ def _no_weights(model_dir: Path) -> str:
     found = sorted(
         path.name for path in model_dir.glob("*") if path.suffix in {".bin", ".pt", ".pth", ".safetensors", ".gguf"}
     )
-    hint = f"; it has {', '.join(found[:3])}" if found else ""
-    return f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}; weights are read from safetensors only"
+    missing = f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if found:
+        return (
+            f"{missing}; it has {', '.join(found[:3])}; weights are read from safetensors, and from a GGUF file "
+            "that is itself given as the model"
+        )
+    return f"{missing}; --load-format dummy starts it with random weights, for sizes and speed"
 
 
 def _problems(

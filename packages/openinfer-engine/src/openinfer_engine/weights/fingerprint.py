@@ -13,10 +13,10 @@ _PAGES = 64
 
 
 def fingerprint(model_dir: Path) -> str:
-    """128 bits in hexadecimal over `config.json` and a sample of every safetensors file, in order of name."""
+    """128 bits in hexadecimal over `config.json` and a sample of every file of weights, in order of name."""
     digest = blake2b(digest_size=16)
     digest.update((model_dir / "config.json").read_bytes())
-    for path in sorted(model_dir.glob("*.safetensors")):
+    for path in sorted([*model_dir.glob("*.safetensors"), *model_dir.glob("model.gguf")]):
         size = path.stat().st_size
         digest.update(f"\0{path.name}\0{size}\0".encode())
         with path.open("rb") as file:

@@ -6,14 +6,15 @@ cut into other numbers of ranks than its files.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from openinfer_core import InvalidCheckpoint
-from openinfer_engine.weights.safetensors_file import SafetensorsFile, TensorInfo
+from openinfer_engine.weights.safetensors_file import TensorInfo
 from openinfer_kernels import HostArray
 
 _NAME = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
@@ -32,10 +33,21 @@ def rank_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in names]
 
 
+class TensorFile(Protocol):
+    """What a checkpoint needs of a file: safetensors, or GGUF."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+
+    def read(self, name: str) -> HostArray:
+        """A whole tensor, not to be written to."""
+        ...
+
+
 class Pieces:
     """One tensor in one or several files."""
 
-    def __init__(self, files: Sequence[SafetensorsFile], name: str) -> None:
+    def __init__(self, files: Sequence[TensorFile], name: str) -> None:
         self.files = files
         self._name = name
         self._axis: int | None = None

@@ -64,6 +64,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     draft_counts: bytes
     new_block_counts: bytes
     new_blocks: bytes
+    void_block_counts: bytes  # none where all are 0
     started: list[Start]
     state_restores: list[tuple[int, int, int | None]]
     state_snapshots: list[tuple[int, int]]
@@ -81,23 +82,31 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
             token_ids=_packed(plan.token_ids, np.int32),
             new_block_counts=_packed(plan.new_block_counts, np.int32),
             new_blocks=_packed(plan.new_blocks, np.int32),
+            void_block_counts=_packed(plan.void_block_counts, np.int32) if plan.void_block_counts.any() else b"",
             started=[Start(each.slot, each.request, each.seed, each.output_token_ids) for each in plan.started],
             state_restores=[(copy.source, copy.target, copy.loaded_tokens) for copy in plan.state_restores],
             state_snapshots=[(copy.source, copy.target) for copy in plan.state_snapshots],
         )
 
     def plan(self) -> StepPlan:
+        slots = np.frombuffer(self.slots, np.int32)
+        new_block_counts = _unpacked_tables(self.new_block_counts, len(slots))
         return StepPlan(
             step=self.step,
-            slots=np.frombuffer(self.slots, np.int32),
+            slots=slots,
             starts=np.frombuffer(self.starts, np.int32),
             counts=np.frombuffer(self.counts, np.int32),
             num_host_tokens=np.frombuffer(self.num_host_tokens, np.int32),
             max_new=np.frombuffer(self.max_new, np.int32),
             draft_counts=np.frombuffer(self.draft_counts, np.int32),
             token_ids=np.frombuffer(self.token_ids, np.int32),
-            new_block_counts=np.frombuffer(self.new_block_counts, np.int32),
+            new_block_counts=new_block_counts,
             new_blocks=np.frombuffer(self.new_blocks, np.int32),
+            void_block_counts=(
+                _unpacked_tables(self.void_block_counts, len(slots))
+                if self.void_block_counts
+                else np.zeros_like(new_block_counts)
+            ),
             started=tuple(
                 SlotStart(slot=each.slot, request=each.request, seed=each.seed, output_token_ids=each.output_token_ids)
                 for each in self.started
@@ -195,3 +204,8 @@ def bodies(descriptor: int) -> Generator[bytes]:
 
 def _packed(column: NDArray[Column], dtype: type[Column]) -> bytes:
     return np.ascontiguousarray(column, dtype).tobytes()
+
+
+def _unpacked_tables(data: bytes, num_rows: int) -> NDArray[np.int32]:
+    # With no rows, how many tables there are is not to be seen, and means nothing.
+    return np.frombuffer(data, np.int32).reshape(-1 if num_rows else 1, num_rows)

@@ -1,36 +1,56 @@
-"""Blocks that are no dense array: several kinds of rows, each a view of one pool."""
+"""`KvPool`: the KV cache of one rank, and the views of it that a model reads and writes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from openinfer_core.errors import ContractViolation
-from openinfer_kernels import Array, Ops
+from openinfer_engine.model import KvLayers
+from openinfer_kernels import Array, Ops, PagedCache
 from openinfer_kv_cache import GroupKind, KvGroupLayout, KvLayout, KvRegion
 
 
-def make_pool(layout: KvLayout, *, num_blocks: int, ops: Ops) -> Array:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPool:
+    """All blocks of one rank, made once: a step changes what is in them, not where they lie."""
+
+    blocks: Array
+    """`[num_blocks, *layout.block_shape()]` where a block is dense, else `[num_blocks, numbers of a block]`."""
+    layers: KvLayers
+    """What `Model.forward` is handed: empty where blocks are not dense."""
+    tensors: Mapping[str, Array] = field(default_factory=dict[str, Array])
+    """What `AttentionBatch.caches` is, of blocks that are not dense: `GROUP.TENSOR` -> its view
+    `[num_blocks, layers, num_heads, rows, head_dim]`."""
+
+
+def make_pool(layout: KvLayout, *, num_blocks: int, ops: Ops) -> KvPool:
     """The KV cache of one rank, in the compute dtype.
 
-    Returns:
-        `[num_blocks, *layout.block_shape()]` where a block is dense, else `[num_blocks, numbers of a block]`.
-
     Raises:
-        ContractViolation: the tensors of one block have different dtypes.
+        ContractViolation: the tensors of one block have different dtypes, or layers of several block tables have
+            different shapes.
     """
     if layout.is_dense:
-        return ops.zeros((num_blocks, *layout.block_shape()))
+        blocks = ops.zeros((num_blocks, *layout.block_shape()))
+        layers: dict[str, tuple[PagedCache, ...]] = {}
+        for piece in _paged(layout):
+            layers[piece.name] = layers.get(piece.name, ()) + tuple(_layers(blocks, piece))
+        return KvPool(blocks=blocks, layers=layers)
+    if layout.num_tables > 1:
+        names = ", ".join(dict.fromkeys(piece.name for piece in _paged(layout)))
+        raise ContractViolation(
+            f"the paged groups {names} have layers of several shapes, and those of several block tables must have one: "
+            "give their tensors one shape, or leave window_tokens out"
+        )
     dtypes = {region.dtype for region in paged_regions(layout)}
     if len(dtypes) != 1:
         raise ContractViolation(f"tensors of one block must have one dtype, not {', '.join(sorted(dtypes))}")
-    return ops.zeros((num_blocks, layout.block_bytes // dtypes.pop().itemsize_bytes))
-
-
-def paged_tensors(layout: KvLayout, pool: Array) -> dict[str, Array]:
-    """`GROUP.TENSOR` -> its view `[blocks, layers, num_heads, rows, head_dim]` of a pool; none of a dense one's."""
-    if layout.is_dense:
-        return {}
-    return {
-        f"{group.name}.{region.name}": _view(pool, group, region)
+    blocks = ops.zeros((num_blocks, layout.block_bytes // dtypes.pop().itemsize_bytes))
+    tensors = {
+        f"{group.name}.{region.name}": _view(blocks, group, region)
         for group in _paged(layout)
         for region in group.regions
     }
+    return KvPool(blocks=blocks, layers={}, tensors=tensors)
 
 
 def paged_regions(layout: KvLayout) -> list[KvRegion]:
@@ -40,6 +60,14 @@ def paged_regions(layout: KvLayout) -> list[KvRegion]:
 
 def _paged(layout: KvLayout) -> list[KvGroupLayout]:
     return [group for group in layout.groups if group.kind is GroupKind.PAGED]
+
+
+def _layers(blocks: Array, piece: KvGroupLayout) -> Iterator[PagedCache]:
+    """The layers of a piece, in order; several pieces may lie in a block of one table, one after the other."""
+    first = piece.regions[0].base_bytes // piece.regions[0].stride_bytes
+    for layer in range(piece.num_layers):
+        is_first_layer = piece.first_layer + layer == 0
+        yield PagedCache(data=blocks, layer=first + layer, table=piece.table, is_first_layer=is_first_layer)
 
 
 def _view(pool: Array, group: KvGroupLayout, region: KvRegion) -> Array:

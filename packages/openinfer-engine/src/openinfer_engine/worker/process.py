@@ -22,7 +22,7 @@ import msgspec
 
 from openinfer_core import OpenInferError, Refused
 from openinfer_core.errors import ContractViolation
-from openinfer_core.process.engine_process import set_log_level
+from openinfer_core.process.logs import label_logs, set_up_logs
 from openinfer_core.process.resident import settle_memory
 from openinfer_engine.child import SWITCH_INTERVAL_S
 from openinfer_engine.engine_plan import resolve
@@ -67,7 +67,7 @@ def main() -> int:
     os.dup2(2, 1)
     orders = _Orders(0)
     try:
-        set_log_level(os.environ)
+        set_up_logs(os.environ)
         worker, share = _load(orders, answers)
         settle_memory()
         _serve(worker, share, orders)
@@ -91,8 +91,7 @@ def _end_with_engine() -> None:
 
 def _load(orders: "_Orders", answers: "_Answers") -> "tuple[Worker, ShareService | None]":
     build = orders.take(Build)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(logging.Formatter(f"%(name)s, rank {build.rank}: %(message)s"))
+    label_logs(f"rank {build.rank}")
     spec = msgspec.json.decode(build.spec, type=EngineSpec)
     definition, options = spec.read()
     engine_plan = resolve(definition, Path(spec.model_dir), options, rank=build.rank)
@@ -188,6 +187,7 @@ class _Orders:
                 has_left = has_left or isinstance(order, Leave)
         finally:
             if not has_left:
+                logging.shutdown()
                 os._exit(1)
 
 

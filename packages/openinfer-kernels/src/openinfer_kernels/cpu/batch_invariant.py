@@ -28,7 +28,7 @@ from openinfer_kernels.cpu.moe.experts import experts
 from openinfer_kernels.cpu.norm.hyper_connections import hyper_head, hyper_read
 from openinfer_kernels.cpu.ops import CpuOps
 from openinfer_kernels.latent_forms import LatentShape
-from openinfer_kernels.ops import AttentionBatch
+from openinfer_kernels.ops import AttentionBatch, PagedCache
 
 TOKENS = 8
 KEYS = 64
@@ -80,9 +80,8 @@ def _slices(x: NDArray[Any]) -> NDArray[Any]:
 
 def _paged_attention(
     q: NDArray[Any],
-    kv_cache: NDArray[Any],
+    cache: PagedCache,
     *,
-    layer: int,
     batch: AttentionBatch,
     scale: float,
     window: int | None = None,
@@ -90,25 +89,27 @@ def _paged_attention(
     sinks: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     scoring = _Scoring(window, soft_cap, sinks)
-    return _attend_rows(q, kv_cache[:, layer], batch=batch, scale=scale, scoring=scoring)
+    layer_cache, table = cache.in_compute_dtype()[:, cache.layer], batch.block_tables[cache.table]
+    return _attend_rows(q, layer_cache, table, batch=batch, scale=scale, scoring=scoring)
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def _latent_attention(
     q: NDArray[Any],
-    kv_cache: NDArray[Any],
+    cache: PagedCache,
     *,
     kv_b_proj: NDArray[Any],
-    layer: int,
     batch: AttentionBatch,
     scale: float,
 ) -> NDArray[Any]:
     """Attention over latents, which are one head's keys and, but for their rotated part, its values."""
-    shape = LatentShape.of(q.shape, kv_cache.shape, kv_b_proj.shape)
+    data = cache.in_compute_dtype()
+    shape = LatentShape.of(q.shape, data.shape, kv_b_proj.shape)
     by_head = kv_b_proj.reshape(shape.num_heads, -1, shape.latent_dim)
     queries = np.concatenate([latent_queries(tokens, by_head, shape) for tokens in _slices_by_head(q)], axis=1)
-    both = np.broadcast_to(kv_cache[:, layer], (len(kv_cache), 2, *kv_cache.shape[3:]))
-    mixed = _attend_rows(queries.swapaxes(0, 1)[: len(q)], both, batch=batch, scale=scale)
+    both = np.broadcast_to(data[:, cache.layer], (len(data), 2, *data.shape[3:]))
+    table = batch.block_tables[cache.table]
+    mixed = _attend_rows(queries.swapaxes(0, 1)[: len(q)], both, table, batch=batch, scale=scale)
     latents = mixed.reshape(len(q), shape.num_heads, -1)[..., : shape.latent_dim]
     values = np.concatenate([latent_values(tokens, by_head, shape) for tokens in _slices_by_head(latents)], axis=1)
     return values.swapaxes(0, 1)[: len(q)].reshape(len(q), -1)
@@ -121,7 +122,13 @@ def _slices_by_head(x: NDArray[Any]) -> NDArray[Any]:
 
 @np.errstate(over="ignore", invalid="ignore")
 def _attend_rows(
-    q: NDArray[Any], layer_cache: NDArray[Any], *, batch: AttentionBatch, scale: float, scoring: _Scoring = _PLAIN
+    q: NDArray[Any],
+    layer_cache: NDArray[Any],
+    block_table: NDArray[Any],
+    *,
+    batch: AttentionBatch,
+    scale: float,
+    scoring: _Scoring = _PLAIN,
 ) -> NDArray[Any]:
     """Attention of `q [T, H, D]` over `layer_cache [blocks, 2, K, B, D]`: `[T, H * D]`; row by row."""
     out = np.empty((q.shape[0], q.shape[1] * q.shape[2]), q.dtype)
@@ -131,7 +138,7 @@ def _attend_rows(
         tokens = slice(starts[row], starts[row + 1])
         first_position = context - (tokens.stop - tokens.start)
         seen_from = scoring.first_seen(first_position)
-        keys, values = _gather(layer_cache, batch.block_tables[row], context, seen_from=seen_from)
+        keys, values = _gather(layer_cache, block_table[row], context, seen_from=seen_from)
         for begin, queries in enumerate(_slices(scaled[tokens])):
             first = tokens.start + begin * TOKENS
             size = min(TOKENS, tokens.stop - first)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from openinfer_kernels.cubins.sources import FLAGS, Source
-from openinfer_kernels.errors import KernelBuildError
+from openinfer_kernels.errors import CUDA_IS_BROUGHT_BY, KernelBuildError
 
 _LONGEST_MESSAGE = 4000
 _INTEGERS = """#pragma once
@@ -134,7 +134,7 @@ def find_compiler() -> Compiler:
     if compiler is None:
         raise KernelBuildError(
             "found no compiler for the CUDA kernels: no nvcc with g++ (PATH, CUDA_HOME, /usr/local/cuda), no NVRTC; "
-            "install openinfer-kernels[cuda13], or a CUDA toolkit"
+            f"install a CUDA toolkit, or: {CUDA_IS_BROUGHT_BY}"
         )
     return compiler
 

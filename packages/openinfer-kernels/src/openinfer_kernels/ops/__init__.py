@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from openinfer_kernels.ops.arrays import Array, HostArray
 from openinfer_kernels.ops.attention import AttentionOps
 from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.cache import CacheFormat, PagedCache
 from openinfer_kernels.ops.dense import DenseOps
 from openinfer_kernels.ops.experts import ExpertChoice, ExpertOps, GroupScore, Routing, RoutingOps, Scoring
 from openinfer_kernels.ops.hyper_connections import HyperConnectionOps, HyperMix, HyperWeights
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionBatch",
     "AttentionOps",
     "Bias",
+    "CacheFormat",
     "CompressedEntries",
     "DenseOps",
     "ExpertChoice",
@@ -49,6 +51,7 @@ __all__ = [
     "MemoryOps",
     "NormOps",
     "Ops",
+    "PagedCache",
     "Penalties",
     "QuantisedWeight",
     "Routing",

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
 from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.cache import PagedCache
 
 
 class AttentionOps(Protocol):
@@ -17,8 +18,7 @@ class AttentionOps(Protocol):
         k_norm: Array,
         eps: float,
         rope: Array,
-        kv_cache: Array,
-        layer: int,
+        cache: PagedCache,
         batch: AttentionBatch,
     ) -> Array:
         """Per-head RMSNorm of Q and K, then RoPE in half layout, then K and V into the cache.
@@ -29,8 +29,7 @@ class AttentionOps(Protocol):
             k_norm: `[D]`, shared by all key heads.
             eps: of both norms.
             rope: `[2, positions, D / 2]` float32, cosines then sines (`rope_table`).
-            kv_cache: `[blocks, layers, 2, K, B, D]`, mutated: the entries that `batch.cache_slots` name in this layer.
-            layer: index into the layer axis.
+            cache: of keys and values, mutated: the entries that its cache slots in the batch name.
             batch: positions and cache slots of the tokens.
 
         Returns:
@@ -39,14 +38,13 @@ class AttentionOps(Protocol):
         """
         ...
 
-    def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
+    def rope_append(self, qkv: Array, *, rope: Array, cache: PagedCache, batch: AttentionBatch) -> Array:
         """RoPE of Q and K in half layout, then K and V into the cache: `qk_norm_rope_append` without the norms.
 
         Args:
             qkv: `[T, (H + 2 K) D]`, query heads, then key heads, then value heads.
             rope: `[2, positions, D / 2]` float32, cosines then sines (`rope_table`).
-            kv_cache: `[blocks, layers, 2, K, B, D]`, mutated: the entries that `batch.cache_slots` name in this layer.
-            layer: index into the layer axis.
+            cache: of keys and values, mutated: the entries that its cache slots in the batch name.
             batch: positions and cache slots of the tokens.
 
         Returns:
@@ -62,8 +60,7 @@ class AttentionOps(Protocol):
         k_norm: Array,
         eps: float,
         rope: Array,
-        kv_cache: Array,
-        layer: int,
+        cache: PagedCache,
         batch: AttentionBatch,
     ) -> Array:
         """As `qk_norm_rope_append`, with the norm of `zero_centred_rms_norm`: Gemma-3's."""
@@ -72,9 +69,8 @@ class AttentionOps(Protocol):
     def paged_attention(
         self,
         q: Array,
-        kv_cache: Array,
+        cache: PagedCache,
         *,
-        layer: int,
         batch: AttentionBatch,
         scale: float,
         window: int | None = None,
@@ -89,8 +85,7 @@ class AttentionOps(Protocol):
 
         Args:
             q: `[T, H, D]`.
-            kv_cache: `[blocks, layers, 2, K, B, D]`, this step's tokens already appended.
-            layer: index into the layer axis.
+            cache: of keys and values, this step's tokens already appended.
             batch: rows of any length.
             scale: multiplies the scores, usually `D ** -0.5`.
             window: keys that a token sees, its own among them, at least 1: `sliding_window` of transformers. What a
@@ -112,8 +107,7 @@ class AttentionOps(Protocol):
         k_norm: Array,
         eps: float,
         rope: Array,
-        kv_cache: Array,
-        layer: int,
+        cache: PagedCache,
         batch: AttentionBatch,
     ) -> Array:
         """Zero-centred RMSNorm of Q and K per head, then RoPE of their first dimensions, then K and V into the cache.
@@ -126,8 +120,7 @@ class AttentionOps(Protocol):
             eps: of both norms.
             rope: `[2, positions, r / 2]` float32, cosines then sines; the first `r <= D` dimensions are rotated, in
                 pairs `(i, i + r/2)`, and the others left as they are.
-            kv_cache: `[blocks, layers, 2, K, B, D]`, mutated: the entries that `batch.cache_slots` name in this layer.
-            layer: index into the layer axis.
+            cache: of keys and values, mutated: the entries that its cache slots in the batch name.
             batch: positions and cache slots of the tokens.
 
         Returns:

@@ -21,14 +21,17 @@ class AttentionBatch:
     """`[R + 1]` first token of each row, then T."""
     context_lens: Array
     """`[R]` tokens in the cache of each row once this step's have been appended."""
-    block_tables: Array
-    """`[R, max_blocks]` KV block of each B tokens of the row's context; unused entries are any block's id.
+    block_tables: tuple[Array, ...]
+    """Of each block table (`PagedCache.table`), `[R, max_blocks]`: KV block of each B tokens of the row's context;
+    unused entries are any block's id. Layers that look back alike share a table, so most models have one.
 
     What a cache holds beyond a row's context (in blocks it does not use, or after the last token of its last block)
-    may be anything, NaN included, and never changes a result.
+    may be anything, NaN included, and never changes a result. Nor do entries of blocks before the window of a layer's
+    attention: they may be any numbers.
     """
-    cache_slots: Array
-    """`[T]` int64, block id * B + offset: where each token's K and V are written; below 0, for padding, nowhere."""
+    cache_slots: tuple[Array, ...]
+    """Of each block table, `[T]` int64, block id * B + offset: where each token's K and V are written; below 0, for
+    padding, nowhere. A token is padding in all of them or in none."""
     max_query_tokens: int
     """Largest number of tokens in one row."""
     max_context_tokens: int

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
+from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.quantised import LinearWeight
 
 
@@ -20,8 +21,12 @@ class DenseOps(Protocol):
         """
         ...
 
-    def linear(self, x: Array, weight: LinearWeight, bias: Array | None = None) -> Array:
-        """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`; a quantised weight has no bias."""
+    def linear(self, x: Array, weight: LinearWeight, batch: AttentionBatch, bias: Array | None = None) -> Array:
+        """`x [T, in] @ weight [out, in].T (+ bias [out])`: `[T, out]`; a quantised weight has no bias.
+
+        `batch` is that of the tokens in `x`: where a token's request asks for an adapter, what it adds to this product
+        is found by it. All products of a layer are given it; none of our operators serves adapters yet.
+        """
         ...
 
     def logits(self, hidden: Array, head: Array) -> Array:
@@ -31,16 +36,17 @@ class DenseOps(Protocol):
         """
         ...
 
-    def linear_swiglu(self, x: Array, gate_up: LinearWeight) -> Array:
+    def linear_swiglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
         """`silu(x @ gate.T) * (x @ up.T)`: `[T, F]`, with `gate_up [2 F, h]` = gate rows, then up rows.
 
-        Both products are rounded to the compute dtype first, as `linear` rounds them, and the result once.
+        Both products are rounded to the compute dtype first, as `linear` rounds them, and the result once. `batch` is
+        what `linear` takes.
 
         SwiGLU: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6 without the outer projection.
         """
         ...
 
-    def linear_geglu(self, x: Array, gate_up: LinearWeight) -> Array:
+    def linear_geglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
         """`gelu(x @ gate.T) * (x @ up.T)`: `[T, F]`, with arguments and roundings of `linear_swiglu`.
 
         GEGLU: Shazeer 2020, eq. 6 without the outer projection, with the GELU of `geglu`.

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from openinfer_kernels.ops.arrays import Array
 from openinfer_kernels.ops.batch import AttentionBatch
+from openinfer_kernels.ops.cache import PagedCache
 
 
 class LatentAttentionOps(Protocol):
@@ -22,8 +23,7 @@ class LatentAttentionOps(Protocol):
         norm: Array,
         eps: float,
         rope: Array,
-        kv_cache: Array,
-        layer: int,
+        cache: PagedCache,
         batch: AttentionBatch,
     ) -> Array:
         """RMSNorm of the latent, RoPE of its key and of the queries, then latent and key into the cache.
@@ -36,9 +36,7 @@ class LatentAttentionOps(Protocol):
             norm: `[r]`.
             eps: of the norm.
             rope: `[2, positions, dr / 2]` float32, cosines then sines (`rope_table`).
-            kv_cache: `[blocks, layers, 1, 1, B, r + dr]`, mutated: the entries that `batch.cache_slots` name in this
-                layer.
-            layer: index into the layer axis.
+            cache: of latents, mutated: the entries that its cache slots in the batch name.
             batch: positions and cache slots of the tokens.
 
         Returns:
@@ -48,7 +46,7 @@ class LatentAttentionOps(Protocol):
         ...
 
     def latent_attention(
-        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
+        self, q: Array, cache: PagedCache, *, kv_b_proj: Array, batch: AttentionBatch, scale: float
     ) -> Array:
         """Causal attention of each row's tokens over its paged latents, softmax in float32.
 
@@ -59,9 +57,8 @@ class LatentAttentionOps(Protocol):
 
         Args:
             q: `[T, H, dn + dr]`, as `latent_norm_rope_append` returns it.
-            kv_cache: `[blocks, layers, 1, 1, B, r + dr]`, this step's tokens already appended.
+            cache: of latents, this step's tokens already appended.
             kv_b_proj: `[H (dn + dv), r]`, of each head the rows of its key, then those of its value.
-            layer: index into the layer axis.
             batch: rows of any length.
             scale: multiplies the scores.
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.ops import HostArray
+from openinfer_kernels.ops import AttentionBatch, HostArray
 from openinfer_kernels.rope import RopeParameters, rope_table
 from openinfer_kernels.testing.case import Case
 from openinfer_kernels.testing.expert_cases import EXPERT_CASES, quantised_gated_cases, quantised_linear_cases
-from openinfer_kernels.testing.paged import PagedCase, make_paged_case, make_state_case
+from openinfer_kernels.testing.paged import PagedCase, make_batch, make_paged_case, make_state_case
 from openinfer_kernels.testing.sparse_cases import SPARSE_CASES
 
 _HEAD_DIM = 64
@@ -40,8 +40,8 @@ def _residual_embedding(rng: np.random.Generator) -> Iterable[Case]:
 def _linear(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, inner, outer in ((1, 128, 64), (7, 40, 24), (33, 256, 192), (130, 128, 72)):
         x, weight = _floats(rng, tokens, inner), _floats(rng, outer, inner)
-        yield Case(name=f"{tokens} x {inner} -> {outer}", positional=(x, weight), keywords={})
-        with_bias = (_with_nan(x), weight, _floats(rng, outer))
+        yield Case(name=f"{tokens} x {inner} -> {outer}", positional=(x, weight, make_batch(tokens)), keywords={})
+        with_bias = (_with_nan(x), weight, make_batch(tokens), _floats(rng, outer))
         yield Case(name=f"{tokens} x {inner} -> {outer}, bias, NaN", positional=with_bias, keywords={})
     yield from quantised_linear_cases(rng)
 
@@ -50,8 +50,9 @@ def _gated_linear(rng: np.random.Generator) -> Iterable[Case]:
     for tokens, inner, width in ((1, 128, 64), (9, 128, 192), (70, 40, 24)):
         x, gate_up = _floats(rng, tokens, inner), _floats(rng, 2 * width, inner) / np.float32(np.sqrt(inner))
         name = f"{tokens} x {inner} -> {width}"
-        yield Case(name=name, positional=(x, gate_up), keywords={})
-        yield Case(name=f"{name}, NaN", positional=(_with_nan(x), gate_up), keywords={})
+        batch = make_batch(tokens)
+        yield Case(name=name, positional=(x, gate_up, batch), keywords={})
+        yield Case(name=f"{name}, NaN", positional=(_with_nan(x), gate_up, batch), keywords={})
     yield from quantised_gated_cases(rng)
 
 
@@ -105,28 +106,32 @@ def _add_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
 
 
 def _qk_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
-    for heads, kv_heads in ((4, 4), (6, 2)):
-        case = make_paged_case(rng, _ROWS, num_kv_heads=kv_heads, head_dim=_HEAD_DIM, block_tokens=_BLOCK_TOKENS)
-        cache_slots = case.batch.cache_slots.copy()
-        cache_slots[-2:] = -1
-        batch = dataclasses.replace(case.batch, cache_slots=cache_slots)
+    for heads, kv_heads, table in ((4, 4, 0), (6, 2, 1)):
+        shape = {"num_kv_heads": kv_heads, "head_dim": _HEAD_DIM, "block_tokens": _BLOCK_TOKENS}
+        case = make_paged_case(rng, _ROWS, **shape, table=table)
+        batch = _with_padding(case.batch)
         keywords = {
             "q_norm": _floats(rng, _HEAD_DIM),
             "k_norm": _floats(rng, _HEAD_DIM),
             "eps": 1e-6,
             "rope": rope_table(RopeParameters(theta=1e4), head_dim=_HEAD_DIM, positions=128),
-            "kv_cache": case.kv_cache,
-            "layer": 1,
+            "cache": case.cache(1),
             "batch": batch,
         }
         qkv = _with_nan(_floats(rng, case.num_tokens, (heads + 2 * kv_heads) * _HEAD_DIM))
         yield Case(
-            name=f"{heads} heads over {kv_heads}",
+            name=f"{heads} heads over {kv_heads}, block table {table}",
             positional=(qkv,),
             keywords=keywords,
-            mutated=("kv_cache",),
+            mutated=("cache.data",),
             exact=("rope",),
         )
+
+
+def _with_padding(batch: AttentionBatch) -> AttentionBatch:
+    """The last two tokens are padding."""
+    padded = tuple(np.append(slots[:-2], np.full(2, -1)) for slots in batch.cache_slots)
+    return dataclasses.replace(batch, cache_slots=padded)
 
 
 def _rope_append(rng: np.random.Generator) -> Iterable[Case]:
@@ -137,17 +142,19 @@ def _rope_append(rng: np.random.Generator) -> Iterable[Case]:
 
 def _paged_attention(rng: np.random.Generator) -> Iterable[Case]:
     for rows in (_ROWS, ((5, 1), (200, 1), (33, 1)), ((40, 40),)):
-        for heads, kv_heads in ((2, 2), (8, 2)):
-            case = make_paged_case(rng, rows, num_kv_heads=kv_heads, head_dim=_HEAD_DIM, block_tokens=_BLOCK_TOKENS)
+        for heads, kv_heads, table in ((2, 2, 0), (8, 2, 1)):
+            shape = {"num_kv_heads": kv_heads, "head_dim": _HEAD_DIM, "block_tokens": _BLOCK_TOKENS}
+            case = make_paged_case(rng, rows, **shape, table=table)
             q = _with_nan(_floats(rng, case.num_tokens, heads, _HEAD_DIM))
-            keywords = {"layer": 1, "batch": case.batch, "scale": _HEAD_DIM**-0.5}
-            name = f"rows {rows}, {heads} heads over {kv_heads}"
-            yield Case(name=name, positional=(q, case.kv_cache), keywords=keywords)
+            keywords = {"batch": case.batch, "scale": _HEAD_DIM**-0.5}
+            name = f"rows {rows}, {heads} heads over {kv_heads}, block table {table}"
+            yield Case(name=name, positional=(q, case.cache(1)), keywords=keywords)
             for asked in _scores_asked(rng, heads):
+                batch = case.behind_window(asked["window"]) if "window" in asked else case.batch
                 yield Case(
                     name=f"{name}, {', '.join(asked)}",
-                    positional=(q, case.kv_cache),
-                    keywords={**keywords, **asked},
+                    positional=(q, case.cache(1)),
+                    keywords={**keywords, "batch": batch, **asked},
                     exact=("sinks",),
                 )
 
@@ -168,13 +175,14 @@ _LATENT = {"latent_dim": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
 
 def _latent_cases(rng: np.random.Generator) -> Iterable[tuple[int, PagedCase]]:
     """Query heads, and rows over a cache of latents; one of them is long enough to be expanded."""
-    for rows, heads in ((_ROWS, 16), (((300, 200), (5, 1)), 2)):
+    for rows, heads, table in ((_ROWS, 16, 0), (((300, 200), (5, 1)), 2, 1)):
         case = make_paged_case(
             rng,
             rows,
             num_kv_heads=1,
             head_dim=_LATENT["latent_dim"] + _LATENT["rope_dim"],
             block_tokens=_BLOCK_TOKENS,
+            table=table,
         )
         case.kv_cache = np.ascontiguousarray(case.kv_cache[:, :, :1])  # a latent is key and value
         yield heads, case
@@ -183,16 +191,13 @@ def _latent_cases(rng: np.random.Generator) -> Iterable[tuple[int, PagedCase]]:
 def _latent_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
     head_dim = _LATENT["nope_dim"] + _LATENT["rope_dim"]
     for heads, case in _latent_cases(rng):
-        cache_slots = case.batch.cache_slots.copy()
-        cache_slots[-2:] = -1
         keywords = {
             "head_dim": head_dim,
             "norm": _floats(rng, _LATENT["latent_dim"]),
             "eps": 1e-6,
             "rope": rope_table(RopeParameters(theta=1e4), head_dim=_LATENT["rope_dim"], positions=512),
-            "kv_cache": case.kv_cache,
-            "layer": 1,
-            "batch": dataclasses.replace(case.batch, cache_slots=cache_slots),
+            "cache": case.cache(1),
+            "batch": _with_padding(case.batch),
         }
         q = _with_nan(_floats(rng, case.num_tokens, heads * head_dim))
         latent = _with_nan(_floats(rng, case.num_tokens, _LATENT["latent_dim"] + _LATENT["rope_dim"]))
@@ -200,7 +205,7 @@ def _latent_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
             name=f"{heads} heads",
             positional=(q, latent),
             keywords=keywords,
-            mutated=("kv_cache",),
+            mutated=("cache.data",),
             exact=("rope",),
         )
 
@@ -211,13 +216,12 @@ def _latent_attention(rng: np.random.Generator) -> Iterable[Case]:
         rows = heads * (_LATENT["nope_dim"] + _LATENT["value_dim"])
         keywords = {
             "kv_b_proj": _floats(rng, rows, _LATENT["latent_dim"]) / np.float32(np.sqrt(_LATENT["latent_dim"])),
-            "layer": 1,
             "batch": case.batch,
             "scale": head_dim**-0.5,
         }
         q = _with_nan(_floats(rng, case.num_tokens, heads, head_dim))
         # queries and what is attended to are rounded before they are multiplied, or keys and values are
-        yield Case(name=f"{heads} heads", positional=(q, case.kv_cache), keywords=keywords, rounded_inside=True)
+        yield Case(name=f"{heads} heads", positional=(q, case.cache(1)), keywords=keywords, rounded_inside=True)
 
 
 def _zero_centred_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
@@ -236,15 +240,15 @@ def _gated_rms_norm(rng: np.random.Generator) -> Iterable[Case]:
 
 
 def _gated_qk_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
-    for heads, kv_heads, rotated in ((4, 4, _HEAD_DIM), (6, 2, _HEAD_DIM // 4)):
-        case = make_paged_case(rng, _ROWS, num_kv_heads=kv_heads, head_dim=_HEAD_DIM, block_tokens=_BLOCK_TOKENS)
+    for heads, kv_heads, rotated, table in ((4, 4, _HEAD_DIM, 0), (6, 2, _HEAD_DIM // 4, 1)):
+        shape = {"num_kv_heads": kv_heads, "head_dim": _HEAD_DIM, "block_tokens": _BLOCK_TOKENS}
+        case = make_paged_case(rng, _ROWS, **shape, table=table)
         keywords = {
             "q_norm": _floats(rng, _HEAD_DIM),
             "k_norm": _floats(rng, _HEAD_DIM),
             "eps": 1e-6,
             "rope": rope_table(RopeParameters(theta=1e4), head_dim=rotated, positions=128),
-            "kv_cache": case.kv_cache,
-            "layer": 1,
+            "cache": case.cache(1),
             "batch": case.batch,
         }
         projected = _with_nan(_floats(rng, case.num_tokens, 2 * (heads + kv_heads) * _HEAD_DIM))
@@ -252,7 +256,7 @@ def _gated_qk_norm_rope_append(rng: np.random.Generator) -> Iterable[Case]:
             name=f"{heads} heads over {kv_heads}, {rotated} dimensions rotated",
             positional=(projected,),
             keywords=keywords,
-            mutated=("kv_cache",),
+            mutated=("cache.data",),
             exact=("rope",),
         )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from openinfer_kernels.ops import ExpertChoice, HostArray, Ops, QuantisedWeight
 from openinfer_kernels.testing.case import Case
+from openinfer_kernels.testing.paged import make_batch
 from openinfer_kernels.weights.quantised import QuantisedPart, WeightFormat
 
 _CODE_MASKS = {WeightFormat.FP8_BLOCKS: 0xBF, WeightFormat.INT4_GROUPS: 0xFF, WeightFormat.FP4_GROUPS: 0xFF}
@@ -86,7 +87,11 @@ def quantised_linear_cases(rng: np.random.Generator) -> Iterable[Case]:
         for tokens, inner, outer in ((1, 256, 64), (7, 128, 192), (130, 64, 72)):
             weight = HostQuantised(parts=(random_part(rng, weight_format, outer, inner),))
             x = _with_nan(_floats(rng, tokens, inner))
-            yield Case(name=f"{weight_format}, {tokens} x {inner} -> {outer}", positional=(x, weight), keywords={})
+            yield Case(
+                name=f"{weight_format}, {tokens} x {inner} -> {outer}",
+                positional=(x, weight, make_batch(tokens)),
+                keywords={},
+            )
 
 
 def quantised_gated_cases(rng: np.random.Generator) -> Iterable[Case]:
@@ -95,7 +100,8 @@ def quantised_gated_cases(rng: np.random.Generator) -> Iterable[Case]:
         for tokens in (5, 70):
             gate_up = HostQuantised(parts=tuple(random_part(rng, weight_format, 64, 128) for _ in range(2)))
             name = f"{weight_format}, {tokens} x 128 -> 64"
-            yield Case(name=name, positional=(_with_nan(_floats(rng, tokens, 128)), gate_up), keywords={})
+            given = _with_nan(_floats(rng, tokens, 128)), gate_up, make_batch(tokens)
+            yield Case(name=name, positional=given, keywords={})
 
 
 def _swiglu(rng: np.random.Generator) -> Iterable[Case]:

@@ -169,25 +169,38 @@ def _arguments(case: Case) -> dict[_Key, Any]:
 
 
 def _arrays(arguments: Mapping[_Key, Any]) -> list[tuple[_Key, Any]]:
-    """Every array among the arguments, also those inside of dataclasses."""
+    """Every array among the arguments, also those that are fields of dataclasses, or in tuples that are."""
     found: list[tuple[_Key, Any]] = []
     for key, value in arguments.items():
         if _is_array(value):
             found.append((key, value))
-        elif dataclasses.is_dataclass(value):
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            found += [(f"{key}.{name}", each) for name, each in fields.items() if _is_array(each)]
+        for name, each in _fields(value).items():
+            inside = {f"{key}.{name}": each, **{f"{key}.{name}.{i}": one for i, one in enumerate(_entries(each))}}
+            found += [(place, array) for place, array in inside.items() if _is_array(array)]
     return found
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return {}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", value) if isinstance(value, tuple) else ()
 
 
 def _with_arrays(arguments: Mapping[_Key, Any], arrays: Mapping[_Key, Any]) -> dict[_Key, Any]:
     """The arguments with other arrays in the same places."""
 
     def replaced(key: _Key, value: Any) -> Any:
-        if key in arrays or not dataclasses.is_dataclass(value) or isinstance(value, type):
+        fields = _fields(value)
+        if key in arrays or not fields:
             return arrays.get(key, value)
-        inside = {field.name: arrays.get(f"{key}.{field.name}") for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{name: each for name, each in inside.items() if each is not None})
+        for name, each in fields.items():
+            entries = tuple(arrays.get(f"{key}.{name}.{i}", one) for i, one in enumerate(_entries(each)))
+            fields[name] = entries or arrays.get(f"{key}.{name}", each)
+        return dataclasses.replace(value, **fields)
 
     return {key: replaced(key, value) for key, value in arguments.items()}
 

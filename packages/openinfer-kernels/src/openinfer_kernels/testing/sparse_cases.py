@@ -40,11 +40,11 @@ def sparse_cache(
 ) -> HostArray:
     """Compressed entries `[blocks, layers, 1, rows, dim]`; NaN wherever no row has one."""
     block_tokens = batch.block_tokens
-    num_blocks = int(batch.block_tables.max()) + 1
+    num_blocks = int(batch.block_tables[0].max()) + 1
     cache = np.full((num_blocks, layers, 1, -(-block_tokens // ratio), dim), np.nan, np.float32)
     for row, context in enumerate(batch.context_lens.tolist()):
         for end in range(ratio - 1, context, ratio):
-            block = batch.block_tables[row, end // block_tokens]
+            block = batch.block_tables[0][row, end // block_tokens]
             cache[block, :, 0, end % block_tokens // ratio] = rng.normal(size=(layers, dim))
     return cache
 

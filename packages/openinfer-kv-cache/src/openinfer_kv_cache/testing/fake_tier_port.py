@@ -14,7 +14,7 @@ from openinfer_core.testing.errors import require
 from openinfer_core.testing.fake_device import FakeDevice
 from openinfer_core.testing.scheduler_driver import RunsAt, SchedulerDriver, SchedulerFactory
 from openinfer_kv_cache.digest import Digest
-from openinfer_kv_cache.tier_port import PrefixHit, TieredScheduler
+from openinfer_kv_cache.tiers.port import PrefixHit, TieredScheduler
 
 NEVER = 10**9
 _GARBAGE = -1

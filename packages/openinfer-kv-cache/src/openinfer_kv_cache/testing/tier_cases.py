@@ -9,7 +9,7 @@ from openinfer_kv_cache.digest import Digest
 from openinfer_kv_cache.layout import KvLayout
 from openinfer_kv_cache.spec import KvDtype, KvSpec, PagedGroup, PagedTensor
 from openinfer_kv_cache.testing.tier_faults import GIVE_UP_S, FaultInjector
-from openinfer_kv_cache.tiers import KvTier, Transfer, TransferState
+from openinfer_kv_cache.tiers.contract import KvTier, Transfer, TransferState
 
 CANARY = 0xA5
 

@@ -21,8 +21,8 @@ from openinfer_kv_cache.testing.tier_cases import (
     save,
 )
 from openinfer_kv_cache.testing.tier_faults import FaultInjector, FaultyMedium, Gate, InjectedFault
-from openinfer_kv_cache.tier_traits import DeviceTier, Medium
-from openinfer_kv_cache.tiers import KvTier, TierFailure, Transfer, TransferState
+from openinfer_kv_cache.tiers.contract import KvTier, TierFailure, Transfer, TransferState
+from openinfer_kv_cache.tiers.traits import DeviceTier, Medium
 
 __all__ = ["FaultInjector", "FaultyMedium", "Gate", "InjectedFault", "Medium", "TierCase", "check_tier"]
 

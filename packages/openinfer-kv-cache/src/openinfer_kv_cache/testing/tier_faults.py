@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
 
-from openinfer_kv_cache.tier_traits import Medium
+from openinfer_kv_cache.tiers.traits import Medium
 
 GIVE_UP_S = 30.0  # a test that waits longer has found a tier that hangs
 

@@ -1,7 +1,7 @@
 """`tier_machine`: random use of a tier under random faults, as a hypothesis state machine.
 
 Whatever happens, a block that completed has its only right bytes, every transfer ends, and memory is the caller's again
-after that. Needs hypothesis (`pip install "openinfer-kv-cache[testing]"`).
+after that. Needs hypothesis (the extra `testing`).
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from openinfer_kv_cache.testing.tier_cases import (
     save,
 )
 from openinfer_kv_cache.testing.tier_faults import FaultInjector, InjectedFault
-from openinfer_kv_cache.tiers import KvTier, TierHit, TransferState
+from openinfer_kv_cache.tiers.contract import KvTier, TierHit, TransferState
 
 _CHAINS = st.integers(0, 3)
 _LENGTHS = st.integers(1, 6)

@@ -11,24 +11,30 @@ caught in the step in which they happen.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from openinfer_core.errors import Refused
-from openinfer_core.events import Scheduled
-from openinfer_core.request import GenerateRequest, RequestId
-from openinfer_core.sampling import SamplingParams
-from openinfer_core.scheduling import SchedulerConfig
+from openinfer_core.request import RequestId
 from openinfer_core.testing.errors import require
-from openinfer_core.testing.scheduler_driver import RunsAt, SchedulerDriver, SchedulerFactory
+from openinfer_core.testing.scheduler_driver import SchedulerFactory
 from openinfer_kv_cache.testing.fake_tier_port import NEVER, TieredDriver
+from openinfer_kv_cache.testing.tiered_tables import check_tables_with_tiers
+from openinfer_kv_cache.testing.tiered_traffic import (
+    BLOCK_TOKENS,
+    PROMPT,
+    PROMPT_BLOCKS,
+    drive_at_random,
+    evict_prompt,
+    make_config,
+    make_drivers,
+    make_request,
+    require_served,
+    serve_alone,
+    submit,
+)
 
 TieredSchedulerCheck: TypeAlias = Callable[[SchedulerFactory], None]
-
-_KEY = b"the kit's digest key"
-_BLOCK_TOKENS = 4
-_PROMPT = tuple(range(1, 14))
-_PROMPT_BLOCKS = 3  # of `_PROMPT`, that are full and leave a token to compute
 
 
 def check_tiered_scheduler(factory: SchedulerFactory) -> None:
@@ -39,14 +45,14 @@ def check_tiered_scheduler(factory: SchedulerFactory) -> None:
 
 def check_saves(factory: SchedulerFactory) -> None:
     """Every block that fills is saved, or counted in `unsaved_blocks`; its pin is given back."""
-    for driver in _drivers(factory, _config(num_blocks=64)):
+    for driver in make_drivers(factory, make_config(num_blocks=64)):
         require(driver.scheduler.capabilities.uses_kv_tiers, "it has use_tiers and does not declare uses_kv_tiers")
         prompts = [(index,) * 13 for index in range(4)]
         for index, prompt in enumerate(prompts):
-            _submit(driver, _request(index, prompt))
+            submit(driver, make_request(index, prompt))
         driver.run()
         told = len(driver.port.contents) + driver.scheduler.stats().unsaved_blocks
-        least = len(prompts) * _PROMPT_BLOCKS
+        least = len(prompts) * PROMPT_BLOCKS
         require(told >= least, f"{least} blocks of prompts were computed; {told} were saved or counted as unsaved")
         require(bool(driver.port.saves), "no block was saved: the scheduler never asks its port to")
 
@@ -54,10 +60,10 @@ def check_saves(factory: SchedulerFactory) -> None:
 def check_loads(factory: SchedulerFactory) -> None:
     """A prefix that the pool has evicted comes back from the tiers, with every token of it counted as cached."""
     for steps in (1, 5):
-        for driver in _drivers(factory, _config(), steps=steps):
-            _evict_prompt(driver)
-            cached = _cached_tokens(driver, _request(2, _PROMPT))
-            right = _PROMPT_BLOCKS * _BLOCK_TOKENS
+        for driver in make_drivers(factory, make_config(), steps=steps):
+            evict_prompt(driver)
+            cached = serve_alone(driver, make_request(2, PROMPT))
+            right = PROMPT_BLOCKS * BLOCK_TOKENS
             require(
                 cached == right, f"the tiers held {right} tokens of a prompt; it was scheduled with {cached} cached"
             )
@@ -66,22 +72,22 @@ def check_loads(factory: SchedulerFactory) -> None:
 
 def check_short_loads(factory: SchedulerFactory) -> None:
     """What a load did not complete is computed, and only that counts as cached that did."""
-    for driver in _drivers(factory, _config(), seed=3):
-        _evict_prompt(driver)
+    for driver in make_drivers(factory, make_config(), seed=3):
+        evict_prompt(driver)
         driver.port.short_rate = 1.0
-        cached = _cached_tokens(driver, _request(2, _PROMPT))
-        completed = driver.port.loads[-1].completed_blocks * _BLOCK_TOKENS
+        cached = serve_alone(driver, make_request(2, PROMPT))
+        completed = driver.port.loads[-1].completed_blocks * BLOCK_TOKENS
         require(cached == completed, f"{completed} tokens of a load completed; {cached} count as cached")
 
 
 def check_restart(factory: SchedulerFactory) -> None:
     """What one process saved, another one finds: blocks are named with the config's digest key and layout digest."""
-    config = _config()
-    for driver in _drivers(factory, config):
-        _cached_tokens(driver, _request(0, _PROMPT))
+    config = make_config()
+    for driver in make_drivers(factory, config):
+        serve_alone(driver, make_request(0, PROMPT))
         again = TieredDriver(factory, config, contents=driver.port.contents)
-        cached = _cached_tokens(again, _request(0, _PROMPT))
-        right = _PROMPT_BLOCKS * _BLOCK_TOKENS
+        cached = serve_alone(again, make_request(0, PROMPT))
+        right = PROMPT_BLOCKS * BLOCK_TOKENS
         require(
             cached == right,
             f"after a restart {cached} of {right} tokens were found again: make the cache with config.digest_key",
@@ -90,10 +96,10 @@ def check_restart(factory: SchedulerFactory) -> None:
 
 def check_aborts_while_loading(factory: SchedulerFactory) -> None:
     """A request that is aborted while it loads ends at once; its blocks stay until no copy touches them."""
-    for driver in _drivers(factory, _config()):
-        _evict_prompt(driver)
+    for driver in make_drivers(factory, make_config()):
+        evict_prompt(driver)
         driver.port.load_steps = NEVER
-        _submit(driver, _request(2, _PROMPT))
+        submit(driver, make_request(2, PROMPT))
         for _ in range(3):
             driver.step()
         require(len(driver.port.pending) == 1, "a prefix that the tiers hold is not being loaded")
@@ -104,7 +110,7 @@ def check_aborts_while_loading(factory: SchedulerFactory) -> None:
         if driver.port.pending:
             require(driver.scheduler.stats().blocks_used > 0, "blocks were given back while a load writes to them")
         for index in range(3, 8):
-            _submit(driver, _request(index, (index,) * 9))
+            submit(driver, make_request(index, (index,) * 9))
         for transfer in driver.port.pending:
             require(transfer.is_cancelled, "the load of an aborted request was not cancelled")
         driver.run()
@@ -112,58 +118,58 @@ def check_aborts_while_loading(factory: SchedulerFactory) -> None:
 
 def check_slow_saves(factory: SchedulerFactory) -> None:
     """Saves that take long neither wedge a small pool nor are their blocks given away."""
-    config = _config(num_blocks=10)
-    for driver in _drivers(factory, config, steps=12):
-        requests = [_request(index, (index, *_PROMPT), max_tokens=8) for index in range(10)]
+    config = make_config(num_blocks=10)
+    for driver in make_drivers(factory, config, steps=12):
+        requests = [make_request(index, (index, *PROMPT), max_tokens=8) for index in range(10)]
         for request in requests:
-            _submit(driver, request)
+            submit(driver, request)
         driver.run()
-        _require_served(driver, requests)
+        require_served(driver, requests)
 
 
 def check_log_probabilities_of_loaded_prompts(factory: SchedulerFactory) -> None:
     """A prompt whose log-probabilities are asked for is computed, also where the tiers hold it."""
-    for driver in _drivers(factory, _config()):
-        _evict_prompt(driver)
-        request = _request(2, _PROMPT, prompt_logprobs=1)
-        _submit(driver, request)
+    for driver in make_drivers(factory, make_config()):
+        evict_prompt(driver)
+        request = make_request(2, PROMPT, prompt_logprobs=1)
+        submit(driver, request)
         driver.run()
-        _require_served(driver, [request])
+        require_served(driver, [request])
 
 
 def check_tenants_apart(factory: SchedulerFactory) -> None:
     """Equal prompts under other salts, or with other adapters, share no block in the tiers."""
     names = [(None, None), ("salt", None), (None, "adapter"), ("salt", "adapter")]
-    for driver in _drivers(factory, _config()):
+    for driver in make_drivers(factory, make_config()):
         for index, (salt, lora) in enumerate(names):
-            cached = _cached_tokens(driver, _request(2 * index, _PROMPT, cache_salt=salt, lora=lora))
+            cached = serve_alone(driver, make_request(2 * index, PROMPT, cache_salt=salt, lora=lora))
             require(cached == 0, f"salt {salt}, adapter {lora}: {cached} tokens of another tenant were cached")
-            _cached_tokens(driver, _request(2 * index + 1, (40 + index,) * 28))
+            serve_alone(driver, make_request(2 * index + 1, (40 + index,) * 28))
 
 
 def check_states(factory: SchedulerFactory) -> None:
     """A model with recurrent states is refused by `use_tiers` (`Refused`), or loaded with its states: never without."""
-    config = _config(prefix_cache=False, num_snapshots=3)
+    config = make_config(prefix_cache=False, num_snapshots=3)
     try:
-        drivers = list(_drivers(factory, config))
+        drivers = list(make_drivers(factory, config))
     except Refused as refusal:
         require(bool(str(refusal)), "use_tiers refused without a message")
         return
     for driver in drivers:
         for index in range(4):
-            for request in (_request(2 * index, _PROMPT), _request(2 * index + 1, (20 + index,) * 26)):
-                _submit(driver, request)
+            for request in (make_request(2 * index, PROMPT), make_request(2 * index + 1, (20 + index,) * 26)):
+                submit(driver, request)
                 driver.run()
-                _require_served(driver, [request])
+                require_served(driver, [request])
 
 
 def check_random_tier_traffic(factory: SchedulerFactory, *, seeds: Iterable[int] = range(8)) -> None:
     """Arrivals with common prefixes, aborts, failing rows and transfers that fall short, over random limits."""
     for seed in seeds:
         rng = random.Random(seed)  # noqa: S311 -- no secrets here
-        config = _config(num_blocks=rng.choice((8, 9, 12, 24)), max_step_tokens=rng.choice((4, 8, 16)))
-        for driver in _drivers(factory, config, seed=seed, steps=rng.choice((1, 4, 9)), short_rate=0.2):
-            _drive_at_random(driver, random.Random(seed))  # noqa: S311 -- no secrets here
+        config = make_config(num_blocks=rng.choice((8, 9, 12, 24)), max_step_tokens=rng.choice((4, 8, 16)))
+        for driver in make_drivers(factory, config, seed=seed, steps=rng.choice((1, 4, 9)), short_rate=0.2):
+            drive_at_random(driver, random.Random(seed))  # noqa: S311 -- no secrets here
 
 
 # The narrow ones first.
@@ -177,109 +183,6 @@ TIERED_SCHEDULER_CHECKS: tuple[TieredSchedulerCheck, ...] = (
     check_log_probabilities_of_loaded_prompts,
     check_tenants_apart,
     check_states,
+    check_tables_with_tiers,
     check_random_tier_traffic,
 )
-
-
-# --- traffic --------------------------------------------------------------------------------------------
-
-
-def _drivers(
-    factory: SchedulerFactory, config: SchedulerConfig, *, seed: int = 0, steps: int = 1, short_rate: float = 0.0
-) -> Iterator[TieredDriver]:
-    for max_in_flight in (1, 2):
-        for runs_at in RunsAt:
-            yield TieredDriver(
-                factory,
-                config,
-                max_in_flight=max_in_flight,
-                runs_at=runs_at,
-                seed=seed,
-                steps=steps,
-                short_rate=short_rate,
-            )
-
-
-def _config(
-    *, num_blocks: int = 8, max_step_tokens: int = 12, prefix_cache: bool = True, num_snapshots: int = 0
-) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_blocks=num_blocks,
-        block_size_tokens=_BLOCK_TOKENS,
-        max_num_seqs=4,
-        max_step_tokens=max_step_tokens,
-        max_model_tokens=32,
-        prefix_cache=prefix_cache,
-        num_snapshots=num_snapshots,
-        layout_digest="the kit's layout",
-        digest_key=_KEY,
-    )
-
-
-def _request(
-    request_id: int,
-    prompt: Sequence[int],
-    *,
-    max_tokens: int = 3,
-    cache_salt: str | None = None,
-    lora: str | None = None,
-    prompt_logprobs: int | None = None,
-) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=RequestId(request_id),
-        prompt_token_ids=tuple(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
-        cache_salt=cache_salt,
-        lora=lora,
-    )
-
-
-def _submit(driver: SchedulerDriver, request: GenerateRequest) -> None:
-    terminal = driver.submit(request)
-    require(terminal is None, f"request {request.request_id} fits; add answered {terminal}")
-
-
-def _cached_tokens(driver: SchedulerDriver, request: GenerateRequest) -> int:
-    """Serves a request alone."""
-    _submit(driver, request)
-    driver.run()
-    _require_served(driver, [request])
-    scheduled = driver.accounts[request.request_id].scheduled
-    return 0 if scheduled is None else scheduled.cached_tokens
-
-
-def _evict_prompt(driver: TieredDriver) -> None:
-    """Serves `_PROMPT`, then a prompt that takes the whole pool."""
-    _cached_tokens(driver, _request(0, _PROMPT))
-    _cached_tokens(driver, _request(1, (20,) * 28))
-
-
-def _require_served(driver: SchedulerDriver, requests: Iterable[GenerateRequest]) -> None:
-    for request in requests:
-        account = driver.accounts[request.request_id]
-        if driver.is_shed(account):
-            continue
-        require(isinstance(account.scheduled, Scheduled), f"{account.what} has no Scheduled event")
-        right = driver.outcome(request).token_ids
-        require(tuple(account.token_ids) == right, f"{account.what} ended with {account.terminal}")
-
-
-def _drive_at_random(driver: TieredDriver, rng: random.Random) -> None:
-    prefixes = ((), _PROMPT[:4], _PROMPT[:8], _PROMPT[:12])
-    for index in range(24):
-        own = [rng.randrange(64) for _ in range(rng.randint(1, 9))]
-        request = _request(
-            index,
-            (*rng.choice(prefixes), *own),
-            max_tokens=rng.choice((1, 3, 9)),
-            cache_salt=rng.choice((None, None, "salt")),
-            prompt_logprobs=rng.choice((None, None, None, 0)),
-        )
-        _submit(driver, request)
-        for _ in range(rng.randint(0, 5)):
-            driver.step()
-        if rng.random() < 0.15:
-            driver.abort(RequestId(rng.randint(0, index)))
-        if rng.random() < 0.1:
-            driver.device.fail_next_row(RequestId(rng.randint(0, index)))
-    driver.run()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from openinfer_kv_cache import Digest
-from openinfer_kv_cache.tier_traits import Medium
+from openinfer_kv_cache.tiers.traits import Medium
 from openinfer_kv_offload.format.record import HEADER_BYTES, RecordHeader, decode_header
 from openinfer_kv_offload.transfer.memory import WrapMedium
 

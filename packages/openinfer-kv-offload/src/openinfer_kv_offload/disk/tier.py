@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, TierFailure
-from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.disk.segments import Recorded, SegmentIndex
 from openinfer_kv_offload.disk.store import StoreFolder
 from openinfer_kv_offload.errors import TierConfigError

@@ -12,7 +12,7 @@ from openinfer_kv_cache import (
     LeastRecentlyUsed,
     TierFailure,
 )
-from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.host.arena import Arena
 from openinfer_kv_offload.host.block_index import ArenaIndex, Stored

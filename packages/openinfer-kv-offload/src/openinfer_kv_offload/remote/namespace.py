@@ -7,7 +7,7 @@ PREFIX/block/DIGEST   a record (`format/record.py`), its digest in hexadecimal
 from collections.abc import Sequence
 
 from openinfer_kv_cache import Digest, KvLayout
-from openinfer_kv_cache.tier_traits import Medium
+from openinfer_kv_cache.tiers.traits import Medium
 from openinfer_kv_offload.errors import StoreError
 from openinfer_kv_offload.format.manifest import check_manifest, encode_manifest
 from openinfer_kv_offload.remote.object_store import ObjectMedium, ObjectStore

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from openinfer_core.errors import brought_by
 from openinfer_kv_cache import KvLayout
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.remote.object_store import ObjectStore
@@ -109,7 +110,7 @@ def _with_extra(connect: Callable[[], _Opened], *, extra: str) -> _Opened:
         return connect()
     except ModuleNotFoundError as missing:
         raise TierConfigError(
-            f"this tier needs the package {missing.name}; install it with pip install 'openinfer-kv-offload[{extra}]'"
+            f"this tier needs the package {missing.name} (extra {extra}): {brought_by('--offload')}"
         ) from missing
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 import msgspec
 
 from openinfer_kv_cache import Digest, KvLayout, TierFailure
-from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.errors import StoreError, TierConfigError
 from openinfer_kv_offload.format.checksum import BlockChecksum
 from openinfer_kv_offload.format.manifest import StoreAccess

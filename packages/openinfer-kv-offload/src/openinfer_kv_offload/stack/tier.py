@@ -22,7 +22,7 @@ from openinfer_kv_cache import (
     Transfer,
     check_same_layout,
 )
-from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.stack.transfer import StackTransfer
 from openinfer_kv_offload.stack.write_behind import WriteBehindWorker

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 
 from openinfer_kv_cache import DeviceBlock, GroupKind, KvDtype, KvLayout, KvTierError
-from openinfer_kv_cache.tier_traits import BlockMemory, Medium
+from openinfer_kv_cache.tiers.traits import BlockMemory, Medium
 from openinfer_kv_offload.transfer.dlpack import dlpack_bytes
 
 _BYTES = {"uint8", "int8"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierHit, Transfer
-from openinfer_kv_cache.tier_traits import BlockMemory
+from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.counters import TierTotals
 from openinfer_kv_offload.transfer.memory import check_blocks

@@ -1,27 +1,35 @@
 """`OpenInferConnector`: vLLM's interface on the one hand, `SchedulerSide` and `WorkerSide` on the other."""
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from openinfer_kv_cache import KvDtype, KvLayout, KvSpec, PagedGroup, PagedTensor, PrefixHasher
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.settings import open_tiers
 from openinfer_kv_offload.vllm.copies import PoolCopies
 from openinfer_kv_offload.vllm.extra_config import read_extra_config
-from openinfer_kv_offload.vllm.host import VLLM_VERSION, ConnectorBase, ConnectorRole, SupportsHMA
+from openinfer_kv_offload.vllm.host import (
+    VLLM_VERSION,
+    ConnectorBase,
+    ConnectorRole,
+    SupportsHMA,
+    TransferResults,
+)
 from openinfer_kv_offload.vllm.messages import StepMetadata, WorkerAnswers
 from openinfer_kv_offload.vllm.scheduler_side import SchedulerSide
+from openinfer_kv_offload.vllm.tables import read_groups
 from openinfer_kv_offload.vllm.worker_side import WorkerSide
-
-_WHOLE_PREFIX_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
 
 
 class OpenInferConnector(ConnectorBase, SupportsHMA):
     """KV blocks of vLLM in our tiers: found, loaded in the background, saved after each step.
 
-    Models whose layers are all of full attention, in one group of blocks of one size. Requests with images or prompt
-    embeddings are left alone.
+    Models with one KV cache group of full attention, or with several of full attention and sliding windows, whose
+    blocks have one size. Requests with images or prompt embeddings are left alone.
 
     Raises:
         TierConfigError: the configuration or the model is not one that this connector serves.
@@ -37,12 +45,14 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
             )
         self._settings = read_extra_config(transfer.kv_connector_extra_config)
         self._num_blocks: int = kv_cache_config.num_blocks
-        self._block_tokens = _block_tokens(kv_cache_config)
+        self._tables = read_groups(kv_cache_config.kv_cache_groups)
         self._config = vllm_config
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == ConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(PrefixHasher(self._block_tokens, key=self._settings.digest_key()))
+            self._scheduler = SchedulerSide(
+                PrefixHasher(self._tables.block_tokens, key=self._settings.digest_key()), self._tables
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -57,7 +67,8 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         from openinfer_kv_offload.vllm.torch_copies import TorchCopies
 
-        self.attach(TorchCopies(kv_caches, num_blocks=self._num_blocks))
+        tables = self._tables.layer_names if len(self._tables) > 1 else None
+        self.attach(TorchCopies(kv_caches, num_blocks=self._num_blocks, tables=tables))
 
     def attach(self, copies: PoolCopies) -> None:
         """Opens the tiers for a pool; raises what `open_tiers` does."""
@@ -66,6 +77,7 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
         self._worker = WorkerSide(
             tiers,
             copies,
+            self._tables,
             staging_bytes=self._settings.staging_bytes,
             load_timeout_s=self._settings.load_timeout_s,
         )
@@ -92,6 +104,14 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
         # Saves hold no request's blocks, so that none is reported as sent.
         return None, None if self._worker is None else self._worker.poll()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As `get_finished`, and which of these requests vLLM computes anew: its blocks are not named by group."""
+        if TransferResults is None:
+            raise TierConfigError(f"vLLM {VLLM_VERSION} has no KVConnectorTransferResults")
+        _, finished = self.get_finished(finished_req_ids)
+        failed: set[str] = set() if self._worker is None else self._worker.take_failed_requests()
+        return TransferResults(finished_recving=finished or set(), failed_recving=failed)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_failed_block_ids()
 
@@ -109,7 +129,7 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
         return self._scheduling().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduling().admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduling().admitted(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return self._scheduling().take_metadata(scheduler_output)
@@ -119,7 +139,7 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
         if isinstance(answers, WorkerAnswers):
             self._scheduling().take_answers(answers)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: Sequence[Any]) -> tuple[bool, dict[str, Any] | None]:
         # False: its blocks may be freed now, since copies of them are queued before whatever will overwrite them.
         self._scheduling().finished(request.request_id)
         return False, None
@@ -127,7 +147,7 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return self.request_finished(request, block_ids)
 
     def _scheduling(self) -> SchedulerSide:
         if self._scheduler is None:
@@ -147,24 +167,22 @@ class OpenInferConnector(ConnectorBase, SupportsHMA):
             "vllm": VLLM_VERSION,
             "model": [model.model, model.revision, self._settings.model_tag],
             "rank": [parallel.rank, parallel.world_size],
-            "layers": copies.identity,
+            "layers": hashlib.blake2b(copies.identity.encode(), digest_size=16).hexdigest(),  # a tag is short
         }
-        bytes_per_token, rest = divmod(copies.block_bytes, self._block_tokens)
+        bytes_per_token, rest = divmod(copies.block_bytes, self._tables.block_tokens)
         if rest:
-            raise TierConfigError(f"a block of {copies.block_bytes} bytes is not one of {self._block_tokens} tokens")
+            raise TierConfigError(
+                f"a block of {copies.block_bytes} bytes is not one of {self._tables.block_tokens} tokens"
+            )
         tensor = PagedTensor(name="kv", num_heads=1, head_dim=bytes_per_token, dtype=KvDtype.UINT8)
         group = PagedGroup(name="vllm", num_layers=1, tensors=(tensor,))
         spec = KvSpec(model_tag=json.dumps(tag, sort_keys=True), paged=(group,))
-        return KvLayout.from_spec(spec, block_size_tokens=self._block_tokens)
-
-
-def _block_tokens(kv_cache_config: Any) -> int:
-    # By name, not by `isinstance`: vLLM's RSWASpec and SinkFullAttentionSpec, and what others derive from its
-    # FullAttentionSpec, leave gaps in a request's blocks, where the n-th block is not that of the n-th tokens.
-    found = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-    if len(found) != 1 or found[0] not in _WHOLE_PREFIX_SPECS:
-        raise TierConfigError(
-            f"OpenInferConnector serves models with one group of full attention ({', '.join(_WHOLE_PREFIX_SPECS)}), "
-            f"which keep every block of a prefix; this has {found}"
-        )
-    return kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        layout = KvLayout.from_spec(spec, block_size_tokens=self._tables.block_tokens)
+        if len(self._tables) == 1:
+            return layout
+        # A block has the size of the largest table's; those of others end before it.
+        groups = [
+            msgspec.structs.replace(layout.groups[0], name=f"vllm_{group}", table=table, window_tokens=window)
+            for table, (group, window) in enumerate(zip(self._tables.groups, self._tables.windows, strict=True))
+        ]
+        return msgspec.structs.replace(layout, groups=tuple(groups))

@@ -13,11 +13,14 @@ class StagedCopy(Protocol):
 
 
 class PoolCopies(Protocol):
-    """Blocks of a KV pool, and staging memory of this machine that a tier reads and writes."""
+    """Blocks of a KV pool, and staging memory of this machine that a tier reads and writes.
+
+    A block of one table holds that table's layers.
+    """
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers."""
+        """Bytes of the largest block, that of the table with most layers; others leave the end of it unused."""
         ...
 
     @property
@@ -33,10 +36,10 @@ class PoolCopies(Protocol):
         """
         ...
 
-    def to_staging(self, block_ids: Sequence[int], staging_ids: Sequence[int]) -> StagedCopy:
-        """Begins to copy blocks into staging memory, after the work that the device has been given."""
+    def to_staging(self, block_ids: Sequence[int], staging_ids: Sequence[int], *, table: int) -> StagedCopy:
+        """Begins to copy a table's blocks into staging memory, after the work that the device has been given."""
         ...
 
-    def to_pool(self, staging_ids: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
-        """Begins to copy staging memory into blocks, before the work that the device will be given."""
+    def to_pool(self, staging_ids: Sequence[int], block_ids: Sequence[int], *, table: int) -> StagedCopy:
+        """Begins to copy staging memory into a table's blocks, before the work that the device will be given."""
         ...

@@ -14,6 +14,8 @@ SupportsHMA: type[Any] = _BASE.SupportsHMA
 ConnectorMetadata: type[Any] = _BASE.KVConnectorMetadata
 ConnectorWorkerMetadata: type[Any] = _BASE.KVConnectorWorkerMetadata
 ConnectorRole: Any = _BASE.KVConnectorRole
+# How a load that failed is told of by its request; None in releases that know failed blocks of one group only.
+TransferResults: type[Any] | None = getattr(_BASE, "KVConnectorTransferResults", None)
 VLLM_VERSION: str = import_module("vllm").__version__
 
 

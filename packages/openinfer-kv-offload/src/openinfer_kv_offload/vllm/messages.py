@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other, once per step."""
+"""What the two sides of the connector tell each other, once per step. Tables are those of `CacheTables`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,27 +8,37 @@ from openinfer_kv_offload.vllm.host import ConnectorMetadata, ConnectorWorkerMet
 
 
 @dataclass(slots=True)
-class Load:
-    """Blocks of a hit to bring into the pool."""
+class Query:
+    """A prefix to find and to hold; the blocks before it are computed or not asked for."""
 
-    skip_blocks: int  # leading ones of the hit that the pool has by now
-    block_ids: Sequence[int]  # where the next ones go, in order: as many as all workers have
+    first_block: int
+    digests: Sequence[Digest]  # of the chain, from that block on
+
+
+@dataclass(slots=True)
+class Load:
+    """What to bring into the pool of the prefix that a query has found."""
+
+    first_block: int  # the pool has those before it by now
+    end_block: int  # as many as all workers have
+    # By table: where the blocks go that a token after `end_block` sees, in order.
+    block_ids: Sequence[Sequence[int]]
 
 
 @dataclass(slots=True)
 class Save:
-    """Sealed blocks of one request, to be copied after this step's work."""
+    """Sealed blocks of one table of a request, to be copied after this step's work."""
 
-    digests: Sequence[Digest]
+    digests: Sequence[Digest]  # the table's
     block_ids: Sequence[int]
+    table: int
 
 
 @dataclass
 class StepMetadata(ConnectorMetadata):
     """From the scheduler to every worker."""
 
-    # By request: which prefix to find and to hold.
-    queries: dict[str, Sequence[Digest]] = field(default_factory=dict[str, Sequence[Digest]])
+    queries: dict[str, Query] = field(default_factory=dict[str, Query])  # by request
     loads: dict[str, Load] = field(default_factory=dict[str, Load])
     saves: list[Save] = field(default_factory=list[Save])
     drops: list[str] = field(default_factory=list[str])  # requests whose hit is of no use any more

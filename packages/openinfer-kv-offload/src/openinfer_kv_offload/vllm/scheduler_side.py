@@ -4,8 +4,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from openinfer_kv_cache import Digest, PrefixHasher
-from openinfer_kv_offload.vllm.messages import Load, Save, StepMetadata, WorkerAnswers
+from openinfer_kv_cache import Digest, PrefixHasher, table_digests
+from openinfer_kv_cache.windows import first_visible_block
+from openinfer_kv_offload.vllm.messages import Load, Query, Save, StepMetadata, WorkerAnswers
+from openinfer_kv_offload.vllm.tables import CacheTables
 
 # At first, and after preemptions or a partial load: a request whose blocks keep failing is computed.
 MAX_QUERIES = 3
@@ -23,7 +25,7 @@ class TrackedRequest:
         self._digests: list[Digest] = []
         # Else its KV depends on more than ids, and it is left alone.
         self.is_text = not request.mm_features and request.prompt_embeds is None
-        self.block_ids: list[int] = []
+        self.block_ids: list[list[int]] = []  # by table
         self.saved_blocks = 0
         self.num_queries = 0
         self.first_block = 0  # of the query that is open or answered
@@ -50,9 +52,10 @@ class TrackedRequest:
 class SchedulerSide:
     """Lives in the process of vLLM's scheduler; reads its requests and step outputs, and changes neither."""
 
-    def __init__(self, hasher: PrefixHasher) -> None:
+    def __init__(self, hasher: PrefixHasher, tables: CacheTables) -> None:
         self._hasher = hasher
-        self._block_tokens = hasher.block_size_tokens
+        self._tables = tables
+        self._block_tokens = tables.block_tokens
         self._tracked: dict[str, TrackedRequest] = {}
         self._next = StepMetadata()
 
@@ -69,13 +72,13 @@ class SchedulerSide:
             tracked.is_asked = True
             tracked.num_queries += 1
             tracked.first_block = first_block
-            self._next.queries[request.request_id] = tracked.digests(end_blocks)[first_block:]
+            self._next.queries[request.request_id] = Query(first_block, tracked.digests(end_blocks)[first_block:])
         if tracked.found_blocks is None:
             return None, False
         tokens = (tracked.first_block + tracked.found_blocks) * self._block_tokens - num_computed_tokens
         return (tokens, True) if tokens > 0 and first_block >= tracked.first_block else (0, False)
 
-    def admitted(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
+    def admitted(self, request: Any, by_group: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """The request has its blocks; what was promised to be loaded goes into the last of its full ones."""
         tracked = self._track(request)
         if not tracked.is_asked:
@@ -84,7 +87,12 @@ class SchedulerSide:
             end_block = tracked.first_block + tracked.found_blocks
             first_block = end_block - num_external_tokens // self._block_tokens
             self._next.loads[request.request_id] = Load(
-                skip_blocks=first_block - tracked.first_block, block_ids=block_ids[first_block:end_block]
+                first_block,
+                end_block,
+                [
+                    block_ids[max(first_block, self._tables.first_block(table, end_block)) : end_block]
+                    for table, block_ids in enumerate(self._tables.of_groups(by_group))
+                ],
             )
         else:
             self._next.drops.append(request.request_id)
@@ -92,16 +100,19 @@ class SchedulerSide:
 
     def take_metadata(self, output: Any) -> StepMetadata:
         for new in output.scheduled_new_reqs:
-            self._begin(new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
-            self._save(new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+            self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
+            self._save(new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             new_ids, computed_tokens = cached.new_block_ids[index], cached.num_computed_tokens[index]
             if request_id in cached.resumed_req_ids:
-                self._begin(request_id, [] if new_ids is None else list(new_ids[0]), computed_tokens)
+                self._begin(request_id, new_ids, computed_tokens)
             elif new_ids is not None and request_id in self._tracked:
-                self._tracked[request_id].block_ids += new_ids[0]
-            self._save(request_id, computed_tokens + output.num_scheduled_tokens[request_id])
+                for held, added in zip(
+                    self._tracked[request_id].block_ids, self._tables.of_groups(new_ids), strict=True
+                ):
+                    held.extend(added)
+            self._save(request_id, computed_tokens, output.num_scheduled_tokens[request_id])
         metadata, self._next = self._next, StepMetadata()
         return metadata
 
@@ -123,22 +134,28 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = TrackedRequest(request, self._hasher)
         return tracked
 
-    def _begin(self, request_id: str, block_ids: list[int], computed_tokens: int) -> None:
+    def _begin(self, request_id: str, by_group: Sequence[Sequence[int]] | None, computed_tokens: int) -> None:
         # What is computed already was saved when it was computed.
         tracked = self._tracked.get(request_id)
         if tracked is not None:
-            tracked.block_ids = block_ids
+            no_blocks: list[list[int]] = [[] for _ in range(len(self._tables))]
+            tracked.block_ids = no_blocks if by_group is None else self._tables.of_groups(by_group)
             tracked.saved_blocks = computed_tokens // self._block_tokens
 
-    def _save(self, request_id: str, computed_tokens: int) -> None:
+    def _save(self, request_id: str, computed_tokens: int, step_tokens: int) -> None:
         # Digests end where ids are known: of a speculation only what was accepted is saved.
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.is_text:
             return
-        full_blocks = min(computed_tokens // self._block_tokens, len(tracked.block_ids))
+        held_blocks = min(map(len, tracked.block_ids), default=0)
+        full_blocks = min((computed_tokens + step_tokens) // self._block_tokens, held_blocks)
         if full_blocks <= tracked.saved_blocks:
             return
         digests = tracked.digests(full_blocks)
         first, tracked.saved_blocks = tracked.saved_blocks, len(digests)
-        if len(digests) > first:
-            self._next.saves.append(Save(digests[first:], tracked.block_ids[first : len(digests)]))
+        for table, window in enumerate(self._tables.windows):
+            # vLLM has given back by now what no token of this step sees; ids may be known a step late.
+            begin = max(first, first_visible_block(computed_tokens, window, self._block_tokens))
+            if begin < len(digests):
+                block_ids = tracked.block_ids[table][begin : len(digests)]
+                self._next.saves.append(Save(table_digests(digests[begin:], table), block_ids, table))

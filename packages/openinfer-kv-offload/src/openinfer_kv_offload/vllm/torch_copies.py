@@ -31,23 +31,36 @@ class _Steps:
         return self._event.query()
 
 
-class TorchCopies:
-    """Layers of any shape that has one dimension of blocks; a block's bytes are its layers', ordered by their names.
+class _TableLayers:
+    """The layers of one table, ordered by their names."""
 
-    Raises:
-        TierConfigError: a layer is not of tensors with such a dimension.
-    """
-
-    def __init__(self, kv_caches: Mapping[str, Any], *, num_blocks: int) -> None:
-        self._torch = device_torch()
-        names = sorted(kv_caches)
-        self._layers: list[tuple[Any, int]] = [
+    def __init__(self, kv_caches: Mapping[str, Any], names: Sequence[str], num_blocks: int) -> None:
+        self.layers: list[tuple[Any, int]] = [
             (kv_caches[name], _block_dim(name, kv_caches[name], num_blocks)) for name in names
         ]
-        self._sizes = [layer.numel() // num_blocks * layer.element_size() for layer, _ in self._layers]
-        self.block_bytes = sum(self._sizes)
-        self.identity = json.dumps([_meaning(name, *each) for name, each in zip(names, self._layers, strict=True)])
-        self._device = self._layers[0][0].device
+        self.sizes = [layer.numel() // num_blocks * layer.element_size() for layer, _ in self.layers]
+        self.block_bytes = sum(self.sizes)
+        self.meaning = [_meaning(name, *each) for name, each in zip(names, self.layers, strict=True)]
+
+
+class TorchCopies:
+    """Layers of any shape that has one dimension of blocks; a block's bytes are those of its table's layers.
+
+    Raises:
+        TierConfigError: a layer is not of tensors with such a dimension, or its table is not known.
+    """
+
+    def __init__(
+        self, kv_caches: Mapping[str, Any], *, num_blocks: int, tables: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        """`tables` are names of layers; None: all layers have one table."""
+        self._torch = device_torch()
+        names = [sorted(kv_caches)] if tables is None else _names_of_tables(kv_caches, tables)
+        self._tables = [_TableLayers(kv_caches, each, num_blocks) for each in names]
+        self.block_bytes = max(each.block_bytes for each in self._tables)
+        meanings = [each.meaning for each in self._tables]
+        self.identity = json.dumps(meanings if len(meanings) > 1 else meanings[0])
+        self._device = self._tables[0].layers[0][0].device
         self._staging: Any = None
         self._stream = self._torch.cuda.Stream() if self._device.type == "cuda" else None
 
@@ -56,12 +69,12 @@ class TorchCopies:
         self._staging = self._torch.empty((num_blocks, self.block_bytes), dtype=self._torch.uint8, pin_memory=is_gpu)
         return [memoryview(row.numpy()) for row in self._staging]
 
-    def to_staging(self, block_ids: Sequence[int], staging_ids: Sequence[int]) -> StagedCopy:
+    def to_staging(self, block_ids: Sequence[int], staging_ids: Sequence[int], *, table: int = 0) -> StagedCopy:
         """Gathers on the device after its work, then copies each block as a whole on a stream of its own."""
         index = self._torch.tensor(list(block_ids), device=self._device)
         parts = [
             layer.index_select(dim, index).movedim(dim, 0).contiguous().view(len(block_ids), -1).view(self._torch.uint8)
-            for layer, dim in self._layers
+            for layer, dim in self._tables[table].layers
         ]
         gathered = self._torch.cat(parts, dim=1)
         if self._stream is None:
@@ -73,40 +86,55 @@ class TorchCopies:
         gathered.record_stream(self._stream)  # else its memory could be given out while it is copied
         return _Steps(self._stream.record_event())
 
-    def to_pool(self, staging_ids: Sequence[int], block_ids: Sequence[int]) -> StagedCopy:
+    def to_pool(self, staging_ids: Sequence[int], block_ids: Sequence[int], *, table: int = 0) -> StagedCopy:
         """Copies each block as a whole during the device's work, then spreads it over the layers before more work."""
         if not staging_ids:
             return _Done()
+        into = self._tables[table]
         if self._stream is None:
-            self._spread(self._from_staging(staging_ids), block_ids)
+            self._spread(self._from_staging(staging_ids, into), block_ids, into)
             return _Done()
         with self._torch.cuda.stream(self._stream):
-            arrived = self._from_staging(staging_ids)
-        return _Steps(self._stream.record_event(), lambda: self._spread_in_order(arrived, block_ids))
+            arrived = self._from_staging(staging_ids, into)
+        return _Steps(self._stream.record_event(), lambda: self._spread_in_order(arrived, block_ids, into))
 
     def _to_staging(self, gathered: Any, staging_ids: Sequence[int]) -> None:
+        num_bytes = gathered.shape[1]
         for row, staging_id in zip(gathered, staging_ids, strict=True):
-            self._staging[staging_id].copy_(row, non_blocking=True)
+            self._staging[staging_id, :num_bytes].copy_(row, non_blocking=True)
 
-    def _from_staging(self, staging_ids: Sequence[int]) -> Any:
-        arrived = self._torch.empty((len(staging_ids), self.block_bytes), dtype=self._torch.uint8, device=self._device)
+    def _from_staging(self, staging_ids: Sequence[int], table: _TableLayers) -> Any:
+        num_bytes = table.block_bytes
+        arrived = self._torch.empty((len(staging_ids), num_bytes), dtype=self._torch.uint8, device=self._device)
         for row, staging_id in zip(arrived, staging_ids, strict=True):
-            row.copy_(self._staging[staging_id], non_blocking=True)
+            row.copy_(self._staging[staging_id, :num_bytes], non_blocking=True)
         return arrived
 
-    def _spread_in_order(self, arrived: Any, block_ids: Sequence[int]) -> Any:
+    def _spread_in_order(self, arrived: Any, block_ids: Sequence[int], table: _TableLayers) -> Any:
         current = self._torch.cuda.current_stream()  # the model's, so that steps which follow find the blocks
         arrived.record_stream(current)
-        self._spread(arrived, block_ids)
+        self._spread(arrived, block_ids, table)
         return current.record_event()
 
-    def _spread(self, arrived: Any, block_ids: Sequence[int]) -> None:
+    def _spread(self, arrived: Any, block_ids: Sequence[int], table: _TableLayers) -> None:
         index = self._torch.tensor(list(block_ids), device=self._device)
-        for (layer, dim), part in zip(self._layers, arrived.split(self._sizes, dim=1), strict=True):
+        for (layer, dim), part in zip(table.layers, arrived.split(table.sizes, dim=1), strict=True):
             shape = list(layer.shape)
             blocks_first = [len(block_ids), *shape[:dim], *shape[dim + 1 :]]
             values = part.contiguous().view(layer.dtype).view(blocks_first).movedim(0, dim)
             layer.index_copy_(dim, index, values)
+
+
+def _names_of_tables(kv_caches: Mapping[str, Any], tables: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Layers that have a cache, by table: one that shares another layer's has none of its own."""
+    names = [sorted(name for name in table if name in kv_caches) for table in tables]
+    unknown = sorted(set(kv_caches).difference(*names))
+    if unknown or not all(names):
+        raise TierConfigError(
+            f"vLLM's KV cache groups are {[list(table) for table in tables]}, and its caches are {sorted(kv_caches)}; "
+            "OpenInferConnector needs each cache in a group, and one in each group"
+        )
+    return names
 
 
 def _block_dim(name: str, layer: Any, num_blocks: int) -> int:

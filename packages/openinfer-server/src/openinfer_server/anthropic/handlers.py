@@ -102,7 +102,7 @@ class Messages:
                 fields,
                 [prompt],
                 tenant=tenant,
-                max_tokens=lambda _: min(request.max_tokens, room),
+                max_tokens=min(request.max_tokens, room),
                 scoring=Scoring(),
             )
         except ApiError as error:

@@ -191,6 +191,7 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
         "thread": NO_THREADS,
     }
     IGNORED: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.IGNORED,
         **_PROMPT_IGNORED,
         "service_tier": "there is one tier, which both name",
     }

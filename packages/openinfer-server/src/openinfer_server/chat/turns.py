@@ -1,10 +1,10 @@
 """Turns of a request as chat templates read them: plain dictionaries in transformers' form."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from openinfer_server.http.api_errors import invalid
 from openinfer_server.openai.types import (
     AssistantTurn,
     Content,
@@ -22,16 +22,14 @@ TemplateTurn = Mapping[str, object]
 def template_turns(turns: Sequence[Turn], *, developer_role: str, text_arguments: bool = False) -> list[TemplateTurn]:
     """Turns with their text as one string and the arguments of tool calls as objects.
 
-    With `text_arguments` the template wants those as JSON text instead.
-
-    Raises:
-        ApiError: 400; a tool call's arguments are not a JSON object.
+    With `text_arguments` the template wants those as JSON text instead. Arguments that are no JSON object, of a call
+    that was cut off or went wrong, are an object with their text as `arguments`: every template can write that.
     """
     return [
-        _assistant_turn(turn, f"messages[{index}]", text_arguments=text_arguments)
+        _assistant_turn(turn, text_arguments=text_arguments)
         if isinstance(turn, AssistantTurn)
         else _template_turn(turn, developer_role)
-        for index, turn in enumerate(turns)
+        for turn in turns
     ]
 
 
@@ -48,38 +46,46 @@ def _template_turn(turn: SystemTurn | DeveloperTurn | UserTurn | ToolTurn, devel
         case UserTurn():
             return _without_none(role="user", content=_text(turn.content), name=turn.name)
         case ToolTurn():
-            return {"role": "tool", "content": _text(turn.content), "tool_call_id": turn.tool_call_id}
+            return _without_none(
+                role="tool", content=_text(turn.content), tool_call_id=turn.tool_call_id, name=turn.name
+            )
 
 
-def _assistant_turn(turn: AssistantTurn, where: str, *, text_arguments: bool) -> TemplateTurn:
-    if turn.content is None and not turn.tool_calls:
-        raise invalid(f"{where}.content", f"{where} has neither content nor tool_calls")
-    calls = [
-        _tool_call(call, f"{where}.tool_calls[{i}]", as_text=text_arguments)
-        for i, call in enumerate(turn.tool_calls or [])
-    ]
+def _assistant_turn(turn: AssistantTurn, *, text_arguments: bool) -> TemplateTurn:
+    calls = [_tool_call(call, as_text=text_arguments) for call in turn.tool_calls or []]
     return _without_none(
         role="assistant",
         content="" if turn.content is None else _text(turn.content),
         name=turn.name,
-        reasoning_content=turn.reasoning_content,
+        reasoning_content=turn.reasoning if turn.reasoning_content is None else turn.reasoning_content,
         tool_calls=calls or None,
     )
 
 
-def _tool_call(call: ToolCall, where: str, *, as_text: bool) -> dict[str, object]:
+def _tool_call(call: ToolCall, *, as_text: bool) -> dict[str, object]:
+    given = call.function.arguments
+    arguments = _text_of(given) if as_text else _object_of(given)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _text_of(arguments: str | dict[str, Any] | None) -> str:
+    if isinstance(arguments, dict):
+        return msgspec.json.encode(arguments).decode()
+    return arguments or "{}"
+
+
+def _object_of(arguments: str | dict[str, Any] | None) -> dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
     try:
-        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, object])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        field = f"{where}.function.arguments"
-        raise invalid(field, f"{field} is not a JSON object") from error
-    function = {"name": call.function.name, "arguments": call.function.arguments if as_text else arguments}
-    return {"id": call.id, "type": "function", "function": function}
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return {"arguments": arguments}
 
 
 def _text(content: Content) -> str:
     # parts are one text: nothing is put between them that the client did not write
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 def _without_none(**fields: object) -> TemplateTurn:

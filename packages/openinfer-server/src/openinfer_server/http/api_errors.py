@@ -12,6 +12,7 @@ import msgspec
 
 from openinfer_core.errors import InvalidRequest
 from openinfer_core.events import Failed, FailureKind
+from openinfer_server.http.nulls import without_nulls
 
 RETRY_AFTER_S = 1  # what a client is told to wait when the queue is full or the server is ending
 
@@ -193,7 +194,7 @@ def convert_inside(given: Mapping[str, Any], kind: Any, where: str) -> Any:
         ApiError: 400; its `param` begins with `where`.
     """
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(without_nulls(given), kind)
     except msgspec.ValidationError as error:
         told = from_decode_error(error)
         body = told.body

@@ -9,8 +9,9 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from openinfer_server.http.api_errors import ApiError, from_decode_error, invalid
+from openinfer_server.http.api_errors import ApiError, ErrorBody, from_decode_error, invalid
 from openinfer_server.http.body_budget import BodyBudget, check_elements, collector_paused
+from openinfer_server.http.nulls import without_nulls
 from openinfer_server.http.writers import ClientDisconnected, Message, Receive, Scope, Send, StreamWriter, stream_writer
 from openinfer_server.options import ServerOptions
 
@@ -29,6 +30,7 @@ class HttpRequest:
 
     Attributes:
         status: status of the response that was begun; 0 before.
+        error: what a refusal said; None otherwise.
         parameters: of the path, by name.
         tenant: whose request it is; empty where all clients are one tenant.
         response_headers: what every response to it has, whatever it is.
@@ -39,6 +41,7 @@ class HttpRequest:
         self, scope: Scope, receive: Receive, send: Send, options: ServerOptions, body_budget: BodyBudget
     ) -> None:
         self.status = 0
+        self.error: ErrorBody | None = None
         self.parameters: Mapping[str, str] = {}
         self.tenant = ""
         self.options = options
@@ -109,7 +112,7 @@ class HttpRequest:
         check_elements(body, self.options.max_body_elements)
         try:
             with collector_paused(len(body)):
-                return decoder.decode(body)
+                return _decode(decoder, body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise from_decode_error(error) from error
 
@@ -175,6 +178,7 @@ class HttpRequest:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def send_error(self, error: ApiError) -> None:
+        self.error = error.body
         body = error.to_anthropic_json() if self.for_anthropic else error.to_json()
         await self.send(error.status, body, headers=error.headers)
 
@@ -187,3 +191,12 @@ class HttpRequest:
 
 def _body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body exceeds {limit} bytes", code="body_too_large")
+
+
+def _decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        if b"null" not in body:
+            raise
+        return msgspec.convert(without_nulls(msgspec.json.decode(body)), decoder.type)

@@ -40,6 +40,22 @@ class RequestCost:
             logprob_entries=n * sum(map(_logprob_entries, prompts)),
         )
 
+    @staticmethod
+    def longest_completion(
+        prompts: Sequence[PromptCost], options: ServerOptions, *, n: int, block_size_tokens: int
+    ) -> int:
+        """The largest `max_tokens` of every choice, with which they stay within the budgets; of some prompts below 1.
+
+        The `max_tokens` of `prompts` are not read.
+        """
+        num_choices = n * len(prompts)
+        blocks = options.max_request_kv_tokens // num_choices // block_size_tokens
+        by_room = blocks * block_size_tokens - max(prompt.prompt_tokens for prompt in prompts)
+        prompt_entries = n * sum(_prompt_entries(prompt) for prompt in prompts)
+        entries = (options.max_logprob_entries - prompt_entries) // num_choices
+        scored = [max(0, prompt.output_logprobs) for prompt in prompts if prompt.output_logprobs is not None]
+        return min([by_room, *(entries // (alternatives + 1) for alternatives in scored)])
+
     def check(self, options: ServerOptions, field: str) -> None:
         """Compares it with what one request may ask for.
 
@@ -62,5 +78,8 @@ class RequestCost:
 
 def _logprob_entries(prompt: PromptCost) -> int:
     output = 0 if prompt.output_logprobs is None else prompt.max_tokens * (prompt.output_logprobs + 1)
-    given = 0 if prompt.prompt_logprobs is None else prompt.prompt_tokens * (prompt.prompt_logprobs + 1)
-    return output + given
+    return output + _prompt_entries(prompt)
+
+
+def _prompt_entries(prompt: PromptCost) -> int:
+    return 0 if prompt.prompt_logprobs is None else prompt.prompt_tokens * (prompt.prompt_logprobs + 1)

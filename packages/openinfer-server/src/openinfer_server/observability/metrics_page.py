@@ -50,7 +50,7 @@ def _of_server(metrics: ServerMetrics, info: EngineInfo, model: Labels, open_req
         yield from render_family(name, "counter", text, [((), counter.value)])
     for name, text, counter in (
         ("openinfer_prompt_tokens_total", "Prompt tokens of scheduled requests.", metrics.prompt_tokens),
-        ("openinfer_generation_tokens_total", "Tokens received from the engine.", metrics.generated_tokens),
+        ("openinfer_generation_tokens_total", "Tokens sampled, stop tokens included.", metrics.generated_tokens),
         ("openinfer_prefix_cache_queries_total", "Prompt tokens looked for in the cache.", metrics.prompt_tokens),
         ("openinfer_prefix_cache_hits_total", "Prompt tokens found there.", metrics.cached_tokens),
     ):

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from openinfer_core.errors import brought_by
 from openinfer_core.events import FailureKind, FinishReason
 from openinfer_core.request import GenerateRequest
 from openinfer_core.sampling import SamplingParams
@@ -67,7 +68,7 @@ class Tracing:
     def __init__(self, endpoint: str, *, model_name: str) -> None:
         needed = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
         if not all(_is_installed(name) for name in needed):
-            raise ServerError("traces need OpenTelemetry, which is not installed; install openinfer-server[otel]")
+            raise ServerError(f"traces need OpenTelemetry, which is not installed: {brought_by('--otel')}")
         self._trace = importlib.import_module("opentelemetry.trace")
         self._context = importlib.import_module("opentelemetry.context")
         propagation = importlib.import_module("opentelemetry.trace.propagation.tracecontext")

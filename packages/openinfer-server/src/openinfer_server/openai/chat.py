@@ -12,12 +12,12 @@ from openinfer_server.openai.chat_sinks import ChatMessageSink, ChatStreamSink
 from openinfer_server.openai.event_frames import ResponseHead, chat_delta_frame, chat_frame
 from openinfer_server.openai.generation import Generation, ResponseShape
 from openinfer_server.openai.objects import ChatChoice, ChatCompletion, Usage
-from openinfer_server.openai.types import AssistantTurn, ChatRequest, thinks
+from openinfer_server.openai.types import ChatRequest, check_turns, thinks
 from openinfer_server.output.logprobs import chat_format
 from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.response import Choice
 from openinfer_server.request.fields import check_refused
-from openinfer_server.request.plan import Prompt, Scoring, check_num_choices, check_stream_options, make_plan
+from openinfer_server.request.plan import Scoring, check_num_choices, check_stream_options, make_plan
 from openinfer_server.request.structured import chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
 from openinfer_server.tools.available import chat_tools
@@ -59,7 +59,7 @@ class ChatCompletions:
             request,
             [parsers.prompt],
             tenant=http_request.tenant,
-            max_tokens=lambda prompt: self._max_tokens(request, prompt),
+            max_tokens=_max_tokens(request),
             scoring=Scoring(output=(request.top_logprobs or 0) if request.logprobs else None),
         )
         plan = constrained(plan, chat_grammar(service, parsers.prompt, available, output_constraint(request)))
@@ -74,13 +74,6 @@ class ChatCompletions:
         )
         await generation.deliver(http_request)
 
-    def _max_tokens(self, request: ChatRequest, prompt: Prompt) -> int:
-        # `max_completion_tokens` is the newer name and wins; without either the rest of the context
-        for given in (request.max_completion_tokens, request.max_tokens):
-            if given is not None:
-                return given
-        return max(1, self._service.info.max_model_tokens - len(prompt.token_ids))
-
     def _body(
         self, head: ResponseHead, choices: Sequence[Choice], sinks: Sequence[ChatMessageSink], usage: Usage
     ) -> ChatCompletion:
@@ -93,6 +86,11 @@ class ChatCompletions:
         return ChatCompletion(id=head.id, created=head.created, model=head.model, choices=answers, usage=usage)
 
 
+def _max_tokens(request: ChatRequest) -> int | None:
+    # `max_completion_tokens` is the newer name and wins
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+
+
 def _check(request: ChatRequest) -> None:
     check_refused(request)
     if request.store:
@@ -102,9 +100,7 @@ def _check(request: ChatRequest) -> None:
         raise invalid("messages", "messages is empty")
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
-    for index, turn in enumerate(request.messages):
-        if isinstance(turn, AssistantTurn):
-            check_refused(turn, f"messages[{index}].")
+    check_turns(request.messages, "messages")
 
 
 def _template_options(request: ChatRequest) -> Mapping[str, object]:

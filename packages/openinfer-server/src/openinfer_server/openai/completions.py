@@ -63,7 +63,8 @@ class Completions:
             request,
             prompts,
             tenant=http_request.tenant,
-            max_tokens=lambda prompt: self._max_tokens(request, prompt),
+            max_tokens=request.max_tokens,
+            default_tokens=DEFAULT_COMPLETION_TOKENS,
             scoring=Scoring(output=request.logprobs, prompt=request.logprobs if request.echo else None),
         )
         plan = constrained(plan, text_grammar(output_constraint(request)))
@@ -77,12 +78,6 @@ class Completions:
             echo=bool(request.echo),
         )
         await generation.deliver(http_request)
-
-    def _max_tokens(self, request: CompletionRequest, prompt: Prompt) -> int:
-        if request.max_tokens is not None:
-            return request.max_tokens
-        room = self._service.info.max_model_tokens - len(prompt.token_ids)
-        return max(1, min(DEFAULT_COMPLETION_TOKENS, room))
 
     async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
         """A prompt is text or a list of token ids; several are a list of either."""

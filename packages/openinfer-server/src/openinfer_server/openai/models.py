@@ -77,7 +77,13 @@ class Models:
         await http_request.send(200, msgspec.json.encode(model))
 
     def _model(self, name: str) -> Model:
-        return Model(id=name, created=self._service.started, max_model_len=self._service.info.max_model_tokens)
+        service = self._service
+        return Model(
+            id=name,
+            created=service.started,
+            max_model_len=service.info.max_model_tokens,
+            sampling_defaults=dict(service.sampling_defaults.values),
+        )
 
     def _anthropic_model(self, name: str) -> AnthropicModel:
         tokens = self._service.info.max_model_tokens

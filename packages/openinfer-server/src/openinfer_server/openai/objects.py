@@ -131,6 +131,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "openinfer"
     max_model_len: int  # tokens of its context; vLLM's name
+    sampling_defaults: dict[str, float]  # of parameters that a request does not give; those not here change nothing
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,16 +4,18 @@
 decoder.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.request.fields import (
     Count,
     Logprobs,
     NonNegative,
     RequestFields,
+    check_refused,
 )
 from openinfer_server.request.generation_fields import GenerationFields
 from openinfer_server.tools.types import Tool, ToolChoice
@@ -21,6 +23,7 @@ from openinfer_server.tools.types import Tool, ToolChoice
 TEXT_ONLY = "this server serves text only"
 CACHE_OPTIONS = "the prefix cache has no options; cache_salt separates its users"
 CACHED_ANYWAY = "the prefix cache keeps every block that fits, asked or not"
+_MADE_BY_CLIENT = "the client's library made it of an answer"
 CACHE_RETENTION = "the prefix cache keeps what fits"
 
 
@@ -52,11 +55,29 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
 class TextPart(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A piece of a turn's content."""
 
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str | None = None
+    cache_control: object = None
     prompt_cache_breakpoint: object = None
+    audio_url: object = None
+    file: object = None
+    image_url: object = None
+    input_audio: object = None
+    refusal: object = None
+    video_url: object = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"prompt_cache_breakpoint": CACHED_ANYWAY}
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "audio_url": TEXT_ONLY,
+        "file": TEXT_ONLY,
+        "image_url": TEXT_ONLY,
+        "input_audio": TEXT_ONLY,
+        "refusal": "a refusal is given as text here",
+        "video_url": TEXT_ONLY,
+    }
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "cache_control": CACHED_ANYWAY,
+        "prompt_cache_breakpoint": CACHED_ANYWAY,
+    }
 
 
 Content = str | list[TextPart]
@@ -85,19 +106,30 @@ class UserTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str | None = None
 
 
-class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FunctionCall(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A call the model made."""
 
     name: str
-    arguments: str  # a JSON object
+    # As JSON text or as an object. A call that was cut off has half of it, and is taken back as it was.
+    arguments: str | dict[str, Any] | None = None
+    parsed_arguments: object = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {"parsed_arguments": "they are the arguments, as the SDK has read them"}
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ToolCall(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool call of an earlier assistant turn."""
 
     id: str
-    type: Literal["function"]
+    type: Literal["function"] | None = None
     function: FunctionCall
+    index: int | None = None
+    provider_specific_fields: object = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "index": "the order of the list says it, and a stream's events have it",
+        "provider_specific_fields": _MADE_BY_CLIENT,
+    }
 
 
 class AssistantTurn(
@@ -109,6 +141,10 @@ class AssistantTurn(
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under its newer name
+    annotations: list[object] | None = None
+    parsed: object = None
+    provider_specific_fields: object = None
     refusal: object = None
     audio: object = None
     function_call: object = None
@@ -118,6 +154,11 @@ class AssistantTurn(
         "function_call": "tool_calls has taken its place",
         "refusal": "a refusal is given as content here",
     }
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "annotations": "they describe the text of an answer",
+        "parsed": "it is the content, as the SDK has read it",
+        "provider_specific_fields": _MADE_BY_CLIENT,
+    }
 
 
 class ToolTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="tool"):
@@ -125,9 +166,28 @@ class ToolTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     content: Content
     tool_call_id: str
+    name: str | None = None
 
 
 Turn = SystemTurn | DeveloperTurn | UserTurn | AssistantTurn | ToolTurn
+
+
+def check_turns(turns: Sequence[Turn], field: str) -> None:
+    """Refuses what cannot be honoured of turns, by name."""
+    for index, turn in enumerate(turns):
+        if isinstance(turn, AssistantTurn):
+            check_refused(turn, f"{field}[{index}].")
+        if isinstance(turn.content, list):
+            for place, part in enumerate(turn.content):
+                _check_part(part, f"{field}[{index}].content[{place}]")
+
+
+def _check_part(part: TextPart, where: str) -> None:
+    if part.type != "text":
+        raise refused(f"{where}.type", f"{TEXT_ONLY}, whose parts are text; not {part.type[:100]!r}")
+    check_refused(part, f"{where}.")
+    if part.text is None:
+        raise invalid(f"{where}.text", f"{where}.text is required")
 
 
 class ChatTemplateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,6 +214,9 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     service_tier: Literal["auto", "default"] | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    add_generation_prompt: object = None
+    best_of: object = None
+    continue_final_message: object = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     audio: object = None
@@ -179,10 +242,19 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     }
     IGNORED: ClassVar[Mapping[str, str]] = {
         **GenerationFields.IGNORED,
+        "add_generation_prompt": "true asks for what is always so; false is refused",
+        "best_of": "one is what is always so; more is refused: ask for n choices and choose yourself",
+        "continue_final_message": "false asks for what is always so; true is refused: answers are begun anew",
         "metadata": "it labels completions that are stored, and none are",
         "modalities": "text is the only one",
         "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
         "safety_identifier": "it says whom the request is for, and users are not counted",
         "service_tier": "there is one tier, which auto and default name",
         "store": "false asks for what is always so; true is refused",
+    }
+    NEUTRAL: ClassVar[Mapping[str, object]] = {
+        **GenerationFields.NEUTRAL,
+        "add_generation_prompt": True,
+        "best_of": 1,
+        "continue_final_message": False,
     }

@@ -24,7 +24,7 @@ from openinfer_server.http.writers import StreamWriter
 from openinfer_server.limits.admission import AdmissionControl
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.tracing import Tracing
-from openinfer_server.output.response import Choice, internal_failure
+from openinfer_server.output.response import Choice, choices_of_request, internal_failure
 
 logger = logging.getLogger("openinfer.server")
 
@@ -91,6 +91,8 @@ class EngineLink:
     def submit(self, choice: Choice, request: GenerateRequest) -> None:
         """Hands a request to the engine; its events go to the choice. A dead engine fails it."""
         choice.submitted_s = self._clock()
+        if (choices := choices_of_request.get()) is not None:
+            choices.append(choice)
         self.metrics.request_max_tokens.observe(request.sampling.max_tokens)
         if self.tracing is not None:
             request = self.tracing.submit(choice, request)
@@ -182,6 +184,8 @@ class EngineLink:
     def _dispatch_rare(self, choice: Choice, event: TokenEvent) -> None:
         if isinstance(event, Finished):
             self._forget(choice)  # first: `finished` may raise, and the engine has nothing left to abort
+            # A stop token comes with the end alone; it was sampled as the others were, and usage counts it.
+            self.metrics.generated_tokens.value += event.stop_token_id is not None
             choice.finished(event)
             self._count(choice, event.reason)
         elif isinstance(event, Failed):

@@ -38,6 +38,7 @@ def submit(
         stops=plan.stops,
         min_tokens=plan.min_tokens,
         echo=echo,
+        scores_prompt=plan.scoring.prompt is not None,
         visible_tokens=frozenset() if parsers is None else service.parsers.visible_tokens,
     )
     choices: list[DeltaChoice] = []

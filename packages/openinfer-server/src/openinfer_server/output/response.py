@@ -9,11 +9,15 @@ runs in the event loop's thread.
 
 import asyncio
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Protocol
 
 from openinfer_core.events import Failed, FailureKind, Finished, FinishReason, Scheduled, Tokens
 from openinfer_core.request import GenerateRequest, RequestId
 from openinfer_server.http.writers import StreamWriter
+
+# the choices that the HTTP request of this task has submitted, for the line that the log has of it
+choices_of_request: ContextVar["list[Choice] | None"] = ContextVar("choices_of_request", default=None)
 
 
 class EngineRequests(Protocol):

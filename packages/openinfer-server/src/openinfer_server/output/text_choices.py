@@ -24,6 +24,7 @@ class TextOptions:
     stops: tuple[str, ...]
     min_tokens: int  # stop strings are not looked for in the text of so many first tokens
     echo: bool
+    scores_prompt: bool = False  # whether the echoed prompt comes with its log-probabilities
     visible_tokens: frozenset[str] = frozenset()  # special tokens that show by name, for parsers that know them
 
 
@@ -44,6 +45,7 @@ class TextChoice(Choice):
         "_prompt",
         "_prompt_logprobs",
         "_scanner",
+        "_scores_prompt",
         "_tokenizer",
         "is_complete",
     )
@@ -58,6 +60,7 @@ class TextChoice(Choice):
         self._offset = 0
         self._prompt = prompt
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._scores_prompt = options.scores_prompt
         self._generated_ids: list[int] | None = None  # all tokens so far, if a subclass wants them kept
         self._scanner = StopScanner(options.stops) if options.stops else None
         self._tokenizer = options.tokenizer
@@ -130,5 +133,7 @@ class TextChoice(Choice):
         # with the first token all log-probabilities of the prompt have come
         self._echo = False
         self._offset = len(self._prompt.text)
-        scores = score_prompt(self._tokenizer, self._prompt, self._prompt_logprobs) if self._prompt_logprobs else ()
+        # All but the first token have one; of a prompt that ended before, none is shown.
+        is_scored = self._scores_prompt and len(self._prompt_logprobs) == len(self._prompt.token_ids) - 1
+        scores = score_prompt(self._tokenizer, self._prompt, self._prompt_logprobs) if is_scored else ()
         self.show_prompt(self._prompt.text, scores)

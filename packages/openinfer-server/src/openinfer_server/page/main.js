@@ -6,6 +6,7 @@ import { Status } from "./status.js";
 
 const byId = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const NEUTRAL = { temperature: 1, top_p: 1, top_k: "all" };
 
 const api = new Api(() => byId("key").value);
 const chat = new Chat(api, requestFields);
@@ -32,6 +33,7 @@ async function listModels() {
   const select = byId("model");
   try {
     const { data } = await (await api.get("v1/models")).json();
+    showDefaults(data[0]?.sampling_defaults ?? {});
     const chosen = select.value;
     select.replaceChildren(...data.map(({ id }) => new Option(id, id)));
     if (data.some(({ id }) => id === chosen)) select.value = chosen;
@@ -40,6 +42,11 @@ async function listModels() {
     if (error.status === 401) byId("key-details").open = true;
     byId("error").textContent = error.message;
   }
+}
+
+// What a request without these is sampled with; an empty field sends nothing.
+function showDefaults(defaults) {
+  for (const [name, neutral] of Object.entries(NEUTRAL)) byId(name).placeholder = defaults[name] ?? neutral;
 }
 
 byId("form").addEventListener("submit", (event) => {

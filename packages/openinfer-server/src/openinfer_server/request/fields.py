@@ -22,6 +22,8 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Fields that are known and cannot be honoured, and why; `null` is taken."""
     IGNORED: ClassVar[Mapping[str, str]] = {}
     """Fields that are taken and change nothing, and why that is harmless."""
+    NEUTRAL: ClassVar[Mapping[str, object]] = {}
+    """Of those, the one value that is taken: it asks for what is always so, and any other is refused."""
 
 
 def check_refused(request: RequestFields, where: str = "") -> None:
@@ -33,6 +35,10 @@ def check_refused(request: RequestFields, where: str = "") -> None:
     for name, why in request.REFUSED.items():
         if getattr(request, name) is not None:
             raise refused(where + sent_name(type(request), name), why)
+    for name, neutral in request.NEUTRAL.items():
+        given = getattr(request, name)
+        if given is not None and (given != neutral or isinstance(given, bool) is not isinstance(neutral, bool)):
+            raise refused(where + sent_name(type(request), name), request.IGNORED[name])
 
 
 def sent_name(kind: type[msgspec.Struct], name: str) -> str:
@@ -51,6 +57,8 @@ def _documented(**schema: Any) -> msgspec.Meta:
 
 def bounded(name: str) -> msgspec.Meta:
     parameter = next(each for each in PARAMETERS if each.name == name)
+    if name == "top_k":  # -1 keeps all tokens, as 0 does: vLLM's and transformers' way to say it
+        return _documented(minimum=-1, maximum=int(parameter.high))
     low, high = (int(bound) if bound == int(bound) else bound for bound in (parameter.low, parameter.high))
     return _documented(**{"exclusiveMinimum" if parameter.excludes_low else "minimum": low, "maximum": high})
 

@@ -17,6 +17,7 @@ from openinfer_server.request.fields import (
     Stops,
     StopTokenIds,
 )
+from openinfer_server.request.sampling_fields import SamplingNumberFields
 from openinfer_server.request.structured_types import GuidedFields, ResponseFormat
 
 
@@ -43,6 +44,25 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
     priority: Priority | None = None
     deadline_s: Deadline | None = None
     hints: Hints | None = None
+    length_penalty: object = None
+    skip_special_tokens: object = None
+    use_beam_search: object = None
+
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "length_penalty": "one asks for what is always so; other values are for beams, and tokens are sampled here",
+        "skip_special_tokens": "true asks for what is always so; false is refused: /inference/v1/generate returns ids",
+        "use_beam_search": "false asks for what is always so; true is refused: tokens are sampled here",
+    }
+    NEUTRAL: ClassVar[Mapping[str, object]] = {
+        "length_penalty": 1,
+        "skip_special_tokens": True,
+        "use_beam_search": False,
+    }
+
+    @property
+    def sampling_numbers(self) -> dict[str, float | None]:
+        """Those of `SamplingNumberFields`."""
+        return {name: getattr(self, name) for name in SamplingNumberFields.__struct_fields__}
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,4 +77,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     """OpenAI's for chats, vLLM's for completions, too."""
     user: str | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"user": "it says whom the request is for, and users are not counted"}
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.IGNORED,
+        "user": "it says whom the request is for, and users are not counted",
+    }

@@ -4,9 +4,9 @@ Everything is checked before anything is submitted; the contract's own types che
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,7 +14,7 @@ from openinfer_core.engine import EngineInfo
 from openinfer_core.errors import InvalidRequest
 from openinfer_core.request import MAX_NAME_LENGTH, GenerateRequest, RequestId
 from openinfer_core.sampling import SamplingParams
-from openinfer_core.sampling_parameters import PARAMETERS
+from openinfer_core.sampling_defaults import SamplingDefaults
 from openinfer_server.http.api_errors import ApiError, from_invalid_request, invalid, refused
 from openinfer_server.limits.request_cost import PromptCost, RequestCost
 from openinfer_server.options import ServerOptions
@@ -65,18 +65,27 @@ def make_plan(
     prompts: Sequence[Prompt],
     *,
     tenant: str,
-    max_tokens: Callable[[Prompt], int],
+    max_tokens: int | None,
+    default_tokens: int | None = None,
     scoring: Scoring,
+    defaults: SamplingDefaults | None = None,
 ) -> Plan:
     """Checks a request as a whole, its cost first; it must be submitted before anything is awaited.
+
+    Parameters that are not given have the values of `defaults`, by default the server's.
+    Without `max_tokens`, choices may be as long as context and budgets allow, and as `default_tokens`, if given.
 
     Raises:
         ApiError: 400, or 429 if the prompts do not fit into the queue.
     """
     info = service.info
+    numbers = (service.sampling_defaults if defaults is None else defaults).resolve(fields.sampling_numbers)
     n = check_num_choices(fields, len(prompts), service.options)
     stops = _stops(fields)
-    limits = [max_tokens(prompt) for prompt in prompts]
+    if max_tokens is None:
+        limits = _default_limits(service, prompts, scoring, n=n, at_most=default_tokens)
+    else:
+        limits = [max_tokens] * len(prompts)
     for prompt, limit in zip(prompts, limits, strict=True):
         _check_context(prompt, limit, info)
     cost = RequestCost.of(
@@ -93,7 +102,7 @@ def make_plan(
     requests = [
         _request(
             prompt,
-            _sampling(fields, limit, scoring, info, choice),
+            _sampling(fields, info, max_tokens=limit, numbers=numbers, scoring=scoring, choice=choice),
             request_id=service.link.new_id(),
             tenant=tenant,
             salt=salt,
@@ -103,6 +112,17 @@ def make_plan(
         for choice in range(n)
     ]
     return Plan(prompts, n, requests, stops, fields.min_tokens or 0, scoring)
+
+
+def _default_limits(
+    service: Service, prompts: Sequence[Prompt], scoring: Scoring, *, n: int, at_most: int | None
+) -> list[int]:
+    info = service.info
+    costs = [PromptCost(len(prompt.token_ids), 0, scoring.output, scoring.prompt) for prompt in prompts]
+    longest = RequestCost.longest_completion(costs, service.options, n=n, block_size_tokens=info.block_size_tokens)
+    if at_most is not None:
+        longest = min(longest, at_most)
+    return [max(1, min(longest, info.max_model_tokens - len(prompt.token_ids))) for prompt in prompts]
 
 
 def salt_of(tenant: str, given: str | None) -> str | None:
@@ -179,12 +199,18 @@ def _check_context(prompt: Prompt, max_tokens: int, info: EngineInfo) -> None:
 
 
 def _sampling(
-    fields: GenerationFields, max_tokens: int, scoring: Scoring, info: EngineInfo, choice: int
+    fields: GenerationFields,
+    info: EngineInfo,
+    *,
+    max_tokens: int,
+    numbers: Mapping[str, Any],
+    scoring: Scoring,
+    choice: int,
 ) -> SamplingParams:
     try:
         return SamplingParams(
             max_tokens=max_tokens,
-            **{each.name: _or(getattr(fields, each.name), each.default) for each in PARAMETERS},
+            **numbers,
             seed=_seed(fields, choice),
             logit_bias=_logit_bias(fields, info),
             stop_token_ids=_stop_token_ids(fields, info),

@@ -79,7 +79,7 @@ class Responses:
         plan = constrained(plan, chat_grammar(service, parsers.prompt, available, response_constraint(request)))
         run = ResponseRun(
             service.link,
-            new_response(request, model),
+            new_response(request, model, service.sampling_defaults),
             scores=self._scores,
             events=[] if request.background and request.stream else None,
         )

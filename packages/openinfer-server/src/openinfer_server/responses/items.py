@@ -88,7 +88,7 @@ class FunctionCallItem(
 
     call_id: str
     name: str
-    arguments: str  # a JSON object
+    arguments: str | dict[str, Any] | None = None  # as JSON text or as an object
     id: str | None = None
     status: ItemStatus | None = None
     caller: object = None

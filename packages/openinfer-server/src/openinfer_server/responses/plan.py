@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from openinfer_core.sampling_defaults import SamplingDefaults
 from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import ApiError, invalid
 from openinfer_server.limits.conversation import read_conversation
@@ -37,7 +38,7 @@ from openinfer_server.responses.objects import (
     TextSettings,
 )
 from openinfer_server.responses.store import ResponseRecord
-from openinfer_server.responses.turns import check_arguments, turns_of
+from openinfer_server.responses.turns import turns_of
 from openinfer_server.responses.types import LOGPROBS, Conversation, PlainFormat, ResponseRequest, ToolChoice
 from openinfer_server.service import Service
 from openinfer_server.text.tokenizer import Tokenizer
@@ -96,9 +97,7 @@ def _tool_choice(choice: str | ToolChoice | None) -> tuple[ToolMode, Sequence[st
 
 
 def _given_items(request: Conversation) -> list[InputItem]:
-    given = read_items(request.input)
-    check_arguments(given)
-    return [_with_id(item) for item in given]
+    return [_with_id(item) for item in read_items(request.input)]
 
 
 async def conversation_prompt(
@@ -122,14 +121,13 @@ async def conversation_prompt(
 def response_plan(service: Service, request: ResponseRequest, prompt: Prompt, *, tenant: str) -> Plan:
     fields = GenerationFields(**{name: getattr(request, name) for name in SamplingFields.__struct_fields__})
     scoring = Scoring(output=(request.top_logprobs or 0) if LOGPROBS in (request.include or []) else None)
-    room = max(1, service.info.max_model_tokens - len(prompt.token_ids))
     try:
         return make_plan(
             service,
             fields,
             [prompt],
             tenant=tenant,
-            max_tokens=lambda _: room if request.max_output_tokens is None else request.max_output_tokens,
+            max_tokens=request.max_output_tokens,
             scoring=scoring,
         )
     except ApiError as error:
@@ -144,9 +142,10 @@ def response_constraint(request: ResponseRequest) -> OutputConstraint:
     )
 
 
-def new_response(request: ResponseRequest, model: str) -> ResponseObject:
+def new_response(request: ResponseRequest, model: str, defaults: SamplingDefaults) -> ResponseObject:
     """The response before its first event, with the settings that are in force."""
     reasoning, text = request.reasoning, request.text
+    sampled = defaults.resolve(request.sampling_numbers)
     return ResponseObject(
         id=f"resp_{secrets.token_hex(24)}",
         created_at=int(time.time()),
@@ -160,12 +159,12 @@ def new_response(request: ResponseRequest, model: str) -> ResponseObject:
         previous_response_id=request.previous_response_id,
         reasoning=ReasoningSettings(effort=None if reasoning is None else reasoning.effort),
         store=request.store is not False,
-        temperature=1.0 if request.temperature is None else request.temperature,
+        temperature=sampled["temperature"],
         text=TextSettings(format=PlainFormat() if text is None or text.format is None else text.format),
         tool_choice="auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
         tools=list(request.tools or []),
         top_logprobs=request.top_logprobs or 0,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        top_p=sampled["top_p"],
     )
 
 

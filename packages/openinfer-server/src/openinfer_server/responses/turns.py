@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
-from openinfer_server.http.api_errors import invalid
 from openinfer_server.openai.types import (
     AssistantTurn,
     DeveloperTurn,
@@ -102,13 +99,3 @@ def _text(content: str | list[ContentPart]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
-
-
-def check_arguments(items: Sequence[InputItem]) -> None:
-    for index, item in enumerate(items):
-        if isinstance(item, FunctionCallItem):
-            try:
-                msgspec.json.decode(item.arguments, type=dict[str, object])
-            except (msgspec.MsgspecError, RecursionError) as error:
-                field = f"input[{index}].arguments"
-                raise invalid(field, f"{field} is not a JSON object") from error

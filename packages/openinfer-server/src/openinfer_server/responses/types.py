@@ -156,6 +156,7 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     user: str | None = None
+    client_metadata: dict[str, str] | None = None
     access_programs: object = None
     background_options: object = None
     context_management: object = None
@@ -177,7 +178,9 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
         "prompt_cache_retention": CACHE_RETENTION,
     }
     IGNORED: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.IGNORED,
         **_CONVERSATION_IGNORED,
+        "client_metadata": "it labels requests of Codex",
         "max_tool_calls": "it bounds tools that the server runs, and there are none",
         "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
         "safety_identifier": "it says whom the request is for, and users are not counted",

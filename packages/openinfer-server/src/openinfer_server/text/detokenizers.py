@@ -25,16 +25,21 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: a table of bytes and a UTF-8 decoder with a pending tail."""
+    """For tokens that have bytes of their own: a table of them and a UTF-8 decoder with a pending tail."""
 
-    __slots__ = ("_decoder", "_raw")
+    __slots__ = ("_decoder", "_raw", "_strips")
 
-    def __init__(self, raw: Sequence[bytes]) -> None:
+    def __init__(self, raw: Sequence[bytes], *, strips_first_space: bool = False) -> None:
         self._raw = raw
         self._decoder = _UTF8("replace")
+        self._strips = strips_first_space
 
     def feed(self, token_id: int) -> str:
-        return self._decoder.decode(self._raw[token_id])
+        text = self._decoder.decode(self._raw[token_id])
+        if self._strips and text:
+            self._strips = False
+            return text.removeprefix(" ")
+        return text
 
     @property
     def pending(self) -> bool:

@@ -16,7 +16,7 @@ from openinfer_core.errors import BrokenPlugin, InvalidCheckpoint
 from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from openinfer_server.errors import UnusableTokenizer
 from openinfer_server.http.api_errors import busy
-from openinfer_server.text.byte_table import ByteTable, build_byte_table
+from openinfer_server.text.byte_table import ByteTable, SentencePieces, build_byte_table
 from openinfer_server.text.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 INLINE_CHARACTERS = 512  # shorter texts take less than a thread's round trip, about 0.3 ms
@@ -31,6 +31,7 @@ class Tokenizer:
 
     Attributes:
         byte_table: bytes of each token if the vocabulary is byte-level, else None.
+        table: these, or the bytes of SentencePiece's tokens; None for other decoders.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, num_token_ids: int) -> None:
@@ -41,7 +42,10 @@ class Tokenizer:
             token_id: added.content for token_id, added in tokenizer.get_added_tokens_decoder().items() if added.special
         }
         byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        self.byte_table: ByteTable | None = build_byte_table(tokenizer, num_token_ids) if byte_level else None
+        self._pieces = SentencePieces.of(tokenizer.decoder)
+        known = byte_level or self._pieces is not None
+        self.table: ByteTable | None = build_byte_table(tokenizer, num_token_ids, self._pieces) if known else None
+        self.byte_table: ByteTable | None = self.table if byte_level else None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="openinfer-encode")
         self._long_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="openinfer-encode-long")
         self._pending_characters = 0
@@ -71,8 +75,8 @@ class Tokenizer:
 
     def cover(self, num_token_ids: int) -> None:
         # the engine, which knows how many ids it may sample, was not there when this was loaded
-        if self.byte_table is not None:
-            self.byte_table.cover(num_token_ids)
+        if self.table is not None:
+            self.table.cover(num_token_ids)
 
     def close(self) -> None:
         for threads in (self._threads, self._long_thread):
@@ -120,10 +124,13 @@ class Tokenizer:
     def _detokenizer_maker(self, visible: frozenset[str]) -> Callable[[Sequence[int]], Detokenizer]:
         # made once for each set of names; they are the parsers', of which a server has one pair
         shown = {token_id: name for token_id, name in self._special_ids.items() if name in visible}
-        if self.byte_table is not None:
-            raw = self.byte_table.raw
+        if self.table is not None:
+            raw = self.table.raw
             if shown:
                 raw = [shown[i].encode() if i in shown else data for i, data in enumerate(raw)]
+            if self._pieces is not None and self._pieces.strips_first_space:
+                # the decoder's beginning of a text is the completion's only after a prompt that shows nothing
+                return lambda prompt: ByteDetokenizer(raw, strips_first_space=not any(raw[i] for i in prompt))
             return lambda _: ByteDetokenizer(raw)
         hidden = self._special_ids.keys() - shown.keys()
 
@@ -141,8 +148,8 @@ class Tokenizer:
         special = self._special_ids.get(token_id)
         if special is not None:
             return special.encode()
-        if self.byte_table is not None:
-            return self.byte_table.raw[token_id]
+        if self.table is not None:
+            return self.table.raw[token_id]
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 

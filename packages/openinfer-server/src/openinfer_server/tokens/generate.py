@@ -7,6 +7,7 @@ import msgspec
 
 from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
 from openinfer_core.sampling import Grammar
+from openinfer_core.sampling_defaults import NO_DEFAULTS
 from openinfer_server.http.api_errors import ApiError, ErrorResponse, invalid, refused
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
@@ -85,17 +86,15 @@ class TokenGeneration:
         fields = _fields(request)
         check_stream_options(fields)
 
-        def max_tokens(prompt: Prompt) -> int:
-            room = max(1, info.max_model_tokens - len(prompt.token_ids))
-            return min(DEFAULT_TOKENS, room) if sampling.max_tokens is None else sampling.max_tokens
-
         return make_plan(
             self._service,
             fields,
             [Prompt(tuple(request.token_ids), "", "token_ids")],
             tenant=tenant,
-            max_tokens=max_tokens,
+            max_tokens=sampling.max_tokens,
+            default_tokens=DEFAULT_TOKENS,
             scoring=Scoring(output=sampling.logprobs, prompt=sampling.prompt_logprobs),
+            defaults=NO_DEFAULTS,  # what tokens are sampled from is its caller's matter here
         )
 
 

@@ -9,7 +9,7 @@ from openinfer_server.chat.prompt import chat_prompt
 from openinfer_server.http.api_errors import invalid
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
-from openinfer_server.openai.types import ChatTemplateOptions, Turn
+from openinfer_server.openai.types import ChatTemplateOptions, Turn, check_turns
 from openinfer_server.request.plan import check_prompt_token_ids, too_long
 from openinfer_server.service import Service
 
@@ -87,6 +87,7 @@ class Tokens:
             return await self._service.tokenizer.encode(request.prompt, add_special_tokens=special)
         if request.add_special_tokens:
             raise invalid("add_special_tokens", "the chat template writes special tokens itself; leave this out")
+        check_turns(request.messages or [], "messages")
         prompt = await chat_prompt(self._service, request.messages or [], template_variables(request))
         return list(prompt.token_ids)
 

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from openinfer_core.errors import OpenInferError
+from openinfer_core.process.logs import set_up_logs
 from openinfer_core.process.remote import join_engine
 from openinfer_server.app import load_app
 from openinfer_server.observability.metrics_snapshot import MetricsSnapshot
@@ -101,7 +102,7 @@ async def _listen(reader: asyncio.StreamReader, first: FirstWorker, stop: asynci
 
 
 def main() -> int:
-    logging.basicConfig(level=os.environ.get("OPENINFER_LOG_LEVEL", "INFO"), format="%(name)s: %(message)s")
+    set_up_logs(os.environ)
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing printed can break the protocol
     lines = FileIO(sys.stdin.fileno(), closefd=False)  # nothing beyond the first line is read ahead

@@ -29,7 +29,8 @@ from openinfer_server.options import ServerOptions
 LOCK_FORMAT = 2
 _DESCRIPTION = "Prints what would serve a model: packages, kernels, memory. Loads nothing."
 _MOST_GPUS = 1024
-_SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser", "endpoints"))  # the server's options that choose a part
+# the server's options that choose a part
+_SERVER_PARTS = frozenset(("tool_parser", "reasoning_parser", "sampling_defaults", "endpoints"))
 
 
 class Composition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    arguments = parse(argv, command="plan", description=_DESCRIPTION, configure=_configure)
+    arguments = parse(argv, command="plan", description=_DESCRIPTION, configure=configure)
     if arguments.namespace.lock is not None:
         check_writable(Path(arguments.namespace.lock), field="lock")
     plan = _family_plan(arguments)
@@ -170,7 +171,8 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command itself."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--config", metavar="FILE", help="a config.json alone, in place of --model; needs --gpu")
     parser.add_argument("--gpu", metavar="NAME", help="plan for such a GPU, which need not be here: h100-80g")

@@ -11,6 +11,7 @@ from openinfer.commands.plan import check_lock, check_writable, resolve
 from openinfer.flags import add_flags, read_flags
 from openinfer.start_report import StartReport
 from openinfer_core.process.early_launch import EarlyLaunch
+from openinfer_core.process.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogFormat, set_up_logs
 from openinfer_core.process.timeline import Timeline
 from openinfer_server.options import ServerOptions
 
@@ -20,9 +21,9 @@ logger = logging.getLogger("openinfer")
 def run(argv: Sequence[str]) -> int:
     """Loads the model and serves it until SIGTERM or Ctrl-C; returns 1 if the engine died."""
     timeline = Timeline()
-    arguments = parse(argv, command="serve", description=__doc__ or "", configure=_configure)
+    arguments = parse(argv, command="serve", description=__doc__ or "", configure=configure)
     options = read_flags(arguments.namespace, ServerOptions, preset={"model_names": (arguments.model_name,)})
-    logging.basicConfig(level=os.environ.get("OPENINFER_LOG_LEVEL", "INFO"), format="%(name)s: %(message)s")
+    _set_up_logs(arguments.namespace)
     if arguments.namespace.locked is not None:
         check_lock(Path(arguments.namespace.locked), resolve(arguments, options))
     if arguments.namespace.start_report is not None:
@@ -52,7 +53,25 @@ def _serve(engine: EarlyLaunch, arguments: ModelArguments, options: ServerOption
     return run_starting(engine, arguments.model_dir, options, on_ready=announce, timeline=timeline)
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command itself."""
     parser.add_argument("--start-report", metavar="FILE", help="write the phases of the start to FILE, as JSON")
     parser.add_argument("--locked", metavar="FILE", help="refuse to start unless the composition is the one in FILE")
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help="what is logged; info has a line per request (default: info, or OPENINFER_LOG_LEVEL)",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=tuple(LogFormat),
+        help="lines of text, or JSON objects (default: text, or OPENINFER_LOG_FORMAT)",
+    )
     add_flags(parser, ServerOptions)
+
+
+def _set_up_logs(namespace: argparse.Namespace) -> None:
+    for variable, value in ((LEVEL_VARIABLE, namespace.log_level), (FORMAT_VARIABLE, namespace.log_format)):
+        if value is not None:
+            os.environ[variable] = value  # the engine's process and the workers read it too
+    set_up_logs(os.environ)

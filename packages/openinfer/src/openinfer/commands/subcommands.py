@@ -16,9 +16,12 @@ COMMANDS = "openinfer.commands"
 # modules next to this one, loaded when they are chosen, and what they do
 _COMMANDS = {
     "serve": "serve a model through an OpenAI-compatible API",
+    "pull": "download a model of the Hugging Face hub into the cache",
+    "chat": "talk to a model on the terminal, in this process or on a server",
     "generate": "continue a prompt on the terminal",
     "plan": "print what would serve a model: packages, kernels, memory; loads nothing",
     "bench": "run a benchmark of openinfer-bench",
+    "completion": "print what completes commands and flags in bash, zsh or fish",
     "demo": "load the tiny model, stream a completion and a chat turn",
 }
 
@@ -27,9 +30,8 @@ EXIT_USAGE = 2
 
 def run(arguments: Sequence[str]) -> int:
     """Runs a subcommand; returns its exit code, 2 for what the user can mend."""
-    texts = dict(_COMMANDS)
-    if not arguments or arguments[0] not in _COMMANDS:  # the others are looked up only where they can matter
-        texts |= {plugin.name: f"of {plugin.origin}" for plugin in list_plugins(COMMANDS)}
+    # those of other packages are looked up only where they can matter
+    texts = _COMMANDS if arguments and arguments[0] in _COMMANDS else all_commands()
     parser = argparse.ArgumentParser(
         prog="openinfer",
         description="An LLM inference engine that you can take apart.",
@@ -49,6 +51,11 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+
+
+def all_commands() -> dict[str, str]:
+    """Each command, those of other packages too, and what it does."""
+    return _COMMANDS | {plugin.name: f"of {plugin.origin}" for plugin in list_plugins(COMMANDS)}
 
 
 def _find(name: str) -> Callable[[Sequence[str]], int]:

@@ -64,7 +64,8 @@ def entry_places(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Blocks, and rows in them, of some entries of a row of the step."""
     ends = windows * ratio + ratio - 1
-    return batch.block_tables[row, ends // batch.block_tokens], ends % batch.block_tokens // ratio
+    (block_tables,) = batch.block_tables
+    return block_tables[row, ends // batch.block_tokens], ends % batch.block_tokens // ratio
 
 
 @np.errstate(over="ignore", invalid="ignore")

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.attention.qk_norm_rope_append import append, rotate
 from openinfer_kernels.cpu.norm.rms_norm import zero_centred_rms_norm
-from openinfer_kernels.ops import AttentionBatch
+from openinfer_kernels.ops import AttentionBatch, PagedCache
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -18,17 +18,16 @@ def gated_qk_norm_rope_append(
     k_norm: NDArray[Any],
     eps: float,
     rope: NDArray[Any],
-    kv_cache: NDArray[Any],
-    layer: int,
+    cache: PagedCache,
     batch: AttentionBatch,
 ) -> NDArray[Any]:
-    num_kv_heads, head_dim = kv_cache.shape[3], q_norm.shape[0]
+    num_kv_heads, head_dim = cache.data.shape[3], q_norm.shape[0]
     heads = projected.reshape(len(projected), -1, head_dim)
     queries_gates, k, v = np.split(heads, [heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads], axis=1)
     cos = rope[0][batch.positions][:, None, :]
     sin = rope[1][batch.positions][:, None, :]
     k = _rotate_first(zero_centred_rms_norm(k, k_norm, eps=eps), cos, sin)
-    append(kv_cache, layer, k, v, batch.cache_slots)
+    append(cache, k, v, batch)
     return _rotate_first(zero_centred_rms_norm(queries_gates[:, ::2], q_norm, eps=eps), cos, sin)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.gemm.linear import soft_cap
-from openinfer_kernels.ops import AttentionBatch
+from openinfer_kernels.ops import AttentionBatch, PagedCache
 
 _KEY_NUMBERS_AT_ONCE = 1 << 16
 _SCORES_AT_ONCE = 1 << 19
@@ -56,21 +56,21 @@ class _Scoring:
 @np.errstate(over="ignore", invalid="ignore")
 def paged_attention(
     q: NDArray[Any],
-    kv_cache: NDArray[Any],
+    cache: PagedCache,
     *,
-    layer: int,
     batch: AttentionBatch,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    num_kv_heads, block_tokens, head_dim = kv_cache.shape[3:]
+    data = cache.in_compute_dtype()
+    num_kv_heads, block_tokens, head_dim = data.shape[3:]
     scoring = _Scoring(window, soft_cap, sinks)
     out = np.empty((q.shape[0], q.shape[1] * head_dim), q.dtype)
     most_tokens = _KEY_NUMBERS_AT_ONCE // (num_kv_heads * head_dim)
     for group in _row_groups(batch, window=window, block_tokens=block_tokens, max_tokens=most_tokens):
-        keys, values = _gather(kv_cache[:, layer], batch.block_tables, group, window=window)
+        keys, values = _gather(data[:, cache.layer], batch.block_tables[cache.table], group, window=window)
         for first, size in _query_tiles(group, num_heads=q.shape[1]):
             tokens = group.starts[:, None] + np.arange(first, first + size)
             last_seen = (group.contexts - group.num_queries)[:, None] + np.arange(first, first + size)

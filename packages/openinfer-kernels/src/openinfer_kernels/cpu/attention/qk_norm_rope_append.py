@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.norm.rms_norm import inverse_rms
-from openinfer_kernels.ops import AttentionBatch
+from openinfer_kernels.ops import AttentionBatch, PagedCache
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -17,13 +17,12 @@ def qk_norm_rope_append(
     k_norm: NDArray[Any],
     eps: float,
     rope: NDArray[Any],
-    kv_cache: NDArray[Any],
-    layer: int,
+    cache: PagedCache,
     batch: AttentionBatch,
 ) -> NDArray[Any]:
-    q, k, v = _heads(qkv, kv_cache)
+    q, k, v = _heads(qkv, cache)
     cos, sin = _angles(rope, batch)
-    append(kv_cache, layer, _norm_rope(k, k_norm, eps, cos, sin), v, batch.cache_slots)
+    append(cache, _norm_rope(k, k_norm, eps, cos, sin), v, batch)
     return _norm_rope(q, q_norm, eps, cos, sin)
 
 
@@ -35,8 +34,7 @@ def zero_centred_qk_norm_rope_append(
     k_norm: NDArray[Any],
     eps: float,
     rope: NDArray[Any],
-    kv_cache: NDArray[Any],
-    layer: int,
+    cache: PagedCache,
     batch: AttentionBatch,
 ) -> NDArray[Any]:
     return qk_norm_rope_append(
@@ -45,24 +43,21 @@ def zero_centred_qk_norm_rope_append(
         k_norm=1.0 + k_norm,
         eps=eps,
         rope=rope,
-        kv_cache=kv_cache,
-        layer=layer,
+        cache=cache,
         batch=batch,
     )
 
 
-def rope_append(
-    qkv: NDArray[Any], *, rope: NDArray[Any], kv_cache: NDArray[Any], layer: int, batch: AttentionBatch
-) -> NDArray[Any]:
-    q, k, v = _heads(qkv, kv_cache)
+def rope_append(qkv: NDArray[Any], *, rope: NDArray[Any], cache: PagedCache, batch: AttentionBatch) -> NDArray[Any]:
+    q, k, v = _heads(qkv, cache)
     cos, sin = _angles(rope, batch)
-    append(kv_cache, layer, rotate(k, cos, sin), v, batch.cache_slots)
+    append(cache, rotate(k, cos, sin), v, batch)
     return rotate(q, cos, sin)
 
 
-def _heads(qkv: NDArray[Any], kv_cache: NDArray[Any]) -> list[NDArray[Any]]:
+def _heads(qkv: NDArray[Any], cache: PagedCache) -> list[NDArray[Any]]:
     """Q `[T, H, D]`, K and V `[T, K, D]` of `qkv [T, (H + 2 K) D]`."""
-    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    num_kv_heads, head_dim = cache.data.shape[3], cache.data.shape[5]
     heads = qkv.reshape(qkv.shape[0], -1, head_dim)
     return np.split(heads, [heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads], axis=1)
 
@@ -72,14 +67,15 @@ def _angles(rope: NDArray[Any], batch: AttentionBatch) -> tuple[NDArray[Any], ND
     return rope[0][batch.positions][:, None, :], rope[1][batch.positions][:, None, :]
 
 
-def append(kv_cache: NDArray[Any], layer: int, k: NDArray[Any], v: NDArray[Any], slots: NDArray[Any]) -> None:
-    """Writes `k` and `v`, each `[T, K, D]`, to `slots [T]` (block id * B + offset; < 0 nowhere) of one layer."""
+def append(cache: PagedCache, k: NDArray[Any], v: NDArray[Any], batch: AttentionBatch) -> None:
+    """Writes `k` and `v`, each `[T, K, D]`, to the cache slots of their tokens; of one below 0 nowhere."""
+    data, slots = cache.in_compute_dtype(), batch.cache_slots[cache.table]
     if slots.min(initial=0) < 0:
         real = slots >= 0
         k, v, slots = k[real], v[real], slots[real]
-    blocks, offsets = np.divmod(slots, kv_cache.shape[4])
-    kv_cache[blocks, layer, 0, :, offsets] = k
-    kv_cache[blocks, layer, 1, :, offsets] = v
+    blocks, offsets = np.divmod(slots, data.shape[4])
+    data[blocks, cache.layer, 0, :, offsets] = k
+    data[blocks, cache.layer, 1, :, offsets] = v
 
 
 def _norm_rope(x: NDArray[Any], weight: NDArray[Any], eps: float, cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[Any]:

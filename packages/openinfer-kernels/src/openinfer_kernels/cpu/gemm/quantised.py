@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.common.random_weight import random_codes
 from openinfer_kernels.cpu.gemm.linear import Multiply, geglu, linear, swiglu
+from openinfer_kernels.ops.batch import AttentionBatch
 from openinfer_kernels.ops.quantised import LinearWeight, QuantisedWeight
 from openinfer_kernels.weights.quantised import QuantisedPart, RandomCodes, WeightFormat
 from openinfer_kernels.weights.scale_blocks import common_block, float32_scales, scales_of, stacked_shape
@@ -39,8 +40,14 @@ def upload_dequantised(*parts: QuantisedPart) -> NDArray[np.float32]:
 
 @np.errstate(over="ignore", invalid="ignore")
 def weight_linear(
-    x: NDArray[Any], weight: LinearWeight, bias: NDArray[Any] | None = None, *, multiply: Multiply = linear
+    x: NDArray[Any],
+    weight: LinearWeight,
+    batch: AttentionBatch,
+    bias: NDArray[Any] | None = None,
+    *,
+    multiply: Multiply = linear,
 ) -> NDArray[Any]:
+    del batch
     if isinstance(weight, QuantisedWeight):
         if bias is not None:
             raise ValueError("a quantised weight has no bias")
@@ -51,12 +58,16 @@ def weight_linear(
     return out
 
 
-def weight_linear_swiglu(x: NDArray[Any], gate_up: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
-    return swiglu(weight_linear(x, gate_up, multiply=multiply))
+def weight_linear_swiglu(
+    x: NDArray[Any], gate_up: LinearWeight, batch: AttentionBatch, *, multiply: Multiply = linear
+) -> NDArray[Any]:
+    return swiglu(weight_linear(x, gate_up, batch, multiply=multiply))
 
 
-def weight_linear_geglu(x: NDArray[Any], gate_up: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:
-    return geglu(weight_linear(x, gate_up, multiply=multiply))
+def weight_linear_geglu(
+    x: NDArray[Any], gate_up: LinearWeight, batch: AttentionBatch, *, multiply: Multiply = linear
+) -> NDArray[Any]:
+    return geglu(weight_linear(x, gate_up, batch, multiply=multiply))
 
 
 def grouped_linear(x: NDArray[Any], weight: LinearWeight, *, multiply: Multiply = linear) -> NDArray[Any]:

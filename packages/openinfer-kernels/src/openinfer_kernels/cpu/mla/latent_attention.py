@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from openinfer_kernels.cpu.norm.rms_norm import rms_norm
 from openinfer_kernels.latent_forms import LatentShape
-from openinfer_kernels.ops import AttentionBatch
+from openinfer_kernels.ops import AttentionBatch, PagedCache
 
 _SCORES_AT_ONCE = 1 << 19
 
@@ -24,17 +24,17 @@ def latent_norm_rope_append(
     norm: NDArray[Any],
     eps: float,
     rope: NDArray[Any],
-    kv_cache: NDArray[Any],
-    layer: int,
+    cache: PagedCache,
     batch: AttentionBatch,
 ) -> NDArray[Any]:
     latent_dim, rope_dim = len(norm), 2 * rope.shape[2]
     cos, sin = rope[0][batch.positions], rope[1][batch.positions]
     key = _rotate_pairs(latent[:, latent_dim:], cos, sin)
     entries = np.concatenate((rms_norm(latent[:, :latent_dim], norm, eps=eps), key), axis=1)
-    real = batch.cache_slots >= 0
-    blocks, offsets = np.divmod(batch.cache_slots[real], kv_cache.shape[4])
-    kv_cache[blocks, layer, 0, 0, offsets] = entries[real]
+    data, slots = cache.in_compute_dtype(), batch.cache_slots[cache.table]
+    real = slots >= 0
+    blocks, offsets = np.divmod(slots[real], data.shape[4])
+    data[blocks, cache.layer, 0, 0, offsets] = entries[real]
     out = np.array(q.reshape(len(q), -1, head_dim))
     out[..., -rope_dim:] = _rotate_pairs(out[..., -rope_dim:], cos[:, None], sin[:, None])
     return out
@@ -43,21 +43,21 @@ def latent_norm_rope_append(
 @np.errstate(over="ignore", invalid="ignore")
 def latent_attention(
     q: NDArray[Any],
-    kv_cache: NDArray[Any],
+    cache: PagedCache,
     *,
     kv_b_proj: NDArray[Any],
-    layer: int,
     batch: AttentionBatch,
     scale: float,
 ) -> NDArray[Any]:
-    shape = LatentShape.of(q.shape, kv_cache.shape, kv_b_proj.shape)
+    data = cache.in_compute_dtype()
+    shape = LatentShape.of(q.shape, data.shape, kv_b_proj.shape)
     by_head = kv_b_proj.reshape(shape.num_heads, -1, shape.latent_dim)
     out = np.empty((len(q), shape.num_heads * shape.value_dim), q.dtype)
     scaled = q * np.float32(scale)
     starts = batch.query_starts.tolist()
     for row, context in enumerate(batch.context_lens.tolist()):
         tokens = slice(starts[row], starts[row + 1])
-        latents = _gather(kv_cache[:, layer, 0, 0], batch.block_tables[row], context)
+        latents = _gather(data[:, cache.layer, 0, 0], batch.block_tables[cache.table][row], context)
         form = _expanded if tokens.stop - tokens.start >= shape.least_expanded_tokens else _absorbed
         mixed = form(scaled[tokens].swapaxes(0, 1), latents, by_head, shape)  # [H, S, dv]
         out[tokens] = mixed.swapaxes(0, 1).reshape(tokens.stop - tokens.start, -1)

@@ -16,37 +16,48 @@ struct SlotRecord {
   int num_biased, slot, unused;
 };
 
-// What the model reads of tokens and rows.
+// What the model reads of tokens and rows: `block_tables` [tables, R, table_columns], `cache_slots` [tables, T].
 struct ModelInputs {
   int *token_ids, *positions, *context_lens, *block_tables;
   int64_t* cache_slots;
-  int table_columns;
+  int num_rows, num_tokens, table_columns;
+
+  __device__ __forceinline__ int* block_table(int table, int row) const {
+    return block_tables + (int64_t(table) * num_rows + row) * table_columns;
+  }
+
+  __device__ __forceinline__ int64_t* cache_slots_of(int table) const {
+    return cache_slots + int64_t(table) * num_tokens;
+  }
 };
 
-// `[slots, max_blocks]`.
+// `[tables, slots, max_blocks]`: where blocks are void, behind the window of a table, entries may be anything.
 struct Tables {
   const int* blocks;
-  int max_blocks, block_tokens;
+  int num_slots, max_blocks, block_tokens;
 
-  __device__ __forceinline__ const int* of(int slot) const { return blocks + int64_t(slot) * max_blocks; }
+  __device__ __forceinline__ const int* of(int table, int slot) const {
+    return blocks + (int64_t(table) * num_slots + slot) * max_blocks;
+  }
 
   __device__ __forceinline__ int64_t place(const int* table, int position) const {
     return int64_t(table[position / block_tokens]) * block_tokens + position % block_tokens;
   }
 };
 
-__device__ __forceinline__ void copy_table(const ModelInputs& out, int row, const int* table, int num_blocks) {
-  int* target = out.block_tables + int64_t(row) * out.table_columns;
+__device__ __forceinline__ void copy_table(int* target, const int* table, int num_blocks) {
   for (int i = threadIdx.x; i < num_blocks; i += blockDim.x) target[i] = table[i];
 }
 
 }  // namespace
 
-// Entries `(slot, column, block)` of the block tables.
-extern "C" __global__ void steps_append_blocks(int* tables, const int* entries, int num_entries, int max_blocks) {
+// Entries `(table, slot, column, block)` of the block tables [tables, slots, max_blocks].
+extern "C" __global__ void steps_append_blocks(int* tables, const int* entries, int num_entries, int num_slots,
+                                               int max_blocks) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= num_entries) return;
-  tables[int64_t(entries[3 * i]) * max_blocks + entries[3 * i + 1]] = entries[3 * i + 2];
+  const int* entry = entries + 4 * i;
+  tables[(int64_t(entry[0]) * num_slots + entry[1]) * max_blocks + entry[2]] = entry[3];
 }
 
 extern "C" __global__ void steps_start_slots(const SlotArrays slots, const SlotRecord* records, int count) {
@@ -73,19 +84,20 @@ extern "C" __global__ void steps_count_tokens(uint8_t* seen, int* counts, const 
 // row samples, unused here. A row with slot -1 is padding: it has no context, its KV goes nowhere, and its token is 0.
 // `sampled_slots` has the slot of rows that sample, and -1.
 //
-// Grid: one block per row.
+// Grid: one block per row and block table.
 extern "C" __global__ void steps_prepare_decode(const int* rows, const Tables tables, const SlotArrays slots,
                                                 const ModelInputs out, const SampledRows sampled, int* sampled_slots) {
-  const int row = blockIdx.x, num_rows = gridDim.x;
+  const int row = blockIdx.x, num_rows = gridDim.x, number = blockIdx.y;
   const int slot = rows[row], position = slot < 0 ? 0 : rows[num_rows + row];
-  const int* table = tables.of(slot < 0 ? 0 : slot);
-  copy_table(out, row, table, slot < 0 ? 0 : position / tables.block_tokens + 1);
+  const int* table = tables.of(number, slot < 0 ? 0 : slot);
+  copy_table(out.block_table(number, row), table, slot < 0 ? 0 : position / tables.block_tokens + 1);
   if (threadIdx.x != 0) return;
+  out.cache_slots_of(number)[row] = slot < 0 ? -1 : tables.place(table, position);
+  if (number != 0) return;
   const bool samples = slot >= 0 && rows[2 * num_rows + row] != 0;
   out.token_ids[row] = slot < 0 ? 0 : slots.last_ids[slot];
   out.positions[row] = position;
   out.context_lens[row] = slot < 0 ? 0 : position + 1;
-  out.cache_slots[row] = slot < 0 ? -1 : tables.place(table, position);
   sampled.set(row, samples ? slots.params[slot] : NOT_SAMPLED, position + 1);
   sampled_slots[row] = samples ? slot : -1;
 }
@@ -95,34 +107,36 @@ extern "C" __global__ void steps_prepare_decode(const int* rows, const Tables ta
 // than there are tokens, the first is the slot's last id. Rows after the last chunk are padding: slot -1, no tokens,
 // the first token after the last one. So are tokens there.
 //
-// Grid: one block per row, and one for the tokens that are padding.
+// Grid: one block per row and block table, and one per block table for the tokens that are padding.
 extern "C" __global__ void steps_prepare_chunks(const int* rows, const int* given, const Tables tables,
                                                 const SlotArrays slots, const ModelInputs out, int* query_starts,
                                                 int num_tokens) {
-  const int row = blockIdx.x, num_rows = gridDim.x - 1;
+  const int row = blockIdx.x, num_rows = gridDim.x - 1, number = blockIdx.y;
+  int64_t* cache_slots = out.cache_slots_of(number);
   if (row == num_rows) {
     const int end = rows[4 * num_rows + row - 1] + rows[2 * num_rows + row - 1];
-    if (threadIdx.x == 0) query_starts[num_rows] = end;
+    if (threadIdx.x == 0 && number == 0) query_starts[num_rows] = end;
     for (int i = end + threadIdx.x; i < num_tokens; i += blockDim.x) {
-      out.token_ids[i] = out.positions[i] = 0;
-      out.cache_slots[i] = -1;
+      if (number == 0) out.token_ids[i] = out.positions[i] = 0;
+      cache_slots[i] = -1;
     }
     return;
   }
   const int slot = rows[row], start = rows[num_rows + row], count = rows[2 * num_rows + row];
   const int from_device = count - rows[3 * num_rows + row];
   const int first = rows[4 * num_rows + row], first_given = rows[5 * num_rows + row];
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && number == 0) {
     query_starts[row] = first;
     out.context_lens[row] = slot < 0 ? 0 : start + count;
   }
   if (slot < 0) return;
-  const int* table = tables.of(slot);
-  copy_table(out, row, table, (start + count - 1) / tables.block_tokens + 1);
+  const int* table = tables.of(number, slot);
+  copy_table(out.block_table(number, row), table, (start + count - 1) / tables.block_tokens + 1);
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    cache_slots[first + i] = tables.place(table, start + i);
+    if (number != 0) continue;
     out.token_ids[first + i] = i < from_device ? slots.last_ids[slot] : given[first_given + i - from_device];
     out.positions[first + i] = start + i;
-    out.cache_slots[first + i] = tables.place(table, start + i);
   }
 }
 

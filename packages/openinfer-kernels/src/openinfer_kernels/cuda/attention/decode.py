@@ -15,7 +15,7 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import cupy
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 
 MAX_ROWS = 1024
 _STEM, _HOPPER_STEM = "attention_decode", "attention_decode_hopper"
@@ -87,16 +87,15 @@ class AttentionDecode:
     def launch(
         self,
         q: Array,
-        kv_cache: Array,
+        cache: PagedCache,
         out: Array,
         *,
-        layer: int,
         batch: AttentionBatch,
         scale: float,
         variant: Variant | None = None,
     ) -> None:
         """Writes the rows of `out [T, H D]` that belong to rows with one query token; `scale` is of powers of two."""
-        num_rows, (num_kv_heads, _, head_dim) = len(batch.context_lens), kv_cache.shape[3:]
+        num_rows, (num_kv_heads, _, head_dim) = len(batch.context_lens), cache.data.shape[3:]
         group = q.shape[1] // num_kv_heads
         tiles = 1 if group <= _HEADS_OF_TILE or (head_dim, 2) not in self._kernels else 2
         passes = -(-group // (_HEADS_OF_TILE * tiles))
@@ -110,14 +109,17 @@ class AttentionDecode:
         arguments = _Arguments(
             address(q),
             address(out),
-            layer_cache(kv_cache, layer),
-            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens, partials, self._arrivals)),
+            layer_cache(cache),
+            *map(
+                address,
+                (batch.block_tables[cache.table], batch.query_starts, batch.context_lens, partials, self._arrivals),
+            ),
             num_rows,
-            batch.block_tables.shape[1],
+            batch.block_tables[cache.table].shape[1],
             group,
             # From the second layer on, the batch and all tokens but the newest are read before the kernel ahead ends:
             # the step's inputs have long been written by then, and no row reads what another row of the step appends.
-            int(layer > 0),
+            int(not cache.is_first_layer),
             scale,
         )
         given = arguments if variant is None else _VariantArguments(variant, arguments)

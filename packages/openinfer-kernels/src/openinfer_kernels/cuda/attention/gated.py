@@ -8,7 +8,7 @@ from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 
 _STEM = "gated_attention"
 _THREADS = 256
@@ -51,21 +51,29 @@ class GatedAttention:
         k_norm: Array,
         eps: float,
         rope: Array,
-        kv_cache: Array,
-        layer: int,
+        cache: PagedCache,
         batch: AttentionBatch,
     ) -> Array:
         """K and V of a token whose cache slot is negative, padding of a captured step, are written nowhere."""
-        _check(projected, q_norm=q_norm, k_norm=k_norm, rope=rope, kv_cache=kv_cache, batch=batch)
+        data, cache_slots = cache.in_compute_dtype(), batch.cache_slots[cache.table]
+        _check(
+            projected,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            rope=rope,
+            data=data,
+            positions=batch.positions,
+            cache_slots=cache_slots,
+        )
         num_tokens, head_dim, rotated = projected.shape[0], q_norm.shape[0], 2 * rope.shape[2]
-        num_kv_heads, block_tokens = kv_cache.shape[3], kv_cache.shape[4]
+        num_kv_heads, block_tokens = data.shape[3], data.shape[4]
         num_heads = projected.shape[1] // head_dim // 2 - num_kv_heads
         out = cupy.empty((num_tokens, num_heads, head_dim), bfloat16)
         layer_values = 2 * num_kv_heads * block_tokens * head_dim
         arguments = _Arguments(
-            *map(address, (projected, q_norm, k_norm, rope, batch.positions, batch.cache_slots, out)),
-            address(kv_cache) + layer * layer_values * bfloat16.itemsize,
-            kv_cache.shape[1] * layer_values,
+            *map(address, (projected, q_norm, k_norm, rope, batch.positions, cache_slots, out)),
+            address(data) + cache.layer * layer_values * bfloat16.itemsize,
+            data.shape[1] * layer_values,
             num_heads,
             num_kv_heads,
             block_tokens,
@@ -74,7 +82,7 @@ class GatedAttention:
             eps,
         )
         heads = num_heads + 2 * num_kv_heads
-        fits = rotated % 16 == 0 and fits_vectors(projected, q_norm, k_norm, kv_cache)
+        fits = rotated % 16 == 0 and fits_vectors(projected, q_norm, k_norm, data)
         if head_dim in self._vectors and fits:
             threads = heads * head_dim // 8
             block = min(_THREADS, -(-threads // 32) * 32)
@@ -100,21 +108,21 @@ class GatedAttention:
 
 
 def _check(
-    projected: Array, *, q_norm: Array, k_norm: Array, rope: Array, kv_cache: Array, batch: AttentionBatch
+    projected: Array, *, q_norm: Array, k_norm: Array, rope: Array, data: Array, positions: Array, cache_slots: Array
 ) -> None:
     require(projected, bfloat16, ndim=2, what="projected")
     require(q_norm, bfloat16, ndim=1, what="q_norm")
     require(k_norm, bfloat16, ndim=1, what="k_norm")
     require(rope, _FLOAT32, ndim=3, what="rope")
-    require(kv_cache, bfloat16, ndim=6, what="kv_cache")
-    require(batch.positions, _INT32, ndim=1, what="batch.positions")
-    require(batch.cache_slots, _INT64, ndim=1, what="batch.cache_slots")
+    require(data, bfloat16, ndim=6, what="the cache")
+    require(positions, _INT32, ndim=1, what="batch.positions")
+    require(cache_slots, _INT64, ndim=1, what="batch.cache_slots")
     head_dim = q_norm.shape[0]
     if head_dim > _MAX_HEAD_DIM:
         raise ArrayMismatchError(f"head dimension {head_dim} is not supported: at most {_MAX_HEAD_DIM}")
-    agrees = kv_cache.shape[5] == head_dim and projected.shape[1] % (2 * head_dim) == 0
+    agrees = data.shape[5] == head_dim and projected.shape[1] % (2 * head_dim) == 0
     if not agrees or rope.shape[2] * 2 > head_dim:
         raise ArrayMismatchError(
             f"shapes do not agree on the head dimension {head_dim} of q_norm: "
-            f"projected {projected.shape}, rope {rope.shape}, kv_cache {kv_cache.shape}"
+            f"projected {projected.shape}, rope {rope.shape}, cache {data.shape}"
         )

@@ -4,7 +4,7 @@ import ctypes
 
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.libraries import bfloat16
-from openinfer_kernels.ops import Array
+from openinfer_kernels.ops import PagedCache
 
 
 class LayerCache(ctypes.Structure):
@@ -18,12 +18,12 @@ class LayerCache(ctypes.Structure):
     )
 
 
-def layer_cache(kv_cache: Array, layer: int) -> LayerCache:
-    """Of `kv_cache [blocks, layers, 2, K, B, D]`, B a power of two."""
-    num_layers, _, num_kv_heads, block_tokens, head_dim = kv_cache.shape[1:]
+def layer_cache(cache: PagedCache) -> LayerCache:
+    """B is a power of two."""
+    num_layers, _, num_kv_heads, block_tokens, head_dim = cache.data.shape[1:]
     layer_values = 2 * num_kv_heads * block_tokens * head_dim
     return LayerCache(
-        address(kv_cache) + layer * layer_values * bfloat16.itemsize,
+        address(cache.data) + cache.layer * layer_values * bfloat16.itemsize,
         num_layers * layer_values,
         num_kv_heads,
         block_tokens.bit_length() - 1,

@@ -14,7 +14,7 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.gpu_requirements import require_attention
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 
 _SMALLEST_OF_ALL_KERNELS = 64
 """Smaller heads, of toys, are served by the kernel for prompts of any GPU alone."""
@@ -48,9 +48,8 @@ class Attention:
     def paged_attention(
         self,
         q: Array,
-        kv_cache: Array,
+        cache: PagedCache,
         *,
-        layer: int,
         batch: AttentionBatch,
         scale: float,
         window: int | None = None,
@@ -58,20 +57,20 @@ class Attention:
         sinks: Array | None = None,
     ) -> Array:
         """H / K is at most 16, `scale` positive; a row without context, padding of captured steps, gets no result."""
-        _check(q, kv_cache, batch)
+        _check(q, cache, batch)
         num_tokens, num_rows, most = q.shape[0], len(batch.context_lens), batch.max_query_tokens
         out = cupy.empty((num_tokens, q.shape[1] * q.shape[2]), bfloat16)
         variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
         kernels = self._plain if variant is None else self._of_variants
         power = exponent_scale(scale, soft_cap)
         if q.shape[2] < _SMALLEST_OF_ALL_KERNELS:
-            kernels.small.launch(q, kv_cache, out, layer=layer, batch=batch, scale=power, variant=variant)
+            kernels.small.launch(q, cache, out, batch=batch, scale=power, variant=variant)
             return out
         # Only sizes are known here: the decode kernel skips rows with more tokens, the prefill kernel those with one.
         if num_tokens < num_rows * most or most == 1:  # else every row is as long as the longest
-            kernels.decode.launch(q, kv_cache, out, layer=layer, batch=batch, scale=power, variant=variant)
+            kernels.decode.launch(q, cache, out, batch=batch, scale=power, variant=variant)
         if most > 1:
-            kernels.prefill.launch(q, kv_cache, out, layer=layer, batch=batch, scale=power, variant=variant)
+            kernels.prefill.launch(q, cache, out, batch=batch, scale=power, variant=variant)
         return out
 
 
@@ -109,36 +108,37 @@ class OneKernelAttention(Attention):
     def paged_attention(
         self,
         q: Array,
-        kv_cache: Array,
+        cache: PagedCache,
         *,
-        layer: int,
         batch: AttentionBatch,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Array | None = None,
     ) -> Array:
-        _check(q, kv_cache, batch)
+        _check(q, cache, batch)
         out = cupy.empty((q.shape[0], q.shape[1] * q.shape[2]), bfloat16)
         variant = variant_of(num_heads=q.shape[1], scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
         kernel = (self._one if variant is None else self._one_of_variants).of(q.shape[2])
         power = exponent_scale(scale, soft_cap)
-        kernel.launch(q, kv_cache, out, layer=layer, batch=batch, scale=power, variant=variant)
+        kernel.launch(q, cache, out, batch=batch, scale=power, variant=variant)
         return out
 
 
-def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:
+def _check(q: Array, cache: PagedCache, batch: AttentionBatch) -> None:
+    data = cache.in_compute_dtype()
     require(q, bfloat16, ndim=3, what="q")
-    require(kv_cache, bfloat16, ndim=6, what="kv_cache")
+    require(data, bfloat16, ndim=6, what="the cache")
     require(batch.query_starts, _INT32, ndim=1, what="batch.query_starts")
     require(batch.context_lens, _INT32, ndim=1, what="batch.context_lens")
-    require(batch.block_tables, _INT32, ndim=2, what="batch.block_tables")
+    block_tables = batch.block_tables[cache.table]
+    require(block_tables, _INT32, ndim=2, what="batch.block_tables")
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads, block_tokens = kv_cache.shape[3:5]
+    num_kv_heads, block_tokens = data.shape[3:5]
     require_attention(head_dim=head_dim, block_tokens=block_tokens)
-    if kv_cache.shape[5] != head_dim or not fits_vectors(q, kv_cache):
+    if data.shape[5] != head_dim or not fits_vectors(q, data):
         raise ArrayMismatchError(
-            f"q {q.shape} and kv_cache {kv_cache.shape} must have one head dimension and begin at multiples of 16 bytes"
+            f"q {q.shape} and the cache {data.shape} must have one head dimension and begin at multiples of 16 bytes"
         )
     if num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
         raise ArrayMismatchError(
@@ -146,8 +146,8 @@ def _check(q: Array, kv_cache: Array, batch: AttentionBatch) -> None:
         )
     if len(batch.context_lens) > MAX_ROWS:
         raise ArrayMismatchError(f"attention over {len(batch.context_lens)} rows: at most {MAX_ROWS}")
-    if not len(batch.query_starts) - 1 == len(batch.context_lens) == len(batch.block_tables):
+    if not len(batch.query_starts) - 1 == len(batch.context_lens) == len(block_tables):
         raise ArrayMismatchError(
             f"the batch names {len(batch.query_starts) - 1} rows by query_starts, {len(batch.context_lens)} by "
-            f"context_lens, {len(batch.block_tables)} by block_tables"
+            f"context_lens, {len(block_tables)} by block_tables"
         )

@@ -6,7 +6,7 @@ from openinfer_kernels.cuda.attention.layer_cache import LayerCache, layer_cache
 from openinfer_kernels.cuda.attention.variant import Variant, stem_of_variants
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 
 _STEM = "attention_prefill"
 _WARPS_AND_KEYS = {32: (8, 64), 64: (8, 64), 128: (8, 64), 256: (4, 32)}
@@ -57,25 +57,24 @@ class AttentionPrefill:
     def launch(
         self,
         q: Array,
-        kv_cache: Array,
+        cache: PagedCache,
         out: Array,
         *,
-        layer: int,
         batch: AttentionBatch,
         scale: float,
         variant: Variant | None = None,
     ) -> None:
         """`scale` is of powers of two."""
-        num_rows, num_kv_heads, head_dim = len(batch.context_lens), kv_cache.shape[3], kv_cache.shape[5]
+        num_rows, num_kv_heads, head_dim = len(batch.context_lens), cache.data.shape[3], cache.data.shape[5]
         group = q.shape[1] // num_kv_heads
         warps = _WARPS_AND_KEYS[head_dim][0]
         arguments = _Arguments(
             address(q),
             address(out),
-            layer_cache(kv_cache, layer),
-            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens)),
+            layer_cache(cache),
+            *map(address, (batch.block_tables[cache.table], batch.query_starts, batch.context_lens)),
             num_rows,
-            batch.block_tables.shape[1],
+            batch.block_tables[cache.table].shape[1],
             group,
             self._least_tokens,
             scale,

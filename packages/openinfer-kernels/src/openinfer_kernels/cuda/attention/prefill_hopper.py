@@ -11,7 +11,7 @@ from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 
 STEM = "attention_prefill_hopper"
 _KEYS = {64: 128, 128: 128, 256: 64}
@@ -83,16 +83,16 @@ class AttentionPrefillHopper:
     def launch(
         self,
         q: Array,
-        kv_cache: Array,
+        cache: PagedCache,
         out: Array,
         *,
-        layer: int,
         batch: AttentionBatch,
         scale: float,
         variant: Variant | None = None,
     ) -> None:
         """`scale` is of powers of two."""
-        num_layers, _, num_kv_heads, block_tokens, head_dim = kv_cache.shape[1:]
+        data = cache.data
+        num_layers, _, num_kv_heads, block_tokens, head_dim = data.shape[1:]
         num_rows, group = len(batch.context_lens), q.shape[1] // num_kv_heads
         layer_rows = 2 * num_kv_heads * block_tokens
         fewest_tiles = len(q) * group // _QUERY_ROWS * num_kv_heads
@@ -102,24 +102,27 @@ class AttentionPrefillHopper:
             cupy.empty((self._most_work_tiles, head_dim // 8 + 1, _CONSUMERS, 4), np.float32) if divides else None
         )
         arguments = _Arguments(
-            *map(address, (q, out, batch.block_tables, batch.query_starts, batch.context_lens, self._counters)),
+            *map(
+                address,
+                (q, out, batch.block_tables[cache.table], batch.query_starts, batch.context_lens, self._counters),
+            ),
             address(partials) if divides else None,
             address(self._arrivals),
             num_rows,
-            batch.block_tables.shape[1],
+            batch.block_tables[cache.table].shape[1],
             group,
             num_kv_heads,
             block_tokens.bit_length() - 1,
             self._least_tokens,
             num_layers * layer_rows,
-            layer * layer_rows,
+            cache.layer * layer_rows,
             # The kernel divides by the group with a multiplication; not by a group of 1, which has no such number.
             -(-(1 << 32) // group) & 0xFFFFFFFF,
             scale,
         )
-        rows_shape = (head_dim, kv_cache.size // head_dim)
+        rows_shape = (head_dim, data.size // head_dim)
         row_bytes = head_dim * bfloat16.itemsize
-        cache_map = self._maps.of(TensorBox(address(kv_cache), rows_shape, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
+        cache_map = self._maps.of(TensorBox(address(data), rows_shape, (row_bytes,), (_BOX_VALUES, _CHUNK_TOKENS)))
         tiles = most_tiles(len(q), num_rows, group, query_rows=_QUERY_ROWS) * num_kv_heads
         # With few tiles the blocks that have none of their own take a share of another's keys.
         blocks = self._num_multiprocessors if divides else min(tiles, self._num_multiprocessors)

@@ -8,7 +8,7 @@ from openinfer_kernels.cuda.common.arrays import address, fits_vectors, require
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.errors import ArrayMismatchError
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 
 _THREADS = 256
 _MANY_TOKENS = 512
@@ -47,13 +47,12 @@ class QkNormRopeAppend:
         k_norm: Array,
         eps: float,
         rope: Array,
-        kv_cache: Array,
-        layer: int,
+        cache: PagedCache,
         batch: AttentionBatch,
     ) -> Array:
         """K and V of a token whose cache slot is negative, padding of a captured step, are written nowhere."""
         norms = _checked_norms(q_norm, k_norm)
-        return self._normed.launch(qkv, norms=norms, eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
+        return self._normed.launch(qkv, norms=norms, eps=eps, rope=rope, cache=cache, batch=batch)
 
     def zero_centred_qk_norm_rope_append(
         self,
@@ -63,17 +62,14 @@ class QkNormRopeAppend:
         k_norm: Array,
         eps: float,
         rope: Array,
-        kv_cache: Array,
-        layer: int,
+        cache: PagedCache,
         batch: AttentionBatch,
     ) -> Array:
         norms = _checked_norms(q_norm, k_norm)
-        return self._zero_centred.launch(
-            qkv, norms=norms, eps=eps, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch
-        )
+        return self._zero_centred.launch(qkv, norms=norms, eps=eps, rope=rope, cache=cache, batch=batch)
 
-    def rope_append(self, qkv: Array, *, rope: Array, kv_cache: Array, layer: int, batch: AttentionBatch) -> Array:
-        return self._plain.launch(qkv, norms=(), eps=0.0, rope=rope, kv_cache=kv_cache, layer=layer, batch=batch)
+    def rope_append(self, qkv: Array, *, rope: Array, cache: PagedCache, batch: AttentionBatch) -> Array:
+        return self._plain.launch(qkv, norms=(), eps=0.0, rope=rope, cache=cache, batch=batch)
 
 
 class _Kernels:
@@ -96,12 +92,12 @@ class _Kernels:
         norms: tuple[Array, ...],
         eps: float,
         rope: Array,
-        kv_cache: Array,
-        layer: int,
+        cache: PagedCache,
         batch: AttentionBatch,
     ) -> Array:
-        _check(qkv, norms=norms, rope=rope, kv_cache=kv_cache, batch=batch)
-        num_kv_heads, block_tokens, head_dim = kv_cache.shape[3:]
+        data, cache_slots = cache.in_compute_dtype(), batch.cache_slots[cache.table]
+        _check(qkv, norms=norms, rope=rope, data=data, positions=batch.positions, cache_slots=cache_slots)
+        num_kv_heads, block_tokens, head_dim = data.shape[3:]
         num_tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim
         num_heads = heads - 2 * num_kv_heads
         out = cupy.empty((num_tokens, num_heads, head_dim), bfloat16)
@@ -111,16 +107,16 @@ class _Kernels:
             address(qkv),
             q_norm,
             k_norm,
-            *map(address, (rope, batch.positions, batch.cache_slots, out)),
-            address(kv_cache) + layer * layer_values * bfloat16.itemsize,
-            kv_cache.shape[1] * layer_values,
+            *map(address, (rope, batch.positions, cache_slots, out)),
+            address(data) + cache.layer * layer_values * bfloat16.itemsize,
+            data.shape[1] * layer_values,
             num_heads,
             num_kv_heads,
             block_tokens,
             rope.shape[1],
             eps,
         )
-        if head_dim in self._few and fits_vectors(qkv, *norms, rope, kv_cache):
+        if head_dim in self._few and fits_vectors(qkv, *norms, rope, data):
             threads = heads * head_dim // 8
             block = min(_THREADS, -(-threads // 32) * 32)
             kernels, heads_at_once = (self._few, 1) if num_tokens < _MANY_TOKENS else (self._many, _HEADS_AT_ONCE)
@@ -137,17 +133,19 @@ def _checked_norms(q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
     return q_norm, k_norm
 
 
-def _check(qkv: Array, *, norms: tuple[Array, ...], rope: Array, kv_cache: Array, batch: AttentionBatch) -> None:
+def _check(
+    qkv: Array, *, norms: tuple[Array, ...], rope: Array, data: Array, positions: Array, cache_slots: Array
+) -> None:
     require(qkv, bfloat16, ndim=2, what="qkv")
     require(rope, _FLOAT32, ndim=3, what="rope")
-    require(kv_cache, bfloat16, ndim=6, what="kv_cache")
-    require(batch.positions, _INT32, ndim=1, what="batch.positions")
-    require(batch.cache_slots, _INT64, ndim=1, what="batch.cache_slots")
-    head_dim = kv_cache.shape[5]
+    require(data, bfloat16, ndim=6, what="the cache")
+    require(positions, _INT32, ndim=1, what="batch.positions")
+    require(cache_slots, _INT64, ndim=1, what="batch.cache_slots")
+    head_dim = data.shape[5]
     if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
         raise ArrayMismatchError(f"head dimension {head_dim} is not supported: an even one, at most {_MAX_HEAD_DIM}")
     if any(len(norm) != head_dim for norm in norms) or qkv.shape[1] % head_dim or rope.shape[2] * 2 != head_dim:
         raise ArrayMismatchError(
-            f"shapes do not agree on the head dimension {head_dim} of kv_cache: norms "
+            f"shapes do not agree on the head dimension {head_dim} of the cache: norms "
             f"{[norm.shape for norm in norms]}, qkv {qkv.shape}, rope {rope.shape}"
         )

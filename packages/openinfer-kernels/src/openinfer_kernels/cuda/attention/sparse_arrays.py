@@ -39,12 +39,13 @@ def entries_of(cache: Array, layer: int, *, ratio: int, batch: AttentionBatch) -
             f"a cache of one entry per {ratio} tokens must be bfloat16 [blocks, layers, 1, {rows}, d] for blocks of "
             f"{batch.block_tokens} tokens, each contiguous, not {cache.dtype} {cache.shape} of strides {cache.strides}"
         )
-    require(batch.block_tables, INT32, ndim=2, what="batch.block_tables")
+    (block_tables,) = batch.block_tables
+    require(block_tables, INT32, ndim=2, what="batch.block_tables")
     return Entries(
         address(cache) + layer * layer_bytes,
-        address(batch.block_tables),
+        address(block_tables),
         cache.strides[0] // cache.dtype.itemsize,
-        batch.block_tables.shape[1],
+        block_tables.shape[1],
         batch.block_tokens,
         ratio,
         size,

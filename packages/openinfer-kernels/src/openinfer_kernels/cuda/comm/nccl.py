@@ -20,15 +20,20 @@ import numpy as np
 
 from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
-from openinfer_kernels.errors import ArrayMismatchError, CudaCallError, DeviceUnavailableError
+from openinfer_kernels.errors import (
+    CUDA_IS_BROUGHT_BY,
+    NCCL_IS_BROUGHT_BY,
+    ArrayMismatchError,
+    CudaCallError,
+    DeviceUnavailableError,
+)
 from openinfer_kernels.ops import Array
 
 try:
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 except ModuleNotFoundError as missing:
     raise DeviceUnavailableError(
-        "the CUDA operators need the module cuda.pathfinder, which is not installed: "
-        'pip install "openinfer-kernels[cuda13]" (or [cuda12], for a driver before 580)'
+        f"the CUDA operators need the module cuda.pathfinder, which is not installed: {CUDA_IS_BROUGHT_BY}"
     ) from missing
 
 UNIQUE_ID_BYTES = 128
@@ -74,8 +79,7 @@ def library() -> ctypes.CDLL:
         found = ctypes.CDLL(load_nvidia_dynamic_lib("nccl").abs_path)
     except (DynamicLibNotFoundError, OSError) as missing:
         raise DeviceUnavailableError(
-            "several ranks on GPUs need NCCL, which is not installed: "
-            'pip install "openinfer-kernels[nccl13]" (or [nccl12], for CUDA 12)'
+            f"several ranks on GPUs need NCCL, which is not installed: {NCCL_IS_BROUGHT_BY}"
         ) from missing
     _declare(found)
     return found

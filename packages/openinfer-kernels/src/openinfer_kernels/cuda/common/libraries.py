@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.errors import DeviceUnavailableError
+from openinfer_kernels.errors import CUDA_IS_BROUGHT_BY, DeviceUnavailableError
 
 
 def _required(name: str) -> Any:
@@ -17,8 +17,7 @@ def _required(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
         raise DeviceUnavailableError(
-            f"the CUDA operators need the module {name}, which is not installed: "
-            'pip install "openinfer-kernels[cuda13]" (or [cuda12], for a driver before 580)'
+            f"the CUDA operators need the module {name}, which is not installed: {CUDA_IS_BROUGHT_BY}"
         ) from missing
 
 

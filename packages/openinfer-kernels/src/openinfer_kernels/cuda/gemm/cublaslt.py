@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from openinfer_kernels.errors import CudaCallError, DeviceUnavailableError
+from openinfer_kernels.errors import CUDA_IS_BROUGHT_BY, CudaCallError, DeviceUnavailableError
 
 try:
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 except ModuleNotFoundError as missing:
     raise DeviceUnavailableError(
-        "the CUDA operators need the module cuda.pathfinder, which is not installed: "
-        'pip install "openinfer-kernels[cuda13]" (or [cuda12], for a driver before 580)'
+        f"the CUDA operators need the module cuda.pathfinder, which is not installed: {CUDA_IS_BROUGHT_BY}"
     ) from missing
 
 _SUCCESS = 0  # CUBLAS_STATUS_SUCCESS
@@ -88,8 +87,7 @@ def _library() -> ctypes.CDLL:
         return ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
     except (DynamicLibNotFoundError, OSError) as missing:
         raise DeviceUnavailableError(
-            "the CUDA operators need cuBLASLt, which is not installed: "
-            'pip install "openinfer-kernels[cuda13]" (or [cuda12], for a driver before 580)'
+            f"the CUDA operators need cuBLASLt, which is not installed: {CUDA_IS_BROUGHT_BY}"
         ) from missing
 
 

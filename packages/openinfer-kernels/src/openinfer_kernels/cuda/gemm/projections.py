@@ -5,7 +5,7 @@ from collections.abc import Callable
 from openinfer_kernels.cuda.gemm.linear import Linear
 from openinfer_kernels.cuda.gemm.quantised import Quantised
 from openinfer_kernels.cuda.moe.experts import Experts
-from openinfer_kernels.ops import Array, LinearWeight, QuantisedWeight
+from openinfer_kernels.ops import Array, AttentionBatch, LinearWeight, QuantisedWeight
 
 
 class Projections:
@@ -19,17 +19,19 @@ class Projections:
         self._quantised = quantised
         self._experts = experts
 
-    def linear(self, x: Array, weight: LinearWeight, bias: Array | None = None) -> Array:
+    def linear(self, x: Array, weight: LinearWeight, batch: AttentionBatch, bias: Array | None = None) -> Array:
+        del batch
         if not isinstance(weight, QuantisedWeight):
             return self._linear.linear(x, weight, bias)
         if bias is not None:
             raise ValueError("a quantised weight has no bias")
         return self._quantised().linear(x, weight)
 
-    def linear_swiglu(self, x: Array, gate_up: LinearWeight) -> Array:
+    def linear_swiglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
+        del batch
         if not isinstance(gate_up, QuantisedWeight):
             return self._linear.linear_swiglu(x, gate_up)
         return self._experts().swiglu(self._quantised().linear(x, gate_up))
 
-    def linear_geglu(self, x: Array, gate_up: LinearWeight) -> Array:
-        return self._linear.geglu(self.linear(x, gate_up))
+    def linear_geglu(self, x: Array, gate_up: LinearWeight, batch: AttentionBatch) -> Array:
+        return self._linear.geglu(self.linear(x, gate_up, batch))

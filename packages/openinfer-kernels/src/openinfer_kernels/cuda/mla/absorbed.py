@@ -8,7 +8,7 @@ from openinfer_kernels.cuda.common.arrays import address
 from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.launch import Kernel
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 
 HEADS = 16
 """Query heads that share what is read of the cache."""
@@ -88,11 +88,10 @@ class LatentAbsorbed:
     def launch(
         self,
         q: Array,
-        kv_cache: Array,
+        cache: PagedCache,
         kv_b_proj: Array,
         out: Array,
         *,
-        layer: int,
         batch: AttentionBatch,
         scale: float,
         most_tokens: int,
@@ -111,20 +110,20 @@ class LatentAbsorbed:
             [_QueryArguments(*map(address, (q, kv_b_proj, queries, items)), *sizes)],
             overlap=True,
         )
-        block_tokens = kv_cache.shape[4]
+        block_tokens = cache.data.shape[4]
         arguments = _Arguments(
             address(queries),
             address(whole),
-            address(kv_cache) + layer * block_tokens * _ENTRY * bfloat16.itemsize,
-            kv_cache.shape[1] * block_tokens * _ENTRY,
-            *map(address, (batch.block_tables, batch.query_starts, batch.context_lens, partials, items)),
+            address(cache.data) + cache.layer * block_tokens * _ENTRY * bfloat16.itemsize,
+            cache.data.shape[1] * block_tokens * _ENTRY,
+            *map(address, (batch.block_tables[cache.table], batch.query_starts, batch.context_lens, partials, items)),
             len(batch.context_lens),
-            batch.block_tables.shape[1],
+            batch.block_tables[cache.table].shape[1],
             num_heads,
             block_tokens.bit_length() - 1,
             most_tokens,
             # From the second layer on, `batch` is read before the kernels ahead have ended: it was written long before.
-            int(layer > 0),
+            int(not cache.is_first_layer),
             scale * _LOG2_E,
         )
         self._attend((self._workers, 1, 1), (32 * self._warps, 1, 1), [arguments], overlap=True)

@@ -10,7 +10,7 @@ from openinfer_kernels.cuda.common.device import Device
 from openinfer_kernels.cuda.common.libraries import bfloat16, cupy
 from openinfer_kernels.cuda.common.tensor_maps import TensorBox, TensorMaps
 from openinfer_kernels.cuda.gemm.linear import Linear
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 
 STEM = "latent_prefill_hopper"
 _LATENT, _ENTRY, _ROPE, _OWN = 512, 576, 64, 256
@@ -62,11 +62,10 @@ class LatentExpanded:
     def launch(
         self,
         q: Array,
-        kv_cache: Array,
+        cache: PagedCache,
         kv_b_proj: Array,
         out: Array,
         *,
-        layer: int,
         batch: AttentionBatch,
         scale: float,
         least_tokens: int,
@@ -80,16 +79,16 @@ class LatentExpanded:
         latents = cupy.empty((context_tokens, _LATENT), bfloat16)
         keys = cupy.empty((context_tokens, _ROPE), bfloat16)
         starts = cupy.empty(num_rows, np.int32)
-        block_tokens = kv_cache.shape[4]
+        block_tokens = cache.data.shape[4]
         rows = tuple(map(address, (batch.query_starts, batch.context_lens)))
         gather = _GatherArguments(
-            address(kv_cache) + layer * block_tokens * _ENTRY * bfloat16.itemsize,
-            kv_cache.shape[1] * block_tokens * _ENTRY,
-            address(batch.block_tables),
+            address(cache.data) + cache.layer * block_tokens * _ENTRY * bfloat16.itemsize,
+            cache.data.shape[1] * block_tokens * _ENTRY,
+            address(batch.block_tables[cache.table]),
             *rows,
             *map(address, (latents, keys, starts)),
             num_rows,
-            batch.block_tables.shape[1],
+            batch.block_tables[cache.table].shape[1],
             block_tokens.bit_length() - 1,
             least_tokens,
         )

@@ -15,7 +15,7 @@ from openinfer_kernels.cuda.mla.expanded import LatentExpanded
 from openinfer_kernels.errors import ArrayMismatchError
 from openinfer_kernels.gpu_requirements import require_latents
 from openinfer_kernels.latent_forms import LatentShape
-from openinfer_kernels.ops import Array, AttentionBatch
+from openinfer_kernels.ops import Array, AttentionBatch, PagedCache
 
 _INT32 = np.dtype(np.int32)
 _ANY_NUMBER = (1 << 31) - 1
@@ -31,12 +31,12 @@ class LatentAttention:
         self._expanded = LatentExpanded(device, linear) if device.has(EXPANDED_STEM) else None
 
     def latent_attention(
-        self, q: Array, kv_cache: Array, *, kv_b_proj: Array, layer: int, batch: AttentionBatch, scale: float
+        self, q: Array, cache: PagedCache, *, kv_b_proj: Array, batch: AttentionBatch, scale: float
     ) -> Array:
         """Sizes are those of every published model (`require_latents`); padding of a captured step gets no result."""
-        shape = _check(q, kv_cache, kv_b_proj, batch)
+        shape = _check(q, cache, kv_b_proj, batch)
         out = cupy.empty((len(q), shape.num_heads * shape.value_dim), bfloat16)
-        absorbed = partial(self._absorbed.launch, q, kv_cache, kv_b_proj, out, layer=layer, batch=batch, scale=scale)
+        absorbed = partial(self._absorbed.launch, q, cache, kv_b_proj, out, batch=batch, scale=scale)
         least, context_tokens = math.ceil(shape.least_expanded_tokens), batch.chunk_context_tokens
         expanded = self._expanded if batch.max_query_tokens >= least else None
         # Expanding needs memory for the contexts, so the host must know them: a captured step is absorbed as a whole.
@@ -47,10 +47,9 @@ class LatentAttention:
             absorbed(most_tokens=least - 1)
         expanded.launch(
             q,
-            kv_cache,
+            cache,
             kv_b_proj,
             out,
-            layer=layer,
             batch=batch,
             scale=scale,
             least_tokens=least,
@@ -59,27 +58,29 @@ class LatentAttention:
         return out
 
 
-def _check(q: Array, kv_cache: Array, kv_b_proj: Array, batch: AttentionBatch) -> LatentShape:
+def _check(q: Array, cache: PagedCache, kv_b_proj: Array, batch: AttentionBatch) -> LatentShape:
+    data = cache.in_compute_dtype()
     require(q, bfloat16, ndim=3, what="q")
-    require(kv_cache, bfloat16, ndim=6, what="kv_cache")
+    require(data, bfloat16, ndim=6, what="the cache")
     require(kv_b_proj, bfloat16, ndim=2, what="kv_b_proj")
     require(batch.query_starts, _INT32, ndim=1, what="batch.query_starts")
     require(batch.context_lens, _INT32, ndim=1, what="batch.context_lens")
-    require(batch.block_tables, _INT32, ndim=2, what="batch.block_tables")
-    shape = LatentShape.of(q.shape, kv_cache.shape, kv_b_proj.shape)
-    require_latents(entry_dim=kv_cache.shape[5], block_tokens=kv_cache.shape[4])
+    block_tables = batch.block_tables[cache.table]
+    require(block_tables, _INT32, ndim=2, what="batch.block_tables")
+    shape = LatentShape.of(q.shape, data.shape, kv_b_proj.shape)
+    require_latents(entry_dim=data.shape[5], block_tokens=data.shape[4])
     if (shape.nope_dim, shape.rope_dim, shape.value_dim) != _DIMS:
         raise ArrayMismatchError(
             f"latent attention with dn, dr, dv of {shape.nope_dim}, {shape.rope_dim}, {shape.value_dim} is not "
             f"possible: {_DIMS}"
         )
-    if not fits_vectors(q, kv_cache, kv_b_proj):
-        raise ArrayMismatchError("q, kv_cache and kv_b_proj must begin at multiples of 16 bytes")
+    if not fits_vectors(q, data, kv_b_proj):
+        raise ArrayMismatchError("q, the cache and kv_b_proj must begin at multiples of 16 bytes")
     if len(batch.context_lens) > MAX_ROWS:
         raise ArrayMismatchError(f"attention over {len(batch.context_lens)} rows: at most {MAX_ROWS}")
-    if not len(batch.query_starts) - 1 == len(batch.context_lens) == len(batch.block_tables):
+    if not len(batch.query_starts) - 1 == len(batch.context_lens) == len(block_tables):
         raise ArrayMismatchError(
             f"the batch names {len(batch.query_starts) - 1} rows by query_starts, {len(batch.context_lens)} by "
-            f"context_lens, {len(batch.block_tables)} by block_tables"
+            f"context_lens, {len(block_tables)} by block_tables"
         )
     return shape

@@ -13,6 +13,8 @@ class SlotSizes:
     max_blocks: int
     """KV blocks of the longest context."""
     block_tokens: int
+    num_tables: int
+    """Block tables of a sequence."""
     num_columns: int
     """Of the logits."""
     max_biased: int
@@ -20,7 +22,9 @@ class SlotSizes:
 
 
 def state_bytes(sizes: SlotSizes) -> int:
-    per_slot = 4 * sizes.max_blocks + 5 * sizes.num_columns + 8 * sizes.max_biased + PARAMS_BYTES + 32
+    per_slot = (
+        4 * sizes.num_tables * sizes.max_blocks + 5 * sizes.num_columns + 8 * sizes.max_biased + PARAMS_BYTES + 32
+    )
     return sizes.max_num_seqs * per_slot
 
 

@@ -29,7 +29,7 @@ class _ModelInputs(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("token_ids", "positions", "context_lens", "block_tables", "cache_slots")
         ),
-        ("table_columns", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_tokens", "table_columns")),
     )
 
 
@@ -42,6 +42,8 @@ class BatchMemory:
     """What the batches of all steps of a rank have in common: fields of `AttentionBatch`."""
 
     block_tokens: int = 0
+    num_tables: int = 1
+    """Block tables of a row."""
     caches: Mapping[str, Array] = field(default_factory=dict[str, Array])
     states: Mapping[str, Array] | None = None
     """None for a model that has none."""
@@ -50,6 +52,12 @@ class BatchMemory:
         """As a batch takes them, with `slots [R]` of its rows, which the host writes as they are."""
         states = {} if self.states is None else {"states": self.states, "state_slots": slots}
         return {"block_tokens": self.block_tokens, "caches": self.caches, **states}
+
+    def tables(self, *, num_rows: int, num_tokens: int, max_blocks: int) -> dict[str, Any]:
+        """Block tables and cache slots as a batch takes them: each lies behind the one before."""
+        block_tables = cupy.zeros((self.num_tables, num_rows, max_blocks), np.int32)  # what no row uses is a block, too
+        cache_slots = cupy.empty((self.num_tables, num_tokens), np.int64)
+        return {"block_tables": tuple(block_tables), "cache_slots": tuple(cache_slots)}
 
 
 _NOTHING = BatchMemory()
@@ -120,10 +128,9 @@ class DecodeInputs:
             positions=cupy.zeros(num_rows, np.int32),
             query_starts=cupy.asarray(np.arange(num_rows + 1, dtype=np.int32)),
             context_lens=cupy.zeros(num_rows, np.int32),
-            block_tables=cupy.zeros((num_rows, max_blocks), np.int32),
-            cache_slots=cupy.zeros(num_rows, np.int64),
             max_query_tokens=1,
             max_context_tokens=max_context_tokens,
+            **memory.tables(num_rows=num_rows, num_tokens=num_rows, max_blocks=max_blocks),
             **memory.fields(rows[0]),
         )
         return cls(
@@ -174,11 +181,10 @@ class MixedInputs:
             positions=cupy.empty(num_tokens, np.int32),
             query_starts=cupy.empty(num_rows + 1, np.int32),
             context_lens=cupy.empty(num_rows, np.int32),
-            block_tables=cupy.zeros((num_rows, max_blocks), np.int32),  # what no row uses is a block, too
-            cache_slots=cupy.empty(num_tokens, np.int64),
             max_query_tokens=longest[0],
             max_context_tokens=longest[1],
             chunk_context_tokens=chunk_context_tokens,
+            **memory.tables(num_rows=num_rows, num_tokens=num_tokens, max_blocks=max_blocks),
             **memory.fields(place[:num_rows]),
         )
         return cls(record=place, token_ids=cupy.empty(num_tokens, np.int32), batch=batch)
@@ -227,5 +233,6 @@ def mixed_record(
 
 
 def _model_inputs(token_ids: Array, batch: AttentionBatch) -> _ModelInputs:
-    arrays = (token_ids, batch.positions, batch.context_lens, batch.block_tables, batch.cache_slots)
-    return _ModelInputs(*map(address, arrays), batch.block_tables.shape[1])
+    # The first of the tables, and of their cache slots, is where all of them begin: `BatchMemory.tables`.
+    arrays = (token_ids, batch.positions, batch.context_lens, batch.block_tables[0], batch.cache_slots[0])
+    return _ModelInputs(*map(address, arrays), len(batch.context_lens), len(token_ids), batch.block_tables[0].shape[1])

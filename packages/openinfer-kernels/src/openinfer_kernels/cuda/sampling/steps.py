@@ -25,7 +25,10 @@ class _SlotArrays(ctypes.Structure):
 
 
 class _Tables(ctypes.Structure):
-    _fields_ = (("blocks", ctypes.c_void_p), ("max_blocks", ctypes.c_int), ("block_tokens", ctypes.c_int))
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("num_slots", "max_blocks", "block_tokens")),
+    )
 
 
 class SlotState:
@@ -46,7 +49,7 @@ class SlotState:
         self._kernels = {name: device.kernel("steps", f"steps_{name}") for name in names}
         self._sizes = sizes
         slots = sizes.max_num_seqs
-        self._tables = cupy.zeros((slots, sizes.max_blocks), np.int32)
+        self._tables = cupy.zeros((sizes.num_tables, slots, sizes.max_blocks), np.int32)
         self._last_ids = cupy.zeros(slots, np.int32)
         self._params = cupy.zeros(slots * PARAMS_BYTES, np.uint8)
         self._presence, self._frequency = cupy.zeros(slots, np.float32), cupy.zeros(slots, np.float32)
@@ -63,9 +66,10 @@ class SlotState:
     # --- what begins ------------------------------------------------------------------------------------
 
     def append_blocks(self, entries: Array) -> None:
-        """Writes entries `[n, 3]` int32 (slot, column, block) into the block tables."""
-        count = entries.shape[0]
-        self._launch("append_blocks", count, [self._tables, entries, _int(count), _int(self._sizes.max_blocks)])
+        """Writes entries `[n, 4]` int32 (table, slot, column, block) into the block tables."""
+        count, sizes = entries.shape[0], self._sizes
+        arguments = [self._tables, entries, _int(count), _int(sizes.max_num_seqs), _int(sizes.max_blocks)]
+        self._launch("append_blocks", count, arguments)
 
     def start(self, records: Array) -> None:
         """Takes over `[n]` slot records, each `SLOT_RECORD.itemsize` bytes: uint8."""
@@ -99,7 +103,7 @@ class SlotState:
             inputs.sampled.pointers(),
             inputs.sampled.slots,
         ]
-        self._kernels["prepare_decode"]((inputs.rows.shape[1], 1, 1), (_THREADS, 1, 1), arguments)
+        self._kernels["prepare_decode"]((inputs.rows.shape[1], self._sizes.num_tables, 1), (_THREADS, 1, 1), arguments)
 
     def prepare_mixed(self, inputs: MixedInputs) -> None:
         """Fills the arrays of a step of chunks of any length from its `record`."""
@@ -113,7 +117,7 @@ class SlotState:
             inputs.batch.query_starts,
             _int(num_tokens),
         ]
-        self._kernels["prepare_chunks"]((num_rows + 1, 1, 1), (_THREADS, 1, 1), arguments)
+        self._kernels["prepare_chunks"]((num_rows + 1, self._sizes.num_tables, 1), (_THREADS, 1, 1), arguments)
 
     def prepare_sampling(self, sampled: SampledRows, positions: Array) -> None:
         """Fills how rows are sampled from their slots and `positions [R]` int32 of their tokens."""
@@ -176,7 +180,8 @@ class SlotState:
         return _SlotArrays(*map(address, arrays))
 
     def _table_arrays(self) -> _Tables:
-        return _Tables(address(self._tables), self._sizes.max_blocks, self._sizes.block_tokens)
+        sizes = self._sizes
+        return _Tables(address(self._tables), sizes.max_num_seqs, sizes.max_blocks, sizes.block_tokens)
 
 
 def launch_per_item(kernel: Kernel, count: int, arguments: list[Any]) -> None:

@@ -1,0 +1,48 @@
+"""Scheduling: what one forward pass is, and who decides it. No tensors, no model names.
+
+A step is three verbs: `plan`, run, `apply`. The loop overlaps them: it may call `plan` for step N + 1 before
+`apply` of step N. A decode row therefore takes its input id on the device, from the last id sampled in its slot.
+
+    submit ─► Scheduler.add ─► plan() ─► StepPlan ─► runner ─► StepResult ─► apply() ─► events
+                                 └────── step N + 1 is planned while step N runs ──────┘
+
+step.py             what a step is: `StepPlan` and `StepResult`
+scheduler.py        who decides it
+waiting_queue.py    the queue that a scheduler serves in a policy's order
+draft_counter.py    drafts and accepted ones, counted from results
+"""
+
+from openinfer_core.scheduling.scheduler import (
+    MAX_ADAPTERS,
+    MAX_DRAFTS,
+    ChoosesVictim,
+    FlushesCache,
+    QueuePolicy,
+    QueuePolicyConfig,
+    Scheduler,
+    SchedulerCapabilities,
+    SchedulerConfig,
+    WaitingRequest,
+)
+from openinfer_core.scheduling.step import BoolColumn, Int32Column, SlotStart, StateCopy, StepPlan, StepResult
+from openinfer_core.windows import MAX_TABLES
+
+__all__ = [
+    "MAX_ADAPTERS",
+    "MAX_DRAFTS",
+    "MAX_TABLES",
+    "BoolColumn",
+    "ChoosesVictim",
+    "FlushesCache",
+    "Int32Column",
+    "QueuePolicy",
+    "QueuePolicyConfig",
+    "Scheduler",
+    "SchedulerCapabilities",
+    "SchedulerConfig",
+    "SlotStart",
+    "StateCopy",
+    "StepPlan",
+    "StepResult",
+    "WaitingRequest",
+]

@@ -1,0 +1,101 @@
+"""What a tier may be able to do beyond `KvTier`: move blocks of a device, let others copy, outlive its process."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from openinfer_kv_cache.digest import Digest
+from openinfer_kv_cache.tiers.contract import KvTier, TierHit, Transfer
+
+
+class DeviceBlock(Protocol):
+    """One block in memory that only its device addresses."""
+
+    @property
+    def nbytes(self) -> int:
+        """`KvLayout.block_bytes`."""
+        ...
+
+    @property
+    def mover(self) -> "BlockMover":
+        """What copies it and its neighbours of the same pool."""
+        ...
+
+
+class BlockMover(Protocol):
+    """Copies blocks of one pool between its device and this machine's memory; called by any thread.
+
+    Copies wait for their end and leave the interpreter to other threads meanwhile. They are ordered with nothing else:
+    the caller that hands blocks out has waited for what wrote them.
+
+    Both return, for each block, the sum of the bytes that the device's block holds at the end, which the device makes:
+
+        word i (8 bytes, little-endian, the last filled with zeros):  x = w[i] + (i + 1) * 0x9E3779B97F4A7C15 mod 2^64
+        m = MurmurHash3's 64-bit finaliser of x
+        sum = (Σ m mod 2^64 ‖ Σ m * (2 i + 1) mod 2^64), 16 bytes, little-endian
+    """
+
+    def copy_out(self, blocks: Sequence[Any], into: Sequence[memoryview]) -> Sequence[bytes]:
+        """Fills memory of `nbytes` bytes each from blocks that have this mover."""
+        ...
+
+    def copy_in(self, blocks: Sequence[Any], content: Sequence[memoryview]) -> Sequence[bytes]:
+        """Fills blocks that have this mover from memory of `nbytes` bytes each."""
+        ...
+
+
+BlockMemory: TypeAlias = memoryview | DeviceBlock
+"""One block of a caller's pool, in this machine's memory or in a device's."""
+
+
+@runtime_checkable
+class DeviceTier(KvTier, Protocol):
+    """A tier that also takes `DeviceBlock`s, so that bytes go between device and medium without a stop."""
+
+    @property
+    def takes_device_blocks(self) -> bool:
+        """Whether it does now; a stack does if all its tiers do."""
+        ...
+
+    def pinnable_memory(self) -> Sequence[memoryview]:
+        """Memory that blocks are copied from and to, which copies faster when it is locked in place for the device.
+
+        It stays where it is until the tier is closed; a caller that has locked it unlocks it before.
+        """
+        ...
+
+    def load(self, hit: TierHit, blocks: Sequence[BlockMemory], *, timeout_s: float | None = None) -> Transfer: ...
+
+    def save(
+        self, digests: Sequence[Digest], blocks: Sequence[BlockMemory], *, timeout_s: float | None = None
+    ) -> Transfer: ...
+
+
+@runtime_checkable
+class CopyingTier(KvTier, Protocol):
+    """A tier whose blocks may be copied by those who know their digests: the first of a write-behind stack."""
+
+    def copy_block(self, digest: Digest, into: memoryview) -> bool:
+        """Fills `into` with an intact block, in this thread; False if it is not there. No counter tells of it."""
+        ...
+
+
+@runtime_checkable
+class LastingTier(KvTier, Protocol):
+    """A tier that outlives its process. What it holds is found again only with the digest key it was saved under."""
+
+    @property
+    def digest_key(self) -> bytes | None:
+        """The key that is kept with the blocks (see `PrefixHasher`); None if the user has to bring one."""
+        ...
+
+
+class Medium(Protocol):
+    """What a tier keeps its bytes in: memory, a file, an object of a server. The kit injects faults around it."""
+
+    def write(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
+        """Writes the parts one after the other; any exception means that nothing there can be relied on."""
+        ...
+
+    def read(self, offset_bytes: int, into: memoryview) -> None:
+        """Fills `into`."""
+        ...

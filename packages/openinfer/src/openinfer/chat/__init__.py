@@ -1,0 +1,1 @@
+"""A conversation on the terminal: the turns of it, and who answers."""

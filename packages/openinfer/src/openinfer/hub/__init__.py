@@ -1,0 +1,1 @@
+"""Models by name: the Hugging Face cache first, then a download into it."""

