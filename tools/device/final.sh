@@ -34,7 +34,7 @@ case ${5:-all} in all | offline-4b)
   offline qwen3-4b "$model_4b" 1x1024 8x1024 16x1024 32x1024 64x1024 128x1024 256x1024 1x16384 ;;
 esac
 case ${5:-all} in all | serve-4b)
-  python3 -P -m openinfer.commands.main serve --model "$model_4b" --device cuda --load-format dummy --port 8123 --model-names 4b &
+  python3 -P -m openinfer.commands.main serve --model "$model_4b" --device cuda --load-format dummy --port 8123 --model-name 4b &
   server=$!
   until (echo > /dev/tcp/127.0.0.1/8123) 2>/dev/null || ! kill -0 $server; do sleep 0.1; done
   serve http://127.0.0.1:8123 bs1 prefill=1024 prefill=16384 warm=1024,16384 qps=16 qps=32 conc=64 conc=256 \

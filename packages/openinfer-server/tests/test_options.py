@@ -22,7 +22,7 @@ def test_defaults_listen_on_loopback_alone():
         ("drain_deadline_s", 0.0),
         ("head_timeout_s", float("nan")),
         ("write_timeout_s", float("inf")),
-        ("model_names", ("",)),
+        ("model_name", [""]),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(field, value):

@@ -24,7 +24,7 @@ def url() -> Iterator[str]:
     model_dir = find_model_dir("tiny")
     family, _ = find_family(model_dir)
     loop = build_loop(resolve(family.definition, model_dir, EngineOptions(num_blocks=256, max_num_seqs=8)))
-    with ThreadedServer(loop, model_dir, ServerOptions(port=0, model_names=("tiny",))) as server:
+    with ThreadedServer(loop, model_dir, ServerOptions(port=0, model_name=["tiny"])) as server:
         yield server.url
 
 

@@ -57,7 +57,7 @@ def test_first_sentence_keeps_the_default() -> None:
     [
         (["--max-model-len", "4096"], "--max-model-len: here it is --max-model-tokens"),
         (["--gpu-memory-utilization=0.9"], "--gpu-memory-utilization: here it is --gpu-memory-fraction"),
-        (["--served-model-name", "x", "-tp", "2"], "--model-names; -tp: here it is --tensor-parallel-size"),
+        (["--served-model-name", "x", "-tp", "2"], "--model-name; -tp: here it is --tensor-parallel-size"),
         (["--porr", "1"], "--porr: did you mean --port?"),
         (["--zzz", "1"], "--zzz: --help lists all flags"),
     ],

@@ -116,7 +116,7 @@ async def run() -> None:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     server = asyncio.create_task(
-        serve(engine, model_dir, ServerOptions(port=0, model_names=("tiny",)), on_ready=ready.set_result, stop=stop)
+        serve(engine, model_dir, ServerOptions(port=0, model_name=["tiny"]), on_ready=ready.set_result, stop=stop)
     )
     url = await ready
     outcome = await storm(url)

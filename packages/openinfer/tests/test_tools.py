@@ -29,7 +29,7 @@ def client() -> Iterator[openai.OpenAI]:
     family, _ = find_family(model_dir)
     loop = build_loop(resolve(family.definition, model_dir, EngineOptions(num_blocks=256, max_num_seqs=8)))
     with (
-        ThreadedServer(loop, model_dir, ServerOptions(port=0, model_names=("tiny",))) as server,
+        ThreadedServer(loop, model_dir, ServerOptions(port=0, model_name=["tiny"])) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as sdk,
     ):
         yield sdk

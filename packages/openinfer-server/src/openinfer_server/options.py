@@ -34,8 +34,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     in front that has both."""
     port: int = 8000
     """0 lets the system choose; the line that says the server is ready has it."""
-    model_names: tuple[str, ...] = ()
-    """Names clients may ask for, the first one is shown; empty means the engine's own name."""
+    model_name: list[str] = []
+    """A name clients may ask for; may be given several times, and the first one is shown. None means the engine's own
+    name."""
     workers: int = 1
     """Processes that serve the port, all before one engine. Each has its own bounds, and its own stored responses."""
     event_loop: EventLoop = EventLoop.AUTO
@@ -126,8 +127,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise InvalidRequest(message, field="otlp_traces_endpoint")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise InvalidRequest(f"workers is {self.workers}; it must be between 1 and {MAX_WORKERS}", field="workers")
-        if "" in self.model_names:
-            raise InvalidRequest("a model name is empty", field="model_names")
+        if "" in self.model_name:
+            raise InvalidRequest("a model name is empty", field="model_name")
         if self.tls_key_file and not self.tls_cert_file:
             raise InvalidRequest("tls_key_file needs tls_cert_file", field="tls_key_file")
         _check_origins(self.cors_origins)

@@ -47,7 +47,7 @@ class Service:
     @property
     def model_names(self) -> tuple[str, ...]:
         """Names clients may ask for."""
-        return self.options.model_names or (self.info.model,)
+        return tuple(self.options.model_name) or (self.info.model,)
 
     def check_serving(self) -> None:
         """Refuses work while the server is ending, or the queue is full; asked before a request's body is read."""

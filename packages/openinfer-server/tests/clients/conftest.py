@@ -98,7 +98,7 @@ def agent_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: tokenizers.To
 @pytest.fixture(scope="module")
 def agent(agent_dir: Path, info: EngineInfo, tokenizer: tokenizers.Tokenizer) -> Iterator[Agent]:
     loop = ScriptedLoop(info, tokenizer)
-    with ThreadedServer(loop, agent_dir, ServerOptions(port=0, model_names=("parrot", "bird"))) as server:
+    with ThreadedServer(loop, agent_dir, ServerOptions(port=0, model_name=["parrot", "bird"])) as server:
         agent = Agent(server, loop, tokenizer)
         yield agent
         agent.close()

@@ -1,16 +1,23 @@
 """Health, readiness, metrics, models."""
 
+import contextlib
+import http.client
 import json
 import re
+import threading
 
 import anthropic
 import msgspec
+import pytest
 
-from openinfer_core.engine import EngineStats, KvTierStats, PluginFaults, SlowCall
+from openinfer_core.engine import EngineCapability, EngineStats, KvTierStats, PluginFaults, SlowCall
+from openinfer_core.errors import Refused
 from openinfer_server import ServerOptions
 from openinfer_server.observability.metrics import ServerMetrics
 from openinfer_server.observability.metrics_page import metrics_page
 from openinfer_server.testing import ParrotLoop, wait_until
+
+KEY = "operator-0123456789"
 
 
 def test_health_is_ok_while_idle(shared, call):
@@ -30,8 +37,6 @@ def test_health_is_503_when_a_step_takes_too_long(start, info, call):
     loop = Stuck(info)
     server = start(loop, ServerOptions(port=0, health_max_step_age_s=0.2))
     loop.hold()
-    import threading
-
     asking = threading.Thread(target=call, args=(server, "POST", "/v1/completions", {"prompt": "a"}), daemon=True)
     asking.start()
     wait_until(lambda: call(server, "GET", "/health")[0] == 503, "bad health")
@@ -44,7 +49,7 @@ def test_health_is_503_when_a_step_takes_too_long(start, info, call):
 
 
 def test_models_are_listed_and_retrieved(start, info, connect, call):
-    server = start(ParrotLoop(info), ServerOptions(port=0, model_names=("birds/parrot", "bird")))
+    server = start(ParrotLoop(info), ServerOptions(port=0, model_name=["birds/parrot", "bird"]))
     client = connect(server)
     assert [model.id for model in client.models.list()] == ["birds/parrot", "bird"]
     assert client.models.retrieve("birds/parrot").owned_by == "openinfer"
@@ -53,15 +58,81 @@ def test_models_are_listed_and_retrieved(start, info, connect, call):
     assert client.completions.create(model="bird", prompt="a", max_tokens=1).model == "bird"
 
 
+def test_model_cards_say_what_the_engine_runs(start, info, call):
+    server = start(ParrotLoop(info), ServerOptions(port=0, model_name=["bird"]))
+    (card,) = json.loads(call(server, "GET", "/v1/models")[2])["data"]
+    assert (card["id"], card["root"], card["parent"]) == ("bird", "parrot", None)
+
+
+def test_load_is_the_number_of_answers_in_the_making(start, info, call):
+    loop = ParrotLoop(info)
+    server = start(loop)
+    loop.hold()
+    body = {"prompt": "a", "n": 3, "max_tokens": 2}
+    asking = threading.Thread(target=call, args=(server, "POST", "/v1/completions", body), daemon=True)
+    asking.start()
+    wait_until(lambda: call(server, "GET", "/load")[2] == b'{"server_load":3}', "three answers in the making")
+    loop.go()
+    asking.join()
+    assert call(server, "GET", "/load")[2] == b'{"server_load":0}'
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_ping_says_what_health_says(shared, call, method):
+    assert call(shared, method, "/ping")[::2] == call(shared, "GET", "/health")[::2]
+
+
+def operated(start, loop, tmp_path):
+    (tmp_path / "keys.toml").write_text(f'[[keys]]\ntenant = "operators"\nlevel = "admin"\nkey = "{KEY}"')
+    return start(loop, ServerOptions(port=0, api_keys_file=str(tmp_path / "keys.toml")))
+
+
+def reset(server, query=""):
+    with contextlib.closing(http.client.HTTPConnection(*server.address, timeout=20)) as connection:
+        connection.request("POST", f"/reset_prefix_cache{query}", headers={"x-api-key": KEY})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def test_prefix_cache_is_reset_by_operators(start, info, tmp_path, call):
+    loop = ParrotLoop(msgspec.structs.replace(info, capabilities=(EngineCapability.FLUSH_CACHE,)))
+    server = operated(start, loop, tmp_path)
+    assert call(server, "POST", "/reset_prefix_cache")[0] == 401
+    assert loop.num_flushes == 0
+    assert reset(server) == (200, {"status": "reset"})
+    assert loop.num_flushes == 1
+    status, answer = reset(server, "?reset_external=true")
+    assert (status, answer["error"]["param"]) == (400, "reset_external")
+
+
+def test_prefix_cache_of_an_engine_that_cannot_forget_is_not_reset(start, info, tmp_path):
+    status, answer = reset(operated(start, ParrotLoop(info), tmp_path))
+    assert (status, answer["error"]["code"]) == (400, "not_supported")
+    assert "flush_cache" in answer["error"]["message"]
+
+
+class Copying(ParrotLoop):
+    """It could forget, but not now."""
+
+    def control(self, command):
+        raise Refused("copies are under way; try again")
+
+
+def test_prefix_cache_that_cannot_be_reset_now_is_503(start, info, tmp_path):
+    info = msgspec.structs.replace(info, capabilities=(EngineCapability.FLUSH_CACHE,))
+    status, answer = reset(operated(start, Copying(info), tmp_path))
+    assert (status, answer["error"]["message"]) == (503, "copies are under way; try again")
+
+
 def test_openais_clients_get_every_name_and_anthropics_get_pages(start, info, connect):
-    names = tuple(f"bird-{number}" for number in range(25))
-    server = start(ParrotLoop(info), ServerOptions(port=0, model_names=names))
-    assert [model.id for model in connect(server).models.list()] == list(names)
+    names = [f"bird-{number}" for number in range(25)]
+    server = start(ParrotLoop(info), ServerOptions(port=0, model_name=names))
+    assert [model.id for model in connect(server).models.list()] == names
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=20) as client:
         page = client.models.list()
         assert (len(page.data), page.has_more, page.last_id) == (20, True, "bird-19")
-        assert [model.id for model in page] == list(names)
-        assert [model.id for model in client.models.list(before_id="bird-9", limit=3).data] == list(names[6:9])
+        assert [model.id for model in page] == names
+        assert [model.id for model in client.models.list(before_id="bird-9", limit=3).data] == names[6:9]
 
 
 def value(metrics: bytes, name: str) -> float:

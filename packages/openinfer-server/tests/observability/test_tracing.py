@@ -78,7 +78,7 @@ def trace(model_dir, info):
 
     def run(ask, loop: ParrotLoop | None = None) -> tuple[Collector, ThreadedServer]:
         with Collector() as collector:
-            options = ServerOptions(port=0, otlp_traces_endpoint=collector.url, model_names=("bird",))
+            options = ServerOptions(port=0, otlp_traces_endpoint=collector.url, model_name=["bird"])
             with ThreadedServer(loop or ParrotLoop(info), model_dir, options) as server:
                 ask(server)
         return collector, server

@@ -17,7 +17,7 @@ def parrot(info) -> ParrotLoop:
 
 @pytest.fixture
 def server(start, parrot):
-    return start(parrot, ServerOptions(port=0, model_names=("parrot", "bird")))
+    return start(parrot, ServerOptions(port=0, model_name=["parrot", "bird"]))
 
 
 def say(page, text: str, tokens: int = 40) -> None:

@@ -1,23 +1,28 @@
-"""Routes for operators: health, readiness, metrics, version."""
+"""Routes for operators: health, readiness, load, metrics, version, the prefix cache."""
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from openinfer_core.engine import EngineStats
+from openinfer_core.control import FlushCache
+from openinfer_core.engine import EngineCapability, EngineStats
+from openinfer_core.errors import EngineClosed, Refused
 from openinfer_server.http.access import Level
-from openinfer_server.http.api_errors import busy
+from openinfer_server.http.api_errors import ApiError, busy, shutting_down
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Handler, Route, RouteDoc
 from openinfer_server.observability.exposition import CONTENT_TYPE
 from openinfer_server.observability.metrics_page import metrics_page
-from openinfer_server.observability.metrics_snapshot import summed
+from openinfer_server.observability.metrics_snapshot import MetricsSnapshot, summed
 from openinfer_server.service import Service
 
+PUBLIC = Level.PUBLIC
 DISTRIBUTION = "openinfer-server"
-STATS_TIMEOUT_S = 5.0  # an engine process that does not answer for so long is not well
+ENGINE_TIMEOUT_S = 5.0  # an engine process that does not answer for so long is not well
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,6 +43,22 @@ class Readiness(msgspec.Struct, frozen=True):
     """Response of `/ready`."""
 
     status: str
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Response of `/load`."""
+
+    server_load: int  # answers in the making: choices of all requests, of all workers; vLLM's name
+
+
+class ResetQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Query of `/reset_prefix_cache`: there is nothing to choose."""
+
+
+class CacheReset(msgspec.Struct, frozen=True):
+    """Response of `/reset_prefix_cache`."""
+
+    status: str = "reset"
 
 
 class Operations:
@@ -70,29 +91,58 @@ class Operations:
 
     async def metrics(self, http_request: HttpRequest) -> None:
         """Prometheus' text format; of all workers, whichever is asked."""
-        service = self._service
-        try:
-            snapshots = [service.snapshot(), *await service.peers.snapshots()]
-        except TimeoutError as error:
-            raise busy("a worker does not say what it counted") from error
+        service, snapshots = self._service, await self._snapshots()
         body = metrics_page(
             summed(snapshots, max_model_tokens=service.info.max_model_tokens),
             service.info,
             await self._stats(),
             model_name=service.model_names[0],
-            open_requests=sum(snapshot.open_requests for snapshot in snapshots),
+            open_requests=_num_open(snapshots),
         )
         await http_request.send(200, body, content_type=CONTENT_TYPE)
+
+    async def load(self, http_request: HttpRequest) -> None:
+        """How much the server does, for balancers."""
+        body = Load(_num_open(await self._snapshots()))
+        await http_request.send(200, msgspec.json.encode(body))
+
+    async def reset_prefix_cache(self, http_request: HttpRequest) -> None:
+        """Forgets computed prefixes; those that running requests use stay theirs, and KV tiers keep what they hold."""
+        http_request.read_query(ResetQuery)
+        link = self._service.link
+        try:
+            async with asyncio.timeout(ENGINE_TIMEOUT_S):
+                await link.handle.control(FlushCache())
+        except Refused as error:
+            if EngineCapability.FLUSH_CACHE in self._service.info.capabilities:
+                raise busy(str(error)) from error  # not now
+            raise ApiError(400, str(error), code="not_supported") from error
+        except EngineClosed as error:
+            raise shutting_down(link.ended_because) from error
+        except TimeoutError as error:
+            raise busy("the engine does not answer") from error
+        await http_request.send(200, msgspec.json.encode(CacheReset()))
 
     async def version(self, http_request: HttpRequest) -> None:
         await http_request.send(200, msgspec.json.encode(VersionInfo(version(DISTRIBUTION))))
 
+    async def _snapshots(self) -> Sequence[MetricsSnapshot]:
+        """What each worker counted."""
+        try:
+            return [self._service.snapshot(), *await self._service.peers.snapshots()]
+        except TimeoutError as error:
+            raise busy("a worker does not say what it counted") from error
+
     async def _stats(self) -> EngineStats | None:
         try:
-            async with asyncio.timeout(STATS_TIMEOUT_S):
+            async with asyncio.timeout(ENGINE_TIMEOUT_S):
                 return await self._service.link.stats()
         except TimeoutError:
             return None
+
+
+def _num_open(snapshots: Sequence[MetricsSnapshot]) -> int:
+    return sum(snapshot.open_requests for snapshot in snapshots)
 
 
 def _health(stats: EngineStats, *, hangs: bool) -> Health:
@@ -111,13 +161,28 @@ def _health(stats: EngineStats, *, hangs: bool) -> Health:
 def operation_routes(service: Service) -> list[Route]:
     operations = Operations(service)
 
-    def get(path: str, handler: Handler, summary: str, **doc: Any) -> Route:
+    def route(method: str, path: str, handler: Handler, summary: str, level: Level = PUBLIC, **doc: Any) -> Route:
         about = RouteDoc(summary=summary, tag="Operation", **doc)
-        return Route(method="GET", path=path, handler=handler, level=Level.PUBLIC, doc=about)
+        return Route(method=method, path=path, handler=handler, level=level, doc=about)
 
+    get = partial(route, "GET")
+    pinged: Any = {"response": Health, "unavailable": Health}
     return [
         get("/health", operations.health, "Whether the engine lives.", response=Health, unavailable=Health),
+        get("/ping", operations.health, "The same, under the name that SageMaker asks for.", **pinged),
+        route("POST", "/ping", operations.health, "The same.", **pinged),
         get("/ready", operations.ready, "Whether requests are taken.", response=Readiness, unavailable=Readiness),
         get("/metrics", operations.metrics, "Numbers for Prometheus.", media_type=CONTENT_TYPE, errors=(503,)),
         get("/version", operations.version, "The server's version.", response=VersionInfo),
+        get("/load", operations.load, "How much the server does.", Level.USER, response=Load, errors=(503,)),
+        route(
+            "POST",
+            "/reset_prefix_cache",
+            operations.reset_prefix_cache,
+            "Forgets the prefixes that the engine has computed.",
+            Level.ADMIN,
+            query=ResetQuery,
+            response=CacheReset,
+            errors=(503,),
+        ),
     ]

@@ -81,6 +81,7 @@ class Models:
         return Model(
             id=name,
             created=service.started,
+            root=service.info.model,
             max_model_len=service.info.max_model_tokens,
             sampling_defaults=dict(service.sampling_defaults.values),
         )

@@ -130,7 +130,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "openinfer"
-    max_model_len: int  # tokens of its context; vLLM's name
+    root: str  # what the engine calls the model it runs; vLLM's name, as are those below
+    parent: str | None = None  # of an adapter the model it changes; none are served yet
+    max_model_len: int  # tokens of its context
     sampling_defaults: dict[str, float]  # of parameters that a request does not give; those not here change nothing
 
 

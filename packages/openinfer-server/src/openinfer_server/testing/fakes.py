@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from openinfer_core.control import ControlCommand, refusal_of
-from openinfer_core.engine import EngineHandle, EngineInfo, EngineStats
+from openinfer_core.control import ControlCommand, FlushCache, refusal_of
+from openinfer_core.engine import EngineCapability, EngineHandle, EngineInfo, EngineStats
 from openinfer_core.events import (
     Failed,
     FailureKind,
@@ -51,6 +51,9 @@ class ParrotLoop:
         info: what it claims to be; `max_waiting` open requests are taken.
         tokens_per_event: how many tokens come at once, as with speculative decoding.
         step_s: how long a step takes at least.
+
+    Attributes:
+        num_flushes: how often its cache was flushed, which it can if `info` says so.
     """
 
     def __init__(self, info: EngineInfo, *, tokens_per_event: int = 1, step_s: float = 0.0) -> None:
@@ -61,6 +64,7 @@ class ParrotLoop:
         self._going = threading.Event()
         self._going.set()
         self._fault: Exception | None = None
+        self.num_flushes = 0
 
     def hold(self) -> None:
         """No more tokens come until `go`."""
@@ -102,7 +106,10 @@ class ParrotLoop:
         return [event for row in list(self._rows.values()) for event in self._advance(row)]
 
     def control(self, command: ControlCommand) -> list[TokenEvent]:
-        raise refusal_of(command, self._info.capabilities)
+        if not (isinstance(command, FlushCache) and EngineCapability.FLUSH_CACHE in self._info.capabilities):
+            raise refusal_of(command, self._info.capabilities)
+        self.num_flushes += 1
+        return []
 
     def reconcile(self, open_ids: AbstractSet[RequestId]) -> list[TokenEvent]:
         """Loses none."""

@@ -14,7 +14,7 @@ COMMON = (
     *("--model", "--revision", "--offline", "--device", "--max-model-tokens", "--max-num-seqs"),
     *("--gpu-memory-fraction", "--kv-cache-bytes", "--tensor-parallel-size", "--kv-tier", "--host", "--port"),
     *(
-        "--model-names",
+        "--model-name",
         "--api-keys-file",
         "--tool-parser",
         "--reasoning-parser",

@@ -22,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
     """Loads the model and serves it until SIGTERM or Ctrl-C; returns 1 if the engine died."""
     timeline = Timeline()
     arguments = parse(argv, command="serve", description=__doc__ or "", configure=configure)
-    options = read_flags(arguments.namespace, ServerOptions, preset={"model_names": (arguments.model_name,)})
+    options = read_flags(arguments.namespace, ServerOptions, preset={"model_name": [arguments.model_name]})
     _set_up_logs(arguments.namespace)
     if arguments.namespace.locked is not None:
         check_lock(Path(arguments.namespace.locked), resolve(arguments, options))
@@ -48,7 +48,7 @@ def _serve(engine: EarlyLaunch, arguments: ModelArguments, options: ServerOption
         logger.info("the frontend started in %s", timeline)
         if arguments.namespace.start_report is not None:
             Path(arguments.namespace.start_report).write_bytes(report.encode())
-        print(f"openinfer: serving {options.model_names[0]} on {url} ({report.ready_s:.1f} s)", flush=True)
+        print(f"openinfer: serving {options.model_name[0]} on {url} ({report.ready_s:.1f} s)", flush=True)
 
     return run_starting(engine, arguments.model_dir, options, on_ready=announce, timeline=timeline)
 

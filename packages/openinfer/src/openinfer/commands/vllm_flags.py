@@ -31,7 +31,7 @@ OF_VLLM = {
     "--quantization": "how weights are quantised is read from the model's config",
     "--scheduling-policy": "here it is --queue-policy",
     "--seed": "each request has its own: the field seed",
-    "--served-model-name": "here it is --model-names",
+    "--served-model-name": "here it is --model-name",
     "--speculative-config": "here it is --drafter",
     "--ssl-certfile": "here it is --tls-cert-file",
     "--ssl-keyfile": "here it is --tls-key-file",
