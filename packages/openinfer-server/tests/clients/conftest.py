@@ -5,15 +5,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anthropic
-import msgspec
 import openai
 import pytest
 import tokenizers
 
 from openinfer_core.engine import EngineInfo
-from openinfer_core.request import GenerateRequest
 from openinfer_server import ServerOptions
-from openinfer_server.testing import ParrotLoop, ThreadedServer
+from openinfer_server.testing import ScriptedLoop, ThreadedServer
 
 AGENT_TEMPLATE = (
     "{%- if tools -%}{{ '<|im_start|>system\n# Tools\n' }}"
@@ -33,7 +31,7 @@ AGENT_TEMPLATE = (
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-class ScriptedLoop(ParrotLoop):
+class SayingLoop(ScriptedLoop):
     """Says a text and ends.
 
     Attributes:
@@ -41,15 +39,8 @@ class ScriptedLoop(ParrotLoop):
     """
 
     def __init__(self, info: EngineInfo, tokenizer: tokenizers.Tokenizer) -> None:
-        super().__init__(info)
-        self._tokenizer = tokenizer
+        super().__init__(info, lambda _: (*tokenizer.encode(self.says).ids, *info.eos_token_ids))
         self.says = ""
-
-    def submit(self, request: GenerateRequest):
-        """Takes a request as if its prompt were the text."""
-        said = (*self._tokenizer.encode(self.says).ids, *self.info.eos_token_ids)
-        (scheduled,) = super().submit(msgspec.structs.replace(request, prompt_token_ids=said))
-        return [msgspec.structs.replace(scheduled, cached_tokens=len(request.prompt_token_ids) // 2)]
 
 
 class Agent:
@@ -62,7 +53,7 @@ class Agent:
         anthropic: the official client.
     """
 
-    def __init__(self, server: ThreadedServer, loop: ScriptedLoop, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, server: ThreadedServer, loop: SayingLoop, tokenizer: tokenizers.Tokenizer) -> None:
         self.server = server
         self.loop = loop
         self.openai = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
@@ -97,7 +88,7 @@ def agent_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: tokenizers.To
 
 @pytest.fixture(scope="module")
 def agent(agent_dir: Path, info: EngineInfo, tokenizer: tokenizers.Tokenizer) -> Iterator[Agent]:
-    loop = ScriptedLoop(info, tokenizer)
+    loop = SayingLoop(info, tokenizer)
     with ThreadedServer(loop, agent_dir, ServerOptions(port=0, model_name=["parrot", "bird"])) as server:
         agent = Agent(server, loop, tokenizer)
         yield agent

@@ -1,19 +1,21 @@
-"""An engine that repeats its prompt, and a server in a thread.
+"""An engine that repeats its prompt, one that follows a script, and a server in a thread.
 
 `ParrotLoop` makes any text come out of the server token by token: its completion is the prompt. Tests hold it still
-(`hold`, `go`), count what is aborted (`RecordingEngine`) and break it (`die`).
+(`hold`, `go`), count what is aborted (`RecordingEngine`) and break it (`die`). `ScriptedLoop` says what it is told to.
 """
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from openinfer_core.control import ControlCommand, FlushCache, refusal_of
 from openinfer_core.engine import EngineCapability, EngineHandle, EngineInfo, EngineStats
@@ -154,6 +156,30 @@ class ParrotLoop:
     def _end(self, row: _Row, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
         del self._rows[row.request.request_id]
         return Finished(row.request.request_id, reason, 0, 0, 0, stop_token_id)
+
+
+class ScriptedLoop(ParrotLoop):
+    """Answers each request with what a script says, which is asked when the request comes.
+
+    Args:
+        info: see `ParrotLoop`.
+        script: the token ids of a request's answer. It ends if they end with a stop token; else they come again and
+            again, until `max_tokens` or an abort.
+        step_s: how long a step takes at least.
+    """
+
+    def __init__(
+        self, info: EngineInfo, script: Callable[[GenerateRequest], Sequence[int]], *, step_s: float = 0.0
+    ) -> None:
+        super().__init__(info, step_s=step_s)
+        self._script = script
+
+    def submit(self, request: GenerateRequest) -> list[TokenEvent]:
+        said = tuple(self._script(request))
+        (event,) = super().submit(msgspec.structs.replace(request, prompt_token_ids=said))
+        if isinstance(event, Scheduled):
+            return [msgspec.structs.replace(event, cached_tokens=len(request.prompt_token_ids) // 2)]
+        return [event]
 
 
 class RecordingEngine:
