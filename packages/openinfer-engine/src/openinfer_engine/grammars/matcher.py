@@ -5,34 +5,15 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 from llguidance import LLMatcher
-from numpy.typing import NDArray
 
 from openinfer_core import Grammar, InvalidRequest, SamplingParams
 from openinfer_core.grammars import MaskWords
 from openinfer_engine.grammars.guard import refused
+from openinfer_engine.grammars.token_bits import TokenBits
 
 BURST_S = 0.25  # processor time that a request's masks may take at once
 # what each of its tokens adds to that. Masks of common grammars take 0.05 ms on average, cold ones up to 5 ms
 PER_TOKEN_S = 0.004
-
-
-class TokenBits:
-    """Some token ids as bits of a mask."""
-
-    __slots__ = ("_bits", "_places")
-
-    def __init__(self, token_ids: Iterable[int]) -> None:
-        bits: dict[int, int] = {}
-        for token_id in token_ids:
-            bits[token_id // 32] = bits.get(token_id // 32, 0) | 1 << token_id % 32
-        self._places: NDArray[np.intp] = np.array(list(bits), np.intp)
-        self._bits: NDArray[np.uint32] = np.array(list(bits.values()), np.uint32)
-
-    def allow(self, words: MaskWords) -> None:
-        words[self._places] |= self._bits
-
-    def forbid(self, words: MaskWords) -> None:
-        words[self._places] &= ~self._bits
 
 
 class LlguidanceMatcher:
