@@ -221,6 +221,18 @@ def test_a_preamble_that_the_prompt_began_must_end(compiler: LlguidanceCompiler,
     assert allowed(matcher) == [END]
 
 
+@pytest.mark.parametrize("closing", ["</think>", "END OF/THOUGHT"])
+def test_white_space_after_a_preamble_ends(compiler: LlguidanceCompiler, closing: str) -> None:
+    newline = TOKENIZER.tokenize_str("\n")[0]
+    digit = TOKENIZER.tokenize_str("7")[0]
+    matcher = make(compiler, ask(Grammar(kind=GrammarKind.REGEX, text="7", preamble=Preamble(closing=closing))))
+    say(matcher, f"well{closing}")
+    for _ in range(32):
+        assert newline in allowed(matcher)
+        matcher.accept(newline)
+    assert allowed(matcher) == [digit]
+
+
 # --- refusals -------------------------------------------------------------------------------------------
 
 

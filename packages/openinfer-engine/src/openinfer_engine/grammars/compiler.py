@@ -23,7 +23,8 @@ logger = logging.getLogger("openinfer.engine")
 MAX_KEPT = 128  # grammars, the refused ones too; the least recently used makes room
 
 
-_SPACES = r"SPACES: /[ \n]*/"
+# Bounded, as between the parts of JSON (`guard_process.WHITESPACE`): a model cannot go on with it forever.
+_SPACES = r"SPACES: /[ \n]{0,32}/"
 
 
 class LlguidanceCompiler:
