@@ -15,6 +15,7 @@ from openinfer_core.sampling import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOKEN_ID,
     MAX_TOKENS,
+    BadWords,
 )
 
 BOUNDS: dict[str, tuple[Any, Any]] = {
@@ -138,6 +139,44 @@ def test_grammar_longer_than_its_bound_is_refused() -> None:
         Grammar(kind=GrammarKind.REGEX, text="a" * (MAX_GRAMMAR_LENGTH + 1))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"allowed_token_ids": ()}, "0 token ids; 1 to 65536 are possible"),
+        ({"allowed_token_ids": (1,) * 65_537}, "65537 token ids"),
+        ({"allowed_token_ids": [1]}, "must be a tuple"),
+        ({"allowed_token_ids": (-1,)}, "not of token ids"),
+        ({"allowed_token_ids": (True,)}, "not of token ids"),
+        ({"bad_words": ((),)}, "0 token ids"),
+        ({"bad_words": ((1,) * 257,)}, "257 token ids"),
+        ({"bad_words": ((1,),) * 1025}, "1025 sequences"),
+        ({"bad_words": ((2**31,),)}, "not of token ids"),
+        ({"bad_words": (1,)}, "must be a tuple"),
+    ],
+)
+def test_restrictions_out_of_range_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refusal:
+        params(**fields)
+    assert refusal.value.field == next(iter(fields))
+
+
+def test_bad_words_know_what_would_complete_them() -> None:
+    words = BadWords([(1,), (2, 3), (4, 2, 5), (9, 4, 2, 6)])
+    assert words.single == {1}
+    assert words.completing([]) == set()
+    assert words.completing([2]) == {3}
+    assert words.completing([4, 2]) == {3, 5}
+    assert words.completing([7, 9, 4, 2]) == {3, 5, 6}
+    assert words.completing([2, 9]) == set()
+
+
+def test_the_first_field_beyond_the_vocabulary_is_named() -> None:
+    assert params(logit_bias={9: 1.0}, allowed_token_ids=(9,), bad_words=((9, 2),)).field_beyond(10) is None
+    assert params(logit_bias={10: 1.0}).field_beyond(10) == "logit_bias"
+    assert params(allowed_token_ids=(3, 10)).field_beyond(10) == "allowed_token_ids"
+    assert params(bad_words=((3, 10),)).field_beyond(10) == "bad_words"
+
+
 def test_sampling_is_frozen_and_its_default_bias_is_its_own() -> None:
     first, second = params(), params()
     with pytest.raises(AttributeError):
@@ -185,6 +224,8 @@ def test_sampling_survives_the_wire() -> None:
         stop_token_ids=(1, 2),
         logprobs=0,
         grammar=Grammar(kind=GrammarKind.CHOICE, text="[]"),
+        allowed_token_ids=(3, 4),
+        bad_words=((1,), (2, 3)),
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(original), type=SamplingParams) == original
 

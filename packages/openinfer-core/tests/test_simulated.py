@@ -225,6 +225,28 @@ def test_min_tokens_passes_over_stop_tokens_until_then(make_request: MakeRequest
     assert bench.events[-1].reason is FinishReason.STOP
 
 
+def test_only_allowed_tokens_come_and_no_bad_words(make_request: MakeRequest) -> None:
+    bench = Bench(num_token_ids=10, first_token_id=5)
+    bench.run(
+        make_request(1, max_tokens=100, allowed_token_ids=(2, 7)),
+        make_request(2, max_tokens=100, bad_words=((5,), (6, 7), (8, 8, 9))),
+        make_request(3, max_tokens=100),
+    )
+    assert set(bench.token_ids(1)) == {2, 7}
+    free, said = bench.token_ids(3), bench.token_ids(2)
+    for word in ([5], [6, 7], [8, 8, 9]):
+        assert any(free[i : i + len(word)] == word for i in range(100))
+        assert not any(said[i : i + len(word)] == word for i in range(100))
+
+
+def test_a_request_that_may_say_nothing_fails_alone(make_request: MakeRequest) -> None:
+    bench = Bench()
+    bench.run(make_request(1, max_tokens=9, allowed_token_ids=(2,), bad_words=((2, 2),)), make_request(2, max_tokens=3))
+    failed = [event for event in bench.events if isinstance(event, Failed)]
+    assert [(event.request_id, event.kind) for event in failed] == [(1, FailureKind.INVALID)]
+    assert len(bench.token_ids(2)) == 3
+
+
 def test_max_tokens_and_the_context_end_a_request_with_length(make_request: MakeRequest) -> None:
     bench = Bench(max_model_tokens=8)
     bench.run(make_request(1, max_tokens=3), make_request(2, max_tokens=99), make_request(3, prompt=(1,) * 7))
@@ -300,14 +322,16 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(make_request: MakeReque
         make_request(3, prompt=(1, 10)),
         GenerateRequest(request_id=RequestId(4), prompt_token_ids=(1,), sampling=sampling, lora="x"),
         make_request(5, min_tokens=1, stop_token_ids=tuple(range(10))),
-        make_request(6, prompt=(1, 9)),
+        make_request(6, allowed_token_ids=(3, 10)),
+        make_request(7, prompt=(1, 9)),
     )
-    assert [(event.request_id, type(event)) for event in bench.events] == [(i, Failed) for i in range(1, 6)]
+    assert [(event.request_id, type(event)) for event in bench.events] == [(i, Failed) for i in range(1, 7)]
     messages = [event.message for event in bench.events if isinstance(event, Failed)]
-    for message, word in zip(messages, ["grammar", "context", "token id 10", "adapters", "stop token"], strict=True):
+    reasons = ["grammar", "context", "token id 10", "adapters", "stop token", "allowed_token_ids"]
+    for message, word in zip(messages, reasons, strict=True):
         assert word in message
     assert all(event.kind is FailureKind.INVALID for event in bench.events if isinstance(event, Failed))
-    assert bench.loop.stats().failed_requests == 5
+    assert bench.loop.stats().failed_requests == 6
 
 
 def test_stats_count(make_request: MakeRequest) -> None:

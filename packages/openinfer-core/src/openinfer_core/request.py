@@ -1,11 +1,11 @@
 """`GenerateRequest`: what a frontend asks of an engine. Tokens in; text never reaches an engine."""
 
-from typing import Annotated, Any, NewType, cast
+from typing import Any, NewType, cast
 
 import msgspec
 
 from openinfer_core.errors import InvalidRequest
-from openinfer_core.sampling import MAX_TOKEN_ID, MAX_TOKENS, SamplingParams, check_integer, check_tuple
+from openinfer_core.sampling import MAX_TOKENS, SamplingParams, check_integer, check_token_ids, check_tuple
 
 RequestId = NewType("RequestId", int)
 """Chosen by the caller, 0 .. 2^63 - 1, unique among the requests of one handle that have not ended."""
@@ -80,19 +80,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             check_transfer(self.transfer)
 
 
-_TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)], ...]
-
-
 def _check_prompt(prompt: object) -> None:
     num_tokens = len(check_tuple("prompt_token_ids", prompt))
     if not 1 <= num_tokens <= MAX_TOKENS:
         raise InvalidRequest(
             f"the prompt has {num_tokens} tokens; it must have between 1 and {MAX_TOKENS}", field="prompt_token_ids"
         )
-    try:
-        msgspec.convert(prompt, _TokenIds)  # types and range in one pass of C: 0.14 ms for 16k ids
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the prompt is not of token ids: {error}", field="prompt_token_ids") from error
+    check_token_ids("prompt_token_ids", prompt)
 
 
 def _check_deadline(deadline_s: object) -> None:

@@ -12,10 +12,11 @@ Run it in a thread with `InProcessEngine(SimulatedLoop(options))`, or in a proce
 
 import time
 import zlib
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Container
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 
@@ -35,6 +36,7 @@ from openinfer_core.events import (
 from openinfer_core.process.engine_process import LinkKind, run_engine_process
 from openinfer_core.process.remote import RemoteEngine, spawn_engine
 from openinfer_core.request import GenerateRequest, RequestId
+from openinfer_core.sampling import BadWords
 
 _NAP_S = 0.02  # the longest sleep: commands are heard between two
 _NUM_BLOCKS = 1 << 20
@@ -107,8 +109,33 @@ class _Row:
     digest: int
     max_tokens: int  # the request's, or what the context leaves
     stop_token_ids: frozenset[int]
+    restriction: "_Restriction"
     begun: bool = False
     produced: int = 0
+
+
+class _Restriction:
+    """What `allowed_token_ids` and `bad_words` leave of the tokens."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        allowed = request.sampling.allowed_token_ids
+        self._allowed = None if allowed is None else sorted(set(allowed))
+        self._words = BadWords(request.sampling.bad_words)
+        self._said: list[int] = []
+
+    def first(self, token_id: int, forbidden: Container[int], options: SimulatedOptions) -> int | None:
+        """The token itself, or the first one after it that may take its place; it is the next of the output."""
+        allowed = self._allowed
+        if allowed is None:
+            ids = chain(range(token_id, options.num_token_ids), range(options.first_token_id, token_id))
+        else:
+            place = bisect_left(allowed, token_id)
+            ids = chain(allowed[place:], allowed[:place])
+        banned = self._words.single | self._words.completing(self._said)
+        found = next((each for each in ids if each not in banned and each not in forbidden), None)
+        if found is not None:
+            self._said.append(found)
+        return found
 
 
 class SimulatedLoop:
@@ -168,6 +195,7 @@ class SimulatedLoop:
             digest=_prompt_digest(request),
             max_tokens=min(request.sampling.max_tokens, room_tokens),
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
+            restriction=_Restriction(request),
         )
         return []
 
@@ -243,6 +271,9 @@ class SimulatedLoop:
         token_ids, stop_token_id = list[int](), None
         while stop_token_id is None and len(token_ids) < num_tokens and row.produced < row.max_tokens:
             token_id = self._next_token(row)
+            if token_id is None:
+                events.append(self._dead_end(row))
+                return
             if token_id in row.stop_token_ids:
                 stop_token_id = token_id
             else:
@@ -281,14 +312,21 @@ class SimulatedLoop:
             logprobs = tuple(self._logprobs(token_id, top) for token_id in predicted)
             events.append(Tokens(request.request_id, (), None, logprobs))
 
-    def _next_token(self, row: _Row) -> int:
-        token_id = _draw(row.digest, row.produced, self._options)
-        if row.produced < row.request.sampling.min_tokens:
-            while token_id in row.stop_token_ids:  # it ends: not every token is one, see `_refusal`
-                token_id = token_id + 1 if token_id + 1 < self._options.num_token_ids else self._options.first_token_id
+    def _next_token(self, row: _Row) -> int | None:
+        """The next token; None if all are forbidden."""
+        sampling = row.request.sampling
+        token_id: int | None = _draw(row.digest, row.produced, self._options)
+        is_early = row.produced < sampling.min_tokens
+        if is_early or sampling.is_restricted:
+            token_id = row.restriction.first(token_id, row.stop_token_ids if is_early else (), self._options)
         row.produced += 1
         self._generated += 1
         return token_id
+
+    def _dead_end(self, row: _Row) -> Failed:
+        del self._rows[row.request.request_id]
+        self._num_begun -= row.begun
+        return self._fail(row.request, FailureKind.INVALID, "nothing may be sampled here: every token is forbidden")
 
     def _end(self, row: _Row, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
         del self._rows[row.request.request_id]
@@ -314,13 +352,18 @@ def _refusal(request: GenerateRequest, options: SimulatedOptions) -> str | None:
         return "the simulated engine has no adapters"
     if len(prompt) + min(1, sampling.max_tokens) > options.max_model_tokens:
         return f"the prompt has {len(prompt)} tokens; the context has {options.max_model_tokens}, prompt and completion"
-    if max(prompt) >= options.num_token_ids:
-        return f"the prompt has token id {max(prompt)}; the model has ids below {options.num_token_ids}"
     if sampling.min_tokens and set(sampling.stop_token_ids).issuperset(
         range(options.first_token_id, options.num_token_ids)
     ):
         return "every token is a stop token, and min_tokens forbids them all"
-    return None
+    return _unknown_ids(request, options.num_token_ids)
+
+
+def _unknown_ids(request: GenerateRequest, num_token_ids: int) -> str | None:
+    if (highest := max(request.prompt_token_ids)) >= num_token_ids:
+        return f"the prompt has token id {highest}; the model has ids below {num_token_ids}"
+    field = request.sampling.field_beyond(num_token_ids)
+    return None if field is None else f"{field} names a token id beyond the model's {num_token_ids} tokens"
 
 
 def spawn_simulated(options: SimulatedOptions, *, link: LinkKind | None = None) -> RemoteEngine:

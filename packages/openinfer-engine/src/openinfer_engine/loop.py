@@ -3,9 +3,9 @@
     step():  plan N+1 ─► launch N+1 ─► wait for N ─► apply N ─► events of N
 
 While the device runs step N, the host plans N + 1 and queues it after N, so the device never waits for Python.
-A stop that step N brings to light leaves one row of N + 1 wasted, never a wrong token. A request with a grammar has no
-row in N + 1 while N samples it: its mask is made when the row is planned (`grammars/masking.py`), others keep their
-overlap.
+A stop that step N brings to light leaves one row of N + 1 wasted, never a wrong token. A request with a grammar
+(or `allowed_token_ids`, `bad_words`) has no row in N + 1 while N samples it: its mask is made when the row is planned
+(`grammars/masking.py`), others keep their overlap.
 """
 
 import time
@@ -255,9 +255,9 @@ class StepLoop:
         limit = self._info.num_token_ids
         if max(request.prompt_token_ids) >= limit:
             return f"the prompt has a token id beyond the model's {limit} tokens"
-        if any(token_id >= limit for token_id in request.sampling.logit_bias):
-            return f"logit_bias names a token id beyond the model's {limit} tokens"
-        if request.sampling.is_masked and not self._masked.is_possible:
+        if (field := request.sampling.field_beyond(limit)) is not None:
+            return f"{field} names a token id beyond the model's {limit} tokens"
+        if request.sampling.grammar is not None and not self._masked.takes_grammars:
             return "this engine has no grammar compiler (its log says why); send no grammar"
         if request.adapter is not None:
             return "adapter is what the engine finds for lora; a request names lora alone"

@@ -112,7 +112,7 @@ class WordCompiler:
 
 
 def make_loop(
-    compiler: WordCompiler,
+    compiler: WordCompiler | None,
     *,
     num_blocks: int = 64,
     max_waiting: int = 1000,
@@ -316,6 +316,98 @@ def test_a_matcher_that_raises_on_a_draft_fails_its_request_alone() -> None:
     )
     assert client.tokens(1) == [7, 8, 12]
     loop.close()
+
+
+# --- restrictions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"allowed_token_ids": (9, 38)}, [9] * 6),
+        ({"bad_words": ((0,), (1,))}, [2] * 6),
+        ({"bad_words": ((0, 0),)}, [0, 1, 0, 1, 0, 1]),
+        ({"bad_words": ((0, 0, 0), (0, 1, 0))}, [0, 0, 1, 1, 0, 0]),
+        ({"allowed_token_ids": (5, 9), "bad_words": ((5, 5), (9, 5))}, [5, 9, 9, 9, 9, 9]),
+        ({"allowed_token_ids": (5, 9), "bad_words": ((5,),)}, [9] * 6),
+        ({"allowed_token_ids": (5, 9), "logit_bias": {5: float("-inf")}}, [9] * 6),
+        ({"allowed_token_ids": (STOP, 9), "logit_bias": {STOP: 1.0}, "min_tokens": 2}, [9, 9]),
+        ({"allowed_token_ids": (STOP,)}, []),
+    ],
+)
+def test_restrictions_need_no_compiler_and_decide_each_token(fields: dict[str, Any], said: list[int]) -> None:
+    loop = make_loop(None)
+    client = Client(loop)
+    client.submit(make_request(0, None, max_tokens=6, **fields))
+    client.submit(make_request(1, None))
+    client.run()
+    assert client.tokens(0) == said
+    assert client.tokens(1) == [0] * 8
+    loop.close()
+
+
+@pytest.mark.parametrize("wrong_every", [1, 3, 1000])
+def test_drafts_change_no_token_of_a_restricted_request(wrong_every: int) -> None:
+    said = [0, 1, 0, 1, 0, 1, 0, 1]
+    loop = make_loop(None, drafting=DraftingRunner(said, wrong_every=wrong_every), max_drafts=4)
+    client = Client(loop)
+    client.submit(make_request(0, None, bad_words=((0, 0),)))
+    client.run()
+    assert client.tokens(0) == said
+    loop.close()
+
+
+def test_restrictions_and_a_grammar_both_hold() -> None:
+    loop = make_loop(WordCompiler())
+    client = Client(loop)
+    client.submit(make_request(0, "7,8,33", allowed_token_ids=(7, 8, 33, STOP)))
+    client.submit(make_request(1, "7,8,33", bad_words=((7, 8),)))
+    client.submit(make_request(2, "7,8", allowed_token_ids=(7, 8)))
+    client.run()
+    assert client.tokens(0) == [7, 8, 33]
+    assert client.tokens(1) == [7]
+    assert client.events[1][-1] == Failed(
+        RequestId(1), FailureKind.INVALID, "bad_words and the grammar leave no token to sample after 1 tokens"
+    )
+    assert client.tokens(2) == [7, 8]
+    assert isinstance(client.events[2][-1], Failed)
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"allowed_token_ids": (STOP,), "min_tokens": 2},
+            "allowed_token_ids and min_tokens leave no token to sample after 0 tokens",
+        ),
+        ({"allowed_token_ids": (VOCAB,)}, f"allowed_token_ids names a token id beyond the model's {VOCAB} tokens"),
+        ({"bad_words": ((1, VOCAB),)}, f"bad_words names a token id beyond the model's {VOCAB} tokens"),
+    ],
+)
+def test_restrictions_that_leave_nothing_fail_their_request_alone(fields: dict[str, Any], message: str) -> None:
+    loop = make_loop(None)
+    client = Client(loop)
+    client.submit(make_request(0, None, **fields))
+    client.submit(make_request(1, None))
+    client.run()
+    assert client.events[0][-1] == Failed(RequestId(0), FailureKind.INVALID, message)
+    assert client.tokens(1) == [0] * 8
+    loop.close()
+
+
+def test_a_restricted_request_goes_on_after_preemption() -> None:
+    loop = make_loop(None, num_blocks=6)
+    client = Client(loop)
+    for number in range(3):
+        client.submit(make_request(number, None, max_tokens=16, bad_words=((0, 0),)))
+    client.run()
+    assert loop.stats().preemptions > 0
+    assert [client.tokens(number) for number in range(3)] == [[0, 1] * 8] * 3
+    loop.close()
+
+
+# --- what fails -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

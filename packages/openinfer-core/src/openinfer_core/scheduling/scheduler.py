@@ -232,9 +232,9 @@ class Scheduler(Protocol):
 
     Called from one thread, but for `stats`. `apply` is called once for every plan, in order; between `plan` and its
     `apply` at most one further `plan` is made. A request has one terminal event and no event after it, and one
-    `Scheduled` before its first `Tokens`. A request with a grammar (`sampling.is_masked`) has no row in a step planned
-    between a step that samples it and that step's `apply`, since the mask of its next token depends on this one; its
-    drafts are host ids, since no mask can be made after drafts that the host does not know.
+    `Scheduled` before its first `Tokens`. A request with a grammar or restrictions (`sampling.is_masked`) has no row in
+    a step planned between a step that samples it and that step's `apply`, since the mask of its next token depends on
+    this one; its drafts are host ids, since no mask can be made after drafts that the host does not know.
 
     `openinfer_core.testing.scheduler` checks all of this.
 

@@ -119,8 +119,8 @@ class StepPlan:
     token_masks: Mapping[tuple[int, int], MaskWords] = field(default_factory=dict[tuple[int, int], MaskWords])
     """(row, sampled position from 0) -> the tokens that may be sampled there.
 
-    The loop adds them to a scheduler's plan, for requests with a grammar. A masked row has no mask after the first
-    draft that its grammar forbids: that position is not reached.
+    The loop adds them to a scheduler's plan, for requests that are masked. A masked row has no mask after the first
+    draft that is forbidden: that position is not reached.
     """
 
     def __post_init__(self) -> None:

@@ -1,10 +1,10 @@
-"""`MaskedRequests`: requests with a grammar, from the compiler to their last token.
+"""`MaskedRequests`: requests with a grammar or restrictions, from the compiler to their last token.
 
     begin ─► compiling ─► compiled ─► scheduled │ mask(plan) ─► step ─► follow(events) │ ended
 
 A matcher is asked for masks when a step that samples its request is planned, and told the tokens when that step is
-applied; the scheduler plans no row in between. A row with drafts has a mask at each position that it may reach
-(`row_masks.py`).
+applied; the scheduler plans no row in between. Restrictions need no compiler (`restrictions.py`). A row with drafts has
+a mask at each position that it may reach (`row_masks.py`).
 """
 
 import logging
@@ -28,6 +28,7 @@ from openinfer_core import (
 )
 from openinfer_core.grammars import GrammarCompiler, MaskWords, TokenMatcher, mask_words
 from openinfer_core.scheduling import StepPlan
+from openinfer_engine.grammars.restrictions import RestrictedMatcher
 from openinfer_engine.grammars.row_masks import row_masks
 
 logger = logging.getLogger("openinfer.engine")
@@ -61,17 +62,18 @@ class _Running:
 
 
 class MaskedRequests:
-    """See the module. Without a compiler there are none."""
+    """See the module. Without a compiler there are none with a grammar."""
 
     def __init__(self, compiler: GrammarCompiler | None, *, num_token_ids: int) -> None:
         self._compiler = compiler
+        self._num_token_ids = num_token_ids
         self._num_words = mask_words(num_token_ids)
         self._compiling: dict[RequestId, _Compiling] = {}
         self._running: dict[RequestId, _Running] = {}
         self._slots: dict[int, RequestId] = {}  # slots whose present owner has a matcher
 
     @property
-    def is_possible(self) -> bool:
+    def takes_grammars(self) -> bool:
         return self._compiler is not None
 
     @property
@@ -85,9 +87,16 @@ class MaskedRequests:
     # --- before they are scheduled ----------------------------------------------------------------------
 
     def begin(self, request: GenerateRequest, *, now_s: float) -> None:
+        self._compiling[request.request_id] = _Compiling(request, now_s, self._compile(request))
+
+    def _compile(self, request: GenerateRequest) -> "Future[TokenMatcher]":
+        if request.sampling.grammar is None:
+            restricted: Future[TokenMatcher] = Future()
+            restricted.set_result(self._restricted(request, None))
+            return restricted
         if self._compiler is None:
             raise InvalidRequest("there is no grammar compiler", field="grammar")
-        self._compiling[request.request_id] = _Compiling(request, now_s, self._compiler.compile(request))
+        return self._compiler.compile(request)
 
     def withdraw(self, request_id: RequestId) -> GenerateRequest | None:
         compiling = self._compiling.pop(request_id, None)
@@ -108,13 +117,19 @@ class MaskedRequests:
         request, failure = compiling.request, None
         try:
             stop_token_ids = frozenset(request.sampling.stop_token_ids)
-            self._running[request.request_id] = _Running(compiling.matcher.result(), stop_token_ids)
+            matcher = compiling.matcher.result()
+            if request.sampling.grammar is not None and request.sampling.is_restricted:
+                matcher = self._restricted(request, matcher)
+            self._running[request.request_id] = _Running(matcher, stop_token_ids)
         except InvalidRequest as refusal:
             failure = Failed(request.request_id, FailureKind.INVALID, str(refusal))
         except Exception:
             logger.exception("the grammar of request %d could not be compiled", request.request_id)
             failure = Failed(request.request_id, FailureKind.INTERNAL, _COMPILER_FAULT)
         return CompiledRequest(request, compiling.arrived_s, failure)
+
+    def _restricted(self, request: GenerateRequest, grammar: TokenMatcher | None) -> TokenMatcher:
+        return RestrictedMatcher(request.sampling, num_token_ids=self._num_token_ids, grammar=grammar)
 
     # --- while they run ---------------------------------------------------------------------------------
 

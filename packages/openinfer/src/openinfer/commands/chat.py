@@ -17,7 +17,7 @@ from openinfer.commands.model_arguments import parse
 from openinfer.flags import add_flags, given_flags
 from openinfer_core import SamplingParams
 
-_NOT_FLAGS = frozenset({"grammar", "logprobs", "prompt_logprobs"})
+_NOT_FLAGS = frozenset({"allowed_token_ids", "bad_words", "grammar", "logprobs", "prompt_logprobs"})
 
 
 def run(argv: Sequence[str]) -> int:

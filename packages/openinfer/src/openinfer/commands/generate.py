@@ -12,7 +12,7 @@ from openinfer.llm import DEFAULT_MAX_TOKENS, LLM
 from openinfer_core import SamplingParams
 from openinfer_core.sampling_defaults import SamplingDefaultsFrom
 
-_NOT_FLAGS = frozenset({"grammar", "logprobs", "prompt_logprobs"})
+_NOT_FLAGS = frozenset({"allowed_token_ids", "bad_words", "grammar", "logprobs", "prompt_logprobs"})
 
 
 def run(argv: Sequence[str]) -> int:
