@@ -3,8 +3,9 @@
 python packages/openinfer-server/tests/test_field_lists.py
 """
 
+import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from openinfer_server.anthropic import blocks
@@ -14,6 +15,9 @@ from openinfer_server.openai.models import ModelQuery
 from openinfer_server.request import structured_types
 from openinfer_server.request.fields import RequestFields
 from openinfer_server.request.generation_fields import GenerationFields, SamplingFields, StreamOptions
+from openinfer_server.request.neutral_fields import NeutralSamplingFields
+from openinfer_server.request.rules import ANY, Label, Neutral, Refused, Rule
+from openinfer_server.request.structured_types import GuidedFields
 from openinfer_server.responses import items
 from openinfer_server.responses import types as responses
 from openinfer_server.tokens import types as generate_types
@@ -90,6 +94,10 @@ HEAD = """# Fields
 
 Written from the types by `tests/test_field_lists.py`, which also fails when this file is behind. Bounds are in
 `/openapi.json`. A field that is not named here is refused with 400 and its name; `null` means absent.
+
+*Honoured* fields do what their names say. A field that *changes nothing* asks for what is always so, with the values
+in brackets, where there are some; any other value is refused. A *label* names the request or its user, is bounded and
+changes nothing. *Refused* fields are known and cannot be honoured.
 """
 
 
@@ -104,16 +112,22 @@ def render() -> str:
 
 
 def _part(where: str, kind: type) -> Iterator[str]:
-    refused, ignored = getattr(kind, "REFUSED", {}), getattr(kind, "IGNORED", {})
+    rules: Mapping[str, Rule] = getattr(kind, "RULES", {})
     sent = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
-    honoured = [f"`{sent[name]}`" for name in sent if name not in refused and name not in ignored]
+    honoured = [f"`{sent[name]}`" for name in sent if name not in rules]
     if where:
         yield f"**{where}**\n"
     points = [f"honoured: {', '.join(honoured) or 'its presence'}"]
-    points += [f"refused: `{sent[name]}`: {why}" for name, why in sorted(refused.items())]
-    points += [f"changes nothing: `{sent[name]}`: {why}" for name, why in sorted(ignored.items())]
+    for of in (Neutral, Label, Refused):
+        points += [_point(sent[name], rules[name]) for name in sorted(rules) if isinstance(rules[name], of)]
     yield from (textwrap.fill(f"- {point}", width=118, subsequent_indent="  ") for point in points)
     yield ""
+
+
+def _point(field: str, rule: Rule) -> str:
+    values = getattr(rule, "values", ANY)
+    taken = f" ({', '.join(json.dumps(value) for value in values)})" if values else ""
+    return f"{rule.word}: `{field}`{taken}: {rule.why}"
 
 
 def test_file_is_what_the_types_say():
@@ -121,15 +135,20 @@ def test_file_is_what_the_types_say():
     assert is_written, "run python packages/openinfer-server/tests/test_field_lists.py"
 
 
-def test_every_object_of_a_request_that_refuses_or_ignores_is_in_the_file():
+def test_every_object_of_a_request_with_rules_is_in_the_file():
     listed = {kind for _, parts in SECTIONS for _, kind in parts}
     pending, named = [RequestFields], set()
     while pending:
         kind = pending.pop()
         pending += kind.__subclasses__()
-        if (kind.REFUSED or kind.IGNORED) and kind.__module__.startswith("openinfer_server"):
+        if kind.RULES and kind.__module__.startswith("openinfer_server"):
             named.add(kind)
-    assert named - listed <= {GenerationFields, SamplingFields}  # which are parts of some that are
+    assert named - listed <= {
+        GenerationFields,
+        GuidedFields,
+        NeutralSamplingFields,
+        SamplingFields,
+    }  # which are parts of some that are
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """A server whose model says what the test wrote, with a chat template that knows tools and thinking."""
 
+import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -86,13 +88,43 @@ def agent_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: tokenizers.To
     return folder
 
 
-@pytest.fixture(scope="module")
-def agent(agent_dir: Path, info: EngineInfo, tokenizer: tokenizers.Tokenizer) -> Iterator[Agent]:
+@contextlib.contextmanager
+def served(folder: Path, info: EngineInfo, tokenizer: tokenizers.Tokenizer) -> Iterator[Agent]:
+    """A server of a model folder, and its clients."""
     loop = SayingLoop(info, tokenizer)
-    with ThreadedServer(loop, agent_dir, ServerOptions(port=0, model_name=["parrot", "bird"])) as server:
+    with ThreadedServer(loop, folder, ServerOptions(port=0, model_name=["parrot", "bird"])) as server:
         agent = Agent(server, loop, tokenizer)
         yield agent
         agent.close()
+
+
+@pytest.fixture(scope="module")
+def agent(agent_dir: Path, info: EngineInfo, tokenizer: tokenizers.Tokenizer) -> Iterator[Agent]:
+    with served(agent_dir, info, tokenizer) as agent:
+        yield agent
+
+
+MODEL_DEFAULTS = {
+    "none": {},
+    "sampled": {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05},
+    "greedy": {"do_sample": False, "min_p": 0.1},
+}
+
+
+@pytest.fixture(scope="module", params=MODEL_DEFAULTS)
+def agent_with_defaults(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    agent_dir: Path,
+    info: EngineInfo,
+    tokenizer: tokenizers.Tokenizer,
+) -> Iterator[Agent]:
+    """An agent whose model would have its requests sampled in several ways."""
+    folder = tmp_path_factory.mktemp("defaults") / "model"
+    shutil.copytree(agent_dir, folder)
+    (folder / "generation_config.json").write_text(json.dumps(MODEL_DEFAULTS[request.param]))
+    with served(folder, info, tokenizer) as agent:
+        yield agent
 
 
 @pytest.fixture

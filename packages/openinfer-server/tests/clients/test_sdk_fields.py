@@ -1,4 +1,4 @@
-"""Every field that the official SDKs can send is honoured, refused by name, or named as one that changes nothing.
+"""Every field that the official SDKs can send is honoured, or has a rule (`test_field_rules.py`).
 
 A field counts as honoured only if a probe shows what it does: `PROBES` holds, for each body, what to send and what must
 be so with the field and not without it.
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
 from anthropic import types as anthropic_types
 from anthropic.types import message_count_tokens_params, message_create_params, model_list_params
@@ -35,6 +34,7 @@ from openinfer_server.openai.models import ModelQuery
 from openinfer_server.request import structured_types
 from openinfer_server.request.fields import RequestFields
 from openinfer_server.request.generation_fields import StreamOptions
+from openinfer_server.request.rules import Refused
 from openinfer_server.responses import items
 from openinfer_server.responses import types as response_types
 from openinfer_server.tools import types as tool_types
@@ -162,7 +162,7 @@ def test_every_field_of_a_body_is_known(path):
 
 
 def every_type() -> list[type[RequestFields]]:
-    """All request objects that say what they refuse and ignore."""
+    """All request objects."""
     found = [*RequestFields.__subclasses__()]
     for kind in found:
         found += kind.__subclasses__()
@@ -170,10 +170,9 @@ def every_type() -> list[type[RequestFields]]:
 
 
 @pytest.mark.parametrize("kind", every_type(), ids=lambda kind: f"{kind.__module__.rsplit('.', 1)[-1]}.{kind.__name__}")
-def test_no_field_is_both_refused_and_ignored(kind):
-    assert not set(kind.REFUSED) & set(kind.IGNORED)
-    assert {*kind.REFUSED, *kind.IGNORED} <= set(kind.__struct_fields__)
-    assert all(why and why[0].islower() and why[-1] != "." for why in (*kind.REFUSED.values(), *kind.IGNORED.values()))
+def test_rules_are_of_the_types_own_fields_and_say_why(kind):
+    assert set(kind.RULES) <= set(kind.__struct_fields__)
+    assert all(rule.why and rule.why[0].islower() and rule.why[-1] != "." for rule in kind.RULES.values())
 
 
 @dataclass(frozen=True)
@@ -315,33 +314,10 @@ PROBES: Mapping[str, Mapping[str, Probe]] = {
         "tool_choice": Probe({"type": "none"}, lambda told: "# Tools" not in told.prompt, {"tools": [CLIENT_TOOL]}),
     },
 }
-ONE_VALUE: Mapping[str, Mapping[str, Any]] = {
-    "/v1/responses": {"stream_options": {}},
-    "/v1/messages": {"metadata": {"user_id": "u"}},
-}
-"""Objects that are taken with what is always so; `test_refusals.py` and the suites show what is refused of them."""
+NONE_HONOURED = {"/v1/responses": {"stream_options"}, "/v1/messages": {"metadata"}}
+"""Objects no field of which is honoured; `test_field_rules.py` shows what is taken."""
 ELSEWHERE = {"previous_response_id"}
 """`test_openai_responses.py` shows what it does."""
-IGNORED_VALUES: Mapping[str, Any] = {
-    "add_generation_prompt": True,
-    "best_of": 1,
-    "client_metadata": {"originator": "codex"},
-    "continue_final_message": False,
-    "length_penalty": 1.0,
-    "skip_special_tokens": True,
-    "use_beam_search": False,
-    "cache_control": {"type": "ephemeral"},
-    "max_tool_calls": 3,
-    "metadata": {"a": "b"},
-    "modalities": ["text"],
-    "prompt_cache_key": "k",
-    "safety_identifier": "s",
-    "service_tier": "auto",
-    "speed": "standard",
-    "store": False,
-    "truncation": "disabled",
-    "user": "u",
-}
 
 
 @pytest.fixture
@@ -377,16 +353,15 @@ def test_honoured_field_does_what_it_says_and_nothing_else_does(tell, path, name
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_every_field_of_ours_is_probed_refused_or_named(path):
+def test_every_field_of_ours_is_probed_or_has_a_rule(path):
     kind = BODIES[path][0]
-    one_value = set(ONE_VALUE.get(path, {}))
-    honoured = set(kind.__struct_fields__) - set(kind.REFUSED) - set(kind.IGNORED) - one_value - ELSEWHERE
+    honoured = set(kind.__struct_fields__) - set(kind.RULES) - NONE_HONOURED.get(path, set()) - ELSEWHERE
     assert honoured == set(PROBES[path])
 
 
 def refusals():
     for path, (kind, _, needed) in BODIES.items():
-        for name in kind.REFUSED:
+        for name in (name for name, rule in kind.RULES.items() if isinstance(rule, Refused)):
             yield pytest.param(path, needed, name, id=f"{path}-{name}")
 
 
@@ -398,39 +373,3 @@ def test_refused_field_is_named_with_what_to_do(tell, path, needed, name):
     message = json.loads(told.body)["error"]["message"]
     assert message.startswith(f"{name} is not supported: ")
     assert told.request is None
-
-
-def ignored():
-    for path, (kind, _, needed) in BODIES.items():
-        for name in kind.IGNORED:
-            yield pytest.param(path, needed, {name: IGNORED_VALUES[name]}, id=f"{path}-{name}")
-        for name, value in ONE_VALUE.get(path, {}).items():
-            stream = {"stream": True} if name == "stream_options" else {}
-            yield pytest.param(path, {**needed, **stream}, {name: value}, id=f"{path}-{name}")
-
-
-def without_id(request: GenerateRequest | None) -> GenerateRequest | None:
-    return None if request is None else msgspec.structs.replace(request, request_id=0)
-
-
-def other_values():
-    for path, (kind, _, needed) in BODIES.items():
-        for name, neutral in kind.NEUTRAL.items():
-            other = not neutral if isinstance(neutral, bool) else 2
-            yield pytest.param(path, {**needed, name: other}, name, id=f"{path}-{name}")
-            yield pytest.param(path, {**needed, name: "yes"}, name, id=f"{path}-{name}-text")
-
-
-@pytest.mark.parametrize(("path", "body", "name"), list(other_values()))
-def test_field_with_one_harmless_value_is_refused_with_any_other(tell, path, body, name):
-    status, told = tell(path, body)
-    assert status == 400
-    assert json.loads(told.body)["error"]["message"].startswith(f"{name} is not supported: ")
-
-
-@pytest.mark.parametrize(("path", "needed", "given"), list(ignored()))
-def test_ignored_field_is_taken_and_changes_nothing(tell, path, needed, given):
-    status, told = tell(path, {**needed, **given})
-    assert status == 200, told.body
-    _, without = tell(path, needed)
-    assert without_id(told.request) == without_id(without.request)

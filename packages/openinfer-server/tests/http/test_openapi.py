@@ -6,6 +6,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from openinfer_server.openai.types import ChatRequest, CompletionRequest
+from openinfer_server.request.rules import Label, Neutral, Refused
 from openinfer_server.responses.types import ResponseRequest
 
 
@@ -83,13 +84,16 @@ def test_every_error_has_a_schema(document):
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, ResponseRequest], ids=lambda kind: kind.__name__)
-def test_refused_fields_take_null_alone_and_say_why(document, kind):
+def test_fields_that_are_not_honoured_say_why_and_what_they_take(document, kind):
     properties = document["components"]["schemas"][kind.__name__]["properties"]
     assert set(properties) == set(kind.__struct_fields__)
-    for name, why in kind.REFUSED.items():
-        assert properties[name] == {"type": "null", "description": f"Refused: {why}."}
-    for name, why in kind.IGNORED.items():
-        assert properties[name]["description"] == f"Changes nothing: {why}."
+    words = {Refused: "Refused", Neutral: "Changes nothing", Label: "Label"}
+    for name, rule in kind.RULES.items():
+        assert properties[name]["description"] == f"{words[type(rule)]}: {rule.why}."
+        if isinstance(rule, Refused):
+            assert properties[name]["type"] == "null"
+        if isinstance(rule, Neutral) and rule.values:
+            assert properties[name]["enum"] == [*rule.values, None]
 
 
 BASE = {

@@ -19,9 +19,10 @@ from openinfer_server.openai.types import (
     Turn,
     UserTurn,
 )
-from openinfer_server.request.fields import RequestFields, check_refused
+from openinfer_server.request.fields import RequestFields, check_rules
+from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 
-_NO_TOOLSETS = "tools come one by one here"
+_NO_TOOLSETS = Refused("tools come one by one here")
 
 
 class TextBlock(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -31,9 +32,9 @@ class TextBlock(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=
     cache_control: object = None
     citations: list[dict[str, Any]] | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {
+    RULES: ClassVar[Mapping[str, Rule]] = {
         "cache_control": CACHED_ANYWAY,
-        "citations": "they say where text came from; the text is what the model reads",
+        "citations": Neutral(ANY, "they say where text came from; the text is what the model reads"),
     }
 
 
@@ -43,9 +44,9 @@ class ThinkingBlock(
     """What the model thought; templates may drop it."""
 
     thinking: str
-    signature: str
+    signature: str | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"signature": "thinking is not signed here"}
+    RULES: ClassVar[Mapping[str, Rule]] = {"signature": Neutral(ANY, "thinking is not signed here")}
 
 
 class ToolUseBlock(
@@ -60,10 +61,10 @@ class ToolUseBlock(
     caller: dict[str, Any] | None = None
     toolset_name: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"toolset_name": _NO_TOOLSETS}
-    IGNORED: ClassVar[Mapping[str, str]] = {
+    RULES: ClassVar[Mapping[str, Rule]] = {
         "cache_control": CACHED_ANYWAY,
-        "caller": "the model is the only one who calls",
+        "caller": Neutral(ANY, "the model is the only one who calls"),
+        "toolset_name": _NO_TOOLSETS,
     }
 
 
@@ -78,10 +79,10 @@ class ToolResultBlock(
     cache_control: object = None
     toolset_name: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"toolset_name": _NO_TOOLSETS}
-    IGNORED: ClassVar[Mapping[str, str]] = {
+    RULES: ClassVar[Mapping[str, Rule]] = {
         "cache_control": CACHED_ANYWAY,
-        "is_error": "templates have no place for it; the content says what went wrong",
+        "is_error": Neutral(ANY, "templates have no place for it; the content says what went wrong"),
+        "toolset_name": _NO_TOOLSETS,
     }
 
 
@@ -114,7 +115,7 @@ def read_block(given: Mapping[str, Any], where: str) -> Block:
         known = ", ".join(BLOCK_TYPES)
         raise refused(f"{where}.type", f"{TEXT_ONLY}, whose blocks are {known}; not {str(kind)[:100]!r}")
     block: Block = convert_inside(given, Block, where)
-    check_refused(block, f"{where}.")
+    check_rules(block, f"{where}.")
     if isinstance(block, ToolUseBlock):
         check_depth(block.input, f"{where}.input")
     return block

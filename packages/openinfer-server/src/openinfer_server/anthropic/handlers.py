@@ -34,7 +34,7 @@ from openinfer_server.openai.types import SystemTurn, Turn
 from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.pipeline import deliver, submit
 from openinfer_server.output.response import Response
-from openinfer_server.request.fields import check_refused
+from openinfer_server.request.fields import check_rules
 from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
 from openinfer_server.request.plan import Plan, Prompt, Scoring, make_plan
 from openinfer_server.request.structured import OutputConstraint, chat_grammar, constrained, output_constraint
@@ -122,7 +122,7 @@ def _system(system: System) -> str:
     for index, block in enumerate(system):
         given: Any = block
         blocks.append(convert_inside(given, TextBlock, f"system[{index}]"))
-        check_refused(blocks[-1], f"system[{index}].")
+        check_rules(blocks[-1], f"system[{index}].")
     return system_text(blocks)
 
 
@@ -207,7 +207,7 @@ def read_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
         if kind not in (None, "custom"):
             raise refused(f"tools[{index}].type", f"{FUNCTIONS_ONLY}, whose type is custom; not {str(kind)[:100]!r}")
         tools.append(convert_inside(tool, ClientTool, f"tools[{index}]"))
-        check_refused(tools[-1], f"tools[{index}].")
+        check_rules(tools[-1], f"tools[{index}].")
     return tools
 
 
@@ -215,9 +215,7 @@ def check_prompting(request: Prompting) -> None:
     """Refuses what cannot be honoured of a prompt's fields."""
     if getattr(request, "thread", None) is not None:  # with the code at which the SDK goes on without a thread
         raise ApiError(400, f"thread is not supported: {NO_THREADS}", param="thread", code=THREAD_UNSUPPORTED)
-    check_refused(request)
-    if request.output_config is not None:
-        check_refused(request.output_config, "output_config.")
+    check_rules(request)
     thinking = request.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens < 1:
         raise invalid("thinking.budget_tokens", "thinking.budget_tokens must be at least 1")

@@ -8,12 +8,13 @@ import msgspec
 from openinfer_server.openai.types import CACHED_ANYWAY
 from openinfer_server.request.fields import Count, RequestFields, Stops
 from openinfer_server.request.generation_fields import SamplingFields
+from openinfer_server.request.neutral_fields import USER
+from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 
 NO_THREADS = "messages are not kept; send the whole conversation"
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's code
 FUNCTIONS_ONLY = "the only tools are those that the client runs"
-_NO_CONTROL = "the model has no such control"
-_NO_ACCOUNTS = "this server has no accounts"
+_NO_ACCOUNTS = Refused("this server has no accounts")
 
 _BLOCKS = {"items": {"type": "object", "description": "A block of text, thinking, tool_use or tool_result."}}
 Blocks = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_BLOCKS)]
@@ -40,14 +41,12 @@ class ClientTool(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
     defer_loading: object = None
     input_examples: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "allowed_callers": "tools are called by the model alone",
-        "defer_loading": "every tool is in the prompt",
-        "input_examples": "templates have no place for them; put them into the description",
-    }
-    IGNORED: ClassVar[Mapping[str, str]] = {
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "allowed_callers": Neutral((["direct"],), "tools are called by the model alone"),
         "cache_control": CACHED_ANYWAY,
-        "eager_input_streaming": "a tool's input is always streamed as it comes",
+        "defer_loading": Neutral((False,), "every tool is in the prompt"),
+        "eager_input_streaming": Neutral(ANY, "a tool's input is always streamed as it comes"),
+        "input_examples": Neutral(([],), "templates have no place for them; put them into the description"),
     }
 
 
@@ -114,7 +113,7 @@ class Metadata(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     user_id: str | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"user_id": "it says whom the request is for, and users are not counted"}
+    RULES: ClassVar[Mapping[str, Rule]] = {"user_id": USER}
 
 
 class JsonOutput(
@@ -128,10 +127,10 @@ class JsonOutput(
 class OutputConfig(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the answer is to be."""
 
-    effort: Literal["high"] | None = None
+    effort: str | None = None
     format: JsonOutput | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"effort": "high is what the model does anyway"}
+    RULES: ClassVar[Mapping[str, Rule]] = {"effort": Neutral(("high",), "high is what the model does anyway")}
 
 
 _TOOL = {"items": {"$ref": "#/components/schemas/ClientTool"}}
@@ -139,15 +138,17 @@ Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
 _SYSTEM = {"items": {"$ref": "#/components/schemas/TextBlock"}}
 System = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_SYSTEM)]
 
-_PROMPT_REFUSED = {
+_NO_COMPACTION = Refused("nothing of a conversation is left out")
+_PROMPT_RULES: Mapping[str, Rule] = {
     "billing_policy": _NO_ACCOUNTS,
-    "compaction": "nothing of a conversation is left out",
-    "context_management": "nothing of a conversation is left out",
-    "mcp_servers": FUNCTIONS_ONLY,
+    "cache_control": CACHED_ANYWAY,
+    "compaction": _NO_COMPACTION,
+    "context_management": _NO_COMPACTION,
+    "mcp_servers": Neutral(([],), FUNCTIONS_ONLY),
+    "speed": Neutral(("standard",), "standard is what is always so, and there is nothing faster"),
     "user_profile_id": _NO_ACCOUNTS,
     "workspace_id": _NO_ACCOUNTS,
 }
-_PROMPT_IGNORED = {"cache_control": CACHED_ANYWAY, "speed": "standard is what is always so; fast is refused"}
 
 
 class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,8 +165,7 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     tool_choice: ToolChoice | None = None
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    speed: Literal["standard"] | None = None
+    speed: str | None = None
     cache_control: object = None
     container: object = None
     diagnostics: object = None
@@ -180,20 +180,17 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     user_profile_id: object = None
     workspace_id: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        **_PROMPT_REFUSED,
-        "container": "this server runs no code",
-        "diagnostics": "the answer's usage says what was cached",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **SamplingFields.RULES,
+        **_PROMPT_RULES,
+        "container": Refused("this server runs no code"),
+        "diagnostics": Refused("the answer's usage says what was cached"),
         "fallback_credit_token": _NO_ACCOUNTS,
-        "fallbacks": "this server has one model",
-        "inference_geo": "the server is where it is",
-        "stop": "it is named stop_sequences here",
-        "thread": NO_THREADS,
-    }
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        **SamplingFields.IGNORED,
-        **_PROMPT_IGNORED,
-        "service_tier": "there is one tier, which both name",
+        "fallbacks": Refused("this server has one model"),
+        "inference_geo": Refused("the server is where it is"),
+        "service_tier": Neutral(("auto", "default", "standard_only"), "there is one tier, which these name"),
+        "stop": Refused("it is named stop_sequences here"),
+        "thread": Refused(NO_THREADS),
     }
 
 
@@ -207,7 +204,7 @@ class CountTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
-    speed: Literal["standard"] | None = None
+    speed: str | None = None
     cache_control: object = None
     billing_policy: object = None
     compaction: object = None
@@ -216,8 +213,7 @@ class CountTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
     user_profile_id: object = None
     workspace_id: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = _PROMPT_REFUSED
-    IGNORED: ClassVar[Mapping[str, str]] = _PROMPT_IGNORED
+    RULES: ClassVar[Mapping[str, Rule]] = _PROMPT_RULES
 
 
 Prompting: TypeAlias = MessagesRequest | CountTokensRequest  # what makes a prompt

@@ -2,7 +2,7 @@
 
 import http
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from openinfer_server.http.request import JSON, HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.observability.operations import DISTRIBUTION
 from openinfer_server.request.fields import sent_name
+from openinfer_server.request.rules import Refused, Rule
 
 OPENAPI_VERSION = "3.1.0"
 EVENT_STREAM = "text/event-stream"
@@ -43,7 +44,7 @@ def openapi_document(routes: Iterable[Route], *, version: str, asks_for_keys: bo
         operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route, schemas)
         if asks_for_keys and route.level is not Level.PUBLIC:
             operation["security"] = [{name: []} for name in _KEYS]
-    _say_what_is_refused(components, types)
+    _apply_rules(components, types)
     return {
         "openapi": OPENAPI_VERSION,
         "info": {
@@ -116,10 +117,10 @@ def _query_parameters(doc: RouteDoc) -> Iterator[Schema]:
     if doc.query is None:
         return
     _, components = _schemas([doc.query])
-    refused = getattr(doc.query, "REFUSED", {})
+    rules: Mapping[str, Rule] = getattr(doc.query, "RULES", {})
     for name, schema in components[doc.query.__name__]["properties"].items():
         kinds = [kind for kind in schema.get("anyOf", [schema]) if kind != {"type": "null"}]
-        if name not in refused:
+        if not isinstance(rules.get(name), Refused):
             yield {"name": name, "in": "query", "schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
 
 
@@ -177,14 +178,17 @@ def _any_of(kinds: Any, schemas: dict[Any, Schema]) -> Schema:
     return several[0] if len(several) == 1 else {"anyOf": several}
 
 
-def _say_what_is_refused(components: dict[str, Schema], types: Iterable[Any]) -> None:
-    """Fields that are refused take null alone and say why; fields that change nothing say so."""
+def _apply_rules(components: dict[str, Schema], types: Iterable[Any]) -> None:
+    """Fields that are not honoured say so, with what they take."""
     for kind in _structs(types):
-        properties = components.get(kind.__name__, {}).get("properties", {})
-        for name, why in getattr(kind, "REFUSED", {}).items():
-            properties[sent_name(kind, name)] = {"type": "null", "description": f"Refused: {why}."}
-        for name, why in getattr(kind, "IGNORED", {}).items():
-            properties[sent_name(kind, name)] |= {"description": f"Changes nothing: {why}."}
+        rules: Mapping[str, Rule] = getattr(kind, "RULES", {})
+        if not rules:
+            continue
+        qualified = f"{kind.__module__}.{kind.__qualname__}"  # msgspec's name for one of two types of one name
+        properties = components[qualified if qualified in components else kind.__name__]["properties"]
+        for name, rule in rules.items():
+            sent = sent_name(kind, name)
+            properties[sent] = rule.in_schema(properties[sent])
 
 
 def _structs(types: Iterable[Any]) -> Iterator[type[msgspec.Struct]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from openinfer_server.chat.prompt import chat_prompt
-from openinfer_server.http.api_errors import invalid, refused
+from openinfer_server.http.api_errors import invalid
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.limits.conversation import check_num_entries
 from openinfer_server.openai.chat_sinks import ChatMessageSink, ChatStreamSink
@@ -16,7 +16,7 @@ from openinfer_server.openai.types import ChatRequest, check_turns, thinks
 from openinfer_server.output.logprobs import chat_format
 from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.response import Choice
-from openinfer_server.request.fields import check_refused
+from openinfer_server.request.fields import check_rules
 from openinfer_server.request.plan import Scoring, check_num_choices, check_stream_options, make_plan
 from openinfer_server.request.structured import chat_grammar, constrained, output_constraint
 from openinfer_server.service import Service
@@ -92,9 +92,7 @@ def _max_tokens(request: ChatRequest) -> int | None:
 
 
 def _check(request: ChatRequest) -> None:
-    check_refused(request)
-    if request.store:
-        raise refused("store", "this server stores no completions")
+    check_rules(request)
     check_num_entries(request.messages, "messages")
     if not request.messages:
         raise invalid("messages", "messages is empty")

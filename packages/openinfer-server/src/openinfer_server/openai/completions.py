@@ -14,7 +14,7 @@ from openinfer_server.openai.objects import Completion, CompletionChoice, Usage
 from openinfer_server.openai.types import CompletionRequest
 from openinfer_server.output.logprobs import legacy_format
 from openinfer_server.output.response import Choice
-from openinfer_server.request.fields import check_refused
+from openinfer_server.request.fields import check_rules
 from openinfer_server.request.plan import (
     DEFAULT_COMPLETION_TOKENS,
     Prompt,
@@ -52,7 +52,7 @@ class Completions:
         service = self._service
         service.check_serving()
         request = await http_request.read_json(_decoder)
-        check_refused(request)
+        check_rules(request)
         if request.best_of not in (None, request.n or 1):
             raise refused("best_of", "ask for n choices and choose yourself")
         model = service.resolve_model(request.model)

@@ -1,7 +1,7 @@
 """Request bodies as msgspec types: every field the OpenAI SDK can send is here, honoured or refused by name.
 
-`null` means absent. Fields in a type's `REFUSED` are known and refused; fields that are not here are refused by the
-decoder.
+`null` means absent. A type's `RULES` say what becomes of fields that are known and not honoured; fields that are not
+here are refused by the decoder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,19 @@ from openinfer_server.request.fields import (
     Logprobs,
     NonNegative,
     RequestFields,
-    check_refused,
+    check_rules,
 )
 from openinfer_server.request.generation_fields import GenerationFields
+from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 from openinfer_server.tools.types import Tool, ToolChoice
 
 TEXT_ONLY = "this server serves text only"
-CACHE_OPTIONS = "the prefix cache has no options; cache_salt separates its users"
-CACHED_ANYWAY = "the prefix cache keeps every block that fits, asked or not"
-_MADE_BY_CLIENT = "the client's library made it of an answer"
-CACHE_RETENTION = "the prefix cache keeps what fits"
+NOT_TEXT = Refused(TEXT_ONLY)
+CACHE_OPTIONS = Refused("the prefix cache has no options; cache_salt separates its users")
+CACHED_ANYWAY = Neutral(ANY, "the prefix cache keeps every block that fits, asked or not")
+CACHE_RETENTION = Refused("the prefix cache keeps what fits")
+VERBOSITY = Neutral(("medium",), "medium is what the model does anyway, which has no such control")
+_MADE_BY_CLIENT = Neutral(ANY, "the client's library made it of an answer")
 
 
 # How much to think. Models here think or do not: `none` and `minimal` turn it off, every other effort on.
@@ -45,10 +48,10 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     best_of: int | None = None
     suffix: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"suffix": "the model does not fill in the middle"}
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        **GenerationFields.IGNORED,
-        "best_of": "as many as n is what is always so; more is refused",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **GenerationFields.RULES,
+        "best_of": Neutral(ANY, "as many as n is what is always so; more is refused"),
+        "suffix": Refused("the model does not fill in the middle"),
     }
 
 
@@ -66,17 +69,15 @@ class TextPart(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=T
     refusal: object = None
     video_url: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "audio_url": TEXT_ONLY,
-        "file": TEXT_ONLY,
-        "image_url": TEXT_ONLY,
-        "input_audio": TEXT_ONLY,
-        "refusal": "a refusal is given as text here",
-        "video_url": TEXT_ONLY,
-    }
-    IGNORED: ClassVar[Mapping[str, str]] = {
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "audio_url": NOT_TEXT,
         "cache_control": CACHED_ANYWAY,
+        "file": NOT_TEXT,
+        "image_url": NOT_TEXT,
+        "input_audio": NOT_TEXT,
         "prompt_cache_breakpoint": CACHED_ANYWAY,
+        "refusal": Refused("a refusal is given as text here"),
+        "video_url": NOT_TEXT,
     }
 
 
@@ -114,7 +115,9 @@ class FunctionCall(RequestFields, frozen=True, kw_only=True, forbid_unknown_fiel
     arguments: str | dict[str, Any] | None = None
     parsed_arguments: object = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"parsed_arguments": "they are the arguments, as the SDK has read them"}
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "parsed_arguments": Neutral(ANY, "they are the arguments, as the SDK has read them")
+    }
 
 
 class ToolCall(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,8 +129,8 @@ class ToolCall(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=T
     index: int | None = None
     provider_specific_fields: object = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        "index": "the order of the list says it, and a stream's events have it",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "index": Neutral(ANY, "the order of the list says it, and a stream's events have it"),
         "provider_specific_fields": _MADE_BY_CLIENT,
     }
 
@@ -149,15 +152,13 @@ class AssistantTurn(
     audio: object = None
     function_call: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "audio": TEXT_ONLY,
-        "function_call": "tool_calls has taken its place",
-        "refusal": "a refusal is given as content here",
-    }
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        "annotations": "they describe the text of an answer",
-        "parsed": "it is the content, as the SDK has read it",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "annotations": Neutral(ANY, "they describe the text of an answer"),
+        "audio": NOT_TEXT,
+        "function_call": Refused("tool_calls has taken its place"),
+        "parsed": Neutral(ANY, "it is the content, as the SDK has read it"),
         "provider_specific_fields": _MADE_BY_CLIENT,
+        "refusal": Refused("a refusal is given as content here"),
     }
 
 
@@ -176,7 +177,7 @@ def check_turns(turns: Sequence[Turn], field: str) -> None:
     """Refuses what cannot be honoured of turns, by name."""
     for index, turn in enumerate(turns):
         if isinstance(turn, AssistantTurn):
-            check_refused(turn, f"{field}[{index}].")
+            check_rules(turn, f"{field}[{index}].")
         if isinstance(turn.content, list):
             for place, part in enumerate(turn.content):
                 _check_part(part, f"{field}[{index}].content[{place}]")
@@ -185,7 +186,7 @@ def check_turns(turns: Sequence[Turn], field: str) -> None:
 def _check_part(part: TextPart, where: str) -> None:
     if part.type != "text":
         raise refused(f"{where}.type", f"{TEXT_ONLY}, whose parts are text; not {part.type[:100]!r}")
-    check_refused(part, f"{where}.")
+    check_rules(part, f"{where}.")
     if part.text is None:
         raise invalid(f"{where}.text", f"{where}.text is required")
 
@@ -210,15 +211,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: NonNegative | None = None  # tokens of reasoning at most; vLLM's name
-    modalities: list[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    metadata: dict[str, str] | None = None
+    modalities: list[str] | None = None
     store: bool | None = None
-    add_generation_prompt: object = None
-    best_of: object = None
-    continue_final_message: object = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
     audio: object = None
     function_call: object = None
     functions: object = None
@@ -229,32 +223,17 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     verbosity: object = None
     web_search_options: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "audio": TEXT_ONLY,
-        "function_call": "tool_choice has taken its place",
-        "functions": "tools has taken its place",
-        "moderation": "this server does not moderate",
-        "prediction": "this server does not decode against predicted outputs",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **GenerationFields.RULES,
+        "audio": NOT_TEXT,
+        "function_call": Refused("tool_choice has taken its place"),
+        "functions": Refused("tools has taken its place"),
+        "modalities": Neutral((["text"], []), TEXT_ONLY),
+        "moderation": Refused("this server does not moderate"),
+        "prediction": Refused("this server does not decode against predicted outputs"),
         "prompt_cache_options": CACHE_OPTIONS,
         "prompt_cache_retention": CACHE_RETENTION,
-        "verbosity": "the model has no such control",
-        "web_search_options": "this server does not search the web",
-    }
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        **GenerationFields.IGNORED,
-        "add_generation_prompt": "true asks for what is always so; false is refused",
-        "best_of": "one is what is always so; more is refused: ask for n choices and choose yourself",
-        "continue_final_message": "false asks for what is always so; true is refused: answers are begun anew",
-        "metadata": "it labels completions that are stored, and none are",
-        "modalities": "text is the only one",
-        "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
-        "safety_identifier": "it says whom the request is for, and users are not counted",
-        "service_tier": "there is one tier, which auto and default name",
-        "store": "false asks for what is always so; true is refused",
-    }
-    NEUTRAL: ClassVar[Mapping[str, object]] = {
-        **GenerationFields.NEUTRAL,
-        "add_generation_prompt": True,
-        "best_of": 1,
-        "continue_final_message": False,
+        "store": Neutral((False,), "false asks for what is always so; this server stores no completions"),
+        "verbosity": VERBOSITY,
+        "web_search_options": Refused("this server does not search the web"),
     }

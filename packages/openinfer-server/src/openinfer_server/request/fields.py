@@ -12,33 +12,31 @@ import msgspec
 from openinfer_core.request import MAX_DEADLINE_S, MAX_HINT_LENGTH, MAX_HINTS, MAX_NAME_LENGTH
 from openinfer_core.sampling import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
 from openinfer_core.sampling_parameters import PARAMETERS
-from openinfer_server.http.api_errors import refused
+from openinfer_server.request.rules import Rule
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An object of a request: each of its fields is honoured unless it is named here."""
 
-    REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Fields that are known and cannot be honoured, and why; `null` is taken."""
-    IGNORED: ClassVar[Mapping[str, str]] = {}
-    """Fields that are taken and change nothing, and why that is harmless."""
-    NEUTRAL: ClassVar[Mapping[str, object]] = {}
-    """Of those, the one value that is taken: it asks for what is always so, and any other is refused."""
+    RULES: ClassVar[Mapping[str, Rule]] = {}
+    """What becomes of the fields that are not honoured; `null` is taken by all of them."""
 
 
-def check_refused(request: RequestFields, where: str = "") -> None:
-    """Refuses fields that cannot be honoured.
+def check_rules(request: RequestFields, where: str = "") -> None:
+    """Holds an object, and the objects that are its fields, to their rules; lists are for those who read them.
 
     Raises:
         ApiError: 400; its `param` names the field.
     """
-    for name, why in request.REFUSED.items():
-        if getattr(request, name) is not None:
-            raise refused(where + sent_name(type(request), name), why)
-    for name, neutral in request.NEUTRAL.items():
-        given = getattr(request, name)
-        if given is not None and (given != neutral or isinstance(given, bool) is not isinstance(neutral, bool)):
-            raise refused(where + sent_name(type(request), name), request.IGNORED[name])
+    rules = request.RULES
+    for name, sent in zip(request.__struct_fields__, request.__struct_encode_fields__, strict=True):
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if name in rules:
+            rules[name].check(where + sent, value)
+        elif isinstance(value, RequestFields):
+            check_rules(value, f"{where}{sent}.")
 
 
 def sent_name(kind: type[msgspec.Struct], name: str) -> str:

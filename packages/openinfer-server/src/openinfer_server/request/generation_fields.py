@@ -17,6 +17,8 @@ from openinfer_server.request.fields import (
     Stops,
     StopTokenIds,
 )
+from openinfer_server.request.neutral_fields import CACHE_KEY, LABELS, METADATA, NEW_TURN, NO_OBFUSCATION, USER
+from openinfer_server.request.rules import Rule
 from openinfer_server.request.sampling_fields import SamplingNumberFields
 from openinfer_server.request.structured_types import GuidedFields, ResponseFormat
 
@@ -27,7 +29,7 @@ class StreamOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fie
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"include_obfuscation": "false asks for what is always so; true is refused"}
+    RULES: ClassVar[Mapping[str, Rule]] = {"include_obfuscation": NO_OBFUSCATION}
 
 
 class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,19 +46,22 @@ class SamplingFields(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fie
     priority: Priority | None = None
     deadline_s: Deadline | None = None
     hints: Hints | None = None
-    length_penalty: object = None
-    skip_special_tokens: object = None
-    use_beam_search: object = None
+    add_generation_prompt: object = None
+    continue_final_message: object = None
+    client_metadata: dict[str, str] | None = None
+    kv_transfer_params: object = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    user: str | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        "length_penalty": "one asks for what is always so; other values are for beams, and tokens are sampled here",
-        "skip_special_tokens": "true asks for what is always so; false is refused: /inference/v1/generate returns ids",
-        "use_beam_search": "false asks for what is always so; true is refused: tokens are sampled here",
-    }
-    NEUTRAL: ClassVar[Mapping[str, object]] = {
-        "length_penalty": 1,
-        "skip_special_tokens": True,
-        "use_beam_search": False,
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **GuidedFields.RULES,
+        **LABELS,
+        **NEW_TURN,
+        "prompt_cache_key": CACHE_KEY,
+        "safety_identifier": USER,
+        "user": USER,
     }
 
     @property
@@ -75,9 +80,6 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     max_tokens: Count | None = None
     response_format: ResponseFormat | None = None
     """OpenAI's for chats, vLLM's for completions, too."""
-    user: str | None = None
+    metadata: dict[str, str] | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        **SamplingFields.IGNORED,
-        "user": "it says whom the request is for, and users are not counted",
-    }
+    RULES: ClassVar[Mapping[str, Rule]] = {**SamplingFields.RULES, "metadata": METADATA}

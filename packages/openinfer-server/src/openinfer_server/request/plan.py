@@ -15,7 +15,7 @@ from openinfer_core.errors import InvalidRequest
 from openinfer_core.request import MAX_NAME_LENGTH, GenerateRequest, RequestId
 from openinfer_core.sampling import SamplingParams
 from openinfer_core.sampling_defaults import SamplingDefaults
-from openinfer_server.http.api_errors import ApiError, from_invalid_request, invalid, refused
+from openinfer_server.http.api_errors import ApiError, from_invalid_request, invalid
 from openinfer_server.limits.request_cost import PromptCost, RequestCost
 from openinfer_server.options import ServerOptions
 from openinfer_server.request.fields import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOPS
@@ -147,8 +147,6 @@ def check_stream_options(fields: GenerationFields) -> bool:
         return False
     if not fields.stream:
         raise invalid("stream_options", "stream_options is only for stream=true")
-    if stream_options.include_obfuscation:
-        raise refused("stream_options.include_obfuscation", "events are as long as their text")
     return bool(stream_options.include_usage)
 
 

@@ -14,7 +14,6 @@ from openinfer_core.sampling import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind, Pr
 from openinfer_server.http.api_errors import from_invalid_request, invalid, refused
 from openinfer_server.limits.conversation import check_depth
 from openinfer_server.parsers.call_syntax import JsonSchema
-from openinfer_server.request.fields import check_refused
 from openinfer_server.request.generation_fields import GenerationFields, SamplingFields
 from openinfer_server.request.plan import Plan, Prompt
 from openinfer_server.request.structured_types import ANY_OBJECT, JsonObjectFormat, JsonSchemaFormat, ResponseFormat
@@ -132,10 +131,8 @@ def _preamble(service: Service, prompt: Prompt, field: str) -> Preamble | None:
 
 def _constraints(fields: SamplingFields) -> Iterator[OutputConstraint]:
     given = fields.structured_outputs
-    if given is not None:
-        check_refused(given, "structured_outputs.")
-        if given.json_object:
-            yield OutputConstraint(schema=ANY_OBJECT, field="structured_outputs.json_object")
+    if given is not None and given.json_object:
+        yield OutputConstraint(schema=ANY_OBJECT, field="structured_outputs.json_object")
     for name in ("json", "regex", "choice", "grammar"):
         for field, value in (
             (f"structured_outputs.{name}", None if given is None else getattr(given, name)),

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from openinfer_server.request.fields import RequestFields
-from openinfer_server.request.sampling_fields import SamplingNumberFields
+from openinfer_server.request.neutral_fields import NeutralSamplingFields
+from openinfer_server.request.rules import ANY, Label, Neutral, Refused, Rule
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _WHITE_SPACE = "a schema's x-guidance has whitespace_flexible and whitespace_pattern"
@@ -28,10 +29,10 @@ class NamedSchema(RequestFields, frozen=True, kw_only=True, forbid_unknown_field
     description: str | None = None
     strict: bool | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        "description": "what the model is to know stands in the messages",
-        "name": "it labels the schema for people",
-        "strict": "true is what is always so",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "description": Neutral(ANY, "what the model is to know stands in the messages"),
+        "name": Label("it names the schema for people"),
+        "strict": Neutral(ANY, "schemas are followed to the letter, asked or not"),
     }
 
 
@@ -60,16 +61,16 @@ class StructuredOutputs(RequestFields, frozen=True, kw_only=True, forbid_unknown
     disable_additional_properties: object = None
     disable_fallback: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "disable_additional_properties": "a schema's additionalProperties says so",
-        "disable_any_whitespace": _WHITE_SPACE,
-        "structural_tag": "tools with strict constrain calls inside text",
-        "whitespace_pattern": _WHITE_SPACE,
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "disable_additional_properties": Neutral((False,), "a schema's additionalProperties says so"),
+        "disable_any_whitespace": Neutral((False,), _WHITE_SPACE),
+        "disable_fallback": Neutral(ANY, "there is one backend and no fallback"),
+        "structural_tag": Refused("tools with strict constrain calls inside text"),
+        "whitespace_pattern": Refused(_WHITE_SPACE),
     }
-    IGNORED: ClassVar[Mapping[str, str]] = {"disable_fallback": "there is one backend and no fallback"}
 
 
-class GuidedFields(SamplingNumberFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GuidedFields(NeutralSamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Structured output on routes that generate, under both names that vLLM has had for it."""
 
     structured_outputs: StructuredOutputs | None = None

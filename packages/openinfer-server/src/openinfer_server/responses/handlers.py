@@ -11,8 +11,9 @@ from openinfer_server.http.writers import StreamWriter
 from openinfer_server.output import pipeline
 from openinfer_server.output.delivery import await_end
 from openinfer_server.output.parsing import OutputParsers
+from openinfer_server.request.fields import check_rules
 from openinfer_server.request.structured import chat_grammar, constrained
-from openinfer_server.responses.checks import check_conversation, check_obfuscation, check_response
+from openinfer_server.responses.checks import check_response
 from openinfer_server.responses.items import InputItem
 from openinfer_server.responses.objects import DeletedResponse, InputTokens
 from openinfer_server.responses.plan import (
@@ -162,7 +163,7 @@ class Responses:
     async def retrieve(self, http_request: HttpRequest) -> None:
         """A response that is kept, or the events of a background one."""
         query = http_request.read_query(RetrieveQuery)
-        check_obfuscation(query.include_obfuscation, "include_obfuscation")
+        check_rules(query)
         record = self._find(http_request)
         if not query.stream:
             if query.starting_after is not None:
@@ -205,7 +206,7 @@ class Responses:
 
     async def input_tokens(self, http_request: HttpRequest) -> None:
         request = await http_request.read_json(_count_decoder)
-        check_conversation(request)
+        check_rules(request)
         self._service.resolve_model(request.model)
         items = await conversation_items(request, self._previous(http_request, request))
         available = conversation_tools(self._service, request)

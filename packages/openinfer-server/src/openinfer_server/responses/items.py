@@ -5,12 +5,13 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from openinfer_server.http.api_errors import convert_inside, refused
 from openinfer_server.openai.types import CACHED_ANYWAY, TEXT_ONLY
-from openinfer_server.request.fields import RequestFields, check_refused
+from openinfer_server.request.fields import RequestFields, check_rules
+from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-_NO_STATE = "it describes the item, not its text"
-_NO_CALLERS = "functions are called by the model alone"
-_NO_NAMESPACES = "functions have no namespaces here"
+_NO_STATE = Neutral(ANY, "it describes the item, not its text")
+_CALLER = Neutral(({"type": "direct"},), "functions are called by the model alone")
+_NO_NAMESPACES = Refused("functions have no namespaces here")
 
 
 class InputText(
@@ -21,7 +22,7 @@ class InputText(
     text: str
     prompt_cache_breakpoint: object = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"prompt_cache_breakpoint": CACHED_ANYWAY}
+    RULES: ClassVar[Mapping[str, Rule]] = {"prompt_cache_breakpoint": CACHED_ANYWAY}
 
 
 class OutputText(
@@ -33,7 +34,7 @@ class OutputText(
     annotations: list[object] | None = None
     logprobs: list[object] | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"annotations": _NO_STATE, "logprobs": _NO_STATE}
+    RULES: ClassVar[Mapping[str, Rule]] = {"annotations": _NO_STATE, "logprobs": _NO_STATE}
 
 
 class Refusal(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
@@ -72,7 +73,7 @@ class MessageItem(
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"id": _NO_STATE, "status": _NO_STATE, "phase": _NO_STATE}
+    RULES: ClassVar[Mapping[str, Rule]] = {"id": _NO_STATE, "status": _NO_STATE, "phase": _NO_STATE}
 
 
 class FunctionCallItem(
@@ -95,12 +96,13 @@ class FunctionCallItem(
     namespace: object = None
     asynchronous: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "caller": _NO_CALLERS,
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "asynchronous": Neutral((False,), "every call is waited for"),
+        "caller": _CALLER,
+        "id": _NO_STATE,
         "namespace": _NO_NAMESPACES,
-        "asynchronous": "every call is waited for",
+        "status": _NO_STATE,
     }
-    IGNORED: ClassVar[Mapping[str, str]] = {"id": _NO_STATE, "status": _NO_STATE}
 
 
 class FunctionOutputItem(
@@ -116,11 +118,12 @@ class FunctionOutputItem(
     caller: object = None
     namespace: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"caller": _NO_CALLERS, "namespace": _NO_NAMESPACES}
-    IGNORED: ClassVar[Mapping[str, str]] = {
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "caller": _CALLER,
         "id": _NO_STATE,
+        "name": Neutral(ANY, "call_id says which call it was"),
+        "namespace": _NO_NAMESPACES,
         "status": _NO_STATE,
-        "name": "call_id says which call it was",
     }
 
 
@@ -135,11 +138,11 @@ class ReasoningItem(
     status: ItemStatus | None = None
     encrypted_content: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"encrypted_content": "only the server that encrypted it can read it"}
-    IGNORED: ClassVar[Mapping[str, str]] = {
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "encrypted_content": Refused("only the server that encrypted it can read it"),
         "id": _NO_STATE,
         "status": _NO_STATE,
-        "summary": "the template wants the reasoning itself, which is content",
+        "summary": Neutral(ANY, "the template wants the reasoning itself, which is content"),
     }
 
 
@@ -165,5 +168,5 @@ def _read_item(given: Mapping[str, Any], where: str) -> InputItem:
         known = ", ".join(ITEM_TYPES)
         raise refused(f"{where}.type", f"{TEXT_ONLY}, whose items are {known}; not {str(kind)[:100]!r}")
     item: InputItem = convert_inside({**given, "type": kind}, InputItem, where)
-    check_refused(item, f"{where}.")
+    check_rules(item, f"{where}.")
     return item

@@ -130,7 +130,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: None = None
     metadata: dict[str, str] = {}
     model: str
     output: list[OutputItem] = []

@@ -152,7 +152,6 @@ def new_response(request: ResponseRequest, model: str, defaults: SamplingDefault
         background=bool(request.background),
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
-        max_tool_calls=request.max_tool_calls,
         metadata=request.metadata or {},
         model=model,
         parallel_tool_calls=request.parallel_tool_calls is not False,

@@ -5,19 +5,19 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from openinfer_server.openai.types import CACHE_OPTIONS, CACHE_RETENTION, Effort
+from openinfer_server.openai.types import CACHE_OPTIONS, CACHE_RETENTION, NOT_TEXT, VERBOSITY, Effort
 from openinfer_server.parsers.call_syntax import JsonSchema
 from openinfer_server.request.fields import Count, Logprobs, NonNegative, RequestFields
 from openinfer_server.request.generation_fields import SamplingFields
+from openinfer_server.request.neutral_fields import NO_OBFUSCATION
+from openinfer_server.request.rules import ANY, Neutral, Refused, Rule
 from openinfer_server.request.structured_types import ANY_OBJECT, NamedSchema
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-MAX_METADATA = 16  # OpenAI's bounds
-MAX_METADATA_KEY = 64
-MAX_METADATA_VALUE = 512
 FUNCTIONS_ONLY = "the only tools are functions that the client runs"
-_NO_CONTROL = "the model has no such control"
+_NO_CONTROL = Refused("the model has no such control")
+_SUMMARY = Neutral(("auto",), "reasoning is given whole, and auto leaves the choice")
 
 
 class FunctionTool(
@@ -39,11 +39,11 @@ class FunctionTool(
     defer_loading: object = None
     output_schema: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "asynchronous": "every call is waited for",
-        "allowed_callers": "functions are called by the model alone",
-        "defer_loading": "every tool is in the prompt",
-        "output_schema": "what a function returns is given to the model as it is",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "allowed_callers": Neutral((["direct"],), "functions are called by the model alone"),
+        "asynchronous": Neutral((False,), "every call is waited for"),
+        "defer_loading": Neutral((False,), "every tool is in the prompt"),
+        "output_schema": Refused("what a function returns is given to the model as it is"),
     }
 
 
@@ -51,17 +51,17 @@ class ReasoningOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_
     """How to think."""
 
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None
+    summary: str | None = None
     context: object = None
     generate_summary: object = None
     mode: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "context": "what of earlier reasoning is kept is the chat template's choice",
-        "generate_summary": "reasoning is given whole",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "context": Refused("what of earlier reasoning is kept is the chat template's choice"),
+        "generate_summary": _SUMMARY,
         "mode": _NO_CONTROL,
+        "summary": _SUMMARY,
     }
-    IGNORED: ClassVar[Mapping[str, str]] = {"summary": "reasoning is given whole, and auto leaves the choice"}
 
 
 class PlainFormat(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -96,17 +96,21 @@ class TextOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_field
     """How the text is to be."""
 
     format: PlainFormat | ObjectFormat | SchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"verbosity": "medium is what the model does anyway"}
+    RULES: ClassVar[Mapping[str, Rule]] = {"verbosity": VERBOSITY}
 
 
 class ResponseStreamOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a stream says beside its text."""
 
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"include_obfuscation": "false asks for what is always so; true is refused"}
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "continuous_usage_stats": Neutral((False,), "the response that ends the stream has the usage"),
+        "include_obfuscation": NO_OBFUSCATION,
+    }
 
 
 class ToolChoice(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,8 +128,10 @@ Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
 Input = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_ITEM)]
 
 
-_CONVERSATION_REFUSED = {"conversation": "there are no conversations; continue with previous_response_id"}
-_CONVERSATION_IGNORED = {"truncation": "disabled is what is always so; auto is refused"}
+_CONVERSATION_RULES: Mapping[str, Rule] = {
+    "conversation": Refused("there are no conversations; continue with previous_response_id"),
+    "truncation": Neutral(("disabled",), "disabled is what is always so; nothing of a conversation is left out"),
+}
 
 
 class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +146,7 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: str | None = None
     conversation: object = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -152,11 +158,6 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     metadata: dict[str, str] | None = None
     top_logprobs: Logprobs | None = None
     max_tool_calls: int | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    user: str | None = None
-    client_metadata: dict[str, str] | None = None
     access_programs: object = None
     background_options: object = None
     context_management: object = None
@@ -166,26 +167,18 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
     prompt_cache_options: object = None
     prompt_cache_retention: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        **_CONVERSATION_REFUSED,
-        "access_programs": "there are none here",
-        "background_options": "a background response begins as soon as the engine has room",
-        "context_management": "nothing of a conversation is left out",
-        "image": "this server serves text only",
-        "moderation": "this server does not moderate",
-        "prompt": "this server stores no prompts; send instructions and input",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **SamplingFields.RULES,
+        **_CONVERSATION_RULES,
+        "access_programs": Refused("there are none here"),
+        "background_options": Refused("a background response begins as soon as the engine has room"),
+        "context_management": Refused("nothing of a conversation is left out"),
+        "image": NOT_TEXT,
+        "max_tool_calls": Neutral(ANY, "it bounds tools that the server runs, and there are none"),
+        "moderation": Refused("this server does not moderate"),
+        "prompt": Refused("this server stores no prompts; send instructions and input"),
         "prompt_cache_options": CACHE_OPTIONS,
         "prompt_cache_retention": CACHE_RETENTION,
-    }
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        **SamplingFields.IGNORED,
-        **_CONVERSATION_IGNORED,
-        "client_metadata": "it labels requests of Codex",
-        "max_tool_calls": "it bounds tools that the server runs, and there are none",
-        "prompt_cache_key": "it is a hint for routing between machines, and there is one cache",
-        "safety_identifier": "it says whom the request is for, and users are not counted",
-        "service_tier": "there is one tier, which auto and default name",
-        "user": "it says whom the request is for, and users are not counted",
     }
 
 
@@ -201,12 +194,11 @@ class InputTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: str | None = None
     conversation: object = None
     personality: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {**_CONVERSATION_REFUSED, "personality": _NO_CONTROL}
-    IGNORED: ClassVar[Mapping[str, str]] = _CONVERSATION_IGNORED
+    RULES: ClassVar[Mapping[str, Rule]] = {**_CONVERSATION_RULES, "personality": _NO_CONTROL}
 
 
 Conversation: TypeAlias = ResponseRequest | InputTokensRequest  # what makes a prompt
@@ -220,9 +212,9 @@ class RetrieveQuery(RequestFields, frozen=True, kw_only=True, forbid_unknown_fie
     include: list[str] | None = None
     include_obfuscation: bool | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {
-        "include": "what was asked for when the response was created is there",
-        "include_obfuscation": "false asks for what is always so; true is refused",
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "include": Neutral(ANY, "what was asked for when the response was created is there"),
+        "include_obfuscation": NO_OBFUSCATION,
     }
 
 
@@ -234,4 +226,4 @@ class ItemsQuery(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
     order: Literal["asc", "desc"] | None = None
     include: list[str] | None = None
 
-    IGNORED: ClassVar[Mapping[str, str]] = {"include": "items are given whole"}
+    RULES: ClassVar[Mapping[str, Rule]] = {"include": Neutral(ANY, "items are given whole")}

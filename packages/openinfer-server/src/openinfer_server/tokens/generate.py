@@ -8,7 +8,7 @@ import msgspec
 from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
 from openinfer_core.sampling import Grammar
 from openinfer_core.sampling_defaults import NO_DEFAULTS
-from openinfer_server.http.api_errors import ApiError, ErrorResponse, invalid, refused
+from openinfer_server.http.api_errors import ApiError, ErrorResponse, invalid
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.routes import Route, RouteDoc
 from openinfer_server.http.writers import StreamWriter
@@ -17,7 +17,7 @@ from openinfer_server.output.logprobs import LEAST_LOGPROB
 from openinfer_server.output.pipeline import deliver
 from openinfer_server.output.response import Choice, Response
 from openinfer_server.output.usage import usage_of
-from openinfer_server.request.fields import check_refused
+from openinfer_server.request.fields import check_rules
 from openinfer_server.request.generation_fields import GenerationFields
 from openinfer_server.request.plan import (
     Plan,
@@ -99,10 +99,7 @@ class TokenGeneration:
 
 
 def _check(request: TokenRequest) -> None:
-    check_refused(request)
-    check_refused(request.sampling_params, "sampling_params.")
-    if request.sampling_params.detokenize:
-        raise refused("sampling_params.detokenize", "no text is made here; /v1/completions makes some")
+    check_rules(request)
     if request.request_id is not None and not 1 <= len(request.request_id) <= MAX_REQUEST_ID:
         raise invalid("request_id", f"request_id must have 1 to {MAX_REQUEST_ID} characters")
     if request.stream and request.sampling_params.prompt_logprobs is not None:

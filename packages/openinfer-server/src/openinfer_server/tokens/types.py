@@ -21,13 +21,15 @@ from openinfer_server.request.fields import (
     TokenId,
 )
 from openinfer_server.request.generation_fields import StreamOptions
-from openinfer_server.request.sampling_fields import SamplingNumberFields
+from openinfer_server.request.neutral_fields import LABELS, NeutralSamplingFields
+from openinfer_server.request.rules import Neutral, Refused, Rule
 from openinfer_server.request.structured_types import StructuredOutputs
 
-NO_TEXT = "no text is made here; /v1/completions makes some"
+_NO_TEXT = "no text is made here; /v1/completions makes some"
+_NO_WORDS = Neutral(([],), _NO_TEXT)
 
 
-class TokenSampling(SamplingNumberFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenSampling(NeutralSamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The object under `sampling_params`."""
 
     max_tokens: NonNegative | None = None
@@ -43,14 +45,13 @@ class TokenSampling(SamplingNumberFields, frozen=True, kw_only=True, forbid_unkn
     detokenize: bool | None = None
     stop: list[str] | None = None
     bad_words: list[str] | None = None
-    skip_special_tokens: bool | None = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "stop": NO_TEXT,
-        "bad_words": NO_TEXT,
-        "skip_special_tokens": NO_TEXT,
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **NeutralSamplingFields.RULES,
+        "bad_words": _NO_WORDS,
+        "detokenize": Neutral((False,), f"false asks for what is always so; {_NO_TEXT}"),
+        "stop": _NO_WORDS,
     }
-    IGNORED: ClassVar[Mapping[str, str]] = {"detokenize": "false asks for what is always so; true is refused"}
 
 
 class TokenRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,13 +67,12 @@ class TokenRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fiel
     priority: Priority | None = None
     deadline_s: Deadline | None = None
     hints: Hints | None = None
+    client_metadata: dict[str, str] | None = None
     features: object = None
     kv_transfer_params: object = None
+    service_tier: str | None = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {
-        "features": "this server serves text only",
-        "kv_transfer_params": "this server does not hand KV to others",
-    }
+    RULES: ClassVar[Mapping[str, Rule]] = {**LABELS, "features": Refused("this server serves text only")}
 
 
 class TokenAlternative(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 from openinfer_server.http.api_errors import invalid, refused
 from openinfer_server.limits.conversation import check_depth
-from openinfer_server.request.fields import check_refused
+from openinfer_server.request.fields import check_rules
 from openinfer_server.service import Service
 from openinfer_server.tools.types import MAX_TOOLS, FunctionDefinition, Tool, ToolChoice
 
@@ -132,7 +132,7 @@ def _check_model(service: Service, fields: Fields) -> None:
 
 
 def _function_of(tool: Tool, index: int) -> FunctionDefinition:
-    check_refused(tool, f"tools[{index}].")
+    check_rules(tool, f"tools[{index}].")
     if tool.type != "function" or tool.function is None:
         raise invalid(f"tools[{index}].function", "a tool is an object with type function and a function")
     return tool.function
@@ -143,7 +143,6 @@ def _chat_choice(choice: str | ToolChoice | None) -> tuple[ToolMode, Sequence[st
         return ToolMode.AUTO, None
     if isinstance(choice, str):
         return ToolMode(choice), None
-    check_refused(choice, "tool_choice.")
     if choice.type == "function" and choice.function is not None:
         return ToolMode.REQUIRED, [choice.function.name]
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:

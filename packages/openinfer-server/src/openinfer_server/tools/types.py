@@ -6,8 +6,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from openinfer_server.request.fields import RequestFields
+from openinfer_server.request.rules import Refused, Rule
 
 MAX_TOOLS = 128  # OpenAI's bound
+_FUNCTIONS_ONLY = Refused("the only tools are functions")
 
 
 class FunctionDefinition(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +28,7 @@ class Tool(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True)
     function: FunctionDefinition | None = None
     custom: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"custom": "the only tools are functions"}
+    RULES: ClassVar[Mapping[str, Rule]] = {"custom": _FUNCTIONS_ONLY}
 
 
 class FunctionName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,4 +59,4 @@ class ToolChoice(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields
     allowed_tools: AllowedTools | None = None
     custom: object = None
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"custom": "the only tools are functions"}
+    RULES: ClassVar[Mapping[str, Rule]] = {"custom": _FUNCTIONS_ONLY}

@@ -1,0 +1,43 @@
+"""Fields that change nothing on any route that generates, and their rules."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+from openinfer_server.request.rules import Label, Neutral, Refused, Rule
+from openinfer_server.request.sampling_fields import SamplingNumberFields
+
+USER: Final = Label("it says whom the request is for, and users are not counted")
+METADATA: Final = Label("it labels what is stored, and nothing is")
+LABELS: Final[Mapping[str, Rule]] = {
+    "client_metadata": Label("it says which client asks", max_length=2**14, max_pairs=64, max_key_length=256),
+    "kv_transfer_params": Refused("this server does not hand KV to others"),
+    "service_tier": Neutral(("auto", "default"), "there is one tier, which auto and default name"),
+}
+"""Of fields beside the sampling parameters."""
+CACHE_KEY: Final = Label("it is a hint for routing between machines, and there is one cache")
+NO_OBFUSCATION: Final = Neutral(
+    (False,), "false asks for what is always so; no padding is added, events are as long as their text"
+)
+NEW_TURN: Final[Mapping[str, Rule]] = {
+    "add_generation_prompt": Neutral((True,), "true asks for what is always so; every answer is a turn of its own"),
+    "continue_final_message": Neutral((False,), "false asks for what is always so; answers are begun anew"),
+}
+"""Of fields that say where an answer begins, on routes where it begins anew."""
+
+
+class NeutralSamplingFields(SamplingNumberFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters of other servers that have one value here."""
+
+    best_of: object = None
+    length_penalty: object = None
+    skip_special_tokens: object = None
+    use_beam_search: object = None
+
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "best_of": Neutral((1,), "one is what is always so; ask for n choices and choose yourself"),
+        "length_penalty": Neutral((1,), "one asks for what is always so; other values are for beams"),
+        "skip_special_tokens": Neutral(
+            (True,), "true asks for what is always so; /inference/v1/generate returns all token ids"
+        ),
+        "use_beam_search": Neutral((False,), "false asks for what is always so; tokens are sampled here"),
+    }
