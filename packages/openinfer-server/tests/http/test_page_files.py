@@ -53,4 +53,4 @@ def test_metrics_that_the_page_reads_exist(shared, call):
 
 
 def test_small_enough_to_read():
-    assert sum(len(FOLDER.joinpath(name).read_bytes()) for name in NAMES) < 32 * 1024
+    assert sum(len(FOLDER.joinpath(name).read_bytes()) for name in NAMES) < 72 * 1024

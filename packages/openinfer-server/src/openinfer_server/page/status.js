@@ -1,8 +1,9 @@
 // The server's state, once a second while the page can be seen.
 
+import { byId } from "./dom.js";
+
 const PERIOD_MS = 1000;
 const KEPT = 60;
-const byId = (id) => document.getElementById(id);
 
 export class Status {
   #api;
@@ -40,24 +41,27 @@ export class Status {
     showHealth("ok", age > 5 ? `working on a step for ${age.toFixed(0)} s` : "serving");
     byId("running").textContent = values.openinfer_num_requests_running;
     byId("waiting").textContent = values.openinfer_num_requests_waiting;
+    byId("preemptions").textContent = values.openinfer_num_preemptions_total;
     const used = values.openinfer_kv_cache_usage_perc;
     byId("kv").value = used;
     byId("kv-text").textContent = `${(used * 100).toFixed(1)} %`;
     const { openinfer_prefix_cache_queries_total: queries, openinfer_prefix_cache_hits_total: hits } = values;
     byId("cache").textContent = queries ? `${((hits / queries) * 100).toFixed(0)} % of prompt tokens` : "–";
-    this.#showRate(values.openinfer_generation_tokens_total, now);
+    this.#showRates(values.openinfer_generation_tokens_total, values.openinfer_prompt_tokens_total, now);
   }
 
-  #showRate(tokens, now) {
+  #showRates(tokens, prompts, now) {
     if (this.#before !== null && tokens >= this.#before.tokens) {
-      const rate = ((tokens - this.#before.tokens) * 1000) / (now - this.#before.now);
+      const perSecond = (count) => (count * 1000) / (now - this.#before.now);
+      const rate = perSecond(tokens - this.#before.tokens);
       this.#rates = [...this.#rates, rate].slice(-KEPT);
       byId("throughput").textContent = `${rate.toFixed(1)} tokens/s`;
+      byId("prompt-throughput").textContent = `${perSecond(prompts - this.#before.prompts).toFixed(1)} tokens/s`;
       const most = Math.max(1, ...this.#rates);
       const points = this.#rates.map((each, i) => `${i + KEPT - this.#rates.length},${19 - (18 * each) / most}`);
       byId("history-line").setAttribute("points", points.join(" "));
     }
-    this.#before = { tokens, now };
+    this.#before = { tokens, prompts, now };
   }
 }
 
