@@ -1,6 +1,7 @@
 """`client.messages` and `client.models` of Anthropic's official SDK, every call of it that makes sense for text."""
 
 import asyncio
+import json
 
 import anthropic
 import pytest
@@ -34,6 +35,15 @@ def test_message_is_answered(agent, ask, says):
     assert usage.input_tokens + usage.cache_read_input_tokens == len(request.prompt_token_ids)
     assert usage.cache_read_input_tokens == len(request.prompt_token_ids) // 2
     assert usage.output_tokens > 0
+
+
+def test_text_has_no_citations_whole_or_streamed(agent, call, says):
+    says("A stone.")
+    body = {"model": "parrot", "max_tokens": 20, "messages": HELLO}
+    _, _, whole = call(agent.server, "POST", "/v1/messages", body)
+    assert json.loads(whole)["content"] == [{"type": "text", "text": "A stone."}]
+    _, _, streamed = call(agent.server, "POST", "/v1/messages", {**body, "stream": True})
+    assert b'"content_block":{"type":"text","text":""}' in streamed
 
 
 def test_sampling_fields_reach_the_engine(agent, ask, says):

@@ -11,10 +11,9 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 
 class TextContent(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """Text for the user."""
+    """Text for the user. Without `citations`: nothing here cites, and Vercel's AI SDK takes a list or none at all."""
 
     text: str = ""
-    citations: None = None
 
 
 class ThinkingContent(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
