@@ -88,6 +88,7 @@ def run_all(clients: Sequence[Client]) -> tuple[list[Row], list[str]]:
             failed = failures(client, results)
             if failed:
                 print_refusals(exchanges)
+                print(f"    what it wrote is in {log_of(client)}", flush=True)
             rows.append(row_of(client, results, date))
             lines += failed
     return rows, lines
@@ -99,8 +100,7 @@ def run_client(client: Client, tiny: str, scripted_url: str, scripted: Scripted)
         environment = make_environment(client)
     except Failure as failure:
         return {scenario: Result(passed=False, detail=str(failure)) for scenario in Scenario}
-    log = ENVIRONMENTS / f"{client.name}.log"
-    with log.open("w", encoding="utf-8") as errors:
+    with log_of(client).open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [*command_of(client, environment), tiny, scripted_url, *client.driver[1:]],
             stdin=subprocess.PIPE,
@@ -115,7 +115,10 @@ def run_client(client: Client, tiny: str, scripted_url: str, scripted: Scripted)
     finally:
         process.kill()
         process.wait()
-        print(f"    (what it wrote: {log})", flush=True)
+
+
+def log_of(client: Client) -> Path:
+    return ENVIRONMENTS / f"{client.name}.log"
 
 
 def command_of(client: Client, environment: Path) -> list[str]:

@@ -16,8 +16,7 @@ class Messages:
         self.asked = asked
 
     def fields(self, question: str, **fields: Any) -> dict[str, Any]:
-        turns = [{"role": "user", "content": question}]
-        return {"model": s.MODEL, "max_tokens": s.MAX_TOKENS, "messages": turns, **fields}
+        return {"model": s.MODEL, "max_tokens": s.MAX_TOKENS, "messages": s.turns(question), **fields}
 
     def plain(self) -> str:
         return self.tiny.messages.create(**self.fields(s.QUESTION)).content[0].text

@@ -16,8 +16,7 @@ class Chat:
         self.asked = asked
 
     def ask(self, client: openai.OpenAI, question: str, **fields: Any) -> Any:
-        turns = [{"role": "user", "content": question}]
-        return client.chat.completions.create(**{"model": s.MODEL, "messages": turns, **fields})
+        return client.chat.completions.create(**{"model": s.MODEL, "messages": s.turns(question), **fields})
 
     def plain(self) -> str:
         return self.ask(self.tiny, s.QUESTION).choices[0].message.content
@@ -27,11 +26,9 @@ class Chat:
             yield from (choice.delta.content for choice in chunk.choices)
 
     def tools(self) -> str:
-        function = {"name": "get_weather", "description": s.TOOL_DESCRIPTION, "parameters": s.TOOL_SCHEMA}
-        turns: list[Any] = [{"role": "user", "content": s.TOOLS_QUESTION}]
+        turns = s.turns(s.TOOLS_QUESTION)
         while True:
-            tools = [{"type": "function", "function": function}]
-            message = self.ask(self.scripted, "", messages=turns, tools=tools).choices[0].message
+            message = self.ask(self.scripted, "", messages=turns, tools=[s.TOOL]).choices[0].message
             if not message.tool_calls:
                 return message.content
             turns.append(message)
@@ -65,12 +62,11 @@ class Responses(Chat):
                 yield event.delta
 
     def tools(self) -> str:
-        tool = {"type": "function", "name": "get_weather", "description": s.TOOL_DESCRIPTION}
+        tool = {"type": "function", **s.TOOL["function"], "strict": False}
         items: Any = s.TOOLS_QUESTION
         previous = None
         while True:
-            tools = [{**tool, "parameters": s.TOOL_SCHEMA, "strict": False}]
-            answer = self.ask(self.scripted, "", input=items, tools=tools, previous_response_id=previous)
+            answer = self.ask(self.scripted, "", input=items, tools=[tool], previous_response_id=previous)
             calls = [item for item in answer.output if item.type == "function_call"]
             if not calls:
                 return answer.output_text

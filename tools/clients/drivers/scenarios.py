@@ -11,14 +11,15 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 MODEL = "tiny"
 QUESTION = "What is the capital of France?"
 REPORT_QUESTION = "What is the weather in Paris?"
 TOOLS_QUESTION = "How is the weather in Paris, Rome and Oslo? [openinfer:tools]"
 ABORT_QUESTION = "Go on for ever. [openinfer:abort]"
-CITIES = ("Paris", "Rome", "Oslo")
+City = Literal["Paris", "Rome", "Oslo"]
+CITIES = get_args(City)
 TOOL_DESCRIPTION = "Get the current weather of a city."
 TOOL_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 REPORT_SCHEMA = {
@@ -30,10 +31,18 @@ REPORT_SCHEMA = {
     "required": ["city", "degrees"],
     "additionalProperties": False,
 }
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": TOOL_DESCRIPTION, "parameters": TOOL_SCHEMA},
+}
 BAD_TEMPERATURE = -1.0
 KEY = "none"
 TIMEOUT_S = 120
 MAX_TOKENS = 200
+
+
+def turns(question: str) -> list[Any]:
+    return [{"role": "user", "content": question}]
 
 
 class Driver(Protocol):
