@@ -70,6 +70,9 @@ class KvTierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Held at this moment."""
     failures: dict[str, int] = {}
     """Partial transfers, by reason; each cost a recomputation at most."""
+    condition: str = "ok"
+    """How it does: `ok`, or what is wrong with it for longer than a transfer, such as `full`; of several ranks, what is
+    wrong with one."""
 
 
 class PluginFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

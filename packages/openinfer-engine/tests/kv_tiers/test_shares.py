@@ -212,8 +212,8 @@ def test_transfer_that_raises_ends_the_rank(service: Service) -> None:
 
 
 def test_counts_of_ranks_are_added_tier_by_tier() -> None:
-    other = (KvTierStats(tier="host", finds=2, stored_blocks=4, failures={"busy": 1, "gone": 2}),)
+    other = (KvTierStats(tier="host", finds=2, stored_blocks=4, failures={"busy": 1, "gone": 2}, condition="full"),)
     assert total_of_ranks([STATS, (), other]) == (
-        KvTierStats(tier="host", finds=5, stored_blocks=4, failures={"busy": 2, "gone": 2}),
+        KvTierStats(tier="host", finds=5, stored_blocks=4, failures={"busy": 2, "gone": 2}, condition="full"),
     )
     assert total_of_ranks([(), ()]) == ()

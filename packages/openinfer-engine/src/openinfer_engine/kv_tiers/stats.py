@@ -22,6 +22,7 @@ def stats_of(counted: Sequence[TierCounters]) -> tuple[KvTierStats, ...]:
             corrupt_blocks=each.corrupt_blocks,
             stored_blocks=each.stored_blocks,
             failures={str(reason): count for reason, count in each.failures.items()},
+            condition=str(each.condition),
         )
         for each in counted
     )
@@ -34,9 +35,10 @@ def total_of_ranks(ranks: Sequence[Sequence[KvTierStats]]) -> tuple[KvTierStats,
 
 
 def _total(*ranks: KvTierStats) -> KvTierStats:
-    names = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures")]
+    names = [name for name in KvTierStats.__struct_fields__ if name not in ("tier", "failures", "condition")]
     failures: Counter[str] = Counter()
     for rank in ranks:
         failures.update(rank.failures)
     sums = {name: sum(getattr(rank, name) for rank in ranks) for name in names}
-    return msgspec.structs.replace(ranks[0], failures=dict(failures), **sums)
+    condition = next((rank.condition for rank in ranks if rank.condition != "ok"), "ok")
+    return msgspec.structs.replace(ranks[0], failures=dict(failures), condition=condition, **sums)

@@ -76,6 +76,18 @@ class TierFailure(StrEnum):
     """The tier was closed."""
 
 
+class TierCondition(StrEnum):
+    """How a tier does, as its last transfers say."""
+
+    OK = "ok"
+    FULL = "full"
+    """Its medium has no space: saves are refused, and one tries again now and then; loads go on."""
+    FAILING = "failing"
+    """It failed too often in a row: it is left alone, and one transfer tries again now and then."""
+    LOST = "lost"
+    """What it kept was removed from outside, and it cannot begin anew there: loads miss, saves are refused."""
+
+
 class TierHit(Protocol):
     """Blocks that a tier has found and holds until the hit is closed or its load has ended."""
 
@@ -140,6 +152,7 @@ class TierCounters:
     """Held at this moment."""
     failures: Mapping[TierFailure, int]
     """Transfers that ended partial; every reason is present; read-only."""
+    condition: TierCondition = TierCondition.OK
 
 
 class KvTier(Protocol):

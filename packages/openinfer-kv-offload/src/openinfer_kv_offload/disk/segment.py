@@ -11,6 +11,18 @@ from openinfer_kv_cache.tiers.traits import Medium
 from openinfer_kv_offload.format.record import HEADER_BYTES, RecordHeader, decode_header
 from openinfer_kv_offload.transfer.memory import WrapMedium
 
+_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    """Whether a name still leads to the file or folder that is open."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return False
+        raise
+
 
 class SegmentFile:
     """The medium of a segment: positioned reads and writes on one file descriptor."""
@@ -60,19 +72,18 @@ class Segment:
     def cut_torn_end(self) -> None:
         """Removes what a crash or a failed write has left after the last whole record."""
         with contextlib.suppress(OSError):  # it is overwritten by the next record
-            os.ftruncate(self.fd, self.size_bytes)
+            if os.fstat(self.fd).st_size != self.size_bytes:
+                os.ftruncate(self.fd, self.size_bytes)
 
     def is_current(self) -> bool:
         """Whether its file is still there under its name, and has not been replaced by another."""
-        try:
-            return os.path.samestat(os.fstat(self.fd), self.path.stat())
-        except FileNotFoundError:
-            return False
+        return is_same_file(self.fd, self.path)
 
     def delete(self) -> None:
-        # A reader that has it open can still read it.
+        # A reader that has it open can still read it. Another file of its name is not ours to delete.
         with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+            if self.is_current():
+                self.path.unlink()
 
     def retire(self) -> None:
         self.is_retired = True

@@ -82,12 +82,29 @@ class SegmentIndex:
                 segment.cut_torn_end()
         return Discovery(opened, vanished, recorded, bad_records)
 
-    def adopt(self, discovery: "Discovery") -> None:
-        for segment in discovery.vanished:
-            self._forget(segment)
+    def adopt(self, discovery: "Discovery") -> int:
+        """Makes it findable; returns how many blocks went with the segments that vanished."""
+        gone = self._forget(discovery.vanished)
         self._segments += discovery.opened
         for recorded in discovery.recorded:
             self._register(recorded)
+        return gone
+
+    def is_in_place(self) -> bool:
+        """Whether the segment that is appended to is still there; without one, whether the store is."""
+        return self._segments[-1].is_current() if self._segments else self._store.is_current()
+
+    def move_to(self, store: StoreFolder) -> None:
+        """Goes on in another opening of the store, whose segments are not discovered yet."""
+        self._store = store
+
+    def forget_all(self) -> int:
+        """Of a store that was removed from outside; returns how many blocks went with it."""
+        return self._forget(self._segments)
+
+    def make_room(self) -> int:
+        """Gives up the least recently used segment, unless it is the only one; returns how many blocks went with it."""
+        return self._evict() if len(self._segments) > 1 else 0
 
     def hold_prefix(self, digests: Sequence[Digest]) -> list[Recorded]:
         held: list[Recorded] = []
@@ -119,7 +136,7 @@ class SegmentIndex:
         while sum(segment.size_bytes for segment in self._segments) + self._record_bytes > self._budget_bytes:
             if not self._segments:
                 raise OSError(errno.ENOSPC, "the budget holds no record")
-            evicted += self._forget(min(self._segments, key=lambda segment: segment.last_used))
+            evicted += self._evict()
         last = self._segments[-1] if self._segments else None
         if last is None or last.size_bytes + self._record_bytes > self._segment_bytes:
             last = self._create(self._store.path_after(last.path if last else None))
@@ -153,6 +170,7 @@ class SegmentIndex:
 
     def _create(self, path: Path) -> Segment:
         segment = Segment(path, writable=True, record_bytes=self._record_bytes, wrap_medium=self._wrap_medium)
+        segment.last_used = self._uses  # one that took no record yet is not the first to be given up
         self._segments.append(segment)
         return segment
 
@@ -160,8 +178,16 @@ class SegmentIndex:
         self._by_digest[recorded.digest] = recorded
         recorded.segment.digests.append(recorded.digest)
 
-    def _forget(self, segment: Segment) -> int:
-        """Gives a segment up, and returns how many blocks went with it; open hits can still read it."""
+    def _evict(self) -> int:
+        segment = min(self._segments, key=lambda segment: segment.last_used)
+        # The file is deleted by name first: what holds a record of it reads on through the open descriptor.
+        segment.delete()
+        return self._retire(segment)
+
+    def _forget(self, segments: Sequence[Segment]) -> int:
+        return sum(self._retire(segment) for segment in list(segments))
+
+    def _retire(self, segment: Segment) -> int:
         gone = 0
         for digest in segment.digests:
             recorded = self._by_digest.get(digest)
@@ -169,8 +195,5 @@ class SegmentIndex:
                 del self._by_digest[digest]
                 gone += 1
         self._segments.remove(segment)
-        if self._is_writer:
-            segment.delete()
-        # The file is deleted by name first: what holds a record of it reads on through the open descriptor.
         segment.retire()
         return gone

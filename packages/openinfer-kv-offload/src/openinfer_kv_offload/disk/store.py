@@ -10,37 +10,65 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 
 from openinfer_kv_cache import KvLayout
+from openinfer_kv_offload.disk.segment import is_same_file
 from openinfer_kv_offload.errors import StoreError
 from openinfer_kv_offload.format.manifest import StoreAccess, check_manifest, encode_manifest
 
 _KEY_BYTES = 32
+_LOCK = "writer.lock"
+_ROOT = 0
 _SEGMENT = re.compile(r"segment-(\d{8})\.kv")
 
 
 class StoreFolder:
     """An opened folder of segments; a writer creates it if absent.
 
+    Args:
+        before: of this process, of the same name, which is closed: its key names the blocks, and a writer goes on on
+            its file system alone, since an empty mount point is no place for gigabytes.
+
     Raises:
         LayoutMismatchError: the store holds another layout.
-        StoreError: another process writes, the folder is no store, or one of a later release.
+        StoreError: another process writes, the folder is no store, or one of a later release, belongs to another user,
+            or others may write to it; or what the store before had is not to be had.
+        OSError: it cannot be opened or made.
     """
 
-    def __init__(self, folder: Path, layout: KvLayout, access: StoreAccess) -> None:
+    def __init__(
+        self, folder: Path, layout: KvLayout, access: StoreAccess, *, before: "StoreFolder | None" = None
+    ) -> None:
         self.folder = folder
-        self._lock_fd = -1
+        self._access = access
+        self._fd = self._lock_fd = -1
         if access is StoreAccess.WRITE:
+            _check_file_system(folder, before)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Before anything is read or made: another writer may be making the manifest.
-            self._lock_fd = _lock(folder)
         try:
-            self._check_manifest(layout, access)
-            self.digest_key = self._read_key(access)
+            self._fd = _open_folder(folder)
+            self._device = os.fstat(self._fd).st_dev
+            if access is StoreAccess.WRITE:
+                # Before anything is read or made: another writer may be making the manifest.
+                self._lock_fd = _lock(folder)
+            self._check_manifest(layout)
+            self.digest_key = self._read_key(before)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def device(self) -> int:
+        """The number of the file system that it is on."""
+        return self._device
+
+    def is_current(self) -> bool:
+        """Whether the folder is still there under its name, and a writer's lock in it."""
+        return is_same_file(self._fd, self.folder) and (
+            self._access is StoreAccess.READ or is_same_file(self._lock_fd, self.folder / _LOCK)
+        )
 
     def segment_paths(self) -> list[Path]:
         return sorted(path for path in self.folder.iterdir() if _SEGMENT.fullmatch(path.name))
@@ -51,21 +79,26 @@ class StoreFolder:
 
     def close(self) -> None:
         # The lock goes with its descriptor.
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
+        fds, self._fd, self._lock_fd = (self._fd, self._lock_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
-    def _read_key(self, access: StoreAccess) -> bytes | None:
+    def _read_key(self, before: "StoreFolder | None") -> bytes | None:
         """The key that the blocks are named with, unless their owner brings one; a writer makes it."""
         path = self.folder / "digest.key"
-        if access is StoreAccess.WRITE and not path.exists():
-            _write_whole(path, secrets.token_bytes(_KEY_BYTES))
-        return path.read_bytes() if path.exists() else None
+        known = before.digest_key if before is not None else None
+        if self._access is StoreAccess.WRITE and not path.exists():
+            _write_whole(path, known or secrets.token_bytes(_KEY_BYTES))
+        found = path.read_bytes() if path.exists() else None
+        if before is not None and found != known:
+            raise StoreError(f"{path} is another key than that of the store that was there; start again to use it")
+        return found
 
-    def _check_manifest(self, layout: KvLayout, access: StoreAccess) -> None:
+    def _check_manifest(self, layout: KvLayout) -> None:
         path = self.folder / "store.json"
         if not path.exists():
-            if access is StoreAccess.READ:
+            if self._access is StoreAccess.READ:
                 raise StoreError(f"{self.folder} holds no KV store; start a process that writes to it first")
             if self.segment_paths():
                 raise StoreError(f"{path} is missing next to segments; restore it, or remove the folder")
@@ -74,8 +107,33 @@ class StoreFolder:
         check_manifest(path.read_bytes(), layout, where=str(path))
 
 
+def _check_file_system(folder: Path, before: StoreFolder | None) -> None:
+    if before is None:
+        return
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if there.stat().st_dev != before.device:
+        raise StoreError(f"{folder} is not on the file system that it was on; mount that one, or start again")
+
+
+def _open_folder(folder: Path) -> int:
+    """Opens a folder that no other user could have filled."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise StoreError(f"{folder} holds no KV store; start a process that writes to it first") from error
+    status = os.fstat(fd)
+    if status.st_uid not in (os.geteuid(), _ROOT) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        os.close(fd)
+        raise StoreError(
+            f"{folder} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, and a user who may "
+            f"write to it can make this process answer from other text: it must be user {os.geteuid()}'s, and no "
+            f"other's to write (chmod go-w {folder})"
+        )
+    return fd
+
+
 def _lock(folder: Path) -> int:
-    fd = os.open(folder / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

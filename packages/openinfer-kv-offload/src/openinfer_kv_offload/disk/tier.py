@@ -1,6 +1,7 @@
 """`DiskTier`: KV blocks in segment files, found again after a restart or a crash."""
 
 import itertools
+import logging
 import mmap
 import threading
 import time
@@ -9,21 +10,23 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer_kv_cache import Digest, KvLayout, TierFailure
+from openinfer_kv_cache import Digest, KvLayout, TierCondition, TierFailure
 from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.disk.segments import Recorded, SegmentIndex
 from openinfer_kv_offload.disk.store import StoreFolder
+from openinfer_kv_offload.disk.watch import Seen, StoreWatch
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.format.checksum import BlockChecksum
 from openinfer_kv_offload.format.manifest import StoreAccess
 from openinfer_kv_offload.format.record import HEADER_BYTES, decode_header, encode_header, record_bytes
 from openinfer_kv_offload.host.arena import Arena
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
-from openinfer_kv_offload.transfer.failures import BlockFault
+from openinfer_kv_offload.transfer.failures import BlockFault, is_full
 from openinfer_kv_offload.transfer.memory import WrapMedium, as_it_is, copy_from_block, copy_to_block
 from openinfer_kv_offload.transfer.queue import QueueOptions
 from openinfer_kv_offload.transfer.queued_tier import QueuedTier
 
+_log = logging.getLogger(__name__)
 _SEGMENTS = 64
 
 
@@ -80,9 +83,9 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
                 f"budget_bytes of {name} is {options.budget_bytes}; two records need {2 * self._record_bytes}"
             )
         self._checksum = BlockChecksum(layout)
-        self._store = StoreFolder(Path(options.folder), layout, options.access)
+        store = StoreFolder(Path(options.folder), layout, options.access)
         index = SegmentIndex(
-            self._store,
+            store,
             options.access,
             layout_digest=self._checksum.layout_digest,
             record_bytes=self._record_bytes,
@@ -96,27 +99,44 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
         self._buffers = threading.local()
         self._scratch = Arena(options.queue.num_threads * self._record_bytes)
         self._num_buffers = itertools.count()
+        self._budget_bytes = options.budget_bytes
+        self._has_said_full = False
         self._refresh_s = options.refresh_s
-        self._rebuild()
-        self._open_queue(options.queue)
+        self._next_look_s = clock() + options.refresh_s
+        self._watch = StoreWatch(
+            store,
+            index,
+            self._lock,
+            reopen=lambda before: StoreFolder(before.folder, layout, options.access, before=before),
+            warns_of_segments=self.accepts_saves,
+            name=name,
+            clock=clock,
+            retry_s=options.refresh_s,
+        )
+        try:
+            self._count(self._watch.read_in())
+            self._open_queue(options.queue)
+        except BaseException:
+            self._watch.close()
+            raise
 
     @property
     def digest_key(self) -> bytes | None:
-        return self._store.digest_key
+        return self._watch.digest_key
 
     def pinnable_memory(self) -> Sequence[memoryview]:
         return [self._scratch.view(0, self._scratch.num_bytes)]
 
     def refresh(self) -> None:
-        """Reads what another process has appended or deleted; `find` asks for it by itself, in the background."""
-        if not self.accepts_saves:
-            self._rebuild()
+        """Looks for what another process has appended or deleted; `find` asks for it by itself, in the background."""
+        with self._append_lock:
+            self._count(self._watch.look())
 
     def close(self) -> None:
         if self._queue.close():
             with self._lock:
                 self._index.close()
-        self._store.close()
+        self._watch.close()
 
     def copy_block(self, digest: Digest, into: memoryview) -> bool:
         with self._lock:
@@ -137,9 +157,13 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
 
     def _hold(self, digests: Sequence[Digest]) -> list[Recorded]:
         held = super()._hold(digests)
-        if not self.accepts_saves and len(held) < len(digests):
-            self._refresh_soon()
+        # One that writes knows what it has appended, and looks whether that was removed from under it.
+        if self.accepts_saves or len(held) < len(digests):
+            self._look_soon()
         return held
+
+    def _condition(self) -> TierCondition:
+        return TierCondition.LOST if self._watch.is_lost else super()._condition()
 
     def _load(self, transfer: BlockTransfer, held: Sequence[Recorded], blocks: Sequence[BlockMemory]) -> None:
         buffer = self._buffer()
@@ -164,25 +188,55 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
                     copy_from_block(block, payload)
                 header = self._checksum.header(digest, payload)
                 buffer[:HEADER_BYTES] = encode_header(header)
-                self._counters.count_moved(saved_blocks=int(self._append(digest, buffer)))
+                if self._append(digest, buffer):
+                    transfer.has_stored = True
+                    self._counters.count_moved(saved_blocks=1)
             transfer.complete_blocks()
 
     def _append(self, digest: Digest, record: memoryview) -> bool:
         """Writes a record; False if another thread was faster with the same block."""
         with self._append_lock:
+            if not self._watch.is_in_place():
+                self._count(self._watch.look())
+                if self._watch.is_lost:
+                    raise BlockFault(TierFailure.GONE)
             if digest in self._index:
                 return False
-            with self._lock:
-                segment, evicted = self._index.segment_for_append()
-            self._counters.count_lost(evicted_blocks=evicted)
             try:
-                segment.medium.write(segment.size_bytes, [record])
-            except BaseException:
-                segment.cut_torn_end()
+                self._write(digest, record)
+            except OSError as error:
+                if is_full(error):
+                    self._make_room(error)
                 raise
-            with self._lock:
-                self._index.appended(segment, digest)
             return True
+
+    def _write(self, digest: Digest, record: memoryview) -> None:
+        with self._lock:
+            segment, evicted = self._index.segment_for_append()
+        self._counters.count_lost(evicted_blocks=evicted)
+        try:
+            segment.medium.write(segment.size_bytes, [record])
+        except BaseException:
+            segment.cut_torn_end()
+            raise
+        with self._lock:
+            self._index.appended(segment, digest)
+
+    def _make_room(self, error: OSError) -> None:
+        """For the next save, on a disk that has less space than the budget says."""
+        with self._lock:
+            evicted = self._index.make_room()
+        self._counters.count_lost(evicted_blocks=evicted)
+        if not self._has_said_full:
+            self._has_said_full = True
+            _log.warning(
+                "tier %s: %s, below its budget of %d bytes: for a save that finds no space it gives up its least "
+                "recently used segment, now %d blocks; give it less, or its disk more",
+                self.name,
+                error,
+                self._budget_bytes,
+                evicted,
+            )
 
     def _buffer(self) -> memoryview:
         # As many as the queue has threads are in memory that a device may lock; one more, as of `copy_block`, is not.
@@ -195,16 +249,18 @@ class DiskTier(QueuedTier[Recorded, SegmentIndex]):
             self._buffers.record = buffer
         return buffer
 
-    def _rebuild(self) -> None:
-        self._next_refresh_s = self._clock() + self._refresh_s
-        with self._append_lock:
-            # Headers are read without `_lock`, so that finds go on meanwhile; nothing is found of them before `adopt`.
-            discovery = self._index.discover()
-            with self._lock:
-                self._index.adopt(discovery)
-        self._counters.count_lost(corrupt_blocks=discovery.bad_records)
+    def _look_soon(self) -> None:
+        if self._clock() >= self._next_look_s:
+            self._next_look_s = self._clock() + self._refresh_s
+            self._queue.run_soon(self._look)
 
-    def _refresh_soon(self) -> None:
-        if self._clock() >= self._next_refresh_s:
-            self._next_refresh_s = self._clock() + self._refresh_s
-            self._queue.run_soon(self._rebuild)
+    def _look(self) -> None:
+        # A disk that hangs would keep one thread of the queue after the other, and loads with them.
+        if self._append_lock.acquire(blocking=False):
+            try:
+                self._count(self._watch.look())
+            finally:
+                self._append_lock.release()
+
+    def _count(self, seen: Seen) -> None:
+        self._counters.count_lost(evicted_blocks=seen.gone_blocks, corrupt_blocks=seen.bad_records)

@@ -180,6 +180,7 @@ class RemoteTier(QueuedTier[KnownObject, ObjectIndex]):
         finally:
             with self._lock:
                 self._index.end_filling()
+        transfer.has_stored = True
         self._counters.count_moved(saved_blocks=added)
 
     def _buffer(self) -> memoryview:

@@ -31,6 +31,7 @@ class BlockTransfer:
         self.completed_blocks = 0
         self.failure: TierFailure | None = None
         self.has_begun = False  # whether a thread has taken it up
+        self.has_stored = False  # whether the medium has taken a block of it, rather than having had all
         self._deadline_s = deadline_s
         self._clock = clock
         self._on_end = on_end

@@ -29,6 +29,12 @@ class CircuitBreaker:
         with self._lock:
             return self._is_open()
 
+    @property
+    def is_tripped(self) -> bool:
+        """Whether the last transfers failed, so many in a row; until one succeeds."""
+        with self._lock:
+            return self._failed_in_row >= self._num_failures
+
     def admit(self) -> bool:
         """Whether a transfer may begin; of those that ask after a cooldown, one is the trial."""
         with self._lock:

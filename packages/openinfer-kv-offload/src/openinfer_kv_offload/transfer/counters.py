@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from types import MappingProxyType
 
-from openinfer_kv_cache import TierCounters, TierFailure
+from openinfer_kv_cache import TierCondition, TierCounters, TierFailure
 
 
 class TierTotals:
@@ -37,7 +37,7 @@ class TierTotals:
         with self._lock:
             self._failures[failure] += 1
 
-    def snapshot(self, *, stored_blocks: int) -> TierCounters:
+    def snapshot(self, *, stored_blocks: int, condition: TierCondition = TierCondition.OK) -> TierCounters:
         with self._lock:
             totals = self._totals
             return TierCounters(
@@ -51,4 +51,5 @@ class TierTotals:
                 corrupt_blocks=totals["corrupt"],
                 stored_blocks=stored_blocks,
                 failures=MappingProxyType({reason: self._failures[reason] for reason in TierFailure}),
+                condition=condition,
             )

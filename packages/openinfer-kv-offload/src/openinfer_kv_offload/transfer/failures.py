@@ -20,6 +20,11 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _GONE = frozenset({errno.ENOENT, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN})
 
 
+def is_full(error: OSError) -> bool:
+    """Whether an error says that the medium has no space."""
+    return error.errno in _FULL
+
+
 def classify(error: Exception) -> TierFailure:
     """The reason to count; `ERROR` is for what no medium does: a bug."""
     if isinstance(error, BlockFault):
@@ -27,7 +32,7 @@ def classify(error: Exception) -> TierFailure:
     if isinstance(error, ConnectionError):
         return TierFailure.GONE
     if isinstance(error, OSError):
-        if error.errno in _FULL:
+        if is_full(error):
             return TierFailure.FULL
         return TierFailure.GONE if error.errno in _GONE else TierFailure.IO_ERROR
     return TierFailure.ERROR

@@ -12,12 +12,12 @@ from enum import IntEnum
 
 import msgspec
 
-from openinfer_kv_cache import TierFailure, TransferState
+from openinfer_kv_cache import TierCondition, TierFailure, TransferState
 from openinfer_kv_offload.errors import TierConfigError
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer, TransferEnded
-from openinfer_kv_offload.transfer.breaker import CircuitBreaker
 from openinfer_kv_offload.transfer.counters import TierTotals
-from openinfer_kv_offload.transfer.failures import NOT_THE_MEDIUM, classify
+from openinfer_kv_offload.transfer.failures import classify
+from openinfer_kv_offload.transfer.health import TierHealth
 
 _log = logging.getLogger(__name__)
 _JOIN_S = 5.0
@@ -63,8 +63,8 @@ class TransferQueue:
         self._name = name
         self._counters = counters
         self._clock = clock
-        self._breaker = CircuitBreaker(
-            num_failures=options.breaker_failures, cooldown_s=options.breaker_cooldown_s, clock=clock
+        self._health = TierHealth(
+            name, num_failures=options.breaker_failures, cooldown_s=options.breaker_cooldown_s, clock=clock
         )
         self._jobs: queue.PriorityQueue[tuple[Urgency, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # keeps the order of jobs of one urgency, which are not compared
@@ -82,7 +82,11 @@ class TransferQueue:
 
     @property
     def is_refusing(self) -> bool:
-        return self._is_closed or self._breaker.is_open
+        return self._is_closed or self._health.is_refusing
+
+    @property
+    def condition(self) -> TierCondition:
+        return self._health.condition
 
     def submit(
         self,
@@ -99,10 +103,18 @@ class TransferQueue:
         back what the transfer holds; it is called once, after the job or instead of it.
         """
         deadline_s = None if timeout_s is None else self._clock() + timeout_s
-        transfer = BlockTransfer(num_blocks, deadline_s=deadline_s, clock=self._clock, on_end=self._on_end)
+        is_save = urgency is Urgency.SAVE
+        refusal = self._refusal(is_save=is_save) if num_blocks else None
+        was_refused = refusal is not None
+
+        def on_end(ended: BlockTransfer) -> None:
+            self._on_end(ended)
+            if not was_refused:
+                self._health.ended(ended, is_save=is_save)
+
+        transfer = BlockTransfer(num_blocks, deadline_s=deadline_s, clock=self._clock, on_end=on_end)
         with self._lock:
             self._open.add(transfer)
-        refusal = self._refusal() if num_blocks else None
         if refusal is None and num_blocks:
             refusal = self._enqueue(lambda: self._carry_out(job, transfer, release), urgency)
             if refusal is None:
@@ -139,10 +151,8 @@ class TransferQueue:
                 _log.warning("tier %s: thread %s hangs in its medium and is left behind", self._name, thread.name)
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _refusal(self) -> TierFailure | None:
-        if self._is_closed:
-            return TierFailure.CLOSED
-        return None if self._breaker.admit() else TierFailure.BREAKER_OPEN
+    def _refusal(self, *, is_save: bool) -> TierFailure | None:
+        return TierFailure.CLOSED if self._is_closed else self._health.refusal(is_save=is_save)
 
     def _enqueue(self, task: Callable[[], None], urgency: Urgency) -> TierFailure | None:
         if self._jobs.qsize() >= self._max_queued:
@@ -190,12 +200,5 @@ class TransferQueue:
     def _on_end(self, transfer: BlockTransfer) -> None:
         with self._lock:
             self._open.discard(transfer)
-        failure = transfer.failure
-        if failure is not None:
-            self._counters.count_failure(failure)
-            # A deadline that passed in the queue tells of load, not of the medium.
-            waited_too_long = failure is TierFailure.DEADLINE and not transfer.has_begun
-            if failure not in NOT_THE_MEDIUM and not waited_too_long:
-                self._breaker.failed()
-        elif transfer.completed_blocks == transfer.num_blocks > 0:
-            self._breaker.succeeded()
+        if transfer.failure is not None:
+            self._counters.count_failure(transfer.failure)

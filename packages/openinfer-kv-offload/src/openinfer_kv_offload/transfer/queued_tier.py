@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCounters, TierHit, Transfer
+from openinfer_kv_cache import Digest, KvLayout, KvTierError, TierCondition, TierCounters, TierHit, Transfer
 from openinfer_kv_cache.tiers.traits import BlockMemory
 from openinfer_kv_offload.transfer.block_transfer import BlockTransfer
 from openinfer_kv_offload.transfer.counters import TierTotals
@@ -128,7 +128,7 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
         )
 
     def counters(self) -> tuple[TierCounters, ...]:
-        return (self._counters.snapshot(stored_blocks=len(self._index)),)
+        return (self._counters.snapshot(stored_blocks=len(self._index), condition=self._condition()),)
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -143,6 +143,9 @@ class QueuedTier(ABC, Generic[HeldBlock, Index]):
     @abstractmethod
     def _save(self, transfer: BlockTransfer, digests: Sequence[Digest], blocks: Sequence[BlockMemory]) -> None:
         """Stores those blocks that are not there yet, and completes all one after the other."""
+
+    def _condition(self) -> TierCondition:
+        return self._queue.condition
 
     def _hold(self, digests: Sequence[Digest]) -> list[HeldBlock]:
         with self._lock:

@@ -191,3 +191,5 @@ def tier_lines(stats: EngineStats) -> Iterator[str]:
     ]
     text = "Transfers that ended partial."
     yield from render_family("openinfer_kv_tier_failures_total", "counter", text, failures)
+    conditions: list[Sample] = [((("tier", tier.tier), ("condition", tier.condition)), 1) for tier in stats.kv_tiers]
+    yield from render_family("openinfer_kv_tier_condition", "gauge", "How a tier does, by name; 1.", conditions)
