@@ -35,8 +35,8 @@ class ChatCompletions:
             id_prefix="chatcmpl",
             event_object="chat.completion.chunk",
             frame=chat_frame,
-            stream_sink=lambda head, index, writer, dirty: ChatStreamSink(
-                chat_delta_frame(head, index), writer, dirty, self._logprobs
+            stream_sink=lambda head, index, events: ChatStreamSink(
+                chat_delta_frame(head, index), events, self._logprobs
             ),
             whole_sink=ChatMessageSink,
             body=self._body,
@@ -48,7 +48,7 @@ class ChatCompletions:
         request = await http_request.read_json(_decoder)
         _check(request)
         model = service.resolve_model(request.model)
-        include_usage = check_stream_options(request)
+        usage = check_stream_options(request)
         check_num_choices(request, 1, service.options)
         available = chat_tools(service, request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
         variables = {**_template_options(request), **available.variables}
@@ -69,7 +69,7 @@ class ChatCompletions:
             plan=plan,
             model=model,
             stream=bool(request.stream),
-            include_usage=include_usage,
+            usage=usage,
             parsers=None if parsers.is_plain else parsers,
         )
         await generation.deliver(http_request)

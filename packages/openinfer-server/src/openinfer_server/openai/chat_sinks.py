@@ -6,8 +6,8 @@ from functools import lru_cache
 import msgspec
 
 from openinfer_core.events import FinishReason
-from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import EventFrame
+from openinfer_server.openai.event_stream import EventStream
 from openinfer_server.openai.objects import ChatMessage, MessageFunction, MessageToolCall
 from openinfer_server.output.delta_choice import DeltaChoice, Sink
 from openinfer_server.output.logprobs import LogprobFormat, ScoredToken
@@ -38,24 +38,22 @@ class ChatStreamSink(Sink):
         "_after_text",
         "_before_content",
         "_before_reasoning",
-        "_dirty",
         "_format",
         "_frame",
-        "_writer",
+        "_write",
     )
 
-    def __init__(
-        self, frame: EventFrame, writer: StreamWriter, dirty: list[StreamWriter], logprob_format: LogprobFormat
-    ) -> None:
+    def __init__(self, frame: EventFrame, events: EventStream, logprob_format: LogprobFormat) -> None:
         self._after_arguments = _AFTER_ARGUMENTS + frame.after
         self._after_text = b'"' + frame.after
         self._before_content = frame.before + b'"content":"'
         self._before_reasoning = frame.before + b'"reasoning_content":"'
-        self._dirty = dirty
         self._format = logprob_format
         self._frame = frame
-        self._writer = writer
-        writer.events.append(frame.first)
+        self._write = events.write
+
+    def begin(self, choice: DeltaChoice) -> None:
+        self._write(self._frame.first)
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
         if scores:
@@ -77,10 +75,6 @@ class ChatStreamSink(Sink):
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
         self._write(self._frame.finish_event(finish_reason(choice, reason)))
-
-    def _write(self, event: bytes) -> None:
-        self._writer.events.append(event)
-        self._writer.mark_dirty(self._dirty)
 
 
 class ChatMessageSink(Sink):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from openinfer_core.events import FinishReason
-from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import EventFrame
+from openinfer_server.openai.event_stream import EventStream
 from openinfer_server.output.delta_choice import DeltaChoice, Sink
 from openinfer_server.output.logprobs import LogprobFormat, ScoredToken
 from openinfer_server.parsers.deltas import ContentDelta, Delta
@@ -21,36 +21,29 @@ def text_of(deltas: Sequence[Delta]) -> str:
 class TextStreamSink(Sink):
     """Writes an event per token, also when its text is still held back."""
 
-    __slots__ = ("_dirty", "_format", "_frame", "_writer")
+    __slots__ = ("_events", "_format", "_frame")
 
-    def __init__(
-        self, frame: EventFrame, writer: StreamWriter, dirty: list[StreamWriter], logprob_format: LogprobFormat
-    ) -> None:
-        self._dirty = dirty
+    def __init__(self, frame: EventFrame, events: EventStream, logprob_format: LogprobFormat) -> None:
+        self._events = events
         self._format = logprob_format
         self._frame = frame
-        self._writer = writer
 
     def take_prompt(self, text: str, scores: Sequence[ScoredToken]) -> None:
         event = self._event(text, scores)
-        self._writer.max_buffered_bytes += len(event)  # the client need not read it faster than any other event
-        self._write(event)
+        self._events.writer.max_buffered_bytes += len(event)  # the client need not read it faster than any other event
+        self._events.write(event)
 
     def take(self, deltas: Sequence[Delta], scores: Sequence[ScoredToken]) -> None:
-        self._write(self._event(text_of(deltas), scores))
+        self._events.write(self._event(text_of(deltas), scores))
 
     def conclude(self, choice: DeltaChoice, reason: FinishReason) -> None:
-        self._write(self._frame.finish_event(reason))
+        self._events.write(self._frame.finish_event(reason))
 
     def _event(self, text: str, scores: Sequence[ScoredToken]) -> bytes:
         frame = self._frame
         if not scores:
             return frame.before + escape_json(text) + frame.after
         return frame.text_event(escape_json(text), msgspec.json.encode(self._format(scores)))
-
-    def _write(self, event: bytes) -> None:
-        self._writer.events.append(event)
-        self._writer.mark_dirty(self._dirty)
 
 
 class TextSink(Sink):

@@ -41,8 +41,8 @@ class Completions:
             id_prefix="cmpl",
             event_object="text_completion",
             frame=completion_frame,
-            stream_sink=lambda head, index, writer, dirty: TextStreamSink(
-                completion_frame(head, index), writer, dirty, self._logprobs
+            stream_sink=lambda head, index, events: TextStreamSink(
+                completion_frame(head, index), events, self._logprobs
             ),
             whole_sink=TextSink,
             body=self._body,
@@ -56,7 +56,7 @@ class Completions:
         if request.best_of not in (None, request.n or 1):
             raise refused("best_of", "ask for n choices and choose yourself")
         model = service.resolve_model(request.model)
-        include_usage = check_stream_options(request)
+        usage = check_stream_options(request)
         prompts = await self._prompts(request)
         plan = make_plan(
             service,
@@ -74,7 +74,7 @@ class Completions:
             plan=plan,
             model=model,
             stream=bool(request.stream),
-            include_usage=include_usage,
+            usage=usage,
             echo=bool(request.echo),
         )
         await generation.deliver(http_request)

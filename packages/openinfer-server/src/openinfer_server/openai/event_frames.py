@@ -12,6 +12,7 @@ import msgspec
 
 from openinfer_server.http.api_errors import ApiError
 from openinfer_server.openai.objects import Usage
+from openinfer_server.request.plan import StreamUsage
 
 DONE_DATA = "[DONE]"  # data of the last event of a stream
 DONE = f"data: {DONE_DATA}\n\n".encode()
@@ -26,18 +27,20 @@ class ResponseHead:
     object: str  # of its events
     created: int
     model: str
-    include_usage: bool  # whether a stream ends with its usage; its other events then say that theirs is null
+    usage: StreamUsage
 
     def begin(self) -> bytes:
         fields = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
         return b"data: " + msgspec.json.encode(fields)[:-1] + b',"choices":['
 
     def end(self) -> bytes:
-        """An event from the end of its choices on."""
-        return b"]" + (b',"usage":null' if self.include_usage else b"") + _END
+        """An event from the end of its choices on; where each event has its usage, that still has to follow."""
+        if self.usage.every:
+            return b"]"
+        return b"]" + (b',"usage":null' if self.usage.last else b"") + _END
 
     def usage_event(self, usage: Usage) -> bytes:
-        return self.begin() + b'],"usage":' + msgspec.json.encode(usage) + _END
+        return self.begin() + b"]" + usage_end(usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,11 @@ class EventFrame:
 
     def finish_event(self, reason: str) -> bytes:
         return b"".join((self._finish, b'null,"finish_reason":"', reason.encode(), b'"}', self._end))
+
+
+def usage_end(usage: Usage) -> bytes:
+    """An event from its usage on."""
+    return b',"usage":' + msgspec.json.encode(usage) + _END
 
 
 FrameMaker: TypeAlias = Callable[[ResponseHead, int], EventFrame]

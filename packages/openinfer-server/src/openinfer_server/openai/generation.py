@@ -12,6 +12,7 @@ from openinfer_server.http.api_errors import ApiError
 from openinfer_server.http.request import HttpRequest
 from openinfer_server.http.writers import StreamWriter
 from openinfer_server.openai.event_frames import DONE, FrameMaker, ResponseHead, error_event
+from openinfer_server.openai.event_stream import EventStream
 from openinfer_server.openai.objects import Usage
 from openinfer_server.openai.plain_stream import PlainStream
 from openinfer_server.output.delta_choice import Sink
@@ -19,7 +20,7 @@ from openinfer_server.output.parsing import OutputParsers
 from openinfer_server.output.pipeline import deliver, submit
 from openinfer_server.output.response import Choice, Response
 from openinfer_server.output.usage import usage_of
-from openinfer_server.request.plan import Plan
+from openinfer_server.request.plan import Plan, StreamUsage
 from openinfer_server.service import Service
 from openinfer_server.text.byte_table import ByteTable
 
@@ -32,7 +33,7 @@ class ResponseShape:
     event_object: str
     frame: FrameMaker  # of events that are text and nothing else
     # Makes what writes the events of the choice with this index.
-    stream_sink: Callable[[ResponseHead, int, StreamWriter, list[StreamWriter]], Sink]
+    stream_sink: Callable[[ResponseHead, int, EventStream], Sink]
     whole_sink: Callable[[], Sink]  # makes what keeps a choice for one body
     # Makes the whole response of the choices and their whole sinks.
     body: Callable[[ResponseHead, Sequence[Choice], Sequence[Any], Usage], msgspec.Struct]
@@ -47,7 +48,7 @@ class Generation:
     plan: Plan
     model: str
     stream: bool
-    include_usage: bool
+    usage: StreamUsage
     echo: bool = False
     parsers: OutputParsers | None = None  # None where all text is content
 
@@ -58,33 +59,40 @@ class Generation:
             object=self.shape.event_object,
             created=int(time.time()),
             model=self.model,
-            include_usage=self.include_usage,
+            usage=self.usage,
         )
         plan, response = self.plan, Response(self.service.link)
         sinks: list[Sink] = []
         writer = http_request.stream(len(plan.requests)) if self.stream else None
         table = self._plain_table()
+
+        def usage() -> Usage:
+            return usage_of(response.choices, plan.n)
+
         if writer is not None and table is not None:
             self._submit_plain(response, head, writer, table)
         else:
-            sinks += (self._sink(response, head, writer, index) for index in range(len(plan.requests)))
+            sinks += self._sinks(response, head, writer, usage)
             submit(self.service, response, plan, sinks, parsers=self.parsers, echo=self.echo)
 
         def body() -> bytes:
-            usage = usage_of(response.choices, plan.n)
-            return msgspec.json.encode(self.shape.body(head, response.choices, sinks, usage))
+            return msgspec.json.encode(self.shape.body(head, response.choices, sinks, usage()))
 
         def end(error: ApiError | None) -> bytes:
             if error is not None:
                 return error_event(error) + DONE
-            return (head.usage_event(usage_of(response.choices, plan.n)) if self.include_usage else b"") + DONE
+            return (head.usage_event(usage()) if self.usage.last else b"") + DONE
 
         await deliver(http_request, self.service, response, writer, body=body, end=end)
 
-    def _sink(self, response: Response, head: ResponseHead, writer: StreamWriter | None, index: int) -> Sink:
+    def _sinks(
+        self, response: Response, head: ResponseHead, writer: StreamWriter | None, usage: Callable[[], Usage]
+    ) -> list[Sink]:
+        indices = range(len(self.plan.requests))
         if writer is None:
-            return self.shape.whole_sink()
-        return self.shape.stream_sink(head, index, writer, response.link.dirty)
+            return [self.shape.whole_sink() for _ in indices]
+        events = EventStream(writer, response.link.dirty, usage if self.usage.every else None)
+        return [self.shape.stream_sink(head, index, events) for index in indices]
 
     def _submit_plain(self, response: Response, head: ResponseHead, writer: StreamWriter, table: ByteTable) -> None:
         prompts = [self.plan.prompt_of(index) for index in range(len(self.plan.requests))]
@@ -104,5 +112,6 @@ class Generation:
 
     def _plain_table(self) -> ByteTable | None:
         scoring = self.plan.scoring
-        plain = self.parsers is None and not self.plan.stops and scoring.output is None and scoring.prompt is None
+        is_text_alone = scoring.output is None and scoring.prompt is None and not self.usage.every
+        plain = self.parsers is None and not self.plan.stops and is_text_alone
         return self.service.tokenizer.byte_table if plain else None

@@ -116,8 +116,8 @@ class DeltaChoice(TextChoice):
             return
         deltas = self._parser.feed(text)
         if self._parser.reasoning:
-            self.reasoning_tokens = self._num_tokens
-            if self._budget_tokens is not None and self._num_tokens >= self._budget_tokens:
+            self.reasoning_tokens = self.completion_tokens
+            if self._budget_tokens is not None and self.completion_tokens >= self._budget_tokens:
                 self.is_complete = self._out_of_budget = True
         if len(deltas) > 1 or (deltas and type(deltas[0]) not in _TEXTS):
             deltas = self._with_calls_noted(deltas)
@@ -158,12 +158,16 @@ class DeltaChoice(TextChoice):
         return deltas
 
     def _close_reasoning(self) -> None:
-        self._num_before, self._budget_tokens = self._num_tokens, None
+        self._num_before, self._budget_tokens = self.completion_tokens, None
         closing = self._parser.closing_text
         rest = self.take_held()
         self.sink.take(self._with_calls_noted(self._parser.feed(rest + closing)), ())
         closing_ids = self._options.tokenizer.encode_short(closing)
-        said = (*self._parsing.request.prompt_token_ids, *(self._generated_ids or ())[: self._num_tokens], *closing_ids)
+        said = (
+            *self._parsing.request.prompt_token_ids,
+            *(self._generated_ids or ())[: self.completion_tokens],
+            *closing_ids,
+        )
         self._generated_ids = None
         request = self._continuation(said)
         if request is None:
@@ -175,10 +179,10 @@ class DeltaChoice(TextChoice):
     def _continuation(self, token_ids: tuple[int, ...]) -> GenerateRequest | None:
         """What the engine is asked instead; None if there is no room for a single token."""
         request, sampling = self._parsing.request, self._parsing.request.sampling
-        max_tokens = min(sampling.max_tokens - self._num_tokens, self._parsing.max_model_tokens - len(token_ids))
+        max_tokens = min(sampling.max_tokens - self.completion_tokens, self._parsing.max_model_tokens - len(token_ids))
         if max_tokens < 1:
             return None
-        min_tokens = max(0, min(sampling.min_tokens - self._num_tokens, max_tokens))
+        min_tokens = max(0, min(sampling.min_tokens - self.completion_tokens, max_tokens))
         return msgspec.structs.replace(
             request,
             request_id=self.response.link.new_id(),

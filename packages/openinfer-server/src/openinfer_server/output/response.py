@@ -46,7 +46,7 @@ class Choice:
         queued_s: how long it waited in the engine's queue; None while it does.
         first_token_s: clock of the first token; 0 before it.
         last_token_s: clock of the last token; 0 before the first.
-        completion_tokens: sampled tokens, the stop token included; known at the end.
+        completion_tokens: sampled tokens, the stop token included; before the end, as far as a subclass counts them.
         reasoning_tokens: those of them that were spent on reasoning, as far as a parser told.
         finish_reason: None until it has ended well.
     """

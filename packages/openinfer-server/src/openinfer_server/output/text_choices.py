@@ -40,7 +40,6 @@ class TextChoice(Choice):
         "_echo",
         "_generated_ids",
         "_min_tokens",
-        "_num_tokens",
         "_offset",
         "_prompt",
         "_prompt_logprobs",
@@ -56,7 +55,6 @@ class TextChoice(Choice):
         self._detokenizer = options.tokenizer.detokenizer(prompt.token_ids, visible=options.visible_tokens)
         self._echo = options.echo
         self._min_tokens = options.min_tokens
-        self._num_tokens = 0
         self._offset = 0
         self._prompt = prompt
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -90,7 +88,7 @@ class TextChoice(Choice):
             scores = () if logprobs is None else (ScoredToken(token_id, logprobs[place], self._offset),)
             text = self._detokenizer.feed(token_id)
             self._offset += len(text)
-            self._num_tokens += 1
+            self.completion_tokens += 1
             self.show(text if self._scanner is None else self._scan(text), scores)
             if self.is_complete:
                 self.complete()
@@ -108,7 +106,6 @@ class TextChoice(Choice):
         self.end_early(FinishReason.STOP)
 
     def end_early(self, reason: FinishReason) -> None:
-        self.completion_tokens = self._num_tokens
         self.response.link.stopped(self)
         self.conclude(reason)
 
@@ -123,7 +120,7 @@ class TextChoice(Choice):
 
     def _scan(self, text: str) -> str:
         """What can be shown of a piece before stop strings; looks for none in the first `min_tokens` tokens."""
-        if self._scanner is None or self._num_tokens <= self._min_tokens:
+        if self._scanner is None or self.completion_tokens <= self._min_tokens:
             return text
         text = self._scanner.feed(text)
         self.is_complete = self._scanner.found

@@ -27,6 +27,7 @@ class StreamOptions(RequestFields, frozen=True, kw_only=True, forbid_unknown_fie
     """What a stream says beside its text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # the tokens so far in every event; vLLM's
     include_obfuscation: bool | None = None
 
     RULES: ClassVar[Mapping[str, Rule]] = {"include_obfuscation": NO_OBFUSCATION}

@@ -140,14 +140,21 @@ def salt_of(tenant: str, given: str | None) -> str | None:
     return hashlib.sha256(msgspec.json.encode((tenant, given))).hexdigest()
 
 
-def check_stream_options(fields: GenerationFields) -> bool:
-    """Returns whether a stream ends with its usage."""
+@dataclass(frozen=True, slots=True)
+class StreamUsage:
+    """Which events of a stream say how many tokens there were."""
+
+    last: bool = False  # one more event at the end; the others then say that theirs is null
+    every: bool = False  # each, of the tokens so far
+
+
+def check_stream_options(fields: GenerationFields) -> StreamUsage:
     stream_options = fields.stream_options
     if stream_options is None:
-        return False
+        return StreamUsage()
     if not fields.stream:
         raise invalid("stream_options", "stream_options is only for stream=true")
-    return bool(stream_options.include_usage)
+    return StreamUsage(bool(stream_options.include_usage), bool(stream_options.continuous_usage_stats))
 
 
 def check_prompt_token_ids(token_ids: Sequence[int], info: EngineInfo, field: str) -> None:

@@ -23,6 +23,7 @@ from openinfer_server.request.plan import (
     Plan,
     Prompt,
     Scoring,
+    StreamUsage,
     check_prompt_token_ids,
     check_stream_options,
     make_plan,
@@ -58,20 +59,22 @@ class TokenGeneration:
         request = await http_request.read_json(_decoder)
         _check(request)
         model = service.resolve_model(request.model)
+        usage_wanted = check_stream_options(_fields(request))
         plan = self._plan(request, http_request.tenant)
         plan = constrained(plan, _grammar(request))
         head = TokenResponse(request_id=request.request_id or f"gen-{secrets.token_hex(12)}", model=model, choices=[])
         response = Response(service.link)
         writer = http_request.stream(plan.n) if request.stream else None
-        choices = [_TokenIds(response, index, plan, head=head, writer=writer) for index in range(plan.n)]
+        choices = [
+            _TokenIds(response, index, plan, head=head, writer=writer, usage=usage_wanted) for index in range(plan.n)
+        ]
         response.submit(choices, plan.requests)
-        include_usage = bool(request.stream_options and request.stream_options.include_usage)
 
         def end(error: ApiError | None) -> bytes:
             if error is not None:
                 return error_event(error) + DONE
             last = msgspec.structs.replace(head, usage=usage_of(choices, plan.n))
-            return (_event(last) if include_usage else b"") + DONE
+            return (_event(last) if usage_wanted.last else b"") + DONE
 
         def body() -> bytes:
             return msgspec.json.encode(_whole(head, choices, plan))
@@ -83,12 +86,9 @@ class TokenGeneration:
         check_prompt_token_ids(request.token_ids, info, "token_ids")
         if len(request.token_ids) > info.max_model_tokens:
             raise too_long(str(len(request.token_ids)), info, "token_ids")
-        fields = _fields(request)
-        check_stream_options(fields)
-
         return make_plan(
             self._service,
-            fields,
+            _fields(request),
             [Prompt(tuple(request.token_ids), "", "token_ids")],
             tenant=tenant,
             max_tokens=sampling.max_tokens,
@@ -130,13 +130,22 @@ def _fields(request: TokenRequest) -> GenerationFields:
 class _TokenIds(Choice):
     """Keeps ids for one body, or writes an event per step."""
 
-    __slots__ = ("_head", "_writer", "prompt_scores", "scores", "stop_token_id", "token_ids")
+    __slots__ = ("_head", "_n", "_usage", "_writer", "prompt_scores", "scores", "stop_token_id", "token_ids")
 
     def __init__(
-        self, response: Response, index: int, plan: Plan, *, head: TokenResponse, writer: StreamWriter | None
+        self,
+        response: Response,
+        index: int,
+        plan: Plan,
+        *,
+        head: TokenResponse,
+        writer: StreamWriter | None,
+        usage: StreamUsage,
     ) -> None:
         super().__init__(response, index, prompt_tokens=len(plan.prompt_of(index).token_ids))
         self._head = head
+        self._n = plan.n
+        self._usage = usage
         self._writer = writer
         self.token_ids: list[int] = []
         self.scores: list[ScoredTokenId] | None = None if plan.scoring.output is None else []
@@ -147,6 +156,7 @@ class _TokenIds(Choice):
         self.prompt_scores += event.prompt_logprobs or ()
         if not event.token_ids:
             return
+        self.completion_tokens += len(event.token_ids)
         scores = None if event.logprobs is None else list(map(_scored, event.token_ids, event.logprobs))
         if self._writer is None:
             self.token_ids += event.token_ids
@@ -177,7 +187,8 @@ class _TokenIds(Choice):
         writer = self._writer
         if writer is None:
             return
-        writer.events.append(_event(msgspec.structs.replace(self._head, choices=[choice])))
+        usage = usage_of(self.response.choices, self._n) if self._usage.every else None
+        writer.events.append(_event(msgspec.structs.replace(self._head, choices=[choice], usage=usage)))
         writer.mark_dirty(self.response.link.dirty)
 
 
