@@ -24,3 +24,11 @@ def test_engine_whose_parent_is_killed_ends(behaviour: str, tmp_path: Path) -> N
         errors = parent.communicate(timeout=60)[1]
     assert b"Fatal Python error" not in errors
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("said", [b"", b'{"token": "secr'])
+def test_engine_whose_parent_ends_before_it_has_said_what_to_build_ends_in_silence(said: bytes) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(CHILDREN)}
+    command = [sys.executable, "-P", "-m", "faulty_engine"]
+    ended = subprocess.run(command, input=said, capture_output=True, env=environment, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")

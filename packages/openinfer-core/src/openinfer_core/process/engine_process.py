@@ -114,7 +114,10 @@ def run_engine_process(build: Callable[[msgspec.Raw], EngineLoop]) -> int:
     faulthandler.enable()  # a crash in a library says on standard error where each thread stood
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):  # the parent has ended, by Ctrl-C perhaps, before it had said all
+        return 1
+    launch = msgspec.json.decode(line, type=Launch)
     with listening(launch.link) as (listener, address):
         try:
             _say(address)
