@@ -100,10 +100,10 @@ def test_missing_header_is_named_with_who_includes_it(tree):
 
 def test_changed_header_changes_the_keys_of_the_sources_that_read_it_alone(tree):
     def moved(header: str) -> set[str]:
-        before = {stem: each.cubin_name("sm_90a") for stem, each in tree.items()}
+        before = {stem: each.cubin_key("sm_90a") for stem, each in tree.items()}
         path = tree["alone"].root / header
         path.write_text(path.read_text() + "\n")
-        return {stem for stem, each in tree.items() if each.cubin_name("sm_90a") != before[stem]}
+        return {stem for stem, each in tree.items() if each.cubin_key("sm_90a") != before[stem]}
 
     assert moved("a/one.cuh") == {"needy", "plain"}
     assert moved("common/hopper.cuh") == {"needy"}
@@ -140,15 +140,14 @@ def test_headers_are_those_that_nvcc_reads():
             assert ours - {each.path} == set(each.headers().values()), each.stem
 
 
-def test_cubin_name_changes_with_text_and_architecture_alone(tmp_path):
+def test_key_of_a_cubin_changes_with_text_and_architecture_alone(tmp_path):
     one = source(tmp_path, "one", "a")
-    name = one.cubin_name("sm_80")
-    assert name.startswith("one.sm_80.")
-    assert name.endswith(".cubin")
-    assert one.cubin_name("sm_86").split(".")[2] != name.split(".")[2]
+    key = one.cubin_key("sm_80")
+    assert key.startswith("one.sm_80.")
+    assert one.cubin_key("sm_86").split(".")[2] != key.split(".")[2]
     os.utime(one.path, (0, 0))
-    assert one.cubin_name("sm_80") == name
-    assert source(tmp_path, "one", "b").cubin_name("sm_80") != name
+    assert one.cubin_key("sm_80") == key
+    assert source(tmp_path, "one", "b").cubin_key("sm_80") != key
 
 
 def test_cache_dir_is_where_the_environment_says(monkeypatch):
@@ -178,6 +177,31 @@ def test_require_cubins_compiles_once_and_only_what_is_missing(cache, capsys):
     found["norm"].unlink()
     require_cubins("sm_90a", compiler=lambda: compiler)
     assert compiler.compiled[len(stems) :] == [("norm", "sm_90a")]
+
+
+def test_cached_cubin_that_was_spoilt_is_compiled_again(cache, caplog):
+    compiler = Recorder()
+    found = require_cubins("sm_90a", compiler=lambda: compiler)
+    compiler.compiled.clear()
+    found["norm"].write_bytes(b"norM")
+    assert require_cubins("sm_90a", compiler=lambda: compiler) == found
+    assert compiler.compiled == [("norm", "sm_90a")]
+    assert f"{found['norm']} is not what was compiled" in caplog.text
+
+
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_cache_that_others_may_write_to_is_refused(which, cache):
+    path = next(iter(require_cubins("sm_90a", compiler=Recorder).values()))
+    changed = cache if which == "folder" else path
+    mode = changed.stat().st_mode
+    changed.chmod(mode | 0o002)
+    with pytest.raises(KernelBuildError, match=f"{changed} belongs to another user, or others may write to it"):
+        require_cubins("sm_90a", compiler=Recorder)
+    changed.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(changed, 4711, 4711)
+        with pytest.raises(KernelBuildError, match="OPENINFER_CACHE_DIR"):
+            require_cubins("sm_90a", compiler=Recorder)
 
 
 def test_build_cubins_refused_source_raises_and_leaves_no_part_of_it(tmp_path, capsys):
@@ -241,7 +265,7 @@ def test_command_compiles_what_the_folder_lacks(tmp_path, monkeypatch, capsys):
     arguments = ["--out", str(tmp_path), "--architecture", "sm_80"]
     assert main(arguments) == 0
     assert len(compiler.compiled) == len(sources("sm_80"))
-    (tmp_path / sources("sm_80")[0].cubin_name("sm_80")).unlink()
+    next(tmp_path.glob(f"{sources('sm_80')[0].cubin_key('sm_80')}.*")).unlink()
     assert main(arguments) == 0
     assert compiler.compiled[len(sources("sm_80")) :] == [(sources("sm_80")[0].stem, "sm_80")]
     assert main(arguments) == 0

@@ -1,6 +1,7 @@
 """Cubins: our CUDA sources, compiled. Found in the wheel, else in a cache, else compiled once into the cache.
 
-    csrc/ROOM/NAME.cu ──► NAME.sm_90a.KEY.cubin       KEY: digest of the source, its headers, flags, architecture
+    csrc/ROOM/NAME.cu ──► NAME.sm_90a.KEY.CONTENT.cubin   KEY: digest of the source, its headers, flags, architecture
+                                                          CONTENT: digest of the file itself
 
     in a wheel      openinfer_kernels/cubins/prebuilt/    (a wheel built with OPENINFER_BUILD_CUBINS=1)
     in the cache    $OPENINFER_CACHE_DIR/cubins/, else ~/.cache/openinfer/cubins/

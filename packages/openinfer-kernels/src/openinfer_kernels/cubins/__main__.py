@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openinfer_kernels.cubins.cache import build_cubins, cache_dir
+from openinfer_kernels.cubins.cache import build_cubins, cache_dir, cubin_in
 from openinfer_kernels.cubins.compilers import Nvcc, Nvrtc, find_compiler
 from openinfer_kernels.cubins.sources import ARCHITECTURES, sources
 from openinfer_kernels.errors import KernelBuildError
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             target: Path = options.out or cache_dir() / "cubins"
             chosen = sources(architecture)
             if options.compiler is None:
-                chosen = [each for each in chosen if not (target / each.cubin_name(architecture)).is_file()]
+                chosen = [each for each in chosen if cubin_in(target, each, architecture) is None]
             if chosen:
                 build_cubins(chosen, architecture, target=target, compiler=compiler)
     except KernelBuildError as error:

@@ -13,6 +13,7 @@ FLAGS = ("-std=c++17", "-lineinfo")
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 """Those that a wheel carries."""
 HOPPER = "sm_90a"
+DIGEST_BYTES = 12
 _HOPPER_HEADER = "hopper.cuh"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 
@@ -48,14 +49,14 @@ class Source:
         """Whether it can be compiled for `architecture`: what reads `hopper.cuh` is for Hopper alone."""
         return architecture == HOPPER or all(path.name != _HOPPER_HEADER for path in self.headers().values())
 
-    def cubin_name(self, architecture: str) -> str:
-        """`STEM.ARCHITECTURE.KEY.cubin`, with the digest of everything that the cubin depends on."""
-        digest = hashlib.blake2b(digest_size=12)
+    def cubin_key(self, architecture: str) -> str:
+        """`STEM.ARCHITECTURE.KEY`, with the digest of everything that the cubin depends on."""
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for name, path in {self.path.name: self.path, **self.headers()}.items():
             text = path.read_bytes()
             digest.update(b"%s\0%d\0%s" % (name.encode(), len(text), text))
         digest.update("\0".join((*FLAGS, architecture)).encode())
-        return f"{self.stem}.{architecture}.{digest.hexdigest()}.cubin"
+        return f"{self.stem}.{architecture}.{digest.hexdigest()}"
 
 
 def sources(architecture: str) -> list[Source]:

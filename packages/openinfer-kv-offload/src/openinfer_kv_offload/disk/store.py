@@ -122,7 +122,9 @@ def _open_folder(folder: Path) -> int:
     except FileNotFoundError as error:
         raise StoreError(f"{folder} holds no KV store; start a process that writes to it first") from error
     status = os.fstat(fd)
-    if status.st_uid not in (os.geteuid(), _ROOT) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    # A group of a user's own has the user's number; Kubernetes (`fsGroup`) makes a volume's folders its to write.
+    others = stat.S_IWOTH | (0 if status.st_gid == status.st_uid else stat.S_IWGRP)
+    if status.st_uid not in (os.geteuid(), _ROOT) or status.st_mode & others:
         os.close(fd)
         raise StoreError(
             f"{folder} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, and a user who may "
