@@ -50,9 +50,12 @@ class Preamble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     opening: str | None = None
     """What begins it; output that does not begin with it has none. None: the prompt has begun it."""
     closing: str
+    without: tuple[str, ...] = ()
+    """Texts that it has none of: what would begin the constrained part before it is closed."""
 
     def __post_init__(self) -> None:
-        for name, text in (("opening", self.opening), ("closing", self.closing)):
+        texts = (("opening", self.opening), ("closing", self.closing), *(("without", text) for text in self.without))
+        for name, text in texts:
             if text is not None and not 1 <= len(text) <= MAX_PREAMBLE_LENGTH:
                 message = f"the preamble's {name} has {len(text)} characters; 1 to {MAX_PREAMBLE_LENGTH} are possible"
                 raise InvalidRequest(message, field="grammar")

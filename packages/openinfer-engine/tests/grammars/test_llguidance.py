@@ -233,6 +233,16 @@ def test_white_space_after_a_preamble_ends(compiler: LlguidanceCompiler, closing
     assert allowed(matcher) == [digit]
 
 
+@pytest.mark.parametrize("closing", ["</think>", "END OF/THOUGHT"])
+def test_a_preamble_has_none_of_what_it_must_be_without(compiler: LlguidanceCompiler, closing: str) -> None:
+    preamble = Preamble(closing=closing, without=("<call/>", "{7}"))
+    matcher = make(compiler, ask(Grammar(kind=GrammarKind.REGEX, text="7", preamble=preamble)))
+    say(matcher, "<call {7 <call/")
+    assert not any(TOKENIZER.decode_str([token_id]).startswith(">") for token_id in allowed(matcher))
+    say(matcher, f" > }} {closing}7")
+    assert allowed(matcher) == [END]
+
+
 # --- refusals -------------------------------------------------------------------------------------------
 
 

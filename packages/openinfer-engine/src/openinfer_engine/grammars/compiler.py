@@ -157,7 +157,7 @@ def head_of(preamble: Preamble | None, tokenizer: LLTokenizer) -> str | None:
     if preamble is None:
         return None
     rules = [_SPACES]
-    free = _free_up_to(preamble.closing, tokenizer, rules)
+    free = _free_up_to(preamble, tokenizer, rules)
     if preamble.opening is None:
         start = f"start: {free} SPACES @body"
     else:
@@ -165,14 +165,18 @@ def head_of(preamble: Preamble | None, tokenizer: LLTokenizer) -> str | None:
     return "\n".join([start, *rules])
 
 
-def _free_up_to(closing: str, tokenizer: LLTokenizer, rules: list[str]) -> str:
-    token_id = _token_id(closing, tokenizer)
+def _free_up_to(preamble: Preamble, tokenizer: LLTokenizer, rules: list[str]) -> str:
+    without = "".join(rf" & ~/(.|\n)*{_pattern(text)}(.|\n)*/" for text in preamble.without)
+    token_id = _token_id(preamble.closing, tokenizer)
     if token_id is None:
-        text = re.escape(closing).replace("/", r"\/")
-        rules.append(f"free[lazy]: /(.|\\n)*{text}/")
+        rules += ["free[lazy]: FREE", rf"FREE: /(.|\n)*{_pattern(preamble.closing)}/{without}"]
         return "free"
-    rules.append(r"FREE: /(.|\n)*/")
+    rules.append(rf"FREE: /(.|\n)*/{without}")
     return f"FREE <[{token_id}]>"
+
+
+def _pattern(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
 
 
 def _literal(text: str, tokenizer: LLTokenizer) -> str:
