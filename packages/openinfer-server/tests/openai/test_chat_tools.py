@@ -2,8 +2,10 @@
 
 import json
 
+import msgspec
 import openai
 import pytest
+from tokenizers import AddedToken
 
 from openinfer_server import ServerOptions
 from openinfer_server.testing import ParrotLoop, ThreadedServer, wait_until
@@ -169,6 +171,70 @@ def test_without_parallel_calls_the_answer_ends_with_the_first(client, server):
     wait_until(lambda: request.request_id in server.engine.aborted, "the engine is told to stop")
     again, _ = streamed(client, asked)
     assert plain(again.message) == plain(answer.choices[0].message)
+
+
+CALLS_UNCLOSED = "<think>\nI look at the clock …\n" + CALL + "\n" + SECOND + "\n</think>\n\nDone."
+BEGIN = "<tool_call>"
+
+
+@pytest.fixture(scope="module", params=[1, 7], ids=["1-token", "7-tokens"])
+def marked(request, info, make_folder, tokenizer):
+    """A server whose vocabulary has the format's own tokens."""
+    folder = make_folder(SAID)
+    known = type(tokenizer).from_str(tokenizer.to_str())
+    known.add_tokens([AddedToken(BEGIN, normalized=False)])
+    known.save(str(folder / "tokenizer.json"))
+    larger = msgspec.structs.replace(info, num_token_ids=known.get_vocab_size())
+    parrot = ParrotLoop(larger, tokens_per_event=request.param)
+    with ThreadedServer(parrot, folder, ServerOptions(port=0)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("further", [{}, {"stop": ["<tool_box>", "call it"]}])
+def test_calls_end_reasoning_that_is_not_closed(marked, connect, further):
+    client = connect(marked)
+    whole = client.chat.completions.create(**ask(CALLS_UNCLOSED, **further)).choices[0]
+    calls = [("now", '{"zone": "Zürich 🙂"}'), ("look", "{}")]
+    assert plain(whole.message) == ("Done.", "I look at the clock …", calls)
+    assert whole.finish_reason == "tool_calls"
+    again, chunks = streamed(client, ask(CALLS_UNCLOSED, **further))
+    assert (plain(again.message)[::2], reasoning_of(chunks)) == (("Done.", calls), "I look at the clock …")
+
+
+def test_a_call_in_the_reasoning_is_written_to_its_end_when_the_budget_is_used_up_in_it(marked, connect, tokenizer):
+    budget = len(tokenizer.encode("<think>\nI look at the clock …\n").ids) + 9
+    asked = ask(CALLS_UNCLOSED, extra_body={"thinking_token_budget": budget})
+    message = connect(marked).chat.completions.create(**asked).choices[0].message
+    assert plain(message)[1:] == ("I look at the clock …", [("now", '{"zone": "Zürich 🙂"}'), ("look", "{}")])
+
+
+def test_calls_in_reasoning_are_of_functions_that_may_be_called(marked, connect):
+    client = connect(marked)
+    asked = ask(CALLS_UNCLOSED, tool_choice=named("now"))
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert plain(message)[2][0] == ("now", '{"zone": "Zürich 🙂"}')
+    message = client.chat.completions.create(**ask("<think>" + CALL, tool_choice=named("look"))).choices[0].message
+    assert plain(message) == ("", CALL, [])
+
+
+def test_without_parallel_calls_the_answer_ends_with_the_first_in_the_reasoning(marked, connect):
+    answer = connect(marked).chat.completions.create(**ask(CALLS_UNCLOSED, parallel_tool_calls=False))
+    assert plain(answer.choices[0].message)[::2] == ("", [("now", '{"zone": "Zürich 🙂"}')])
+    thought = connect(marked).chat.completions.create(**ask("<think>\nI look at the clock …\n"))
+    tokens = answer.usage.completion_tokens_details.reasoning_tokens
+    assert tokens == thought.usage.completion_tokens - 1  # all but the stop token
+
+
+def test_a_call_in_reasoning_is_one_by_its_own_token_only(client):
+    message = client.chat.completions.create(**ask(CALLS_UNCLOSED)).choices[0].message
+    assert plain(message) == ("Done.", f"I look at the clock …\n{CALL}\n{SECOND}", [])
+
+
+@pytest.mark.parametrize("text", [f"<think>A {BEGIN} begins calls.", f"<think>{CALL[:-20]}", f"<think>{BEGIN}"])
+def test_reasoning_about_calls_is_reasoning(marked, connect, text):
+    answer = connect(marked).chat.completions.create(**ask(text))
+    assert plain(answer.choices[0].message) == ("", text.removeprefix("<think>"), [])
+    assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens - 1
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The conformance kit of parsers finds parsers that do not conform; the choice refuses what is none."""
 
 from importlib.metadata import EntryPoint
+from typing import ClassVar
 
 import pytest
 
@@ -61,7 +62,7 @@ class Hoards(HermesParser):
 class NeverEnds(HermesParser):
     """Leaves calls open."""
 
-    def end_call(self):
+    def end_call(self, **_):
         pass
 
 
@@ -101,6 +102,25 @@ class FindsNothing(HermesParser):
 )
 def test_kit_refuses_a_tool_parser_that(parser, violation):
     with pytest.raises(ConformanceError, match=violation):
+        check_tool_parser(parser, TEXTS, tools=TOOLS)
+
+
+class ClosesNothing(HermesParser):
+    """Does not say that a call ended with its tag."""
+
+    def end_call(self, **_):
+        super().end_call()
+
+
+class BeginsWithWords(HermesParser):
+    """Names a token that begins no calls."""
+
+    begin_tokens: ClassVar = {"</tool_call>": ""}
+
+
+@pytest.mark.parametrize("parser", [ClosesNothing, BeginsWithWords])
+def test_kit_refuses_begin_tokens_of_which_no_call_is_seen(parser):
+    with pytest.raises(ConformanceError, match="none of the texts has a whole call"):
         check_tool_parser(parser, TEXTS, tools=TOOLS)
 
 

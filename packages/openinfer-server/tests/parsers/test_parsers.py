@@ -25,7 +25,7 @@ from openinfer_server.parsers.thinking import KimiThinking, Qwen3Thinking
 from openinfer_server.parsers.typed_values import ANYTHING, as_json, types_of
 from openinfer_server.testing.parser_cuts import check_subject, subjects
 from openinfer_server.testing.parser_texts import REASONING_PROMPTS, REASONING_TEXTS, TOOL_TEXTS, TOOLS
-from openinfer_server.testing.parsers import check_reasoning_parser, check_tool_parser, feed
+from openinfer_server.testing.parsers import answer_maker, check_reasoning_parser, check_tool_parser, feed
 
 
 def context(prompt="", tools=TOOLS) -> ParserContext:
@@ -254,6 +254,10 @@ def test_deepseek_v3_both_spellings():
         ("", "Yes <think>no</think>.", "", "Yes <think>no</think>."),
         ("", "\n\nYes.", "", "\n\nYes."),
         ("<think>\n", "hm\n</think>\n\nYes.", "hm", "Yes."),
+        ("<think>\n", "hm\n</think>\n</think>\n\nYes.", "hm", "Yes."),
+        ("<think>\n", "hm</think>Yes.</think>", "hm", "Yes.</think>"),
+        ("<think>\n\n</think>\n\n", "\n</think>\n\nYes.", "", "Yes."),
+        ("", "</think>\n\nYes.", "", "</think>\n\nYes."),
         ("<think>\n", "<think>hm</think>Yes.", "hm", "Yes."),
         ("<think>\n", "cut sho", "cut sho", ""),
         ("<think>\n", "cut short</thi", "cut short</thi", ""),
@@ -271,11 +275,161 @@ def test_kimi_calls_end_the_reasoning():
     assert [call[1] for call in calls] == ["now"]
 
 
-def test_a_call_inside_the_reasoning_is_reasoning():
-    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    parser = OutputParser(Qwen3Thinking(context("<think>")), HermesParser(context()))
-    content, reasoning, calls = said(parser, f"maybe {call}?</think>{call}")
-    assert (content, reasoning, len(calls)) == ("", f"maybe {call}?", 1)
+UNCLOSED = {
+    "hermes": ("qwen3", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+    "qwen3-coder": ("qwen3", "<tool_call>\n<function=now>\n</function>\n</tool_call>"),
+    "deepseek-v3": (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek-v4": (
+        "deepseek",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    ),
+}
+
+
+def answer(name, *, by_text=True):
+    reasoning = find_plugin(REASONING_PARSERS, UNCLOSED[name][0]).load()
+    return answer_maker(reasoning, tool_parser(name), TOOLS, prompt="<think>\n", by_text=by_text)()
+
+
+@pytest.mark.parametrize("name", UNCLOSED)
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "num_calls"),
+    [
+        ("hm\n{}", "", "hm", 1),
+        ("{}", "", "", 1),
+        ("hm {} {}\n</think>\n\nDone.", "Done.", "hm", 2),
+        ("hm {} Done </think> at {} last.", "Doneatlast.", "hm", 2),
+        ("hm</think>{}", "", "hm", 1),
+    ],
+)
+def test_calls_end_the_reasoning(name, text, content, reasoning, num_calls):
+    for pieces in ([text.format(*2 * [UNCLOSED[name][1]])], [*text.format(*2 * [UNCLOSED[name][1]])]):
+        said_content, said_reasoning, calls = said(answer(name), *pieces)
+        assert (said_content.replace(" ", ""), said_reasoning) == (content, reasoning)
+        assert [call[1:] for call in calls] == num_calls * [("now", "{}")]
+
+
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_what_is_no_whole_call_of_an_offered_function_stays_reasoning(name):
+    call = UNCLOSED[name][1]
+    begin = call[: call.index("now")]
+    for text in (f"{begin}", f"I may write {begin} or not", call.replace("now", "then"), call[:-26] + " …"):
+        assert said(answer(name), f"hm {text}\n</think>So.") == ("So.", f"hm {text}", [])
+        assert said(answer(name), *f"hm {text}\n</think>So.") == ("So.", f"hm {text}", [])
+    assert said(answer(name, by_text=False), f"hm {call}</think>So.") == ("So.", f"hm {call}", [])
+
+
+def test_a_call_after_one_that_was_none_ends_the_reasoning():
+    call = UNCLOSED["hermes"][1]
+    text = f'As <tool_call>{{"name": "now", "arguments": {{"a": "<tool_call> is {call}'
+    for pieces in ([text], [*text]):
+        assert said(answer("hermes"), *pieces)[1:] == (text.removesuffix(call).rstrip(), [("call", "now", "{}")])
+
+
+def test_a_call_that_may_begin_before_the_reasoning_ended_is_reasoning_if_it_is_none():
+    call = UNCLOSED["hermes"][1]
+    text = f'As <tool_call>{{"name": "now", "arguments": {{"a": "</think>So {call}'
+    for pieces in ([text], [*text]):
+        content, reasoning, calls = said(answer("hermes"), *pieces)
+        assert (content, reasoning) == ("So", text[: text.index("</think>")])
+        assert [name for _, name, _ in calls] == ["now"]
+
+
+def test_arguments_in_reasoning_that_are_too_long_are_reasoning(monkeypatch):
+    monkeypatch.setattr("openinfer_server.parsers.reasoning_calls.MAX_ARGUMENTS", 10)
+    call = UNCLOSED["hermes"][1].replace("{}", '{"a": "' + 10 * "x" + '"}')
+    for pieces in ([call], [*call]):
+        assert said(answer("hermes"), *pieces) == ("", call, [])
+
+
+def test_begin_tokens_inside_a_call_are_its_own(monkeypatch):
+    monkeypatch.setattr("openinfer_server.parsers.reasoning_calls.MAX_TRIALS", 2)
+    inner = 4 * "<tool_call>"
+    call = f'<tool_call>{{"name": "now", "arguments": {{"a": "{inner}"}}}}</tool_call>'
+    for pieces in ([call], [*call]):
+        assert said(answer("hermes"), *pieces) == ("", "", [("call", "now", f'{{"a": "{inner}"}}')])
+
+
+def test_reasoning_is_not_known_while_it_may_be_a_call():
+    parser = answer("hermes", by_text=False)
+    seen = []
+    for piece, begun in (("hm ", []), ("<tool_call>", [(3, "<tool_call>")]), ("{", []), ("no", []), (" more", [])):
+        parser.feed(piece, begun)
+        seen.append(parser.reasoning)
+    assert seen == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["hermes", "kimi-k2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("function", "written", "told"),
+    [
+        ("get_weather", '{"arguments": {"city": "Rome"}}', '{"city": "Rome"}'),
+        ("get_weather", '{ "arguments" : {"city": "}"} }', '{"city": "}"}'),
+        ("get_weather", '{"arguments": {"city": "Rome"}, "days": 3}', None),
+        ("get_weather", '{"arguments": "Rome"}', None),
+        ("get_weather", '{"argument": {"city": "Rome"}}', None),
+        ("get_weather", '{"arguments": {"city": Rome}}', None),
+        ("has_arguments", '{"arguments": {"city": "Rome"}}', None),
+        ("refers", '{"arguments": {"city": "Rome"}}', None),
+        ("unknown", '{"arguments": {"city": "Rome"}}', None),
+    ],
+)
+def test_arguments_in_a_wrapper_are_taken_out_where_it_is_none_of_the_functions(name, function, written, told):
+    tools = {
+        **TOOLS,
+        "has_arguments": {"properties": {"arguments": {"type": "object"}}},
+        "refers": {"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": {"properties": {"arguments": {}}}}},
+    }
+    text = {
+        "hermes": f'<tool_call>{{"name": "{function}", "arguments": {written}}}</tool_call>',
+        "kimi-k2": f"<|tool_call_begin|>{function}<|tool_call_argument_begin|>{written}<|tool_call_end|>",
+        "deepseek-v3": f"<｜tool▁call▁begin｜>{function}<｜tool▁sep｜>{written}<｜tool▁call▁end｜>",
+    }[name]
+    for pieces in ([text], [*text]):
+        assert said(tool_parser(name)(context(tools=tools)), *pieces)[2][0][2] == (told or written)
+
+
+def test_only_arguments_that_begin_with_a_wrapper_are_held():
+    parser = HermesParser(context())
+    assert parser.feed('<tool_call>{"name": "now", "arguments": {"ar') == [CallStart(0, "call_0", "now")]
+    assert parser.feed('ea": 1') == [CallArguments(0, '{"area": 1')]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ('<｜DSML｜parameter name="city">5</｜DSML｜parameter>', {"city": "5"}),
+        ('<｜DSML｜parameter name="days">5</｜DSML｜parameter>', {"days": 5}),
+        (
+            '<｜DSML｜parameter name="city" string="true">Rome\n<｜DSML｜parameter name="days" string="false">3\n',
+            {"city": "Rome", "days": 3},
+        ),
+        ('<｜DSML｜parameter name="city" string="true">Rome\n</｜DSML｜parameter>', {"city": "Rome\n"}),
+        ('<｜DSML｜parameter name="arguments">{"city": "Rome"}</｜DSML｜parameter>', {"city": "Rome"}),
+    ],
+)
+def test_deepseek_v4_what_models_get_wrong_is_a_call_still(parameters, arguments):
+    text = f'<｜DSML｜invoke name="get_weather">\n{parameters}</｜DSML｜invoke>'
+    content, _, calls = said(tool_parser("deepseek-v4")(context()), text)
+    assert (content, json.loads(calls[0][2])) == ("", arguments)
+
+
+@pytest.mark.parametrize(
+    ("inside", "content"),
+    [
+        ("I call:<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", "I call:"),
+        ("<|tool_call_begin|>functions.now:0 it is<|tool_call_argument_begin|>{}<|tool_call_end|>", "it is"),
+        ("<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{} so<|tool_call_end|>", "so"),
+        ("<|tool_call_end|><|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>", ""),
+    ],
+)
+def test_kimi_noise_in_a_section_is_content_without_its_tokens(inside, content):
+    text = f"<|tool_calls_section_begin|>{inside}<|tool_calls_section_end|>"
+    said_content, _, calls = said(tool_parser("kimi-k2")(context()), text)
+    assert (said_content, [call[1:] for call in calls]) == (content, [("now", "{}")])
 
 
 def test_reasoning_is_known_piece_by_piece():
@@ -295,6 +449,9 @@ SCHEMA = {
         "any": {},
         "list": {"anyOf": [{"type": "array"}, {"$ref": "#/$defs/Name"}]},
         "loop": {"$ref": "#/$defs/Loop"},
+        "float": {"type": ["float", "int"]},
+        "dict": {"type": "dict"},
+        "str": {"type": "str"},
     },
     "$defs": {"Name": {"const": "x"}, "Loop": {"$ref": "#/$defs/Loop"}},
 }
@@ -319,6 +476,10 @@ SCHEMA = {
         ("list", "True", '"True"'),
         ("loop", "7", "7"),
         ("unknown", "7", "7"),
+        ("float", "0.5", "0.5"),
+        ("float", "half", '"half"'),
+        ("dict", '{"a": 1}', '{"a": 1}'),
+        ("str", "5", '"5"'),
     ],
 )
 def test_values_become_json_of_their_type(name, text, expected):

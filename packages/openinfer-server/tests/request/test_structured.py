@@ -65,6 +65,12 @@ def test_reasoning_is_not_constrained(asked, said, preamble):
     assert (grammar.kind, grammar.text, grammar.preamble) == (GrammarKind.REGEX, "a+", preamble)
 
 
+def test_reasoning_before_calls_that_are_constrained_has_none(asked):
+    assert asked("?", tools=[TOOL], tool_choice="required").preamble.without == ("<tool_call>",)
+    coder = asked("?", CODER.replace("#}", "</think> #}", 1), tools=[STRICT])
+    assert coder.preamble.without == ("<tool_call>",)
+
+
 def test_without_a_reasoning_parser_there_is_no_preamble(asked):
     options = ServerOptions(port=0, reasoning_parser="none")
     assert asked("a <think>", THINKS, options, guided_regex="a").preamble is None

@@ -71,6 +71,7 @@ class DeltaChoice(TextChoice):
         "_budget_tokens",
         "_call_ended",
         "_num_before",
+        "_num_read",
         "_options",
         "_out_of_budget",
         "_parser",
@@ -94,6 +95,7 @@ class DeltaChoice(TextChoice):
         self._budget_tokens = parsing.reasoning_budget_tokens
         self._call_ended = False
         self._num_before: int | None = None  # tokens that were generated before the engine's request was replaced
+        self._num_read: int | None = None  # tokens that the parser was fed, when the engine has said all
         self._options = options
         self._out_of_budget = False
         self._parser = parsing.parser
@@ -114,7 +116,9 @@ class DeltaChoice(TextChoice):
         if self._parser.is_plain:  # also where the text is held back: its token has an event
             self.sink.take((ContentDelta(text),), scores)
             return
-        deltas = self._parser.feed(text)
+        deltas = self._parser.feed(text, self._begun)
+        if self._begun:
+            self._begun = []
         if self._parser.reasoning:
             self.reasoning_tokens = self.completion_tokens
             if self._budget_tokens is not None and self.completion_tokens >= self._budget_tokens:
@@ -131,6 +135,7 @@ class DeltaChoice(TextChoice):
             super().complete()
 
     def finished(self, event: Finished) -> None:
+        self._num_read = self.completion_tokens
         # the engine's counts are of its last request alone, and the answer may have had two
         if self._num_before is not None:
             completion_tokens = self._num_before + event.completion_tokens
@@ -142,6 +147,8 @@ class DeltaChoice(TextChoice):
     def conclude(self, reason: FinishReason) -> None:
         if not self._call_ended:
             rest = self._with_calls_noted(self._parser.finish())
+            if rest and type(rest[-1]) is ReasoningDelta:  # what might have become a call
+                self.reasoning_tokens = self.completion_tokens if self._num_read is None else self._num_read
             if rest:
                 self.sink.take(rest, ())
         self.sink.conclude(self, reason)

@@ -57,6 +57,14 @@ class OutputParsers:
                 prompt = _with_closed_reasoning(service, prompt, first)
         return cls(prompt, first.is_plain, service, available.schemas, available.parallel, budget_tokens)
 
+    @property
+    def begin_tokens(self) -> Mapping[int, str]:
+        """Tokens that may begin a call inside the reasoning, by their ids in this vocabulary."""
+        if not self._schemas:
+            return {}
+        found = {name: self._service.tokenizer.token_id(name) for name in self._service.parsers.begin_tokens}
+        return {token_id: name for name, token_id in found.items() if token_id is not None}
+
     def parsing(self, request: GenerateRequest) -> ParsingOptions:
         """How one answer is read."""
         return ParsingOptions(

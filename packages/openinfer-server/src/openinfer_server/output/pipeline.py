@@ -40,6 +40,7 @@ def submit(
         echo=echo,
         scores_prompt=plan.scoring.prompt is not None,
         visible_tokens=frozenset() if parsers is None else service.parsers.visible_tokens,
+        begin_tokens={} if parsers is None else parsers.begin_tokens,
     )
     choices: list[DeltaChoice] = []
     for index, (request, sink) in enumerate(zip(plan.requests, sinks, strict=True)):

@@ -5,12 +5,13 @@
 Streamed and whole responses get the same text and scores in the same order, so that they are equal.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from openinfer_core.events import Finished, FinishReason, TokenLogprobs, Tokens
 from openinfer_server.output.logprobs import ScoredToken, score_prompt
 from openinfer_server.output.response import Choice, Response
+from openinfer_server.parsers.reasoning_calls import BeginToken
 from openinfer_server.request.plan import Prompt
 from openinfer_server.text.stop_strings import StopScanner
 from openinfer_server.text.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ class TextOptions:
     echo: bool
     scores_prompt: bool = False  # whether the echoed prompt comes with its log-probabilities
     visible_tokens: frozenset[str] = frozenset()  # special tokens that show by name, for parsers that know them
+    begin_tokens: Mapping[int, str] = field(default_factory=dict[int, str])  # by id: tokens that may begin a call
 
 
 class TextChoice(Choice):
@@ -36,6 +38,8 @@ class TextChoice(Choice):
     """
 
     __slots__ = (
+        "_begin_tokens",
+        "_begun",
         "_detokenizer",
         "_echo",
         "_generated_ids",
@@ -52,6 +56,8 @@ class TextChoice(Choice):
     def __init__(self, response: Response, index: int, *, prompt: Prompt, options: TextOptions) -> None:
         super().__init__(response, index, prompt_tokens=len(prompt.token_ids))
         self.is_complete = False
+        self._begin_tokens = options.begin_tokens
+        self._begun: list[BeginToken] = []  # begin tokens that no subclass has taken yet
         self._detokenizer = options.tokenizer.detokenizer(prompt.token_ids, visible=options.visible_tokens)
         self._echo = options.echo
         self._min_tokens = options.min_tokens
@@ -89,6 +95,8 @@ class TextChoice(Choice):
             text = self._detokenizer.feed(token_id)
             self._offset += len(text)
             self.completion_tokens += 1
+            if token_id in self._begin_tokens and text.endswith(name := self._begin_tokens[token_id]):
+                self._begun.append((self._offset - len(name), name))
             self.show(text if self._scanner is None else self._scan(text), scores)
             if self.is_complete:
                 self.complete()

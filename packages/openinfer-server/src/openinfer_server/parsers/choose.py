@@ -17,6 +17,7 @@ from openinfer_server.parsers.contract import (
 )
 from openinfer_server.parsers.deltas import Delta
 from openinfer_server.parsers.output import OutputParser, fault_boundary
+from openinfer_server.parsers.reasoning_calls import begin_tokens_of
 
 TOOL_PARSERS = "openinfer.tool_parsers"
 REASONING_PARSERS = "openinfer.reasoning_parsers"
@@ -59,6 +60,13 @@ class ModelParsers:
             token for chosen in (self.tools, self.reasoning) if chosen for token in chosen.parser.visible_tokens
         )
 
+    @property
+    def begin_tokens(self) -> frozenset[str]:
+        """Tokens that begin a call also inside the reasoning; none where there is no reasoning to begin in."""
+        if self.tools is None or self.reasoning is None:
+            return frozenset()
+        return frozenset(begin_tokens_of(self.tools.parser))
+
     def check(self) -> None:
         """Makes each parser once; raises `UnusableParser` for one that cannot be made, or takes no text."""
         context = ParserContext("", {"example": {"type": "object"}}, new_call_id)
@@ -81,12 +89,26 @@ class ModelParsers:
         Raises:
             ParserFault: a parser cannot be made.
         """
-        context = ParserContext(prompt, tools, new_call_id)
-        reasoning = (
-            None if self.reasoning is None else fault_boundary("reasoning", partial(self.reasoning.parser, context))
+        return answer_parser(
+            ParserContext(prompt, tools, new_call_id),
+            None if self.reasoning is None else cast("type[ReasoningParser]", self.reasoning.parser),
+            None if self.tools is None or not tools else cast("type[ToolParser]", self.tools.parser),
         )
-        calls = None if self.tools is None or not tools else fault_boundary("tool", partial(self.tools.parser, context))
-        return OutputParser(cast("ReasoningParser | None", reasoning), cast("ToolParser | None", calls))
+
+
+def answer_parser(
+    context: ParserContext, reasoning: type[ReasoningParser] | None, tools: type[ToolParser] | None
+) -> OutputParser:
+    """The parsers of one answer.
+
+    Raises:
+        ParserFault: a parser cannot be made.
+    """
+    first = None if reasoning is None else fault_boundary("reasoning", partial(reasoning, context))
+    if tools is None:
+        return OutputParser(first)
+    make = partial(tools, context)
+    return OutputParser(first, fault_boundary("tool", make), another=make, offered=context.tools)
 
 
 def choose_parsers(

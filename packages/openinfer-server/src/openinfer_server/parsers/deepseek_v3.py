@@ -11,7 +11,8 @@ Source: the chat templates of https://huggingface.co/deepseek-ai/DeepSeek-V3-032
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.calls import CallParser
@@ -33,6 +34,7 @@ class DeepSeekV3Parser(CallParser):
     """Arguments are handed on as they come."""
 
     visible_tokens = (SECTION_BEGIN, SECTION_END, CALL_BEGIN, SEPARATOR, CALL_END)
+    begin_tokens: ClassVar[Mapping[str, str]] = {SECTION_BEGIN: "", CALL_BEGIN: ""}
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
@@ -79,8 +81,9 @@ class DeepSeekV3Parser(CallParser):
         return name
 
     def _close(self) -> Script[None]:
-        for tag in (_FENCE, CALL_END):
-            yield from self.spaces()
-            yield from self.literal(tag)
+        yield from self.spaces()
+        yield from self.literal(_FENCE)
+        yield from self.spaces()
+        is_closed = yield from self.literal(CALL_END)
         self.is_cut(CALL_END, _FENCE)
-        self.end_call()
+        self.end_call(is_closed=is_closed)

@@ -11,7 +11,8 @@ V3.2 writes `function_calls` for `tool_calls`. Source: encoding/ of https://hugg
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.contract import ModelTraits
@@ -19,7 +20,7 @@ from openinfer_server.parsers.markers import Markers
 from openinfer_server.parsers.script import Script
 from openinfer_server.parsers.tagged_arguments import TaggedArgumentsParser
 from openinfer_server.parsers.tagged_syntax import ParameterTags, parameters
-from openinfer_server.parsers.typed_values import ANYTHING, TEXT
+from openinfer_server.parsers.typed_values import ANYTHING, TEXT, types_of
 
 OPENINFER_CONTRACT = 1
 
@@ -28,7 +29,8 @@ SECTIONS = tuple(f"<{slash}{MARK}{name}>" for name in ("tool_calls", "function_c
 CALL_BEGIN, CALL_END = f'<{MARK}invoke name="', f"</{MARK}invoke>"
 PARAMETER, PARAMETER_END = f'<{MARK}parameter name="', f"</{MARK}parameter>"
 _MARKERS = Markers(*SECTIONS, CALL_BEGIN)
-_VALUE_ENDS = Markers(PARAMETER_END, CALL_END)
+_VALUE_ENDS = Markers(PARAMETER_END, PARAMETER, CALL_END)
+_LINE_ENDS = frozenset({PARAMETER, CALL_END})  # where the parameter's own is missing
 _WORD = re.compile(r'[^<>"\r\n]*')
 
 
@@ -36,6 +38,7 @@ class DeepSeekV4Parser(TaggedArgumentsParser):
     """Text is handed on as it comes, JSON when it is whole; what is marked as JSON and is none becomes text."""
 
     visible_tokens = (MARK, *SECTIONS)
+    begin_tokens: ClassVar[Mapping[str, str]] = {MARK: "<"}
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
@@ -44,7 +47,7 @@ class DeepSeekV4Parser(TaggedArgumentsParser):
 
     @classmethod
     def call_syntax(cls, functions: Sequence[CallableFunction], lark: LarkTexts) -> CallSyntax:
-        free, rules = lark.free_value(f"{PARAMETER_END}\n", (PARAMETER_END, CALL_END))
+        free, rules = lark.free_value(f"{PARAMETER_END}\n", (PARAMETER_END, PARAMETER, CALL_END))
         tags = ParameterTags(begin=_opening, end=f"{PARAMETER_END}\n", free=free)
         begins = [lark.text(f'{CALL_BEGIN}{each.name}">\n') for each in functions]
         close = lark.text(f"{CALL_END}\n")
@@ -63,33 +66,38 @@ class DeepSeekV4Parser(TaggedArgumentsParser):
             name = yield from self.run_of(_WORD)
             if name and (yield from self.literal('">')):
                 self.begin_call(name)
-                yield from self._parameters()
+                yield from self._parameters(name)
             else:
                 self.give_up()
 
-    def _parameters(self) -> Script[None]:
+    def _parameters(self, function: str) -> Script[None]:
+        schema = self.context.tools.get(function, {})
         self.begin_arguments()
         end: str | None = PARAMETER_END
-        while end == PARAMETER_END:
+        while end in {PARAMETER_END, PARAMETER}:
             yield from self.spaces()
             self.begin_tentative("")
-            parameter = yield from self._parameter()
+            parameter = yield from self._parameter(schema)
             if parameter is None:
                 break
             self.commit()
             name, types = parameter
             self.begin_parameter(name)
-            end = yield from self.value(_VALUE_ENDS, types, own_lines=False)
-        if end == CALL_END:
-            self.unread(CALL_END)
+            end = yield from self.value(_VALUE_ENDS, types, line_ends=_LINE_ENDS)
+            if end is not None and end != PARAMETER_END:
+                self.unread(end)
         yield from self._close()
 
-    def _parameter(self) -> Script[tuple[str, frozenset[str]] | None]:
-        """The opening tag: a name, and which types its value may have."""
+    def _parameter(self, schema: Mapping[str, Any]) -> Script[tuple[str, frozenset[str]] | None]:
+        """The opening tag: a name, and which types its value may have; the schema says so where the tag does not."""
         if not (yield from self.literal(PARAMETER)):
             return None
         name = yield from self.run_of(_WORD)
-        if not name or not (yield from self.literal('" string="')):
+        if not name or not (yield from self.literal('"')):
+            return None
+        if (yield from self.literal(">")):
+            return name, types_of(schema, name)
+        if not (yield from self.literal(' string="')):
             return None
         for word, types in (("true", TEXT), ("false", ANYTHING)):
             if (yield from self.literal(word + '">')):
@@ -98,12 +106,12 @@ class DeepSeekV4Parser(TaggedArgumentsParser):
 
     def _close(self) -> Script[None]:
         """Ends the call; what does not belong to it is content. Arguments of a call that was cut stay open."""
-        if (yield from self.literal(CALL_END)):
+        is_closed = yield from self.literal(CALL_END)
+        if is_closed:
             self.commit()
+        if is_closed or not self.is_cut(PARAMETER, CALL_END):
             self.end_arguments()
-        elif not self.is_cut(PARAMETER, CALL_END):
-            self.end_arguments()
-        self.end_call()
+        self.end_call(is_closed=is_closed)
         self.give_up()
 
 

@@ -7,7 +7,8 @@
 Source: the chat templates of Qwen3 and Hermes 2 Pro, https://huggingface.co/Qwen/Qwen3-4B.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.calls import CallParser
@@ -32,6 +33,7 @@ class HermesParser(CallParser):
     """
 
     visible_tokens = (OPEN, CLOSE)
+    begin_tokens: ClassVar[Mapping[str, str]] = {OPEN: ""}
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
@@ -117,8 +119,9 @@ class HermesParser(CallParser):
         return True
 
     def _close(self) -> Script[None]:
-        for tag in ("}", CLOSE):
-            yield from self.spaces()
-            yield from self.literal(tag)
+        yield from self.spaces()
+        yield from self.literal("}")
+        yield from self.spaces()
+        is_closed = yield from self.literal(CLOSE)
         self.is_cut(CLOSE)
-        self.end_call()
+        self.end_call(is_closed=is_closed)

@@ -23,12 +23,18 @@ CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 TURN = "<|im_middle|>"
 ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
 _MARKERS = Markers(SECTION_BEGIN, SECTION_END, CALL_BEGIN)
+_IN_SECTION = Markers(SECTION_BEGIN, SECTION_END, CALL_BEGIN, CALL_END, ARGUMENTS_BEGIN)
 _ID = re.compile(r"[^<\s]*")
+_NOISE = re.compile(r"[^<]*")
 _NAME = re.compile(r"(?:functions\.)?([^:]+)(?::\d+)?")
 
 
 class KimiK2Parser(CallParser):
-    """Arguments are handed on as they come. Calls outside a section count, too."""
+    """Arguments are handed on as they come. Calls outside a section count, too.
+
+    What else stands in a section is content, without the format's own tokens: words between calls, after an id, and
+    after arguments.
+    """
 
     visible_tokens = (SECTION_BEGIN, SECTION_END, CALL_BEGIN, ARGUMENTS_BEGIN, CALL_END)
 
@@ -53,21 +59,28 @@ class KimiK2Parser(CallParser):
         )
 
     def run(self) -> Script[None]:
-        while marker := (yield from self.content_until(_MARKERS)):
+        markers = _MARKERS
+        while marker := (yield from self.content_until(markers)):
             if marker != CALL_BEGIN:
+                markers = _MARKERS if marker == SECTION_END else _IN_SECTION
                 self.content.at_tag()
                 continue
             self.begin_tentative(CALL_BEGIN)
-            if not (yield from self._call()):
+            if (yield from self._call()):
+                markers = _IN_SECTION
+            else:
                 self.give_up()
 
     def _call(self) -> Script[bool]:
         yield from self.spaces()
         call_id = yield from self.run_of(_ID)
         yield from self.spaces()
+        noise = yield from self.run_of(_NOISE)
         name = _NAME.fullmatch(call_id)
         if name is None or not (yield from self.literal(ARGUMENTS_BEGIN)):
             return False
+        self.commit()
+        self.content.write(noise)
         self.begin_call(name.group(1), call_id)
         yield from self.json_arguments(CALL_END)
         yield from self.spaces()

@@ -3,14 +3,17 @@
     text ─► ReasoningParser ─► reasoning
                   └─► content ─► ToolParser ─► content, calls
 
-Either may be absent. This is what the endpoints use; nothing here knows HTTP.
+Either may be absent. With both, a call may end the reasoning (`ReasoningCalls`). This is what the endpoints use;
+nothing here knows HTTP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 from openinfer_server.parsers.contract import ReasoningParser, ToolParser
 from openinfer_server.parsers.deltas import ContentDelta, Delta, ReasoningDelta
+from openinfer_server.parsers.reasoning_calls import BeginToken, ReasoningCalls, begin_tokens_of
 
 T = TypeVar("T")
 
@@ -30,6 +33,8 @@ class ParserFault(Exception):
 def fault_boundary(kind: str, call: Callable[[], T]) -> T:
     try:
         return call()
+    except ParserFault:
+        raise
     except Exception as error:
         raise ParserFault(kind) from error
 
@@ -40,17 +45,37 @@ class OutputParser:
     Args:
         reasoning: None leaves reasoning in the content.
         tools: None leaves calls in the content.
+        another: makes tool parsers as `tools` is one; then calls may end the reasoning.
+        offered: names of the functions that such calls may name.
 
     Every method raises `ParserFault` if a parser raises.
     """
 
-    __slots__ = ("_is_told_apart", "_reasoning", "_tools")
+    __slots__ = ("_calls", "_is_told_apart", "_reasoning", "_tools")
 
-    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        another: Callable[[], ToolParser] | None = None,
+        offered: Collection[str] = (),
+    ) -> None:
         # Whether all that comes is the answer: the reasoning parser is not asked again.
         self._is_told_apart = reasoning is None
         self._reasoning = reasoning
         self._tools = tools
+        self._calls: ReasoningCalls | None = None
+        begin_tokens = begin_tokens_of(None if tools is None else type(tools))
+        if reasoning is not None and another is not None and begin_tokens:
+            self._calls = ReasoningCalls(
+                another,
+                begin_tokens,
+                offered,
+                read=self._read,
+                is_reasoning=lambda: not self._is_told_apart and reasoning.reasoning,
+                closing_text=reasoning.closing_text,
+            )
 
     @property
     def is_plain(self) -> bool:
@@ -58,14 +83,39 @@ class OutputParser:
 
     @property
     def reasoning(self) -> bool:
-        return not self._is_told_apart and self._reasoning is not None and self._reasoning.reasoning
+        """Whether what comes next is reasoning; not while it may be a call."""
+        if self._is_told_apart or self._reasoning is None or (self._calls is not None and self._calls.is_trying):
+            return False
+        return self._reasoning.reasoning
 
     @property
     def closing_text(self) -> str:
         """What ends the reasoning; empty without a reasoning parser."""
         return "" if self._reasoning is None else self._reasoning.closing_text
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str, begun: Sequence[BeginToken] = ()) -> list[Delta]:
+        """Takes the next piece; `begun` are begin tokens in it, or in text that is still to come."""
+        if self._is_told_apart:
+            return self._content(text)
+        if self._calls is None:
+            return self._read(text)
+        deltas = fault_boundary("tool", partial(self._calls.feed, text, begun))
+        if self._calls.found is not None:
+            self._tools, self._is_told_apart = self._calls.found, True
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        if self._calls is not None and not self._is_told_apart:
+            deltas = fault_boundary("tool", self._calls.finish)
+            if self._calls.found is not None:
+                return deltas
+        if self._reasoning is not None and not self._is_told_apart:
+            deltas += self._with_calls(fault_boundary("reasoning", self._reasoning.finish))
+        return deltas if self._tools is None else deltas + fault_boundary("tool", self._tools.finish)
+
+    def _read(self, text: str) -> list[Delta]:
+        """The way through both parsers."""
         if self._is_told_apart or self._reasoning is None:
             return self._content(text)
         try:
@@ -77,11 +127,6 @@ class OutputParser:
         if self._tools is None or (len(deltas) == 1 and type(deltas[0]) is ReasoningDelta):
             return deltas
         return self._with_calls(deltas)
-
-    def finish(self) -> list[Delta]:
-        rest = self._reasoning.finish if self._reasoning is not None and not self._is_told_apart else None
-        deltas = [] if rest is None else self._with_calls(fault_boundary("reasoning", rest))
-        return deltas if self._tools is None else deltas + fault_boundary("tool", self._tools.finish)
 
     def _content(self, text: str) -> list[Delta]:
         if self._tools is None:

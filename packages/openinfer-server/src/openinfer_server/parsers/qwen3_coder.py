@@ -12,7 +12,8 @@ Source: the chat template of https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Ins
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from openinfer_server.parsers.call_syntax import CallableFunction, CallSyntax, LarkTexts
 from openinfer_server.parsers.contract import ModelTraits
@@ -41,6 +42,7 @@ class Qwen3CoderParser(TaggedArgumentsParser):
     """
 
     visible_tokens = (OPEN, CLOSE)
+    begin_tokens: ClassVar[Mapping[str, str]] = {OPEN: ""}
 
     @classmethod
     def claims(cls, traits: ModelTraits) -> bool:
@@ -99,16 +101,18 @@ class Qwen3CoderParser(TaggedArgumentsParser):
         yield from self._close()
 
     def _close(self) -> Script[None]:
+        is_closed = False
         if (yield from self.literal(FUNCTION_END)):
             self.commit()
             self.end_arguments()
             yield from self.spaces()
-            yield from self.literal(CLOSE)
+            is_closed = yield from self.literal(CLOSE)
             self.is_cut(CLOSE)
         elif (yield from self.literal(CLOSE)):
             self.commit()
             self.end_arguments()
+            is_closed = True
         elif not self.is_cut(PARAMETER, FUNCTION_END, CLOSE):
             self.end_arguments()
-        self.end_call()
+        self.end_call(is_closed=is_closed)
         self.give_up()

@@ -1,7 +1,8 @@
 """Reasoning between `<think>` and `</think>`, as Qwen3, DeepSeek and Kimi write it.
 
 A block counts at the beginning of the answer only, where models put it: `<think>` further on is text. If the template
-has opened it, which the end of the prompt shows, the answer begins inside.
+has opened it, which the end of the prompt shows, the answer begins inside. Where the block is closed, closing it once
+more, at once, says nothing.
 """
 
 from typing import ClassVar
@@ -30,7 +31,9 @@ class ThinkParser(ScriptedParser):
     def __init__(self, context: ParserContext) -> None:
         super().__init__()
         self.content = TrimmedText(ContentDelta, self.say, before_tags=False)
-        self.reasoning = context.prompt.rstrip().endswith(OPEN)
+        prompt = context.prompt.rstrip()
+        self.reasoning = prompt.endswith(OPEN)
+        self._is_closed = prompt.endswith(CLOSE)
 
     @property
     def done(self) -> bool:
@@ -41,15 +44,29 @@ class ThinkParser(ScriptedParser):
         if (yield from self.literal(OPEN)):
             self.reasoning = True
         elif not self.reasoning:
-            self.content.write(spaces)
+            yield from self._closed_again(spaces)
             return
         thoughts = TrimmedText(ReasoningDelta, self.say)
         thoughts.at_tag()
         end = yield from self.trimmed_until(self.ends, thoughts)
         self.reasoning = False
         self.content.at_tag()
-        if end is not None and end != CLOSE:
+        if end == CLOSE:
+            self._is_closed = True
+            yield from self._closed_again((yield from self.spaces()))
+        elif end is not None:
             self.unread(end)
+
+    def _closed_again(self, spaces: str) -> Script[None]:
+        """Takes closing tags that follow at once, if the reasoning is closed already.
+
+        Args:
+            spaces: white space that was taken; content, unless such a tag follows.
+        """
+        while self._is_closed and (yield from self.literal(CLOSE)):
+            self.content.at_tag()
+            spaces = yield from self.spaces()
+        self.content.write(spaces)
 
 
 class Qwen3Thinking(ThinkParser):

@@ -14,21 +14,49 @@ ANYTHING = frozenset({"string", "number", "boolean", "null", "array", "object"})
 TEXT = frozenset({"string"})
 
 
+# What Python calls JSON's types, as schemas that were made of its annotations by hand do.
+_PYTHONS = {
+    "integer": "number",
+    "int": "number",
+    "float": "number",
+    "str": "string",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+    "tuple": "array",
+    "None": "null",
+}
+
+
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """JSON types that a parameter may have; any if its schema does not say."""
     found: set[str] = set()
-    waiting: list[object] = [_get(schema.get("properties"), name)]
+    for part in parts_of(_get(schema.get("properties"), name), root=schema):
+        if part is None:
+            return ANYTHING
+        found.update(_own_types(part))
+    return frozenset(found) or ANYTHING
+
+
+def parts_of(schema: object, *, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any] | None]:
+    """A schema, and those that it refers to or combines; None and no more where they are too many.
+
+    Args:
+        schema: anything; what is no object has no parts.
+        root: what its references are looked up in.
+    """
+    waiting: list[object] = [schema]
     seen: set[int] = set()
     while waiting:
         part = waiting.pop()
         if isinstance(part, Mapping) and id(cast("object", part)) not in seen:
             if len(seen) == MAX_SCHEMAS:
-                return ANYTHING
+                yield None
+                return
             seen.add(id(cast("object", part)))
             described = cast("Mapping[str, Any]", part)
-            found.update(_own_types(described))
-            waiting += _alternatives(described, schema)
-    return frozenset(found) or ANYTHING
+            yield described
+            waiting += _alternatives(described, root)
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -74,7 +102,7 @@ def _own_types(schema: Mapping[str, Any]) -> Iterator[str]:
     declared = schema.get("type")
     for name in cast("list[object]", declared) if isinstance(declared, list) else [declared]:
         if isinstance(name, str):
-            yield "number" if name == "integer" else name
+            yield _PYTHONS.get(name, name)
     if "const" in schema:
         yield _kind_of(schema["const"])
     if declared is None and isinstance(schema.get("enum"), list):

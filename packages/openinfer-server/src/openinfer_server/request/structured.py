@@ -81,7 +81,11 @@ def chat_grammar(
     grammar = _answer_grammar(service, available, constraint)
     if grammar is None:
         return None
-    return msgspec.structs.replace(grammar, preamble=_preamble(service, prompt, constraint.field or "tools"))
+    preamble = _preamble(service, prompt, constraint.field or "tools")
+    if preamble is not None and available.functions:
+        # a call inside the reasoning would end it, and the grammar would ask for another one
+        preamble = msgspec.structs.replace(preamble, without=tuple(sorted(service.parsers.begin_tokens)))
+    return msgspec.structs.replace(grammar, preamble=preamble)
 
 
 def constrained(plan: Plan, grammar: Grammar | None) -> Plan:

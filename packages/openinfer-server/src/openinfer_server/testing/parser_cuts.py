@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from openinfer_core.plugins import find_plugin
-from openinfer_server.parsers import OutputParser, ParserContext
+from openinfer_server.parsers import ParserContext
 from openinfer_server.parsers.choose import REASONING_PARSERS, TOOL_PARSERS
 from openinfer_server.testing.parser_texts import PAIRS, REASONING_PROMPTS, REASONING_TEXTS, TOOL_TEXTS, TOOLS
-from openinfer_server.testing.parsers import MakeParser, check_cut, check_text
+from openinfer_server.testing.parsers import MakeParser, answer_maker, check_cut, check_text
 
 _FRAGMENT = re.compile(r"<[^<>\s]*>?|\w+|\s+|[^\w\s]")
 _WAYS = 4  # random ways of cutting each text; a fifth is one character at a time
@@ -120,12 +120,14 @@ def _reasoning_maker(name: str, prompt: str) -> MakeParser:
 
 def _pair_maker(reasoning: str, tools: str) -> MakeParser:
     first = find_plugin(REASONING_PARSERS, reasoning).load()
-    second = find_plugin(TOOL_PARSERS, tools).load()
-    return lambda: OutputParser(first(_context("")), second(_context("")))
+    return answer_maker(first, find_plugin(TOOL_PARSERS, tools).load(), TOOLS, by_text=True)
 
 
 def _both(reasoning: str, tools: str) -> tuple[str, ...]:
-    return tuple(f"<think>\nWhat now?\n</think>\n\n{text}" for text in TOOL_TEXTS[tools]) + REASONING_TEXTS[reasoning]
+    """Answers with reasoning that is closed, and with calls inside it."""
+    closed = tuple(f"<think>\nWhat now?\n</think>\n\n{text}" for text in TOOL_TEXTS[tools])
+    unclosed = tuple(f"<think>\nWhat now?\n\n{text}\n</think>\n\nDone." for text in TOOL_TEXTS[tools])
+    return closed + unclosed + REASONING_TEXTS[reasoning]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

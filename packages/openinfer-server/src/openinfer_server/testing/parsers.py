@@ -8,15 +8,20 @@ left out, doubled and put in, and checks for all of them, over random ways of cu
 - nothing raises, and the deltas keep their order (a call begins, gets arguments, ends; numbers rise from 0);
 - no word of the text is lost: words put in anywhere come out as content, reasoning, name, id or argument;
 - text that cannot be markup does not wait: prose comes out while it goes in.
+
+Of a tool parser with `begin_tokens` the kit also checks, with the same cuts, that a whole call inside reasoning ends it
+where it begins with such a token, and that all else is reasoning to the last character: the same text in other tokens,
+calls of functions that are not on offer, and words about the token.
 """
 
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from openinfer_core.testing.errors import require
-from openinfer_server.parsers.contract import ParserContext
+from openinfer_server.parsers.choose import answer_parser
+from openinfer_server.parsers.contract import ParserContext, ReasoningParser, ToolParser
 from openinfer_server.parsers.deltas import (
     CallArguments,
     CallEnd,
@@ -26,6 +31,10 @@ from openinfer_server.parsers.deltas import (
     ReasoningDelta,
     merge,
 )
+from openinfer_server.parsers.markers import Markers
+from openinfer_server.parsers.output import OutputParser
+from openinfer_server.parsers.reasoning_calls import CallsInReasoning, begin_tokens_of, is_object
+from openinfer_server.parsers.thinking import OPEN, Qwen3Thinking
 
 
 class TextFed(Protocol):
@@ -83,7 +92,10 @@ def check_tool_parser(
         any(isinstance(delta, CallStart) for text in texts for delta in whole(make, text)),
         "none of the texts has a call: nothing would be checked",
     )
-    return check_cuts(make, texts, cuts_per_text=cuts_per_text, variants_per_text=variants_per_text, seed=seed)
+    fed = check_cuts(make, texts, cuts_per_text=cuts_per_text, variants_per_text=variants_per_text, seed=seed)
+    if begin_tokens_of(cast("type[ToolParser]", parser)):
+        fed += _check_calls_in_reasoning(parser, texts, tools, cuts_per_text=cuts_per_text, seed=seed)
+    return fed
 
 
 def check_reasoning_parser(
@@ -111,6 +123,59 @@ def check_reasoning_parser(
             _check_done(parser, prompt, text)
     _check_closing(parser, prompts)
     return fed
+
+
+class BeginTokensByText:
+    """Feeds both parsers of one answer with begin tokens wherever their text stands, as encoding a text gives them.
+
+    Each is announced with its first character, and the rest of it comes later, as behind a stop string.
+    """
+
+    def __init__(self, parser: OutputParser, begin_tokens: Iterable[str]) -> None:
+        self._parser = parser
+        self._markers = Markers(*begin_tokens)
+        self._held = ""
+        self._offset = 0
+
+    def feed(self, text: str) -> list[Delta]:
+        text = self._held + text
+        said: list[Delta] = []
+        while found := self._markers.find(text):
+            said += self._pass(text[: found.start()])
+            begun = (self._offset, found.group())
+            said += self._parser.feed(found.group()[0], [begun])
+            self._offset += 1
+            said += self._pass(found.group()[1:])
+            text = text[found.end() :]
+        held = self._markers.num_held(text)
+        self._held = text[len(text) - held :]
+        return said + self._pass(text[: len(text) - held])
+
+    def finish(self) -> list[Delta]:
+        return self._pass(self._held) + self._parser.finish()
+
+    def _pass(self, text: str) -> list[Delta]:
+        self._offset += len(text)
+        return self._parser.feed(text)
+
+
+def answer_maker(
+    reasoning: type[ReasoningParser],
+    parser: Callable[[ParserContext], TextFed],
+    tools: Mapping[str, Mapping[str, Any]],
+    *,
+    prompt: str = "",
+    by_text: bool = False,
+) -> MakeParser:
+    """Makes both parsers of an answer; `by_text` is as for `BeginTokensByText`, otherwise no begin token has its id."""
+
+    def make() -> TextFed:
+        context = ParserContext(prompt, tools, lambda: "call")  # what is tried may take ids, too
+        both = answer_parser(context, reasoning, cast("type[ToolParser]", parser))
+        names = begin_tokens_of(cast("type[ToolParser]", parser))
+        return BeginTokensByText(both, names) if by_text and names else both
+
+    return make
 
 
 def check_cuts(make: MakeParser, texts: Iterable[str], *, cuts_per_text: int, variants_per_text: int, seed: int) -> int:
@@ -210,6 +275,64 @@ def _maker(
         return parser(ParserContext(prompt, tools, lambda: f"call_{next(numbers)}"))
 
     return make
+
+
+def _check_calls_in_reasoning(
+    parser: Callable[[ParserContext], TextFed],
+    texts: Iterable[str],
+    tools: Mapping[str, Mapping[str, Any]],
+    *,
+    cuts_per_text: int,
+    seed: int,
+) -> int:
+    """Checks calls of a tool parser with `begin_tokens` inside reasoning; returns how many cut texts were fed."""
+    begin_tokens = begin_tokens_of(cast("type[ToolParser]", parser))
+    others: Mapping[str, Mapping[str, Any]] = {"another function": {}}
+    make, spelled, unknown = (
+        answer_maker(cast("type[ReasoningParser]", Qwen3Thinking), parser, offered, prompt=OPEN, by_text=by_text)
+        for offered, by_text in ((tools, True), (tools, False), (others, True))
+    )
+    thought = "I think."
+    fed = found = 0
+    for call, alone in _whole_calls(parser, begin_tokens, texts, tools):
+        found += 1
+        text = f"{thought}\n{call}"
+        expected = [ReasoningDelta(thought), *alone]
+        said = check_text(make, text)
+        require(said == expected, f"a call in the reasoning of {text!r} is said as {said}, by itself as {expected}")
+        fed += check_cuts(make, [text], cuts_per_text=cuts_per_text, variants_per_text=cuts_per_text, seed=seed)
+        for why, kept in (("begins with no begin token", spelled), ("names no function on offer", unknown)):
+            said = whole(kept, text)
+            require(said == [ReasoningDelta(text)], f"what {why} in {text!r} is said as {said}; it is reasoning")
+    require(found, f"none of the texts has a whole call that begins with one of {list(begin_tokens)}")
+    for name, before in begin_tokens.items():
+        text = f"{thought} Calls begin with {before}{name} and have a name."
+        said = whole(make, text)
+        require(said == [ReasoningDelta(text)], f"words about a begin token, {text!r}, are said as {said}")
+    return fed
+
+
+def _whole_calls(
+    parser: Callable[[ParserContext], TextFed],
+    begin_tokens: Mapping[str, str],
+    texts: Iterable[str],
+    tools: Mapping[str, Mapping[str, Any]],
+) -> Iterator[tuple[str, list[Delta]]]:
+    """Ends of texts that begin with a begin token and a whole call, and what is said of them."""
+    for text in texts:
+        places = [text.find(before + name) for name, before in begin_tokens.items() if before + name in text]
+        if not places:
+            continue
+        call = text[min(places) :].rstrip()
+        reader = parser(ParserContext("", tools, lambda: "call"))
+        said = merge(feed(reader, [call]))
+        match said:
+            case [CallStart(name=name), CallArguments(text=arguments), CallEnd(), *_]:
+                is_closed = 0 in cast("CallsInReasoning", reader).closed_calls
+                if is_closed and name in tools and is_object(arguments):
+                    yield call, said
+            case _:
+                continue
 
 
 def _check_says(make: MakeParser, texts: Iterable[str], kind: type[Delta], violation: str) -> None:
