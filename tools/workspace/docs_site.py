@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = {"Reference": "Reference", "Api": "Python API", "Notes": "Laboratory notes"}  # folders' names, in order
 _LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)#\s]+)")
 
 
@@ -53,9 +54,20 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    """Put pages before folders, and folders in their order."""
+    del config, files
+    order = list(SECTIONS)
+    nav.items.sort(key=lambda item: order.index(item.title) if item.is_section else -1)
+    for item in nav.items:
+        if item.is_section:
+            item.title = SECTIONS[item.title]
+    return nav
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     del files
-    return outside_links(markdown, page.file.src_uri, config["repo_url"])
+    return outside_links(markdown, page.file.src_uri, config["extra"]["repository"])
 
 
 def main() -> int:

@@ -62,7 +62,7 @@ def message(role: str, content: str, reasoning: str = "") -> dict[str, str]:
 @contextmanager
 def server() -> Iterator[str]:
     command = [Path(sys.executable).with_name("openinfer"), "serve", "--model", model_dir(), "--port", "0"]
-    command += ["--model-names", "tiny"]
+    command += ["--model-name", "tiny"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     )
@@ -85,7 +85,7 @@ def take(browser: Browser, url: str, name: str, settings: dict[str, Any]) -> Non
             )
         page.evaluate("sessionStorage.setItem('openinfer.current', 'shown')")
         page.reload()
-        page.get_by_label("Message").fill("What is 17 plus 25?")
+        page.get_by_label("Message").fill("Who are you?")
         page.get_by_label("Message").press("Enter")
         expect(page.locator("#answer-tokens")).to_contain_text("tokens")
         page.wait_for_timeout(1500)  # the gauges' next look
