@@ -76,8 +76,8 @@ class Choice:
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0
+        self.completion_tokens: int = 0
+        self.reasoning_tokens: int = 0
         self.finish_reason: FinishReason | None = None
 
     def scheduled(self, event: Scheduled) -> None:
