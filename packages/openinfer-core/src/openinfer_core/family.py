@@ -1,5 +1,6 @@
 """Model families: which of them serves a `config.json`, found through the entry-point group `openinfer.models`."""
 
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -122,6 +123,17 @@ def load_family(plugin: Plugin) -> ModelFamily:
         PluginError: it was written for another contract, failed to load, or is no family.
     """
     return plugin.instance(ModelFamily)
+
+
+def check_model_file(path: Path) -> None:
+    """Called before a file of a model folder is opened: opening a named pipe would wait for ever.
+
+    Raises:
+        InvalidCheckpoint: it is no regular file, nor a link to one.
+        OSError: there is none, or it cannot be asked about.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise InvalidCheckpoint(f"{path} is no regular file")
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

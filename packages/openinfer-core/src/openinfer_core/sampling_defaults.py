@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from openinfer_core.errors import InvalidCheckpoint, InvalidRequest
+from openinfer_core.family import check_model_file
 from openinfer_core.sampling import check_parameter
 from openinfer_core.sampling_parameters import PARAMETERS, SamplingParameter
 
@@ -73,6 +74,7 @@ def read_sampling_defaults(
     if source is SamplingDefaultsFrom.NONE or not path.exists():
         return NO_DEFAULTS
     try:
+        check_model_file(path)
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise InvalidCheckpoint(f"{path} cannot be read: {error.strerror}") from error

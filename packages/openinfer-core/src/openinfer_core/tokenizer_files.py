@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from openinfer_core.errors import InvalidCheckpoint
+from openinfer_core.family import check_model_file
 from openinfer_core.plugins import TOKENIZERS, Lister, installed, list_plugins
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -38,6 +39,7 @@ def read_tokenizer(model_dir: Path, *, lister: Lister = installed) -> bytes | No
     """
     path = model_dir / TOKENIZER_FILE
     try:
+        check_model_file(path)
         return path.read_bytes()
     except FileNotFoundError:
         pass

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from openinfer_core import InvalidCheckpoint
+from openinfer_core.family import check_model_file
 from openinfer_core.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 
 Decoded = TypeVar("Decoded")
@@ -93,6 +94,7 @@ def _listed(end: _EndOfText) -> tuple[int, ...]:
 
 def _decode(path: Path, decoded_type: type[Decoded]) -> Decoded:
     try:
+        check_model_file(path)
         content = path.read_bytes()
     except OSError as error:
         raise InvalidCheckpoint(f"{path} cannot be read: {error.strerror}") from error

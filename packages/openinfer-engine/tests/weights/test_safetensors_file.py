@@ -143,6 +143,13 @@ def test_file_that_is_something_else_is_refused(tmp_path: Path, content: bytes) 
         SafetensorsFile(path)
 
 
+def test_the_name_that_occurs_twice_is_found_in_one_pass(tmp_path: Path) -> None:
+    # to look each name up among those before it would take more than a minute
+    names = ",".join(f'"{number}":0' for number in [*range(60_000), 59_999])
+    with pytest.raises(InvalidCheckpoint, match="the name '59999' occurs twice"):
+        SafetensorsFile(write(tmp_path / "model.safetensors", f"{{{names}}}".encode()))
+
+
 def test_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpoint, match="cannot be read: No such file"):
         SafetensorsFile(tmp_path / "model.safetensors")

@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from openinfer_core import InvalidCheckpoint
+from openinfer_core.family import check_model_file
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -97,6 +98,7 @@ class Header:
 def map_file(path: Path) -> mmap.mmap:
     """The file, read-only; raises `InvalidCheckpoint` if it cannot be read."""
     try:
+        check_model_file(path)
         with path.open("rb") as file:
             if path.stat().st_size < len(_MAGIC):
                 raise InvalidCheckpoint(f"{path} is too short to be a GGUF file; was the download interrupted?")

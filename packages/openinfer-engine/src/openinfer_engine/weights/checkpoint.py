@@ -15,6 +15,7 @@ from typing import Self
 import msgspec
 
 from openinfer_core import InvalidCheckpoint
+from openinfer_core.family import check_model_file
 from openinfer_engine.gguf.file import GGUF_FILE, GgufFile
 from openinfer_engine.model import Shard
 from openinfer_engine.weights.rank_files import Pieces, TensorFile, rank_files
@@ -179,6 +180,7 @@ def share_of_rank(shape: tuple[int, ...], name: str, shard: Shard, *, rank: int,
 
 def _open_shards(index: Path) -> Checkpoint:
     try:
+        check_model_file(index)
         decoded = decode_unique_json(index.read_bytes(), what=str(index))
         weight_map = msgspec.convert(decoded, _Index).weight_map
     except msgspec.ValidationError as error:

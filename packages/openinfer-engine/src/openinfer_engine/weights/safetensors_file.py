@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from openinfer_core import InvalidCheckpoint
+from openinfer_core.family import check_model_file
 from openinfer_engine.weights.unique_json import decode_unique_json
 from openinfer_kernels import HostArray
 
@@ -107,6 +108,7 @@ class SafetensorsFile:
 
 def _map_file(path: Path) -> mmap.mmap:
     try:
+        check_model_file(path)
         with path.open("rb") as file:
             if path.stat().st_size < _LENGTH_BYTES:
                 raise InvalidCheckpoint(f"{path} is too short to be a safetensors file; was the download interrupted?")
