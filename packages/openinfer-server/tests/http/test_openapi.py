@@ -63,10 +63,18 @@ LEVELS = {
     "GET /": "public",
     "GET /page/api.js": "public",
     "GET /page/chat.js": "public",
+    "GET /page/chats.js": "public",
+    "GET /page/dom.js": "public",
     "GET /page/icon.svg": "public",
+    "GET /page/inline.js": "public",
     "GET /page/main.js": "public",
+    "GET /page/markdown.js": "public",
+    "GET /page/render.js": "public",
     "GET /page/status.js": "public",
+    "GET /page/store.js": "public",
     "GET /page/style.css": "public",
+    "GET /page/text.css": "public",
+    "GET /page/turns.js": "public",
 }
 
 
