@@ -138,12 +138,13 @@ Tools = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_TOOL)]
 _SYSTEM = {"items": {"$ref": "#/components/schemas/TextBlock"}}
 System = str | Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=_SYSTEM)]
 
+_KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}  # what Claude Code sends
 _NO_COMPACTION = Refused("nothing of a conversation is left out")
 _PROMPT_RULES: Mapping[str, Rule] = {
     "billing_policy": _NO_ACCOUNTS,
     "cache_control": CACHED_ANYWAY,
     "compaction": _NO_COMPACTION,
-    "context_management": _NO_COMPACTION,
+    "context_management": Neutral(({"edits": []}, _KEEP_THINKING), _NO_COMPACTION.why),
     "mcp_servers": Neutral(([],), FUNCTIONS_ONLY),
     "speed": Neutral(("standard",), "standard is what is always so, and there is nothing faster"),
     "user_profile_id": _NO_ACCOUNTS,
