@@ -123,6 +123,10 @@ def test_the_scripted_model_goes_by_the_last_question_and_keeps_a_schema_only_wh
     ask = "[openinfer:tools] [openinfer:schema]<think>\n\n</think>\n\n"
     assert script.answer(ask, constrained=True) == (json.dumps(script.REPORT), True)
     assert script.answer(ask, constrained=False) == (script.PLAIN, True)
+    offer = '{"type": "function", "function": {"name": "StructuredOutput"}}[openinfer:schema]'
+    assert '{"name": "StructuredOutput", "arguments": {"city"' in script.answer(offer, constrained=False)[0]
+    told = f"{offer}<tool_response>\nok\n</tool_response>"
+    assert script.answer(told, constrained=False)[0].endswith(script.PLAIN)
     assert script.answer("a title, please", constrained=False)[0].endswith(script.SIDE)
     assert not script.answer("[openinfer:abort]", constrained=False)[1]
 

@@ -16,6 +16,7 @@ from openinfer_core.request import GenerateRequest
 
 CITIES = ("Paris", "Rome", "Oslo")
 TOOL = "get_weather"
+REPORT_TOOL = "StructuredOutput"  # Claude Code's
 PLAIN = "The capital of France is Paris."
 REPORT = {"city": "Paris", "degrees": 21}
 SIDE = "Fine."
@@ -43,6 +44,7 @@ class Script:
 def answer(prompt: str, *, constrained: bool) -> tuple[str, bool]:
     """Return what follows a prompt, and whether it ends."""
     markers = list(_MARKER.finditer(prompt))
+    since = prompt[markers[-1].end() :] if markers else ""
     thought = "" if prompt.endswith("</think>\n\n") else _THOUGHT
     match markers[-1].group(1) if markers else None:
         case "abort":
@@ -50,9 +52,9 @@ def answer(prompt: str, *, constrained: bool) -> tuple[str, bool]:
         case "plain" | "stream":
             return thought + PLAIN, True
         case "schema":
-            return thought + (json.dumps(REPORT) if constrained else PLAIN), True
+            return thought + (json.dumps(REPORT) if constrained else report_turn(prompt, since)), True
         case "tools":
-            return thought + tool_turn(prompt, prompt[markers[-1].end() :]), True
+            return thought + tool_turn(prompt, since), True
         case _:
             return thought + SIDE, True
 
@@ -63,6 +65,12 @@ def tool_turn(prompt: str, since: str) -> str:
     if len(results) < len(CITIES):
         return call(tool_on_offer(prompt), {"city": CITIES[len(results)]})
     return f"The weather: {'; '.join(_first_text(result) for result in results)}."
+
+
+def report_turn(prompt: str, since: str) -> str:
+    """Return a call of the tool that some clients have instead of a schema, once."""
+    is_offered = REPORT_TOOL in _OFFERED.findall(prompt)
+    return call(REPORT_TOOL, REPORT) if is_offered and not _RESULT.search(since) else PLAIN
 
 
 def tool_on_offer(prompt: str) -> str:

@@ -51,7 +51,7 @@ class Driver(Protocol):
     `tools` offers `get_weather`, for which `weather` answers, and asks `TOOLS_QUESTION`; it goes on with the client's
     own loop, where it has one, until there is no further call, and returns the last text. `error` sends
     `BAD_TEMPERATURE` and returns what the client raised, if that is the class that it has for a bad request. `abort`
-    leaves after the first piece of text.
+    leaves after the first piece of text. A driver that has something else refused has its name as `refused`.
     """
 
     def plain(self) -> str: ...
@@ -125,7 +125,7 @@ def schema(driver: Driver, asked: Asked) -> None:
 
 def error(driver: Driver, asked: Asked) -> None:
     said = str(driver.error())
-    require("temperature" in said, f"the error does not name the field: {said}")
+    require(getattr(driver, "refused", "temperature") in said, f"the error does not name what is wrong: {said}")
 
 
 def abort(driver: Driver, asked: Asked) -> None:
